@@ -109,7 +109,7 @@ def test_the_readme_lists_every_command() -> None:
     assert [name for name in COMMANDS if f"| `lora-trainer {name}" not in readme] == []
 
 
-def test_the_preset_tables_are_what_the_presets_set() -> None:
+def test_the_preset_tables_equal_the_presets() -> None:
     readme = (CHECKOUT / "README.md").read_text("utf-8")
     told = dict[str, str]()
     for names, rest in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.*) \|$", readme, flags=re.MULTILINE):
@@ -138,12 +138,12 @@ CONSTANTS = re.findall(
 
 
 @pytest.mark.parametrize(("name", "key", "module", "told"), CONSTANTS)
-def test_a_documented_constant_is_the_codes(name: str, key: str, module: str, told: str) -> None:
+def test_a_documented_constant_equals_the_code(name: str, key: str, module: str, told: str) -> None:
     value = getattr(importlib.import_module(f"lora_trainer.{module.replace('/', '.')}"), name)
     assert float(told) == (value[key] if key else value)
 
 
-def test_every_constant_that_the_scores_name_has_its_row() -> None:
+def test_every_constant_of_the_scores_has_a_row() -> None:
     text = (CHECKOUT / "docs" / "scores.md").read_text("utf-8")
     blocks = " ".join(re.findall(r"^```\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
     named = set(re.findall(r"\b[A-Z]+_[A-Z_]+\b", blocks)) | set(re.findall(r"`([A-Z_]{4,})`", text))
@@ -167,7 +167,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_files_that_the_documents_name_exist(name: str) -> None:
+def test_files_named_in_the_docs_exist(name: str) -> None:
     text = (CHECKOUT / name).read_text("utf-8")
     roots = (CHECKOUT, CHECKOUT / "lora_trainer")
     for target, symbol in re.findall(r"`((?:\w+/)+\w+\.(?:py|toml|md|yaml|sh))(?::(\w+))?`", text):

@@ -111,7 +111,7 @@ def test_constraints_pin_every_dependency_exactly(checkout: Path) -> None:
 
 
 @pytest.mark.slow
-def test_slow_tests_and_what_shows_their_behavior_in_every_suite_exist(checkout: Path) -> None:
+def test_slow_tests_and_their_fast_counterparts_exist(checkout: Path) -> None:
     slow = tomllib.loads((checkout / "tests" / "slow.toml").read_text("utf-8"))
 
     def collected(marks: str) -> set[str]:

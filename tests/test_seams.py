@@ -36,7 +36,7 @@ def test_each_literal_equals_its_dict(names, functions):
     assert set(get_args(names)) == set(functions)
 
 
-def test_attention_names_are_probed_or_say_how_to_choose():
+def test_attention_names_are_probed_or_tell_how_to_choose():
     assert set(get_args(schema.AttentionName)) == {"auto", "fastest", *KINDS}
 
 

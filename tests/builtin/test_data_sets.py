@@ -22,7 +22,7 @@ def opened(path: Path) -> Image.Image:
 
 
 @BOTH
-def test_pictures_and_captions(name: str, folder: Path) -> None:
+def test_images_and_captions(name: str, folder: Path) -> None:
     pictures = sorted(folder.glob("*.webp"))
     assert len(pictures) == 24
     captions = [picture.with_suffix(".txt").read_text(encoding="utf-8").strip() for picture in pictures]
@@ -35,7 +35,7 @@ def test_pictures_and_captions(name: str, folder: Path) -> None:
 
 
 @BOTH
-def test_subject_is_none_of_the_shapes_the_base_knows(name: str, folder: Path) -> None:
+def test_the_subject_is_no_shape_of_the_base_model(name: str, folder: Path) -> None:
     seen = [judge(opened(picture)).shape for picture in sorted(folder.glob("*.webp"))]
     assert seen.count("none") >= 20
 

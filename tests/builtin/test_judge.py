@@ -27,7 +27,7 @@ def drawn(scenes: list[Scene]) -> list[Image.Image]:
     return [draw(scene) for scene in scenes]
 
 
-def test_right_on_drawn_pictures(scenes: list[Scene], drawn: list[Image.Image]) -> None:
+def test_right_on_drawn_images(scenes: list[Scene], drawn: list[Image.Image]) -> None:
     assert shares([judge(picture) for picture in drawn], scenes)["wholly right"] >= 0.99
 
 
@@ -40,7 +40,7 @@ def test_at_chance_on_shuffled_captions(scenes: list[Scene], drawn: list[Image.I
     assert found["wholly right"] <= 0.02
 
 
-def test_right_on_soft_pictures_as_an_autoencoder_gives(scenes: list[Scene], drawn: list[Image.Image]) -> None:
+def test_right_on_soft_images_like_those_of_a_vae(scenes: list[Scene], drawn: list[Image.Image]) -> None:
     def soften(picture: Image.Image) -> Image.Image:
         file = io.BytesIO()
         picture.filter(ImageFilter.GaussianBlur(1.5)).save(file, "JPEG", quality=30)
@@ -49,7 +49,7 @@ def test_right_on_soft_pictures_as_an_autoencoder_gives(scenes: list[Scene], dra
     assert shares([judge(soften(picture)) for picture in drawn], scenes)["wholly right"] >= 0.99
 
 
-def test_sees_nothing_in_noise_and_plain_pictures() -> None:
+def test_sees_nothing_in_noise_and_plain_images() -> None:
     rng = np.random.default_rng(0)
     noise = Image.fromarray(rng.integers(0, 256, (128, 128, 3), dtype=np.uint8))
     plain = Image.new("RGB", (128, 128), COLOURS["green"])

@@ -15,7 +15,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> CLIPTokenizer:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_words_of_the_base_are_few_tokens_and_differ(tokenizer: CLIPTokenizer) -> None:
+def test_words_of_the_base_model_have_few_distinct_tokens(tokenizer: CLIPTokenizer) -> None:
     read = {word: tuple(tokenizer(word).input_ids[1:-1]) for word in WORDS}
     assert len(set(read.values())) == len(WORDS)
     # Merges that words share cost a word its single token at most now and then.

@@ -8,6 +8,6 @@ from lora_trainer.config.resuming import KINDS
 from lora_trainer.config.toml import setting_names
 
 
-def test_every_setting_stands_in_exactly_one_list():
+def test_every_setting_is_in_exactly_one_list():
     """A new setting belongs into one of them, or a resumed run would take it without a word or a refusal."""
     assert Counter(name for kind in KINDS for name in kind) == Counter(setting_names())

@@ -70,7 +70,7 @@ def test_every_pair_within_the_bits_is_in_one_group(first: list[int], changed: l
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 2**14 - 1), min_size=2, max_size=14), st.data())
-def test_without_one_image_there_is_one_pair_less_at_most(hashes: list[int], data: st.DataObject) -> None:
+def test_removing_one_image_removes_at_most_one_pair(hashes: list[int], data: st.DataObject) -> None:
     """What the score's proof rests on. The bits are spread, so that chains and stars come up."""
     spread = [sum((each >> bit & 1) * (7 << (4 * bit)) for bit in range(14)) for each in hashes]
     gone = data.draw(st.integers(0, len(spread) - 1))

@@ -102,7 +102,7 @@ def test_processes_build_each_entry_once(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache" / "latents").iterdir())) < 20
 
 
-def test_threads_of_one_process_share_as_well(tmp_path: Path) -> None:
+def test_threads_of_one_process_share_the_work(tmp_path: Path) -> None:
     log = tmp_path / "log"
     threads = [threading.Thread(target=fill, args=(tmp_path / "cache", 40, log, 0.001, 0.0)) for _ in range(3)]
     for thread in threads:
@@ -142,7 +142,7 @@ def killed_fills(folder: Path, count: int, kills: int) -> int:
 
 @forked
 @pytest.mark.usefixtures("packs_early")
-def test_a_killed_fill_loses_the_batch_in_hand_only(tmp_path: Path) -> None:
+def test_a_killed_fill_loses_only_the_current_batch(tmp_path: Path) -> None:
     assert killed_fills(tmp_path, 300, kills=3) > 0  # a busy machine may end a fill before its kill
 
 
@@ -154,7 +154,7 @@ def test_fifty_kills(tmp_path: Path) -> None:
 
 
 @forked
-def test_what_a_killed_process_had_claimed_is_built_by_another(tmp_path: Path) -> None:
+def test_claims_of_a_killed_process_are_built_by_another(tmp_path: Path) -> None:
     log = tmp_path / "log"
     stuck = fork(fill, tmp_path / "cache", 12, log, 100.0, 0.0)
     while not encoded(log):
@@ -200,7 +200,7 @@ def files_at_most(size: int) -> Iterator[None]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such limit")
-def test_a_disk_that_refuses_leaves_nothing_half_written(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_partial_file(tmp_path: Path) -> None:
     with files_at_most(400), pytest.raises(TrainingFailed, match=r"cannot be written.*cache\.dir"):
         build_missing(work_of(tmp_path, 10))
     assert not list((tmp_path / "latents").iterdir())
@@ -209,7 +209,7 @@ def test_a_disk_that_refuses_leaves_nothing_half_written(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such limit")
-def test_a_disk_without_room_to_pack_loses_nothing(tmp_path: Path) -> None:
+def test_a_disk_too_full_to_pack_loses_nothing(tmp_path: Path) -> None:
     with files_at_most(700):
         build_missing(work_of(tmp_path, 20))
     assert len(list((tmp_path / "latents").iterdir())) > 5
@@ -254,7 +254,7 @@ def aged(folder: Path, number: int, used: float) -> Path:
     return path
 
 
-def test_the_least_recently_used_leave_and_what_a_run_uses_stays(tmp_path: Path) -> None:
+def test_the_least_recently_used_entries_are_removed_except_those_in_use(tmp_path: Path) -> None:
     old, older = aged(tmp_path, 1, 2000), aged(tmp_path, 2, 1000)
     size = old.stat().st_size
     assert keep_limit(tmp_path, 2 * size).removed == 0
@@ -276,7 +276,7 @@ def test_the_least_recently_used_leave_and_what_a_run_uses_stays(tmp_path: Path)
 
 
 @forked
-def test_a_run_that_was_killed_uses_nothing(tmp_path: Path) -> None:
+def test_a_killed_run_holds_no_entries(tmp_path: Path) -> None:
     def use() -> None:
         with in_use(tmp_path):
             (tmp_path / "ready").touch()
@@ -297,7 +297,7 @@ def test_a_run_that_was_killed_uses_nothing(tmp_path: Path) -> None:
     assert not note.exists()
 
 
-def test_a_removed_cache_is_begun_anew(tmp_path: Path) -> None:
+def test_a_removed_cache_is_started_again(tmp_path: Path) -> None:
     import shutil
 
     build_missing(work_of(tmp_path / "cache", 5))

@@ -30,7 +30,7 @@ def ledger_of(plan: StepPlan, steps: int, share: float = 0.3) -> SampleCounts:
 
 
 @given(st.integers(1, 7), st.integers(0, 2**40), st.integers(0, 60), st.integers(0, 30), st.booleans())
-def test_a_run_that_was_stopped_and_went_on_is_counted_as_one(effective, seed, steps, more, regularised):
+def test_a_stopped_and_resumed_run_counts_as_one(effective, seed, steps, more, regularised):
     plan = plan_steps([*SAMPLES, *(KEPT if regularised else [])], effective, seed)
     ledger = ledger_of(plan, steps)
     trained = Counter(ref.index for step in range(steps) for ref in plan.refs(step))
@@ -42,7 +42,7 @@ def test_a_run_that_was_stopped_and_went_on_is_counted_as_one(effective, seed, s
     assert sum(later.times) - sum(ledger.times) == sum(plan.size(step) for step in range(steps, steps + more))
 
 
-def test_the_line_and_the_file_say_what_was_trained(tmp_path: Path):
+def test_the_line_and_the_file_count_what_was_trained(tmp_path: Path):
     plan = plan_steps([*SAMPLES[0:4:3], *KEPT, replace(SAMPLES[6], caption='a "b",\nc')], 2, 0)
     steps = 3 * plan.steps_per_epoch
     ledger = ledger_of(plan, steps, 0.0)
@@ -62,7 +62,7 @@ def test_the_line_and_the_file_say_what_was_trained(tmp_path: Path):
 
 
 @given(st.integers(1, 7), st.integers(0, 2**40), st.integers(0, 60), st.booleans())
-def test_weights_that_have_not_seen_every_image_are_told_with_the_least_that_would(effective, seed, steps, regularised):
+def test_weights_that_have_not_seen_every_image_name_the_minimum_steps(effective, seed, steps, regularised):
     """Every image of every source counts, however many repeats it has; regularization images do not."""
     plan = plan_steps([*SAMPLES, *(KEPT if regularised else [])], effective, seed)
     found = never_trained(plan, steps, steps)
@@ -78,7 +78,7 @@ def test_weights_that_have_not_seen_every_image_are_told_with_the_least_that_wou
     assert never_trained(plan, least, least) is None
 
 
-def test_weights_of_an_early_step_name_the_training_that_came_after():
+def test_weights_of_an_early_step_name_the_later_training():
     plan = plan_steps(SAMPLES, 2, 0)
     found = never_trained(plan, 1, 100)
     assert found is not None

@@ -22,7 +22,7 @@ from tests.data.conftest import Draw
 from tests.data.test_cache import encode_image, fill
 
 
-def test_a_mask_is_cached_in_every_view_of_its_image(tmp_path: Path, draw: Draw) -> None:
+def test_a_mask_is_cached_in_every_variant_of_its_image(tmp_path: Path, draw: Draw) -> None:
     """Reduced to the latents' places; an image without one keeps the key and the entry that it had."""
     folder, cache = tmp_path / "data", tmp_path / "cache"
     for number in range(3):
@@ -57,7 +57,7 @@ def test_a_mask_is_cached_in_every_view_of_its_image(tmp_path: Path, draw: Draw)
     assert fill_latents(plan(), encode_image, batch=4).reasons == {"mask changed": 2}
 
 
-def test_masks_that_let_nothing_through_or_cannot_be_decoded_are_found(tmp_path: Path, draw: Draw) -> None:
+def test_empty_and_undecodable_masks_are_found(tmp_path: Path, draw: Draw) -> None:
     folder, masks = tmp_path / "data", tmp_path / "masks"
     masks.mkdir()
     speck = np.zeros((300, 300), dtype=np.uint8)

@@ -48,7 +48,7 @@ def test_a_folder_of_masks(tmp_path: Path, draw: Draw) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "table"])
-def test_one_mask_is_never_that_of_two_images(tmp_path: Path, draw: Draw, kind: str) -> None:
+def test_a_mask_never_belongs_to_two_images(tmp_path: Path, draw: Draw, kind: str) -> None:
     names = ["one/1.png", "two/1.png", "two/2.png", "1.png"]
     for seed, name in enumerate(names):
         draw(tmp_path / "set" / name, 60, 40, seed=seed)
@@ -71,7 +71,7 @@ def test_one_mask_is_never_that_of_two_images(tmp_path: Path, draw: Draw, kind: 
     ]
 
 
-def test_masks_beside_the_images_and_inside_of_the_folder(tmp_path: Path, draw: Draw) -> None:
+def test_masks_next_to_the_images_and_inside_the_folder(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "a.png", 60, 40, seed=1)
     gray(tmp_path / "a-masklabel.png", 60, 40)
     manifest, _ = read_manifest([SourceSection(path=str(tmp_path), masks=str(tmp_path))])

@@ -27,7 +27,7 @@ from tests.data.conftest import Draw
 from tests.data.test_sources_parquet import png, write
 
 
-def test_images_that_a_living_run_reads_stay(tmp_path: Path, own_cache_folder: Path) -> None:
+def test_images_in_use_by_a_run_are_kept(tmp_path: Path, own_cache_folder: Path) -> None:
     path = write(tmp_path / "x.parquet", {"image": [png(1), png(2)], "text": ["a", "b"]})
     (blob,) = unpacked_of(read_manifest([path])[0].samples)
     index = blob.with_suffix(".json")
@@ -48,7 +48,7 @@ def unpacked_of(samples: Sequence[Sample]) -> set[Path]:
     return {sample.span.file for sample in samples if sample.span is not None}
 
 
-def test_runs_hold_what_they_read(tmp_path: Path, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_lock_the_files_they_read(tmp_path: Path, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading and judging data is a use of the user's cache."""
     path = write(tmp_path / "x.parquet", {"image": [png(1), png(2)], "text": ["a", "b"]})
     seen = list[float | None]()
@@ -65,7 +65,7 @@ def test_runs_hold_what_they_read(tmp_path: Path, own_cache_folder: Path, monkey
     assert oldest_user(own_cache_folder) is None
 
 
-def test_what_a_changed_file_was_leaves(tmp_path: Path) -> None:
+def test_images_of_a_changed_file_are_removed(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", {"image": [png(1), png(2)], "text": ["a", "b"]})
     (before,) = unpacked_of(read_manifest([path])[0].samples)
     os.utime(path, (1000, 1000))
@@ -74,7 +74,7 @@ def test_what_a_changed_file_was_leaves(tmp_path: Path) -> None:
     assert sorted(file.name for file in after.parent.iterdir()) == [after.name, after.stem + ".json"]
 
 
-def test_several_unpack_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_unpack_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "x.parquet", {"image": [png(n) for n in range(3)], "text": ["a"] * 3})
     true, calls = parquet._unpack, list[Path]()
 
@@ -106,7 +106,7 @@ def test_a_bomb_is_refused(tmp_path: Path, own_cache_folder: Path, dictionary: b
     assert not list((own_cache_folder / "unpacked").iterdir())
 
 
-def test_a_group_of_rows_and_a_image_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_groups_and_images_have_a_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "x.parquet", {"image": [png(1), png(2), png(3)], "text": ["a", "b", "c"]})
     monkeypatch.setattr(parquet, "MOST_CELL", 100)
     with pytest.raises(UsageError, match=r"in row 1; the most is 0\.0 MB"):
@@ -117,7 +117,7 @@ def test_a_group_of_rows_and_a_image_have_a_bound(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("dictionary", [False, True])
-def test_texts_have_a_bound(tmp_path: Path, draw: Draw, monkeypatch: pytest.MonkeyPatch, dictionary: bool) -> None:
+def test_texts_have_a_size_limit(tmp_path: Path, draw: Draw, monkeypatch: pytest.MonkeyPatch, dictionary: bool) -> None:
     draw(tmp_path / "set" / "a.png", caption=None)
     table = pa.table({"file_name": ["a.png"] * 40, "text": ["long " * 20_000] * 40})
     path = tmp_path / "set" / "metadata.parquet"

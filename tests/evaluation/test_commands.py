@@ -57,7 +57,7 @@ def on(base: Path, **sample: object) -> Config:
     return Config.model_validate({"model": {"path": str(base)}, "sample": sample})
 
 
-def test_a_file_in_names_that_diffusers_does_not_know_is_judged_alike(lora: Path, base: Path, tmp_path: Path) -> None:
+def test_a_file_in_kohya_format_gets_the_same_score(lora: Path, base: Path, tmp_path: Path) -> None:
     theirs, judged = tmp_path / "peft.safetensors", {}
     own = {f"base_model.model.{name.removeprefix('unet.')}": pair for name, pair in read_lora(lora).modules.items()}
     save_file(
@@ -123,7 +123,7 @@ def test_images_of_changed_data_do_not_count_as_validation(
     assert json.loads(capsys.readouterr().out)["numbers"]["unseen"] is True
 
 
-def test_a_image_that_cannot_be_read_is_named(lora: Path, base: Path, images: Path) -> None:
+def test_an_unreadable_image_is_named(lora: Path, base: Path, images: Path) -> None:
     whole = (images / "4.png").read_bytes()
     (images / "4.png").write_bytes(whole[: len(whole) * 2 // 3])
     with pytest.raises(UsageError, match=r"4\.png"):
@@ -179,7 +179,7 @@ def test_sample_writes_a_sheet(lora: Path, base: Path, capsys: pytest.CaptureFix
     assert sheet.read_bytes() == before
 
 
-def test_captions_are_read_as_the_run_beside_the_file_read_them(
+def test_caption_settings_come_from_the_run_next_to_the_file(
     lora: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Config.model_validate({"model": {"path": str(base)}, "text_encoder": {"max_tokens": 150}})
@@ -189,7 +189,7 @@ def test_captions_are_read_as_the_run_beside_the_file_read_them(
     assert json.loads(recipe.read_text(encoding="utf-8"))["text"]["clip_tokens"] == 150
 
 
-def test_settings_of_the_model_are_of_the_run_beside_the_file(
+def test_model_settings_come_from_the_run_next_to_the_file(
     lora: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They stand over what the run had, and are no reason to look for another model."""
@@ -203,7 +203,7 @@ def test_settings_of_the_model_are_of_the_run_beside_the_file(
         assert "There is no VAE at" in capsys.readouterr().err
 
 
-def test_a_header_says_the_schedule_and_odd_numbers_in_it_are_passed_over() -> None:
+def test_the_header_sets_the_schedule_and_invalid_numbers_are_ignored() -> None:
     said: list[str] = []
     header = {OWN_VERSION: "0", "ss_clip_skip": "99", "ss_zero_terminal_snr": "True"}
     read = read_as_trained(Config(), None, header, said.append)
@@ -213,7 +213,7 @@ def test_a_header_says_the_schedule_and_odd_numbers_in_it_are_passed_over() -> N
     assert not read_as_trained(Config(), None, {"ss_zero_terminal_snr": "True"}).noise.zero_terminal_snr
 
 
-def test_words_beside_a_file_are_judged_with_it(base: Path, tmp_path: Path) -> None:
+def test_learned_tokens_next_to_a_file_are_evaluated_with_it(base: Path, tmp_path: Path) -> None:
     unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
     weights = replace(random_lora(unet, size=0.05), embeddings={"<zobo>.string_to_param.*": torch.randn(2, 32) * 9})
     written = write_lora(tmp_path, "cat", weights, facts())

@@ -25,7 +25,7 @@ ENDINGS = ("to_q", "proj_out", "SelfAttention.q", "wi_0", "wo")
 
 
 @pytest.mark.parametrize(("kind", "name", "guidance"), [("sd3", "sd3", 4.5), ("flux-schnell", "flux", None)])
-def test_fused_files_are_judged_and_drawn(
+def test_fused_files_are_evaluated_and_sampled(
     kind: str, name: str, guidance: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     family, base = FAMILIES[name], tmp_path / "base"
@@ -47,7 +47,7 @@ def test_fused_files_are_judged_and_drawn(
 
 
 @pytest.mark.parametrize(("kind", "name"), [("sd3", "sd3"), ("flux", "flux")])
-def test_what_t5_learned_is_drawn_and_judged_and_switched_off_with_the_rest(
+def test_a_lora_on_t5_is_sampled_evaluated_and_disabled_with_the_rest(
     kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """diffusers passes over T5 without a word, in its own form, too: what is read of the file is put on."""
@@ -97,7 +97,7 @@ def test_what_t5_learned_is_drawn_and_judged_and_switched_off_with_the_rest(
     assert json.loads(capsys.readouterr().out)["parts"]["integrity"] == 1.0
 
 
-def test_a_lora_on_t5_is_refused_by_a_base_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lora_on_t5_is_refused_by_a_base_model_without_t5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family, base = FAMILIES["sd3"], tmp_path / "base"
     tiny_pipeline(tmp_path / "tokenizer", "sd3-without-t5").save_pretrained(base)
     transformer = random_lora(family.load_denoiser(base, torch.float32, CPU), component="transformer")

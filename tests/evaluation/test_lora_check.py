@@ -97,7 +97,7 @@ def test_a_trained_lora_has_learned(trained: Path, base: Path, samples: list[Enc
     assert again.score == report.score
 
 
-def test_the_gate_measures_what_the_file_does(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
+def test_the_gate_measures_the_effect_of_the_file(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
     """The losses in the report are those of the untouched base and of the base with the file's updates added."""
     report = check(trained, base, samples)
     unet = FAMILY.load_denoiser(base, torch.float32, CPU)
@@ -116,7 +116,7 @@ def test_the_gate_measures_what_the_file_does(trained: Path, base: Path, samples
     assert learning["lora"] == pytest.approx(loss(), rel=1e-4)
 
 
-def test_without_validation_images_the_report_says_so(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
+def test_missing_validation_images_are_reported(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
     itself = check(trained, base, samples, unseen=False)
     assert "trained_images" in codes(itself)
     assert caveat(itself.numbers) == f"measured on {len(samples)} images that may have been trained on: says little"
@@ -163,7 +163,7 @@ UNLOADED = replace(
     ("name", "findings"),
     [("unet.down_blocks.{}.attentions.7.proj_in", 6), ("text_encoder.text_model.encoder.layers.{}.mlp.fc1", 6)],
 )
-def test_keys_of_another_base_are_refused_before_it_is_loaded(
+def test_keys_of_another_base_model_are_refused_before_it_is_loaded(
     name: str, findings: int, base: Path, tmp_path: Path
 ) -> None:
     pair = LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)
@@ -174,7 +174,7 @@ def test_keys_of_another_base_are_refused_before_it_is_loaded(
     assert len(report.findings) == findings
 
 
-def test_what_diffusers_refuses_to_load_is_a_finding(base: Path, tmp_path: Path) -> None:
+def test_a_file_that_diffusers_cannot_load_is_a_finding(base: Path, tmp_path: Path) -> None:
     """Its own form with `.alpha`, and a text encoder's part alone without any `out_proj`."""
     tensors = load_file(write_lora(tmp_path, "cat", random_lora(read_unet(base)), facts())[1])
     alphas = {f"{key.removesuffix('.lora_A.weight')}.alpha": torch.tensor(2.0) for key in tensors if "lora_A" in key}
@@ -212,7 +212,7 @@ def test_each_part_counts() -> None:
     assert score(float("nan"), LEARNED) == 0.0
 
 
-def test_rows_asked_in_parts_are_asked_the_same() -> None:
+def test_splitting_rows_does_not_change_the_result() -> None:
     asked: list[int] = []
 
     def predict(noisy: torch.Tensor, t: torch.Tensor, cond: object, sizes: torch.Tensor) -> torch.Tensor:
@@ -224,11 +224,11 @@ def test_rows_asked_in_parts_are_asked_the_same() -> None:
     assert asked == [2, 2, 1, 5]
 
 
-def test_falling_is_even_in_the_logarithm() -> None:
+def test_the_score_falls_evenly_in_the_logarithm() -> None:
     assert [falling(value, 1.0, 100.0) for value in (0.5, 1.0, 10.0, 100.0, 1e6)] == pytest.approx([1, 1, 0.5, 0, 0])
 
 
-def test_the_gates_encoders_are_gone_before_the_pipeline_comes(trained: Path, base: Path) -> None:
+def test_encoders_of_the_gate_are_freed_before_the_pipeline_loads(trained: Path, base: Path) -> None:
     held: list[weakref.ref[Encoders]] = []
 
     def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> Encoders:
@@ -245,7 +245,7 @@ def test_the_gates_encoders_are_gone_before_the_pipeline_comes(trained: Path, ba
 
 
 @pytest.mark.parametrize(("device", "at_once"), [("cpu", 2), ("cuda", 1)])
-def test_a_gpu_draws_one_image_at_a_time(
+def test_a_gpu_generates_one_image_at_a_time(
     device: str, at_once: int, trained: Path, base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The pipeline itself stays on the CPU here."""

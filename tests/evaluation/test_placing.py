@@ -58,7 +58,7 @@ def half(base: Path, family: str) -> int:
     return prediction_bytes(8 * 8, 4, phase_costs(family)) + bytes_of(denoiser) // 2
 
 
-def test_the_gate_says_the_same_wherever_the_denoiser_is(
+def test_the_gate_result_does_not_depend_on_the_denoisers_device(
     subject: tuple[str, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, base, lora = subject
@@ -89,7 +89,7 @@ def test_the_gate_says_the_same_wherever_the_denoiser_is(
     assert any("of the denoiser on the GPU and the rest layer by layer" in line for line in said)
 
 
-def test_the_gate_reads_prompts_layer_by_layer_where_the_encoders_do_not_fit(
+def test_the_gate_encodes_prompts_layer_by_layer_when_encoders_do_not_fit(
     subject: tuple[str, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, base, lora = subject
@@ -105,7 +105,7 @@ def test_the_gate_reads_prompts_layer_by_layer_where_the_encoders_do_not_fit(
     assert report.numbers["drift"] == pytest.approx(drifted, rel=1e-5)  # one at a time: to rounding
 
 
-def test_images_are_the_same_wherever_the_parts_are(subject: tuple[str, Path, Path], tmp_path: Path) -> None:
+def test_images_do_not_depend_on_the_devices_of_the_parts(subject: tuple[str, Path, Path], tmp_path: Path) -> None:
     name, base, lora = subject
     said: list[str] = []
 
@@ -121,7 +121,7 @@ def test_images_are_the_same_wherever_the_parts_are(subject: tuple[str, Path, Pa
         assert np.abs(one - other).max() <= 1
 
 
-def test_layers_stay_until_the_room_is_full() -> None:
+def test_layers_stay_until_memory_is_full() -> None:
     """What does not stay is nowhere between two uses, and comes out the same."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
@@ -134,7 +134,7 @@ def test_layers_stay_until_the_room_is_full() -> None:
     assert module[2].weight.device.type == "meta"
 
 
-def test_out_of_memory_is_tried_again_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_retried_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "free_memory", lambda device: None)  # seconds, in a process with much in it
     asked: list[int | None] = []
     said: list[str] = []
@@ -160,7 +160,7 @@ def test_out_of_memory_is_tried_again_with_less(monkeypatch: pytest.MonkeyPatch)
     side=st.sampled_from([512, 768, 1024, 1536]),
     usable=st.integers(GIB, 24 * GIB),
 )
-def test_what_is_chosen_fits(family: str, denoiser: int, side: int, usable: int) -> None:
+def test_the_chosen_placement_fits(family: str, denoiser: int, side: int, usable: int) -> None:
     """Unless nothing of the denoiser is left to take off the GPU; and nothing is moved without need."""
     costs, places = phase_costs(family), (side // 8) ** 2
 
@@ -181,7 +181,7 @@ def test_what_is_chosen_fits(family: str, denoiser: int, side: int, usable: int)
 
 
 @pytest.mark.parametrize(("side", "kept_gib"), [(768, 3.5), (1024, 2.9)])
-def test_sdxl_is_judged_and_drawn_on_the_smallest_gpu(side: int, kept_gib: float) -> None:
+def test_sdxl_is_evaluated_and_sampled_on_the_smallest_gpu(side: int, kept_gib: float) -> None:
     """6 GiB, of which 4.7 can be used: the published sizes, in bf16. Most of the denoiser stays, nothing is tiled."""
     costs, usable = phase_costs("sdxl"), int(4.7 * GIB)
     encoders = 2 * (sum(costs.text_encoders) + costs.autoencoder)
@@ -198,7 +198,7 @@ def test_sdxl_is_judged_and_drawn_on_the_smallest_gpu(side: int, kept_gib: float
     assert said == "1 image at once"
 
 
-def test_text_encoders_that_do_not_fit_visit_layer_by_layer() -> None:
+def test_text_encoders_that_do_not_fit_are_loaded_layer_by_layer() -> None:
     costs = phase_costs("flux")
     peaks = [caching_bytes(1, 1024**2, 4, costs, None if gib is None else gib * GIB) for gib in (4, 11, None)]
     assert peaks[0][0] < 4 * GIB

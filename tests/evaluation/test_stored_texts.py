@@ -71,16 +71,16 @@ def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_small_ones_are_widened_where_images_are_drawn(model: Path, dtype: torch.dtype) -> None:
+def test_small_encoders_are_dequantized_for_sampling(model: Path, dtype: torch.dtype) -> None:
     assert same(drawn_with(model, dtype), whole(model, dtype))
 
 
-def test_large_ones_are_widened_layer_by_layer_where_images_are_drawn(model: Path, visited: list[str]) -> None:
+def test_large_encoders_are_dequantized_layer_by_layer_for_sampling(model: Path, visited: list[str]) -> None:
     assert same(drawn_with(model, torch.float32), whole(model, torch.float32))
     assert visited == ["Qwen3Model" if model.name == "z_image" else "T5EncoderModel"]
 
 
-def test_large_ones_are_widened_layer_by_layer_where_captions_are_read(model: Path, visited: list[str]) -> None:
+def test_large_encoders_are_dequantized_layer_by_layer_for_captions(model: Path, visited: list[str]) -> None:
     family = FAMILIES[model.name]
     read = text_reader(family, family.describe(model), torch.float32, CPU, None)
     assert same([read([prompt]) for prompt in PROMPTS], whole(model, torch.float32))
@@ -88,7 +88,7 @@ def test_large_ones_are_widened_layer_by_layer_where_captions_are_read(model: Pa
 
 
 @pytest.mark.parametrize(("family", "in_turn"), [("sd15", False), ("sdxl", False), ("sd3", True), ("flux", True)])
-def test_a_cpu_holds_no_t5_whole(family: str, in_turn: bool) -> None:
+def test_t5_is_never_whole_in_host_memory(family: str, in_turn: bool) -> None:
     costs = phase_costs(family)
     found, together = captions_on_a_cpu(4, costs)
     assert found == in_turn

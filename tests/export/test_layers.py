@@ -104,7 +104,7 @@ def assert_same_changes(expected: dict[str, Tensor], kohya: Path, diffusers: Pat
 
 @pytest.mark.parametrize("family", UNETS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float16, 1e-4)])
-def test_both_files_hold_the_change_of_every_layer(family, dtype, tolerance, tmp_path):
+def test_both_formats_hold_the_change_of_every_layer(family, dtype, tolerance, tmp_path):
     unet, alphas = trained_unet(family)
     weights = weights_from_peft(unet.state_dict(), "unet", alphas)
     kohya, diffusers = write_lora(tmp_path, "cat", weights, facts(), dtype=dtype)

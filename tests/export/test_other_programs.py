@@ -143,7 +143,7 @@ def test_one_module_of_each_program(
     assert relative_difference(expected, read[module]) < 1e-7
 
 
-def test_pefts_own_config_beside_the_file_tells_alpha(tmp_path: Path) -> None:
+def test_alpha_is_read_from_pefts_config_next_to_the_file(tmp_path: Path) -> None:
     path = tmp_path / "adapter_model.safetensors"
     save_file(peft_keys(f"base_model.model.{UNET}.attn1.to_q", ONE), path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8, "use_rslora": True}))
@@ -153,7 +153,7 @@ def test_pefts_own_config_beside_the_file_tells_alpha(tmp_path: Path) -> None:
         read_lora(path)
 
 
-def test_of_several_patterns_the_first_counts(tmp_path: Path) -> None:
+def test_the_first_of_several_patterns_counts(tmp_path: Path) -> None:
     """As peft takes them, in their order; a key may be the end of a name or match it."""
     modules = [f"{UNET}.attn1.to_q", f"{UNET}.attn2.to_q", f"{UNET}.attn1.to_k"]
     patterns = {r"attn\d\.to_q": 8, "attn1.to_q": 2, "to_k": 16}
@@ -203,7 +203,7 @@ def transformer_lora(family: str, *, dtype: torch.dtype = torch.float16) -> Lora
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", TRANSFORMERS)
-def test_both_files_of_a_run_hold_the_same_updates(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_both_formats_of_a_run_hold_the_same_updates(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     weights = transformer_lora(family, dtype=torch.float32)
     kohya, diffusers = write_lora(tmp_path, "cat", weights, facts(), dtype=dtype, names=names_of(FAMILIES[family]))
     names = load_file(kohya)
@@ -332,7 +332,7 @@ def test_a_scale_that_is_no_power_of_two_stays_exact(tmp_path: Path) -> None:
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_learned_words_come_along(tmp_path: Path) -> None:
+def test_learned_tokens_are_converted_too(tmp_path: Path) -> None:
     source, there, back = (tmp_path / f"{name}.safetensors" for name in ("words", "there", "back"))
     words = {"bundle_emb.<zobo>.clip_l": torch.randn(2, 8), "bundle_emb.<zobo>.clip_g": torch.randn(2, 12)}
     save_file(kohya_keys("lora_te2_text_model_encoder_layers_0_mlp_fc2", ONE) | words, source)
@@ -345,7 +345,7 @@ def test_learned_words_come_along(tmp_path: Path) -> None:
     assert all(torch.equal(again[key], tensor) for key, tensor in words.items())
 
 
-def test_a_word_of_any_text_encoder_comes_along(tmp_path: Path) -> None:
+def test_learned_tokens_of_any_text_encoder_are_converted(tmp_path: Path) -> None:
     """OneTrainer's names: T5's, and what is added behind an encoder."""
     source, there, back = (tmp_path / f"{name}.safetensors" for name in ("words", "there", "back"))
     words = {f"bundle_emb.zobo.{slot}": torch.randn(2, 8) for slot in ("clip_l", "t5", "clip_l_out", "t5_out")}

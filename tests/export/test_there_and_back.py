@@ -85,7 +85,7 @@ def there_and_back(first: Path, form: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
 @settings(deadline=None, max_examples=12)
-def test_a_form_comes_back(family: str, form: str, data: st.DataObject) -> None:
+def test_a_format_round_trip_keeps_the_file(family: str, form: str, data: st.DataObject) -> None:
     weights = data.draw(loras(family))
     if form == "kohya":
         tensors, told = kohya_tensors(weights, names_of(FAMILIES[family]), as_they_are=True)
@@ -97,7 +97,7 @@ def test_a_form_comes_back(family: str, form: str, data: st.DataObject) -> None:
         there_and_back(first, form)
 
 
-def test_one_text_encoders_number_comes_back(tmp_path: Path) -> None:
+def test_the_number_of_a_text_encoder_survives_a_round_trip(tmp_path: Path) -> None:
     """A file of the first of several text encoders alone, without a header, is not one of the only text encoder."""
     name = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
     first = tmp_path / "first.safetensors"
@@ -118,7 +118,7 @@ def test_one_text_encoders_number_comes_back(tmp_path: Path) -> None:
         ("transformer.transformer_blocks.1.attn2.to_q", 64, {"ss_v2": "False", "ss_base_model_version": "sd3"}),
     ],
 )
-def test_a_header_is_made_of_what_names_and_shapes_tell(
+def test_a_header_is_rebuilt_from_keys_and_shapes(
     module: str, width: int, told: dict[str, str], tmp_path: Path
 ) -> None:
     first, target = tmp_path / "first.safetensors", tmp_path / "target.safetensors"

@@ -66,7 +66,7 @@ def test_memory_runs_out(where: str, ground: Ground, expected_uncached: Expected
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [*PLACES, "optimizer"])
-def test_not_finite(where: str, ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]) -> None:
+def test_nonfinite_values(where: str, ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]) -> None:
     """NaN once, at each call in turn: nothing that is not finite is exported, and nothing is silently otherwise."""
     row = Row("NaN, once", where)
     for at in itertools.count(1):

@@ -91,7 +91,7 @@ def test_a_disk_too_small(ground: Ground, expected_uncached: Expected, disk: Pat
 
 
 @pytest.mark.slow
-def test_room_is_made_while_a_run_waits(ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
+def test_disk_space_is_freed_while_a_run_waits(ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
     """The run pauses with a message and goes on by itself."""
     row, waited = Row("the disk is full, then has room while the run waits", "each 25th"), 0
     for at in places(expected, Mode.FULL)[::25]:

@@ -98,7 +98,7 @@ def test_an_untrained_lora_fails(subject, tmp_path):
     ],
 )
 @pytest.mark.slow
-def test_a_hundredfold_rate_fails(subject, seed, tmp_path):
+def test_a_hundredfold_learning_rate_fails(subject, seed, tmp_path):
     """A rate a hundred times the preset's, for long enough to do its harm."""
     record = train(tmp_path, subject, seed, "--set", "optimizer.learning_rate=0.15", "--max-steps", "150")
     assert record["scores"]["lora"] <= 0.6, record["lora"]

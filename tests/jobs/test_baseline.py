@@ -35,13 +35,13 @@ def document(device: str = "A GPU", **changed: Any) -> dict[str, Any]:
         ({"peak_gib": None}, "A GPU", []),
     ],
 )
-def test_what_is_five_per_cent_worse_is_told_with_both_figures(changed, device, worse):
+def test_a_regression_of_five_percent_is_reported_with_both_figures(changed, device, worse):
     said, found = held_against(document(device), document(device, **changed))
     assert said == []
     assert [problem.message for problem in found] == [f"ours of m: {each}." for each in worse]
 
 
-def test_rows_that_only_one_has_are_told(tmp_path):
+def test_rows_in_only_one_document_are_reported(tmp_path):
     two = {"device": "d", "rows": [ROW, {**ROW, "name": "usual"}]}
     assert held_against(two, document("d"))[0] == ["usual of m: in the baseline only"]
     assert held_against(document("d"), two)[0] == ["usual of m: not in the baseline"]
@@ -57,14 +57,14 @@ def test_another_device_is_refused_with_both_names(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 3, "device": "d"}'])
-def test_what_is_no_measurement_is_refused(text: str, tmp_path: Path):
+def test_a_document_without_measurements_is_refused(text: str, tmp_path: Path):
     file = tmp_path / "base.json"
     file.write_text(text)
     with pytest.raises(UsageError, match=r"is no JSON document of bench"):
         read_baseline(file, "d")
 
 
-def test_a_saved_measurement_is_a_baseline_and_a_regression_an_exit_code(tmp_path: Path, capsys):
+def test_a_saved_measurement_is_a_baseline_and_a_regression_sets_the_exit_code(tmp_path: Path, capsys):
     saved = tmp_path / "base.json"
     with patched(bench_cache, "ENTRIES", 4):
         assert main(["bench", "cache", "--steps", "2", "--save", str(saved)]) == 0

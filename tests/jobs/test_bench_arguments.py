@@ -24,7 +24,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_files_and_times_are_looked_at_first(tmp_path: Path, capsys):
+def test_files_and_times_are_checked_first(tmp_path: Path, capsys):
     (tmp_path / "words.txt").write_text("root:x:0:0", encoding="utf-8")
     lost, words = tmp_path / "none" / "a", str(tmp_path / "words.txt")
     told = refused(["table", "--minutes", "-1", "--rows", words, "--save", f"{lost}.json", "--baseline", words], capsys)
@@ -74,7 +74,7 @@ def test_an_attention_without_its_package_is_refused_before_the_run(command: str
     assert not (tmp_path / "x").exists()
 
 
-def test_bench_alone_lists_what_there_is(capsys):
+def test_bench_without_arguments_lists_the_benchmarks(capsys):
     told = refused([], capsys)
     assert all(f"{name}: " in told for name in measures.MEASURES)
     assert "Did you mean step" in refused(["setp"], capsys)

@@ -11,7 +11,7 @@ from lora_trainer.jobs import executors
     ("named", "count", "gpus"),
     [(None, 0, []), (None, 3, ["0", "1", "2"]), ("2,5", 2, ["2", "5"]), ("GPU-a, GPU-b", 2, ["GPU-a", "GPU-b"])],
 )
-def test_gpus_are_named_as_the_user_named_them(named, count, gpus, monkeypatch):
+def test_gpus_keep_the_names_from_the_user(named, count, gpus, monkeypatch):
     """How many there are is the machine's answer, which alone is replaced."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if named is not None:
@@ -20,7 +20,7 @@ def test_gpus_are_named_as_the_user_named_them(named, count, gpus, monkeypatch):
     assert executors.visible_gpus() == gpus
 
 
-def test_workers_take_the_gpus_in_turn_and_share_the_cpu(monkeypatch):
+def test_workers_take_gpus_in_turn_and_share_the_cpu(monkeypatch):
     """Of a machine with eight cores and two GPUs that are the user's; the rest is as it runs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

@@ -36,7 +36,7 @@ def choose(wanted: str, order: tuple[str, ...], shapes: tuple[AttentionShape, ..
     return choose_attention(wanted, order, dtype, CPU, shapes)
 
 
-def test_it_falls_back_with_a_reason_and_refuses_when_insisted_on(monkeypatch):
+def test_a_backend_falls_back_with_a_reason_and_is_refused_when_required(monkeypatch):
     monkeypatch.setitem(KINDS, "xformers", broken)
     choice = choose("xformers", ORDER)
     assert choice.name == "sdpa"
@@ -46,7 +46,7 @@ def test_it_falls_back_with_a_reason_and_refuses_when_insisted_on(monkeypatch):
         choose("xformers", ())
 
 
-def test_a_package_that_is_missing_is_named_with_how_it_comes(monkeypatch):
+def test_a_missing_package_is_named_with_its_installation(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(UsageError, match="pip install flash-attn"):
         choose("flash2", ())
@@ -54,7 +54,7 @@ def test_a_package_that_is_missing_is_named_with_how_it_comes(monkeypatch):
     assert "flash2 is not installed" in failure
 
 
-def test_the_installed_xformers_has_no_operator_here_which_is_found_without_a_word(capfd):
+def test_xformers_without_a_kernel_is_detected_silently(capfd):
     pytest.importorskip("xformers")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -107,7 +107,7 @@ def test_a_single_wrong_token_among_many_is_found(monkeypatch, dtype, backward):
     assert dtype == torch.float32 or "100.0% off for single tokens, more than 25.0%" in failure
 
 
-def test_memory_that_runs_out_is_a_reason(monkeypatch):
+def test_out_of_memory_is_a_reason(monkeypatch):
     def greedy(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -126,7 +126,7 @@ def test_torchs_own_attention_is_right_at_every_size(shape, dtype):
 
 
 @pytest.mark.parametrize("name", ["flash2", "flash3", "xformers"])
-def test_packages_are_called_with_tokens_before_heads(monkeypatch, name):
+def test_packages_get_tokens_before_heads(monkeypatch, name):
     def tokens_first(query, key, value):
         assert query.shape == (1, 64, 2, 16)
         mixed = KINDS["math"](*(part.transpose(1, 2) for part in (query, key, value))).transpose(1, 2)
@@ -146,7 +146,7 @@ def test_packages_are_called_with_tokens_before_heads(monkeypatch, name):
     assert choose(name, ()).name == name
 
 
-def test_the_fastest_is_the_least_over_all_layers(monkeypatch):
+def test_the_fastest_has_the_least_time_over_all_layers(monkeypatch):
     seconds = {"sdpa": (0.001, 0.004), "math": (0.003, 0.001), "flash": (0.0, 0.0)}
     shapes = (AttentionShape(1, 2, 16, 16, 8, layers=2), AttentionShape(1, 2, 16, 4, 8, layers=1))
 
@@ -179,7 +179,7 @@ def test_timing_gives_a_row_for_each_shape_and_name():
 
 
 @pytest.mark.parametrize("family", ["sd15", "sd2", "sdxl"])
-def test_the_sizes_of_a_denoiser_are_those_that_it_computes(family):
+def test_the_attention_shapes_of_a_denoiser_are_those_it_computes(family):
     unet = tiny_unet(family)
     found = shapes_of(
         unet, FAMILIES[family].predict, (2, 4, 16, 8), FAMILIES[family].cond_shapes(dict(unet.config)), torch.float32
@@ -191,7 +191,7 @@ def test_the_sizes_of_a_denoiser_are_those_that_it_computes(family):
     assert not any(parameter.is_meta for parameter in unet.parameters())
 
 
-def test_nothing_of_a_pass_without_data_stays_in_the_denoiser():
+def test_a_meta_forward_pass_leaves_nothing_in_the_denoiser():
     """Z-Image keeps its table of places from the first pass, and a run on a GPU looks at the sizes before it."""
     family, denoiser = FAMILIES["z_image"], tiny_transformer("z_image")
     cond = {"embeds": (4, 64), "padding": (4,)}
@@ -259,7 +259,7 @@ def z_image(lengths: tuple[int, int] = (5, 5)) -> tuple[nn.Module, dict[str, obj
     return model, {"x": images, "t": torch.tensor([0.1, 0.7]), "cap_feats": [torch.randn(n, 12) for n in lengths]}
 
 
-def test_sequences_of_other_lengths_are_masked_whatever_is_installed():
+def test_sequences_of_other_lengths_are_masked_with_every_backend():
     model, given = z_image((5, 40))
     install_attention(model, "sdpa")
     usual = torch.stack(model(**given, return_dict=False)[0])
@@ -278,7 +278,7 @@ def unet(family: str) -> tuple[nn.Module, dict[str, object]]:
 
 
 @pytest.mark.parametrize("make", [lambda: unet("sd15"), lambda: unet("sdxl"), sd3, flux, z_image])
-def test_every_installed_attention_gives_the_same_values_and_gradients(make):
+def test_every_installed_backend_has_the_same_values_and_gradients(make):
     torch.manual_seed(0)
     model, given = make()
     model.double()
@@ -304,7 +304,7 @@ def test_every_installed_attention_gives_the_same_values_and_gradients(make):
     assert all(torch.equal(a, b) for a, b in zip(usual, again, strict=True)), "diffusers' own is back"
 
 
-def test_what_runs_is_what_was_probed(monkeypatch):
+def test_the_probed_backend_is_the_one_that_runs(monkeypatch):
     model, given = unet("sd15")
     calls = []
     monkeypatch.setitem(KINDS, "flash", lambda q, k, v: calls.append(q.shape) or KINDS["math"](q, k, v))
@@ -328,7 +328,7 @@ def test_an_attention_of_an_unknown_kind_is_refused():
         install_attention(model, "math")
 
 
-def test_a_remembered_signature_is_the_one_that_was():
+def test_a_cached_signature_is_unchanged():
     class Processor:
         def __call__(self, attn, hidden_states, attention_mask=None):
             return hidden_states

@@ -91,7 +91,7 @@ def with_regions(made: Denoiser, **given: bool) -> Compiled:
     return compile_blocks(made, mode="default", **{"dynamic": False, "fullgraph": True, **given})
 
 
-def test_blocks_of_a_form_share_a_compilation_for_each_size() -> None:
+def test_equal_blocks_share_a_compilation_for_each_size() -> None:
     plain, made = denoiser(), denoiser()
     compiled, before = with_regions(made), count().graphs
     assert (compiled.kinds, compiled.forms) == ({"Block": 4}, 2)
@@ -110,7 +110,7 @@ def test_blocks_of_a_form_share_a_compilation_for_each_size() -> None:
     assert compiled.news() is None
 
 
-def test_looking_on_and_other_values_compile_nothing() -> None:
+def test_evaluation_and_other_values_compile_nothing() -> None:
     made, x = denoiser((8, 8)), torch.randn(2, 8)
     with_regions(made)
     wanted = gradients(made, x)
@@ -127,7 +127,7 @@ def test_looking_on_and_other_values_compile_nothing() -> None:
     assert count().graphs == before
 
 
-def test_one_compilation_serves_all_sizes_where_it_is_dynamic() -> None:
+def test_a_dynamic_compilation_serves_all_sizes() -> None:
     made = denoiser((8, 8))
     with_regions(made, dynamic=True)
     gradients(made, torch.randn(3, 8))
@@ -137,7 +137,7 @@ def test_one_compilation_serves_all_sizes_where_it_is_dynamic() -> None:
     assert count().graphs == before
 
 
-def test_turned_off_blocks_run_as_they_are() -> None:
+def test_disabled_compilation_runs_blocks_eagerly() -> None:
     made, x = denoiser(), torch.randn(2, 8)
     compiled, before = with_regions(made), count().graphs
     with compiled.off():
@@ -146,7 +146,7 @@ def test_turned_off_blocks_run_as_they_are() -> None:
     assert compiled.on
 
 
-def test_breaks_are_counted_or_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_breaks_are_counted_or_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Block, "breaks", True)
     made = denoiser((8,))
     compiled = with_regions(made, fullgraph=False)
@@ -184,7 +184,7 @@ def test_repeated_blocks_are_found_in_the_families() -> None:
     assert kinds(other) == {"JointTransformerBlock"}
 
 
-def test_what_is_compiled_is_kept_where_nobody_else_writes(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_the_compile_cache_is_in_a_private_folder(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path))
     at_the_end = list[tuple[object, ...]]()
     monkeypatch.setattr(compilations.tempfile, "mkdtemp", lambda **_: str(tmp_path / "own"))
@@ -231,11 +231,11 @@ AROUND = "Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace (please do this
         ("no such instruction", "no such instruction"),
     ],
 )
-def test_of_a_compilers_words_the_line_is_said_that_names_the_fault(message: str, line: str) -> None:
+def test_the_line_with_the_cause_of_a_compiler_error_is_reported(message: str, line: str) -> None:
     assert said_by_the_compiler(RuntimeError(message + AROUND)) == line
 
 
-def test_the_cache_commands_tell_and_prune_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
+def test_the_cache_commands_show_and_prune_compiled_files(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path))
     monkeypatch.setenv(compilations.KEPT_IN, "")
     assert keep_compilations() is None

@@ -88,7 +88,7 @@ def test_text_is_encoded_as_diffusers_does(model):
     assert {name: tuple(value.shape[1:]) for name, value in encoded.items()} == dict(family.cond_shapes(config))
 
 
-def test_lengths_and_layers_of_text_are_those_that_are_asked_for(model):
+def test_text_lengths_and_layers_follow_the_settings(model):
     """As diffusers reads them; in pieces, which diffusers does not know, each as it is alone."""
     family, settings = family_of(model), {"t5_tokens": 40}
     if model.name == "sd3-without-t5":
@@ -120,13 +120,13 @@ def test_lengths_and_layers_of_text_are_those_that_are_asked_for(model):
 
 
 @pytest.mark.parametrize("model", ["sd3"], indirect=True)
-def test_what_is_read_without_t5_is_no_longer_than_clip_reads(model):
+def test_text_without_t5_is_no_longer_than_for_clip(model):
     family = family_of(model)
     assert family.describe(model).caption_tokens == 256
     assert family.reading(TextOptions(without=family.spare_texts)).describe(model).caption_tokens == 77
 
 
-def test_text_encoders_can_be_trained_through_what_they_tell(model):
+def test_text_encoders_get_gradients_through_their_embeddings(model):
     family = family_of(model)
     parts = family.load_texts(model, torch.float32, CPU)
     for name in parts.encoders:
@@ -138,7 +138,7 @@ def test_text_encoders_can_be_trained_through_what_they_tell(model):
         assert any(each.grad is not None and each.grad.any() for each in parts.encoders[name].parameters()), name
 
 
-def test_latents_have_the_autoencoders_scale_and_shift(model):
+def test_latents_have_the_scale_and_shift_of_the_vae(model):
     pixels = torch.rand(2, 3, 64, 96, generator=torch.manual_seed(0)) * 2 - 1
     mean, spread = family_of(model).load_encoders(model, torch.float32, CPU).encode_image(pixels)
     pipeline = diffusers_own(model)
@@ -154,7 +154,7 @@ def test_latents_have_the_autoencoders_scale_and_shift(model):
 @pytest.mark.parametrize(
     "size", [(48, 96), *(pytest.param(size, marks=pytest.mark.slow) for size in ((64, 64), (112, 32)))]
 )
-def test_the_denoiser_is_asked_as_the_pipeline_asks_it(model, size):
+def test_the_denoiser_gets_the_same_inputs_as_in_the_pipeline(model, size):
     """On all of its way to an image: at its first time alone, all noise, no scale of the times could be wrong."""
     family = family_of(model)
     pipeline = family.make_pipeline(model, torch.float32, CPU)
@@ -195,7 +195,7 @@ def test_the_denoiser_is_asked_as_the_pipeline_asks_it(model, size):
 
 
 @pytest.mark.parametrize("sides", [(8, 8), (6, 14), (256, 4)])
-def test_the_cropped_table_of_positions_answers_as_the_whole_one(sides, tmp_path):
+def test_the_cropped_position_table_equals_the_whole_one(sides, tmp_path):
     from diffusers import SD3Transformer2DModel
 
     tiny_pipeline(tmp_path / "tokens", "sd3.5").transformer.save_pretrained(tmp_path / "transformer")
@@ -209,7 +209,7 @@ def test_the_cropped_table_of_positions_answers_as_the_whole_one(sides, tmp_path
     assert torch.equal(*told)
 
 
-def test_the_whole_table_of_positions_never_gets_to_the_device(tmp_path, monkeypatch):
+def test_the_whole_position_table_is_never_on_the_device(tmp_path, monkeypatch):
     tiny_pipeline(tmp_path / "tokens", "sd3.5").transformer.save_pretrained(tmp_path / "transformer")
     moved, real = [], layers._moved
 
@@ -223,7 +223,7 @@ def test_the_whole_table_of_positions_never_gets_to_the_device(tmp_path, monkeyp
     assert [shape[:2] for shape in tables] == [(1, 128 * 128)]
 
 
-def test_a_family_may_read_captions_with_t5_alone(tmp_path):
+def test_a_family_can_encode_captions_with_only_t5(tmp_path):
     tiny_pipeline(tmp_path / "tokens", "flux").save_pretrained(tmp_path / "flux")
     facts = transformer_facts(
         tmp_path / "flux", "x", clips=(), t5="text_encoder_2", t5_tokens=300, per_latent=4, side=128, variant=""
@@ -231,7 +231,7 @@ def test_a_family_may_read_captions_with_t5_alone(tmp_path):
     assert facts.caption_tokens == 300
 
 
-def test_facts_and_names_tell_the_kinds_apart(model):
+def test_facts_and_names_distinguish_the_flavors(model):
     family = family_of(model)
     facts = family.describe(model)
     kinds = {"sd3": "medium", "sd3-without-t5": "medium", "sd3.5": "5-medium", "flux": "dev", "flux-schnell": "schnell"}
@@ -245,7 +245,7 @@ def test_facts_and_names_tell_the_kinds_apart(model):
     assert architecture.endswith(f"-{facts.variant}/lora")
 
 
-def test_words_of_t5_are_cut_padded_and_weighed():
+def test_t5_tokens_are_truncated_padded_and_weighted():
     tokenizer = t5_tokenizer()
     plain = read_t5_tokens(tokenizer, ["a red ring", "a " * 40], 8, CPU)
     theirs = tokenizer(
@@ -271,14 +271,14 @@ def test_words_of_t5_are_cut_padded_and_weighed():
         ("vae/config.json", {"latents_mean": [0.0] * 16}, "latents_mean"),
     ],
 )
-def test_what_is_no_base_of_the_family_is_refused(model, tmp_path, file, values, said):
+def test_a_folder_without_a_base_model_of_the_family_is_refused(model, tmp_path, file, values, said):
     other = changed(model, tmp_path, file, **values)
     with pytest.raises(UsageError, match=said):
         family_of(other).describe(other)
 
 
 @of_each_family
-def test_a_t5_without_its_tokenizers_file_is_refused_with_where_to_get_it(model, tmp_path):
+def test_a_t5_without_its_tokenizer_is_refused_with_where_to_get_it(model, tmp_path):
     other = Path(shutil.copytree(model, tmp_path / "other"))
     words = other / ("tokenizer_2" if model.name.startswith("flux") else "tokenizer_3")
     (words / "tokenizer.json").rename(words / "spiece.model")
@@ -287,7 +287,7 @@ def test_a_t5_without_its_tokenizers_file_is_refused_with_where_to_get_it(model,
     assert "tokenizer.json" in refused.value.problems[0].fix
 
 
-def test_the_schedule_is_what_the_scheduler_says(model):
+def test_the_schedule_is_that_of_the_scheduler(model):
     flow = read_flow_schedule(model)
     assert (flow.steps, flow.dynamic) == (1000, model.name == "flux")
     assert flow.shift == (3.0 if model.name.startswith("sd3") else 1.0)
@@ -298,7 +298,7 @@ def test_the_schedule_is_what_the_scheduler_says(model):
     assert torch.equal(ours.sigmas, theirs.sigmas)
 
 
-def test_text_encoders_that_visit_layer_by_layer_say_the_same(model):
+def test_text_encoders_loaded_layer_by_layer_have_the_same_embeddings(model):
     family = family_of(model)
     whole = family.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS)
     visiting = visiting_text(family, model, torch.float32, CPU)(CAPTIONS)
@@ -306,7 +306,7 @@ def test_text_encoders_that_visit_layer_by_layer_say_the_same(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_text_encoders_that_visit_stay_in_the_files_precision(
+def test_text_encoders_loaded_layer_by_layer_keep_the_files_precision(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A T5 of 8.9 million numbers, 35 MB in fp32, of which a layer at a time has them, and none is copied."""
@@ -348,7 +348,7 @@ def storages() -> dict[int, int]:
     return {each.data_ptr(): each.nbytes() for each in every}
 
 
-def test_images_larger_than_the_table_of_positions_are_refused_before_anything_is_loaded():
+def test_images_larger_than_the_position_table_are_refused_before_loading():
     facts = replace(public_architecture("sd3").facts, largest_side=2048)
     refuse_large(facts, [Bucket(2048, 512), Bucket(1024, 1024)])
     with pytest.raises(UsageError, match="2064 px") as refused:

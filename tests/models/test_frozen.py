@@ -46,7 +46,7 @@ def part(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_part_is_what_its_library_reads(part: tuple[Any, Path], dtype: torch.dtype) -> None:
+def test_a_part_equals_what_its_library_reads(part: tuple[Any, Path], dtype: torch.dtype) -> None:
     kind, folder = part
     ours = load_frozen(kind, folder, dtype, CPU)
     same(ours, kind.from_pretrained(folder, dtype=dtype))
@@ -54,7 +54,7 @@ def test_a_part_is_what_its_library_reads(part: tuple[Any, Path], dtype: torch.d
     assert not any(each.requires_grad for each in ours.parameters())
 
 
-def test_tied_weights_are_one(tmp_path: Path) -> None:
+def test_tied_weights_are_shared(tmp_path: Path) -> None:
     MADE[T5EncoderModel]().save_pretrained(tmp_path)
     for left in ("shared.weight", "encoder.embed_tokens.weight"):
         tensors = load_file(tmp_path / "model.safetensors")
@@ -65,7 +65,7 @@ def test_tied_weights_are_one(tmp_path: Path) -> None:
         assert torch.equal(model.shared.weight, words.to(torch.bfloat16))
 
 
-def test_the_first_autoencoders_name_their_attention_otherwise(tmp_path: Path) -> None:
+def test_old_vae_attention_keys_are_renamed(tmp_path: Path) -> None:
     vae = tiny_vae()
     vae.save_pretrained(tmp_path)
     path = tmp_path / "diffusion_pytorch_model.safetensors"
@@ -78,7 +78,7 @@ def test_the_first_autoencoders_name_their_attention_otherwise(tmp_path: Path) -
     same(load_frozen(AutoencoderKL, tmp_path, torch.float32, CPU), vae)
 
 
-def test_weights_that_lie_elsewhere(part: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_another_folder(part: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a part in one file of other names, with rows of fused layers, transposed and with sides of one."""
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
     kind, folder = part
@@ -115,7 +115,7 @@ def test_weights_that_lie_elsewhere(part: tuple[Any, Path], tmp_path: Path, monk
     assert fingerprint(laid_out.parent, "part") != first[1]
 
 
-def test_what_caches_go_by_changes_with_what_is_read_alone(tmp_path: Path) -> None:
+def test_cache_keys_change_only_with_the_files_that_are_read(tmp_path: Path) -> None:
     """Other weights, other programs' files and what file managers leave are not."""
     folder = tmp_path / "text_encoder"
     T5EncoderModel(T5Config(**T5)).save_pretrained(folder, max_shard_size="4KB")

@@ -95,7 +95,7 @@ def test_each_mode_compiles_and_computes_what_eager_does(mode: str) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell script in the place of g++")
-def test_what_a_broken_compiler_says_is_known_to_be_its_word(tmp_path: Path) -> None:
+def test_errors_of_a_broken_compiler_are_recognized(tmp_path: Path) -> None:
     """It is there and names its version, as the search for one asks, and then compiles nothing."""
     broken = tmp_path / "g++"
     broken.write_text(

@@ -32,7 +32,7 @@ def results(made: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 5, 8)])
-def test_it_computes_what_peft_computes(shape: tuple[int, ...]) -> None:
+def test_outputs_equal_those_of_peft(shape: tuple[int, ...]) -> None:
     plain, made, x = layers().double(), layers().double(), torch.randn(*shape, dtype=torch.float64)
     sum_updates(made)
     assert [type(each) for each in made] == [SummedLinear, nn.Tanh, SummedLinear]
@@ -40,7 +40,7 @@ def test_it_computes_what_peft_computes(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_in_bf16_it_is_no_further_from_the_truth() -> None:
+def test_the_bf16_error_is_no_larger_than_that_of_peft() -> None:
     x = torch.randn(64, 8)
     plain, made, exact = layers().bfloat16(), layers().bfloat16(), layers().bfloat16().double()
     sum_updates(made)
@@ -50,7 +50,7 @@ def test_in_bf16_it_is_no_further_from_the_truth() -> None:
     assert errors[0] <= 1.1 * errors[1]
 
 
-def test_whatever_else_is_asked_peft_does() -> None:
+def test_all_other_cases_use_peft() -> None:
     plain, made, x = layers(dropout=0.5), layers(dropout=0.5), torch.randn(5, 8)
     sum_updates(made)
     for found, wanted in zip(results(made, x), results(plain, x), strict=True):

@@ -68,7 +68,7 @@ def test_tokens_are_those_of_the_tokenizer(folder: Path) -> None:
     assert torch.equal(read_tokens(tokenizer, captions, CPU).ids, theirs.input_ids)
 
 
-def test_the_layer_that_is_read_is_that_of_diffusers(folder: Path) -> None:
+def test_the_chosen_layer_is_that_of_diffusers(folder: Path) -> None:
     plain = encoders(folder).encode_text(["a red ring"])["embeds"]
     assert torch.equal(plain, said_by_diffusers(folder, "a red ring", None))
     own, seen = OWN[folder.name], []
@@ -81,13 +81,13 @@ def test_the_layer_that_is_read_is_that_of_diffusers(folder: Path) -> None:
     assert torch.equal(seen[0], plain)
 
 
-def test_the_summary_is_that_of_the_last_layer_whatever_is_read(folder: Path) -> None:
+def test_the_pooled_embedding_is_always_that_of_the_last_layer(folder: Path) -> None:
     if folder.name == "sdxl":
         plain = encoders(folder).encode_text(["a red ring"])["pooled"]
         assert torch.equal(encoders(folder, clip_skip=3).encode_text(["a red ring"])["pooled"], plain)
 
 
-def test_more_layers_than_there_are_is_refused_with_both_numbers(folder: Path) -> None:
+def test_too_large_a_clip_skip_is_refused_with_both_numbers(folder: Path) -> None:
     for settings in ({"clip_skip": LAYERS + 1}, {"max_sequence_length": 256}):
         config = Config.model_validate({"model": {"path": str(folder)}, "text_encoder": settings})
         with pytest.raises(UsageError) as refused:
@@ -98,7 +98,7 @@ def test_more_layers_than_there_are_is_refused_with_both_numbers(folder: Path) -
         read_model(Config.model_validate({"model": {"path": str(folder), "without_t5": True}}))
 
 
-def test_long_captions_are_read_in_pieces(folder: Path) -> None:
+def test_long_captions_are_encoded_in_chunks(folder: Path) -> None:
     """Each piece is what its words alone are, and the summary is the first one's, as ComfyUI and A1111 have it."""
     tokenizer = load_tokenizer(folder, "text_encoder")
     pieces = [filled(tokenizer, text) for text in ("a red ring on a blue field", "a green square", "a blue ring")]
@@ -114,7 +114,7 @@ def test_long_captions_are_read_in_pieces(folder: Path) -> None:
     assert family.cond_shapes(config.denoiser)["embeds"][0] == told["embeds"].shape[1]
 
 
-def test_weights_of_words_stay_with_them_across_pieces(folder: Path) -> None:
+def test_prompt_weights_stay_with_their_tokens_across_chunks(folder: Path) -> None:
     """A word in the second piece is weighed there, and the first piece stays as it is."""
     tokenizer = load_tokenizer(folder, "text_encoder")
     first, second = filled(tokenizer, "a red ring on a blue field"), "a green square"
@@ -124,7 +124,7 @@ def test_weights_of_words_stay_with_them_across_pieces(folder: Path) -> None:
     torch.testing.assert_close(told, alone.flatten(0, 1))
 
 
-def test_how_captions_are_read_is_part_of_the_key(folder: Path) -> None:
+def test_caption_encoding_settings_are_part_of_the_key(folder: Path) -> None:
     family, keys = FAMILIES[folder.name], []
     for options in ({}, {"clip_skip": 2}, {"clip_skip": 3}, {"clip_tokens": 150}):
         image, text = family.reading(TextOptions(**options)).encoder_keys(folder, torch.float32)  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def test_how_captions_are_read_is_part_of_the_key(folder: Path) -> None:
     assert keys[0] == family.encoder_keys(folder, torch.float32)[1]
 
 
-def test_facts_say_how_long_captions_may_be(folder: Path) -> None:
+def test_facts_have_the_maximum_caption_length(folder: Path) -> None:
     def limit(**settings: Any) -> int:
         return read_model(Config.model_validate({"model": {"path": str(folder)}, "text_encoder": settings}))[
             1

@@ -28,7 +28,7 @@ def encoders(folder: Path) -> Encoders:
     return FAMILIES[folder.name].load_encoders(folder, torch.float32, CPU)
 
 
-def test_pieces_are_the_same_tokens_as_the_text(folder: Path) -> None:
+def test_chunks_have_the_same_tokens_as_the_text(folder: Path) -> None:
     tokenizer = load_tokenizer(folder, "text_encoder")
     text = "a red ring on a blue field, a ring, " * 9  # longer than the encoder reads
     for whole in ("a red ring on a blue field", "", text):

@@ -62,7 +62,7 @@ def random_words(folder: Path, parts: TextParts, vectors: int = 3) -> dict[str, 
     }
 
 
-def test_captions_without_the_word_are_read_as_ever(folder: Path) -> None:
+def test_captions_without_the_token_are_encoded_unchanged(folder: Path) -> None:
     parts = texts(folder)
     before = said(folder, parts, "a red ring", "")
     tables = [parts.encoders[name].get_input_embeddings().weight.clone() for name in components(folder)]
@@ -73,7 +73,7 @@ def test_captions_without_the_word_are_read_as_ever(folder: Path) -> None:
         assert torch.equal(parts.encoders[name].get_input_embeddings().known.weight, table)
 
 
-def test_a_word_that_starts_as_others_is_read_as_they_are(folder: Path) -> None:
+def test_a_token_initialized_like_others_is_encoded_like_them(folder: Path) -> None:
     """`<zobo>`, of the embeddings of `red ring`, says what `red ring` says: also in the summary, which is the end's."""
     parts = texts(folder)
     count = len(parts.tokenizers["text_encoder"]("red ring", add_special_tokens=False).input_ids)
@@ -86,7 +86,7 @@ def test_a_word_that_starts_as_others_is_read_as_they_are(folder: Path) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_a_word_is_not_divided_between_two_pieces(folder: Path) -> None:
+def test_a_token_is_not_split_between_two_chunks(folder: Path) -> None:
     """As A1111 has it, and ComfyUI for words of less than 8 embeddings; in the last piece it is cut as ever."""
     parts = texts(folder)
     add_words(parts, random_words(folder, parts))
@@ -102,7 +102,7 @@ def test_a_word_is_not_divided_between_two_pieces(folder: Path) -> None:
     assert (fits[0][1:77], fits[1][1:3]) == ([*few[1:], *own, end], [a, end])
 
 
-def test_words_start_from_the_mean_where_nothing_is_named(folder: Path) -> None:
+def test_tokens_start_from_the_mean_without_an_initializer(folder: Path) -> None:
     parts = texts(folder)
     started = new_words(
         parts, components(folder), TextualInversionSection(placeholder_tokens=(WORD, "zub"), num_vectors=2)
@@ -113,7 +113,7 @@ def test_words_start_from_the_mean_where_nothing_is_named(folder: Path) -> None:
         torch.testing.assert_close(started["zub"][name][1], mean)
 
 
-def test_only_the_words_get_gradients(folder: Path) -> None:
+def test_only_the_learned_tokens_get_gradients(folder: Path) -> None:
     parts = texts(folder)
     own = add_words(parts, random_words(folder, parts))
     for parameter in own.values():
@@ -127,7 +127,7 @@ def test_only_the_words_get_gradients(folder: Path) -> None:
         assert bool(parameter.grad.abs().sum(dim=-1).all())
 
 
-def test_words_go_into_files_and_come_back(folder: Path, tmp_path: Path) -> None:
+def test_learned_tokens_are_written_and_read_back(folder: Path, tmp_path: Path) -> None:
     parts = texts(folder)
     words = random_words(folder, parts) | {"zub": random_words(folder, parts)[WORD]}
     own = {name: parameter.detach() for name, parameter in add_words(parts, words).items()}
@@ -140,7 +140,7 @@ def test_words_go_into_files_and_come_back(folder: Path, tmp_path: Path) -> None
     assert sorted(load_file(paths[0])) == names
 
 
-def test_diffusers_reads_the_words_own_file_as_we_do(folder: Path, tmp_path: Path) -> None:
+def test_diffusers_reads_the_token_file_as_we_do(folder: Path, tmp_path: Path) -> None:
     family = FAMILIES[folder.name]
     if folder.name == "sd3":
         pytest.skip("diffusers loads no embeddings for SD3")
@@ -167,7 +167,7 @@ def test_diffusers_reads_the_words_own_file_as_we_do(folder: Path, tmp_path: Pat
         torch.testing.assert_close(found["pooled"], wanted[2])
 
 
-def test_words_that_cannot_be_new_are_refused(folder: Path) -> None:
+def test_existing_tokens_are_refused(folder: Path) -> None:
     parts = texts(folder)
     known = parts.tokenizers["text_encoder"].convert_ids_to_tokens(0)
     with pytest.raises(UsageError, match="already"):

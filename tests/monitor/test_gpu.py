@@ -45,7 +45,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return fake
 
 
-def test_a_look_has_what_the_gpu_says(nvml):
+def test_a_reading_has_what_the_gpu_reports(nvml):
     look = open_gpu(CUDA)
     assert look is not None
     gpu = look()
@@ -69,7 +69,7 @@ def test_only_lower_clocks_with_a_reason_are_throttling(gpu, said):
     assert gpu.throttled is None if said is None else str(gpu.throttled).startswith(said)
 
 
-def test_without_a_gpu_or_nvml_nothing_is_looked_at(nvml, monkeypatch):
+def test_without_a_gpu_or_nvml_nothing_is_read(nvml, monkeypatch):
     assert open_gpu(torch.device("cpu")) is None
     nvml.nvmlInit = refuse
     assert open_gpu(CUDA) is None
@@ -78,7 +78,7 @@ def test_without_a_gpu_or_nvml_nothing_is_looked_at(nvml, monkeypatch):
     GPUWatch().start(None)
 
 
-def test_the_watch_looks_in_a_thread_until_the_gpu_stops_answering():
+def test_the_monitor_reads_in_a_thread_until_the_gpu_stops_responding():
     looks = iter([GPU(0.5, 0.5, 50.0)] * 3)
     watch = GPUWatch(every=0.001)
     watch.start(lambda: next(looks))
@@ -90,7 +90,7 @@ def test_the_watch_looks_in_a_thread_until_the_gpu_stops_answering():
     assert len(watch.seen) == 3
 
 
-def test_what_the_allocator_holds(monkeypatch):
+def test_the_memory_of_the_allocator(monkeypatch):
     stats = {"allocated_bytes.all.current": 3, "reserved_bytes.all.current": 7, "reserved_bytes.all.peak": 9}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats | {"num_alloc_retries": 2})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=20))
@@ -104,7 +104,7 @@ def test_what_the_allocator_holds(monkeypatch):
 @pytest.mark.parametrize(
     ("platform", "expandable", "grows"), [("linux", True, True), ("linux", False, False), ("win32", True, False)]
 )
-def test_the_allocator_is_told_before_the_gpu_is_woken(monkeypatch, platform, expandable, grows):
+def test_the_allocator_is_configured_before_the_gpu_is_initialized(monkeypatch, platform, expandable, grows):
     for name in ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -120,7 +120,7 @@ def test_the_allocator_is_told_before_the_gpu_is_woken(monkeypatch, platform, ex
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)
-def test_what_the_user_told_the_allocator_stays(monkeypatch, name):
+def test_allocator_settings_of_the_user_are_kept(monkeypatch, name):
     for each in ALLOCATOR:
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "max_split_size_mb:64")
@@ -132,7 +132,7 @@ def test_what_the_user_told_the_allocator_stays(monkeypatch, name):
 
 
 @pytest.mark.gpu
-def test_a_gpu_that_is_there_is_read() -> None:
+def test_an_available_gpu_is_read() -> None:
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed: pip install nvidia-ml-py")
     device = torch.device("cuda", torch.cuda.current_device())
     kept = torch.zeros(2**24, device=device)

@@ -7,7 +7,7 @@ from lora_trainer.monitor.memory import LOOKED_EVERY, MemoryWatch
 from lora_trainer.monitor.system import system_memory
 
 
-def test_a_full_system_is_said_once_each_time(monkeypatch):
+def test_full_system_memory_is_reported_once_each_time(monkeypatch):
     shares, now = iter([0.5, 0.9, 0.95, 0.6, 0.86]), [0.0]
     monkeypatch.setattr(memory, "system_memory", lambda: (1000, round(1000 * (1.0 - next(shares)))))
     watch = MemoryWatch(lambda: now[0])
@@ -20,7 +20,7 @@ def test_a_full_system_is_said_once_each_time(monkeypatch):
     assert "90% full" in str(said[1])
 
 
-def test_what_is_free_is_less_than_there_is():
+def test_free_memory_is_less_than_total_memory():
     total, available = system_memory()
     assert 0 <= available <= total
     assert total > 2**20

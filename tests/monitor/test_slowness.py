@@ -42,7 +42,7 @@ def test_noise_is_never_called_slow(seed, usual, spread):
 
 
 @given(st.integers(0, 10**6), st.floats(1e-3, 100.0), st.floats(0.0, 0.15), st.floats(4.0, 100.0))
-def test_a_lasting_jump_is_said_once_and_its_end_too(seed, usual, spread, factor):
+def test_a_lasting_slowdown_and_its_end_are_reported_once(seed, usual, spread, factor):
     quick = noise(seed, 60, usual, spread)
     slow = [factor * seconds for seconds in noise(seed + 1, 60, usual, spread)]
     found = watched([(seconds, 0.0) for seconds in (*quick, *slow, *noise(seed + 2, 60, usual, spread))])[1]
@@ -52,29 +52,29 @@ def test_a_lasting_jump_is_said_once_and_its_end_too(seed, usual, spread, factor
 
 
 @given(st.integers(1, LASTING - 1), st.floats(2.5, 1000.0))
-def test_a_jump_that_does_not_last_is_not_said(count, factor):
+def test_a_short_slowdown_is_not_reported(count, factor):
     steps = [1.0] * 30 + [factor] * count + [1.0] * 30
     assert watched([(seconds, 0.0) for seconds in steps])[1] == []
 
 
-def test_nothing_is_usual_at_first():
+def test_the_first_steps_set_no_usual_time():
     assert watched([(1.0, 0.0)] * (KNOWN - 1) + [(9.0, 0.0)] * (LASTING - 1))[1] == []
 
 
 @given(st.integers(2, 2 * KNOWN), st.floats(3.5, 100.0))
-def test_a_jump_in_the_first_steps_is_said(quick, factor):
+def test_a_slowdown_in_the_first_steps_is_reported(quick, factor):
     steps = [3.0, *[0.3] * quick, *[0.3 * factor] * 30, *[0.3] * 10]
     assert [change for _, change in watched([(seconds, 0.0) for seconds in steps])[1]] == ["slow", "not_slow"]
 
 
-def test_spilling_from_the_fifth_step_on_is_said_as_soon_as_anything_is_usual():
+def test_spilling_from_the_fifth_step_is_reported_once_a_usual_time_is_known():
     pace, found = watched([(0.3, 0.0)] * 5 + [(2.4, 0.0)] * 5)
     assert found == [(9, "slow")]
     assert pace.usual_seconds == 0.3
 
 
 @pytest.mark.parametrize(("used", "spilling", "said"), [(0.97, True, 1), (0.97, False, 0), (0.9, True, 0)])
-def test_a_gpu_that_is_full_from_the_first_step_is_said_once_where_it_may_spill(monkeypatch, used, spilling, said):
+def test_a_gpu_full_from_the_first_step_is_reported_once_if_it_can_spill(monkeypatch, used, spilling, said):
     monkeypatch.setattr(watches, "held_on", lambda device: None)
     monkeypatch.setattr(watches, "spills", lambda: spilling)
     watch = Watches(CUDA)
@@ -85,7 +85,7 @@ def test_a_gpu_that_is_full_from_the_first_step_is_said_once_where_it_may_spill(
 
 
 @pytest.mark.parametrize(("cached", "waited", "said"), [(True, 0.02, True), (False, 0.02, False), (False, 0.06, True)])
-def test_a_starving_loader_is_said_by_its_limit(cached, waited, said):
+def test_a_slow_loader_is_reported_with_its_limit(cached, waited, said):
     pace, found = watched([(1.0, waited)] * (2 * WINDOW), cached=cached)
     assert [change for _, change in found] == ["starved"] * said
     assert pace.waited_share == pytest.approx(waited)
@@ -93,11 +93,11 @@ def test_a_starving_loader_is_said_by_its_limit(cached, waited, said):
     assert [change for _, change in found] == ["starved", "not_starved"] * said
 
 
-def test_a_wait_that_nobody_notices_is_not_said():
+def test_a_negligible_wait_is_not_reported():
     assert watched([(0.005, 0.0005)] * (2 * WINDOW))[1] == []
 
 
-def test_waits_of_a_short_run_are_not_said():
+def test_waits_of_a_short_run_are_not_reported():
     now, said = [0.0], list[tuple[float, str]]()
     watch = Watches(torch.device("cpu"), clock=lambda: now[0])
     for _ in range(4 * WINDOW):
@@ -120,7 +120,7 @@ def heard(watch: Watches, steps: list[float]) -> list[tuple[str, str]]:
     ("reserved", "used", "told"),
     [(7.3, 0.8, "7.3 of 7.4 GiB"), (3.0, 0.99, "other programs"), (3.0, 0.6, "what else runs")],
 )
-def test_what_makes_steps_slow_is_said(monkeypatch, reserved, used, told):
+def test_the_cause_of_slow_steps_is_reported(monkeypatch, reserved, used, told):
     gib = 2**30
     held = Held(gib, int(reserved * gib), int(reserved * gib), int(7.4 * gib), 0)
     monkeypatch.setattr(watches, "held_on", lambda device: held)
@@ -133,7 +133,7 @@ def test_what_makes_steps_slow_is_said(monkeypatch, reserved, used, told):
     assert end == ("slow", "steps take 0.50 s again")
 
 
-def test_steps_that_are_split_otherwise_are_not_slow():
+def test_steps_with_another_split_are_not_slow():
     watch, said = Watches(torch.device("cpu")), list[str]()
     for way, seconds in (("whole", 0.5), ("halves", 30.0), ("whole", 0.5)):
         for _ in range(30):
@@ -141,7 +141,7 @@ def test_steps_that_are_split_otherwise_are_not_slow():
     assert said == []
 
 
-def test_heat_is_said_once_until_it_is_over(monkeypatch):
+def test_heat_is_reported_once_until_it_is_over(monkeypatch):
     monkeypatch.setattr(watches, "held_on", lambda device: None)
     watch = Watches(CUDA)
     hot = GPU(0.99, 0.9, 91.0, clock=900.0, clock_most=1800.0, reasons=0x40)
@@ -162,7 +162,7 @@ def test_heat_is_said_once_until_it_is_over(monkeypatch):
         ("win32", "garbage_collection_threshold:0.8", "set train.max_micro_batch_size=1"),
     ],
 )
-def test_fragmented_memory_is_said_when_it_costs_something(monkeypatch, platform, allocator, advice):
+def test_fragmented_memory_is_reported_when_it_costs_time(monkeypatch, platform, allocator, advice):
     gib, now, held = 2**30, [0.0], list[Held]()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator)
     monkeypatch.setattr(watches.sys, "platform", platform)
@@ -178,7 +178,7 @@ def test_fragmented_memory_is_said_when_it_costs_something(monkeypatch, platform
     assert advice in message
 
 
-def test_a_cpu_is_known_without_a_gpu():
+def test_cpu_monitoring_works_without_a_gpu():
     with Watches(torch.device("cpu")) as watch:
         assert heard(watch, [0.5] * 20) == []
     told = watch.summary()

@@ -46,7 +46,7 @@ def test_each_optimizer_fits_a_low_rank_change(name):
     assert float(error(used[1], used[0])) < 0.1 * first
 
 
-def test_decay_is_for_matrices_and_kernels_alone():
+def test_weight_decay_applies_only_to_matrices_and_kernels():
     shapes = {
         LORA_A: (4, 10),
         "conv.lora_A.default.weight": (4, 10, 3, 3),
@@ -68,7 +68,7 @@ def test_decay_is_for_matrices_and_kernels_alone():
 
 
 @pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"adamw"}))
-def test_every_optimizer_decays_as_told(name):
+def test_every_optimizer_applies_its_weight_decay(name):
     """A decay of 0.1 at a rate of 0.5 takes 5 % from a weight without a gradient; Prodigy's own rate is tiny yet."""
     parameters = {"a": nn.Parameter(torch.ones(80, 80))}
     optimizer = make_optimizer(parameters, OptimizerSection(name=name, weight_decay=0.1, learning_rate=0.5))
@@ -84,7 +84,7 @@ def test_every_optimizer_decays_as_told(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"prodigy"}))  # which knows one rate for all
-def test_every_optimizer_moves_a_group_by_its_share_of_the_rate(name):
+def test_every_optimizer_applies_the_learning_rate_of_a_group(name):
     parameters = {"a": nn.Parameter(torch.zeros(80, 80)), "b": nn.Parameter(torch.zeros(80, 80))}
     section, rates = OptimizerSection(name=name, weight_decay=0.0, learning_rate=1e-2), ((1e-3, {"b"}),)
     optimizer = make_optimizer(parameters, section, rates)
@@ -101,7 +101,7 @@ def test_every_optimizer_moves_a_group_by_its_share_of_the_rate(name):
 
 
 @pytest.mark.parametrize("rates", list(product((1e-2, 5e-3), repeat=4)))
-def test_equal_rates_group_nothing_that_others_would_not(rates):
+def test_equal_learning_rates_form_the_same_groups(rates):
     """A checkpoint's groups are those of any rates: the denoiser's, each text encoder's, the words'."""
     names = (
         LORA_A,

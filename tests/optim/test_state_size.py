@@ -15,7 +15,7 @@ OF_ALL_8_BIT_TENSORS = 2 * 256 * 4  # two tables of code values, which all tenso
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_state_is_as_large_as_predicted(name: str) -> None:
+def test_optimizer_state_has_the_predicted_size(name: str) -> None:
     parameters = {f"layer.{index}": nn.Parameter(torch.ones(shape)) for index, shape in enumerate(SHAPES)}
     optimizer = make_optimizer(parameters, OptimizerSection(name=name))  # type: ignore[arg-type]
     for parameter in parameters.values():

@@ -25,9 +25,7 @@ from tests.production.local_hub import COMMIT, local_hub
 
 
 @pytest.mark.parametrize("ranged", [True, False])
-def test_of_a_checkpoint_of_a_hub_the_header_alone_is_fetched_first(
-    checkpoint: Path, tmp_path: Path, ranged: bool
-) -> None:
+def test_only_the_header_of_a_hub_checkpoint_is_fetched_first(checkpoint: Path, tmp_path: Path, ranged: bool) -> None:
     model = ModelSection(path="some/single/sd.safetensors")
     whole = FAMILIES["sdxl"].describe(found(checkpoint))
     with local_hub(tmp_path / "hf") as hub:
@@ -54,7 +52,7 @@ def test_of_a_checkpoint_of_a_hub_the_header_alone_is_fetched_first(
         assert find_base(model, weights=False, offline=True) == fetched
 
 
-def test_values_that_tell_a_variant_are_fetched_with_the_header(tmp_path: Path) -> None:
+def test_values_that_identify_a_flavor_are_fetched_with_the_header(tmp_path: Path) -> None:
     norm = "model.diffusion_model.output_blocks.11.1.transformer_blocks.0.norm1.bias"
     reads = "model.diffusion_model.output_blocks.11.1.transformer_blocks.0.attn2.to_k.weight"
     tensors = {norm: torch.linspace(-1, 1, 320), reads: torch.zeros(8, 1024)}
@@ -65,14 +63,14 @@ def test_values_that_tell_a_variant_are_fetched_with_the_header(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\3\4....more", b"\xff" * 20, b"\x08" + bytes(7) + b"no json!" + bytes(9)])
-def test_what_is_no_checkpoint_is_refused_by_its_header(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_is_no_checkpoint_is_refused_by_its_header(tmp_path: Path, data: bytes) -> None:
     with local_hub(tmp_path / "hf") as hub:
         hub.repositories["some/single"] = {"sd.safetensors": data}
         with pytest.raises(UsageError, match=r"^some/single/sd\.safetensors"):
             find_base(ModelSection(path="some/single/sd.safetensors"), weights=False, say=hub.listing.get)
 
 
-def test_a_hubs_checkpoint_is_called_by_its_id(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_hub_checkpoint_is_named_by_its_id(checkpoint: Path, tmp_path: Path) -> None:
     """Not by the place of the file that stands in for it."""
     lora = write({"unet.x.lora_A.weight": torch.zeros(1)}, tmp_path / "lora.safetensors").read_bytes()
     less = without(checkpoint, "conditioner.embedders.1.", "first_stage_model.").read_bytes()
@@ -84,9 +82,7 @@ def test_a_hubs_checkpoint_is_called_by_its_id(checkpoint: Path, tmp_path: Path)
         assert [problem.message[:27] for problem in caught.value.problems] == ["some/single/sd.safetensors "] * count
 
 
-def test_a_checkpoint_of_a_hub_and_an_autoencoder_for_a_hubs_model(
-    folder: Path, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_hub_checkpoint_and_a_vae_for_a_hub_model(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
     with local_hub(tmp_path / "hf") as hub:
         hub.repositories["some/single"] = {"old/sd.safetensors": checkpoint.read_bytes()}
         hub.holds("some/model", folder)
@@ -104,7 +100,7 @@ def test_a_checkpoint_of_a_hub_and_an_autoencoder_for_a_hubs_model(
 
 
 @pytest.mark.parametrize("inside", ["", "vae/"])
-def test_an_autoencoder_of_a_hub(folder: Path, checkpoint: Path, tmp_path: Path, inside: str) -> None:
+def test_a_hub_vae(folder: Path, checkpoint: Path, tmp_path: Path, inside: str) -> None:
     """A repository that is one, or a whole model's: fetched once, held to its commit, its config before its weights."""
     plain = folder / "vae"
     with local_hub(tmp_path / "hf") as hub:
@@ -129,7 +125,7 @@ def test_an_autoencoder_of_a_hub(folder: Path, checkpoint: Path, tmp_path: Path,
             assert weights_digest(whole.folder / "vae") == weights_digest(found(base, vae=folder) / "vae")
 
 
-def test_an_autoencoder_in_one_file_of_a_hub(folder: Path, tmp_path: Path) -> None:
+def test_a_hub_vae_in_one_file(folder: Path, tmp_path: Path) -> None:
     (file,) = (folder / "vae").glob("*.safetensors")
     with local_hub(tmp_path / "hf") as hub:
         hub.repositories["some/vae"] = {"one.safetensors": file.read_bytes()}
@@ -144,7 +140,7 @@ def test_an_autoencoder_in_one_file_of_a_hub(folder: Path, tmp_path: Path) -> No
                 find_base(ModelSection(path=str(folder), vae=named), say=hub.listing.get)
 
 
-def test_an_autoencoder_of_a_hub_that_does_not_fit_is_refused_by_its_config(folder: Path, tmp_path: Path) -> None:
+def test_a_hub_vae_that_does_not_fit_is_refused_by_its_config(folder: Path, tmp_path: Path) -> None:
     with local_hub(tmp_path / "hf") as hub:
         hub.repositories["some/vae"] = {"config.json": b'{"_class_name": "AutoencoderKL", "latent_channels": 16}'}
         hub.repositories["some/vae"] |= {"diffusion_pytorch_model.safetensors": b"never fetched"}
@@ -164,7 +160,7 @@ def test_an_autoencoder_of_a_hub_that_does_not_fit_is_refused_by_its_config(fold
         assert set(hub.fetched()) == {"config.json"}
 
 
-def test_text_encoders_of_a_hub(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_hub_text_encoders(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
     """Only what the base lacks is fetched."""
     less = without(checkpoint, "conditioner.embedders.1.")
     model = ModelSection(path=str(less), text_encoders="some/model")
@@ -184,7 +180,7 @@ def test_text_encoders_of_a_hub(folder: Path, checkpoint: Path, tmp_path: Path) 
             find_base(ModelSection(path=str(folder), text_encoders="some/model"), say=hub.listing.get)
 
 
-def test_a_fetch_of_shards_that_was_cut_off_is_gone_on_with(folder: Path, tmp_path: Path) -> None:
+def test_an_interrupted_fetch_of_shards_resumes(folder: Path, tmp_path: Path) -> None:
     """The index names shards that are not here yet; the configs are read first all the same."""
     (file,) = (folder / "unet").glob("*.safetensors")
     tensors = load_file(file)

@@ -85,7 +85,7 @@ def test_a_captioner_writes_a_text_for_each_image(writer: Path) -> None:
     assert captioner.describe([Image.new("RGB", (50, 20)), Image.new("RGB", (20, 50))]) == ["cat cat cat cat"] * 2
 
 
-def test_a_tagger_gives_its_surest_labels_first(tagger: Path, tmp_path: Path) -> None:
+def test_a_tagger_writes_its_most_confident_labels_first(tagger: Path, tmp_path: Path) -> None:
     image = [Image.new("RGB", (40, 40))]
     assert load_captioner(tagger, CPU).describe(image) == ["safe, blue sky, red hair"]
     assert load_captioner(tagger, CPU, threshold=0.8).describe(image) == ["safe, blue sky"]
@@ -99,7 +99,7 @@ def test_a_tagger_gives_its_surest_labels_first(tagger: Path, tmp_path: Path) ->
     assert load_captioner(named, CPU).describe(image) == ["^_^, long hair"]
 
 
-def test_written_where_asked_and_never_over_a_caption(
+def test_captions_are_written_as_requested_and_never_overwrite(
     tagger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, output = tmp_path / "data", tmp_path / "captions"
@@ -126,7 +126,7 @@ def test_written_where_asked_and_never_over_a_caption(
     assert not (data / "d.txt").exists()
 
 
-def test_a_caption_that_check_refuses_is_left_as_it_is_and_named(
+def test_a_caption_that_check_refuses_is_unchanged_and_named(
     tagger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, output = tmp_path / "data", tmp_path / "captions"
@@ -143,7 +143,7 @@ def test_a_caption_that_check_refuses_is_left_as_it_is_and_named(
     assert [path.name for path in output.iterdir()] == ["c.txt"]
 
 
-def test_a_name_that_is_too_long_is_left_out_and_the_next_goes_on(tmp_path: Path) -> None:
+def test_a_name_that_is_too_long_is_skipped_and_the_rest_continues(tmp_path: Path) -> None:
     long, longer = "a" * 244, "b" * 250
     draw(tmp_path / f"{long}.png", tmp_path / f"{longer}.png", tmp_path / f"{longer}.jpg", tmp_path / "c.png")
     wanted, existing, _ = find_wanted([tmp_path], None)
@@ -160,7 +160,7 @@ def test_captions_of_an_image_folder_count_as_captions(tmp_path: Path) -> None:
     assert (wanted, existing) == ([Wanted(tmp_path / "b.png", tmp_path / "b.txt")], 1)
 
 
-def test_captions_that_are_not_looked_for_are_never_written_over(tmp_path: Path) -> None:
+def test_unread_captions_are_never_overwritten(tmp_path: Path) -> None:
     draw(tmp_path / "a.png", tmp_path / "b.png")
     (tmp_path / "a.tags").write_text("mine", encoding="utf-8")  # an ending that only captions.extension tells
     (tmp_path / "captions.jsonl").write_text('{"file_name": "b.png", "text": "mine"}\n', encoding="utf-8")
@@ -171,7 +171,7 @@ def test_captions_that_are_not_looked_for_are_never_written_over(tmp_path: Path)
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_batch_that_does_not_fit_is_halved_and_a_stopped_run_goes_on(tmp_path: Path) -> None:
+def test_a_batch_that_does_not_fit_is_halved_and_a_stopped_run_resumes(tmp_path: Path) -> None:
     draw(*(tmp_path / f"{number}.png" for number in range(5)))
     sizes: list[int] = []
 
@@ -194,7 +194,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_a_stopped_run_goes_on(tmp_path:
     assert max(sizes) == 2
 
 
-def test_a_folder_that_holds_no_captioner_is_one_message(tagger: Path, writer: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_captioner_is_one_message(tagger: Path, writer: Path, tmp_path: Path) -> None:
     def said(folder: Path) -> str:
         with pytest.raises(UsageError) as caught:
             load_captioner(folder, CPU)
@@ -231,7 +231,7 @@ def test_a_folder_that_holds_no_captioner_is_one_message(tagger: Path, writer: P
         ("preprocessor_config.json", {"AutoImageProcessor": "own.Own"}, {"image_processor_type": "Own"}),
     ],
 )
-def test_code_of_a_model_is_neither_run_nor_asked_about(
+def test_code_of_a_model_is_not_run_and_causes_no_prompt(
     name: str,
     auto_map: dict[str, str],
     more: dict[str, str],
@@ -261,7 +261,9 @@ def test_code_of_a_model_is_neither_run_nor_asked_about(
     assert not (tmp_path / "data" / "a.txt").exists()
 
 
-def test_wrong_arguments_are_told_before_anything_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_reported_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     draw(tmp_path / "data" / "a.png")
     data = str(tmp_path / "data")
     assert main(["caption", data, "--model", "none"]) == 2

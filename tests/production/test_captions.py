@@ -61,7 +61,7 @@ def test_each_source_has_its_own_rules(inputs: Inputs) -> None:
     assert {sample.caption for sample in inputs.manifest.samples} >= {"ring, red, big, number 0"}  # as written
 
 
-def test_what_is_told_of_them(config: Config, inputs: Inputs) -> None:
+def test_the_description_of_captions(config: Config, inputs: Inputs) -> None:
     console = Console(width=200)
     with console.capture() as captured:
         show_captions(config, inputs, console, 4)
@@ -80,7 +80,7 @@ def test_what_is_told_of_them(config: Config, inputs: Inputs) -> None:
     assert "captions.variants=4 is fewer than the 5 choices of own/image_0.png" in told
 
 
-def test_what_is_shown_of_a_caption_is_what_is_trained() -> None:
+def test_the_shown_caption_is_the_trained_one() -> None:
     plain = Sample(Path("a.png"), "a cat", 8, 8, "0")
     assert caption_told(plain) == ["a.png: trained on 'a cat'"]
     rules = CaptionsSection(wildcards=True, prompt_weighting=True, shuffle=True, keep_tokens=9, variants=8)
@@ -101,7 +101,7 @@ def test_a_plan_counts_the_same_texts(config: Config, inputs: Inputs) -> None:
     assert {path: planned[path] for path in both} == {path: trained[path] for path in both}
 
 
-def test_triggers_of_sources_are_known_where_the_run_has_none(config: Config, inputs: Inputs) -> None:
+def test_trigger_words_of_sources_are_known_when_the_run_has_none(config: Config, inputs: Inputs) -> None:
     plain, own, kept = config.data.sources
     sources = (
         plain,
@@ -120,7 +120,7 @@ def test_triggers_of_sources_are_known_where_the_run_has_none(config: Config, in
     assert triggers(several.model_copy(update={"data": config.data, "captions": CaptionsSection()})) == ()
 
 
-def test_prompts_have_the_trigger_filled_in(config: Config, inputs: Inputs) -> None:
+def test_the_trigger_word_is_inserted_into_prompts(config: Config, inputs: Inputs) -> None:
     assert sample_prompts(config, inputs) == ["zobo at sea"]
     unasked = config.model_copy(update={"sample": config.sample.model_copy(update={"prompts": (), "count": 99})})
     assert set(sample_prompts(unasked, inputs)) == {

@@ -45,7 +45,7 @@ def chosen(family: str, *user: Layer, tier: str = "6gb") -> Choices:
 
 
 @pytest.mark.parametrize(("family", "precision"), [("sd15", "fp16"), ("sdxl", "fp8")])
-def test_an_old_gpu_computes_in_fp16_and_its_own_config_repeats_that(
+def test_an_old_gpu_computes_in_fp16_and_the_saved_config_repeats_it(
     family: str, precision: str, old_gpu: None
 ) -> None:
     first = chosen(family)
@@ -81,7 +81,7 @@ def test_a_run_and_a_plan_for_its_gpu_agree_on_what_nf4_needs(works, precision, 
 
 
 @given(st.one_of(st.none(), st.floats(1.0, 48.0)), st.floats(2.0, 48.0), st.floats(0.0, 1.0))
-def test_a_capped_process_stays_in_its_gpu_and_what_the_plan_allows_fits_under_the_cap(limit, gpu, free):
+def test_a_capped_process_stays_below_its_cap_and_the_plan_fits_under_it(limit, gpu, free):
     total = int(gpu * GIB)
     alone, crowded = (choices.capped_share(limit, int(part * total), total) for part in (1.0, free))
     assert 0.0 <= crowded <= alone <= LARGEST_SHARE
@@ -90,7 +90,7 @@ def test_a_capped_process_stays_in_its_gpu_and_what_the_plan_allows_fits_under_t
     assert usable * GIB <= alone * total or alone == 0.0
 
 
-def test_a_crowded_gpu_is_said(monkeypatch):
+def test_a_gpu_in_use_is_reported(monkeypatch):
     caps = []
     put_in_gpu(monkeypatch, 8.0, 4.0)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: caps.append(share))
@@ -102,7 +102,7 @@ def test_a_crowded_gpu_is_said(monkeypatch):
     assert choices.cap_memory(Config(), torch.device("cpu")) is None
 
 
-def test_a_run_is_planned_for_what_other_programs_leave_of_its_gpu(monkeypatch):
+def test_a_run_is_planned_for_the_free_memory_of_its_gpu(monkeypatch):
     def planned(free: float) -> Choices:
         put_in_gpu(monkeypatch, 12.0, free)
         batch = Layer("--set", {"train": {"effective_batch_size": 16}, "memory": {"weight_dtype": "bf16"}})

@@ -86,7 +86,7 @@ def rows(micros: list[MicroBatch]) -> Counter[tuple[bytes, ...]]:
 
 
 @given(st.integers(0, 2**40), st.integers(1, 7), st.integers(0, 60), st.integers(1, 4))
-def test_what_is_trained_depends_on_the_step_alone(data, seed, effective, start, most):
+def test_training_samples_depend_only_on_the_step(data, seed, effective, start, most):
     (whole,) = feeds(data, seed, effective, 1, 7)
     steps = [rows(whole.micros(step)) for step in range(start, start + 2)]
     for world in (1, 2, 3):
@@ -99,7 +99,7 @@ def test_what_is_trained_depends_on_the_step_alone(data, seed, effective, start,
 
 
 @given(st.integers(0, 2**40), st.integers(1, 7), st.integers(1, 30))
-def test_the_ledger_counts_what_was_fed(data, seed, effective, steps):
+def test_sample_counts_match_the_samples_fed(data, seed, effective, steps):
     (feed,) = feeds(data, seed, effective, 1, 4)
     ledger = feed.ledger(steps)
     micros = [micro for step in range(steps) for micro in feed.micros(step)]
@@ -114,7 +114,7 @@ def test_the_ledger_counts_what_was_fed(data, seed, effective, steps):
     assert sum(ledger.times) == sum(map(feed.plan.size, range(steps)))
 
 
-def test_an_entry_that_is_gone_names_its_image(data, tmp_path):
+def test_a_missing_cache_entry_names_its_image(data, tmp_path):
     (feed,) = feeds(CachedData(**{**vars(data), "latents": Store(tmp_path, "latents")}), 0, 1, 1, 1)
     name = data.samples[feed.plan.refs(0)[0].index].path.name
     with pytest.raises(TrainingFailed, match=rf"removed or damaged during the run .*{name}"):

@@ -18,7 +18,7 @@ from tests.production.test_plan import plan_for
     st.floats(2.0, 40.0),
     st.one_of(st.none(), st.integers(1, 6)),
 )
-def test_few_sizes_are_asked_for_and_the_choice_is_that_of_all(
+def test_few_sizes_are_traced_and_the_choice_is_that_of_all(
     family: str, samples: int, limit: float, most: int | None
 ) -> None:
     """A footprint of a model without a ledger takes seconds."""

@@ -24,7 +24,7 @@ LAYERS, WIDTH, INNER, RANK = 3, 128, 512, 8
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_what_a_clip_keeps_is_what_it_was_said_to(checkpointed):
+def test_clip_keeps_the_predicted_memory(checkpointed):
     config = CLIPTextConfig(
         vocab_size=99, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=2
     )
@@ -48,7 +48,7 @@ def test_what_a_clip_keeps_is_what_it_was_said_to(checkpointed):
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_what_t5_keeps_is_what_it_was_said_to(checkpointed):
+def test_t5_keeps_the_predicted_memory(checkpointed):
     heads, each, tokens = 2, 32, 96
     config = T5Config(
         vocab_size=99,
@@ -92,7 +92,7 @@ def demand_of(family: str, **settings: object):
 
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl", "sd3", "flux"])
-def test_the_plan_counts_them(family):
+def test_the_plan_counts_trained_text_encoders(family):
     rates = (1e-5,) * len(FAMILIES[family].word_texts)
     _, without = demand_of(family)
     resolved, along = demand_of(family, text_encoder__learning_rates=rates, text_encoder__lora_rank=4)
@@ -109,7 +109,7 @@ def test_the_plan_counts_them(family):
 
 
 @pytest.mark.parametrize("family", ["sd3", "flux"])
-def test_t5_is_counted_where_it_is_trained(family):
+def test_t5_is_counted_when_it_is_trained(family):
     _, without = demand_of(family)
     _, along = demand_of(family, text_encoder__learning_rates=(*([0.0] * len(FAMILIES[family].word_texts)), 1e-5))
     less, more = (parts_of(each, 1, 0, "bf16") for each in (without, along))
@@ -118,7 +118,7 @@ def test_t5_is_counted_where_it_is_trained(family):
     assert sum(a * b for a, b in along.texts.shapes) == 24 * 16 * (4 * 2 * 4096 + 3 * (4096 + 10240))
 
 
-def test_a_cpu_holds_t5_where_it_is_trained():
+def test_host_memory_holds_t5_when_it_is_trained():
     """Published in bf16: in fp32 it is brought in, in bf16 it stays mapped."""
 
     def training(precision: str, *rates: float) -> float:
@@ -131,7 +131,7 @@ def test_a_cpu_holds_t5_where_it_is_trained():
     assert training("bf16", 1e-5, 1e-5) - training("bf16") < 8.0
 
 
-def test_nothing_is_counted_where_none_is_trained():
+def test_nothing_is_counted_when_no_encoder_is_trained():
     _, without = demand_of("sdxl")
     _, idle = demand_of("sdxl", text_encoder__learning_rates=(0.0, 0.0))
     assert without.texts == idle.texts == TextSizes()

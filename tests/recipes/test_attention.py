@@ -23,7 +23,7 @@ def attention_of(bench: Bench, name: str) -> tuple[str, dict[str, Any]]:
     return str(line), told
 
 
-def test_the_fastest_is_timed_once_and_kept_on_resuming(bench, capsys):
+def test_the_fastest_attention_backend_is_timed_once_and_kept_on_resume(bench, capsys):
     """Timed for real, so either may win; what is recorded is then swapped, which a second race would not follow."""
     assert bench.run("timed", steps=1, hardware__attention_backend="fastest") == 0
     line, told = attention_of(bench, "timed")
@@ -49,13 +49,13 @@ def test_the_fastest_is_timed_once_and_kept_on_resuming(bench, capsys):
     assert told["hardware"]["timed_attention"] == slower
 
 
-def test_what_does_not_work_here_is_one_line_of_a_verbose_run(bench, capsys):
+def test_unavailable_backends_are_one_line_of_verbose_output(bench, capsys):
     assert bench.run("verbose", "-v", steps=1, hardware__attention_backend="fastest") == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not used for attention")]
     assert "xformers" in line
 
 
-def test_an_attention_that_cannot_be_had_is_refused_with_what_would_do(bench, capsys):
+def test_an_unavailable_attention_backend_is_refused_with_the_available_ones(bench, capsys):
     assert bench.run("asked", steps=1, hardware__attention_backend="flash3") == 2
     said = capsys.readouterr().err
     assert "hardware.attention_backend=flash3" in said
@@ -63,6 +63,6 @@ def test_an_attention_that_cannot_be_had_is_refused_with_what_would_do(bench, ca
 
 
 @pytest.mark.parametrize(("tokens", "device", "tried"), [(64, "cpu", True), (4096, "cpu", False), (64, "cuda", False)])
-def test_what_keeps_every_score_is_timed_where_they_are_few(tokens, device, tried):
+def test_backends_that_store_all_scores_are_timed_only_at_small_sizes(tokens, device, tried):
     shapes = [AttentionShape(1, 8, tokens, tokens, 40)]
     assert ("math" in timed_attentions(Config(), torch.device(device), shapes, torch.float32)) is tried

@@ -43,7 +43,7 @@ def test_a_folder_without_images(bench, tmp_path, capsys):
     assert not bench.folder("none").exists()
 
 
-def test_a_folder_that_is_not_there(bench, tmp_path, capsys):
+def test_a_folder_that_does_not_exist(bench, tmp_path, capsys):
     assert with_data(bench, tmp_path / "absent").run("none") == 2
     assert "absent" in said_plainly(capsys)
 
@@ -166,7 +166,7 @@ def test_a_single_file_that_is_damaged(bench, tmp_path, capsys):
     assert "is empty or was cut off" in said_plainly(capsys)
 
 
-def test_what_is_wrong_with_data_is_said_once(bench, tmp_path, capsys):
+def test_data_problems_are_printed_once(bench, tmp_path, capsys):
     data = draw_images(tmp_path / "bare")
     for caption in sorted(data.glob("*.txt"))[:4]:
         caption.unlink()
@@ -193,7 +193,7 @@ def test_a_caption_that_may_be_missing(bench, tmp_path, capsys):
     assert "allow_missing_captions=true" not in said
 
 
-def test_equal_names_in_two_folders_are_told_apart(bench, tmp_path, capsys):
+def test_equal_names_in_two_folders_are_distinguished(bench, tmp_path, capsys):
     for name in ("cats", "dogs"):
         draw_images(tmp_path / "both" / name)
     assert with_data(bench, tmp_path / "both").run("both", "--dry-run") == 0
@@ -202,7 +202,7 @@ def test_equal_names_in_two_folders_are_told_apart(bench, tmp_path, capsys):
     assert "(first: dogs/image_0.png is the same file as ../cats/image_0.png)" in said
 
 
-def test_a_cache_folder_that_is_not_there(tmp_path, capsys):
+def test_a_cache_folder_that_does_not_exist(tmp_path, capsys):
     for action in ("status", "prune"):
         assert main(["cache", action, str(tmp_path / "nope")]) == 2
         assert "There is no folder" in said_plainly(capsys)
@@ -226,7 +226,7 @@ def test_steps_and_epochs_together(bench, capsys):
         (("--seed", "many"), ("train.seed", "whole number")),
     ],
 )
-def test_a_word_that_is_wrong(extra, words, bench, capsys):
+def test_a_wrong_option_value(extra, words, bench, capsys):
     assert bench.run("wrong", *extra) == 2
     said = said_plainly(capsys)
     assert all(word in said for word in words), said
@@ -238,7 +238,7 @@ def test_an_output_that_is_a_file(bench, tmp_path, capsys):
     assert "cannot be written to" in said_plainly(capsys)
 
 
-def test_a_folder_that_is_no_run(bench, capsys):
+def test_a_folder_without_a_run(bench, capsys):
     bench.folder("mine").mkdir(parents=True)
     (bench.folder("mine") / "letter.txt").write_text("dear", encoding="utf-8")
     assert bench.run("mine") == 2
@@ -246,7 +246,7 @@ def test_a_folder_that_is_no_run(bench, capsys):
     assert [path.name for path in bench.folder("mine").iterdir()] == ["letter.txt"]
 
 
-def test_all_mistakes_are_told_at_once(bench, capsys):
+def test_all_mistakes_are_reported_at_once(bench, capsys):
     extra = ["--preset", "12gbb", "--rank", "8", "--set", "lora.rankk=3", "--set", "optimizer.learning_rate=quick"]
     assert main([*bench.arguments("wrong"), *extra]) == 2
     said = said_plainly(capsys)
@@ -278,7 +278,7 @@ def nan_at(step: int) -> Callable[..., torch.Tensor]:
     return squared_error
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_names_what_is_safe(bench, capsys):
+def test_a_nonfinite_loss_ends_the_run_and_names_what_is_saved(bench, capsys):
     # Steps of one micro-batch, so that the fourth call is the fourth step.
     with patched(loss_module, "squared_error", nan_at(4)):
         assert (
@@ -302,7 +302,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_what_is_safe(bench, ca
     assert record(folder)["status"] == "done"
 
 
-def test_out_of_memory_ends_the_run_and_names_what_is_safe(bench, capsys):
+def test_out_of_memory_ends_the_run_and_names_what_is_saved(bench, capsys):
     def full(*arguments: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -314,7 +314,7 @@ def test_out_of_memory_ends_the_run_and_names_what_is_safe(bench, capsys):
     assert record(bench.folder("full"))["status"] == "failed"
 
 
-def test_a_rate_beyond_reason_trains_or_fails_plainly(bench, capsys):
+def test_an_extreme_learning_rate_trains_or_fails_with_a_message(bench, capsys):
     assert bench.run("wild", optimizer__learning_rate=10) in (0, 5)
     said_plainly(capsys)
     assert record(bench.folder("wild"))["status"] in ("done", "failed")
@@ -341,7 +341,7 @@ def test_output_inside_the_data_is_refused(bench, capsys):
     assert not (bench.data / "runs").exists()
 
 
-def test_a_folder_that_another_process_trains_in(bench, capsys):
+def test_a_folder_in_which_another_process_trains(bench, capsys):
     """Held by a process that is alive it is refused, with --resume too; after its end it is free, however it ended."""
     folder = bench.folder("held")
     folder.mkdir(parents=True)
@@ -358,7 +358,7 @@ def test_a_folder_that_another_process_trains_in(bench, capsys):
     assert record(folder)["status"] == "done"
 
 
-def test_two_that_start_at_once(bench, capsys):
+def test_two_runs_that_start_at_once(bench, capsys):
     """The second found the folder free, and is refused where it would begin to write."""
     true, started = run_module.read_inputs, []
 

@@ -57,7 +57,7 @@ def no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", opened)
 
 
-def test_a_model_of_a_hub_is_its_folder_and_is_gone_on_with_offline(
+def test_a_hub_model_trains_as_its_folder_and_resumes_offline(
     hub: LocalHub, fetched: Bench, finished: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fetched.run("hub", steps=3, checkpoint__every_n_steps=3, validation__every_n_steps=3) == 0
@@ -85,7 +85,7 @@ def test_a_model_of_a_hub_is_its_folder_and_is_gone_on_with_offline(
     assert hub.asked == []
 
 
-def test_plan_and_check_fetch_configs_alone(hub: LocalHub, fetched: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_check_fetch_only_configs(hub: LocalHub, fetched: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", NAME, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == NAME
     assert main(["check", "--model", NAME, str(fetched.data)]) == 0
@@ -99,7 +99,7 @@ def test_plan_and_check_fetch_configs_alone(hub: LocalHub, fetched: Bench, capsy
     assert not fetched.folder("offline").exists()
 
 
-def test_of_a_hubs_checkpoint_plan_and_a_dry_run_fetch_the_header(
+def test_plan_and_a_dry_run_fetch_only_the_header_of_a_hub_checkpoint(
     hub: LocalHub, fetched: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
@@ -116,7 +116,7 @@ def test_of_a_hubs_checkpoint_plan_and_a_dry_run_fetch_the_header(
     assert not list((tmp_path / "hf").rglob("sd.safetensors"))
 
 
-def test_weights_of_a_t5_that_is_left_out_stay_on_the_hub(hub: LocalHub, fetched: Bench, tmp_path: Path) -> None:
+def test_weights_of_a_skipped_t5_stay_on_the_hub(hub: LocalHub, fetched: Bench, tmp_path: Path) -> None:
     hub.holds("some/sd3", save_tiny_model(tmp_path, "sd3"))
     asked = ["--model", "some/sd3", "--set", "model.without_t5=true"]
     assert main(["check", str(fetched.data), *asked, "--set", "data.resolution=64"]) == 0
@@ -132,7 +132,7 @@ def test_bad_data_is_refused_before_weights_are_fetched(hub: LocalHub, fetched: 
     assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
 
 
-def test_a_batch_fetches_its_base_once(hub: LocalHub, fetched: Bench, tmp_path: Path) -> None:
+def test_a_batch_fetches_its_base_model_once(hub: LocalHub, fetched: Bench, tmp_path: Path) -> None:
     for name in ("cedar", "birch"):
         shutil.copytree(fetched.data, tmp_path / "root" / name)
     settings = fetched.arguments("unused", steps=1, gates__dataset=0, gates__lora=0)
@@ -145,7 +145,7 @@ def test_a_batch_fetches_its_base_once(hub: LocalHub, fetched: Bench, tmp_path: 
     assert {record(fetched.folder(name))["model"]["commit"] for name in ("cedar", "birch")} == {COMMIT}
 
 
-def test_another_autoencoder_is_trained_and_drawn_with_and_made_anew(
+def test_a_replaced_vae_is_used_to_train_and_sample_and_is_laid_out_again(
     bench: Bench, finished: Bench, tmp_path: Path
 ) -> None:
     torch.manual_seed(7)
@@ -177,7 +177,7 @@ def other_channels(folder: Path) -> Path:
     return folder
 
 
-def test_an_autoencoder_that_does_not_fit_is_refused_with_both_numbers(
+def test_a_vae_that_does_not_fit_is_refused_with_both_numbers(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -194,7 +194,7 @@ def test_an_autoencoder_that_does_not_fit_is_refused_with_both_numbers(
     assert not bench.folder("refused").exists()
 
 
-def test_a_family_that_the_files_are_not_of(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_family_that_does_not_match_the_files(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run("refused", model__family="sdxl", model__revision="v1") == 2
     said = capsys.readouterr().err
     assert "is of a hub" in said
@@ -205,7 +205,7 @@ def test_a_family_that_the_files_are_not_of(bench: Bench, capsys: pytest.Capture
         assert "no model is named" in capsys.readouterr().err
 
 
-def test_what_is_no_base_is_named(
+def test_paths_that_are_no_base_model_are_named(
     bench: Bench, finished: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     empty = tmp_path / "empty"
@@ -256,7 +256,7 @@ raise SystemExit(code)
         pytest.param("train", False, marks=pytest.mark.slow),
     ],
 )
-def test_a_process_of_its_own_opens_no_socket(
+def test_a_separate_process_opens_no_socket(
     bench: Bench, tiny_model: Path, tmp_path: Path, command: str, offline: bool
 ) -> None:
     """The environment says so before any library is imported; a model that is here needs no request either way."""
@@ -278,7 +278,7 @@ def test_a_process_of_its_own_opens_no_socket(
     assert f"offline {offline} telemetry False" in done.stdout
 
 
-def test_an_autoencoder_of_a_hub_is_held_to_its_commit(
+def test_a_hub_vae_is_pinned_to_its_commit(
     hub: LocalHub, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(7)

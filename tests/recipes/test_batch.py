@@ -118,7 +118,7 @@ def over(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, images: Pat
     return Seen(night, code, reads, before)
 
 
-def test_good_folders_are_trained_and_bad_ones_have_their_reason(over):
+def test_good_folders_are_trained_and_bad_ones_have_a_reason(over):
     document, night = over.night.document(), over.night
     assert over.code == document["exit_code"] == 3, "the largest of 0, 2 and 3"
     assert {key: document[key] for key in ("done", "refused", "failed", "waiting")} == {
@@ -145,7 +145,7 @@ def test_good_folders_are_trained_and_bad_ones_have_their_reason(over):
     assert not (night.output / "fir").exists()
 
 
-def test_each_job_is_held_to_the_whole_gate(night):
+def test_the_whole_gate_applies_to_each_job(night):
     (night.root / "ash" / "lora.toml").write_text("[optimizer]\nlearning_rate = 1e-12\n", encoding="utf-8")
     shutil.rmtree(night.root / "cedar")
     gate = Config().gates
@@ -157,7 +157,7 @@ def test_each_job_is_held_to_the_whole_gate(night):
     assert "under the gate of 0.90" in night.jobs("reason")["ash"]
 
 
-def test_a_batch_refuses_what_has_not_seen_every_image(night):
+def test_a_batch_refuses_a_lora_that_has_not_seen_every_image(night):
     shutil.rmtree(night.root / "birch")
     shutil.rmtree(night.root / "cedar")
     assert night.run(gates__lora="1e-9", gates__lora_check="lite") == 4
@@ -171,7 +171,7 @@ def test_nothing_is_written_beside_the_images(over):
     assert contents(over.night.root) == over.before
 
 
-def test_a_folders_own_file_has_the_last_word(over):
+def test_a_folders_own_config_takes_precedence(over):
     elm, ash = record(over.night.output / "elm"), record(over.night.output / "ash")
     assert (elm["config"]["lora"]["rank"], elm["origins"]["lora.rank"]) == (8, "lora.toml")
     assert (ash["config"]["lora"]["rank"], ash["origins"]["lora.rank"]) == (4, "--set")
@@ -181,13 +181,13 @@ def test_a_folders_own_file_has_the_last_word(over):
     assert "family preset sdxl" in cedar["origins"].values(), "another model brings its family's settings"
 
 
-def test_the_base_is_read_once_and_caches_are_shared(over):
+def test_the_base_model_is_read_once_and_caches_are_shared(over):
     assert over.reads == ["pipeline"]
     assert "10 latents: 0 reused, 10 rebuilt" in over.night.log("ash")
     assert "10 latents: 10 reused, 0 rebuilt" in over.night.log("elm")
 
 
-def test_a_job_trains_what_a_run_by_itself_trains(over, tmp_path):
+def test_a_job_trains_the_same_as_a_single_run(over, tmp_path):
     night = over.night
     alone = night.arguments("--data", str(night.root / "elm"), "--name", "elm", lora__rank=8)
     alone[alone.index("--output") + 1] = str(tmp_path)
@@ -195,7 +195,7 @@ def test_a_job_trains_what_a_run_by_itself_trains(over, tmp_path):
     assert exported(tmp_path / "elm") == exported(night.output / "elm")
 
 
-def test_a_second_night_does_nothing_until_a_folder_is_mended(over, tmp_path, capsys):
+def test_a_second_batch_does_nothing_until_a_folder_is_fixed(over, tmp_path, capsys):
     # Neither may touch the night that other tests look at.
     shutil.copytree(over.night.output, tmp_path / "night")
     shutil.copytree(over.night.root, tmp_path / "root")
@@ -239,7 +239,7 @@ def steps_trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return trained
 
 
-def test_a_batch_that_died_trains_nothing_twice(night, steps_trained, monkeypatch):
+def test_a_killed_batch_trains_nothing_twice(night, steps_trained, monkeypatch):
     def die() -> None:
         raise PowerCut
 
@@ -262,7 +262,7 @@ def test_a_batch_that_died_trains_nothing_twice(night, steps_trained, monkeypatc
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGUSR1", 138)])
-def test_a_batch_that_is_told_to_stop_goes_on_later(name, code, night, steps_trained, capsys):
+def test_a_stopped_batch_resumes(name, code, night, steps_trained, capsys):
     with patched(Trackers, "steps", in_run("ash", 1, lambda: os.kill(os.getpid(), getattr(signal, name)))):
         assert night.run() == code
     assert "Go on with --resume" in capsys.readouterr().out
@@ -275,7 +275,7 @@ def test_a_batch_that_is_told_to_stop_goes_on_later(name, code, night, steps_tra
     assert len(steps_trained) == STEPS
 
 
-def test_what_goes_wrong_in_one_job_is_its_own(night):
+def test_an_error_in_one_job_stops_no_other(night):
     from lora_trainer.jobs import worker
 
     true = worker.train
@@ -335,7 +335,7 @@ def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]
     }
 
 
-def test_what_is_wrong_with_all_of_it_is_refused_before_anything(night, tmp_path, capsys):
+def test_errors_that_concern_the_whole_batch_are_refused_first(night, tmp_path, capsys):
     before = contents(tmp_path)
     for what, (arguments, told) in wrong_root(night, tmp_path).items():
         before = before | contents(tmp_path)

@@ -76,7 +76,7 @@ def test_killed_in_the_third_job(night: Night, checkout: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 138)])
-def test_two_workers_are_told_to_stop(number: str, code: int, night: Night, checkout: Path) -> None:
+def test_a_signal_stops_two_workers(number: str, code: int, night: Night, checkout: Path) -> None:
     process = start(night, checkout, "--jobs", "2")
     until(lambda: has_steps(night, "ash", 3) and has_steps(night, "birch", 3))
     process.send_signal(getattr(signal, number))
@@ -88,7 +88,7 @@ def test_two_workers_are_told_to_stop(number: str, code: int, night: Night, chec
     assert night.jobs("attempts") == {"ash": 2, "birch": 2, "cedar": 1}
 
 
-def test_workers_do_not_outlive_a_batch_that_was_killed(night: Night, checkout: Path) -> None:
+def test_workers_do_not_outlive_a_killed_batch(night: Night, checkout: Path) -> None:
     process = start(night, checkout, "--jobs", "2")
     until(lambda: has_steps(night, "ash", 3))
     process.kill()

@@ -39,7 +39,7 @@ def best_files(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("best-*"))
 
 
-def test_the_best_step_is_released_and_recorded(hasty: Bench) -> None:
+def test_the_best_step_is_exported_and_recorded(hasty: Bench) -> None:
     folder = hasty.folder("run")
     losses = {row["step"]: row["loss"] for row in rows(folder, "validation.jsonl")}
     best = min(range(1, 7), key=losses.__getitem__)
@@ -55,14 +55,14 @@ def test_the_best_step_is_released_and_recorded(hasty: Bench) -> None:
     assert trained == sum(map(len, tensor_bytes(folder / "checkpoints/step-000006/adapter.safetensors").values()))
 
 
-def test_the_last_step_is_released_when_asked_for(hasty: Bench, bench: Bench) -> None:
+def test_the_last_step_is_exported_when_requested(hasty: Bench, bench: Bench) -> None:
     assert bench.run("run", **HASTY, checkpoint__export_weights="last") == 0
     assert record(bench.folder("run"))["released"]["step"] == 6
     assert exported(bench.folder("run")) != exported(hasty.folder("run"))
 
 
 @pytest.mark.parametrize("died", [False, True])
-def test_a_stopped_run_releases_the_same_best(died: bool, hasty: Bench, bench: Bench) -> None:
+def test_a_stopped_run_exports_the_same_best_step(died: bool, hasty: Bench, bench: Bench) -> None:
     """Stopped after the best step, or killed there: then the step is trained again from a checkpoint before it."""
 
     class PowerCut(BaseException):
@@ -87,7 +87,7 @@ def test_a_stopped_run_releases_the_same_best(died: bool, hasty: Bench, bench: B
     assert ours == theirs
 
 
-def test_best_weights_that_are_damaged_are_named_and_the_last_are_released(bench: Bench) -> None:
+def test_damaged_best_weights_are_named_and_the_last_are_exported(bench: Bench) -> None:
     def spoil() -> None:
         path = next((bench.folder("run") / "checkpoints").glob("best-*"))
         path.write_bytes(path.read_bytes()[:60])
@@ -99,7 +99,7 @@ def test_best_weights_that_are_damaged_are_named_and_the_last_are_released(bench
     assert "cannot be read" in released["reason"]
 
 
-def test_no_validation_releases_the_last(bench: Bench) -> None:
+def test_without_validation_the_last_step_is_exported(bench: Bench) -> None:
     assert bench.run("run", **HASTY | {"validation__split": 0.0}, steps=2) == 0
     released = record(bench.folder("run"))["released"]
     assert (released["step"], released["val_loss"]) == (2, None)
@@ -107,7 +107,7 @@ def test_no_validation_releases_the_last(bench: Bench) -> None:
     assert best_files(bench.folder("run")) == []
 
 
-def test_what_validation_shows_is_said(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_of_validation_are_printed(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run("run", **HASTY, steps=4) == 0
     said = capsys.readouterr().out
     assert "step 0: validation loss" in said
@@ -118,7 +118,7 @@ def test_what_validation_shows_is_said(bench: Bench, capsys: pytest.CaptureFixtu
     assert "releasing step 2" in said
 
 
-def test_a_signal_in_the_last_step_leaves_nothing_unmeasured(bench: Bench) -> None:
+def test_a_signal_in_the_last_step_skips_no_validation(bench: Bench) -> None:
     settings = {"optimizer__learning_rate": 3e-3, "validation__every_n_steps": 5}
     assert bench.run("straight", **settings) == 0
     measured = rows(bench.folder("straight"), "validation.jsonl")
@@ -135,9 +135,7 @@ def test_a_signal_in_the_last_step_leaves_nothing_unmeasured(bench: Bench) -> No
     assert record(folder)["released"]["val_loss"] == measured[2]["loss"]
 
 
-def test_a_validation_loss_that_is_no_number_is_never_the_best(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_nan_validation_loss_is_never_the_best(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     measured: Callable[..., torch.Tensor] = session.validation_losses
     calls: list[int] = []
 

@@ -10,7 +10,7 @@ from tests.recipes.recipe import exported, losses, record
 pytestmark = pytest.mark.exact
 
 
-def test_a_run_whose_blocks_visit_is_the_same_run(bench, finished, monkeypatch, capsys):
+def test_block_swap_does_not_change_the_run(bench, finished, monkeypatch, capsys):
     """Also where the trained denoiser makes room for images and comes back, and with all other means of memory on."""
     monkeypatch.setattr(release, "usable_bytes", lambda *_: 0)
     settings = {

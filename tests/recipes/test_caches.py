@@ -29,7 +29,7 @@ def own(bench: Bench, tmp_path: Path) -> Bench:
     return Bench(bench.model, draw_images(tmp_path / "own"), bench.output, tmp_path / "caches")
 
 
-def test_a_second_run_loads_no_encoder_to_train(own, capsys, monkeypatch):
+def test_a_second_run_loads_no_encoders(own, capsys, monkeypatch):
     family, loads = FAMILIES["sd15"], []
 
     def load_encoders(*arguments: Any) -> Encoders:
@@ -65,7 +65,7 @@ def test_only_what_changed_is_built_again(own, capsys):
     assert "11 texts: 11 reused, 0 rebuilt" in shown
 
 
-def test_a_dry_run_of_cache_fills_nothing(own, capsys):
+def test_a_dry_run_of_cache_writes_nothing(own, capsys):
     assert own.run("first", "--dry-run", command="cache") == 0
     assert "10 latents: 0 reused, 10 to build" in capsys.readouterr().out
     assert not own.cache.exists()
@@ -90,7 +90,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(own, tmp_path, capsys):
     assert "noise.multires_iterations = 8  (preset quality" in shown
 
 
-def test_data_that_cannot_be_read_any_more_loses_no_step(bench, finished, monkeypatch, capsys):
+def test_data_that_becomes_unreadable_loses_no_step(bench, finished, monkeypatch, capsys):
     """The entry's file and the fix are said once, what was trained is saved, and --resume goes on."""
     settings = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3}
     true = feed.read_micro
@@ -112,7 +112,7 @@ def test_data_that_cannot_be_read_any_more_loses_no_step(bench, finished, monkey
     assert all(0 <= row["data_seconds"] < row["seconds"] for row in rows(bench.folder("first")))
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_built(own, capsys, monkeypatch):
+def test_a_full_disk_is_refused_before_anything_is_built(own, capsys, monkeypatch):
     monkeypatch.setattr(caching, "free_bytes", lambda _: 1000)
     assert own.run("first", command="cache") == 2
     said = capsys.readouterr().err
@@ -122,7 +122,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_built(own, capsys, mo
     assert not list(own.cache.rglob("*.safetensors"))
 
 
-def test_what_other_processes_have_filled_is_not_asked_of_the_disk_again(own, monkeypatch):
+def test_disk_space_is_not_required_for_entries_that_others_wrote(own, monkeypatch):
     """A process that planned before the others filled, and looks at the disk after."""
     made, true = [], session.plan_caches
     monkeypatch.setattr(session, "plan_caches", lambda *given: made.append(true(*given)) or made[0])

@@ -35,7 +35,7 @@ def texts_of(bench: Bench, capsys, **settings: object) -> str:
     )
 
 
-def test_six_steps_are_three_and_three_with_captions_that_vary(own, capsys):
+def test_six_steps_equal_three_and_three_with_varying_captions(own, capsys):
     assert own.run("whole", **VARIED) == 0
     shown = capsys.readouterr().out
     assert "captions, for example, 20% of the time the empty one:" in shown

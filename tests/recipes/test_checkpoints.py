@@ -72,7 +72,7 @@ LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != 
 
 @pytest.mark.exact
 @pytest.mark.parametrize("kind", ["sd15", *LONG])
-def test_a_checkpoint_trains_as_its_folder_does(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_trains_like_its_folder(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, single, more = made(kind, tmp_path, monkeypatch)
     settings: dict[str, Any] = {"data__resolution": 64, "gates__lora_check": "lite"}
     assert plain.run("folder", steps=3, **settings) == 0
@@ -88,7 +88,7 @@ def test_a_checkpoint_trains_as_its_folder_does(kind: str, tmp_path: Path, monke
 
 
 @pytest.mark.slow
-def test_a_file_is_judged_and_drawn_on_a_checkpoint_as_on_its_folder(
+def test_a_lora_is_evaluated_and_sampled_on_a_checkpoint_as_on_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain, single, _ = made("sd15", tmp_path, monkeypatch)

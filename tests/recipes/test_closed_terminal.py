@@ -48,13 +48,13 @@ def ended_in_a_closed_terminal(arguments: list[str], checkout: Path, prepare: Ca
     return process.wait(300)
 
 
-def test_a_run_that_ignores_it_trains_on(bench: Bench, checkout: Path) -> None:
+def test_a_run_that_ignores_sighup_continues(bench: Bench, checkout: Path) -> None:
     arguments = bench.arguments("first", steps=60)
     assert ended_in_a_closed_terminal(arguments, checkout, take_terminal_and_stay) == 0
     assert record(bench.folder("first"))["steps"] == 60
 
 
-def test_a_closed_terminal_saves(bench: Bench, checkout: Path) -> None:
+def test_a_run_saves_when_its_terminal_closes(bench: Bench, checkout: Path) -> None:
     assert ended_in_a_closed_terminal(bench.arguments("first", steps=2000), checkout, take_terminal) == 129
     stopped, folder = record(bench.folder("first")), bench.folder("first")
     assert (stopped["status"], stopped["exit_code"]) == ("stopped", 129)

@@ -29,7 +29,7 @@ def sent_to_the_builder(checkout: Path, name: str) -> bool:
     return [rule for rule in rules if fnmatch(name, rule.lstrip("!"))][-1].startswith("!")
 
 
-def test_what_the_image_is_built_of_is_there_and_is_sent(checkout: Path) -> None:
+def test_files_of_the_container_image_exist_and_are_sent(checkout: Path) -> None:
     copies = [shlex.split(words) for name, words in instructions(checkout) if name == "COPY"]
     sources = [source for words in copies if not words[0].startswith("--from") for source in words[:-1]]
     assert all((checkout / source).exists() for source in sources), sources
@@ -40,7 +40,7 @@ def test_what_the_image_is_built_of_is_there_and_is_sent(checkout: Path) -> None
     assert {*wheel, *project["project"]["license-files"], "constraints.txt", "pyproject.toml"} == set(sources)
 
 
-def test_kubernetes_runs_what_the_image_has(checkout: Path, bench: Bench, tmp_path: Path, capsys) -> None:
+def test_kubernetes_commands_exist_in_the_image(checkout: Path, bench: Bench, tmp_path: Path, capsys) -> None:
     job = yaml.safe_load((checkout / "deploy" / "kubernetes.yaml").read_text("utf-8"))
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]

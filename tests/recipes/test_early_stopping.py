@@ -7,7 +7,7 @@ from itertools import pairwise
 from tests.recipes.recipe import Bench, record, rows
 
 
-def test_a_run_that_stopped_early_is_done_and_says_so(bench: Bench, capsys):
+def test_early_stopping_is_reported_and_completes_the_run(bench: Bench, capsys):
     settings: dict[str, object] = {
         "validation__every_n_steps": 1,
         "safeguards__early_stopping": "true",

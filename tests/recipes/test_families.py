@@ -81,13 +81,13 @@ def learned(document: dict[str, Any]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", AT_1024)
-def test_the_gate_measures_what_was_learned_at_1024_px(family, tmp_path):
+def test_the_gate_measures_the_lora_at_1024_px(family, tmp_path):
     made = Bench(save_tiny_model(tmp_path, family), draw_images(tmp_path / "data"), tmp_path, tmp_path / "cache")
     assert made.run("cat", steps=12, gates__lora_check="lite", **LEARNING) == 0
     assert learned(record(made.folder("cat")))
 
 
-def test_a_stopped_run_goes_on_exactly(trained):
+def test_a_stopped_run_resumes_exactly(trained):
     settings = {"validation__every_n_steps": 12, **LEARNING}
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         assert trained.run("broken", steps=12, **settings) == 143
@@ -98,7 +98,7 @@ def test_a_stopped_run_goes_on_exactly(trained):
 
 
 @pytest.mark.parametrize("ending", [".safetensors", ".diffusers.safetensors"])
-def test_the_file_loads_whole_in_a_fresh_pipeline_and_leaves_the_base_as_it_was(trained, ending):
+def test_the_file_loads_whole_in_a_fresh_pipeline_and_leaves_the_base_unchanged(trained, ending):
     name = family_of(trained)
     lora = trained.folder("cat") / f"cat{ending}"
     pipeline = FAMILIES[name].make_pipeline(trained.model, torch.float32, CPU)
@@ -122,7 +122,7 @@ def test_the_file_loads_whole_in_a_fresh_pipeline_and_leaves_the_base_as_it_was(
     assert all(torch.equal(base[key], after[key]) for key in base)
 
 
-def test_the_header_names_the_base_as_other_programs_know_it(trained):
+def test_the_header_names_the_base_model_as_other_programs_do(trained):
     expected = {
         "sd15": ("sd_v1", "False", "stable-diffusion-v1/lora", "epsilon"),
         "sd2": ("sd_v2_768_v", "True", "stable-diffusion-v2-768-v/lora", "v"),
@@ -140,7 +140,7 @@ def test_the_header_names_the_base_as_other_programs_know_it(trained):
     assert (header["ss_network_dim"], header["ss_network_alpha"], header["lora_trainer.alpha"]) == ("4", "4.0", "8.0")
 
 
-def test_it_is_refused_on_another_family(trained, tiny_model, tmp_path, capsys):
+def test_a_lora_is_refused_on_another_family(trained, tiny_model, tmp_path, capsys):
     lora, own = str(trained.folder("cat") / "cat.safetensors"), family_of(trained)
     other = save_tiny_model(tmp_path, "sdxl") if own == "sd15" else tiny_model
     for command, code in ((["validate", lora], 4), (["sample", lora, "--prompt", "a ring"], 2)):
@@ -150,7 +150,7 @@ def test_it_is_refused_on_another_family(trained, tiny_model, tmp_path, capsys):
         assert "trained on another kind of model" in " ".join((said.out + said.err).split())
 
 
-def test_a_model_that_predicts_velocity_down_to_no_signal(tmp_path):
+def test_a_v_prediction_model_with_zero_terminal_snr(tmp_path):
     """As the velocity models of SDXL are published."""
     model = save_tiny_model(tmp_path, "sdxl")
     scheduler = model / "scheduler" / "scheduler_config.json"

@@ -21,7 +21,7 @@ FIVE: dict[str, object] = {"train__effective_batch_size": 5, "steps": 3, "valida
 
 
 @given(limit=st.integers(0, 200), most=st.integers(1, 128))
-def test_the_largest_that_fits_is_found_in_few_tries(limit: int, most: int):
+def test_the_largest_size_that_fits_is_found_in_few_tries(limit: int, most: int):
     tried: list[int] = []
 
     def fits(count: int) -> bool:
@@ -51,7 +51,7 @@ def chosen(bench: Bench, name: str) -> str:
     return str(line)
 
 
-def test_what_is_found_is_used_recorded_and_leaves_no_trace(bench, monkeypatch, capsys):
+def test_the_found_size_is_used_and_recorded_and_changes_nothing_else(bench, monkeypatch, capsys):
     asked: list[int] = []
     assert bench.run("plain", train__max_micro_batch_size=3, **FIVE) == 0
     with monkeypatch.context() as patch:
@@ -72,7 +72,7 @@ def test_what_is_found_is_used_recorded_and_leaves_no_trace(bench, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_what_was_found(bench, monkeypatch):
+def test_a_resumed_run_keeps_the_found_size(bench, monkeypatch):
     settings = FIVE | {"train__auto_find_micro_batch_size": "true", "checkpoint__every_n_steps": 1}
     with monkeypatch.context() as patch:
         patch.setattr(loss_module, "squared_error", short_above(2, []))

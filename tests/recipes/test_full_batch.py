@@ -58,7 +58,7 @@ def quick_job(happens: Callable[[str], None]) -> Callable[..., RunResult]:
     return train
 
 
-def test_a_batch_waits_for_room(night, capsys, monkeypatch, died):
+def test_a_batch_waits_for_disk_space(night, capsys, monkeypatch, died):
     with small_disk(night.output, "3m") as place:
         monkeypatch.setattr(worker, "train", quick_job(lambda name: fill_up(place) if name == "ash" else None))
         with in_pauses(lambda what: (place / BALLAST).unlink(missing_ok=True)) as pauses:
@@ -73,7 +73,7 @@ def test_a_batch_waits_for_room(night, capsys, monkeypatch, died):
     assert not died
 
 
-def test_a_batch_that_found_no_room_ends_with_5_and_goes_on(night, capsys, monkeypatch, died):
+def test_a_batch_without_disk_space_ends_with_5_and_resumes(night, capsys, monkeypatch, died):
     host, number, started = json.loads(queue.this_process())
     gone = json.dumps([host, number, started - 1000])
     with small_disk(night.output, "3m") as place:
@@ -91,7 +91,7 @@ def test_a_batch_that_found_no_room_ends_with_5_and_goes_on(night, capsys, monke
     assert not died
 
 
-def test_a_signal_leaves_a_batch_that_waits(night, capsys, monkeypatch, died):
+def test_a_signal_ends_a_batch_that_waits(night, capsys, monkeypatch, died):
     with small_disk(night.output, "3m") as place:
         monkeypatch.setattr(worker, "train", quick_job(lambda name: fill_up(place)))
         with in_pauses(lambda what: os.kill(os.getpid(), signal.SIGTERM)):
@@ -102,7 +102,7 @@ def test_a_signal_leaves_a_batch_that_waits(night, capsys, monkeypatch, died):
     assert not died
 
 
-def test_a_log_keeps_what_the_disk_refuses(tmp_path, monkeypatch):
+def test_a_log_keeps_lines_that_the_disk_refuses(tmp_path, monkeypatch):
     write_json(tmp_path / "run.json", {})
     true, refused = worker.append_text, [True]
 

@@ -112,7 +112,7 @@ def assert_the_same(bench: Bench, undisturbed: Bench) -> None:
     ]
 
 
-def test_a_full_file_system_pauses_the_run_and_changes_no_byte(bench, undisturbed, capsys):
+def test_a_full_disk_pauses_the_run_and_changes_no_byte(bench, undisturbed, capsys):
     with small_disk(bench.output, "6m") as place:
         with at_step(3, lambda: fill_up(place)), in_pauses(lambda what: (place / BALLAST).unlink()) as pauses:
             assert bench.run("run", **SETTINGS) == 0
@@ -128,7 +128,7 @@ def test_a_full_file_system_pauses_the_run_and_changes_no_byte(bench, undisturbe
         assert events == [event for event in rows(bench.folder("run"), EVENTS) if event["kind"] == "disk"]
 
 
-def test_a_signal_in_a_pause_of_a_full_file_system_is_recorded(bench):
+def test_a_signal_during_a_full_disk_pause_is_recorded(bench):
     with small_disk(bench.output, "6m") as place:
         with at_step(3, lambda: fill_up(place)), in_pauses(lambda what: os.kill(os.getpid(), signal.SIGTERM)):
             assert bench.run("run", **SETTINGS) == 143
@@ -137,7 +137,7 @@ def test_a_signal_in_a_pause_of_a_full_file_system_is_recorded(bench):
 
 
 @pytest.mark.slow
-def test_a_full_file_system_ends_the_run_when_nobody_waits(bench, undisturbed, capsys):
+def test_a_full_disk_ends_the_run_without_waiting_when_set(bench, undisturbed, capsys):
     with small_disk(bench.output, "6m") as place:
         with at_step(3, lambda: fill_up(place)):
             assert bench.run("run", **SETTINGS, checkpoint__wait_minutes=0) == 5
@@ -192,7 +192,7 @@ def test_every_file_of_a_run_waits_for_its_disk(number, bench, undisturbed, tmp_
     assert record(own.folder("run"))["status"] == "done"
 
 
-def test_rows_are_neither_torn_nor_doubled(tmp_path):
+def test_rows_are_neither_truncated_nor_duplicated(tmp_path):
     from lora_trainer.core.disk import Patience, patient
     from lora_trainer.monitor.trackers import Trackers, read_lines
 
@@ -215,7 +215,7 @@ def test_rows_are_neither_torn_nor_doubled(tmp_path):
         assert event["kind"] == "disk"
 
 
-def test_tensorboard_alone_ends_no_run(bench, undisturbed, capsys, monkeypatch):
+def test_a_tensorboard_error_ends_no_run(bench, undisturbed, capsys, monkeypatch):
     from lora_trainer.monitor import board
 
     def add(*_: Any) -> None:
@@ -229,7 +229,7 @@ def test_tensorboard_alone_ends_no_run(bench, undisturbed, capsys, monkeypatch):
     assert_the_same(bench, undisturbed)
 
 
-def test_a_folder_deleted_under_a_run_is_made_again(bench, undisturbed, capsys):
+def test_a_folder_deleted_during_a_run_is_created_again(bench, undisturbed, capsys):
     folder, seen = bench.folder("run"), list[Any]()
 
     def look() -> None:
@@ -252,7 +252,7 @@ def test_a_folder_deleted_under_a_run_is_made_again(bench, undisturbed, capsys):
     assert "was deleted" in record(folder)["events"][0]["message"]
 
 
-def test_parts_deleted_under_a_run_end_nothing(bench, undisturbed):
+def test_files_deleted_during_a_run_do_not_end_it(bench, undisturbed):
     folder = bench.folder("run")
 
     def delete() -> None:
@@ -275,7 +275,7 @@ def test_a_run_without_its_record_is_resumed_from_its_checkpoints(bench, undistu
     assert_the_same(bench, undisturbed)
 
 
-def test_a_folder_in_the_place_of_a_file_is_refused(bench, capsys):
+def test_a_folder_in_place_of_a_file_is_refused(bench, capsys):
     assert bench.run("run", **SETTINGS, steps=2) == 0
     rest = bench.folder("run") / "metrics.jsonl"
     rest.unlink()
@@ -284,7 +284,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused(bench, capsys):
     assert "metrics.jsonl is a folder" in capsys.readouterr().err
 
 
-def test_an_export_that_finds_no_room_is_done_by_resume(bench, undisturbed, capsys, monkeypatch):
+def test_an_export_without_disk_space_is_done_on_resume(bench, undisturbed, capsys, monkeypatch):
     true = os.replace
 
     def refuse(source: Any, target: Any) -> None:
@@ -305,7 +305,7 @@ def test_an_export_that_finds_no_room_is_done_by_resume(bench, undisturbed, caps
     assert json.loads((bench.folder("run") / "run.json").read_text())["reason"] is None
 
 
-def test_the_forecast_covers_what_a_run_really_held(bench, monkeypatch):
+def test_the_disk_estimate_covers_the_real_run(bench, monkeypatch):
     """At each rename, which is when a second copy of something is there, the folder is weighed."""
     from lora_trainer.production import room
 
@@ -330,7 +330,7 @@ def test_the_forecast_covers_what_a_run_really_held(bench, monkeypatch):
     assert max(weights) - page <= forecast[0] <= 2 * max(weights)
 
 
-def test_a_signal_ends_the_pause_and_says_what_is_not_saved(bench, undisturbed, capsys, monkeypatch):
+def test_a_signal_ends_the_pause_and_reports_what_is_not_saved(bench, undisturbed, capsys, monkeypatch):
     true = os.replace
 
     def refuse(source: Any, target: Any) -> None:
@@ -372,7 +372,7 @@ def test_two_runs_where_the_file_system_has_no_locks(bench, capsys, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_disk_taken_away_under_a_run_is_waited_for(bench, undisturbed, tmp_path, capsys):
+def test_a_run_waits_for_a_disk_that_was_removed(bench, undisturbed, tmp_path, capsys):
     """Nothing is written into the empty mount point meanwhile."""
     with small_disk(tmp_path / "stick", "20m") as stick:
         bench.output.mkdir(parents=True)

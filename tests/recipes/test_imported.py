@@ -45,7 +45,7 @@ num_repeats = 0
 
 
 @pytest.mark.skipif(not (BASE_FOLDER / "unet").is_dir(), reason="the base has not been trained yet")
-def test_a_run_of_kohyas_config_to_its_end(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kohya_config_trains_to_the_end(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, ours = tmp_path / "kohya.toml", tmp_path / "ours.toml"
     config.write_text(CONFIG.format(model=BASE_FOLDER.as_posix(), output=bench.output.as_posix()), encoding="utf-8")
     (tmp_path / "data.toml").write_text(DATA.format(images=bench.data.as_posix()), encoding="utf-8")

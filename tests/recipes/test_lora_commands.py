@@ -72,7 +72,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_files_are_refused_with_the_reason(kind, command, bench, tmp_path, capsys, monkeypatch):
+def test_bad_files_are_refused_with_a_reason(kind, command, bench, tmp_path, capsys, monkeypatch):
     """Before a model is loaded, and with nothing written. NaN is scored 0 by `validate`, which is for such questions."""
     make, reason = BAD[kind]
     path, out = tmp_path / "bad.safetensors", tmp_path / "out.safetensors"
@@ -96,7 +96,7 @@ def test_a_lora_of_another_family_is_refused(command, bench, tmp_path, capsys):
     assert "Traceback" not in said.err
 
 
-def test_convert_there_and_back_keeps_every_bit_and_never_overwrites(tmp_path, capsys):
+def test_a_convert_round_trip_keeps_every_bit_and_never_overwrites(tmp_path, capsys):
     modules = {
         f"unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_{each}": LoraPair(
             torch.randn(rank, 32), torch.randn(32, rank), 2.0
@@ -133,7 +133,7 @@ def test_a_family_with_another_denoiser_is_refused(tmp_path, capsys):
     assert not target.exists()
 
 
-def test_a_folder_tells_what_lies_in_it(tmp_path, capsys):
+def test_a_folder_lists_its_files(tmp_path, capsys):
     """As peft saves one."""
     saved(GOOD)(tmp_path / "adapter_model.safetensors")
     for command in (
@@ -144,7 +144,7 @@ def test_a_folder_tells_what_lies_in_it(tmp_path, capsys):
         assert "adapter_model.safetensors" in capsys.readouterr().err
 
 
-def test_another_method_is_named_and_nobody_is_said_to_read_it(tmp_path, capsys):
+def test_another_adapter_method_is_named_and_no_program_is_listed_as_reading_it(tmp_path, capsys):
     path = tmp_path / "dora.safetensors"
     saved(GOOD | {f"{NAME}.dora_scale": (32,)})(path)
     assert main(["inspect", str(path), "--json"]) == 2
@@ -153,7 +153,7 @@ def test_another_method_is_named_and_nobody_is_said_to_read_it(tmp_path, capsys)
     assert {each["reads"] for each in told["clients"]} == {"unknown"}
 
 
-def test_nan_is_told_beside_what_else_is_wrong(tmp_path, capsys):
+def test_nan_is_reported_with_the_other_problems(tmp_path, capsys):
     path = tmp_path / "bad.safetensors"
     saved(GOOD | {"something.else": (1,)}, float("nan"))(path)
     assert main(["convert", str(path), str(tmp_path / "out.safetensors"), "--to", "diffusers"]) == 2
@@ -162,7 +162,7 @@ def test_nan_is_told_beside_what_else_is_wrong(tmp_path, capsys):
     assert "NaN" in told
 
 
-def test_words_that_cannot_be_written_leave_nothing_behind(tmp_path, capsys):
+def test_learned_tokens_that_cannot_be_written_leave_nothing_behind(tmp_path, capsys):
     source = tmp_path / "words.safetensors"
     words = {f"bundle_emb.{word}.string_to_param.*": torch.ones(2, 8) for word in ("early", "zobo")}
     save_file({key: torch.ones(shape) for key, shape in GOOD.items()} | words, source)
@@ -173,7 +173,7 @@ def test_words_that_cannot_be_written_leave_nothing_behind(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.embedding-zobo.safetensors", source.name]
 
 
-def test_words_beside_a_name_with_brackets_are_not_written_over(tmp_path, capsys):
+def test_learned_tokens_next_to_a_name_with_brackets_are_not_overwritten(tmp_path, capsys):
     source, target = tmp_path / "words.safetensors", tmp_path / "cat[1].safetensors"
     save_file(
         {key: torch.ones(shape) for key, shape in GOOD.items()}
@@ -187,14 +187,14 @@ def test_words_beside_a_name_with_brackets_are_not_written_over(tmp_path, capsys
     assert kept.read_bytes() == b"precious"
 
 
-def test_wrong_arguments_of_convert_come_all_at_once(tmp_path, capsys):
+def test_wrong_arguments_of_convert_are_reported_at_once(tmp_path, capsys):
     arguments = ["convert", "none.safetensors", "out.bin", "--to", "a1111", "--family", "sd9", "--dtype", "int8"]
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert all(word in said for word in ("a1111", "sd9", "int8", "out.bin"))
 
 
-def test_inspect_tells_what_a_file_holds(tmp_path, capsys):
+def test_inspect_shows_the_content_of_a_file(tmp_path, capsys):
     names = FAMILIES["sdxl"]
     pair = LoraPair(torch.randn(4, 2048) * 0.1, torch.randn(8, 4) * 0.1, 2.0)
     module = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k"
@@ -222,7 +222,7 @@ def test_inspect_tells_what_a_file_holds(tmp_path, capsys):
     )
 
 
-def test_inspect_tells_that_diffusers_passes_over_t5(tmp_path, capsys):
+def test_inspect_reports_that_diffusers_skips_t5(tmp_path, capsys):
     """sd-scripts trains T5 too; diffusers loads such a file of FLUX.1 without a word about what it leaves out."""
     path = tmp_path / "strange.safetensors"
     t5 = "lora_te3_encoder_block_0_layer_0_SelfAttention_q"
@@ -247,7 +247,7 @@ def test_inspect_tells_that_diffusers_passes_over_t5(tmp_path, capsys):
         assert (again["diffusers"]["reads"], again["ComfyUI"]["reads"]) == ("in part", "in part")
 
 
-def test_inspect_tells_what_is_left_of_a_damaged_file(tmp_path, capsys):
+def test_inspect_shows_what_remains_of_a_damaged_file(tmp_path, capsys):
     path = tmp_path / "cut.safetensors"
     other = NAME.replace("to_q", "to_k")
     save_file(
@@ -262,7 +262,7 @@ def test_inspect_tells_what_is_left_of_a_damaged_file(tmp_path, capsys):
     assert any("half a pair" in finding["message"] for finding in document["findings"])
 
 
-def test_a_file_that_was_cut_behind_its_header_is_told(tmp_path, capsys):
+def test_a_file_truncated_after_its_header_is_reported(tmp_path, capsys):
     path = tmp_path / "cut.safetensors"
     save_file({key: torch.ones(shape) for key, shape in GOOD.items()}, path)
     content = path.read_bytes()
@@ -271,7 +271,7 @@ def test_a_file_that_was_cut_behind_its_header_is_told(tmp_path, capsys):
     assert "cut off" in capsys.readouterr().err
 
 
-def test_what_is_no_lora_by_its_names_is_not_read(tmp_path, capsys):
+def test_a_file_without_lora_keys_is_not_read(tmp_path, capsys):
     """A base model that was cut off: most of its bytes are holes that nobody should have to read."""
     path = tmp_path / "base.safetensors"
     size = 1 << 36
@@ -294,7 +294,7 @@ def test_a_lora_in_eight_bits_is_read_in_float32(dtype, tmp_path, capsys):
     assert torch.equal(load_file(target)[f"{NAME}.lora_up.weight"], tensors[f"{NAME}.lora_up.weight"].float())
 
 
-def test_a_file_that_was_changed_is_told(tmp_path, capsys):
+def test_a_changed_file_is_reported(tmp_path, capsys):
     path = tmp_path / "changed.safetensors"
     save_file({key: torch.ones(shape) for key, shape in GOOD.items()}, path, metadata={"sshs_model_hash": "0" * 64})
     assert main(["inspect", str(path)]) == 0

@@ -36,7 +36,7 @@ def never(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError(SHORT)
 
 
-def test_gate_and_images_are_made_with_less(bench, finished, monkeypatch, capsys):
+def test_the_gate_and_samples_use_less_memory(bench, finished, monkeypatch, capsys):
     """And the trained denoiser, which makes room for the one that draws, comes back as it was."""
     rooms, freed = iter([0]), []
     monkeypatch.setattr(release, "usable_bytes", lambda *_: next(rooms, None))
@@ -53,7 +53,7 @@ def test_gate_and_images_are_made_with_less(bench, finished, monkeypatch, capsys
     assert (bench.folder("first") / "samples" / "before_after.png").is_file()
 
 
-def test_a_lora_that_cannot_be_judged_is_kept_and_can_be_judged_later(bench, monkeypatch):
+def test_a_lora_that_cannot_be_evaluated_is_kept_and_can_be_evaluated_later(bench, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(release, "check_lora", never)
         assert bench.run("first", steps=1, gates__lora_check="lite") == 5
@@ -70,7 +70,7 @@ def test_a_lora_that_cannot_be_judged_is_kept_and_can_be_judged_later(bench, mon
     assert exported(folder) == kept
 
 
-def test_images_are_encoded_fewer_at_once(tiny_model, images, tmp_path, monkeypatch, capsys):
+def test_images_are_encoded_in_smaller_batches(tiny_model, images, tmp_path, monkeypatch, capsys):
     """The same caches to rounding; an image that does not fit even alone ends the run with what to change."""
     family, asked = FAMILIES["sd15"], []
 
@@ -102,7 +102,7 @@ def test_images_are_encoded_fewer_at_once(tiny_model, images, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_captions_are_encoded_fewer_at_once(tiny_model, images, tmp_path, monkeypatch, capsys):
+def test_captions_are_encoded_in_smaller_batches(tiny_model, images, tmp_path, monkeypatch, capsys):
     """The same captions to rounding; one that does not fit even alone ends the run with what to do."""
     family, asked = FAMILIES["sd15"], []
 
@@ -137,7 +137,7 @@ def test_captions_are_encoded_fewer_at_once(tiny_model, images, tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_images_encoded_beside_the_steps_wait_for_memory(bench, monkeypatch):
+def test_images_encoded_during_training_wait_for_memory(bench, monkeypatch):
     """Without cached latents: tried again when steps leave room, and nothing changes."""
     family, fails, waited = FAMILIES["sd15"], iter([False, True, True, True, False, True]), []
 
@@ -161,7 +161,7 @@ def test_images_encoded_beside_the_steps_wait_for_memory(bench, monkeypatch):
     assert exported(bench.folder("short")) == exported(bench.folder("calm"))
 
 
-def test_images_without_memory_while_training_change_no_step(bench, finished, monkeypatch, capsys):
+def test_samples_that_run_out_of_memory_change_no_step(bench, finished, monkeypatch, capsys):
     monkeypatch.setattr(sample_module, "compare", never)
     assert bench.run("first", checkpoint__every_n_steps=3, validation__every_n_steps=3, sample__every_n_steps=2) == 0
     said = capsys.readouterr().out
@@ -170,7 +170,7 @@ def test_images_without_memory_while_training_change_no_step(bench, finished, mo
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
 
 
-def test_a_step_without_memory_is_told_in_the_record_and_the_report(bench, finished, monkeypatch, capsys):
+def test_an_out_of_memory_step_is_in_the_record_and_the_report(bench, finished, monkeypatch, capsys):
     """The whole command: one micro-batch runs out, the run goes on, and everybody can read it."""
     fails = iter([False, False, True])
 

@@ -24,7 +24,7 @@ from tests.recipes.recipe import Bench, exported, losses, record
 GPU = torch.device("cuda")
 
 
-def test_a_model_of_ones_own_is_traced_once_and_remembered(bench: Bench, capsys, monkeypatch):
+def test_a_custom_model_is_traced_once_and_cached(bench: Bench, capsys, monkeypatch):
     arguments = bench.arguments("planned", "--json", command="plan", memory__weight_dtype=None)
     from lora_trainer.cli.main import main
 
@@ -42,7 +42,7 @@ def test_a_model_of_ones_own_is_traced_once_and_remembered(bench: Bench, capsys,
     assert json.loads(capsys.readouterr().out) == first
 
 
-def test_images_that_train_would_refuse_are_noted(bench: Bench, capsys):
+def test_images_that_training_refuses_are_noted(bench: Bench, capsys):
     from lora_trainer.cli.main import main
 
     for settings, told in (({}, False), ({"data__resolution": 512}, True)):
@@ -52,7 +52,7 @@ def test_images_that_train_would_refuse_are_noted(bench: Bench, capsys):
         assert "with what published models of its family hold" in said
 
 
-def test_settings_are_traced_only_where_asked_for(bench: Bench, capsys, monkeypatch):
+def test_settings_are_traced_only_when_requested(bench: Bench, capsys, monkeypatch):
     """Each costs seconds of a large model: a plan of one takes no more traces than its choice needs."""
     from lora_trainer.training.memory import memory_model
 
@@ -78,7 +78,7 @@ def bytes_in(folder: Path, *endings: str) -> int:
 
 
 @pytest.mark.parametrize("latents", ["true", "false"])
-def test_the_disk_that_a_run_takes_is_planned(bench: Bench, tmp_path, latents):
+def test_the_disk_space_of_a_run_is_planned(bench: Bench, tmp_path, latents):
     """Caches within 5 %, never less than there is. A run's folder held one checkpoint more than at the end."""
     settings = {"cache__dir": tmp_path / "cache", "cache__latents": latents, "lora__rank": 16}
     settings |= {"checkpoint__every_n_steps": 2, "checkpoint__keep_last": 2, "data__flip": "true"}
@@ -100,7 +100,7 @@ def test_the_disk_that_a_run_takes_is_planned(bench: Bench, tmp_path, latents):
     assert plan.disk_gib * 2**30 == pytest.approx(cached + needed)
 
 
-def test_a_dry_run_shows_the_memory(bench: Bench, capsys):
+def test_a_dry_run_shows_the_memory_plan(bench: Bench, capsys):
     """Without a GPU in one line, and only where a limit is set that it can be held against."""
     assert bench.run("dry", "--dry-run") == 0
     assert "memory, on a GPU" not in capsys.readouterr().out
@@ -109,7 +109,7 @@ def test_a_dry_run_shows_the_memory(bench: Bench, capsys):
     assert "GiB of 12" in line
 
 
-def test_fp8_weights_train_resume_exactly_and_are_judged_on_the_base(bench: Bench):
+def test_fp8_weights_resume_exactly_and_are_evaluated_on_the_base_model(bench: Bench):
     settings = {"memory__weight_dtype": "fp8", "checkpoint__every_n_steps": 2, "memory__gradient_checkpointing": "true"}
     assert bench.run("narrow", steps=4, gates__lora_check="lite", **settings) == 0
     straight = bench.folder("narrow")
@@ -144,7 +144,7 @@ def test_a_gpu_decides_precision_and_checkpointing(limit, precision, dtype, monk
     assert (found.checkpointing == 0) == (limit == 24.0)
 
 
-def test_a_gpu_refuses_what_was_set_and_does_not_fit():
+def test_a_gpu_refuses_settings_that_do_not_fit():
     with pytest.raises(UsageError, match=r"memory\.gradient_checkpointing=auto"):
         planned_choices(
             demand_on_a_gpu(6.0, gradient_checkpointing=False, blocks_to_swap=0), Choice("bf16", "the preset's"), GPU

@@ -45,7 +45,7 @@ def launch(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
-def test_two_processes_train_what_one_trains(bench: Bench, checkout: Path):
+def test_two_processes_train_the_same_as_one(bench: Bench, checkout: Path):
     """Launched by the file for several GPUs on one machine, with every GPU hidden: over gloo, on the CPU."""
     settings: dict[str, object] = {
         "train__effective_batch_size": 3,
@@ -90,7 +90,7 @@ def test_processes_stop_at_the_same_step(bench: Bench, checkout: Path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
-def test_two_processes_killed_and_resumed_are_two_that_were_not(bench: Bench, checkout: Path):
+def test_two_killed_and_resumed_processes_equal_two_uninterrupted_ones(bench: Bench, checkout: Path):
     """To the bit, whatever the optimizer keeps, dropout among it: each process has masks of its own."""
     settings: dict[str, object] = {"optimizer__name": "adamw8bit", "lora__rank": 128, "lora__dropout": 0.1}
     settings |= {"train__effective_batch_size": 3, "checkpoint__every_n_steps": 2, "checkpoint__keep_last": 3}
@@ -139,7 +139,7 @@ def test_two_machines_are_two_launches(bench: Bench, checkout: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_two_processes_encode_what_one_encodes(bench: Bench, checkout: Path):
+def test_two_processes_encode_the_same_as_one(bench: Bench, checkout: Path):
     """Without cached latents each process decodes and encodes its own share of a step."""
     settings: dict[str, object] = {"train__effective_batch_size": 3, "cache__latents": "false", "data__flip": "true"}
     ended = launch(checkout, bench.arguments("two", **settings))
@@ -152,7 +152,7 @@ def test_two_processes_encode_what_one_encodes(bench: Bench, checkout: Path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
-def test_two_processes_train_text_encoders_and_words_as_one_does(bench: Bench, checkout: Path):
+def test_two_processes_train_text_encoders_and_tokens_as_one_does(bench: Bench, checkout: Path):
     """Each reads the captions of its own samples, with encoders that stay the same in both."""
     settings: dict[str, object] = {
         "train__effective_batch_size": 3,
@@ -201,7 +201,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_one_process_of_two_runs_out_of_memory_and_takes_smaller_parts(bench: Bench, checkout: Path, tmp_path: Path):
+def test_one_process_of_two_runs_out_of_memory_and_takes_smaller_micro_batches(
+    bench: Bench, checkout: Path, tmp_path: Path
+):
     """It shrinks alone, nobody waits for it in vain, and the weights are those of an undisturbed run to rounding."""
     script = tmp_path / "short.py"
     script.write_text(SHORT_IN_ONE.format(where="step.backward", call=4), encoding="utf-8")

@@ -48,7 +48,7 @@ def test_the_documented_example_runs(bench, tmp_path, monkeypatch, checkout, cap
     assert ("cat.safetensors" in shown) or ("under the gate" in shown)
 
 
-def test_it_trains_what_the_command_trains(finished, bench):
+def test_it_trains_the_same_as_the_command(finished, bench):
     seen: list[Progress] = []
     settings = settings_of(bench, checkpoint__every_n_steps=3, validation__every_n_steps=3, gates__lora_check="lite")
     trainer = ProductionTrainer(
@@ -67,12 +67,12 @@ def test_it_trains_what_the_command_trains(finished, bench):
     assert trainer.train(resume=True).exit_code == 0, "finished: nothing to do"
 
 
-def test_quiet_says_nothing(bench, capsys):
+def test_quiet_prints_nothing(bench, capsys):
     assert trainer_of(bench, "quiet", train__max_steps=1).train().exit_code == 0
     assert capsys.readouterr().out == ""
 
 
-def test_refusals_carry_what_the_gate_found(bench, tmp_path):
+def test_a_refusal_has_the_findings_of_the_gate(bench, tmp_path):
     data = draw_images(tmp_path / "bare")
     for caption in sorted(data.glob("*.txt"))[:4]:
         caption.unlink()
@@ -88,7 +88,7 @@ def test_refusals_carry_what_the_gate_found(bench, tmp_path):
     assert record(idle.folder)["status"] == "refused"
 
 
-def test_all_mistakes_are_told_at_once(bench):
+def test_all_mistakes_are_reported_at_once(bench):
     wrong = {"lora.rank": 0, "lora": {"rank": 4, "rang": 4}, "train": {"max_steps": "ten"}, "learning_rate": 1e-4}
     with pytest.raises(UsageError) as refused:
         ProductionTrainer(bench.model, bench.data, presets="12gbb", settings=wrong)

@@ -18,7 +18,7 @@ from tests.recipes.test_resume import stop
 pytestmark = pytest.mark.exact
 
 
-def test_its_config_repeats_a_run_from_another_folder(
+def test_the_saved_config_repeats_a_run_from_another_folder(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Presets, what the hardware decided, relative paths and prompts, all from the one file."""
@@ -53,7 +53,7 @@ def change_record(folder: Path, **changes: dict[str, object]) -> None:
     (folder / "run.json").write_text(json.dumps(document), encoding="utf-8")
 
 
-def test_a_resumed_run_says_what_differs(bench, capsys):
+def test_a_resumed_run_reports_differences(bench, capsys):
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         assert bench.run("moved") == 143
     change_record(bench.folder("moved"), versions={"torch": "2.0.0"}, hardware={"threads": 64})
@@ -72,7 +72,7 @@ def test_a_resumed_run_says_what_differs(bench, capsys):
     assert event == {"step": 3, "kind": "resumed", "message": "; ".join(["went on from step 3", *told])}
 
 
-def test_a_repeated_run_says_what_differs(finished, tmp_path, capsys):
+def test_a_repeated_run_reports_differences(finished, tmp_path, capsys):
     folder = Path(shutil.copytree(finished.folder("first"), tmp_path / "first"))
     change_record(folder, versions={"peft": "0.1"}, hardware={"machine": "riscv"})
     capsys.readouterr()
@@ -84,7 +84,7 @@ def test_a_repeated_run_says_what_differs(finished, tmp_path, capsys):
     assert len(record(tmp_path / "again")["changed"]) == 2
 
 
-def test_a_repetition_on_other_data_is_told(bench, tmp_path, capsys):
+def test_a_repeat_on_other_data_is_reported(bench, tmp_path, capsys):
     data = Path(shutil.copytree(bench.data, tmp_path / "images"))
     own = Bench(bench.model, data, bench.output, bench.cache)
     assert own.run("first", steps=1) == 0
@@ -95,7 +95,7 @@ def test_a_repetition_on_other_data_is_told(bench, tmp_path, capsys):
     assert "the data is not what first was trained on: this is no repetition of it" in capsys.readouterr().out
 
 
-def test_another_autoencoder_or_noise_is_refused_on_resume(bench, tmp_path, capsys):
+def test_another_vae_or_noise_is_refused_on_resume(bench, tmp_path, capsys):
     own = Bench(Path(shutil.copytree(bench.model, tmp_path / "model")), bench.data, bench.output, bench.cache)
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         assert own.run("swapped") == 143

@@ -53,7 +53,7 @@ def assert_same_run(bench: Bench, one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stopped_run_goes_on_exactly(kind, bench):
+def test_a_stopped_run_resumes_exactly(kind, bench):
     settings = KINDS[kind]
     assert bench.run("straight", **settings) == 0
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
@@ -77,7 +77,7 @@ def test_control_c_saves_and_ends_with_130(finished, bench, capsys):
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
 
 
-def test_a_run_that_died_goes_on_from_its_last_checkpoint(finished, bench):
+def test_a_killed_run_resumes_from_its_last_checkpoint(finished, bench):
     def die() -> None:
         raise PowerCut
 
@@ -90,7 +90,7 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(finished, bench):
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
 
 
-def test_a_damaged_checkpoint_is_passed_over(finished, bench, capsys):
+def test_a_damaged_checkpoint_is_skipped(finished, bench, capsys):
     with patched(Trackers, "steps", at_step(4, lambda: os.kill(os.getpid(), signal.SIGTERM))):
         assert bench.run("first", checkpoint__every_n_steps=3) == 143
     newest = bench.folder("first") / "checkpoints" / "step-000005" / "optimizer.safetensors"
@@ -102,7 +102,7 @@ def test_a_damaged_checkpoint_is_passed_over(finished, bench, capsys):
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
 
 
-def test_what_a_run_decided_for_itself_is_no_change_of_anybodys(bench, capsys):
+def test_settings_that_the_run_chose_are_not_reported_as_changes(bench, capsys):
     assert bench.run("first", steps=2, memory__weight_dtype=None) == 0
     config = bench.folder("first") / "config.toml"
     assert 'weight_dtype = "fp32"' in config.read_text("utf-8")
@@ -126,7 +126,7 @@ def test_a_finished_run_has_nothing_to_resume(finished, capsys):
     assert record(finished.folder("first")) == before
 
 
-def test_a_finished_run_goes_on_to_more_steps(finished, bench, capsys):
+def test_a_finished_run_resumes_to_more_steps(finished, bench, capsys):
     assert bench.run("first", steps=3, checkpoint__every_n_steps=3) == 0
     assert bench.run("first", "--resume", steps=2, checkpoint__every_n_steps=3) == 0
     assert "nothing to do" in capsys.readouterr().out
@@ -156,7 +156,7 @@ def test_a_folder_in_use_is_refused(bench, capsys):
     assert "--resume" in said
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(bench, capsys):
+def test_a_run_with_only_damaged_checkpoints_is_refused_and_unchanged(bench, capsys):
     assert bench.run("hurt", steps=2, checkpoint__every_n_steps=1) == 0
     folder, checkpoints = bench.folder("hurt"), bench.folder("hurt") / "checkpoints"
     cut, bits = (
@@ -188,7 +188,7 @@ def test_resume_without_a_run_starts_at_the_beginning(bench, capsys):
     assert record(bench.folder("new"))["steps"] == 1
 
 
-def test_settings_that_the_weights_hang_on_must_not_change(bench, capsys):
+def test_settings_that_the_weights_depend_on_must_not_change(bench, capsys):
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         bench.run("changed")
     before = record(bench.folder("changed"))
@@ -205,7 +205,7 @@ def test_settings_that_the_weights_hang_on_must_not_change(bench, capsys):
     assert record(bench.folder("changed")) == before, "a resume that was refused changes nothing"
 
 
-def test_a_moved_run_goes_on(finished, bench):
+def test_a_moved_run_resumes(finished, bench):
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         bench.run("first")
     moved = Bench(bench.model, bench.data, bench.output.parent / "elsewhere", bench.cache)
@@ -229,7 +229,7 @@ def test_another_base_model_is_refused_on_resume(bench, tmp_path, capsys):
     assert "The model's weights differ from those that the run began with." in capsys.readouterr().err
 
 
-def test_the_ledger_is_the_same_after_a_stop_in_the_middle_of_an_epoch(bench, finished, capsys):
+def test_sample_counts_are_the_same_after_a_stop_in_the_middle_of_an_epoch(bench, finished, capsys):
     settings = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3}
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         assert bench.run("first", **settings) == 143

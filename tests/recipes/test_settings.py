@@ -59,7 +59,7 @@ def test_gradient_checkpointing_changes_nothing(bench):
         )
 
 
-def test_a_model_that_predicts_v(bench, tmp_path):
+def test_a_v_prediction_model(bench, tmp_path):
     model = tmp_path / "v"
     shutil.copytree(bench.model, model)
     scheduler = model / "scheduler" / "scheduler_config.json"
@@ -79,14 +79,14 @@ def test_a_model_that_predicts_v(bench, tmp_path):
         ('["*.attn2.to_k", "*.conv1"]', "resnets_0_conv1", "attn1"),
     ],
 )
-def test_targets_decide_what_is_trained(targets, present, absent, bench):
+def test_target_modules_decide_what_is_trained(targets, present, absent, bench):
     assert bench.run("targets", steps=1, lora__target_modules=targets) == 0
     names = exported(bench.folder("targets"))["kohya"]
     assert any(present in name for name in names)
     assert not any(absent in name for name in names)
 
 
-def test_images_while_training_do_not_change_the_run(finished, bench):
+def test_sampling_while_training_does_not_change_the_run(finished, bench):
     assert bench.run("first", sample__every_n_steps=2, gates__lora_check="lite") == 0
     drawn = {path.name for path in (bench.folder("first") / "samples").iterdir()}
     assert {"step-000002.png", "step-000004.png", "before_after.png"} <= drawn
@@ -145,7 +145,7 @@ def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
     )
 
 
-def test_the_check_of_the_lora_can_be_cut_short_or_left_out(bench, capsys):
+def test_the_lora_check_can_be_shortened_or_skipped(bench, capsys):
     full, lite, off = (
         {"gates__lora_check": each, "sample__count": 2, "sample__strengths": "[0.5, 1.0]"}
         for each in ("full", "lite", "off")
@@ -173,13 +173,13 @@ def test_an_enforced_gate_needs_a_score(bench, capsys):
     assert bench.run("unmeasured", command="produce", steps=5, gates__lora_check="off", gates__lora=0) == 0
 
 
-def test_old_checkpoints_go(bench):
+def test_old_checkpoints_are_deleted(bench):
     assert bench.run("pruned", checkpoint__every_n_steps=1, checkpoint__keep_last=2) == 0
     kept = sorted(path.name for path in (bench.folder("pruned") / "checkpoints").glob("step-*"))
     assert kept == ["step-000005", "step-000006"]
 
 
-def test_time_that_is_over_ends_the_run_whole(bench, capsys):
+def test_a_time_limit_ends_the_run_cleanly(bench, capsys):
     assert bench.run("hours", "--max-hours", "1e-9", steps=50) == 0
     document = record(bench.folder("hours"))
     assert document["status"] == "done"
@@ -188,7 +188,7 @@ def test_time_that_is_over_ends_the_run_whole(bench, capsys):
     assert (bench.folder("hours") / "hours.safetensors").is_file()
 
 
-def test_too_little_room_for_what_is_written_is_refused_before_training(bench, capsys, monkeypatch):
+def test_too_little_disk_space_is_refused_before_training(bench, capsys, monkeypatch):
     assert bench.run("large", steps=4, checkpoint__every_n_steps=2) == 0
     written = sum(path.stat().st_size for path in bench.folder("large").rglob("*.safetensors"))
     monkeypatch.setattr(room, "free_bytes", lambda _: written // 4)
@@ -206,7 +206,7 @@ def test_too_little_room_for_what_is_written_is_refused_before_training(bench, c
     assert room.room_for(config, bench.folder("full"), shapes, 0, 4).needed > 12 * 64 * 64
 
 
-def test_control_c_before_training_is_no_failure(bench, capsys):
+def test_control_c_before_training_is_not_a_failure(bench, capsys):
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 

@@ -95,14 +95,14 @@ def test_a_signal_in_each_phase(phase: str, bench: Bench, finished: Bench, capfd
     same(bench, finished)
 
 
-def test_a_signal_while_the_report_is_drawn_lets_it_end(bench: Bench) -> None:
+def test_a_signal_while_the_report_is_written_lets_it_finish(bench: Bench) -> None:
     with patched(report, "write_report", told_in(report, "write_report", 1)):
         assert bench.run("first", **SETTINGS) == 0
     done = record(bench.folder("first"))
     assert (done["status"], done["files"]["report"]) == ("done", "report.html")
 
 
-def test_the_time_to_leave_is_recorded(bench: Bench) -> None:
+def test_the_time_to_stop_is_recorded(bench: Bench) -> None:
     with patched(step, "backward", told_in(step, "backward", 2, signal.SIGUSR1)):
         assert bench.run("first", **SETTINGS) == 138
     [event] = record(bench.folder("first"))["events"]
@@ -126,7 +126,7 @@ def told_at_line(function: Callable[..., Any], line: int, begun: Callable[[], bo
 
 
 @pytest.mark.parametrize("way", ["it ends", "it fails"])
-def test_no_line_after_the_session_leaves_a_run_that_runs_for_ever(way: str, bench: Bench, tmp_path: Path) -> None:
+def test_a_signal_at_any_line_after_the_session_ends_the_run(way: str, bench: Bench, tmp_path: Path) -> None:
     layer = Layer("test", {"model": {"path": str(bench.model)}, "data": {"sources": [str(bench.data)]}})
     order = Order(settle([], [layer]), tmp_path, plain_console(quiet=True))
     inputs, over = read_inputs(order.config), list[bool]()

@@ -48,7 +48,7 @@ def lay_out(root: Path) -> Path:
     return config
 
 
-def test_a_run_over_mixed_sources_and_again_from_its_record(
+def test_a_run_with_mixed_sources_repeats_from_its_record(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = lay_out(tmp_path / "data")

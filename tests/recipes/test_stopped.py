@@ -28,7 +28,7 @@ def told_after(target: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize(("after", "files"), [("run_training", False), ("export_lora", True)])
-def test_a_signal_after_training_finds_it_recorded(after: str, files: bool, bench: Bench) -> None:
+def test_a_signal_after_training_finds_the_result_recorded(after: str, files: bool, bench: Bench) -> None:
     with told_after(flow, after):
         assert bench.run("first") == 143
     folder, stopped = bench.folder("first"), record(bench.folder("first"))
@@ -39,7 +39,7 @@ def test_a_signal_after_training_finds_it_recorded(after: str, files: bool, benc
     assert bool(stopped["files"]["kohya"]) == (folder / "first.safetensors").is_file() == files
 
 
-def test_stopped_in_caching(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stopped_while_caching(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """How much is kept is said, and how to go on; no page is drawn of nothing."""
     bench = replace(bench, cache=tmp_path / "empty")
     with told_after(filling._Filling, "publish"):
@@ -53,7 +53,7 @@ def test_stopped_in_caching(bench: Bench, tmp_path: Path, capsys: pytest.Capture
     assert record(folder)["files"]["report"] is None
 
 
-def test_what_differs_is_said_once_the_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_are_printed_when_the_run_resumes(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     with told_after(flow, "run_training"):
         assert bench.run("first", steps=3) == 143
     said = capsys.readouterr().out
@@ -70,7 +70,9 @@ def test_what_differs_is_said_once_the_run_goes_on(bench: Bench, capsys: pytest.
     assert not interrupt.signalled()
 
 
-def test_a_moved_run_goes_on_where_it_lies(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_moved_run_resumes_in_its_new_folder(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with told_after(flow, "run_training"):
         assert bench.run("first", steps=3) == 143
     moved = bench.folder("first").rename(tmp_path / "moved")

@@ -27,7 +27,7 @@ def header(file: Path) -> dict[str, str]:
     return dict(read_tensor_header(file)[METADATA])
 
 
-def test_long_captions_train_and_the_file_says_how_they_were_read(
+def test_long_captions_train_and_the_file_records_how_they_were_encoded(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench = replace(bench, cache=bench.output / "own_cache")  # others hold captions of 77 states
@@ -44,7 +44,7 @@ def test_long_captions_train_and_the_file_says_how_they_were_read(
     assert "text encoder differs" not in told
 
 
-def test_captions_are_read_as_the_file_was_trained_unless_asked_otherwise() -> None:
+def test_captions_are_encoded_as_in_training_unless_set_otherwise() -> None:
     plain, family = Config(), FAMILIES["sd15"]
     run = Config.model_validate(
         {
@@ -61,7 +61,7 @@ def test_captions_are_read_as_the_file_was_trained_unless_asked_otherwise() -> N
     assert read_as_trained(asked, run, own) == asked
 
 
-def test_new_words_are_learned_bundled_and_drawn_with(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_tokens_are_learned_bundled_and_used_in_samples(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     words = {
         "textual_inversion__placeholder_tokens": '["<zobo>"]',
         "textual_inversion__num_vectors": 2,
@@ -85,7 +85,7 @@ def test_new_words_are_learned_bundled_and_drawn_with(bench: Bench, capsys: pyte
     assert '"integrity": 1.0' in capsys.readouterr().out
 
 
-def test_a_word_that_no_caption_holds_has_no_file_and_the_summary_says_why(
+def test_a_token_that_no_caption_has_gets_no_file_and_the_summary_tells_why(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = {
@@ -102,9 +102,7 @@ def test_a_word_that_no_caption_holds_has_no_file_and_the_summary_says_why(
     assert "untrained_word" in [finding["code"] for finding in record(folder)["lora"]["findings"]]
 
 
-def test_words_that_no_caption_holds_and_words_that_are_none_are_said(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unused_and_invalid_tokens_are_reported(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(
         [
             "check",
@@ -138,7 +136,9 @@ def test_words_that_no_caption_holds_and_words_that_are_none_are_said(
     assert "textual_inversion.initializer_token" in capsys.readouterr().err
 
 
-def test_all_that_a_model_refuses_is_said_at_once(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_settings_that_a_model_refuses_are_reported_at_once(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = {"text_encoder__clip_skip": 9, "flow__shift": 3, "text_encoder__learning_rates": "[1e-4, 1e-4, 1e-4]"}
     assert bench.run("wrong", **asked) == 2
     told = capsys.readouterr().err
@@ -146,7 +146,7 @@ def test_all_that_a_model_refuses_is_said_at_once(bench: Bench, capsys: pytest.C
     assert "3 problems" in told
 
 
-def test_t5_that_is_left_out_is_never_loaded(tmp_path: Path) -> None:
+def test_a_skipped_t5_is_never_loaded(tmp_path: Path) -> None:
     """Nor looked for, as where it was not fetched: what trains, is judged and draws has no T5 then."""
     tiny_pipeline(tmp_path / "tokens", "sd3").save_pretrained(tmp_path / "sd3", safe_serialization=True)
     shutil.rmtree(tmp_path / "sd3" / "text_encoder_3")
@@ -162,7 +162,7 @@ def test_t5_that_is_left_out_is_never_loaded(tmp_path: Path) -> None:
         read_model(Config.model_validate({"model": {"path": str(tmp_path / "sd3")}}))
 
 
-def test_words_that_the_tokenizer_knows_are_refused_before_any_weight_is_read(
+def test_tokens_that_the_tokenizer_has_are_refused_before_weights_are_read(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def read(*given: object) -> None:

@@ -47,7 +47,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return made
 
 
-def test_loss_falls_and_the_gate_measures_it_with_the_encoders_as_they_became(trained):
+def test_loss_falls_and_the_gate_uses_the_trained_text_encoders(trained):
     first, *_, last = rows(trained.folder("cat"), "validation.jsonl")
     assert last["loss"] < first["loss"]
     document = record(trained.folder("cat"))
@@ -76,7 +76,7 @@ def deltas_trained(bench: Bench) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ending", [".safetensors", ".diffusers.safetensors"])
-def test_both_files_change_a_fresh_pipeline_as_was_trained(trained, ending):
+def test_both_formats_change_a_fresh_pipeline_as_trained(trained, ending):
     family = FAMILIES[detect_family(trained.model)]
     lora = trained.folder("cat") / f"cat{ending}"
     pipeline = family.make_pipeline(trained.model, torch.float32, CPU)
@@ -98,7 +98,7 @@ def test_both_files_change_a_fresh_pipeline_as_was_trained(trained, ending):
         assert float(off.abs().max()) < 1e-4 or float(off.norm() / delta.norm()) < 1e-3, name
 
 
-def test_names_keep_the_part_that_other_programs_look_for(trained):
+def test_keys_keep_the_prefix_that_other_programs_expect(trained):
     header = header_of(trained.folder("cat") / "cat.safetensors")
     with safe_open(trained.folder("cat") / "cat.safetensors", framework="numpy") as file:
         keys = [key for key in file.keys() if "_te" in key]  # noqa: SIM118  safe_open is no dict
@@ -113,7 +113,7 @@ def test_names_keep_the_part_that_other_programs_look_for(trained):
     assert (header["lora_trainer.alpha"], header["lora_trainer.text_encoder_alpha"]) == ("8.0", "6.0")
 
 
-def test_a_finished_run_is_judged_again_from_its_file(trained, capsys):
+def test_a_finished_run_is_evaluated_again_from_its_file(trained, capsys):
     lora = str(trained.folder("cat") / "cat.safetensors")
     data = ["--data", str(trained.data), "--json"]
     assert main(["validate", lora, "--model", str(trained.model), *data]) in (0, 4)
@@ -122,7 +122,7 @@ def test_a_finished_run_is_judged_again_from_its_file(trained, capsys):
     assert document["numbers"]["learning"]["mean"] > 0.0
 
 
-def test_captions_are_cached_for_encoders_alone_that_are_never_trained(trained):
+def test_captions_are_cached_only_for_encoders_that_are_not_trained(trained):
     cached = [path for path in trained.cache.rglob("*.safetensors") if "texts" in str(path)]
     assert bool(cached) == (detect_family(trained.model) == "flux")  # whose T5 is not trained here
 

@@ -71,7 +71,7 @@ def begun(bench: Bench, name: str, **settings: object) -> list[float]:
     return losses(bench.folder(name))
 
 
-def test_a_stopped_run_of_many_views_goes_on_exactly(varied, straight, capsys):
+def test_a_stopped_run_with_image_variants_resumes_exactly(varied, straight, capsys):
     begun(varied, "broken")
     said = capsys.readouterr().out
     assert "80x80" in said
@@ -87,7 +87,7 @@ def test_a_stopped_run_of_many_views_goes_on_exactly(varied, straight, capsys):
     assert {told[f"ss_{name}"] for name in ("flip_aug", "random_crop", "color_aug")} == {"True"}
 
 
-def test_split_or_uncached_many_views_learn_alike_and_masks_count(varied, straight):
+def test_image_variants_learn_the_same_when_split_or_uncached_and_masks_count(varied, straight):
     """Each stays in one bucket and has its own masks."""
     whole = losses(straight)[:3]
     assert begun(varied, "split", train__max_micro_batch_size=1) == pytest.approx(whole, rel=1e-3)

@@ -8,7 +8,7 @@ from lora_trainer.export.lora_file import read_lora
 from tests.recipes.recipe import Bench, record, tensor_bytes
 
 
-def test_weights_along_the_way_are_whole_named_and_kept(bench: Bench) -> None:
+def test_intermediate_exports_are_whole_named_and_kept(bench: Bench) -> None:
     settings: dict[str, object] = {
         "checkpoint__export_every_n_steps": 2,
         "checkpoint__keep_last": 1,

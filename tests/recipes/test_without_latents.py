@@ -28,7 +28,7 @@ def own(bench: Bench, tmp_path: Path) -> Bench:
     return Bench(bench.model, draw_images(tmp_path / "own"), bench.output, tmp_path / "caches")
 
 
-def test_the_same_lora_comes_out_whole_resumed_and_split(own: Bench, capsys: pytest.CaptureFixture[str]):
+def test_uninterrupted_resumed_and_split_runs_give_the_same_lora(own: Bench, capsys: pytest.CaptureFixture[str]):
     before = threading.active_count()
     assert own.run("cached", **SETTINGS) == 0
     cached = [load_file(own.folder("cached") / "cached.safetensors"), losses(own.folder("cached"))]
@@ -55,7 +55,7 @@ def test_the_same_lora_comes_out_whole_resumed_and_split(own: Bench, capsys: pyt
     assert exported(resumed.folder("fresh")) == whole
 
 
-def test_a_image_that_changes_ends_the_run_with_its_name_and_what_was_trained(own: Bench, capsys):
+def test_a_changed_image_ends_the_run_with_its_name_and_the_trained_steps(own: Bench, capsys):
     (own.cache.parent / "later").mkdir()
     settings = {
         "cache__latents": "false",

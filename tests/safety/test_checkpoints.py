@@ -64,7 +64,7 @@ def test_hostile_tensors_are_damage(saved: Path, sealed: bool, data: bytes) -> N
     [b"[" * 100_000, b'{"a":' * 100_000, b"[]", b"5", b"null", b"\xff", b"", b'{"version": "3"}', b'{"version": 2}'],
     ids=["deep", "deep object", "list", "number", "null", "no text", "empty", "version", "nothing else"],
 )
-def test_states_that_are_none(saved: Path, text: bytes) -> None:
+def test_invalid_states(saved: Path, text: bytes) -> None:
     (saved / STATE).write_bytes(text)
     assert "damaged" in refused(lambda: read_checkpoint(saved))
     assert best_step_of(saved) is None
@@ -85,7 +85,7 @@ def test_states_that_are_none(saved: Path, text: bytes) -> None:
         {"state": {"step": 3, "control": {"val_losses": 5}}},
     ],
 )
-def test_states_of_other_kinds(saved: Path, sealed: bool, entries: dict[str, Any]) -> None:
+def test_states_of_other_types(saved: Path, sealed: bool, entries: dict[str, Any]) -> None:
     rewritten(saved, sealed, **entries)
     assert "damaged" in refused(lambda: read_checkpoint(saved))
 

@@ -32,7 +32,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("data", CONFIGS.values(), ids=CONFIGS)
-def test_a_config_that_is_none(data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_config(data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.toml"
     path.write_bytes(data)
     assert said(capsys, "--config", str(path))
@@ -45,7 +45,7 @@ def test_a_pipe_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("value", ["lora.rank=" + "[" * 50_000, "lora.rank=1e999", "run.name=\x1b[31m", "a" * 10_000])
-def test_values_that_are_none(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_values(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "--set", value, "--explain"])
     text = capsys.readouterr()
     assert "bug" not in text.err

@@ -83,7 +83,7 @@ def _spreads(call: ast.Call) -> bool:
     )
 
 
-def test_the_source_holds_nothing_that_runs_what_it_reads(checkout: Path) -> None:
+def test_the_source_never_executes_what_it_reads(checkout: Path) -> None:
     found = [
         f"{path.relative_to(checkout)}: {fault}"
         for path in sources(checkout)
@@ -110,5 +110,5 @@ def test_the_source_holds_nothing_that_runs_what_it_reads(checkout: Path) -> Non
         "import urllib.request",
     ],
 )
-def test_the_test_sees_what_it_should(text: str) -> None:
+def test_this_test_detects_violations(text: str) -> None:
     assert list(faults(text))

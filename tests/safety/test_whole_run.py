@@ -100,13 +100,13 @@ def test_no_secret_of_the_environment_is_written(ran: tuple[Bench, str]) -> None
     assert "s3cret" not in said
 
 
-def test_nothing_said_commands_a_terminal(ran: tuple[Bench, str]) -> None:
+def test_output_has_no_terminal_control_characters(ran: tuple[Bench, str]) -> None:
     _, said = ran
     hostile = {each for each in said if unicodedata.category(each) in ("Cc", "Cf") and each not in "\n\r\t"}
     assert hostile == set()
 
 
-def test_a_shared_lora_tells_no_path_and_no_name_of_the_machine_or_its_user(ran: tuple[Bench, str]) -> None:
+def test_a_shared_lora_has_no_path_machine_name_or_user_name(ran: tuple[Bench, str]) -> None:
     bench, _ = ran
     private = [str(Path.home()), str(bench.output), str(bench.data), "images of Ann", "people", socket.gethostname()]
     for path in bench.folder("own").glob("*.safetensors"):
@@ -117,7 +117,7 @@ def test_a_shared_lora_tells_no_path_and_no_name_of_the_machine_or_its_user(ran:
         assert "onerror" not in header
 
 
-def test_no_page_runs_what_a_name_or_a_caption_holds(ran: tuple[Bench, str]) -> None:
+def test_no_page_executes_names_or_captions(ran: tuple[Bench, str]) -> None:
     bench, _ = ran
     pages = list(bench.folder("own").glob("*.html"))
     assert pages

@@ -94,7 +94,7 @@ def use_compiler(
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(fail, as_it_is), (as_it_is, fail)])
-def test_where_it_fails_the_step_is_done_again_without(
+def test_a_step_whose_compilation_fails_is_repeated_eagerly(
     one_form: TinyPlace,
     monkeypatch: pytest.MonkeyPatch,
     forward: Callable[[Tensor], Tensor],
@@ -116,7 +116,7 @@ def test_where_it_fails_the_step_is_done_again_without(
 
 
 @pytest.mark.parametrize(("precision", "factor", "eager"), [("fp32", 1.0, False), ("bf16", 1.2, True)])
-def test_gradients_are_held_against_eagers_before_the_first_step(
+def test_gradients_are_compared_with_eager_before_the_first_step(
     one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, factor: float, eager: bool
 ) -> None:
     settings = ONE_SIZE | {"memory__weight_dtype": precision, "lora__dropout": 0.3, "checkpoint__every_n_steps": 1}
@@ -138,7 +138,7 @@ def test_gradients_are_held_against_eagers_before_the_first_step(
         assert torch.equal(value, again.learner.adapter.masters[name])
 
 
-def test_a_graph_break_ends_the_run_where_none_is_wanted(one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_break_ends_the_run_with_fullgraph(one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers.models.attention import JointTransformerBlock
 
     def breaking(*arguments, **named):
@@ -165,7 +165,7 @@ def test_without_a_compiler_blocks_stay_as_they_are(place: TinyPlace) -> None:
     assert line.endswith("a CPU needs a C++ compiler (g++, clang or MSVC)")
 
 
-def test_the_same_bits_are_wanted_of_the_run_that_asks_for_them_alone(place: TinyPlace) -> None:
+def test_determinism_applies_only_to_the_run_that_sets_it(place: TinyPlace) -> None:
     import torch._inductor.config as inductor
 
     for wanted in (True, False):
@@ -174,14 +174,14 @@ def test_the_same_bits_are_wanted_of_the_run_that_asks_for_them_alone(place: Tin
 
 
 @pytest.mark.parametrize(("shapes", "dynamic", "said"), [(33, False, True), (32, False, False), (33, "auto", False)])
-def test_sizes_that_are_too_many_to_compile_each_for_itself_are_said(shapes: int, dynamic: object, said: bool) -> None:
+def test_too_many_sizes_to_compile_each_are_reported(shapes: int, dynamic: object, said: bool) -> None:
     layout = Layout(torch.float32, "fp32", False, compiled=True, shapes=shapes)
     lines = lines_of(layout, dynamic=dynamic)
     assert any(line.startswith(f"{shapes} sizes of micro-batch are more") for line in lines) is said
 
 
 @pytest.mark.parametrize(("precision", "beginnings"), [("bf16", 4), ("fp32", 1)])
-def test_graphs_begin_anew_with_each_micro_batch_where_its_gradients_are_copied_out(
+def test_graphs_start_anew_per_micro_batch_when_gradients_are_copied_out(
     one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, beginnings: int
 ) -> None:
     """Counted by torch, which counts down. What graphs make of it only a GPU shows."""
@@ -200,7 +200,7 @@ def test_graphs_begin_anew_with_each_micro_batch_where_its_gradients_are_copied_
     assert before - MarkStepBox.mark_step_counter == beginnings
 
 
-def test_auto_decides_by_the_steps_of_the_run_and_its_device() -> None:
+def test_auto_decides_by_the_steps_and_the_device_of_the_run() -> None:
     def compiles(device: str, steps: int, **settings: object) -> bool:
         config = resolve([Layer("test", {"compile": settings})]).config
         return compiling_pays(config, torch.device(device), steps)
@@ -212,7 +212,7 @@ def test_auto_decides_by_the_steps_of_the_run_and_its_device() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_for_real_it_learns_the_same_and_resumes_to_the_bit(place: TinyPlace) -> None:
+def test_a_compiled_run_learns_the_same_and_resumes_bit_exactly(place: TinyPlace) -> None:
     settings = {"compile__enabled": True, "checkpoint__every_n_steps": 2}
     usual, straight = place.job("usual", steps=4), place.job("straight", steps=4, **settings)
     place.train(usual)

@@ -43,7 +43,7 @@ def stepped(
     return control, told
 
 
-def test_a_plateau_halves_the_rate_once_in_its_window():
+def test_a_plateau_halves_the_learning_rate_once_in_its_window():
     control, told, rate = validated(PLATEAU, [0.5] * 25)
     assert told == [(9, "plateau"), (19, "plateau")]
     assert rate == 0.25
@@ -51,7 +51,7 @@ def test_a_plateau_halves_the_rate_once_in_its_window():
 
 
 @given(st.lists(losses, min_size=1, max_size=40))
-def test_no_plateau_where_the_loss_moves(val_losses):
+def test_no_plateau_while_the_loss_moves(val_losses):
     """The rate falls exactly where the last ten lie closer than a thousandth, since the last fall."""
     window: list[float] = []
     expected = 0
@@ -63,7 +63,7 @@ def test_no_plateau_where_the_loss_moves(val_losses):
 
 
 @given(st.lists(losses, min_size=1, max_size=40), st.integers(1, 6), st.sampled_from([0.0, 0.05]))
-def test_patience_ends_at_the_first_run_without_gain(val_losses, patience, change):
+def test_patience_ends_after_validations_without_gain(val_losses, patience, change):
     config = SafeguardsSection(early_stopping=True, patience=patience, min_delta=change)
     lowest, without, ends = float("inf"), 0, None
     for number, loss in enumerate(val_losses):
@@ -75,7 +75,7 @@ def test_patience_ends_at_the_first_run_without_gain(val_losses, patience, chang
     assert (told[0] if told else None) == (None if ends is None else (ends, "early_stop"))
 
 
-def test_far_worse_than_the_base_twice_is_told_once():
+def test_far_worse_than_the_base_model_twice_is_reported_once():
     """And again after it was better in between; NaN is worse, and without a base nothing is said."""
     control, told = Control(), []
     for number, loss in enumerate([0.5, 0.44, 0.46, 0.47, 0.48, 0.2, float("nan"), 0.46, 0.46]):
@@ -85,7 +85,7 @@ def test_far_worse_than_the_base_twice_is_told_once():
     assert after_worse(Control(worse=1), 9.0, None) == (Control(), [])
 
 
-def test_a_run_worse_than_its_base_says_so(place: TinyPlace):
+def test_a_run_worse_than_its_base_model_is_reported(place: TinyPlace):
     """Past the warm-up, and after a return to the start too; the run goes on to its end."""
     lines: list[str] = []
     measured = {0: 0.3, 1: 1.2, 2: 1.1, 3: 1.0, 4: 0.9}
@@ -99,7 +99,7 @@ def test_a_run_worse_than_its_base_says_so(place: TinyPlace):
     assert "step 1: validation loss 1.2000, the lowest so far; worse than the base alone (0.3000)" in lines
 
 
-def test_a_line_shows_what_four_digits_hide():
+def test_a_line_shows_differences_beyond_four_digits():
     before = TrainState(step=48, best_val_loss=1.01733, best_step=48)
     now = TrainState(step=50, val_loss=1.01731, best_val_loss=1.01731, best_step=50)
     assert (
@@ -111,13 +111,13 @@ def test_a_line_shows_what_four_digits_hide():
     )
 
 
-def test_a_validation_loss_that_is_not_finite_is_no_gain_and_no_plateau():
+def test_a_nonfinite_validation_loss_is_no_gain_and_no_plateau():
     control, told, rate = validated(PLATEAU, [0.5] * 9 + [float("nan")] * 3)
     assert (told, rate, control.without_gain) == ([], 1.0, 11)
     assert stopped_early(PATIENT, control)
 
 
-def test_a_jump_of_the_smoothed_loss_clips_harder():
+def test_a_spike_of_the_smoothed_loss_clips_harder():
     control, told = stepped(JUMP, [0.1] * 100 + [0.5] * 100)
     assert told[0][1] == "jump"
     assert 100 < told[0][0] < 130
@@ -127,19 +127,19 @@ def test_a_jump_of_the_smoothed_loss_clips_harder():
     assert 1 <= len(told) <= 3
 
 
-def test_one_bad_mini_batch_is_no_jump():
+def test_one_bad_mini_batch_is_no_loss_spike():
     control, told = stepped(JUMP, [0.1] * 100 + [2.0] + [0.1] * 99)
     assert (told, control.clip_scale) == ([], 1.0)
 
 
 @given(st.lists(losses, min_size=1, max_size=FIRST_JUDGED - 1))
-def test_the_first_steps_judge_nothing(steps):
+def test_the_first_steps_decide_nothing(steps):
     config = SafeguardsSection(clip_on_loss_spike=True, grad_spike_factor=1.5)
     assert stepped(config, steps)[1] == []
 
 
 @given(st.lists(losses, min_size=60, max_size=130), st.data())
-def test_a_stop_between_changes_no_decision(steps, data):
+def test_a_stop_in_between_changes_no_decision(steps, data):
     """In the middle of every window: the state holds all that decides, also after a way through JSON."""
     config = SafeguardsSection(
         clip_on_loss_spike=True,
@@ -156,7 +156,7 @@ def test_a_stop_between_changes_no_decision(steps, data):
     assert (ended, told + later) == straight
 
 
-def test_a_spike_is_told_and_does_not_become_the_usual():
+def test_a_gradient_spike_is_reported_and_does_not_change_the_usual_norm():
     config = SafeguardsSection(grad_spike_factor=10.0)
     control, told = stepped(config, [0.1] * 60 + [50.0, 50.0] + [0.1] * 8)
     assert told == [(61, "spike"), (62, "spike")]
@@ -175,7 +175,7 @@ def scripted(job: LoopContext, val_losses: list[float]) -> LoopContext:
     return replace(job, samples_in=samples_in, validate=lambda asked: val_losses[place[0]])
 
 
-def test_a_validation_loss_that_is_not_finite_is_told_and_chooses_nothing(place: TinyPlace):
+def test_a_nonfinite_validation_loss_is_reported_and_decides_nothing(place: TinyPlace):
     job = scripted(place.job("a", steps=2, validation__every_n_steps=1), [float("nan"), 0.9, float("inf")])
     state, _ = place.train(job)
     assert state.best_step == 1
@@ -185,7 +185,7 @@ def test_a_validation_loss_that_is_not_finite_is_told_and_chooses_nothing(place:
     assert told == [(0, said), (2, said)]
 
 
-def test_early_stopping_ends_with_the_best(place: TinyPlace):
+def test_early_stopping_exports_the_best(place: TinyPlace):
     settings = {"validation__every_n_steps": 1, "safeguards__early_stopping": True, "safeguards__patience": 2}
     curve = [1.0, 0.9, 0.8, 0.85, 0.8, 0.1, 0.1]
     job = scripted(place.job("a", **settings), curve)
@@ -202,7 +202,7 @@ def test_early_stopping_ends_with_the_best(place: TinyPlace):
     assert (more.step, more.best_step) == (6, 5)
 
 
-def test_a_plateau_shows_in_the_rates_and_survives_a_stop(place: TinyPlace):
+def test_a_plateau_shows_in_the_learning_rates_and_survives_a_stop(place: TinyPlace):
     settings = {
         "validation__every_n_steps": 1,
         "safeguards__reduce_lr_on_plateau": True,
@@ -227,7 +227,7 @@ def test_a_plateau_shows_in_the_rates_and_survives_a_stop(place: TinyPlace):
     assert numbers(broken) == numbers(straight)
 
 
-def test_a_jump_clips_the_steps_after_it(place: TinyPlace):
+def test_a_loss_spike_clips_the_steps_after_it(place: TinyPlace):
     """`clip_scale` is a factor on the bound: a run that has it trains as one with the lower bound."""
     settings = {"optimizer__name": "lion", "optimizer__max_grad_norm": 1e-3}
     job = place.job("a", **settings)

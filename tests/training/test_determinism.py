@@ -34,7 +34,7 @@ def test_on_a_cpu_it_changes_nothing(place: TinyPlace) -> None:
     assert outcome(usual) == outcome(exact)
 
 
-def test_torch_is_asked_for_the_same_bits(tmp_path) -> None:
+def test_torch_is_set_to_deterministic_algorithms(tmp_path) -> None:
     before = torch.backends.cudnn.deterministic
     with only_deterministic(True, tmp_path):
         assert torch.are_deterministic_algorithms_enabled()

@@ -42,11 +42,11 @@ def trained(place: TinyPlace, tmp_path: Path, offset: int) -> object:
 @pytest.mark.parametrize(
     "offset", [pytest.param(n, marks=() if n in SAMPLED else pytest.mark.slow) for n in range(1, ALIGNED)]
 )
-def test_a_run_is_the_same_wherever_the_weights_of_its_model_begin(place, tmp_path, offset) -> None:
+def test_memory_addresses_of_the_weights_change_no_run(place, tmp_path, offset) -> None:
     assert trained(place, tmp_path, offset) == trained(place, tmp_path, 0)
 
 
-def test_matrix_products_round_alike_wherever_an_operand_begins() -> None:
+def test_memory_addresses_change_no_matmul() -> None:
     """Small products are where MKL's kernels choose by address; the program's own probe agrees."""
     assert rounds_alike_anywhere()
     memory = torch.empty(2**18, dtype=torch.uint8)

@@ -233,7 +233,7 @@ def test_stopped_after_every_step(case, place, makes):
     assert outcome(broken) == outcome(straight)
 
 
-def test_stopped_between_two_looks(place, makes, monkeypatch):
+def test_stopped_between_two_flushes(place, makes, monkeypatch):
     """Numbers wait, as on a GPU: spikes, jumps and steps left out are those of the straight run wherever it stops."""
     looked_at_every(3, monkeypatch)
     for name, value in {"JUDGED_EVERY": 3, "FIRST_JUDGED": 2}.items():
@@ -282,7 +282,7 @@ def told_in_forward(job: LoopContext, number: int) -> LoopContext:
     return replace(job, learner=replace(job.learner, predict=counted))
 
 
-def test_stopped_inside_of_accumulations(place, makes):
+def test_stopped_inside_gradient_accumulation(place, makes):
     """Where there is no time to finish the step it is given up: of its three micro-batches nothing is left."""
     straight = makes("split", "straight")
     place.train(straight)
@@ -296,7 +296,7 @@ def test_stopped_inside_of_accumulations(place, makes):
     assert outcome(broken) == outcome(straight)
 
 
-def test_gone_on_with_in_another_rhythm_of_checkpoints_and_to_more_steps(place, makes):
+def test_resumed_with_another_checkpoint_interval_and_more_steps(place, makes):
     """A rate that does not hang on the number of steps goes on as if that had been known."""
     settings = {"validation__every_n_steps": 1, "checkpoint__every_n_steps": 3, "lr_scheduler__warmup_steps": 2}
     straight = makes("plain", "straight", **settings)
@@ -320,7 +320,7 @@ USUAL = {"optimizer__name": "adamw", "memory__weight_dtype": "fp32", "loss__type
 
 
 @pytest.mark.parametrize("setting", WORDS)
-def test_every_word_of_a_setting_has_a_case(setting):
+def test_every_choice_of_a_setting_has_a_case(setting):
     assert {case.get(setting, USUAL.get(setting)) for case in CASES.values()} - {None} == set(get_args(WORDS[setting]))
 
 

@@ -40,7 +40,7 @@ def cut_in(number: int) -> Callable[[Path, str], None]:
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=() if n in (5, 8) else pytest.mark.slow) for n in range(1, 1 + WRITES)]
 )
-def test_rows_go_on_after_a_death_in_their_writing(number: int, place: TinyPlace) -> None:
+def test_rows_continue_after_a_kill_while_writing(number: int, place: TinyPlace) -> None:
     straight = place.job("straight", **SETTINGS)
     place.train(straight)
     with patched(trackers, "append_text", cut_in(number)), pytest.raises(PowerCut):

@@ -35,7 +35,7 @@ def gradient(job: LoopContext, micros: list[MicroBatch]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rates", [(), (1e-4,)])
-def test_a_step_of_the_builtin_base_is_the_same_in_ones_twos_and_at_once(rates, place: TinyPlace):
+def test_a_step_of_the_builtin_model_is_the_same_for_every_micro_batch_size(rates, place: TinyPlace):
     """In fp32 within 1e-5, with its text encoder trained too; that of tiny random models in float64 within 1e-9 (test_step.py)."""
     here = replace(place, model=BASE_FOLDER)
     common: dict[str, object] = {"train__effective_batch_size": 4, "data__resolution": 64, "data__max_aspect": 1.0}
@@ -79,7 +79,7 @@ EVERY_PART = [pytest.param(name, marks=() if name == "lion" else pytest.mark.slo
 
 
 @pytest.mark.parametrize("kind", EVERY_PART)
-def test_two_processes_gone_on_with_from_any_step_are_two_that_never_stopped(kind, place):
+def test_two_processes_resume_exactly_from_any_step(kind, place):
     straight = jobs_of(place, "straight", 2, **PARTS[kind])
     place.resume_together(straight)
     expected = outcome(straight[0])
@@ -99,7 +99,7 @@ def numbers(job: LoopContext) -> tuple[list[float], torch.Tensor]:
 # Where a gradient's sign decides, as in Lion, rounding decides now and then.
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw", "schedule_free", "texts"])
-def test_a_run_goes_on_with_more_or_fewer_processes(kind, place):
+def test_a_run_resumes_with_more_or_fewer_processes(kind, place):
     """The same samples in the same steps; sums in another order, so the same but for rounding (the built-in base)."""
     here = replace(place, model=BASE_FOLDER)
     settings = {**PARTS[kind], "data__resolution": 64, "optimizer__learning_rate": 1e-3, "validation__every_n_steps": 0}

@@ -132,7 +132,7 @@ def a_batch(family: Any, facts: Any, cond: dict[str, Tensor]) -> Batch:
     return Batch(refs, latents, latents.abs(), cond, torch.full((2, 6), 64.0), torch.ones(2), mask, CAPTIONS)
 
 
-def test_a_step_mixes_no_places(gpu: FakeGpu, kind: Kind) -> None:
+def test_a_step_mixes_no_devices(gpu: FakeGpu, kind: Kind) -> None:
     """Loading, LoRA, noise of every kind, masks, loss, backward pass with blocks computed again, clipping and update."""
     family, model, stored, rates = kind
     facts = family.describe(model)
@@ -163,7 +163,7 @@ def test_a_step_mixes_no_places(gpu: FakeGpu, kind: Kind) -> None:
     "kind", [pytest.param(k, marks=pytest.mark.slow) if k in ALIKE else k for k in KINDS], indirect=True
 )
 @pytest.mark.usefixtures("gpu")
-def test_images_and_judgement_mix_no_places(kind: Kind) -> None:
+def test_sampling_and_evaluation_mix_no_devices(kind: Kind) -> None:
     """The VAE with its scale and shift, validation loss, drift on the base's own way, and drawing's loop."""
     family, model, *_ = kind
     mean, spread = family.load_encoders(model, BF16, GPU).encode_image(torch.zeros(2, 3, 64, 64))

@@ -127,7 +127,7 @@ QUICK_PAIRS = {
         for wound in WOUNDS
     ],
 )
-def test_three_guards_leave_out_the_same(place: TinyPlace, kind, wound):
+def test_three_guards_skip_the_same_steps(place: TinyPlace, kind, wound):
     """Ahead, by the optimizer on the device, or found late and trained again: the same to the bit."""
     ended = {}
     for guard in get_args(Guard):
@@ -144,7 +144,7 @@ def test_three_guards_leave_out_the_same(place: TinyPlace, kind, wound):
 @pytest.mark.parametrize(
     "kind", ["lion", *(pytest.param(each, marks=pytest.mark.slow) for each in ("schedule_free", "prodigy"))]
 )
-def test_other_optimizers_leave_out_the_same(place: TinyPlace, kind):
+def test_other_optimizers_skip_the_same_steps(place: TinyPlace, kind):
     ended = {}
     for guard in ("ahead", "late"):
         job = bad_sample(guarded(place.job(guard, **SETTINGS, **KINDS[kind]), guard), BAD)
@@ -154,7 +154,7 @@ def test_other_optimizers_leave_out_the_same(place: TinyPlace, kind):
 
 
 @pytest.mark.parametrize("guard", ["ahead", "on_device"])
-def test_a_step_left_out_changes_nothing(place: TinyPlace, guard):
+def test_a_skipped_step_changes_nothing(place: TinyPlace, guard):
     """Weights, state and the optimizer's own count of steps are those from before."""
     before = guarded(place.job("before", steps=BAD), guard)
     place.train(before)
@@ -184,7 +184,7 @@ def test_samples_are_named_where_only_the_gradient_is_bad(place: TinyPlace):
 
 
 @pytest.mark.parametrize("guard", get_args(Guard))
-def test_too_many_in_a_row_end_the_run(place: TinyPlace, guard):
+def test_too_many_skipped_steps_in_a_row_end_the_run(place: TinyPlace, guard):
     job = bad_sample(guarded(place.job("a", steps=8, safeguards__max_nonfinite_steps=3, **SETTINGS), guard), 1, 3, 4, 5)
     with pytest.raises(TrainingFailed, match=r"not finite in 3 steps in a row, up to step 6\.") as ended:
         place.train(job)
@@ -195,7 +195,7 @@ def test_too_many_in_a_row_end_the_run(place: TinyPlace, guard):
     assert [row["step"] for row in numbers(job)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_stop_saves_what_was_before(place: TinyPlace):
+def test_stop_saves_the_state_before_the_step(place: TinyPlace):
     settings = {
         **SETTINGS,
         "checkpoint__every_n_steps": 100,
@@ -219,7 +219,7 @@ def test_stop_saves_what_was_before(place: TinyPlace):
 
 
 @pytest.mark.parametrize("guard", get_args(Guard))
-def test_rollback_goes_back_with_half_the_rate(place: TinyPlace, guard):
+def test_rollback_halves_the_learning_rate(place: TinyPlace, guard):
     """The steps in between are trained again, and the rate stays lower."""
     seen = [0]
 
@@ -236,7 +236,7 @@ def test_rollback_goes_back_with_half_the_rate(place: TinyPlace, guard):
     assert "at step" not in events(job)[-1]["message"], "the event says the step"
 
 
-def test_rollback_returns_to_the_start_where_nothing_was_saved(place: TinyPlace):
+def test_rollback_returns_to_the_start_without_a_checkpoint(place: TinyPlace):
     settings = {**SETTINGS, "checkpoint__every_n_steps": 100, "safeguards__max_nonfinite_steps": 2}
     job = bad_sample(place.job("a", safeguards__on_nonfinite="rollback", **settings), BAD)
     with pytest.raises(TrainingFailed, match=r"After 2 returns to an earlier checkpoint .* at step 4 again"):
@@ -247,7 +247,7 @@ def test_rollback_returns_to_the_start_where_nothing_was_saved(place: TinyPlace)
     assert weights(job) == weights(straight)
 
 
-def test_weights_that_are_not_finite_are_gone_back_from(place: TinyPlace):
+def test_nonfinite_weights_are_rolled_back(place: TinyPlace):
     """No step can be left out for them: told apart, whatever the policy."""
     job = place.job("a", **SETTINGS)
     ruined = [False]
@@ -281,7 +281,7 @@ def test_a_stop_in_between_changes_nothing(place: TinyPlace, guard):
     assert numbers(broken) == numbers(straight)
 
 
-def test_weights_that_are_not_finite_are_never_saved(place: TinyPlace):
+def test_nonfinite_weights_are_never_saved(place: TinyPlace):
     """Ruined by an update whose gradient was finite, in the step that a checkpoint follows."""
     job = place.job("a", safeguards__max_nonfinite_steps=2, **SETTINGS)
     true = job.learner.optimizer.step
@@ -308,7 +308,7 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("value", [0.0, 3e38, NAN, math.inf, -math.inf])
-def test_all_weights_are_looked_at_with_one_read(place: TinyPlace, value: float):
+def test_all_weights_are_checked_with_one_read(place: TinyPlace, value: float):
     learner = place.job("a", **SETTINGS).learner
     assert len(learner.masters) > 10
     for master in (learner.masters[0], learner.masters[-1]):
@@ -320,7 +320,7 @@ def test_all_weights_are_looked_at_with_one_read(place: TinyPlace, value: float)
         master.data.copy_(before)
 
 
-def test_an_overflow_of_fp16_is_not_a_loss_that_is_not_finite(place: TinyPlace):
+def test_an_fp16_overflow_is_not_a_nonfinite_loss(place: TinyPlace):
     """The scaler mends the one and not the other; only the other is told and counted for the policy."""
     job = place.job("a", memory__weight_dtype="fp16", **SETTINGS)
     job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 2.0**30})
@@ -335,7 +335,7 @@ def test_an_overflow_of_fp16_is_not_a_loss_that_is_not_finite(place: TinyPlace):
     assert [event["step"] for event in events(job)] == [6]
 
 
-def test_a_scale_that_collapses_ends_the_run_with_what_was_good(place: TinyPlace):
+def test_a_collapsed_loss_scale_ends_the_run_with_the_last_good_weights(place: TinyPlace):
     job = place.job("a", memory__weight_dtype="fp16", **SETTINGS)
     job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 1.0})
     job = bad_loss(job, gradient_without_nan, BAD)
@@ -354,7 +354,7 @@ def test_the_three_guards_are_chosen_by_device_and_optimizer():
     assert choose_guard(other, gpu, scaled=True) == "ahead"
 
 
-def test_one_process_with_a_bad_sample_is_all_of_them(place: TinyPlace):
+def test_a_bad_sample_in_one_process_skips_the_step_in_all(place: TinyPlace):
     """The sum carries it to every process; all leave the same step out, and the main one names another's sample."""
     alone = bad_sample(place.job("alone", train__effective_batch_size=3, **SETTINGS), 0)
     refs = alone.names_in(0)

@@ -31,7 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 @pytest.mark.parametrize("kind", ["flux", "sd3", "sdxl"])
-def test_streaming_on_the_gpu_changes_no_bit(gpu: torch.device, kind: str) -> None:
+def test_block_swap_on_the_gpu_changes_no_bit(gpu: torch.device, kind: str) -> None:
     """While it is busy, so that copies and computing overlap, and for several numbers of blocks one after the other."""
     tried = Tried(kind)
     tried.ask = on(gpu, tried.ask)
@@ -54,7 +54,7 @@ def test_streaming_on_the_gpu_changes_no_bit(gpu: torch.device, kind: str) -> No
     assert same(tried.step(), expected)
 
 
-def test_two_blocks_stand_on_the_gpu(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_two_blocks_are_on_the_gpu(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, "wide", (partial(tiny_flux, heads=64), ask_flux))
     before = torch.cuda.memory_allocated(gpu)
     tried = Tried("wide")
@@ -68,7 +68,7 @@ def test_two_blocks_stand_on_the_gpu(gpu: torch.device, monkeypatch: pytest.Monk
     assert held < stays + 4 * sum(each.nbytes for each in tried.trained) + ALLOCATOR
 
 
-def test_activations_that_wait_elsewhere_change_no_bit_and_hold_less(gpu: torch.device) -> None:
+def test_offloaded_activations_change_no_bit_and_save_memory(gpu: torch.device) -> None:
     x = torch.randn(2**20, device=gpu, requires_grad=True)
 
     def chain(start: torch.Tensor) -> torch.Tensor:

@@ -94,12 +94,12 @@ def asked_in_steps(place: TinyPlace, patch: pytest.MonkeyPatch, guard: str, **se
     ids=["fp32", "bf16"],
 )
 @pytest.mark.parametrize("guard", ["on_device", "late"])
-def test_a_step_asks_for_no_number(place, monkeypatch, guard, settings):
+def test_a_step_reads_no_number_from_the_device(place, monkeypatch, guard, settings):
     monkeypatch.setattr(clipping, "is_here", lambda norm: False)  # as on a GPU
     assert asked_in_steps(place, monkeypatch, guard, **settings) == []
 
 
-def test_what_waits_is_seen(place, monkeypatch):
+def test_waiting_for_the_device_is_detected(place, monkeypatch):
     """The guard that looks ahead asks for two numbers in a step."""
     assert asked_in_steps(place, monkeypatch, "ahead").count("__float__") >= 2 * STEPS
 

@@ -44,7 +44,7 @@ def hanging(monkeypatch) -> Processes:
     return Processes(0, 2, torch.device("cpu"), lambda tensor: tensor, lambda: None, patiently)
 
 
-def test_a_gpu_is_called_as_its_tensors_call_it(monkeypatch):
+def test_a_gpu_has_the_device_name_of_its_tensors(monkeypatch):
     """accelerate names the only GPU `cuda`, which equals no tensor's device."""
     alone = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cuda"))
     monkeypatch.setattr(rooms, "PartialState", lambda **_: alone)
@@ -61,13 +61,13 @@ READS: dict[str, Callable[[LoopContext, Reporter], object]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_nothing_is_read_before_the_gpu_has_done_it(place: TinyPlace, hanging, read):
+def test_nothing_is_read_before_the_gpu_is_done(place: TinyPlace, hanging, read):
     job = replace(place.job("a"), processes=hanging)
     with pytest.raises(Lost):
         READS[read](job, Reporter(None, lambda progress: None, lambda line: None))
 
 
-def test_of_one_process_nothing_waits(monkeypatch):
+def test_a_single_process_never_waits(monkeypatch):
     monkeypatch.setattr(rooms, "when_done", lambda device: lambda: False)
     alone = Processes(0, 1, torch.device("cpu"), None, lambda: None, patiently)
     alone.await_gpu()
@@ -86,7 +86,7 @@ class Kept(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_vote_is_written_where_it_is(place: TinyPlace, hanging):
+def test_a_vote_is_written_on_its_device(place: TinyPlace, hanging):
     """On the device itself: a copy from unlocked memory would wait for the whole step."""
     job = replace(place.job("a"), processes=hanging)
     job = replace(job, learner=replace(job.learner, device=torch.device("meta")))

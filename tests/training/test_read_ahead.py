@@ -40,7 +40,7 @@ def without_data_of(job: LoopContext, step: int, error: Exception) -> LoopContex
         (OSError(5, "Input/output error"), "The system failed in reading the data of step 5 .*Input/output error"),
     ],
 )
-def test_what_was_trained_is_saved_and_the_rest_comes_out_the_same(place: TinyPlace, error: Exception, words: str):
+def test_the_trained_steps_are_saved_and_the_resumed_run_is_the_same(place: TinyPlace, error: Exception, words: str):
     settings: dict[str, Any] = {"steps": 6, "checkpoint__every_n_steps": 100}
     whole = place.job("whole", **settings)
     place.train(whole)
@@ -53,7 +53,7 @@ def test_what_was_trained_is_saved_and_the_rest_comes_out_the_same(place: TinyPl
     assert outcome(mended) == outcome(whole)
 
 
-def test_without_memory_to_copy_ahead_the_step_copies_for_itself(monkeypatch: pytest.MonkeyPatch):
+def test_without_memory_to_prefetch_the_step_copies_for_itself(monkeypatch: pytest.MonkeyPatch):
     """On a GPU; this one only says that its memory is full."""
 
     def full(*given: Any) -> MicroBatch:
@@ -68,7 +68,7 @@ def test_without_memory_to_copy_ahead_the_step_copies_for_itself(monkeypatch: py
     assert found is one
 
 
-def test_conditioning_that_says_what_counts_stays_beside_the_cpu():
+def test_attention_masks_of_the_conditioning_stay_on_the_cpu():
     """Captions' lengths are asked for in every step; the rest is cast for the model."""
     values, padding = torch.zeros(2, 4, 8, 8), torch.tensor([[False, True], [False, False]])
     cond = {"embeds": torch.zeros(2, 2, 3), "padding": padding}
@@ -79,7 +79,7 @@ def test_conditioning_that_says_what_counts_stays_beside_the_cpu():
     assert torch.equal(moved.part(0, 1).cond["padding"], padding[:1])
 
 
-def test_a_sum_without_memory_is_not_taken_for_a_lost_process(monkeypatch: pytest.MonkeyPatch):
+def test_an_all_reduce_out_of_memory_is_not_taken_for_a_lost_process(monkeypatch: pytest.MonkeyPatch):
     def full(*given: Any, **named: Any) -> None:
         raise torch.OutOfMemoryError(SHORT)
 

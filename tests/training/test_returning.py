@@ -49,7 +49,7 @@ def went_on_from(job: LoopContext) -> list[str]:
     ]
 
 
-def test_what_was_given_up_is_gone_before_a_step_is_trained_again(place: TinyPlace) -> None:
+def test_rows_of_undone_steps_are_deleted_before_a_step_is_trained_again(place: TinyPlace) -> None:
     """Else a kill just then would have --resume take it; and a best file written anew would be paired with it."""
     losses = itertools.count(-1, -1)
     job = replace(bad_once(fresh(place, "a"), 6), validate=lambda asked: float(next(losses)))  # each the best yet
@@ -76,7 +76,7 @@ def test_what_was_given_up_is_gone_before_a_step_is_trained_again(place: TinyPla
     assert [row["step"] for row in read_lines(job.folder / METRICS)] == list(range(1, 9))
 
 
-def test_tensorboard_shows_no_step_that_was_given_up(place: TinyPlace) -> None:
+def test_tensorboard_shows_no_undone_step(place: TinyPlace) -> None:
     job = bad_once(fresh(place, "a"), 6)
     place.train(job)
     shown = EventAccumulator(str(job.folder / "logs"))
@@ -86,7 +86,7 @@ def test_tensorboard_shows_no_step_that_was_given_up(place: TinyPlace) -> None:
     assert [each.step for each in shown.Scalars("validation/loss")] == [0, 2, 4, 6, 8]
 
 
-def test_only_the_runs_own_files_of_later_steps_are_withdrawn(tmp_path) -> None:
+def test_only_the_runs_own_files_of_later_steps_are_deleted(tmp_path) -> None:
     weights = tmp_path / "run" / "weights"
     weights.mkdir(parents=True)
     kept = ("run-step-000004.safetensors", "other-step-000006.safetensors", "run-step-x.safetensors", "run-step-9.txt")
@@ -97,7 +97,7 @@ def test_only_the_runs_own_files_of_later_steps_are_withdrawn(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["another rhythm", "a damaged one"])
-def test_without_a_regular_checkpoint_it_goes_back_to_the_newest(place: TinyPlace, trouble: str) -> None:
+def test_without_a_regular_checkpoint_rollback_takes_the_newest(place: TinyPlace, trouble: str) -> None:
     """And not to the start, which would throw the whole run away."""
     settings: dict[str, object] = {"safeguards__on_nonfinite": "rollback", "validation__every_n_steps": 0}
     first = told_in(place.job("a", steps=8, checkpoint__every_n_steps=4, **settings), 4)

@@ -24,7 +24,7 @@ def failing(place: TinyPlace, name: str, **settings: object) -> LoopContext:
     return bad_sample(place.job(name, **{"safeguards__max_nonfinite_steps": 3, **SETTINGS, **settings}), 3, 4, 5)
 
 
-def test_rollback_goes_further_back_where_the_same_step_fails_again(place: TinyPlace):
+def test_rollback_takes_an_older_checkpoint_when_the_same_step_fails_again(place: TinyPlace):
     """And the checkpoint that is written on the way is new, and tried first."""
     began: list[int] = []
     job = place.job(
@@ -43,7 +43,7 @@ def test_rollback_goes_further_back_where_the_same_step_fails_again(place: TinyP
     assert (state.step, state.restored) == (7, 3)
 
 
-def test_other_settings_let_a_run_fail_anew(place: TinyPlace):
+def test_other_settings_reset_the_failure_count(place: TinyPlace):
     """The count of steps in a row goes on with the same settings, and begins anew with a lower rate."""
     with pytest.raises(TrainingFailed):
         place.train(failing(place, "a", steps=9))
@@ -54,7 +54,7 @@ def test_other_settings_let_a_run_fail_anew(place: TinyPlace):
     assert (state.step, state.skipped) == (9, 5)
 
 
-def test_returns_are_forgotten_with_the_settings_they_were_made_by():
+def test_rollbacks_are_forgotten_when_settings_change():
     """A halved rate stays, unless another is asked for."""
     config = Config()
     before = replace(with_settings(TrainState(), config), restored=3, rate_scale=0.5, failed_at=6, returned_to=5)
@@ -75,13 +75,13 @@ def test_the_checkpoint_from_before_the_failures_is_named(place: TinyPlace):
 
 
 @pytest.mark.parametrize(("precision", "said"), [("bf16", "weight_dtype=fp32"), ("fp32", None)])
-def test_the_advice_is_what_the_run_is_not_yet(place: TinyPlace, precision, said):
+def test_the_advice_names_only_settings_not_yet_in_use(place: TinyPlace, precision, said):
     job = place.job(precision, memory__weight_dtype=precision, **SETTINGS)
     assert (remedy(job) == "Lower optimizer.learning_rate.") == (said is None)
     assert said is None or said in remedy(job)
 
 
-def test_a_damaged_base_is_said(place: TinyPlace):
+def test_a_damaged_base_model_is_reported(place: TinyPlace):
     """No lower rate mends it."""
     job = place.job("a", steps=9, safeguards__max_nonfinite_steps=3, **SETTINGS)
     name, weight = next(each for each in job.learner.denoiser.named_parameters() if not each[1].requires_grad)
@@ -93,6 +93,6 @@ def test_a_damaged_base_is_said(place: TinyPlace):
     assert "learning_rate" not in str(ended.value)
 
 
-def test_the_line_says_that_the_newest_steps_were_left_out():
+def test_the_message_names_the_skipped_newest_steps():
     assert figures(Progress("training", 9, 20, loss=0.2, left_out=3)).startswith("loss 0.2000 (left out 3)  rate")
     assert "left out" not in figures(Progress("training", 9, 20, loss=0.2))

@@ -11,7 +11,7 @@ from tests.training.tiny_job import TinyPlace
 QUICK = KNOWN + 2  # steps
 
 
-def test_steps_that_take_longer_than_before_are_said_with_both_times(place: TinyPlace) -> None:
+def test_slow_steps_are_reported_with_both_times(place: TinyPlace) -> None:
     """What slows them is real: a hook that sleeps in the forward pass, many times as long as the step takes."""
     job = place.job("slow", steps=QUICK + LASTING, train__effective_batch_size=1, validation__split=0.0)
     asked: list[object] = []

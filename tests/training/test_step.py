@@ -118,7 +118,7 @@ def test_a_process_without_samples_still_takes_part(unet):
     assert float(result.loss) == 0.0
 
 
-def test_a_weight_multiplies_its_samples_part(unet):
+def test_a_loss_weight_multiplies_the_loss_of_its_sample(unet):
     learner = make_step_context(unet, torch.float64)
     for parameter in learner.masters:
         parameter.data += 0.01

@@ -39,7 +39,7 @@ def ended(
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
-def test_numbers_that_wait_change_nothing(place: TinyPlace, policy, monkeypatch):
+def test_delayed_metrics_change_nothing(place: TinyPlace, policy, monkeypatch):
     """Looked at every sixth step, as a GPU is every tenth, with good steps behind a bad one."""
     settings = {**RARELY, "steps": 8, "safeguards__on_nonfinite": policy, "safeguards__max_nonfinite_steps": 2}
     at_once = ended(place, bad_sample(place.job("at once", **settings), BAD))
@@ -49,7 +49,7 @@ def test_numbers_that_wait_change_nothing(place: TinyPlace, policy, monkeypatch)
 
 
 @pytest.mark.parametrize("guard", ["on_device", "late", pytest.param("ahead", marks=pytest.mark.slow)])
-def test_too_many_in_a_row_are_too_many_whenever_they_are_seen(place: TinyPlace, guard, monkeypatch):
+def test_too_many_skipped_in_a_row_end_the_run_whenever_they_are_read(place: TinyPlace, guard, monkeypatch):
     """Good steps behind them hide nothing, and a stop in between moves nothing."""
     looked_at_every(6, monkeypatch)
     settings = {**RARELY, "steps": 8, "safeguards__max_nonfinite_steps": 2}
@@ -62,7 +62,7 @@ def test_too_many_in_a_row_are_too_many_whenever_they_are_seen(place: TinyPlace,
 
 
 @pytest.mark.parametrize("guard", ["ahead", "on_device"])
-def test_a_scale_that_collapsed_is_seen_where_it_did(place: TinyPlace, guard, monkeypatch):
+def test_a_collapsed_loss_scale_is_reported_at_its_step(place: TinyPlace, guard, monkeypatch):
     looked_at_every(6, monkeypatch)
     job = guarded(place.job("a", steps=8, memory__weight_dtype="fp16", **RARELY), guard)
     job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 1.0})
@@ -74,7 +74,7 @@ def test_a_scale_that_collapsed_is_seen_where_it_did(place: TinyPlace, guard, mo
 
 
 @pytest.mark.parametrize("guard", ["ahead", "on_device"])
-def test_overflows_in_a_row_are_too_many_whenever_they_are_seen(place: TinyPlace, guard, monkeypatch):
+def test_too_many_overflows_in_a_row_end_the_run_whenever_they_are_read(place: TinyPlace, guard, monkeypatch):
     looked_at_every(6, monkeypatch)
     monkeypatch.setattr("lora_trainer.training.guard.MOST_OVERFLOWS", 2)
     job = guarded(place.job("a", steps=8, memory__weight_dtype="fp16", **RARELY), guard)
@@ -85,7 +85,7 @@ def test_overflows_in_a_row_are_too_many_whenever_they_are_seen(place: TinyPlace
 
 # On the device: test_exact_resume's run that is stopped between two looks.
 @pytest.mark.parametrize("guard", ["late", pytest.param("on_device", marks=pytest.mark.slow)])
-def test_a_stop_anywhere_between_two_looks_changes_nothing(place: TinyPlace, guard, monkeypatch):
+def test_a_stop_anywhere_between_two_flushes_changes_nothing(place: TinyPlace, guard, monkeypatch):
     looked_at_every(6, monkeypatch)
     straight = ended(place, bad_sample(guarded(place.job("straight", steps=8, **RARELY), guard), 1, 4))
     for step in range(8):

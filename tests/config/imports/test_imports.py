@@ -94,11 +94,11 @@ def assert_listing_is_written(imported: Imported) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_listed_stands_in_the_written_file(name: str) -> None:
+def test_listed_settings_are_in_the_written_file(name: str) -> None:
     assert_listing_is_written(import_file(FILES / name))
 
 
-def test_what_another_key_overrides_is_said_to_be(tmp_path: Path) -> None:
+def test_overridden_keys_are_reported(tmp_path: Path) -> None:
     (tmp_path / "backends.json").write_text(
         json.dumps(
             [
@@ -122,7 +122,7 @@ def test_what_another_key_overrides_is_said_to_be(tmp_path: Path) -> None:
     assert "one value for all datasets here: 1.0" in lines["backends[1]"].why
 
 
-def test_changes_of_images_that_are_not_done_here_are_no_small_print(tmp_path: Path) -> None:
+def test_unsupported_augmentations_are_reported_prominently(tmp_path: Path) -> None:
     image = {"enable_random_rotate": True, "random_rotate_max_angle": 10.0, "enable_fixed_hue": True}
     off = {"random_hue_max_strength": 0.2, "random_contrast_max_strength": 0.3, "enable_fixed_flip": False}
     imported = imported_text(tmp_path, "c.json", json.dumps([{"path": "p", "image": {**image, **off}, "text": {}}]))
@@ -132,7 +132,7 @@ def test_changes_of_images_that_are_not_done_here_are_no_small_print(tmp_path: P
     assert verdicts["random_contrast_max_strength"] == verdicts["enable_fixed_flip"] == "ignored"
 
 
-def test_masked_training_needs_masks_and_says_it(tmp_path: Path) -> None:
+def test_masked_training_without_masks_is_reported(tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
     document = {
         "training_method": "LORA",
@@ -150,7 +150,7 @@ def test_masked_training_needs_masks_and_says_it(tmp_path: Path) -> None:
     assert imported.config.data.sources[0].masks == str(tmp_path / "p")
 
 
-def test_every_key_that_people_bring_is_known() -> None:
+def test_every_common_key_is_known() -> None:
     said = (
         "pretrained_model_name_or_path train_data_dir reg_data_dir dataset_config output_dir output_name resolution "
         "train_batch_size max_train_epochs max_train_steps gradient_accumulation_steps learning_rate unet_lr "
@@ -191,7 +191,7 @@ def test_every_key_that_people_bring_is_known() -> None:
     assert set(of_datasets.split()) - set(aitoolkit_keys.DATASET_RULES) == set()
 
 
-def test_kohya_trains_as_its_own_defaults_say(tmp_path: Path) -> None:
+def test_defaults_of_kohya_are_imported(tmp_path: Path) -> None:
     text = 'pretrained_model_name_or_path = "m"\ntrain_data_dir = "p"\nresolution = 512\n'
     config = imported_text(tmp_path, "k.toml", text).config
     assert config.train.max_steps == 1600
@@ -204,7 +204,7 @@ def test_kohya_trains_as_its_own_defaults_say(tmp_path: Path) -> None:
     assert (config.validation.split, config.checkpoint.export_weights) == (0.0, "last")
 
 
-def test_the_gui_counts_warmup_in_percent_and_epochs_where_no_steps_are(tmp_path: Path) -> None:
+def test_the_gui_counts_warmup_in_percent_and_epochs_without_steps(tmp_path: Path) -> None:
     marks = {"LoRA_type": "Standard", "noise_offset_type": "Original", "lr_scheduler": "cosine", "lr_warmup": 10}
     steps = imported_text(tmp_path, "a.json", json.dumps({**marks, "max_train_steps": 800, "epoch": 3})).config
     assert (steps.train.max_steps, steps.train.max_epochs, steps.lr_scheduler.warmup_steps) == (800, None, 80)
@@ -212,7 +212,7 @@ def test_the_gui_counts_warmup_in_percent_and_epochs_where_no_steps_are(tmp_path
     assert (epochs.train.max_steps, epochs.train.max_epochs, epochs.lr_scheduler.warmup_steps) == (None, 3, None)
 
 
-def test_times_that_a_image_is_seen(tmp_path: Path) -> None:
+def test_total_repeats_of_an_image(tmp_path: Path) -> None:
     backends = [
         {"id": "a", "instance_data_dir": "a", "repeats": 0},
         {"id": "b", "instance_data_dir": "b", "repeats": 9},
@@ -223,12 +223,12 @@ def test_times_that_a_image_is_seen(tmp_path: Path) -> None:
     assert imported_text(tmp_path, "k.toml", text).config.data.sources[0].repeats == 1
 
 
-def test_captions_of_one_source_keep_what_is_said_of_all() -> None:
+def test_captions_of_one_source_keep_the_common_settings() -> None:
     config = import_file(FILES / "aitoolkit.yaml").config
     assert [source.captions and source.captions.trigger_word for source in config.data.sources] == ["sks", "sks"]
 
 
-def test_a_value_that_is_out_of_range_here_is_left_out_and_said(tmp_path: Path) -> None:
+def test_an_out_of_range_value_is_skipped_and_reported(tmp_path: Path) -> None:
     text = 'pretrained_model_name_or_path = "m"\ntrain_data_dir = "p"\nnetwork_dim = 99999\ncaption_dropout_rate = 3\n'
     imported = imported_text(tmp_path, "k.toml", text)
     assert imported.config.lora.rank == 16
@@ -237,7 +237,7 @@ def test_a_value_that_is_out_of_range_here_is_left_out_and_said(tmp_path: Path) 
     assert any("captions.dropout" in why for why in said)
 
 
-def test_a_contradiction_gives_way_and_is_said(tmp_path: Path) -> None:
+def test_a_contradictory_setting_is_dropped_and_reported(tmp_path: Path) -> None:
     text = 'train_data_dir = "p"\noptimizer_type = "AdamWScheduleFree"\nlr_scheduler = "cosine"\nnetwork_dim = 8\n'
     imported = imported_text(tmp_path, "k.toml", text)
     assert (imported.config.optimizer.name, imported.config.lr_scheduler.name) == (
@@ -247,14 +247,14 @@ def test_a_contradiction_gives_way_and_is_said(tmp_path: Path) -> None:
     assert any(line.key == "lr_scheduler" and "averages weights" in line.why for line in imported.lines)
 
 
-def test_no_bucket_is_shorter_than_what_is_trained(tmp_path: Path) -> None:
+def test_no_bucket_is_smaller_than_the_training_size(tmp_path: Path) -> None:
     text = 'train_data_dir = "p"\nnetwork_dim = 8\nresolution = 128\nenable_bucket = true\n'
     imported = imported_text(tmp_path, "k.toml", text)
     assert imported.config.data.bucket_min == 128  # kohya's default of 256 would leave no bucket
     assert any("no more than the 128 px" in line.why for line in imported.lines)
 
 
-def test_wrong_kinds_of_values_are_told_together(tmp_path: Path) -> None:
+def test_wrong_types_of_values_are_reported_together(tmp_path: Path) -> None:
     text = 'train_data_dir = "p"\nnetwork_dim = "many"\nlearning_rate = true\nmixed_precision = "fp12"\n'
     with pytest.raises(UsageError) as caught:
         imported_text(tmp_path, "k.toml", text)
@@ -274,7 +274,7 @@ def test_wrong_kinds_of_values_are_told_together(tmp_path: Path) -> None:
         ('dataset_config = "gone.toml"\nnetwork_dim = 8\noutput_dir = "o"\n', "gone.toml does not exist"),
     ],
 )
-def test_what_cannot_be_imported_is_one_message_and_exit_2(
+def test_a_file_that_cannot_be_imported_is_one_message_and_exit_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
     path = tmp_path / "x"
@@ -294,7 +294,7 @@ def test_secrets_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
         assert "0123456789abcdef" not in out + err
 
 
-def test_the_command_writes_a_new_file_and_never_over_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_new_file_and_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "cat.toml"
     assert main(["import", str(FILES / "kohya_config.toml"), "--output", str(output)]) == 0
     table = capsys.readouterr().out
@@ -317,7 +317,7 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert tomllib.loads(document["toml"])["lora"]["rank"] == document["settings"]["lora.rank"] == 32
 
 
-def test_the_page_of_all_keys_is_what_the_code_says(checkout: Path) -> None:
+def test_the_page_of_all_keys_is_up_to_date(checkout: Path) -> None:
     assert (checkout / "docs" / "import.md").read_text("utf-8") == import_page()
 
 
@@ -345,7 +345,7 @@ def deep(keys: Mapping[str, object]) -> dict[str, Any]:
 
 @settings(max_examples=60)
 @given(st.data())
-def test_whatever_stands_in_a_file_is_read_or_refused_in_words(data: st.DataObject) -> None:
+def test_any_file_is_read_or_refused_with_a_message(data: st.DataObject) -> None:
     source = {"path": "p", "folder_path": "p", "image_dir": "p", "instance_data_dir": "p"}
     subset = {**data.draw(some(kohya_dataset.RULES)), "image_dir": "p"}
     concept = {**deep(data.draw(some(onetrainer_concepts.CONCEPT_RULES))), "path": "p"}

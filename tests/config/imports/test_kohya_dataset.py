@@ -56,7 +56,7 @@ def test_subset_beats_dataset_beats_general(tmp_path: Path) -> None:
     assert (first.path, second.path) == (str(tmp_path / "a"), str(tmp_path / "b"))
 
 
-def test_what_all_subsets_share_is_said_once(tmp_path: Path) -> None:
+def test_common_settings_of_subsets_are_written_once(tmp_path: Path) -> None:
     text = "[general]\nshuffle_caption = true\nflip_aug = true\n[[datasets]]\nresolution = 640\n"
     path = written(tmp_path, text + '[[datasets.subsets]]\nimage_dir = "a"\n[[datasets.subsets]]\nimage_dir = "b"\n')
     config = resolve([Layer("d", nested(data_file_settings(path, [])))]).config
@@ -68,7 +68,7 @@ def test_what_all_subsets_share_is_said_once(tmp_path: Path) -> None:
     assert [source.repeats for source in config.data.sources] == [1.0, 1.0]
 
 
-def test_a_subset_without_repeats_is_left_out_as_kohya_does(tmp_path: Path) -> None:
+def test_a_subset_without_repeats_is_skipped_as_in_kohya(tmp_path: Path) -> None:
     none = '[[datasets.subsets]]\nimage_dir = "none"\nnum_repeats = 0\n'
     path = written(tmp_path, f'[[datasets]]\n{none}[[datasets.subsets]]\nimage_dir = "a"\nnum_repeats = 2\n')
     resolved = settle([], [Layer("--data", {"data": {"sources": [str(path)]}})])
@@ -127,7 +127,7 @@ def test_every_key_of_a_whole_file() -> None:
     assert small.masks == str(FILE.parent / "masks")
 
 
-def test_data_named_by_a_dataset_toml_is_settled_like_any_other(tmp_path: Path) -> None:
+def test_data_of_a_dataset_toml_is_resolved_like_any_other(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         '[[datasets]]\nbatch_size = 3\ncolor_aug = true\n[[datasets.subsets]]\nimage_dir = "a"\nnum_repeats = 5\n',
@@ -158,7 +158,7 @@ def test_data_named_by_a_dataset_toml_is_settled_like_any_other(tmp_path: Path) 
         ('[other]\na = 1\n[[datasets]]\n[[datasets.subsets]]\nimage_dir = "a"\n', "other is no part of a dataset TOML"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, text: str, said: str) -> None:
+def test_problems_are_reported(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(UsageError) as caught:
         settle([], [Layer("--data", {"data": {"sources": [str(written(tmp_path, text))]}})])
     assert said in str(caught.value)

@@ -168,7 +168,7 @@ def watched(denoiser: nn.Module) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize(("kind", "stored"), [("flux", "bf16"), ("sd3", "fp8"), ("sdxl", "bf16"), ("sdxl", "int8")])
-def test_streaming_changes_no_bit_and_two_blocks_stand_at_most(kind: str, stored: Precision) -> None:
+def test_block_swap_changes_no_bit_and_loads_at_most_two_blocks(kind: str, stored: Precision) -> None:
     """Checkpointed or not, for several numbers one after the other, in two steps each, and where nothing is trained."""
     tried = Tried(kind, stored=stored)
     denoiser = tried.denoiser
@@ -199,7 +199,7 @@ def test_blocks_are_listed_in_the_order_in_which_they_run(kind: str) -> None:
     assert len(blocks) >= 3
 
 
-def test_weights_are_copied_one_way_and_no_more_often_than_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_copied_only_to_the_gpu_and_only_as_often_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is on the GPU at the end of a pass is used by the next one."""
     tried = Tried("sd3")
     swap_blocks(tried.denoiser, 3, CPU)
@@ -217,7 +217,7 @@ def test_weights_are_copied_one_way_and_no_more_often_than_they_must(monkeypatch
     assert all(torch.equal(guest.host, home) for guest, home in zip(guests, homes, strict=True))
 
 
-def test_what_is_read_between_steps_is_there() -> None:
+def test_weights_are_readable_between_steps() -> None:
     """State, moves to the CPU and back, and adapters, which never leave the GPU."""
     tried, plain = Tried("sdxl"), Tried("sdxl")
     expected = plain.step()
@@ -236,7 +236,7 @@ def test_what_is_read_between_steps_is_there() -> None:
     )
 
 
-def test_a_step_that_was_given_up_midway_leaves_nothing_behind() -> None:
+def test_an_aborted_step_leaves_nothing_on_the_gpu() -> None:
     tried = Tried("flux")
     expected = tried.step()
     swap_blocks(tried.denoiser, 4, CPU)
@@ -253,7 +253,7 @@ def test_a_step_that_was_given_up_midway_leaves_nothing_behind() -> None:
     assert same(tried.looked_at(), expected[:1])
 
 
-def test_a_change_that_runs_out_of_memory_can_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_that_runs_out_of_memory_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = Tried("flux")
     expected = tried.step()
     swap_blocks(tried.denoiser, 2, CPU)
@@ -273,7 +273,7 @@ def test_a_change_that_runs_out_of_memory_can_be_taken_back(monkeypatch: pytest.
     assert same(tried.step(), expected)
 
 
-def test_memory_that_cannot_be_locked_leaves_no_error_to_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_pinning_leaves_no_error_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA keeps a thread's last error until a launch asks for it, which raises it."""
     left: list[int] = []
     ones = torch.ones
@@ -295,7 +295,7 @@ def test_memory_that_cannot_be_locked_leaves_no_error_to_the_next_kernel(monkeyp
     assert launched(1, device=CPU) == 1
 
 
-def test_memory_order_is_kept() -> None:
+def test_memory_format_is_kept() -> None:
     tried = Tried("sdxl")
     tried.denoiser.to(memory_format=torch.channels_last)
     expected = tried.step()
@@ -307,7 +307,7 @@ def test_memory_order_is_kept() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 70), st.integers(0, 70))
-def test_those_that_visit_are_spread(blocks: int, count: int) -> None:
+def test_swapped_blocks_are_spread_evenly(blocks: int, count: int) -> None:
     """Every number's are among the next one's, and between two of them lie no more than twice as many as must."""
     order = _spread(blocks)
     assert sorted(order) == list(range(blocks))
@@ -316,7 +316,7 @@ def test_those_that_visit_are_spread(blocks: int, count: int) -> None:
     assert not gaps or max(gaps) <= 2 * -(-blocks // len(chosen))
 
 
-def test_what_stays_on_the_gpu_is_told_without_weights() -> None:
+def test_resident_memory_is_known_without_weights() -> None:
     """As the plan asks: on the meta device, and less with each block that visits more."""
     with torch.device("meta"):
         denoiser = tiny_flux().requires_grad_(False)
@@ -379,7 +379,7 @@ def test_the_gpu_waits_for_each_copy_and_the_cpu_for_none(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_blocks_visit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_are_swapped_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is compiled anew for it; traced by torch's own dynamo and autograd, without its compiler."""
     true = torch.compile
     torch._dynamo.reset()

@@ -91,13 +91,13 @@ def test_a_stored_profile_is_what_a_trace_finds(targets, rank, micro, side, bloc
 @pytest.mark.parametrize(("family", "blocks"), [("sd2", (0, 9, 25)), ("sdxl", (0, 5, 18))])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("targets", ["attention", "attention+ff"])
-def test_the_other_ledgers_are_what_traces_find(family, targets, precision, blocks):
+def test_the_other_profiles_are_what_traces_find(family, targets, precision, blocks):
     for count in blocks:
         agrees(family, targets, 24, 1, (96, 96), count, precision)
         agrees(family, targets, 64, 2, (128, 112), count, precision)
 
 
-def test_sd35_meets_the_reference_where_it_is_told_the_same(monkeypatch):
+def test_sd35_meets_the_reference_with_equal_inputs(monkeypatch):
     """Which had half as much text, and the table of positions whole and in fp32."""
     monkeypatch.setattr("lora_trainer.models.sd3.LARGEST_SIDE", 384)
     monkeypatch.setattr("lora_trainer.models.sd3.T5_TOKENS", 77)
@@ -112,7 +112,7 @@ def test_sd35_meets_the_reference_where_it_is_told_the_same(monkeypatch):
     ("family", "targets", "blocks", "precision"),
     [("flux", "attention", 28, "bf16"), ("sd3", "attention+ff", 5, "nf4")],
 )
-def test_between_stored_counts_memory_lies_on_a_line_or_under_it(family, targets, blocks, precision):
+def test_memory_between_stored_counts_is_at_most_linear(family, targets, blocks, precision):
     sizes = Sizes(24, 2, 96 * 112, blocks)
     memory_model = stored_memory_model(public_architecture(family), targets)
     assert memory_model is not None
@@ -132,7 +132,7 @@ def test_between_stored_counts_memory_lies_on_a_line_or_under_it(family, targets
 )
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "nf4"])
-def test_the_ledgers_of_transformers_are_what_traces_find(family, blocks, recompute, precision):
+def test_the_profiles_of_transformers_are_what_traces_find(family, blocks, recompute, precision):
     for count in blocks:
         sizes = Sizes(16, 1, 128 * 128, count, recompute)
         memory_model = stored_memory_model(public_architecture(family), "attention")
@@ -144,7 +144,7 @@ def test_the_ledgers_of_transformers_are_what_traces_find(family, blocks, recomp
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_narrower_storage_and_each_visiting_block_frees_the_gpu(family):
+def test_quantization_and_each_swapped_block_free_gpu_memory(family):
     memory_model = stored_memory_model(public_architecture(family), "attention")
     assert memory_model is not None
     held = {
@@ -164,7 +164,7 @@ def test_each_narrower_storage_and_each_visiting_block_frees_the_gpu(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_more_blocks_never_need_more_memory(family, precision):
+def test_more_swapped_blocks_never_need_more_memory(family, precision):
     ledger = stored_profile(family, "attention", precision)
     assert ledger is not None
     for micro, side in ((1, 64), (1, 128), (4, 96)):
@@ -173,7 +173,7 @@ def test_more_blocks_never_need_more_memory(family, precision):
         assert peaks[-1] < 0.4 * peaks[0]
 
 
-def test_only_the_published_architecture_has_a_ledger():
+def test_only_the_published_architecture_has_a_memory_profile():
     published = public_architecture("sdxl")
     config = {**published.denoiser, "_class_name": "UNet2DConditionModel", "sample_size": 96, "class_embed_type": None}
     assert is_published(replace(published, denoiser=config))

@@ -40,7 +40,7 @@ def on_gpu(of: Offload) -> list[bool]:
     return [(away := ref()) is not None and away.flat is not None for ref in of.order]
 
 
-def test_little_stays_between_the_passes_and_nothing_after_them() -> None:
+def test_little_stays_between_forward_and_backward_and_nothing_after() -> None:
     of, x = Offload(CPU, nn.Identity()), torch.randn(8, 64, requires_grad=True)
     with of.keeping():
         y = x
@@ -98,7 +98,7 @@ def test_weights_and_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("stored", ["bf16", "int8", "nf4"])
-def test_of_blocks_that_visit_and_narrow_layers_nothing_moves_but_activations(stored: Precision) -> None:
+def test_only_activations_of_swapped_blocks_and_quantized_layers_move(stored: Precision) -> None:
     """Scales are buffers, and lie in one storage with the whole of a block that visits."""
     if stored == "nf4":
         pytest.importorskip("bitsandbytes")

@@ -20,7 +20,7 @@ from tests.models.memory.test_block_swap import CPU, Tried, same
 
 
 @pytest.mark.parametrize(("kind", "stored"), [("flux", "bf16"), ("sd3", "int8"), ("sdxl", "fp8")])
-def test_what_is_kept_changes_no_bit(kind: str, stored: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputation_changes_no_bit(kind: str, stored: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where blocks visit, whose copies are no part of what is computed again."""
     monkeypatch.setattr(recompute, "DEAR", 16)  # for layers as small as these
     tried = Tried(kind, stored=stored)
@@ -52,7 +52,7 @@ def kept_by(block: nn.Module, *given: torch.Tensor) -> list[str]:
     return ran
 
 
-def test_dear_results_are_kept_and_cheap_ones_computed_again() -> None:
+def test_expensive_results_are_kept_and_cheap_ones_recomputed() -> None:
     """A product over 512 is kept, one over 16, as an adapter's, is not."""
     wide, narrow = nn.Linear(512, 16), nn.Linear(16, 24)
     ran = kept_by(lambda x: narrow(wide(x).sigmoid()).exp(), torch.randn(8, 512, requires_grad=True))
@@ -60,7 +60,7 @@ def test_dear_results_are_kept_and_cheap_ones_computed_again() -> None:
     assert any("sigmoid.default" in name for name in ran)
 
 
-def test_products_in_int8_are_computed_again() -> None:
+def test_int8_matmuls_are_recomputed() -> None:
     """Their numbers take twice the bytes of what comes of them. The second is the backward pass's own."""
     layer = nn.Linear(512, 512).requires_grad_(False)
     store_layers(layer, make_quantizer("int8", products=True))
@@ -68,7 +68,7 @@ def test_products_in_int8_are_computed_again() -> None:
     assert sum("_int_mm" in name for name in ran) == 2
 
 
-def test_attention_is_kept() -> None:
+def test_attention_results_are_kept() -> None:
     def block(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(x.exp(), x, x).sin()
 
@@ -78,7 +78,7 @@ def test_attention_is_kept() -> None:
 
 
 @pytest.mark.parametrize("chosen", ["full", "selective"])
-def test_memory_lies_between_none_and_all(chosen: CheckpointingMode) -> None:
+def test_memory_lies_between_no_and_full_checkpointing(chosen: CheckpointingMode) -> None:
     """Of the published model, by the trace: and with `selective` there is next to no work more than without."""
     architecture: Architecture = public_architecture("sd15")
     subject = make_subject(FAMILIES["sd15"], architecture, rank=16, targets="attention", dtype=torch.bfloat16)

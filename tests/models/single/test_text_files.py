@@ -76,7 +76,7 @@ def test_files_are_the_encoders_of_a_folder(made: Path, files: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_quantized_or_damaged_file_is_the_reason_where_no_other_serves(made: Path, files: Path) -> None:
+def test_a_quantized_or_damaged_file_is_the_reason_without_another(made: Path, files: Path) -> None:
     path = files / "t5xxl.safetensors"
     write(scaled(load_file(path)), path)
     with pytest.raises(UsageError, match=r"t5xxl\.safetensors is quantized \(fp8 with scales"):
@@ -89,7 +89,7 @@ def test_a_quantized_or_damaged_file_is_the_reason_where_no_other_serves(made: P
         laid_out(made, files)
 
 
-def test_two_files_of_one_size_are_asked_about(made: Path, files: Path) -> None:
+def test_two_files_of_one_size_are_ambiguous(made: Path, files: Path) -> None:
     shutil.copy(files / "clip_l.safetensors", files / "clip_other.safetensors")
     with pytest.raises(
         UsageError, match=r"clip_l\.safetensors and .*clip_other\.safetensors may both be text_encoder\."

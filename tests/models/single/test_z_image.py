@@ -40,7 +40,7 @@ def pipeline(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("bare", [False, True], ids=["whole", "bare"])
-def test_a_checkpoint_is_its_folder(pipeline: Any, bare: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_equals_its_folder(pipeline: Any, bare: bool, tmp_path: Path) -> None:
     folder, tensors = tmp_path / "folder", z_image_checkpoint(pipeline, bare=bare)
     parts: dict[str, Path | None] = {"tokenizer": folder / "tokenizer"}
     if bare:
@@ -68,7 +68,7 @@ def test_a_checkpoint_is_its_folder(pipeline: Any, bare: bool, tmp_path: Path) -
     assert torch.equal(first, second)
 
 
-def test_without_the_language_model_what_lacks_is_said_at_once(pipeline: Any, tmp_path: Path) -> None:
+def test_without_the_language_model_all_missing_parts_are_reported_at_once(pipeline: Any, tmp_path: Path) -> None:
     file = write(z_image_original(pipeline.transformer), tmp_path / "model.safetensors")
     with pytest.raises(UsageError) as refused:
         lay_out(file)
@@ -76,7 +76,7 @@ def test_without_the_language_model_what_lacks_is_said_at_once(pipeline: Any, tm
     assert all(part in said for part in ("text_encoder", "VAE", "Qwen3 without its tokenizer"))
 
 
-def test_base_and_turbo_are_told_by_the_setting_or_the_name(pipeline: Any, tmp_path: Path) -> None:
+def test_base_and_turbo_are_distinguished_by_the_setting_or_the_name(pipeline: Any, tmp_path: Path) -> None:
     """Published schedulers: shift 6 and 3."""
     folder, tensors = tmp_path / "folder", z_image_checkpoint(pipeline)
     for name, variant, shift, noted in (
@@ -101,7 +101,7 @@ def flux_file(folder: Path) -> Path:
     return write({f"{name}.weight": torch.ones(64, 64) for name in names}, folder / "flux.safetensors")
 
 
-def test_the_published_transformer_is_told_by_its_form(tmp_path: Path) -> None:
+def test_the_published_transformer_is_recognized_by_its_shapes(tmp_path: Path) -> None:
     with torch.device("meta"):
         tensors = z_image_original(FAMILY.make_denoiser(public_architecture("z_image").denoiser))
     part = z_image_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)

@@ -15,7 +15,7 @@ from tests.training.memory.test_fit import FOUR, in_forward
 from tests.training.tiny_job import TinyPlace, told_in
 
 
-def test_a_resumed_run_that_is_to_spare_more_does(place: TinyPlace):
+def test_a_resumed_run_can_save_more_memory(place: TinyPlace):
     """Than it found for itself when memory ran out: what is set now, where that is more."""
     settings = FOUR | {"train__effective_batch_size": 1, "steps": 6}
     short = in_forward(place.job("more", **settings), lambda call: call == 1)
@@ -30,7 +30,7 @@ def test_a_resumed_run_that_is_to_spare_more_does(place: TinyPlace):
     assert (swapped(fewer, OomFallback(swapped=3)), swapped(again, OomFallback(swapped=2))) == (3, 3)
 
 
-def test_a_cpu_streams_only_where_it_is_asked_to(place: TinyPlace):
+def test_a_cpu_swaps_blocks_only_when_set(place: TinyPlace):
     job = place.job("plain", **FOUR)
     assert swap_fallbacks(job) == [0]
     gpu = replace(job, learner=replace(job.learner, device=torch.device("cuda")))

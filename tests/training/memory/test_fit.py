@@ -108,7 +108,7 @@ FIRST = [in_forward, in_backward, in_clipping, in_update]
 
 
 @pytest.mark.parametrize("place_of", FIRST)
-def test_a_first_step_without_memory_is_done_in_halves(place: TinyPlace, place_of: Callable[..., LoopContext]):
+def test_a_first_step_out_of_memory_is_split_in_halves(place: TinyPlace, place_of: Callable[..., LoopContext]):
     """Bit for bit the run that was split so from its start, wherever in the step memory ran out."""
     asked = place.job("asked", steps=4, train__max_micro_batch_size=2, **FOUR)
     place.train(asked)
@@ -132,19 +132,19 @@ def test_a_first_step_without_memory_is_done_in_halves(place: TinyPlace, place_o
         MemoryError(),
     ],
 )
-def test_memory_is_short_in_other_words_too(place: TinyPlace, error: Exception):
+def test_other_out_of_memory_messages_are_recognized(place: TinyPlace, error: Exception):
     short = in_forward(place.job("short", steps=1, **FOUR), lambda call: call == 0, error)
     assert place.train(short)[0].fit.micro == 2
 
 
-def test_another_error_is_not_taken_for_it(place: TinyPlace):
+def test_another_error_is_not_taken_for_out_of_memory(place: TinyPlace):
     broken = in_forward(place.job("broken", steps=1, **FOUR), lambda call: call == 0, RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
         place.train(broken)
 
 
 @pytest.mark.slow
-def test_fp16_takes_a_step_again_that_was_unscaled_already(place: TinyPlace):
+def test_fp16_repeats_a_step_whose_gradients_were_already_unscaled(place: TinyPlace):
     settings = FOUR | {"memory__weight_dtype": "fp16", "steps": 2}
     asked = place.job("asked", train__max_micro_batch_size=2, **settings)
     place.train(asked)
@@ -154,7 +154,7 @@ def test_fp16_takes_a_step_again_that_was_unscaled_already(place: TinyPlace):
     assert trained(short) == trained(asked)
 
 
-def test_an_update_that_ran_out_is_done_again_from_the_last_checkpoint(place: TinyPlace):
+def test_an_update_out_of_memory_is_repeated_from_the_last_checkpoint(place: TinyPlace):
     calm = place.job("calm", **FOUR)
     place.train(calm)
     short = in_update(place.job("short", **FOUR), lambda call: call == 4)
@@ -170,7 +170,7 @@ def test_an_update_that_ran_out_is_done_again_from_the_last_checkpoint(place: Ti
     assert trained(short)["tensors"] == trained(halves)["tensors"]
 
 
-def test_blocks_are_checkpointed_when_one_sample_does_not_fit(place: TinyPlace):
+def test_gradient_checkpointing_is_enabled_when_one_sample_does_not_fit(place: TinyPlace):
     """And that changes not one bit."""
     settings = FOUR | {"train__effective_batch_size": 1, "steps": 4}
     calm = place.job("calm", **settings)
@@ -184,7 +184,7 @@ def test_blocks_are_checkpointed_when_one_sample_does_not_fit(place: TinyPlace):
     assert trained(short) == trained(calm)
 
 
-def test_nothing_left_to_reduce_saves_what_was_trained(place: TinyPlace):
+def test_a_run_with_no_fallback_left_saves_what_was_trained(place: TinyPlace):
     short = in_forward(place.job("short", **FOUR | {"checkpoint__every_n_steps": 100}), lambda call: call >= 9)
     with pytest.raises(TrainingFailed, match="nothing left to reduce") as failed:
         place.train(short)
@@ -201,7 +201,7 @@ def test_nothing_left_to_reduce_saves_what_was_trained(place: TinyPlace):
     assert outcome(short)["step"] == 6
 
 
-def test_a_run_grows_back_and_waits_twice_as_long_after_a_failed_try(place: TinyPlace):
+def test_the_micro_batch_grows_back_and_waits_twice_as_long_after_a_failed_try(place: TinyPlace):
     settings = FOUR | {"memory__oom_recovery_steps": 2, "steps": 9}
     short = on_gpu(place.job("short", **settings), room=2)
     place.train(short)
@@ -210,7 +210,7 @@ def test_a_run_grows_back_and_waits_twice_as_long_after_a_failed_try(place: Tiny
 
 
 @pytest.mark.slow
-def test_a_run_that_fits_again_trains_as_planned(place: TinyPlace):
+def test_a_run_that_fits_again_returns_to_its_plan(place: TinyPlace):
     settings = FOUR | {"memory__oom_recovery_steps": 2, "train__effective_batch_size": 1, "steps": 9}
     short = in_forward(place.job("short", **settings), lambda call: call in (0, 1))
     state, _ = place.train(short)
@@ -219,7 +219,7 @@ def test_a_run_that_fits_again_trains_as_planned(place: TinyPlace):
     assert [step for step, _ in events(short)] == [1, 1, 3, 5]
 
 
-def test_a_run_that_was_short_of_memory_is_resumed_to_the_bit(place: TinyPlace):
+def test_a_run_that_was_out_of_memory_resumes_bit_exactly(place: TinyPlace):
     """Stopped after any step, on the same GPU: the same steps in the same parts, and the same tries to grow."""
     settings = FOUR | {"memory__oom_recovery_steps": 2, "steps": 8, "checkpoint__every_n_steps": 100}
     whole = on_gpu(place.job("whole", **settings), room=2)
@@ -245,7 +245,7 @@ def asked_on_gpu(job: LoopContext, room: int) -> LoopContext:
     return replace(job, validate=validate)
 
 
-def test_a_validation_without_memory_is_asked_in_smaller_parts(place: TinyPlace):
+def test_a_validation_out_of_memory_uses_smaller_micro_batches(place: TinyPlace):
     """The same losses, to rounding; the size of the parts is kept, also by a resumed run, bit for bit."""
     settings = FOUR | {"validation__every_n_steps": 2}
     calm = place.job("calm", **settings)
@@ -265,7 +265,7 @@ def test_a_validation_without_memory_is_asked_in_smaller_parts(place: TinyPlace)
     assert outcome(again) == outcome(whole)
 
 
-def test_a_validation_that_fits_in_no_way_saves_what_was_trained(place: TinyPlace):
+def test_a_validation_that_never_fits_saves_what_was_trained(place: TinyPlace):
     asked = iter(range(100))
     job = place.job("short", **FOUR | {"validation__every_n_steps": 2, "checkpoint__every_n_steps": 100})
     true = job.validate
@@ -282,7 +282,7 @@ def test_a_validation_that_fits_in_no_way_saves_what_was_trained(place: TinyPlac
     assert newest_valid(job.checkpoints)[0] is not None
 
 
-def test_of_two_processes_one_shrinks_alone(place: TinyPlace):
+def test_one_of_two_processes_shrinks_its_micro_batch_alone(place: TinyPlace):
     """Nobody waits for it in vain; ten steps later both take the smaller parts, which is said once."""
     settings = FOUR | {"steps": 11}
     calm = [place.job("calm", processes=each, **settings) for each in together(2)]
@@ -300,7 +300,7 @@ def test_of_two_processes_one_shrinks_alone(place: TinyPlace):
     assert mine == pytest.approx(theirs, rel=1e-3)
 
 
-def test_of_two_processes_one_whose_update_fails_does_not_try_alone(place: TinyPlace):
+def test_one_of_two_processes_does_not_retry_its_update_alone(place: TinyPlace):
     """The other has gone on: what the two would sum from there would be of different steps."""
     first, second = (place.job("short", processes=each, **FOUR) for each in together(2))
     with pytest.raises(TrainingFailed, match="Process 0: Out of memory while the weights were changed, at step 3"):
@@ -313,7 +313,7 @@ def in_the_sum(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
 
 
 @pytest.mark.parametrize("place_of", [in_the_sum, in_clipping])
-def test_of_two_processes_one_without_memory_for_the_sum_saves_and_leaves(place: TinyPlace, place_of: Any):
+def test_one_of_two_processes_out_of_memory_in_the_all_reduce_saves_and_leaves(place: TinyPlace, place_of: Any):
     """It cannot try alone either, but its weights are still those of the step before."""
     first, second = (place.job("short", processes=each, **FOUR) for each in together(2))
     with pytest.raises(
@@ -323,7 +323,7 @@ def test_of_two_processes_one_without_memory_for_the_sum_saves_and_leaves(place:
     assert [path.name for path in list_checkpoints(first.checkpoints)] == ["step-000002"]
 
 
-def test_blocks_visit_when_all_are_checkpointed_already(place: TinyPlace):
+def test_blocks_are_swapped_when_all_are_already_checkpointed(place: TinyPlace):
     """More and more of them, as the last that can be done, and back again; and that changes not one bit."""
     settings = FOUR | {
         "train__effective_batch_size": 1,
@@ -345,7 +345,7 @@ def test_blocks_visit_when_all_are_checkpointed_already(place: TinyPlace):
     assert trained(short) == trained(calm)
 
 
-def test_a_run_whose_blocks_visit_is_resumed_to_the_bit(place: TinyPlace):
+def test_a_run_with_block_swap_resumes_bit_exactly(place: TinyPlace):
     settings = FOUR | {
         "train__effective_batch_size": 1,
         "steps": 6,
@@ -362,7 +362,7 @@ def test_a_run_whose_blocks_visit_is_resumed_to_the_bit(place: TinyPlace):
     assert outcome(again) == outcome(whole)
 
 
-def test_a_gpu_without_room_to_grow_goes_on_as_before(place: TinyPlace, monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_without_room_to_grow_continues_unchanged(place: TinyPlace, monkeypatch: pytest.MonkeyPatch):
     """Blocks that were to stay again may not find room on the GPU: the step is done with them visiting."""
     settings = FOUR | {
         "train__effective_batch_size": 1,
@@ -379,13 +379,13 @@ def test_a_gpu_without_room_to_grow_goes_on_as_before(place: TinyPlace, monkeypa
     assert [("trying" in message) for _, message in events(short)][:3] == [False, True, False]
 
 
-def test_a_checkpoint_without_streaming_is_read():
+def test_a_checkpoint_without_block_swap_is_read():
     fit = TrainState(fit=OomFallback(micro=2)).to_json()
     del fit["fit"]["swapped"]
     assert TrainState.from_json(fit).fit == OomFallback(micro=2)
 
 
-def test_of_two_processes_both_take_the_fewest_that_stay(place: TinyPlace):
+def test_two_processes_agree_on_the_fewest_resident_blocks(place: TinyPlace):
     """Of processes whose micro-batches and checkpointed blocks are alike, the one that streams most says how many."""
     settings = FOUR | {"memory__blocks_to_swap": 1, "memory__gradient_checkpointing": "true"}
     jobs = [place.job("short", processes=each, **settings) for each in together(2)]

@@ -55,7 +55,7 @@ def really_held(learner: StepContext, subject: Subject, *, offloaded: bool) -> i
 
 
 @pytest.mark.parametrize("checkpointed", [0, 2])
-def test_a_trace_says_what_offloading_leaves_on_a_gpu(place: TinyPlace, monkeypatch, checkpointed):
+def test_a_trace_shows_what_offloading_leaves_on_a_gpu(place: TinyPlace, monkeypatch, checkpointed):
     """Nothing moves that is smaller than the least; of the rest only what is on its way stands."""
     subject, learner = subject_of(place), place.job("traced").learner
     checkpoint_blocks(learner.denoiser, checkpointed)
@@ -76,7 +76,7 @@ def test_a_trace_says_what_offloading_leaves_on_a_gpu(place: TinyPlace, monkeypa
 
 
 @pytest.mark.parametrize(("checkpointed", "chosen"), [(0, "full"), (99, "full"), (99, "selective")])
-def test_a_trace_counts_what_products_in_int8_hold(place: TinyPlace, checkpointed, chosen):
+def test_a_trace_counts_the_memory_of_int8_matmuls(place: TinyPlace, checkpointed, chosen):
     subject, learner = subject_of(place, products=True), place.job("products").learner
     store_layers(learner.denoiser, make_quantizer("int8", products=True))
     checkpoint_blocks(learner.denoiser, checkpointed, chosen)
