@@ -103,7 +103,7 @@ def signals_are_the_tests_own(request: pytest.FixtureRequest, monkeypatch: pytes
         own.append(number)
         raise_signal(number)
 
-    def told(interrupt: Interrupt, number: int, frame: FrameType | None) -> None:
+    def record_signal(interrupt: Interrupt, number: int, frame: FrameType | None) -> None:
         if number in own:
             own.remove(number)
         else:
@@ -112,7 +112,7 @@ def signals_are_the_tests_own(request: pytest.FixtureRequest, monkeypatch: pytes
 
     monkeypatch.setattr(os, "kill", killed)
     monkeypatch.setattr(signal, "raise_signal", raised)
-    monkeypatch.setattr(Interrupt, "caught", told)
+    monkeypatch.setattr(Interrupt, "caught", record_signal)
     yield
     if others:
         request.session.shouldfail = f"{others[0]} came from outside while {request.node.nodeid} ran"

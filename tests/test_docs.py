@@ -111,17 +111,17 @@ def test_the_readme_lists_every_command() -> None:
 
 def test_the_preset_tables_equal_the_presets() -> None:
     readme = (CHECKOUT / "README.md").read_text("utf-8")
-    told = dict[str, str]()
+    constants = dict[str, str]()
     for names, rest in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.*) \|$", readme, flags=re.MULTILINE):
-        told |= dict.fromkeys(re.findall(r"\w+", names), rest)
+        constants |= dict.fromkeys(re.findall(r"\w+", names), rest)
     for name, preset in presets().items():
         values = preset.values
         if preset.kind == "tiers":
-            samples, rank, attention = told[name].split(" | ")
+            samples, rank, attention = constants[name].split(" | ")
             assert (int(samples), int(rank)) == (values["train"]["effective_batch_size"], values["lora"]["rank"])
             assert attention.startswith("xformers") == (values["hardware"]["attention_backend"] == "xformers")
         elif preset.kind == "goals":
-            optimizer, rate, schedule, extras, exposures = told[name].split(" | ")
+            optimizer, rate, schedule, extras, exposures = constants[name].split(" | ")
             assert ("8-bit" in optimizer) == (values["optimizer"]["name"] == "adamw8bit")
             assert float(rate) == values["optimizer"]["learning_rate"]
             assert schedule == values["lr_scheduler"]["name"]
@@ -137,10 +137,10 @@ CONSTANTS = re.findall(
 )
 
 
-@pytest.mark.parametrize(("name", "key", "module", "told"), CONSTANTS)
-def test_a_documented_constant_equals_the_code(name: str, key: str, module: str, told: str) -> None:
+@pytest.mark.parametrize(("name", "key", "module", "documented"), CONSTANTS)
+def test_a_documented_constant_equals_the_code(name: str, key: str, module: str, documented: str) -> None:
     value = getattr(importlib.import_module(f"lora_trainer.{module.replace('/', '.')}"), name)
-    assert float(told) == (value[key] if key else value)
+    assert float(documented) == (value[key] if key else value)
 
 
 def test_every_constant_of_the_scores_has_a_row() -> None:

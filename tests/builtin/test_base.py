@@ -31,6 +31,6 @@ def test_is_a_stable_diffusion_1_5_by_its_files() -> None:
 
 def test_images_follow_their_prompts() -> None:
     prompts, scenes = fixed_prompts()
-    found = shares([judge(picture) for picture in sample(BASE_FOLDER, prompts[:8], batch=8)], scenes[:8])
+    found = shares([judge(image) for image in sample(BASE_FOLDER, prompts[:8], batch=8)], scenes[:8])
     # 95 % of 64 is what the script measures; of eight, one may be wrong.
     assert found["wholly right"] >= 7 / 8

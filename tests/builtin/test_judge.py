@@ -28,12 +28,12 @@ def drawn(scenes: list[Scene]) -> list[Image.Image]:
 
 
 def test_right_on_drawn_images(scenes: list[Scene], drawn: list[Image.Image]) -> None:
-    assert shares([judge(picture) for picture in drawn], scenes)["wholly right"] >= 0.99
+    assert shares([judge(image) for image in drawn], scenes)["wholly right"] >= 0.99
 
 
 def test_at_chance_on_shuffled_captions(scenes: list[Scene], drawn: list[Image.Image]) -> None:
     shuffled = random.Random(12).sample(scenes, COUNT)
-    found = shares([judge(picture) for picture in drawn], shuffled)
+    found = shares([judge(image) for image in drawn], shuffled)
     # Three standard deviations around one in six and one in eight.
     assert abs(found["shape"] - 1 / len(SHAPES)) < 3 * (1 / 6 * 5 / 6 / COUNT) ** 0.5
     assert abs(found["colour"] - 1 / len(COLOURS)) < 3 * (1 / 8 * 7 / 8 / COUNT) ** 0.5
@@ -41,12 +41,12 @@ def test_at_chance_on_shuffled_captions(scenes: list[Scene], drawn: list[Image.I
 
 
 def test_right_on_soft_images_like_those_of_a_vae(scenes: list[Scene], drawn: list[Image.Image]) -> None:
-    def soften(picture: Image.Image) -> Image.Image:
+    def soften(image: Image.Image) -> Image.Image:
         file = io.BytesIO()
-        picture.filter(ImageFilter.GaussianBlur(1.5)).save(file, "JPEG", quality=30)
+        image.filter(ImageFilter.GaussianBlur(1.5)).save(file, "JPEG", quality=30)
         return Image.open(file).convert("RGB")
 
-    assert shares([judge(soften(picture)) for picture in drawn], scenes)["wholly right"] >= 0.99
+    assert shares([judge(soften(image)) for image in drawn], scenes)["wholly right"] >= 0.99
 
 
 def test_sees_nothing_in_noise_and_plain_images() -> None:

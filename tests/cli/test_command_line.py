@@ -161,10 +161,10 @@ def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_arguments_reach_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[tuple[str | None, set[str]]] = []
+    calls: list[tuple[str | None, set[str]]] = []
 
     def train(resolved: Resolved, **flags: bool) -> SimpleNamespace:
-        asked.append((resolved.config.run.name, {name for name, given in flags.items() if given}))
+        calls.append((resolved.config.run.name, {name for name, value in flags.items() if value}))
         return SimpleNamespace(exit_code=4)
 
     module = ModuleType("lora_trainer.production.run")
@@ -177,7 +177,7 @@ def test_arguments_reach_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert main(["produce", "--dry-run"]) == 4
     assert main(["demo", "-v"]) == 4
     expected = [("cat", {"resume"}), (None, {"dry_run", "enforce_gates"}), ("demo-3", {"enforce_gates", "verbose"})]
-    assert asked == expected
+    assert calls == expected
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -221,9 +221,9 @@ def test_exit_codes(
 def test_in_one_pipe_an_error_comes_last(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lora_trainer", "train", "--data", str(tmp_path / "absent")]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=300)
-    said = ended.stdout.decode()
+    output = ended.stdout.decode()
     assert ended.returncode == 2
-    assert 0 <= said.index("No --model") < said.index("error: ")
+    assert 0 <= output.index("No --model") < output.index("error: ")
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,16 +267,16 @@ def test_a_closed_pipe_is_no_error() -> None:
 def test_unused_flags_are_not_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     for command, absent in (("plan", ("--resume", "--dry-run")), ("batch", ("--data", "--name"))):
         assert main([command, "--help"]) == 0
-        said = capsys.readouterr().out
-        assert "--preset" in said
-        assert not [flag for flag in absent if f"{flag} " in said]
+        output = capsys.readouterr().out
+        assert "--preset" in output
+        assert not [flag for flag in absent if f"{flag} " in output]
 
 
 def test_an_empty_name_and_output_are_refused_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--name", "", "--output", ""]) == 2
-    said = capsys.readouterr().err
-    assert said.count("must be not empty") == 2
-    assert "String" not in said
+    output = capsys.readouterr().err
+    assert output.count("must be not empty") == 2
+    assert "String" not in output
 
 
 def test_a_family_without_its_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,9 +287,9 @@ def test_a_family_without_its_model_is_refused(capsys: pytest.CaptureFixture[str
 def test_a_folder_is_no_lora_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "cat.safetensors").write_bytes(b"")
     assert main(["validate", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "is a folder" in said
-    assert "cat.safetensors" in said
+    output = capsys.readouterr().err
+    assert "is a folder" in output
+    assert "cat.safetensors" in output
 
 
 def test_a_finished_command_does_not_collect_garbage(checkout: Path) -> None:

@@ -78,19 +78,19 @@ def test_every_rule_is_checked():
     assert functions - {contradictions.contradictions} == set(contradictions.RULES)
 
 
-@pytest.mark.parametrize(("asked", "other", "value"), CLASHES)
-def test_contradictory_user_settings_are_refused(asked, other, value):
+@pytest.mark.parametrize(("settings", "other", "value"), CLASHES)
+def test_contradictory_user_settings_are_refused(settings, other, value):
     with pytest.raises(UsageError) as caught:
-        resolve([user(**asked), user(**other)])
+        resolve([user(**settings), user(**other)])
     (problem,) = caught.value.problems
     assert problem.message.startswith(f"{name_of(other)} = ")
     assert "(from --set): " in problem.message
     assert problem.fix
 
 
-@pytest.mark.parametrize(("asked", "other", "value"), CLASHES)
-def test_a_contradictory_preset_setting_is_dropped_and_named(asked, other, value):
-    resolved = resolve([Layer("preset some", user(**other).values), user(**asked)])
+@pytest.mark.parametrize(("settings", "other", "value"), CLASHES)
+def test_a_contradictory_preset_setting_is_dropped_and_named(settings, other, value):
+    resolved = resolve([Layer("preset some", user(**other).values), user(**settings)])
     assert flattened(resolved.config)[name_of(other)] == value
     assert resolved.origin[name_of(other)].startswith("default")
     (note,) = resolved.notes
@@ -181,8 +181,8 @@ def test_diffusion_only_options_are_refused_on_a_flow_model(settings, reason):
     "settings", [{"flow__timestep_sampling": "uniform"}, {"flow__shift": 3.0}, {"flow__logit_mean": 0.5}]
 )
 def test_flow_timesteps_are_refused_on_a_diffusion_model(settings):
-    asked = resolve([user(**settings)])
-    assert suited(asked, "flow") == asked
+    resolved = resolve([user(**settings)])
+    assert suited(resolved, "flow") == resolved
     for prediction in ("epsilon", "v_prediction"):
         with pytest.raises(UsageError, match="only models of flow matching"):
-            suited(asked, prediction)
+            suited(resolved, prediction)

@@ -95,7 +95,7 @@ def test_wrong_values_are_explained_plainly(section: str, key: str, value: objec
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "held"),
+    ("name", "value", "expected"),
     [
         ("text_encoder.learning_rates", 5e-5, (5e-5,)),
         ("textual_inversion.placeholder_tokens", "<zobo>", ("<zobo>",)),
@@ -106,9 +106,9 @@ def test_wrong_values_are_explained_plainly(section: str, key: str, value: objec
         ("lora.target_modules", "attention", "attention"),
     ],
 )
-def test_a_lone_value_is_a_list_of_one(name: str, value: object, held: object) -> None:
+def test_a_lone_value_is_a_list_of_one(name: str, value: object, expected: object) -> None:
     section, key = name.split(".")
-    assert flattened(resolve([Layer("--set", {section: {key: value}})]).config)[name] == held
+    assert flattened(resolve([Layer("--set", {section: {key: value}})]).config)[name] == expected
 
 
 def test_a_lone_folder_is_the_data() -> None:
@@ -189,6 +189,6 @@ def test_lists_inside_of_a_source_are_read() -> None:
 
 
 def test_a_path_that_is_not_utf_8_is_named() -> None:
-    told = problems_of(Layer("--data", {"data": {"sources": ["good", "caf\udce9"]}}))
-    assert "table 2" in told
-    assert "UTF-8" in told
+    message = problems_of(Layer("--data", {"data": {"sources": ["good", "caf\udce9"]}}))
+    assert "table 2" in message
+    assert "UTF-8" in message

@@ -52,8 +52,8 @@ def test_a_pause_is_reported_once_and_ends_by_itself(number, tmp_path):
     assert "Step 4 is safe." in first
     assert "1 minutes" in first
     assert second.startswith("there is room again")
-    (told,) = patience.take_ended()
-    assert "went on after" in told
+    (message,) = patience.take_ended()
+    assert "went on after" in message
     assert not patience.take_ended()
     assert not patience.waiting
 
@@ -189,8 +189,8 @@ def test_the_error_at_the_end_names_what_waited_first(tmp_path):
         writer.join()
     assert len(lines) == 1
     assert patience.given_up
-    for said in (str(ended.value), *raised):
-        assert said.startswith("The checkpoint of step 6 needs 1000000.00 GB")
+    for message in (str(ended.value), *raised):
+        assert message.startswith("The checkpoint of step 6 needs 1000000.00 GB")
 
 
 def test_small_sizes_are_in_bytes():

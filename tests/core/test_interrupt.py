@@ -138,10 +138,10 @@ def test_writing_to_a_closed_terminal_raises_nothing(checkout: Path, tmp_path: P
     )
     os.close(theirs)
     os.close(written)
-    said, began = b"", time.monotonic()
-    while b"ready" not in said and time.monotonic() - began < 300:
+    output, began = b"", time.monotonic()
+    while b"ready" not in output and time.monotonic() - began < 300:
         if select.select([watched], [], [], 1.0)[0]:
-            said += os.read(watched, 4096)
+            output += os.read(watched, 4096)
     os.close(ours)
     os.close(end)
     process.send_signal(signal.SIGHUP)  # as its shell does

@@ -86,8 +86,8 @@ def write_socket(path: Path) -> None:
     here = os.getcwd()
     os.chdir(path.parent)  # the whole path may be too long for a socket's address
     try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(path.name)
     finally:
         os.chdir(here)
 

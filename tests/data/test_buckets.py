@@ -79,5 +79,5 @@ def test_the_documented_buckets_exist() -> None:
     rows = dict(re.findall(r"^\| (\d+) \| ((?:\d+x\d+(?:, )?)+) \|$", page, re.MULTILINE))
     assert set(rows) == {"512", "768", "1024"}
     for resolution, buckets in rows.items():
-        made = make_buckets(int(resolution), 64, 2.0)
-        assert buckets.split(", ") == [str(bucket) for bucket in made if bucket.width >= bucket.height]
+        found = make_buckets(int(resolution), 64, 2.0)
+        assert buckets.split(", ") == [str(bucket) for bucket in found if bucket.width >= bucket.height]

@@ -291,10 +291,10 @@ severities: st.SearchStrategy[Severity | None] = st.sampled_from([None, None, "n
     st.data(),
 )
 def test_the_score_is_bounded_and_falls_when_one_more_file_breaks(
-    told: Sequence[Sequence[Severity | None]], data: st.DataObject
+    rows: Sequence[Sequence[Severity | None]], data: st.DataObject
 ) -> None:
     """Whatever else was found; the worst case beside it is another file that loses a warning, or a pair that goes."""
-    samples = [sample_of(number) for number in range(len(told))]
+    samples = [sample_of(number) for number in range(len(rows))]
     pairs = data.draw(st.integers(0, len(samples) // 2))
 
     def score(broken: int | None, pairs: int, cut: int) -> float:
@@ -303,7 +303,7 @@ def test_the_score_is_bounded_and_falls_when_one_more_file_breaks(
         for place, name in enumerate(CHECKS):
             found[name] = [
                 Finding(name, severity, "is odd.", path=sample.path)
-                for sample, row in zip(samples, told, strict=True)
+                for sample, row in zip(samples, rows, strict=True)
                 if (severity := row[place]) and sample is not (None if broken is None else samples[broken])
             ]
         if broken is not None:
@@ -318,7 +318,7 @@ def test_the_score_is_bounded_and_falls_when_one_more_file_breaks(
     before = score(None, pairs, cut)
     assert score(place, pairs, cut) <= before + 1e-12
     assert score(None, pairs, cut + 1) < before or before == 0.0
-    if pairs and "error" not in told[place]:
+    if pairs and "error" not in rows[place]:
         assert score(place, pairs - 1, cut) <= before + 1e-12
 
 

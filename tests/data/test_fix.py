@@ -140,8 +140,8 @@ def test_among_exact_copies_the_one_with_a_caption_is_kept(good: Path, tmp_path:
 
 def test_files_that_are_no_samples_are_skipped_with_a_reason(good: Path, tmp_path: Path) -> None:
     (good / "text.png").write_text("no image", encoding="utf-8")
-    told = done_of(fixed(tmp_path / "copy", good))["text.png"]
-    assert told == (None, "left out: is not an image in a known format.")
+    action = done_of(fixed(tmp_path / "copy", good))["text.png"]
+    assert action == (None, "left out: is not an image in a known format.")
 
 
 def test_folders_with_repeats_and_metadata_survive(good: Path, tmp_path: Path) -> None:
@@ -155,13 +155,13 @@ def test_folders_with_repeats_and_metadata_survive(good: Path, tmp_path: Path) -
     (data / "plain" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     fixed(tmp_path / "copy", data)
 
-    def told(folder: Path) -> list[tuple[str, str, float, float, str]]:
+    def rows_of(folder: Path) -> list[tuple[str, str, float, float, str]]:
         return [
             (str(each.path.relative_to(folder)), each.caption, each.repeats, each.weight, each.content)
             for each in judged(folder)[0].samples
         ]
 
-    assert told(tmp_path / "copy") == told(data)
+    assert rows_of(tmp_path / "copy") == rows_of(data)
     assert not (tmp_path / "copy" / "10_sks dog" / "3.txt").exists()
 
 

@@ -47,7 +47,7 @@ def data(tmp_path: Path) -> CachedData:
     )
 
 
-def told(data: CachedData, **options: object) -> CachedData:
+def with_options(data: CachedData, **options: object) -> CachedData:
     """The same data with settings of its captions."""
     return replace(data, captions=(CaptionsSection.model_validate(options),))
 
@@ -82,8 +82,8 @@ def test_every_step_can_be_read(data: CachedData) -> None:
 
 def test_caption_dropout_uses_the_empty_text(data: CachedData) -> None:
     refs = (ref(data, 0), ref(data, 2))
-    assert read_micro(told(data, dropout=1.0), refs, 0, 0, 0).cond["embeds"].unique().tolist() == [-1.0]
-    assert read_micro(told(data, dropout=0.0), refs, 0, 0, 0).cond["embeds"][:, 0, 0].tolist() == [0.0, 2.0]
+    assert read_micro(with_options(data, dropout=1.0), refs, 0, 0, 0).cond["embeds"].unique().tolist() == [-1.0]
+    assert read_micro(with_options(data, dropout=0.0), refs, 0, 0, 0).cond["embeds"][:, 0, 0].tolist() == [0.0, 2.0]
 
 
 @given(st.integers(0, 2**32), st.floats(0.05, 0.95))
@@ -97,7 +97,7 @@ def test_dropout_depends_only_on_the_position_and_keeps_its_share(seed: int, sha
 def test_a_sample_takes_its_texts_in_turn_and_none_in_an_epoch_without(data: CachedData) -> None:
     sample = replace(data.samples[0], variants=("a", "b", "c"))
     keys = [tuple(f"{number + 1:064x}" for number in (0, 2, 4)), *data.text_keys[1:]]
-    several = told(replace(data, samples=[sample, *data.samples[1:]], text_keys=keys), dropout_every_n_epochs=4)
+    several = with_options(replace(data, samples=[sample, *data.samples[1:]], text_keys=keys), dropout_every_n_epochs=4)
 
     def embedded(visit: int, epoch: int) -> float:
         place = Ref(0, sample.id, 0, visit)
@@ -131,7 +131,7 @@ def test_texts_do_not_depend_on_the_reader_or_the_resumed_step(
 
 def test_splitting_does_not_change_what_is_read(data: CachedData) -> None:
     refs = (ref(data, 0), ref(data, 2), ref(data, 4))
-    data = told(data, dropout=0.5)
+    data = with_options(data, dropout=0.5)
     whole = read_micro(data, refs, 5, 0, 9)
     parts = [read_micro(data, (each,), 5, 0, 9) for each in refs]
     assert torch.equal(whole.mean, torch.cat([part.mean for part in parts]))
@@ -177,12 +177,12 @@ def test_regularization_has_its_own_loss_weight(data: CachedData) -> None:
 
 
 def test_prefetch_reads_no_further_than_its_depth_and_stops() -> None:
-    made: list[int] = []
+    produced: list[int] = []
     enough = threading.Event()
 
     def source() -> Iterator[int]:
         for number in range(1000):
-            made.append(number)
+            produced.append(number)
             if number == 3:
                 enough.set()
             yield number
@@ -191,6 +191,6 @@ def test_prefetch_reads_no_further_than_its_depth_and_stops() -> None:
     with closing(prefetch(source(), depth=2)) as read:
         assert next(read) == 0
         assert enough.wait(10)
-        assert len(made) <= 5
+        assert len(produced) <= 5
     assert threading.active_count() == before
-    assert len(made) <= 5
+    assert len(produced) <= 5

@@ -32,9 +32,9 @@ def test_images_are_measured_in_order_and_once_for_each_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = [sample(tmp_path / f"{number}.png", number // 2) for number in range(6)]
-    told: list[tuple[int, int]] = []
-    seen = look_at(samples, lambda done, total: told.append((done, total)))
-    assert told[-1] == (3, 3)
+    progress: list[tuple[int, int]] = []
+    seen = look_at(samples, lambda done, total: progress.append((done, total)))
+    assert progress[-1] == (3, 3)
     for each, found in zip(samples, seen, strict=True):
         with opened(each.path) as image:
             assert found == measure(image)
@@ -47,16 +47,16 @@ def test_images_are_measured_in_order_and_once_for_each_content(
 def test_other_measures_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = sample(tmp_path / "1.png", 1)
     first = look_at([one])
-    asked: list[int] = []
+    calls: list[int] = []
 
     def counted(job: str, tasks: list[Task]) -> Iterator[tuple[int, object]]:
-        asked.append(len(tasks))
+        calls.append(len(tasks))
         return answers(job, tasks)
 
     monkeypatch.setattr(look, "answers", counted)
     monkeypatch.setattr(look, "MEASURES", look.MEASURES + 1)
     assert look_at([one]) == first
-    assert asked == [1]
+    assert calls == [1]
 
 
 def test_an_image_replaced_after_it_was_listed_is_reported(tmp_path: Path) -> None:

@@ -96,13 +96,13 @@ def test_an_image_folder_with_metadata(tmp_path: Path, draw: Draw) -> None:
 
 
 def test_weights_of_metadata(tmp_path: Path, draw: Draw) -> None:
-    given = {"a": 2, "b": 0.5, "c": 0, "d": -1, "e": float("nan"), "f": float("inf"), "g": "2", "h": True, "i": None}
-    given |= {"j": 10**400, "k": -(10**309)}
-    for name in given:
+    values = {"a": 2, "b": 0.5, "c": 0, "d": -1, "e": float("nan"), "f": float("inf"), "g": "2", "h": True, "i": None}
+    values |= {"j": 10**400, "k": -(10**309)}
+    for name in values:
         draw(tmp_path / f"{name}.png", seed=ord(name), caption=f"the letter {name}")
     rows = [
         json.dumps({"file_name": f"{name}.png"} | ({"weight": weight} if name != "i" else {}))
-        for name, weight in given.items()
+        for name, weight in values.items()
     ]
     (tmp_path / "metadata.jsonl").write_text("\n".join(rows), encoding="utf-8")
     manifest, findings = read_manifest([tmp_path])

@@ -69,11 +69,11 @@ def test_empty_and_undecodable_masks_are_found(tmp_path: Path, draw: Draw) -> No
     cut_short.write_bytes(cut_short.read_bytes()[:2000])
     clear = np.zeros((300, 300, 4), dtype=np.uint8)
     Image.fromarray(clear).save(draw(tmp_path / "clear" / "3.png"))
-    asked = [
+    sources = [
         SourceSection(path=str(folder), masks=str(masks)),
         SourceSection(path=str(folder.parent / "clear"), masks="alpha"),
     ]
-    manifest, findings = read_manifest(asked)
+    manifest, findings = read_manifest(sources)
     report = check_dataset(manifest, findings, framings=[Framing((256,), 64)] * 2)
     of_masks = {
         (each.path.name, each.code, each.severity) for each in report.findings if each.path and "mask" in each.code

@@ -39,12 +39,12 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_headers_come_in_order_with_their_content(tmp_path: Path) -> None:
     paths = [image(tmp_path / f"{number}.png", number, (8 + number, 6)) for number in range(60)]
-    told: list[tuple[int, int]] = []
-    found = read_headers([(path, None) for path in paths], lambda done, total: told.append((done, total)))
+    progress: list[tuple[int, int]] = []
+    found = read_headers([(path, None) for path in paths], lambda done, total: progress.append((done, total)))
     for number, (path, facts) in enumerate(zip(paths, found, strict=True)):
         assert facts == Facts(8 + number, 6, "PNG", 1, sha256_file(path), path.stat().st_size)
-    assert told[-1] == (60, 60)
-    assert told == sorted(told)
+    assert progress[-1] == (60, 60)
+    assert progress == sorted(progress)
 
 
 def test_sizes_are_those_displayed(tmp_path: Path) -> None:

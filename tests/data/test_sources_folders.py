@@ -55,8 +55,8 @@ def test_regularization_is_trained_as_often_as_the_rest_and_all_of_it_in_time(tm
         draw(tmp_path / "2_sks dog" / f"{number}.png", seed=number, caption=None)
     for number in range(10):
         draw(tmp_path / "class" / f"{number}.png", seed=10 + number, caption=None)
-    asked = [source(tmp_path / "2_sks dog"), source(tmp_path / "class", is_reg=True, default_caption="a dog")]
-    samples = read_manifest(asked)[0].samples
+    sources = [source(tmp_path / "2_sks dog"), source(tmp_path / "class", is_reg=True, default_caption="a dog")]
+    samples = read_manifest(sources)[0].samples
     prior = [group for group in make_groups(samples, seed=1) if samples[group.indices[0]].regularization]
     assert [group.seen for group in prior] == [4]
     seen = {prior[0].place(epoch, number)[0] for epoch in range(3) for number in range(4)}
@@ -65,7 +65,7 @@ def test_regularization_is_trained_as_often_as_the_rest_and_all_of_it_in_time(tm
     assert (steps.images, steps.passes, steps.regularization, steps.total) == (2, 8, 4, 24)
     assert "2 images × 2 repeats + 4 regularization = 8 a pass" in steps.line
     with pytest.raises(UsageError, match="All data is regularization"):
-        read_manifest(asked[1:])
+        read_manifest(sources[1:])
 
 
 def test_a_table_with_another_name_is_suggested(tmp_path: Path, draw: Draw) -> None:
@@ -138,17 +138,17 @@ def test_a_captions_file_keeps_weights_that_it_does_not_set(tmp_path: Path, draw
     assert weights("new.csv") == {"a": 5.0, "b": 40.0, "c": 30.0}
 
 
-@pytest.mark.parametrize("given", ["metadata.jsonl", "captions.jsonl"])
-def test_several_rows_of_one_image_are_reported(tmp_path: Path, draw: Draw, given: str) -> None:
+@pytest.mark.parametrize("extension", ["metadata.jsonl", "captions.jsonl"])
+def test_several_rows_of_one_image_are_reported(tmp_path: Path, draw: Draw, extension: str) -> None:
     for seed, name in enumerate("ab"):
         draw(tmp_path / f"{name}.png", seed=seed, caption=None)
     texts = [("a", "first"), ("a", "second"), ("b", "same"), ("a", "third"), ("b", "same")]
     rows = [json.dumps({"file_name": f"{name}.png", "text": text}) for name, text in texts]
-    (tmp_path / given).write_text("\n".join(rows), "utf-8")
-    settings = {} if given == "metadata.jsonl" else {"captions_file": str(tmp_path / given)}
+    (tmp_path / extension).write_text("\n".join(rows), "utf-8")
+    settings = {} if extension == "metadata.jsonl" else {"captions_file": str(tmp_path / extension)}
     manifest, findings = read_manifest([source(tmp_path, **settings)])
     assert captions_of(manifest) == {"a.png": "third", "b.png": "same"}
-    assert [(finding.code, finding.path) for finding in findings] == [("two_captions", tmp_path / given)]
+    assert [(finding.code, finding.path) for finding in findings] == [("two_captions", tmp_path / extension)]
     assert findings[0].message.startswith("2 lines are not used")
 
 
@@ -250,11 +250,11 @@ def test_a_name_that_is_not_utf_8(tmp_path: Path, draw: Draw) -> None:
 def test_all_problems_are_reported_together(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "good" / "a.png")
     (tmp_path / "empty").mkdir()
-    asked = [
+    sources = [
         source(tmp_path / "good", masks=str(tmp_path / "nowhere"), captions_file=str(tmp_path / "none.csv")),
         source(tmp_path / "empty"),
         source(tmp_path / "gone-{00..03}.tar"),
     ]
     with pytest.raises(UsageError) as caught:
-        read_manifest(asked)
+        read_manifest(sources)
     assert len(caught.value.problems) == 4

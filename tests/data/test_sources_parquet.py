@@ -36,8 +36,8 @@ def test_metadata_parquet_and_a_captions_file(tmp_path: Path, draw: Draw) -> Non
     write(tmp_path / "set" / "metadata.parquet", {"file_name": ["a.png", "b.png"], "text": ["one", "two"]})
     assert [s.caption for s in read_manifest([tmp_path / "set"])[0].samples] == ["one", "two"]
     table = write(tmp_path / "other.parquet", {"file_name": ["b"], "prompt": ["three"], "weight": [0.5]})
-    asked = SourceSection(path=str(tmp_path / "set"), captions_file=str(table))
-    assert [(s.caption, s.weight) for s in read_manifest([asked])[0].samples] == [("one", 1.0), ("three", 0.5)]
+    section = SourceSection(path=str(tmp_path / "set"), captions_file=str(table))
+    assert [(s.caption, s.weight) for s in read_manifest([section])[0].samples] == [("one", 1.0), ("three", 0.5)]
 
 
 @pytest.mark.parametrize("layout", ["hugging face", "bytes"])

@@ -53,9 +53,9 @@ def test_runs_lock_the_files_they_read(tmp_path: Path, own_cache_folder: Path, m
     path = write(tmp_path / "x.parquet", {"image": [png(1), png(2)], "text": ["a", "b"]})
     seen = list[float | None]()
 
-    def looking(*given: Any, **named: Any) -> Any:
+    def looking(*args: Any, **kwargs: Any) -> Any:
         seen.append(oldest_user(own_cache_folder))
-        return read_manifest(*given, **named)
+        return read_manifest(*args, **kwargs)
 
     monkeypatch.setattr(inputs, "read_manifest", looking)
     section = DataSection(sources=(SourceSection(path=str(path)),))
@@ -78,10 +78,10 @@ def test_several_processes_unpack_a_file_once(tmp_path: Path, monkeypatch: pytes
     path = write(tmp_path / "x.parquet", {"image": [png(n) for n in range(3)], "text": ["a"] * 3})
     true, calls = parquet._unpack, list[Path]()
 
-    def unpack(*given: Any) -> Any:
-        calls.append(given[0])
+    def unpack(*args: Any) -> Any:
+        calls.append(args[0])
         time.sleep(0.3)
-        return true(*given)
+        return true(*args)
 
     monkeypatch.setattr(parquet, "_unpack", unpack)
     with ThreadPoolExecutor(3) as pool:

@@ -206,8 +206,8 @@ def test_any_corruption_leads_only_to_findings(
     data[place : place + len(junk)] = junk
     path.write_bytes(data)
     reading = Reading()
-    asked = Asked(0, SourceSection(path=str(path)), CaptionsSection())
-    for found in read_tar(path, asked, reading):
+    request = Asked(0, SourceSection(path=str(path)), CaptionsSection())
+    for found in read_tar(path, request, reading):
         assert found.span is not None
         assert found.span.offset + found.span.size <= len(data)
         with contextlib.suppress(BrokenImageError):

@@ -44,8 +44,8 @@ def test_one_more_image_moves_at_most_one_other(count: int) -> None:
 
 
 def test_usual_sizes() -> None:
-    held = {n: len(split_validation(samples_of([str(k) for k in range(n)]), 0.1)[1]) for n in (7, 8, 20, 40, 1000)}
-    assert held == {7: 0, 8: 1, 20: 2, 40: 4, 1000: 16}
+    sizes = {n: len(split_validation(samples_of([str(k) for k in range(n)]), 0.1)[1]) for n in (7, 8, 20, 40, 1000)}
+    assert sizes == {7: 0, 8: 1, 20: 2, 40: 4, 1000: 16}
 
 
 def test_another_seed_chooses_other_images_and_never_regularization() -> None:

@@ -196,9 +196,9 @@ def test_settings_that_no_bucket_fits_are_reported_at_once() -> None:
     data = DataSection(bucket_step=48, bucket_min=600, resolutions=(512, 64))
     with pytest.raises(UsageError) as refused:
         framings_of(data, 512, 64)
-    told = str(refused.value)
-    assert "data.bucket_step is 48, no multiple of the model's step of 64 pixels. Set it to 64" in told
-    assert "data.bucket_min is 600, more than the 480 px of a square at 512" in told
+    message = str(refused.value)
+    assert "data.bucket_step is 48, no multiple of the model's step of 64 pixels. Set it to 64" in message
+    assert "data.bucket_min is 600, more than the 480 px of a square at 512" in message
     with pytest.raises(UsageError, match=r"data\.bucket_max is 256, less than the 512 px of a square"):
         framings_of(DataSection(bucket_max=256), 512, 64)
 

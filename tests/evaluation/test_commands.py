@@ -78,13 +78,13 @@ def test_json_is_one_document_on_stdout(
     lora: Path, base: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = validate_command(str(lora), str(images), True, on(base))
-    said = capsys.readouterr()
-    document = json.loads(said.out)
+    output = capsys.readouterr()
+    document = json.loads(output.out)
     assert document["numbers"]["samples"] == 9
     assert set(document["parts"]) == {"integrity", "learning", "preservation", "health"}
     assert document["passed"] is (document["score"] >= 0.9)
     assert code == (0 if document["passed"] else 4)
-    assert "9 images" in said.err
+    assert "9 images" in output.err
 
 
 def test_the_runs_own_validation_images_are_found(
@@ -95,11 +95,11 @@ def test_the_runs_own_validation_images_are_found(
     document = {"config": run.model_dump(mode="json"), "data_hash": data_hash}
     write_json(lora.parent / "run.json", document)
     code = main(["validate", str(lora)])
-    said = capsys.readouterr()
-    assert "1 validation image of the run's data" in said.err
+    output = capsys.readouterr()
+    assert "1 validation image of the run's data" in output.err
     assert code == 4
-    assert "refused" in said.out
-    assert "validation loss" in said.out
+    assert "refused" in output.out
+    assert "validation loss" in output.out
 
 
 def test_images_of_changed_data_do_not_count_as_validation(
@@ -111,13 +111,13 @@ def test_images_of_changed_data_do_not_count_as_validation(
     write_json(lora.parent / "run.json", document)
     (images / "3.txt").write_text("another caption", encoding="utf-8")
     main(["validate", str(lora), "--json"])
-    said = capsys.readouterr()
-    assert "the run's data has changed" in said.err
-    assert json.loads(said.out)["numbers"]["unseen"] is False
+    output = capsys.readouterr()
+    assert "the run's data has changed" in output.err
+    assert json.loads(output.out)["numbers"]["unseen"] is False
     main(["validate", str(lora), "--data", str(images), "--json"])
-    said = capsys.readouterr()
-    assert json.loads(said.out)["numbers"]["unseen"] is False
-    assert re.search(r"on (\d+) images of .*, of which the run that the file lies in trained on \d+", said.err)
+    output = capsys.readouterr()
+    assert json.loads(output.out)["numbers"]["unseen"] is False
+    assert re.search(r"on (\d+) images of .*, of which the run that the file lies in trained on \d+", output.err)
     (lora.parent / "run.json").unlink()
     validate_command(lora, images, True, on(base))
     assert json.loads(capsys.readouterr().out)["numbers"]["unseen"] is True
@@ -204,12 +204,12 @@ def test_model_settings_come_from_the_run_next_to_the_file(
 
 
 def test_the_header_sets_the_schedule_and_invalid_numbers_are_ignored() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     header = {OWN_VERSION: "0", "ss_clip_skip": "99", "ss_zero_terminal_snr": "True"}
-    read = read_as_trained(Config(), None, header, said.append)
+    read = read_as_trained(Config(), None, header, messages.append)
     assert read.text_encoder == Config().text_encoder
     assert read.noise.zero_terminal_snr
-    assert "99" in said[0]
+    assert "99" in messages[0]
     assert not read_as_trained(Config(), None, {"ss_zero_terminal_snr": "True"}).noise.zero_terminal_snr
 
 

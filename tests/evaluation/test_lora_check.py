@@ -84,9 +84,9 @@ def codes(report: LoraReport) -> set[str]:
 
 
 def test_a_trained_lora_has_learned(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
-    told: list[tuple[int, int]] = []
-    report = check(trained, base, samples[4:], watch=lambda *share: told.append(share))
-    assert told == [(done + 1, len(told)) for done in range(len(told))]
+    progress: list[tuple[int, int]] = []
+    report = check(trained, base, samples[4:], watch=lambda *share: progress.append(share))
+    assert progress == [(done + 1, len(progress)) for done in range(len(progress))]
     assert report.parts["integrity"] == 1.0
     assert report.parts["learning"] == 1.0
     assert report.score > 0.3
@@ -105,7 +105,7 @@ def test_the_gate_measures_the_effect_of_the_file(trained: Path, base: Path, sam
 
     def loss() -> float:
         losses = validation_losses(
-            lambda *given: FAMILY.predict(unet, *given), samples, process, seed=20_240_229, timesteps=21
+            lambda *args: FAMILY.predict(unet, *args), samples, process, seed=20_240_229, timesteps=21
         )
         return float(losses.mean())
 
@@ -213,15 +213,15 @@ def test_each_part_counts() -> None:
 
 
 def test_splitting_rows_does_not_change_the_result() -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
     def predict(noisy: torch.Tensor, t: torch.Tensor, cond: object, sizes: torch.Tensor) -> torch.Tensor:
-        asked.append(len(noisy))
+        calls.append(len(noisy))
         return noisy * t.view(-1, 1) + cond["x"] + sizes  # type: ignore[index]
 
     noisy, t, cond, sizes = torch.randn(5, 3), torch.arange(5), {"x": torch.randn(5, 3)}, torch.randn(5, 3)
     assert torch.equal(in_parts(predict, noisy, t, cond, sizes), predict(noisy, t, cond, sizes))
-    assert asked == [2, 2, 1, 5]
+    assert calls == [2, 2, 1, 5]
 
 
 def test_the_score_falls_evenly_in_the_logarithm() -> None:
@@ -229,15 +229,15 @@ def test_the_score_falls_evenly_in_the_logarithm() -> None:
 
 
 def test_encoders_of_the_gate_are_freed_before_the_pipeline_loads(trained: Path, base: Path) -> None:
-    held: list[weakref.ref[Encoders]] = []
+    encoders_alive: list[weakref.ref[Encoders]] = []
 
     def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> Encoders:
         encoders = FAMILY.load_encoders(folder, dtype, device)
-        held.append(weakref.ref(encoders))
+        encoders_alive.append(weakref.ref(encoders))
         return encoders
 
     def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> object:
-        assert [encoders() for encoders in held] == [None]
+        assert [encoders() for encoders in encoders_alive] == [None]
         return FAMILY.make_pipeline(folder, dtype, device)
 
     family = replace(FAMILY, load_encoders=load_encoders, make_pipeline=make_pipeline)
@@ -250,14 +250,14 @@ def test_a_gpu_generates_one_image_at_a_time(
 ) -> None:
     """The pipeline itself stays on the CPU here."""
     monkeypatch.setattr(sample, "bring_pipeline", lambda *_: Placement(None, False, False, 0))
-    monkeypatch.setattr(sample, "read_prompts", lambda *given: read_prompts(*given[:3]))
+    monkeypatch.setattr(sample, "read_prompts", lambda *args: read_prompts(*args[:3]))
     drawn: list[int] = []
-    made: list[weakref.ref[DiffusionPipeline]] = []
+    pipelines: list[weakref.ref[DiffusionPipeline]] = []
 
     def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> DiffusionPipeline:
         pipeline = FAMILY.make_pipeline(folder, dtype, CPU)
-        pipeline.unet.register_forward_pre_hook(lambda _, given: drawn.append(len(given[0])))
-        made.append(weakref.ref(pipeline))
+        pipeline.unet.register_forward_pre_hook(lambda _, args: drawn.append(len(args[0])))
+        pipelines.append(weakref.ref(pipeline))
         return pipeline
 
     family, drawing = replace(FAMILY, make_pipeline=make_pipeline), Drawing(steps=2, guidance=3.0, size=(64, 64))
@@ -265,7 +265,7 @@ def test_a_gpu_generates_one_image_at_a_time(
     compare(family, base, trained, rows, drawing, Where(tmp_path, "grid"), device=torch.device(device))
     assert len(list(tmp_path.glob("*_without.png"))) == 2
     assert set(drawn) == {2 * at_once}  # guidance asks twice
-    assert made[0]() is None
+    assert pipelines[0]() is None
 
 
 def pixels(path: Path) -> bytes:

@@ -77,16 +77,16 @@ def test_the_gate_result_does_not_depend_on_the_denoisers_device(
         )
         for index in range(1)
     ]
-    said: list[str] = []
+    messages: list[str] = []
 
     def numbers(usable: int | None) -> dict[str, object]:
-        report = check_lora(lora, base, family, samples, prompts=("a ring",), usable=usable, progress=said.append)
+        report = check_lora(lora, base, family, samples, prompts=("a ring",), usable=usable, progress=messages.append)
         return dict(report.numbers)
 
     whole = numbers(None)
-    assert not any("layer by layer" in line for line in said)
+    assert not any("layer by layer" in line for line in messages)
     assert numbers(half(base, name) if name == "sd15" else 0) == whole
-    assert any("of the denoiser on the GPU and the rest layer by layer" in line for line in said)
+    assert any("of the denoiser on the GPU and the rest layer by layer" in line for line in messages)
 
 
 def test_the_gate_encodes_prompts_layer_by_layer_when_encoders_do_not_fit(
@@ -95,7 +95,7 @@ def test_the_gate_encodes_prompts_layer_by_layer_when_encoders_do_not_fit(
     name, base, lora = subject
     monkeypatch.setattr(drift, "stratified_timesteps", lambda steps, of: stratified_timesteps(2, of))
 
-    def whole(*given: object) -> Encoders:
+    def whole(*args: object) -> Encoders:
         raise AssertionError("loaded whole")
 
     family, prompts = FAMILIES[name], ("a ring", "a cat", "a red ring")
@@ -107,15 +107,15 @@ def test_the_gate_encodes_prompts_layer_by_layer_when_encoders_do_not_fit(
 
 def test_images_do_not_depend_on_the_devices_of_the_parts(subject: tuple[str, Path, Path], tmp_path: Path) -> None:
     name, base, lora = subject
-    said: list[str] = []
+    messages: list[str] = []
 
     def drawn(usable: int | None) -> list[np.ndarray]:
         where, drawing = Where(tmp_path / str(usable), "grid"), Drawing(2, 3.0, (64, 64))
-        compare(FAMILIES[name], base, lora, [Asked("a ring", 1)], drawing, where, usable=usable, say=said.append)
+        compare(FAMILIES[name], base, lora, [Asked("a ring", 1)], drawing, where, usable=usable, say=messages.append)
         return [np.asarray(Image.open(where.image(0, strength)), dtype=int) for strength in (None, 1.0)]
 
     whole, swapped = drawn(None), drawn(0)
-    assert "encoders layer by layer" in said[0]
+    assert "encoders layer by layer" in messages[0]
     assert np.abs(whole[0] - whole[1]).max() > 0
     for one, other in zip(whole, swapped, strict=True):
         assert np.abs(one - other).max() <= 1
@@ -136,22 +136,22 @@ def test_layers_stay_until_memory_is_full() -> None:
 
 def test_out_of_memory_is_retried_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "free_memory", lambda device: None)  # seconds, in a process with much in it
-    asked: list[int | None] = []
-    said: list[str] = []
+    calls: list[int | None] = []
+    messages: list[str] = []
 
     def attempt(usable: int | None) -> str:
-        asked.append(usable)
+        calls.append(usable)
         if usable is None or usable > 0:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return "done"
 
-    assert with_less(attempt, 100, CPU, said.append) == "done"
-    assert asked == [100, 50, 0]
-    assert len(said) == 2
-    asked.clear()
+    assert with_less(attempt, 100, CPU, messages.append) == "done"
+    assert calls == [100, 50, 0]
+    assert len(messages) == 2
+    calls.clear()
     with pytest.raises(torch.OutOfMemoryError, match="nothing left"):
-        with_less(lambda usable: attempt(1), None, CPU, said.append)
-    assert asked == [1, 1]
+        with_less(lambda usable: attempt(1), None, CPU, messages.append)
+    assert calls == [1, 1]
 
 
 @given(
@@ -193,9 +193,9 @@ def test_sdxl_is_evaluated_and_sampled_on_the_smallest_gpu(side: int, kept_gib: 
     gate = place_gate(SDXL_DENOISER, 128 * 128, 2, costs, usable)
     assert gate.resident is not None
     assert gate.resident > 4.0 * GIB
-    peak, said = caching_bytes(1, side * side, 4, costs, usable)
+    peak, messages = caching_bytes(1, side * side, 4, costs, usable)
     assert peak <= usable
-    assert said == "1 image at once"
+    assert messages == "1 image at once"
 
 
 def test_text_encoders_that_do_not_fit_are_loaded_layer_by_layer() -> None:

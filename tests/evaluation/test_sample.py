@@ -64,8 +64,8 @@ def test_the_grid_has_every_prompt_seed_and_strength(grid: Path) -> None:
     columns = drawn(grid, f"{name}_without", f"{name}_with_0.5", f"{name}_with", f"{name}_with_-1")
     assert len(set(columns)) == 4
     recipe = json.loads((grid / "cat_before_after.json").read_text(encoding="utf-8"))
-    asked = [(each["prompt"], each["seed"]) for each in recipe["images"]]
-    assert asked == [("zobo in red", 5), ("zobo in red", 6), ("a blue square", 5), ("a blue square", 6)]
+    requested = [(each["prompt"], each["seed"]) for each in recipe["images"]]
+    assert requested == [("zobo in red", 5), ("zobo in red", 6), ("a blue square", 5), ("a blue square", 6)]
     assert (recipe["strengths"], recipe["negative"], recipe["size"]) == ([0.5, 1.0, -1.0], "green", [64, 48])
     assert set(recipe["model_sha256"]) == {"unet", "vae", "text_encoder"}
     with Image.open(grid / "cat_before_after.png") as sheet:
@@ -105,7 +105,7 @@ def test_a_recipe_reproduces_the_image_exactly(
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
         (("--prompt", "a", "--size", "70x64"), "The nearest: 64x64"),
         (("--prompt", "a", "--size", "big"), "--size big is no size"),
@@ -121,18 +121,18 @@ def test_a_recipe_reproduces_the_image_exactly(
     ],
 )
 def test_wrong_settings_are_wrong_usage(
-    flags: tuple[str, ...], said: str, base: Path, lora: Path, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...], expected: str, base: Path, lora: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sample", str(lora), "--model", str(base), *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "expected"),
     [("/disk/sdxl/model", "sdxl/model"), ("/m", "m"), ("/disk/sdxl.safetensors", "sdxl.safetensors"), ("a/b", "a/b")],
 )
-def test_a_grid_shortens_the_name_of_its_base_model(model: str, said: str) -> None:
-    assert sample.short_path(model) == said
+def test_a_grid_shortens_the_name_of_its_base_model(model: str, expected: str) -> None:
+    assert sample.short_path(model) == expected
 
 
 @pytest.mark.parametrize("module", ["unet.mid_block.nowhere", "text_encoder.text_model.encoder.layers.0.mlp.fc1"])
@@ -143,9 +143,9 @@ def test_a_lora_of_another_family_is_refused_before_the_base_model_is_loaded(
     foreign = LoraWeights({module: LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)})
     path, _ = write_lora(tmp_path, "other", foreign, facts(base_version="sdxl_base_v1-0"))
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
-    said = capsys.readouterr().err
-    assert "another kind of model: sdxl; the base is of sd15" in said
-    assert "nowhere" not in said
+    output = capsys.readouterr().err
+    assert "another kind of model: sdxl; the base is of sd15" in output
+    assert "nowhere" not in output
 
 
 def test_a_header_with_another_family_is_refused_even_if_all_keys_fit(
@@ -165,9 +165,9 @@ def test_keys_that_do_not_fit_are_summarized(
     weights = LoraWeights({f"unet.down_blocks.{number}.attentions.7.proj_in": pair for number in range(8)})
     path, _ = write_lora(tmp_path, "other", weights, facts())
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
-    said = capsys.readouterr().err
-    assert "3 more keys do not fit" in said
-    assert said.count("another kind of model?") == 1
+    output = capsys.readouterr().err
+    assert "3 more keys do not fit" in output
+    assert output.count("another kind of model?") == 1
 
 
 def test_an_unknown_trigger_word_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,10 +182,10 @@ def test_finished_images_are_kept_when_interrupted(
 ) -> None:
     true = sample.save_image
 
-    def save_image(path: Path, *given: object) -> None:
+    def save_image(path: Path, *args: object) -> None:
         if path.name.endswith("_with.png"):
             raise Stopped(130)
-        true(path, *given)  # type: ignore[arg-type]
+        true(path, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sample, "save_image", save_image)
     flags = ("--prompt", "a ring", *QUICK, "--output", str(tmp_path))
@@ -207,7 +207,7 @@ def test_many_images_make_a_sheet_that_can_be_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "expected"),
     [
         ({"size": [63, 64]}, "The nearest: 64x64"),
         ({"steps": 0}, "steps"),
@@ -221,7 +221,7 @@ def test_many_images_make_a_sheet_that_can_be_opened(tmp_path: Path) -> None:
 )
 def test_a_recipe_that_cannot_be_followed_is_wrong_usage(
     wrong: dict[str, object],
-    said: str,
+    expected: str,
     grid: Path,
     lora: Path,
     tmp_path: Path,
@@ -232,7 +232,7 @@ def test_a_recipe_that_cannot_be_followed_is_wrong_usage(
     found = json.loads((grid / "cat_before_after.json").read_text(encoding="utf-8"))
     write_json(tmp_path / "wrong.json", found | wrong)
     assert main(["sample", str(lora), "--recipe", str(tmp_path / "wrong.json")]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_a_recipe_keeps_the_vae_and_unfinished_images_stay(
@@ -243,8 +243,8 @@ def test_a_recipe_keeps_the_vae_and_unfinished_images_stay(
     kept = tmp_path / "out" / "cat_before_after_00_with.png"
     kept.parent.mkdir()
     kept.write_bytes(b"of a grid that was killed")
-    asked = ("--model", str(base), "--set", f"model.vae={tmp_path / 'vae'}", "--prompt", "a ring", *QUICK)
-    assert main(["sample", str(lora), *asked, "--output", str(tmp_path / "out")]) == 0
+    arguments = ("--model", str(base), "--set", f"model.vae={tmp_path / 'vae'}", "--prompt", "a ring", *QUICK)
+    assert main(["sample", str(lora), *arguments, "--output", str(tmp_path / "out")]) == 0
     recipe = tmp_path / "out" / "cat_before_after-2.json"
     assert main(["sample", str(lora), "--recipe", str(recipe), "--output", str(tmp_path / "again")]) == 0
     assert "not as it was" not in capsys.readouterr().err
@@ -274,8 +274,8 @@ def test_strength_zero_is_the_base_model_even_with_learned_tokens(base: Path, tm
     weights = random_lora(unet, size=0.2)
     word = LoraWeights(weights.modules, embeddings={"<zobo>.string_to_param.*": torch.randn(2, 32)})
     path, _ = write_lora(tmp_path, "cat", word, facts())
-    asked = ("--prompt", "a <zobo>", "--strength", "1", "--strength", "0", *QUICK, "--output", str(tmp_path))
-    assert main(["sample", str(path), "--model", str(base), *asked]) == 0
+    arguments = ("--prompt", "a <zobo>", "--strength", "1", "--strength", "0", *QUICK, "--output", str(tmp_path))
+    assert main(["sample", str(path), "--model", str(base), *arguments]) == 0
     without, nothing, whole = drawn(tmp_path, *(f"before_after_00_{end}" for end in ("without", "with_0", "with")))
     assert without == nothing != whole
 
@@ -336,16 +336,16 @@ def test_a_model_name_with_special_characters_is_quoted(grid: Path) -> None:
 
 def test_a_guidance_scale_below_one_uses_the_negative_prompt() -> None:
     """Z-Image's pipeline is guided above 0, the others above 1; those pass over what they do not need."""
-    asked: list[dict[str, torch.Tensor]] = []
+    calls: list[dict[str, torch.Tensor]] = []
 
     class Pipeline:
         config: dict[str, object] = {}  # noqa: RUF012  as diffusers has it
 
-        def __call__(self, **given: torch.Tensor) -> SimpleNamespace:
-            asked.append(given)
+        def __call__(self, **kwargs: torch.Tensor) -> SimpleNamespace:
+            calls.append(kwargs)
             return SimpleNamespace(images=[])
 
     read = {name: {"embeds": torch.full((1, 3, 4), value)} for name, value in (("a", 1.0), ("b", 2.0))}
     drawing = Drawing(steps=1, guidance=0.5, size=(64, 64), negative="b")
     list(sample.draw(Pipeline(), FAMILIES["sd15"], read, [Asked("a", 0)], drawing))
-    assert torch.equal(asked[0]["negative_prompt_embeds"], read["b"]["embeds"])
+    assert torch.equal(calls[0]["negative_prompt_embeds"], read["b"]["embeds"])

@@ -35,9 +35,9 @@ def visited(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     true = encoders.visit
 
-    def noted(module: torch.nn.Module, *given: object) -> None:
+    def noted(module: torch.nn.Module, *args: object) -> None:
         names.append(type(module).__name__)
-        true(module, *given)  # type: ignore[arg-type]
+        true(module, *args)  # type: ignore[arg-type]
 
     for place in ("lora_trainer.models.encoders.visit", "lora_trainer.evaluation.placing.visit"):
         monkeypatch.setattr(place, noted)

@@ -85,7 +85,7 @@ def test_drift_is_the_relative_change_of_the_prediction(prediction: str) -> None
     assert [visit.t for visit in visits] == [900, 700, 500, 300, 100]
     assert all(visit.latents.isfinite().all() for visit in visits)
     assert drift(base, visits, cond, sizes) == 0.0
-    assert drift(lambda *given: 1.1 * base(*given), visits, cond, sizes) == pytest.approx(0.1, abs=1e-5)
+    assert drift(lambda *args: 1.1 * base(*args), visits, cond, sizes) == pytest.approx(0.1, abs=1e-5)
 
 
 @pytest.mark.parametrize("process", [PROCESS, usual_process("v_prediction"), usual_process("flow")])

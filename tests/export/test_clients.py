@@ -136,8 +136,8 @@ def test_a_unet_file_of_unknown_size_is_recognized(tmp_path: Path) -> None:
     weights = LoraWeights({f"unet.{SELF_ATTENTION}": LoraPair(torch.randn(4, 320), torch.randn(320, 4), 4.0)})
     path = saved(tmp_path / "a.safetensors", kohya_tensors(weights)[0])
     assert read_lora(path).family is None
-    told = {each.name: each.reads for each in clients(inspect_lora(path))}
-    assert told == {"diffusers": "whole", "ComfyUI": "whole", "A1111, Forge": "whole", "sd-scripts": "whole"}
+    readers = {each.name: each.reads for each in clients(inspect_lora(path))}
+    assert readers == {"diffusers": "whole", "ComfyUI": "whole", "A1111, Forge": "whole", "sd-scripts": "whole"}
 
 
 def test_a_file_of_an_unknown_family_has_unknown_readers(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ DOUBLE, ORIGINAL = "transformer_blocks.0.attn.to_out.0", "double_blocks.0.img_at
 
 
 @pytest.mark.parametrize(
-    ("name", "halves", "style", "told"),
+    ("name", "halves", "style", "expected"),
     [
         (f"lora_unet_{ORIGINAL}", "lora_", "kohya", "whole whole whole"),
         (f"lora_unet_{DOUBLE}", "lora_", "kohya, diffusers' names", "not not not"),
@@ -178,7 +178,7 @@ DOUBLE, ORIGINAL = "transformer_blocks.0.attn.to_out.0", "double_blocks.0.img_at
         ("lora_unet_final_layer_linear", "lora_", "kohya", "in_part whole in_part"),
     ],
 )
-def test_how_each_program_reads_each_style(name: str, halves: str, style: str, told: str, tmp_path: Path) -> None:
+def test_how_each_program_reads_each_style(name: str, halves: str, style: str, expected: str, tmp_path: Path) -> None:
     """As diffusers 0.42.1, ComfyUI 0.33.0 and sd-scripts were seen to, with files of FLUX.1."""
     key = name.replace(".", "_") if name.startswith(("lora_", "lycoris_")) else name
     down, up = {"A": ("lora_A", "lora_B")}.get(halves, (f"{halves}down", f"{halves}up"))
@@ -187,4 +187,4 @@ def test_how_each_program_reads_each_style(name: str, halves: str, style: str, t
     found = inspect_lora(path)
     reads = {each.name: each.reads.replace(" ", "_") for each in clients(found)}
     assert (found.style, found.weights.family) == (style, "flux")
-    assert " ".join(reads[name] for name in ("diffusers", "ComfyUI", "sd-scripts")) == told
+    assert " ".join(reads[name] for name in ("diffusers", "ComfyUI", "sd-scripts")) == expected

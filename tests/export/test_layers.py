@@ -132,12 +132,12 @@ def test_diffusers_takes_every_module_that_can_be_trained(family, tmp_path):
 
 def test_a_run_writes_what_it_trained(tmp_path):
     """Through the command: linears and convolutions, alpha ≠ rank, against the last checkpoint merged by peft."""
-    made = Bench(save_tiny_model(tmp_path), draw_images(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
+    bench = Bench(save_tiny_model(tmp_path), draw_images(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
     patterns = '["*.attentions.*", "*.resnets.*"]'
-    assert made.run("cat", lora__alpha=ALPHA, lora__target_modules=patterns, lora__use_rslora="true") == 0
-    folder = made.folder("cat")
+    assert bench.run("cat", lora__alpha=ALPHA, lora__target_modules=patterns, lora__use_rslora="true") == 0
+    folder = bench.folder("cat")
     masters = load_file(folder / "checkpoints" / "step-000006" / "adapter.safetensors")
-    unet = UNet2DConditionModel.from_pretrained(made.model / "unet")
+    unet = UNet2DConditionModel.from_pretrained(bench.model / "unet")
     names = sorted({key.split(".lora_")[0] for key in masters})
     inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names, use_rslora=True), unet)
     own = dict(unet.named_parameters())

@@ -98,8 +98,8 @@ def test_mixed_ranks_keep_their_scales_in_diffusers(pipeline: StableDiffusionPip
     # Not the kohya file: diffusers 0.42 misnames the modules of its alphas where they differ.
     kohya, path = write_lora(tmp_path, "mixed", mixed, facts(), dtype=torch.float32)
     for file in (kohya, path):
-        told = read_lora(file).metadata
-        assert (told["ss_network_dim"], told["ss_network_alpha"]) == ("6", "6.0"), "as most modules have it"
+        header = read_lora(file).metadata
+        assert (header["ss_network_dim"], header["ss_network_alpha"]) == ("6", "6.0"), "as most modules have it"
     pipeline.load_lora_weights(tmp_path, weight_name=path.name)
     assert torch.allclose(predict(pipeline), expected, atol=2e-4)
     pipeline.unload_lora_weights()
@@ -183,7 +183,7 @@ def test_header_golden(tmp_path: Path) -> None:
 
 
 def test_the_header_of_a_flow_model_has_its_timesteps_and_trained_text_encoders() -> None:
-    told = facts(
+    training_facts = facts(
         base_version="sd3",
         architecture="stable-diffusion-3-5-medium/lora",
         prediction="flow",
@@ -193,7 +193,7 @@ def test_the_header_of_a_flow_model_has_its_timesteps_and_trained_text_encoders(
         max_tokens=150,
     )
     pair = LoraPair(torch.ones(8, 3), torch.ones(4, 8), 8.0)
-    words = header(told, LoraWeights({"text_encoder.text_model.encoder.layers.0.mlp.fc1": pair}))
+    words = header(training_facts, LoraWeights({"text_encoder.text_model.encoder.layers.0.mlp.fc1": pair}))
     assert "modelspec.prediction_type" not in words  # a flow has none
     assert words["ss_weighting_scheme"] == "logit_normal"
     assert words["ss_discrete_flow_shift"] == "3.0"

@@ -33,8 +33,8 @@ def random_pair(rank: int, seed: int, *, outs: int = WIDTH, ins: int = WIDTH, al
 
 
 def kohya_keys(name: str, pair: LoraPair, alpha: Tensor | None = None) -> Tensors:
-    told = torch.tensor(pair.alpha) if alpha is None else alpha
-    return {f"{name}.lora_down.weight": pair.down, f"{name}.lora_up.weight": pair.up, f"{name}.alpha": told}
+    stored_alpha = torch.tensor(pair.alpha) if alpha is None else alpha
+    return {f"{name}.lora_down.weight": pair.down, f"{name}.lora_up.weight": pair.up, f"{name}.alpha": stored_alpha}
 
 
 def peft_keys(name: str, pair: LoraPair, middle: str = "") -> Tensors:

@@ -17,10 +17,10 @@ layouts = st.dictionaries(st.text(min_size=1, max_size=6), st.tuples(st.sampled_
 
 
 def tensors_of(layout: dict[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tensor]:
-    made = {}
+    tensors = {}
     for name, (dtype, shape) in layout.items():
-        made[name] = torch.randint(0, 2, shape).to(dtype)
-    return made
+        tensors[name] = torch.randint(0, 2, shape).to(dtype)
+    return tensors
 
 
 @given(layouts)

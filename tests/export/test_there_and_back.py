@@ -88,12 +88,12 @@ def there_and_back(first: Path, form: str) -> None:
 def test_a_format_round_trip_keeps_the_file(family: str, form: str, data: st.DataObject) -> None:
     weights = data.draw(loras(family))
     if form == "kohya":
-        tensors, told = kohya_tensors(weights, names_of(FAMILIES[family]), as_they_are=True)
+        tensors, header_data = kohya_tensors(weights, names_of(FAMILIES[family]), as_they_are=True)
     else:
-        tensors, told = diffusers_tensors(weights), {ADAPTER_METADATA_KEY: adapter_metadata(weights)}
+        tensors, header_data = diffusers_tensors(weights), {ADAPTER_METADATA_KEY: adapter_metadata(weights)}
     with tempfile.TemporaryDirectory() as folder:
         first = Path(folder) / "first.safetensors"
-        save_file(tensors, first, metadata=HEADERS[family] | told)
+        save_file(tensors, first, metadata=HEADERS[family] | header_data)
         there_and_back(first, form)
 
 
@@ -109,7 +109,7 @@ def test_the_number_of_a_text_encoder_survives_a_round_trip(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("module", "width", "told"),
+    ("module", "width", "header_data"),
     [
         (UNET[1], 768, {"ss_v2": "False", "ss_base_model_version": "sd_v1"}),
         (UNET[1], 1024, {"ss_v2": "True"}),  # 512 or 768 is not told
@@ -119,7 +119,7 @@ def test_the_number_of_a_text_encoder_survives_a_round_trip(tmp_path: Path) -> N
     ],
 )
 def test_a_header_is_rebuilt_from_keys_and_shapes(
-    module: str, width: int, told: dict[str, str], tmp_path: Path
+    module: str, width: int, header_data: dict[str, str], tmp_path: Path
 ) -> None:
     first, target = tmp_path / "first.safetensors", tmp_path / "target.safetensors"
     save_file(diffusers_tensors(LoraWeights({module: LoraPair(torch.randn(4, width), torch.randn(8, 4), 4.0)})), first)
@@ -127,7 +127,7 @@ def test_a_header_is_rebuilt_from_keys_and_shapes(
     with safe_open(target, framework="pt") as opened:
         header = opened.metadata()
     named = ("ss_v2", "ss_base_model_version")
-    assert {key: header[key] for key in named if key in header} == told
+    assert {key: header[key] for key in named if key in header} == header_data
     assert ("modelspec.architecture" in header) == (
-        told.get("ss_base_model_version", "") in {"sd_v1", "sdxl_base_v1-0"}
+        header_data.get("ss_base_model_version", "") in {"sd_v1", "sdxl_base_v1-0"}
     )

@@ -76,10 +76,20 @@ def compiled() -> Path:
     name = f"faults-disk-{os.getuid()}-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
     library = Path(tempfile.gettempdir()) / name
     if not library.exists():
-        made = library.with_suffix(f".{os.getpid()}")
-        command = [compiler() or "cc", "-O1", "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-ldl", "-lpthread"]
+        temporary = library.with_suffix(f".{os.getpid()}")
+        command = [
+            compiler() or "cc",
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-o",
+            str(temporary),
+            str(SOURCE),
+            "-ldl",
+            "-lpthread",
+        ]
         subprocess.run(command, check=True)
-        os.replace(made, library)
+        os.replace(temporary, library)
     return library
 
 

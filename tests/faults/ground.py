@@ -66,7 +66,7 @@ class Ended:
     last: str
     operations: tuple[str, ...]
     seconds: float
-    said: str
+    output: str
 
 
 @dataclass
@@ -116,8 +116,8 @@ class Ground:
 
     def arguments(self, place: Path, *extra: str, command: str = "train", **settings: object) -> list[str]:
         bench = Bench(self.model, self.data, place / "runs", place / "cache")
-        given = {name.replace(".", "__"): value for name, value in (SHORT | self.settings).items()}
-        return bench.arguments("first", *extra, command=command, steps=STEPS, **(given | settings))
+        values = {name.replace(".", "__"): value for name, value in (SHORT | self.settings).items()}
+        return bench.arguments("first", *extra, command=command, steps=STEPS, **(values | settings))
 
     def new_place(self, *, cached: bool = True) -> Path:
         """A folder for a try, with caches that are full or empty."""
@@ -133,8 +133,8 @@ class Ground:
             shutil.copytree(self.folder / "cache", place / "cache", ignore=shutil.ignore_patterns("users"))
         shutil.copytree(self.folder / "user", place / "user")
 
-    def said_at(self, place: Path) -> Path:
-        """Where what is said of a place goes: not onto the disk that is disturbed."""
+    def output_of(self, place: Path) -> Path:
+        """The output file of a place: not on the disk under test."""
         return self.folder / f"said-{hashlib.sha256(str(place).encode()).hexdigest()[:12]}.txt"
 
     def run(
@@ -157,7 +157,7 @@ class Ground:
         It is killed after so many `seconds`, or `delay` seconds after a `phase` began. A `brief` one neither asks the
         gate again nor draws images at its end.
         """
-        out = self.said_at(place)
+        out = self.output_of(place)
         start = out.stat().st_size if out.exists() else 0
         answer = self.ask(
             {
@@ -175,8 +175,8 @@ class Ground:
                 "brief": brief,
             }
         )
-        said = out.read_text("utf-8", errors="replace")[start:]
-        return Ended(**answer | {"operations": tuple(answer["operations"])}, said=said)
+        output = out.read_text("utf-8", errors="replace")[start:]
+        return Ended(**answer | {"operations": tuple(answer["operations"])}, output=output)
 
     def close(self) -> None:
         assert self._process.stdin is not None

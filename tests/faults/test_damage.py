@@ -54,7 +54,7 @@ def killed(ground: Ground, expected: Expected) -> Path:
     """A run with two checkpoints that was killed before its last record: there is something to go on from."""
     place = ground.new_place()
     ended = ground.run(place, trouble=["die_before_release"])
-    assert ended.signal == 9, ended.said
+    assert ended.signal == 9, ended.output
     assert len(list_checkpoints(run_folder(place) / "checkpoints")) == 2
     return place
 
@@ -83,7 +83,7 @@ def judged(place: Path, ended: Ended, expected: Expected, most: int, word: str |
     problems = differences(run_folder(place), expected)
     if ended.steps > most:
         problems.append(f"{ended.steps} steps were trained again")
-    if word is not None and word not in ended.said:
+    if word is not None and word not in ended.output:
         problems.append(f"did not say {word!r}")
     return ended.steps, problems
 
@@ -137,8 +137,8 @@ def test_damaged_caches(hurt: str, ground: Ground, expected: Expected, tell: Cal
             ended = ground.run(place, brief=True)
             _, differ = judged(place, ended, expected, STEPS, None)
             # An image encoded again alone and not among those of its batch has other last bits: said, and near.
-            told = ended.exit == 0 and " rebuilt (" in ended.said
-            problems = nearly(run_folder(place), expected) if told else differ
+            is_reported = ended.exit == 0 and " rebuilt (" in ended.output
+            problems = nearly(run_folder(place), expected) if is_reported else differ
             row.add(Tried(f"{file.relative_to(whole)} at {share:.1%}", 0, problems, not differ))
             shutil.rmtree(place)
     row.notes = "" if row.same == row.tries else "else told and to rounding: encoded again outside of its batch"

@@ -49,7 +49,7 @@ def test_memory_runs_out(where: str, ground: Ground, expected_uncached: Expected
         ended = ground.run(place, trouble=["out_of_memory", where, at], **IMAGES)
         if not ended.happened:
             break
-        problems, same = told(ended.exit, ended.said, (0, 5)), False
+        problems, same = wrong_output(ended.exit, ended.output, (0, 5)), False
         steps = ended.steps
         if ended.exit != 0:
             again = ground.run(place, "--resume", **IMAGES)
@@ -74,26 +74,26 @@ def test_nonfinite_values(where: str, ground: Ground, expected_uncached: Expecte
         ended = ground.run(place, trouble=["not_finite", where, at], **IMAGES)
         if not ended.happened:
             break
-        problems, folder, same = told(ended.exit, ended.said, (0, 4, 5)), run_folder(place), False
+        problems, folder, same = wrong_output(ended.exit, ended.output, (0, 4, 5)), run_folder(place), False
         if ended.exit == 0:
             same = not differences(folder, expected_uncached)
             finite = all(
                 bool(tensor.isfinite().all()) for name in FILES for tensor in load_file(folder / name).values()
             )
-            said = (folder / EVENTS).exists() or "finite" in ended.said
+            is_reported = (folder / EVENTS).exists() or "finite" in ended.output
             problems += [] if finite else ["what is exported is not finite"]
-            problems += [] if same or said else ["it came out otherwise, and nothing was said"]
+            problems += [] if same or is_reported else ["it came out otherwise, and nothing was said"]
         row.add(Tried(f"{where} {at}", max(0, ended.steps - STEPS), problems, same))
         shutil.rmtree(place)
     row.notes = "" if row.same == row.tries else LEFT_OUT
     tell(row)
 
 
-def told(code: int | None, said: str, codes: tuple[int, ...]) -> list[str]:
-    problems = [] if code in codes else [f"ended with {code}: {said[-200:]!r}"]
-    if code and "error: " not in said:
+def wrong_output(code: int | None, output: str, codes: tuple[int, ...]) -> list[str]:
+    problems = [] if code in codes else [f"ended with {code}: {output[-200:]!r}"]
+    if code and "error: " not in output:
         problems.append("nothing was said")
-    return problems + [f"said {word}" for word in ("Traceback", "this is a bug") if word in said]
+    return problems + [f"said {word}" for word in ("Traceback", "this is a bug") if word in output]
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_a_signal_while_computing(twice: bool, ground: Ground, expected: Expecte
         left = {143, 130, -signal.SIGINT, -signal.SIGTERM} if twice else {143}
         code = ended.exit if ended.signal is None else -ended.signal
         problems = [] if code in left else [f"ended with {code}: {last_line(ended)}"]
-        problems += [f"said {word}" for word in ("Traceback", "this is a bug") if word in ended.said]
+        problems += [f"said {word}" for word in ("Traceback", "this is a bug") if word in ended.output]
         problems += torn(place, expected)
         lost, more = resumed(ground, place, expected, ended, brief=True)
         row.add(Tried(f"call {at}", lost, problems + more))
@@ -141,7 +141,7 @@ def test_two_runs_in_one_folder(ground: Ground, expected: Expected, tell: Callab
         for extra in ((), ("--resume",)):
             ended = ground.run(place, *extra)
             problems = [] if ended.exit == 2 else [f"ended with {ended.exit}"]
-            problems += [] if "by another process" in ended.said else [f"said {last_line(ended)}"]
+            problems += [] if "by another process" in ended.output else [f"said {last_line(ended)}"]
             problems += [f"wrote {path.name}" for path in folder.iterdir() if path.name != LOCK]
             row.add(Tried(f"while held {extra}", 0, problems, same=False))
     ended = ground.run(place, "--resume")

@@ -52,7 +52,7 @@ def used(folder: Path) -> int:
     return (facts.f_blocks - facts.f_bfree) * facts.f_frsize
 
 
-def went_on(ground: Ground, place: Path, expected: Expected) -> tuple[int, list[str]]:
+def resumed_from(ground: Ground, place: Path, expected: Expected) -> tuple[int, list[str]]:
     """--resume, where there is room again."""
     ended = ground.run(place, "--resume")
     if ended.exit != 0:
@@ -60,11 +60,11 @@ def went_on(ground: Ground, place: Path, expected: Expected) -> tuple[int, list[
     return ended.steps, [*differences(run_folder(place), expected), *left_over(run_folder(place))]
 
 
-def wrong_words(exit_code: int | None, said: str) -> list[str]:
+def wrong_words(exit_code: int | None, output: str) -> list[str]:
     problems = [] if exit_code in (0, 2, 5) else [f"ended with {exit_code}"]
-    if exit_code and "error: " not in said:
+    if exit_code and "error: " not in output:
         problems.append("nothing was said")
-    return problems + [f"said {word}" for word in ("Traceback", "this is a bug") if word in said]
+    return problems + [f"said {word}" for word in ("Traceback", "this is a bug") if word in output]
 
 
 @pytest.mark.slow
@@ -82,9 +82,9 @@ def test_a_disk_too_small(ground: Ground, expected_uncached: Expected, disk: Pat
         resize(disk, str(int(least + (whole - least) * share)))
         ended = ground.run(place)
         codes.append(ended.exit)
-        problems = [*wrong_words(ended.exit, ended.said), *torn(place, expected_uncached)]
+        problems = [*wrong_words(ended.exit, ended.output), *torn(place, expected_uncached)]
         resize(disk, ROOMY)
-        again, more = went_on(ground, place, expected_uncached)
+        again, more = resumed_from(ground, place, expected_uncached)
         row.add(Tried(f"{share:.0%} of {whole} bytes", max(0, ended.steps + again - STEPS), problems + more))
     row.notes = f"exit codes {', '.join(map(str, codes))}"
     tell(row)
@@ -98,7 +98,7 @@ def test_disk_space_is_freed_while_a_run_waits(ground: Ground, expected: Expecte
         place = ground.new_place()
         ended = ground.run(place, at=at, mode=Mode.FULL, number=3, checkpoint__wait_minutes=1)
         problems = [] if ended.exit == 0 else [f"ended with {ended.exit}: {last_line(ended)}"]
-        waited += "waits, paused" in ended.said
+        waited += "waits, paused" in ended.output
         if ended.exit == 0:
             problems += differences(run_folder(place), expected)
         row.add(Tried(f"operation {at}", max(0, ended.steps - STEPS), problems))
@@ -114,10 +114,10 @@ def test_a_folder_that_vanishes(step: int, ground: Ground, expected: Expected, t
     row = Row("the run's folder is deleted while it trains", f"after step {step}")
     place = ground.new_place()
     ended = ground.run(place, trouble=["vanish", str(run_folder(place)), step])
-    problems = wrong_words(ended.exit, ended.said)
-    if "was deleted under the run" not in ended.said and ended.exit == 0:
+    problems = wrong_words(ended.exit, ended.output)
+    if "was deleted under the run" not in ended.output and ended.exit == 0:
         problems.append("nothing was said")
-    found = differences(run_folder(place), expected) if ended.exit == 0 else went_on(ground, place, expected)[1]
+    found = differences(run_folder(place), expected) if ended.exit == 0 else resumed_from(ground, place, expected)[1]
     problems += [each for each in found if "jsonl" not in each]  # rows from before it are gone with the folder
     row.add(Tried(f"step {step}", max(0, ended.steps - STEPS), problems))
     row.notes = "of the LoRA files: rows of metrics from before are gone with the folder"

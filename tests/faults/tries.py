@@ -74,7 +74,7 @@ def undisturbed(ground: Ground, *, cached: bool = True) -> Expected:
     """Run to the end with nothing in the way."""
     place = ground.new_place(cached=cached)
     ended = ground.run(place)
-    assert ended.exit == 0, ended.said
+    assert ended.exit == 0, ended.output
     assert ended.steps == STEPS
     folder = run_folder(place)
     tensors = {name: tensor_bytes(folder / name) for name in FILES}
@@ -123,14 +123,14 @@ def wrong_end(ended: Ended, mode: Mode, codes: tuple[int, ...]) -> list[str]:
     if mode in KILLS and ended.fired:
         return [] if ended.signal == 9 else [f"ended with {ended.exit}, not killed"]
     wrong = [] if ended.exit in codes else [f"ended with exit {ended.exit}, signal {ended.signal}"]
-    if mode != Mode.SIGNAL and ended.exit and "error: " not in ended.said:
+    if mode != Mode.SIGNAL and ended.exit and "error: " not in ended.output:
         wrong.append("ended without an error that is said")
-    wrong += [f"said {word!r}" for word in ("Traceback", "this is a bug") if word in ended.said]
+    wrong += [f"said {word!r}" for word in ("Traceback", "this is a bug") if word in ended.output]
     return [f"{each}: {last_line(ended)}" for each in wrong]
 
 
 def last_line(ended: Ended) -> str:
-    lines = ended.said.strip().splitlines()
+    lines = ended.output.strip().splitlines()
     return lines[-1][:300] if lines else "(nothing was said)"
 
 

@@ -61,15 +61,15 @@ def test_the_demo_that_make_runs_fails_on_a_refused_lora(checkout, tmp_path, mon
         r"^demo: setup\n\t@\S*/lora-trainer (.*)$", (checkout / "Makefile").read_text("utf-8"), re.M
     )
     assert main([*command.split(), *QUICK, "--max-steps", "3", "--set", "gates.lora_check=lite"]) == 4
-    said = capsys.readouterr()
-    assert "22 images, 6 samples trained in 3 steps: 16 images were never trained" in said.err
-    assert "11 steps train each at least once" in said.err
+    output = capsys.readouterr()
+    assert "22 images, 6 samples trained in 3 steps: 16 images were never trained" in output.err
+    assert "11 steps train each at least once" in output.err
     folder = tmp_path / "runs" / "demo"
     document = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     assert (document["status"], document["exit_code"]) == ("refused", 4)
     assert document["scores"]["lora"] >= 0.9
     for place in ("demo.safetensors", "samples/before_after.png", "report.html"):
-        assert str(Path("runs", "demo", place)) in said.out
+        assert str(Path("runs", "demo", place)) in output.out
         assert (folder / place).is_file()
     assert (folder / "demo.refused.txt").is_file()
 

@@ -36,8 +36,8 @@ def document(device: str = "A GPU", **changed: Any) -> dict[str, Any]:
     ],
 )
 def test_a_regression_of_five_percent_is_reported_with_both_figures(changed, device, worse):
-    said, found = held_against(document(device), document(device, **changed))
-    assert said == []
+    messages, found = held_against(document(device), document(device, **changed))
+    assert messages == []
     assert [problem.message for problem in found] == [f"ours of m: {each}." for each in worse]
 
 
@@ -75,7 +75,7 @@ def test_a_saved_measurement_is_a_baseline_and_a_regression_sets_the_exit_code(t
         saved.write_text(json.dumps(kept))
         capsys.readouterr()
         assert main(["bench", "cache", "--steps", "2", "--json", "--baseline", str(saved)]) == 5
-    told = capsys.readouterr()
-    assert len(json.loads(told.out)["worse"]) == len(kept["rows"])
-    assert "ours of 4x64x64: ratio" in told.err
+    output = capsys.readouterr()
+    assert len(json.loads(output.out)["worse"]) == len(kept["rows"])
+    assert "ours of 4x64x64: ratio" in output.err
     assert main(["bench", "cache", "--baseline", str(tmp_path / "none.json")]) == 2

@@ -59,8 +59,8 @@ def test_every_variant_of_a_step_is_measured_next_to_the_plain_one(place, precis
     arguments = place.arguments("x", command="bench", memory__weight_dtype=precision)
     rows = measured([arguments[0], "step", *arguments[1:]], capsys)
     assert list(rows) == ["bare", "ours", "usual", "usual_cached"]
-    told = list(legend(bench.ABOUT, list(rows), COLUMNS))
-    assert [line.split()[0] for line in told] == [*rows, "ratio", "p10,"]
+    lines = list(legend(bench.ABOUT, list(rows), COLUMNS))
+    assert [line.split()[0] for line in lines] == [*rows, "ratio", "p10,"]
     assert rows["bare"]["ratio"] == 1.0
     assert [row["encodes"] for row in rows.values()] == [False, False, True, False]
     for row in rows.values():
@@ -90,7 +90,7 @@ def test_the_reference_loop_encodes_the_same_captions(place, monkeypatch, tmp_pa
     }
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", **settings)
     seen: list[object] = []
-    monkeypatch.setattr(bench, "measure", lambda asked: seen.append(asked) or Report([], {}))
+    monkeypatch.setattr(bench, "measure", lambda request: seen.append(request) or Report([], {}))
     assert main([arguments[0], "step", *arguments[1:]]) == 0
     measured_of = subject.subject_of(seen[0].resolved, tmp_path)
     encode = measured_of.load_encode()
@@ -132,13 +132,13 @@ def test_a_signal_in_a_measured_step_ends_the_command(place, number, code, at, m
     """In the first step, and in one of those that are timed."""
     train_step, taken = run.train_step, []
 
-    def told(*given: object) -> object:
+    def step_then_signal(*args: object) -> object:
         taken.append(None)
         if len(taken) == at:
             os.kill(os.getpid(), number)
-        return train_step(*given)
+        return train_step(*args)
 
-    monkeypatch.setattr(run, "train_step", told)
+    monkeypatch.setattr(run, "train_step", step_then_signal)
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
     assert main([arguments[0], "step", *arguments[1:], "--steps", "4"]) == code
     assert "bug" not in capsys.readouterr().err
@@ -165,7 +165,7 @@ def test_a_family_without_a_model_is_its_public_architecture(capsys):
 
 def test_the_device_name_includes_the_number_of_threads(monkeypatch, capsys):
     before = torch.get_num_threads()
-    monkeypatch.setattr(bench, "measure", lambda asked: Report([], {}))
+    monkeypatch.setattr(bench, "measure", lambda request: Report([], {}))
     try:
         assert main(["bench", "step", "--json", "--set", f"hardware.threads={before + 1}"]) == 0
     finally:
@@ -180,8 +180,8 @@ def test_several_models_are_measured_in_one_call(place, capsys):
     narrow = replace(small, denoiser={**small.denoiser, "block_out_channels": [32, 32, 32, 32]})
     with patched(subject, "public_architecture", {SMALL: narrow}.__getitem__):
         assert main([arguments[0], "step", *arguments[1:], *"--subject own --subject small --steps 2".split()]) == 0
-    told = capsys.readouterr().out
-    assert told.index(f"{place.model.name} on ") < told.index("U-Net of 30 M weights")
+    output = capsys.readouterr().out
+    assert output.index(f"{place.model.name} on ") < output.index("U-Net of 30 M weights")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -323,16 +323,16 @@ def test_differences_within_noise_are_marked():
 
 def test_a_wrong_setting_to_compare_is_named_with_the_nearest(capsys):
     assert main(["bench", "step", "--compare", "nonsense", "--compare", "compile.enable=true"]) == 2
-    told = capsys.readouterr().err
-    assert "--compare nonsense is not of the form section.key=value" in told
-    assert "Did you mean enabled?" in told
+    output = capsys.readouterr().err
+    assert "--compare nonsense is not of the form section.key=value" in output
+    assert "Did you mean enabled?" in output
 
 
 def test_a_flag_of_another_measurement_is_refused(capsys):
     assert main(["bench", "cache", "--tiny", "--subject", "small"]) == 2
-    told = capsys.readouterr().err
-    assert "bench cache has no --tiny" in told
-    assert "bench cache has no --subject" in told
+    output = capsys.readouterr().err
+    assert "bench cache has no --tiny" in output
+    assert "bench cache has no --subject" in output
 
 
 def test_the_loader_is_measured_next_to_steps_without_it(place, capsys):

@@ -226,14 +226,14 @@ def test_the_table_is_written_row_by_row_and_resumed(tmp_path, capsys):
     file = tmp_path / "rows.json"
     arguments = ["bench", "table", "--tiny", "--steps", "2", "--rows", str(file), "--filter"]
     assert main([*arguments, "sd15 512 batch 4"]) == 0
-    said = capsys.readouterr()
-    assert "| sd15 512 batch 4 |" in said.out
-    assert said.err.splitlines() == ["sd15 512 batch 4 …"]
+    output = capsys.readouterr()
+    assert "| sd15 512 batch 4 |" in output.out
+    assert output.err.splitlines() == ["sd15 512 batch 4 …"]
     (first,) = json.loads(file.read_text("utf-8"))["rows"]
     assert main([*arguments, "sd15 512", "--json"]) == 0
-    said = capsys.readouterr()
-    assert said.err.splitlines() == ["sd15 512 …"], "what is there already is not measured again"
-    rows = json.loads(said.out)["rows"]
+    output = capsys.readouterr()
+    assert output.err.splitlines() == ["sd15 512 …"], "what is there already is not measured again"
+    rows = json.loads(output.out)["rows"]
     assert [row["micro"] for row in rows] == [1, 4]
     assert rows[1]["seconds_median"] == first["seconds_median"]
     assert all(len(row["losses"]) == 3 and row["peak_gib"] > 0 for row in rows)  # one more warmed up
@@ -284,9 +284,9 @@ def test_a_row_with_several_sizes_builds_them_all(shapes, dynamic, tmp_path):
     """Built, and not compiled before its first step."""
     spec = Spec("sizes", "sd15", {"data.resolution": 512, "compile.enabled": True})
     settings = settings_of(spec, Asking(tiny=True), torch.device("cpu"))
-    made = subject.subject_as_asked(settings, tmp_path, tiny=True, shapes=shapes).learner.compiled
-    assert made is not None
-    assert made.dynamic is dynamic
+    blocks = subject.subject_as_asked(settings, tmp_path, tiny=True, shapes=shapes).learner.compiled
+    assert blocks is not None
+    assert blocks.dynamic is dynamic
 
 
 def test_rows_of_a_gpu_are_what_the_plan_chose_for_it():

@@ -65,7 +65,7 @@ def test_xformers_without_a_kernel_is_detected_silently(capfd):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "expected"),
     [
         (lambda q, k, v: q * float("nan"), "not finite"),
         (lambda q, k, v: q, "off, more than"),
@@ -75,9 +75,9 @@ def test_xformers_without_a_kernel_is_detected_silently(capfd):
         (lambda q, k, v: KINDS["math"](2 * q, k, v), "off, more than"),
     ],
 )
-def test_wrong_values_and_gradients_are_found(monkeypatch, wrong, said):
+def test_wrong_values_and_gradients_are_found(monkeypatch, wrong, expected):
     monkeypatch.setitem(KINDS, "sdpa", wrong)
-    assert said in str(probe("sdpa", torch.float32, CPU, SMALL))
+    assert expected in str(probe("sdpa", torch.float32, CPU, SMALL))
     assert choose("auto", ("sdpa", "math")).name == "math"
 
 
@@ -196,8 +196,8 @@ def test_a_meta_forward_pass_leaves_nothing_in_the_denoiser():
     family, denoiser = FAMILIES["z_image"], tiny_transformer("z_image")
     cond = {"embeds": (4, 64), "padding": (4,)}
     assert shapes_of(denoiser, family.predict, (1, 16, 8, 8), cond, torch.float32)
-    told = {"embeds": torch.randn(1, 4, 64), "padding": torch.zeros(1, 4, dtype=torch.bool)}
-    velocity = family.predict(denoiser, torch.randn(1, 16, 8, 8), torch.tensor([500]), told, torch.zeros(1, 6))
+    conditioning = {"embeds": torch.randn(1, 4, 64), "padding": torch.zeros(1, 4, dtype=torch.bool)}
+    velocity = family.predict(denoiser, torch.randn(1, 16, 8, 8), torch.tensor([500]), conditioning, torch.zeros(1, 6))
     assert velocity.isfinite().all()
 
 
@@ -214,9 +214,9 @@ def flux() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         pooled_projection_dim=6,
         axes_dims_rope=(2, 2, 4),
     )
-    given = {"hidden_states": torch.randn(2, 9, 4), "encoder_hidden_states": torch.randn(2, 5, 12)}
-    given |= {"pooled_projections": torch.randn(2, 6), "timestep": torch.tensor([0.1, 0.7])}
-    return model, given | {"img_ids": torch.rand(9, 3), "txt_ids": torch.zeros(5, 3)}
+    inputs = {"hidden_states": torch.randn(2, 9, 4), "encoder_hidden_states": torch.randn(2, 5, 12)}
+    inputs |= {"pooled_projections": torch.randn(2, 6), "timestep": torch.tensor([0.1, 0.7])}
+    return model, inputs | {"img_ids": torch.rand(9, 3), "txt_ids": torch.zeros(5, 3)}
 
 
 def sd3() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -237,8 +237,8 @@ def sd3() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         dual_attention_layers=(0,),
         qk_norm="rms_norm",
     )
-    given = {"hidden_states": torch.randn(2, 4, 8, 6), "encoder_hidden_states": torch.randn(2, 5, 12)}
-    return model, given | {"pooled_projections": torch.randn(2, 6), "timestep": torch.tensor([10, 700])}
+    inputs = {"hidden_states": torch.randn(2, 4, 8, 6), "encoder_hidden_states": torch.randn(2, 5, 12)}
+    return model, inputs | {"pooled_projections": torch.randn(2, 6), "timestep": torch.tensor([10, 700])}
 
 
 def z_image(lengths: tuple[int, int] = (5, 5)) -> tuple[nn.Module, dict[str, object]]:
@@ -260,41 +260,41 @@ def z_image(lengths: tuple[int, int] = (5, 5)) -> tuple[nn.Module, dict[str, obj
 
 
 def test_sequences_of_other_lengths_are_masked_with_every_backend():
-    model, given = z_image((5, 40))
+    model, args = z_image((5, 40))
     install_attention(model, "sdpa")
-    usual = torch.stack(model(**given, return_dict=False)[0])
+    usual = torch.stack(model(**args, return_dict=False)[0])
     install_attention(model, "math")
-    assert torch.allclose(torch.stack(model(**given, return_dict=False)[0]), usual, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(torch.stack(model(**args, return_dict=False)[0]), usual, rtol=1e-4, atol=1e-5)
 
 
 def unet(family: str) -> tuple[nn.Module, dict[str, object]]:
     model = tiny_unet(family)
     width = model.config.cross_attention_dim
-    given = {"sample": torch.randn(2, 4, 8, 16), "timestep": 5, "encoder_hidden_states": torch.randn(2, 7, width)}
+    inputs = {"sample": torch.randn(2, 4, 8, 16), "timestep": 5, "encoder_hidden_states": torch.randn(2, 7, width)}
     if family == "sdxl":
         added = {"text_embeds": torch.randn(2, 16), "time_ids": torch.rand(2, 6)}
-        return model, given | {"added_cond_kwargs": added}
-    return model, given
+        return model, inputs | {"added_cond_kwargs": added}
+    return model, inputs
 
 
 @pytest.mark.parametrize("make", [lambda: unet("sd15"), lambda: unet("sdxl"), sd3, flux, z_image])
 def test_every_installed_backend_has_the_same_values_and_gradients(make):
     torch.manual_seed(0)
-    model, given = make()
+    model, args = make()
     model.double()
-    given = {
+    args = {
         name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for name, value in given.items()
+        for name, value in args.items()
     }
-    given |= {name: [each.double() for each in value] for name, value in given.items() if isinstance(value, list)}
-    if "added_cond_kwargs" in given:
-        given["added_cond_kwargs"] = {name: value.double() for name, value in given["added_cond_kwargs"].items()}
+    args |= {name: [each.double() for each in value] for name, value in args.items() if isinstance(value, list)}
+    if "added_cond_kwargs" in args:
+        args["added_cond_kwargs"] = {name: value.double() for name, value in args["added_cond_kwargs"].items()}
     found = {}
     for name in ("sdpa", "math", "flash", "sdpa"):
         install_attention(model, name)
         model.zero_grad()
-        told = model(**given, return_dict=False)[0]
-        out = torch.stack(told) if isinstance(told, list) else told
+        output = model(**args, return_dict=False)[0]
+        out = torch.stack(output) if isinstance(output, list) else output
         out.square().sum().backward()
         gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         found.setdefault(name, []).append((out.detach(), gradients))
@@ -305,11 +305,11 @@ def test_every_installed_backend_has_the_same_values_and_gradients(make):
 
 
 def test_the_probed_backend_is_the_one_that_runs(monkeypatch):
-    model, given = unet("sd15")
+    model, args = unet("sd15")
     calls = []
     monkeypatch.setitem(KINDS, "flash", lambda q, k, v: calls.append(q.shape) or KINDS["math"](q, k, v))
     install_attention(model, "flash")
-    model(**given)
+    model(**args)
     assert len(calls) == sum(hasattr(module, "to_q") for module in model.modules())
 
 

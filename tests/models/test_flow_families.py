@@ -73,8 +73,8 @@ def encoded_by_diffusers(model: Path, captions: list[str]) -> tuple[torch.Tensor
             length = TOKENS[model.name]
             embeds, pooled, _ = pipeline.encode_prompt(captions, captions, device=CPU, max_sequence_length=length)
         else:
-            given = (captions, captions, captions)
-            embeds, _, pooled, _ = pipeline.encode_prompt(*given, device=CPU, do_classifier_free_guidance=False)
+            args = (captions, captions, captions)
+            embeds, _, pooled, _ = pipeline.encode_prompt(*args, device=CPU, do_classifier_free_guidance=False)
     return embeds, pooled
 
 
@@ -98,15 +98,15 @@ def test_text_lengths_and_layers_follow_the_settings(model):
     if not model.name.startswith("flux"):
         settings |= {"clip_skip": 2}
     bound = family.reading(TextOptions(**settings))
-    told, pipeline = bound.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS), diffusers_own(model)
-    given = (CAPTIONS,) * (2 if model.name.startswith("flux") else 3)
+    cond, pipeline = bound.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS), diffusers_own(model)
+    args = (CAPTIONS,) * (2 if model.name.startswith("flux") else 3)
     more = {} if model.name.startswith("flux") else {"do_classifier_free_guidance": False, "clip_skip": 0}
     length = settings.get("t5_tokens", 256)
     with torch.no_grad():
-        wanted = pipeline.encode_prompt(*given, device=CPU, max_sequence_length=length, **more)[0]
-    assert torch.equal(told["embeds"], wanted)
+        wanted = pipeline.encode_prompt(*args, device=CPU, max_sequence_length=length, **more)[0]
+    assert torch.equal(cond["embeds"], wanted)
     config = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))
-    assert told["embeds"].shape[1:] == bound.cond_shapes(config)["embeds"]
+    assert cond["embeds"].shape[1:] == bound.cond_shapes(config)["embeds"]
     if model.name.startswith("flux"):
         for wrong in ({"clip_skip": 1}, {"clip_tokens": 150}):
             with pytest.raises(UsageError, match="only a summary"):
@@ -132,8 +132,8 @@ def test_text_encoders_get_gradients_through_their_embeddings(model):
     for name in parts.encoders:
         parts.encoders[name].requires_grad_(True)
     assert {*parts.encoders} <= {*family.text_targets}
-    told = family.encode_text(parts, ["a red ring"], TextOptions())
-    sum(value.sum() for value in told.values()).backward()
+    cond = family.encode_text(parts, ["a red ring"], TextOptions())
+    sum(value.sum() for value in cond.values()).backward()
     for name in parts.encoders:
         assert any(each.grad is not None and each.grad.any() for each in parts.encoders[name].parameters()), name
 
@@ -143,10 +143,10 @@ def test_latents_have_the_scale_and_shift_of_the_vae(model):
     mean, spread = family_of(model).load_encoders(model, torch.float32, CPU).encode_image(pixels)
     pipeline = diffusers_own(model)
     with torch.no_grad():
-        told = pipeline.vae.encode(pixels).latent_dist
+        distribution = pipeline.vae.encode(pixels).latent_dist
     # As the pipeline undoes it: latents / scaling_factor + shift_factor.
-    assert torch.allclose(mean / 0.5 + 0.1, told.mean, atol=1e-5)
-    assert torch.allclose(spread / 0.5, told.std, atol=1e-5)
+    assert torch.allclose(mean / 0.5 + 0.1, distribution.mean, atol=1e-5)
+    assert torch.allclose(spread / 0.5, distribution.std, atol=1e-5)
     facts = family_of(model).describe(model)
     assert mean.shape == (2, facts.latent_channels, 64 // facts.downscale, 96 // facts.downscale)
 
@@ -162,12 +162,12 @@ def test_the_denoiser_gets_the_same_inputs_as_in_the_pipeline(model, size):
     times: list[torch.Tensor] = []
     step = pipeline.scheduler.step
 
-    def watch(module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], out: tuple[Any, ...]) -> None:
-        seen.append((given["hidden_states"], out[0]))
+    def watch(module: torch.nn.Module, args: tuple[Any, ...], arguments: dict[str, Any], out: tuple[Any, ...]) -> None:
+        seen.append((arguments["hidden_states"], out[0]))
 
-    def watch_step(velocity: torch.Tensor, time: torch.Tensor, *args: Any, **given: Any) -> Any:
+    def watch_step(velocity: torch.Tensor, time: torch.Tensor, *args: Any, **arguments: Any) -> Any:
         times.append(time)
-        return step(velocity, time, *args, **given)
+        return step(velocity, time, *args, **arguments)
 
     pipeline.transformer.register_forward_hook(watch, with_kwargs=True)
     pipeline.scheduler.step = watch_step
@@ -205,17 +205,19 @@ def test_the_cropped_position_table_equals_the_whole_one(sides, tmp_path):
     noisy = torch.randn(1, 16, *sides, generator=torch.manual_seed(0))
     cond = {"embeds": torch.ones(1, 5, T5_WIDTH), "pooled": torch.ones(1, 28)}
     with torch.no_grad():
-        told = [sd3.predict(each, noisy, torch.tensor([500]), cond, torch.zeros(1, 6)) for each in (cropped, whole)]
-    assert torch.equal(*told)
+        predictions = [
+            sd3.predict(each, noisy, torch.tensor([500]), cond, torch.zeros(1, 6)) for each in (cropped, whole)
+        ]
+    assert torch.equal(*predictions)
 
 
 def test_the_whole_position_table_is_never_on_the_device(tmp_path, monkeypatch):
     tiny_pipeline(tmp_path / "tokens", "sd3.5").transformer.save_pretrained(tmp_path / "transformer")
     moved, real = [], layers._moved
 
-    def seen(found: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+    def seen(found: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
         moved.append(tuple(found.shape))
-        return real(found, *given, **more)
+        return real(found, *args, **more)
 
     monkeypatch.setattr(layers, "_moved", seen)
     sd3.load_transformer(tmp_path, torch.float32, CPU)
@@ -259,7 +261,7 @@ def test_t5_tokens_are_truncated_padded_and_weighted():
 
 @of_each_family
 @pytest.mark.parametrize(
-    ("file", "values", "said"),
+    ("file", "values", "expected"),
     [
         ("transformer/config.json", {"in_channels": 384}, "takes more than noisy latents"),
         ("transformer/config.json", {"_class_name": "AuraFlowTransformer2DModel"}, "AuraFlowTransformer2DModel"),
@@ -271,9 +273,9 @@ def test_t5_tokens_are_truncated_padded_and_weighted():
         ("vae/config.json", {"latents_mean": [0.0] * 16}, "latents_mean"),
     ],
 )
-def test_a_folder_without_a_base_model_of_the_family_is_refused(model, tmp_path, file, values, said):
+def test_a_folder_without_a_base_model_of_the_family_is_refused(model, tmp_path, file, values, expected):
     other = changed(model, tmp_path, file, **values)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=expected):
         family_of(other).describe(other)
 
 
@@ -321,21 +323,21 @@ def test_text_encoders_loaded_layer_by_layer_keep_the_files_precision(
     whole = family.load_encoders(tmp_path / "flux", dtype, CPU).encode_text(CAPTIONS[:2])
     product = torch.nn.Linear.forward
 
-    def watched(layer: torch.nn.Linear, given: torch.Tensor) -> torch.Tensor:
+    def watched(layer: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
         nonlocal most, times
         times += 1
         if times % 10 == 0:
             most = max(most, sum(storages().values()))
-        return product(layer, given)
+        return product(layer, inputs)
 
     monkeypatch.setattr(torch.nn.Linear, "forward", watched)
     with little_garbage():  # what was there before is none of the objects that are looked through
-        told = visiting_text(family, tmp_path / "flux", dtype, CPU)(CAPTIONS[:2])
+        embeds = visiting_text(family, tmp_path / "flux", dtype, CPU)(CAPTIONS[:2])
     file = tmp_path / "flux" / "text_encoder_2" / "model.safetensors"
     assert times > 50
     assert file.stat().st_size < most < 1.2 * file.stat().st_size
-    assert {name: value.dtype for name, value in told.items()} == {name: value.dtype for name, value in whole.items()}
-    assert all(torch.equal(whole[name], told[name]) for name in whole)
+    assert {name: value.dtype for name, value in embeds.items()} == {name: value.dtype for name, value in whole.items()}
+    assert all(torch.equal(whole[name], embeds[name]) for name in whole)
 
 
 def storages() -> dict[int, int]:

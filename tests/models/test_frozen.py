@@ -21,7 +21,7 @@ from tests.export.tiny import tiny_vae
 CPU = torch.device("cpu")
 CLIP = {"vocab_size": 99, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 T5 = {"vocab_size": 99, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
-MADE = {
+MODELS = {
     AutoencoderKL: tiny_vae,
     CLIPTextModel: lambda: CLIPTextModel(CLIPTextConfig(**CLIP)),
     CLIPTextModelWithProjection: lambda: CLIPTextModelWithProjection(CLIPTextConfig(**CLIP, projection_dim=8)),
@@ -38,10 +38,10 @@ def same(one: Any, other: Any) -> None:
             assert torch.equal(tensor, theirs[name]), name
 
 
-@pytest.fixture(params=MADE, ids=lambda kind: kind.__name__)
+@pytest.fixture(params=MODELS, ids=lambda kind: kind.__name__)
 def part(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
     torch.manual_seed(0)
-    MADE[request.param]().save_pretrained(tmp_path / "part")
+    MODELS[request.param]().save_pretrained(tmp_path / "part")
     return request.param, tmp_path / "part"
 
 
@@ -55,7 +55,7 @@ def test_a_part_equals_what_its_library_reads(part: tuple[Any, Path], dtype: tor
 
 
 def test_tied_weights_are_shared(tmp_path: Path) -> None:
-    MADE[T5EncoderModel]().save_pretrained(tmp_path)
+    MODELS[T5EncoderModel]().save_pretrained(tmp_path)
     for left in ("shared.weight", "encoder.embed_tokens.weight"):
         tensors = load_file(tmp_path / "model.safetensors")
         words = tensors.pop("shared.weight", tensors.pop("encoder.embed_tokens.weight", None))

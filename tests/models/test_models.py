@@ -124,9 +124,9 @@ def test_images_are_generated_on_the_trained_schedule_with_any_scheduler(model, 
     )
     scheduler.save_pretrained(other / "scheduler")
     edit(other / "model_index.json", scheduler=["diffusers", source])
-    with heard() as said:
+    with heard() as messages:
         drawn = SD15.make_pipeline(other, torch.float32, CPU).scheduler
-    assert [line for line in said if "scheduler" in line.lower()] == []
+    assert [line for line in messages if "scheduler" in line.lower()] == []
     config = drawn.config
     assert (config.clip_sample, config.set_alpha_to_one, config.steps_offset) == (False, False, 1)
     process = SD15.make_process(other)

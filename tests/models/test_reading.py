@@ -35,30 +35,30 @@ def filled(tokenizer: Any, text: str) -> str:
 
 @pytest.fixture(scope="module", params=["sd15", "sd2", "sdxl"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp(request.param)
-    pipeline = tiny_pipeline(made / "tokens", request.param)
+    root = tmp_path_factory.mktemp(request.param)
+    pipeline = tiny_pipeline(root / "tokens", request.param)
     width = pipeline.text_encoder.config.hidden_size
     pipeline.text_encoder = CLIPTextModel(text_config(pipeline.tokenizer, width, layers=LAYERS))
     if request.param == "sdxl":
         second = text_config(pipeline.tokenizer, 24, layers=LAYERS, projection_dim=16)
         pipeline.text_encoder_2 = CLIPTextModelWithProjection(second)
-    pipeline.save_pretrained(made / request.param, safe_serialization=True)
-    return made / request.param
+    pipeline.save_pretrained(root / request.param, safe_serialization=True)
+    return root / request.param
 
 
 def encoders(folder: Path, **options: Any) -> Encoders:
     return FAMILIES[folder.name].reading(TextOptions(**options)).load_encoders(folder, torch.float32, CPU)
 
 
-def said_by_diffusers(folder: Path, prompt: str, clip_skip: int | None) -> torch.Tensor:
+def embeds_of_diffusers(folder: Path, prompt: str, clip_skip: int | None) -> torch.Tensor:
     pipeline = FAMILIES[folder.name].make_pipeline(folder, torch.float32, CPU)
     if folder.name != "sdxl":  # diffusers 0.42 looks for the norm where transformers had it before 5.6
         pipeline.text_encoder.__dict__["text_model"] = pipeline.text_encoder
     with torch.no_grad():
-        told: torch.Tensor = pipeline.encode_prompt(
+        embeds: torch.Tensor = pipeline.encode_prompt(
             prompt, device=CPU, num_images_per_prompt=1, do_classifier_free_guidance=False, clip_skip=clip_skip
         )[0]
-    return told
+    return embeds
 
 
 def test_tokens_are_those_of_the_tokenizer(folder: Path) -> None:
@@ -70,14 +70,14 @@ def test_tokens_are_those_of_the_tokenizer(folder: Path) -> None:
 
 def test_the_chosen_layer_is_that_of_diffusers(folder: Path) -> None:
     plain = encoders(folder).encode_text(["a red ring"])["embeds"]
-    assert torch.equal(plain, said_by_diffusers(folder, "a red ring", None))
+    assert torch.equal(plain, embeds_of_diffusers(folder, "a red ring", None))
     own, seen = OWN[folder.name], []
     for layer in range(own, LAYERS + 1):
-        told = encoders(folder, clip_skip=layer).encode_text(["a red ring"])["embeds"]
+        embeds = encoders(folder, clip_skip=layer).encode_text(["a red ring"])["embeds"]
         skipped = layer - own
-        torch.testing.assert_close(told, said_by_diffusers(folder, "a red ring", skipped), rtol=0, atol=1e-6)
-        assert not any(torch.equal(told, other) for other in seen)
-        seen.append(told)
+        torch.testing.assert_close(embeds, embeds_of_diffusers(folder, "a red ring", skipped), rtol=0, atol=1e-6)
+        assert not any(torch.equal(embeds, other) for other in seen)
+        seen.append(embeds)
     assert torch.equal(seen[0], plain)
 
 
@@ -92,8 +92,8 @@ def test_too_large_a_clip_skip_is_refused_with_both_numbers(folder: Path) -> Non
         config = Config.model_validate({"model": {"path": str(folder)}, "text_encoder": settings})
         with pytest.raises(UsageError) as refused:
             read_model(config)
-        told = str(refused.value)
-        assert ("5" in told and f"has {LAYERS} layers" in told) if "clip_skip" in settings else "no T5" in told
+        message = str(refused.value)
+        assert ("5" in message and f"has {LAYERS} layers" in message) if "clip_skip" in settings else "no T5" in message
     with pytest.raises(UsageError, match="without_t5"):
         read_model(Config.model_validate({"model": {"path": str(folder), "without_t5": True}}))
 
@@ -103,15 +103,15 @@ def test_long_captions_are_encoded_in_chunks(folder: Path) -> None:
     tokenizer = load_tokenizer(folder, "text_encoder")
     pieces = [filled(tokenizer, text) for text in ("a red ring on a blue field", "a green square", "a blue ring")]
     alone = encoders(folder).encode_text(pieces)
-    told = encoders(folder, clip_tokens=225).encode_text([" ".join((*pieces, "which is cut")), "a red ring"])
-    assert told["embeds"].shape[:2] == (2, 3 * 77)
-    torch.testing.assert_close(told["embeds"][0], alone["embeds"].flatten(0, 1))
+    cond = encoders(folder, clip_tokens=225).encode_text([" ".join((*pieces, "which is cut")), "a red ring"])
+    assert cond["embeds"].shape[:2] == (2, 3 * 77)
+    torch.testing.assert_close(cond["embeds"][0], alone["embeds"].flatten(0, 1))
     short = encoders(folder).encode_text(["a red ring", ""])["embeds"]
-    torch.testing.assert_close(told["embeds"][1], torch.cat([short[0], short[1], short[1]]))
-    if "pooled" in told:
-        torch.testing.assert_close(told["pooled"][0], alone["pooled"][0])
+    torch.testing.assert_close(cond["embeds"][1], torch.cat([short[0], short[1], short[1]]))
+    if "pooled" in cond:
+        torch.testing.assert_close(cond["pooled"][0], alone["pooled"][0])
     family, config = FAMILIES[folder.name].reading(TextOptions(clip_tokens=225)), public_architecture(folder.name)
-    assert family.cond_shapes(config.denoiser)["embeds"][0] == told["embeds"].shape[1]
+    assert family.cond_shapes(config.denoiser)["embeds"][0] == cond["embeds"].shape[1]
 
 
 def test_prompt_weights_stay_with_their_tokens_across_chunks(folder: Path) -> None:
@@ -119,9 +119,9 @@ def test_prompt_weights_stay_with_their_tokens_across_chunks(folder: Path) -> No
     tokenizer = load_tokenizer(folder, "text_encoder")
     first, second = filled(tokenizer, "a red ring on a blue field"), "a green square"
     weighted = ((first, 1.0), (" " + second, 1.3))
-    told = encoders(folder, clip_tokens=150).encode_text([weighted])["embeds"][0]
+    embeds = encoders(folder, clip_tokens=150).encode_text([weighted])["embeds"][0]
     alone = encoders(folder).encode_text([first, ((second, 1.3),)])["embeds"]
-    torch.testing.assert_close(told, alone.flatten(0, 1))
+    torch.testing.assert_close(embeds, alone.flatten(0, 1))
 
 
 def test_caption_encoding_settings_are_part_of_the_key(folder: Path) -> None:

@@ -176,7 +176,7 @@ def test_drift_is_finite_at_zero_snr(velocity):
     assert visits[0].t == 3
     assert few.alphas_cumprod[3] == 0.0
     assert all(visit.latents.isfinite().all() for visit in visits)
-    assert drift(lambda *given: 1.1 * predict(*given), visits, cond, sizes) == pytest.approx(0.1, rel=1e-3)
+    assert drift(lambda *args: 1.1 * predict(*args), visits, cond, sizes) == pytest.approx(0.1, rel=1e-3)
 
 
 def test_a_model_of_another_architecture_is_refused(model, tmp_path):

@@ -27,9 +27,9 @@ WORD = "<zobo>"
 
 @pytest.fixture(scope="module", params=["sd15", "sdxl", "sd3", "flux"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp(request.param)
-    tiny_pipeline(made / "tokens", request.param).save_pretrained(made / request.param, safe_serialization=True)
-    return made / request.param
+    root = tmp_path_factory.mktemp(request.param)
+    tiny_pipeline(root / "tokens", request.param).save_pretrained(root / request.param, safe_serialization=True)
+    return root / request.param
 
 
 def texts(folder: Path) -> TextParts:
@@ -41,15 +41,15 @@ def components(folder: Path) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def said(folder: Path, parts: TextParts, *captions: str) -> dict[str, Tensor]:
+def encode(folder: Path, parts: TextParts, *captions: str) -> dict[str, Tensor]:
     return FAMILIES[folder.name].encode_text(parts, captions, PLAIN)
 
 
-def said_by_clip(folder: Path, told: dict[str, Tensor]) -> list[Tensor]:
+def clip_embeds(folder: Path, cond: dict[str, Tensor]) -> list[Tensor]:
     """What T5, which knows no new words, has no part in."""
     if folder.name == "flux":
-        return [told["pooled"]]
-    return [told["embeds"][:, :77], *([told["pooled"]] if "pooled" in told else [])]
+        return [cond["pooled"]]
+    return [cond["embeds"][:, :77], *([cond["pooled"]] if "pooled" in cond else [])]
 
 
 def random_words(folder: Path, parts: TextParts, vectors: int = 3) -> dict[str, dict[str, Tensor]]:
@@ -64,10 +64,10 @@ def random_words(folder: Path, parts: TextParts, vectors: int = 3) -> dict[str, 
 
 def test_captions_without_the_token_are_encoded_unchanged(folder: Path) -> None:
     parts = texts(folder)
-    before = said(folder, parts, "a red ring", "")
+    before = encode(folder, parts, "a red ring", "")
     tables = [parts.encoders[name].get_input_embeddings().weight.clone() for name in components(folder)]
     add_words(parts, random_words(folder, parts))
-    after = said(folder, parts, "a red ring", "")
+    after = encode(folder, parts, "a red ring", "")
     assert all(torch.equal(after[name], before[name]) for name in before)
     for name, table in zip(components(folder), tables, strict=True):
         assert torch.equal(parts.encoders[name].get_input_embeddings().known.weight, table)
@@ -77,12 +77,12 @@ def test_a_token_initialized_like_others_is_encoded_like_them(folder: Path) -> N
     """`<zobo>`, of the embeddings of `red ring`, says what `red ring` says: also in the summary, which is the end's."""
     parts = texts(folder)
     count = len(parts.tokenizers["text_encoder"]("red ring", add_special_tokens=False).input_ids)
-    wanted = said(folder, parts, "a red ring beside a ring")
+    wanted = encode(folder, parts, "a red ring beside a ring")
     text = TextualInversionSection(placeholder_tokens=(WORD,), num_vectors=count, initializer_token="red ring")
     add_words(parts, new_words(parts, components(folder), text))
-    found = said(folder, parts, f"a {WORD} beside a ring")
-    assert said_by_clip(folder, wanted)
-    for one, other in zip(said_by_clip(folder, found), said_by_clip(folder, wanted), strict=True):
+    found = encode(folder, parts, f"a {WORD} beside a ring")
+    assert clip_embeds(folder, wanted)
+    for one, other in zip(clip_embeds(folder, found), clip_embeds(folder, wanted), strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -118,8 +118,8 @@ def test_only_the_learned_tokens_get_gradients(folder: Path) -> None:
     own = add_words(parts, random_words(folder, parts))
     for parameter in own.values():
         parameter.requires_grad_(True)
-    told = FAMILIES[folder.name].encode_text(parts, ["a ring", f"a {WORD} ring"], PLAIN)
-    sum(value.sum() for value in told.values()).backward()  # type: ignore[union-attr]
+    cond = FAMILIES[folder.name].encode_text(parts, ["a ring", f"a {WORD} ring"], PLAIN)
+    sum(value.sum() for value in cond.values()).backward()  # type: ignore[union-attr]
     trained = [each for encoder in parts.encoders.values() for each in encoder.parameters() if each.grad is not None]
     assert {id(each) for each in trained} == {id(each) for each in own.values()}
     for parameter in own.values():
@@ -157,7 +157,7 @@ def test_diffusers_reads_the_token_file_as_we_do(folder: Path, tmp_path: Path) -
             theirs.load_textual_inversion(
                 {WORD: load_file(path)[key]}, token=WORD, text_encoder=encoder, tokenizer=tokenizer
             )
-    found, prompt = said(folder, texts_of(ours), f"a {WORD} ring"), f"a {WORD} ring"
+    found, prompt = encode(folder, texts_of(ours), f"a {WORD} ring"), f"a {WORD} ring"
     if folder.name == "flux":
         torch.testing.assert_close(found["pooled"], theirs.encode_prompt(prompt, prompt, device=CPU)[1])
         return

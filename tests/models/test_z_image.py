@@ -69,27 +69,27 @@ def test_prompt_weights_do_not_apply_to_the_chat_template():
 @pytest.mark.parametrize("size", [(64, 64), (96, 48)])
 def test_the_denoiser_gets_the_same_inputs_as_in_the_pipeline(model, size):
     pipeline = FAMILY.make_pipeline(model, torch.float32, CPU)
-    asked: list[torch.Tensor] = []
-    told: list[torch.Tensor] = []
+    calls: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
     times: list[torch.Tensor] = []
     step = pipeline.scheduler.step
 
     def watch(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        asked.append(torch.stack(args[0]).squeeze(2))
+        calls.append(torch.stack(args[0]).squeeze(2))
 
-    def watch_step(velocity: torch.Tensor, time: torch.Tensor, *args: Any, **given: Any) -> Any:
-        told.append(velocity)
+    def watch_step(velocity: torch.Tensor, time: torch.Tensor, *args: Any, **arguments: Any) -> Any:
+        targets.append(velocity)
         times.append(time)
-        return step(velocity, time, *args, **given)
+        return step(velocity, time, *args, **arguments)
 
     pipeline.transformer.register_forward_pre_hook(watch)
     pipeline.scheduler.step = watch_step
-    given = {"num_inference_steps": 3, "guidance_scale": 0.0, "output_type": "latent"}
-    pipeline("a ring", width=size[0], height=size[1], generator=torch.manual_seed(0), **given)
+    arguments = {"num_inference_steps": 3, "guidance_scale": 0.0, "output_type": "latent"}
+    pipeline("a ring", width=size[0], height=size[1], generator=torch.manual_seed(0), **arguments)
     cond = FAMILY.load_encoders(model, torch.float32, CPU).encode_text(["a ring"])
     transformer = FAMILY.load_denoiser(model, torch.float32, CPU)
     assert times[0] == 1000 > times[1] > times[2] > 0
-    for time, noisy, expected in zip(times, asked, told, strict=True):
+    for time, noisy, expected in zip(times, calls, targets, strict=True):
         with torch.no_grad():
             ours = FAMILY.predict(transformer, noisy, time[None] - 1, cond, torch.zeros(1, 6))
         assert torch.allclose(ours, expected, atol=1e-5)
@@ -104,8 +104,8 @@ def test_quantized_weights_change_the_time_embedding_little(model, stored):
     narrow = FAMILY.load_denoiser(model, torch.float32, CPU, make_quantizer(stored))
     assert is_narrow(narrow.t_embedder.mlp[0])
     with torch.no_grad():
-        told, expected = (FAMILY.predict(each, noisy, t, cond, sizes) for each in (narrow, wide))
-    assert (told - expected).norm() < 0.3 * expected.norm()
+        predicted, expected = (FAMILY.predict(each, noisy, t, cond, sizes) for each in (narrow, wide))
+    assert (predicted - expected).norm() < 0.3 * expected.norm()
     narrow = FAMILY.load_denoiser(model, torch.bfloat16, CPU, make_quantizer(stored))
     learned = inject_lora(narrow, ["t_embedder.mlp.0"], rank=4, alpha=4.0, dropout=0.0, seed=0)
     for parameter in learned.values():

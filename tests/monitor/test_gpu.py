@@ -46,18 +46,18 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_reading_has_what_the_gpu_reports(nvml):
-    look = open_gpu(CUDA)
-    assert look is not None
-    gpu = look()
+    gpu_reader = open_gpu(CUDA)
+    assert gpu_reader is not None
+    gpu = gpu_reader()
     assert gpu == GPU(0.93, 0.75, 84.0, 210.0, 220.0, 1000.0, 1900.0, 0x4)
     assert str(gpu.throttled).startswith("power holds the GPU at 1000 of 1900 MHz (210 of 220 W)")
     nvml.nvmlDeviceGetPowerUsage = nvml.nvmlDeviceGetMaxClockInfo = refuse
-    assert look() == GPU(0.93, 0.75, 84.0, None, 220.0, 1000.0, None, 0x4)
-    assert look().throttled is None
+    assert gpu_reader() == GPU(0.93, 0.75, 84.0, None, 220.0, 1000.0, None, 0x4)
+    assert gpu_reader().throttled is None
 
 
 @pytest.mark.parametrize(
-    ("gpu", "said"),
+    ("gpu", "expected"),
     [
         (GPU(1.0, 0.5, 92.0, clock=800.0, clock_most=1900.0, reasons=0x20), "heat holds the GPU at 800"),
         (GPU(1.0, 0.5, 92.0, clock=1850.0, clock_most=1900.0, reasons=0x20), None),
@@ -65,8 +65,8 @@ def test_a_reading_has_what_the_gpu_reports(nvml):
         (GPU(0.0, 0.5, 40.0, clock=300.0, clock_most=1900.0, reasons=0x1), None),  # idle
     ],
 )
-def test_only_lower_clocks_with_a_reason_are_throttling(gpu, said):
-    assert gpu.throttled is None if said is None else str(gpu.throttled).startswith(said)
+def test_only_lower_clocks_with_a_reason_are_throttling(gpu, expected):
+    assert gpu.throttled is None if expected is None else str(gpu.throttled).startswith(expected)
 
 
 def test_without_a_gpu_or_nvml_nothing_is_read(nvml, monkeypatch):
@@ -95,9 +95,9 @@ def test_the_memory_of_the_allocator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats | {"num_alloc_retries": 2})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=20))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
-    held = held_on(CUDA)
-    assert held is not None
-    assert (held.unused, held.most_reserved, held.limit, held.retries) == (4, 9, 10, 2)
+    memory = held_on(CUDA)
+    assert memory is not None
+    assert (memory.unused, memory.most_reserved, memory.limit, memory.retries) == (4, 9, 10, 2)
     assert held_on(torch.device("cpu")) is None
 
 
@@ -136,10 +136,10 @@ def test_an_available_gpu_is_read() -> None:
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed: pip install nvidia-ml-py")
     device = torch.device("cuda", torch.cuda.current_device())
     kept = torch.zeros(2**24, device=device)
-    look, held = open_gpu(device), held_on(device)
-    assert look is not None
-    assert held is not None
-    assert 0.0 <= look().utilisation <= 1.0
-    assert 0.0 < look().memory <= 1.0
-    assert 0.0 < look().celsius < 120.0
-    assert kept.nbytes <= held.allocated <= held.reserved <= held.most_reserved <= held.limit
+    gpu_reader, allocator = open_gpu(device), held_on(device)
+    assert gpu_reader is not None
+    assert allocator is not None
+    assert 0.0 <= gpu_reader().utilisation <= 1.0
+    assert 0.0 < gpu_reader().memory <= 1.0
+    assert 0.0 < gpu_reader().celsius < 120.0
+    assert kept.nbytes <= allocator.allocated <= allocator.reserved <= allocator.most_reserved <= allocator.limit

@@ -11,13 +11,13 @@ def test_full_system_memory_is_reported_once_each_time(monkeypatch):
     shares, now = iter([0.5, 0.9, 0.95, 0.6, 0.86]), [0.0]
     monkeypatch.setattr(memory, "system_memory", lambda: (1000, round(1000 * (1.0 - next(shares)))))
     watch = MemoryWatch(lambda: now[0])
-    said = []
+    messages = []
     for _ in range(5):
-        said.append(watch.look())
+        messages.append(watch.look())
         assert watch.look() is None, "not between looks"
         now[0] += LOOKED_EVERY
-    assert [line is not None for line in said] == [False, True, False, False, True]
-    assert "90% full" in str(said[1])
+    assert [line is not None for line in messages] == [False, True, False, False, True]
+    assert "90% full" in str(messages[1])
 
 
 def test_free_memory_is_less_than_total_memory():

@@ -59,9 +59,9 @@ def test_schedules_have_the_expected_shape():
 
 
 @given(st.one_of(st.none(), st.integers(0, 1000)), st.integers(1, 1000), st.sampled_from(sorted(SHAPES)))
-def test_warmup_is_three_percent_by_default_and_ten_for_one_cycle(asked, total, name):
-    length = warmup_length(LrSchedulerSection(name=name, warmup_steps=asked), total)
+def test_warmup_is_three_percent_by_default_and_ten_for_one_cycle(settings, total, name):
+    length = warmup_length(LrSchedulerSection(name=name, warmup_steps=settings), total)
     assert 0 <= length <= total
-    if asked is None:
+    if settings is None:
         share = 0.1 if name == "one_cycle" else 0.03
         assert share * total - 1e-9 <= length < share * total + 1

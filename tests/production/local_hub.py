@@ -31,7 +31,7 @@ class LocalHub:
     listing: dict[str, Any] = field(default_factory=dict)  # in place of what is true
     ranged: bool = True  # whether the end of a range, and ranges of checkpoints, are heeded
     headers: dict[str, str] = field(default_factory=dict)  # in place of what is true
-    asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
+    requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
 
     def holds(self, name: str, folder: Path) -> None:
         """Serve a folder as a repository."""
@@ -39,10 +39,10 @@ class LocalHub:
         self.repositories[name] = {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
     def fetched(self) -> list[str]:
-        """The files that were asked for, in order."""
+        """The requested files, in order."""
         return [
             path.partition("/resolve/")[2].partition("/")[2]
-            for how, path, _ in self.asked
+            for how, path, _ in self.requests
             if how == "GET" and "/resolve/" in path
         ]
 
@@ -64,7 +64,7 @@ class Answer(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        self.hub.asked.append((self.command, path, self.headers.get("Range", "")))
+        self.hub.requests.append((self.command, path, self.headers.get("Range", "")))
         for part, (code, error) in self.hub.status.items():
             if part in path:
                 return self.send(code, b"", {"X-Error-Code": error} if error else {})

@@ -33,19 +33,19 @@ def test_only_the_header_of_a_hub_checkpoint_is_fetched_first(checkpoint: Path, 
         hub.repositories["some/single"] = {"sd.safetensors": checkpoint.read_bytes()}
         header = find_base(model, weights=False, say=hub.listing.get)
         assert (header.named, header.commit, header.whole) == ("some/single/sd.safetensors", COMMIT, False)
-        told = FAMILIES["sdxl"].describe(header.folder)
-        assert (told.resolution, told.prediction, told.latent_channels) == (
+        facts = FAMILIES["sdxl"].describe(header.folder)
+        assert (facts.resolution, facts.prediction, facts.latent_channels) == (
             whole.resolution,
             whole.prediction,
             whole.latent_channels,
         )
-        asked = [span for how, _, span in hub.asked if how == "GET" and span]
+        ranges = [span for how, _, span in hub.requests if how == "GET" and span]
         (length,) = struct.unpack("<Q", checkpoint.read_bytes()[:8])
-        assert asked == ["bytes=0-7", f"bytes=8-{7 + length}"]
+        assert ranges == ["bytes=0-7", f"bytes=8-{7 + length}"]
         assert not list((tmp_path / "hf").rglob("sd.safetensors"))
-        hub.asked.clear()
+        hub.requests.clear()
         assert find_base(model, weights=False, say=hub.listing.get) == header
-        assert hub.asked == []
+        assert hub.requests == []
         fetched = find_base(model, say=hub.listing.get)
         assert fetched.whole
         assert fetched.folder != header.folder
@@ -108,20 +108,20 @@ def test_a_hub_vae(folder: Path, checkpoint: Path, tmp_path: Path, inside: str) 
         hub.repositories["some/vae"] = {**files, "other.safetensors": b"x", "README.md": b"read me"}
         for base in (folder, checkpoint, without(checkpoint, "first_stage_model.")):
             shutil.rmtree(tmp_path / "hf", ignore_errors=True)
-            hub.asked.clear()
+            hub.requests.clear()
             model = ModelSection(path=str(base), vae="some/vae")
-            told = find_base(model, weights=False, say=hub.listing.get)
+            early = find_base(model, weights=False, say=hub.listing.get)
             assert hub.fetched() == [f"{inside}config.json"]
-            assert (told.whole, told.held) == (False, {"vae": f"some/vae@{COMMIT}"})
+            assert (early.whole, early.held) == (False, {"vae": f"some/vae@{COMMIT}"})
             with without_weights():
-                assert FAMILIES["sdxl"].describe(told.folder).latent_channels == 4
+                assert FAMILIES["sdxl"].describe(early.folder).latent_channels == 4
             whole = find_base(model, say=hub.listing.get)
             assert (whole.whole, whole.commit) == (True, None)
             assert hub.fetched()[1:] == [f"{inside}diffusion_pytorch_model.safetensors"]
-            hub.asked.clear()
-            held = ModelSection(path=str(base), vae=f"some/vae@{COMMIT}")
-            assert find_base(held, offline=True) == whole
-            assert hub.asked == []
+            hub.requests.clear()
+            section = ModelSection(path=str(base), vae=f"some/vae@{COMMIT}")
+            assert find_base(section, offline=True) == whole
+            assert hub.requests == []
             assert weights_digest(whole.folder / "vae") == weights_digest(found(base, vae=folder) / "vae")
 
 
@@ -130,10 +130,10 @@ def test_a_hub_vae_in_one_file(folder: Path, tmp_path: Path) -> None:
     with local_hub(tmp_path / "hf") as hub:
         hub.repositories["some/vae"] = {"one.safetensors": file.read_bytes()}
         model = ModelSection(path=str(folder), vae="some/vae/one.safetensors")
-        told = find_base(model, weights=False, say=hub.listing.get)
-        assert (told.whole, told.held) == (False, {"vae": f"some/vae@{COMMIT}/one.safetensors"})
+        early = find_base(model, weights=False, say=hub.listing.get)
+        assert (early.whole, early.held) == (False, {"vae": f"some/vae@{COMMIT}/one.safetensors"})
         assert not list((tmp_path / "hf").rglob("one.safetensors"))
-        whole = find_base(ModelSection(path=str(folder), vae=told.held["vae"]), say=hub.listing.get)
+        whole = find_base(ModelSection(path=str(folder), vae=early.held["vae"]), say=hub.listing.get)
         assert weights_digest(whole.folder / "vae") == weights_digest(found(folder, vae=file) / "vae")
         for named in ("some/vae", "some/vae@v1"):
             with pytest.raises(UsageError, match=r"holds no vae/.*Name one of its files: some/vae/one.safetensors"):
@@ -171,9 +171,9 @@ def test_hub_text_encoders(folder: Path, checkpoint: Path, tmp_path: Path) -> No
         laid_out = find_base(model, say=hub.listing.get)
         assert {name.partition("/")[0] for name in hub.fetched()} == {"text_encoder_2", "tokenizer_2"}
         assert laid_out.held == {"text_encoders": f"some/model@{COMMIT}"}
-        hub.asked.clear()
+        hub.requests.clear()
         assert find_base(model, say=hub.listing.get) == laid_out
-        assert hub.asked == []
+        assert hub.requests == []
         for name, tensor in encoded(found(checkpoint)).items():
             assert torch.equal(encoded(laid_out.folder)[name], tensor)
         with pytest.raises(UsageError, match="the model has its own"):
@@ -196,7 +196,7 @@ def test_an_interrupted_fetch_of_shards_resumes(folder: Path, tmp_path: Path) ->
         with pytest.raises(UsageError, match="error 403"):
             find_base(ModelSection(path="some/model"), say=hub.listing.get)
         hub.status.clear()
-        told = find_base(ModelSection(path="some/model"), weights=False, say=hub.listing.get)
+        found = find_base(ModelSection(path="some/model"), weights=False, say=hub.listing.get)
         with without_weights():
-            assert FAMILIES["sdxl"].describe(told.folder).family == "sdxl"
+            assert FAMILIES["sdxl"].describe(found.folder).family == "sdxl"
         assert find_base(ModelSection(path="some/model"), say=hub.listing.get).whole

@@ -135,10 +135,10 @@ def test_a_caption_that_check_refuses_is_unchanged_and_named(
     (data / "b.txt").write_bytes(b" \n")
     for place in (["--output", str(output)], ["--in-place"]):
         assert main(["caption", str(data), "--model", str(tagger), *place]) == 0
-        out, said = capsys.readouterr()
+        out, printed = capsys.readouterr()
         assert "1 captions written, 2 were there" in out
-        assert "a.png has a caption file that" in said
-        assert "b.png has an empty caption" in said
+        assert "a.png has a caption file that" in printed
+        assert "b.png has an empty caption" in printed
     assert (data / "a.txt").read_bytes() == b"caf\xe9"
     assert [path.name for path in output.iterdir()] == ["c.txt"]
 
@@ -195,33 +195,33 @@ def test_a_batch_that_does_not_fit_is_halved_and_a_stopped_run_resumes(tmp_path:
 
 
 def test_a_folder_without_a_captioner_is_one_message(tagger: Path, writer: Path, tmp_path: Path) -> None:
-    def said(folder: Path) -> str:
+    def refusal(folder: Path) -> str:
         with pytest.raises(UsageError) as caught:
             load_captioner(folder, CPU)
         assert len(caught.value.problems) == 1
         return str(caught.value)
 
-    assert "no model folder" in said(tmp_path / "none")
+    assert "no model folder" in refusal(tmp_path / "none")
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "config.json is missing" in said(empty)
-    assert "transformers folder" in said(empty)
+    assert "config.json is missing" in refusal(empty)
+    assert "transformers folder" in refusal(empty)
     pickled = tmp_path / "pickled"
     shutil.copytree(tagger, pickled)
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    assert "holds only pytorch_model.bin, a pickle" in said(pickled)
+    assert "holds only pytorch_model.bin, a pickle" in refusal(pickled)
     other = tmp_path / "other"
     shutil.copytree(tagger, other)
     (other / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}', encoding="utf-8")
-    assert "describes no images" in said(other)
+    assert "describes no images" in refusal(other)
     cut = tmp_path / "cut"
     shutil.copytree(writer, cut)
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-40])
-    assert "model.safetensors" in said(cut)
+    assert "model.safetensors" in refusal(cut)
     lacking = tmp_path / "lacking"
     shutil.copytree(writer, lacking)
     shutil.copy(tagger / "model.safetensors", lacking / "model.safetensors")
-    assert "lacks" in said(lacking)
+    assert "lacks" in refusal(lacking)
 
 
 @pytest.mark.parametrize(
@@ -248,15 +248,15 @@ def test_code_of_a_model_is_not_run_and_causes_no_prompt(
     (model / name).write_text(json.dumps({**described, **more, "auto_map": auto_map}), encoding="utf-8")
     ran = tmp_path / "ran"
     (model / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n", encoding="utf-8")
-    asked: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "yes")
+    calls: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": calls.append(question) or "yes")
     draw(tmp_path / "data" / "a.png")
     assert main(["caption", str(tmp_path / "data"), "--model", str(model), "--in-place"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("code of its own, which is never run") == 1
-    assert "Traceback" not in said
-    assert "bug" not in said
-    assert asked == []
+    output = capsys.readouterr().err
+    assert output.count("code of its own, which is never run") == 1
+    assert "Traceback" not in output
+    assert "bug" not in output
+    assert calls == []
     assert not ran.exists()
     assert not (tmp_path / "data" / "a.txt").exists()
 
@@ -274,9 +274,9 @@ def test_wrong_arguments_are_reported_before_anything_is_read(
         main(["caption", f"{data}/a.png", "--model", "none", "--in-place", "--batch-size", "0", "--threshold", "3"])
         == 2
     )
-    said = capsys.readouterr().err
-    assert "--batch-size 0 is out of range" in said
-    assert "--threshold 3 is out of range" in said
-    assert "--max-tokens" not in said
+    output = capsys.readouterr().err
+    assert "--batch-size 0 is out of range" in output
+    assert "--threshold 3 is out of range" in output
+    assert "--max-tokens" not in output
     assert main(["caption", f"{data}/a.png", "--model", "none", "--in-place"]) == 2
     assert "is not a folder" in capsys.readouterr().err

@@ -65,19 +65,19 @@ def test_the_description_of_captions(config: Config, inputs: Inputs) -> None:
     console = Console(width=200)
     with console.capture() as captured:
         show_captions(config, inputs, console, 4)
-    told = captured.get()
-    assert "captions, for example, 10% of the time the empty one:" in told
+    lines = captured.get()
+    assert "captions, for example, 10% of the time the empty one:" in lines
     first = inputs.train[0]
     texts = list(dict.fromkeys(first.texts))
-    assert f"image_0.png: canonical 'zobo, ring, red, big, number 0', trained on {len(texts)} texts:" in told
-    assert all(f"    {text!r}" in told for text in texts[:2])
-    assert f"    … and {len(texts) - 2} more" in told
+    assert f"image_0.png: canonical 'zobo, ring, red, big, number 0', trained on {len(texts)} texts:" in lines
+    assert all(f"    {text!r}" in lines for text in texts[:2])
+    assert f"    … and {len(texts) - 2} more" in lines
     varied = [sample for sample in inputs.train if len(sample.texts) > 1]
     count = len({text for sample in varied for text in sample.texts})
     size = count * 4 * 77 * 64 / 1e6  # the built-in base's text encoder is 64 wide
-    assert f"texts for each of {len(varied)} captions: {count} texts, {size:.1f} MB" in told
-    assert "captions.keep_tokens does nothing without" in told
-    assert "captions.variants=4 is fewer than the 5 choices of own/image_0.png" in told
+    assert f"texts for each of {len(varied)} captions: {count} texts, {size:.1f} MB" in lines
+    assert "captions.keep_tokens does nothing without" in lines
+    assert "captions.variants=4 is fewer than the 5 choices of own/image_0.png" in lines
 
 
 def test_the_shown_caption_is_the_trained_one() -> None:

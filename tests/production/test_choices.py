@@ -94,8 +94,8 @@ def test_a_gpu_in_use_is_reported(monkeypatch):
     caps = []
     put_in_gpu(monkeypatch, 8.0, 4.0)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: caps.append(share))
-    said = choices.cap_memory(Config(), torch.device("cuda"))
-    assert said == "other programs hold 4.0 of the GPU's 8.0 GiB: this run stays under 3.8"
+    message = choices.cap_memory(Config(), torch.device("cuda"))
+    assert message == "other programs hold 4.0 of the GPU's 8.0 GiB: this run stays under 3.8"
     put_in_gpu(monkeypatch, 8.0, 8.0)
     assert choices.cap_memory(Config(), torch.device("cuda")) is None
     assert caps == [pytest.approx(3.8 / 8), pytest.approx(LARGEST_SHARE)]

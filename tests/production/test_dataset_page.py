@@ -108,18 +108,18 @@ def test_output_paths_are_checked_together_and_before_the_data(folder: Path, tmp
     other = tmp_path / "notes.html"
     other.write_text("<title>mine</title>", encoding="utf-8")
 
-    def told(page: Path, fix: Path | None = None) -> list[str]:
+    def problems_of_paths(page: Path, fix: Path | None = None) -> list[str]:
         return [problem.message for problem in target_problems(config, page, fix, decode=True)]
 
-    assert "lies in the data" in told(folder / "x.html")[0]
-    assert "There is no folder" in told(tmp_path / "none" / "x.html")[0]
-    assert "is no page of check" in told(other)[0]
-    both = told(tmp_path, folder / "copy")
+    assert "lies in the data" in problems_of_paths(folder / "x.html")[0]
+    assert "There is no folder" in problems_of_paths(tmp_path / "none" / "x.html")[0]
+    assert "is no page of check" in problems_of_paths(other)[0]
+    both = problems_of_paths(tmp_path, folder / "copy")
     assert len(both) == 2
     assert "lies in the data" in both[0]
-    assert told(tmp_path / "page.html") == []
+    assert problems_of_paths(tmp_path / "page.html") == []
     page_of(folder, tmp_path)
-    assert told(tmp_path / "page.html") == []  # its own page is written over
+    assert problems_of_paths(tmp_path / "page.html") == []  # its own page is written over
 
 
 def test_an_image_inside_a_larger_file_is_shown(tmp_path: Path) -> None:

@@ -59,10 +59,10 @@ def hub(tmp_path: Path) -> Iterator[LocalHub]:
 
 
 def base(
-    path: str = NAME, *, weights: bool = True, offline: bool = False, said: list[str] | None = None, **more: object
+    path: str = NAME, *, weights: bool = True, offline: bool = False, messages: list[str] | None = None, **more: object
 ) -> Base:
     section = ModelSection.model_validate({"path": path, **more})
-    return find_base(section, weights=weights, offline=offline, say=[].append if said is None else said.append)
+    return find_base(section, weights=weights, offline=offline, say=[].append if messages is None else messages.append)
 
 
 def refused(path: str = NAME, **more: object) -> str:
@@ -85,21 +85,21 @@ def test_only_needed_files_are_fetched_and_later_found_without_a_request(hub: Lo
     }
     assert {name: (found.folder / name).read_bytes() for name in fetched} == {name: FILES[name] for name in fetched}
     assert (found.commit, found.named, found.whole) == (COMMIT, NAME, True)
-    hub.asked.clear()
+    hub.requests.clear()
     assert base() == found
     assert base(offline=True) == found
     assert base(revision=COMMIT) == found
-    assert hub.asked == []
+    assert hub.requests == []
 
 
 def test_configs_are_fetched_first_and_weights_when_needed(hub: LocalHub) -> None:
-    told = base(weights=False)
-    assert not told.whole
+    found = base(weights=False)
+    assert not found.whole
     assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
     assert "text_encoder/ holds no complete set" in refused(offline=True)
-    assert base(weights=False, offline=True) == told
+    assert base(weights=False, offline=True) == found
     whole = base()
-    assert (whole.folder, whole.whole) == (told.folder, True)
+    assert (whole.folder, whole.whole) == (found.folder, True)
     assert base(weights=False).whole
 
 
@@ -109,13 +109,13 @@ def test_an_interrupted_fetch_resumes(hub: LocalHub, monkeypatch: pytest.MonkeyP
     hub.cut[UNET] = 4000
     assert "error 503" in refused()
     hub.status.clear()
-    hub.asked.clear()
-    said: list[str] = []
-    found = base(said=said)
-    ranges = [asked for how, path, asked in hub.asked if how == "GET" and path.endswith(UNET)]
+    hub.requests.clear()
+    messages: list[str] = []
+    found = base(said=messages)
+    ranges = [span for how, path, span in hub.requests if how == "GET" and path.endswith(UNET)]
     assert ranges == ["bytes=4000-"]
     assert (found.folder / UNET).read_bytes() == FILES[UNET]
-    assert any("goes on at 4 KB" in line for line in said)
+    assert any("goes on at 4 KB" in line for line in messages)
 
 
 def test_bytes_that_differ_from_the_hub_digest_are_refused(hub: LocalHub) -> None:
@@ -167,7 +167,7 @@ def test_a_refused_config_makes_no_request(
 ) -> None:
     assert main(["train", "--model", "nobody/nothing", "--name", "a", *problem]) == 2
     assert "nobody" not in capsys.readouterr().err
-    assert hub.asked == []
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize("command", [["check", "."], ["validate", "a.safetensors"], ["sample", "a", "--prompt", "b"]])
@@ -176,7 +176,7 @@ def test_every_command_with_a_model_can_be_offline(
 ) -> None:
     assert main([*command, "--model", "nobody/nothing", "--offline"]) == 2
     assert "offline nothing is fetched" in capsys.readouterr().err
-    assert hub.asked == []
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_redirecting_headers_are_refused(hub: LocalHub, tmp_path: Path, headers:
 )
 def test_a_path_is_never_requested_from_the_hub(hub: LocalHub, path: str) -> None:
     assert "There is no model at" in refused(path)
-    assert hub.asked == []
+    assert hub.requests == []
 
 
 def test_an_existing_folder_of_the_owner_makes_an_id_a_mistyped_path(
@@ -273,7 +273,7 @@ def test_an_existing_folder_of_the_owner_makes_an_id_a_mistyped_path(
     (tmp_path / "some").mkdir()
     monkeypatch.chdir(tmp_path)
     assert "the folder some is here" in refused()
-    assert hub.asked == []
+    assert hub.requests == []
 
 
 def test_a_url_is_answered_with_its_id(hub: LocalHub) -> None:
@@ -283,7 +283,7 @@ def test_a_url_is_answered_with_its_id(hub: LocalHub) -> None:
 @pytest.mark.parametrize("revision", ["../main", "a b", "-x", "x/../../y"])
 def test_an_invalid_revision(hub: LocalHub, revision: str) -> None:
     assert "is no branch, tag or commit" in refused(revision=revision)
-    assert hub.asked == []
+    assert hub.requests == []
 
 
 def test_which_weights_are_chosen() -> None:

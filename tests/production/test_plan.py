@@ -160,7 +160,7 @@ def test_any_step_is_covered_and_within_its_limits(samples: int, limit: float, m
     assert (fit.accumulation - 1) * fit.micro < samples <= fit.accumulation * fit.micro
     assert fit.fits == (fit.parts.peak <= LARGEST_SHARE * limit)
     assert fit.fits
-    earlier = next(way for way in ways(demand) if way.fits)
+    earlier = next(option for option in ways(demand) if option.fits)
     assert earlier == fit
 
 
@@ -233,9 +233,9 @@ def test_each_setting_shows_its_gain() -> None:
     assert bought["memory.weight_dtype=nf4"].parts.weights < 0.6 * before.weights
     assert bought[f"memory.blocks_to_swap={plan.fit.swappable}"].parts.weights < 0.1 * before.weights
     assert bought["memory.weight_dtype=bf16"].fits is False
-    said = plan.to_json()["settings"]
-    assert [each["setting"] for each in said] == list(bought)
-    assert set(said[0]) == {"setting", "peak_gib", "tflop", "fits"}
+    options = plan.to_json()["settings"]
+    assert [each["setting"] for each in options] == list(bought)
+    assert set(options[0]) == {"setting", "peak_gib", "tflop", "fits"}
 
 
 def test_the_minimum_time_is_that_of_the_compute_precision() -> None:
@@ -258,11 +258,11 @@ def test_the_minimum_time_is_that_of_the_compute_precision() -> None:
 def test_no_fit_is_claimed_for_an_attention_backend_with_uncounted_memory(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = ("--set", "model.family=sdxl", "--set", "hardware.attention_backend=math", "--preset")
-    code, found = run_json(capsys, *asked, "8gb")
+    arguments = ("--set", "model.family=sdxl", "--set", "hardware.attention_backend=math", "--preset")
+    code, found = run_json(capsys, *arguments, "8gb")
     assert (code, found["fits"]) == (0, None)
     assert "hardware.attention_backend=math keeps every score" in str(found["advice"])
-    code, found = run_json(capsys, *asked, "8gb", "--set", "memory.limit_gib=2")
+    code, found = run_json(capsys, *arguments, "8gb", "--set", "memory.limit_gib=2")
     assert (code, found["fits"]) == (2, False)
 
 
@@ -327,12 +327,12 @@ def test_a_folder_named_like_a_family_is_not_taken_for_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nor does it say how wide the text encoders are that are trained."""
-    asked = ["plan", "--json", "--set", "model.family=sdxl", "--set", "text_encoder.learning_rates=[1e-5]"]
+    arguments = ["plan", "--json", "--set", "model.family=sdxl", "--set", "text_encoder.learning_rates=[1e-5]"]
     monkeypatch.chdir(tmp_path)
-    assert main(asked) == 0
+    assert main(arguments) == 0
     published = capsys.readouterr().out
     (tmp_path / "sdxl" / "text_encoder").mkdir(parents=True)
-    assert main(asked) == 0
+    assert main(arguments) == 0
     assert capsys.readouterr().out == published
 
 
@@ -390,14 +390,14 @@ def test_a_plan_in_a_pipe_names_its_request(capsys: pytest.CaptureFixture[str]) 
         "9",
     )
     assert main(["plan", *asked]) == 0
-    said = capsys.readouterr().out
-    assert "bf16 does not fit with 0 blocks checkpointed, as asked for" in said
-    assert "the whole run takes at least" in said
-    assert not [line for line in said.splitlines() if line != line.rstrip()]
+    output = capsys.readouterr().out
+    assert "bf16 does not fit with 0 blocks checkpointed, as asked for" in output
+    assert "the whole run takes at least" in output
+    assert not [line for line in output.splitlines() if line != line.rstrip()]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(8.6e-6, "8.6 µs"), (0.0464, "46 ms"), (3.5, "3.5 s"), (114, "1.9 min"), (7200, "2.0 h")]
+    ("seconds", "expected"), [(8.6e-6, "8.6 µs"), (0.0464, "46 ms"), (3.5, "3.5 s"), (114, "1.9 min"), (7200, "2.0 h")]
 )
-def test_times_have_fitting_units(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+def test_times_have_fitting_units(seconds: float, expected: str) -> None:
+    assert duration(seconds) == expected

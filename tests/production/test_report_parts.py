@@ -98,11 +98,11 @@ def test_the_smoothed_curve_starts_at_the_first_value_and_ends_at_a_constant() -
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "expected"),
     [(0.0, "0"), (0.0714, "0.0714"), (1.5e-5, "1.5e-5"), (2400.0, "2,400"), (11.46, "11.5"), (math.nan, "not finite")],
 )
-def test_numbers_are_readable(value: float, told: str) -> None:
-    assert short(value) == told
+def test_numbers_are_readable(value: float, expected: str) -> None:
+    assert short(value) == expected
 
 
 def test_images_fit_the_size_limit_of_the_page(tmp_path: Path) -> None:

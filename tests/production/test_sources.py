@@ -21,8 +21,8 @@ def test_paths_of_sources_are_absolute(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
-    told = config_of(path="~/a-{0..3}.tar", captions_file="all.csv", masks="alpha")
-    (source,) = with_absolute_paths(told).data.sources
+    config = config_of(path="~/a-{0..3}.tar", captions_file="all.csv", masks="alpha")
+    (source,) = with_absolute_paths(config).data.sources
     root = tmp_path.resolve()
     assert source.path == str(root / "home" / "a-{0..3}.tar")
     assert (source.captions_file, source.masks) == (str(root / "all.csv"), "alpha")

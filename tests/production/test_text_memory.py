@@ -35,9 +35,9 @@ def test_clip_keeps_the_predicted_memory(checkpointed):
         checkpoint_layers(encoder)
     kept = Kept(encoder)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-        said = encoder(torch.zeros(2, 77, dtype=torch.long))[0].sum()
+        loss = encoder(torch.zeros(2, 77, dtype=torch.long))[0].sum()
         forward = kept.most
-        said.backward()
+        loss.backward()
     sizes = EncoderSize(LAYERS, WIDTH, INNER, rank=RANK, tokens=77)
     expected = 4 * sizes.kept(2, checkpointed=checkpointed)
     if checkpointed:  # its layers' own come one after the other, where the hooks do not look
@@ -68,9 +68,9 @@ def test_t5_keeps_the_predicted_memory(checkpointed):
         checkpoint_layers(encoder)
     kept = Kept(encoder)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-        said = encoder(torch.zeros(2, tokens, dtype=torch.long))[0].sum()
+        loss = encoder(torch.zeros(2, tokens, dtype=torch.long))[0].sum()
         forward = kept.most
-        said.backward()
+        loss.backward()
     sizes = EncoderSize(LAYERS, WIDTH, INNER, attention=heads * each, scores=heads, rank=RANK, tokens=tokens)
     expected = 2 * sizes.kept(2, checkpointed=checkpointed)
     if checkpointed:  # its layers' own come one after the other, where the hooks do not look

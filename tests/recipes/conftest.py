@@ -33,6 +33,6 @@ def bench(tiny_model: Path, images: Path, shared_cache: Path, tmp_path: Path) ->
 @pytest.fixture(scope="session")
 def finished(tiny_model: Path, images: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A finished run named `first`, judged in brief, to look at only."""
-    made = Bench(tiny_model, images, tmp_path_factory.mktemp("finished"), shared_cache)
-    assert made.run("first", checkpoint__every_n_steps=3, validation__every_n_steps=3, gates__lora_check="lite") == 0
-    return made
+    bench = Bench(tiny_model, images, tmp_path_factory.mktemp("finished"), shared_cache)
+    assert bench.run("first", checkpoint__every_n_steps=3, validation__every_n_steps=3, gates__lora_check="lite") == 0
+    return bench

@@ -68,11 +68,11 @@ class Bench:
         self, name: str, *extra: str, command: str = "train", steps: int = 6, **settings: object
     ) -> list[str]:
         """The command's arguments. Settings are named with two underscores: `lora__rank=8`; None leaves one out."""
-        given = QUICK | {"cache.dir": str(self.cache)}
+        values = QUICK | {"cache.dir": str(self.cache)}
         if command == "produce":  # enforces the gate, which needs its score
-            given["gates.lora_check"] = "full"
-        given |= {key.replace("__", "."): str(value) for key, value in settings.items()}
-        chosen = [part for key, value in given.items() if value != "None" for part in ("--set", f"{key}={value}")]
+            values["gates.lora_check"] = "full"
+        values |= {key.replace("__", "."): str(value) for key, value in settings.items()}
+        chosen = [part for key, value in values.items() if value != "None" for part in ("--set", f"{key}={value}")]
         places = ["--model", str(self.model), "--data", str(self.data), "--output", str(self.output), "--name", name]
         return [command, *places, "--max-steps", str(steps), *chosen, *extra]
 

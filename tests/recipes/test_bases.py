@@ -72,7 +72,7 @@ def test_a_hub_model_trains_as_its_folder_and_resumes_offline(
     assert read_tensor_header(folder / "hub.safetensors")["__metadata__"]["ss_sd_model_name"] == NAME
 
     no_socket(monkeypatch)
-    hub.asked.clear()
+    hub.requests.clear()
     moved = folder.with_name("moved")
     folder.rename(moved)
     assert main(["train", "--config", str(moved / "config.toml"), "--resume", "--offline", "--max-steps", "6"]) == 0
@@ -82,7 +82,7 @@ def test_a_hub_model_trains_as_its_folder_and_resumes_offline(
     assert main(["sample", str(moved / "moved.safetensors"), "--model", NAME, *drawn]) == 0
     assert main(["validate", str(moved / "moved.safetensors"), "--set", "gates.lora=0"]) == 0
     assert f"base model: {NAME} at 0123456789ab" in capsys.readouterr().err
-    assert hub.asked == []
+    assert hub.requests == []
 
 
 def test_plan_and_check_fetch_only_configs(hub: LocalHub, fetched: Bench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +110,7 @@ def test_plan_and_a_dry_run_fetch_only_the_header_of_a_hub_checkpoint(
     assert planned["model"] == "some/single/sd.safetensors"
     single = replace(fetched, model=Path("some/single/sd.safetensors"))
     assert single.run("dry", "--dry-run", steps=1, data__resolution=64) == 0
-    ranges = [span for how, path, span in hub.asked if how == "GET" and "/resolve/" in path]
+    ranges = [span for how, path, span in hub.requests if how == "GET" and "/resolve/" in path]
     assert ranges
     assert all(span.startswith(("bytes=0-7", "bytes=8-")) for span in ranges)
     assert not list((tmp_path / "hf").rglob("sd.safetensors"))
@@ -118,8 +118,8 @@ def test_plan_and_a_dry_run_fetch_only_the_header_of_a_hub_checkpoint(
 
 def test_weights_of_a_skipped_t5_stay_on_the_hub(hub: LocalHub, fetched: Bench, tmp_path: Path) -> None:
     hub.holds("some/sd3", save_tiny_model(tmp_path, "sd3"))
-    asked = ["--model", "some/sd3", "--set", "model.without_t5=true"]
-    assert main(["check", str(fetched.data), *asked, "--set", "data.resolution=64"]) == 0
+    arguments = ["--model", "some/sd3", "--set", "model.without_t5=true"]
+    assert main(["check", str(fetched.data), *arguments, "--set", "data.resolution=64"]) == 0
     found = find_base(ModelSection(path="some/sd3", without_t5=True), say=lambda line: None)
     assert "text_encoder_3/model.safetensors" not in hub.fetched()
     assert FAMILIES["sd3"].describe(found.folder).family == "sd3"
@@ -164,9 +164,9 @@ def test_a_replaced_vae_is_used_to_train_and_sample_and_is_laid_out_again(
     shutil.rmtree(laid_out_models())
     assert bench.run("vae", "--resume", steps=4, model__vae=tmp_path / "vae", **settings) == 0
     assert bench.run("file", steps=3, model__vae=file, **settings) == 0
-    told = {name: record(bench.folder(name))["choices"] for name in ("vae", "file")}
-    assert f"VAE: {tmp_path / 'vae'}" in told["vae"]
-    assert any(line.startswith(f"VAE: {file} (a file tells no scaling_factor") for line in told["file"])
+    choices = {name: record(bench.folder(name))["choices"] for name in ("vae", "file")}
+    assert f"VAE: {tmp_path / 'vae'}" in choices["vae"]
+    assert any(line.startswith(f"VAE: {file} (a file tells no scaling_factor") for line in choices["file"])
     assert losses(bench.folder("file")) == losses(bench.folder("vae"))[:3]
     assert bench.run("vae", "--resume", steps=5, **settings) == 2  # it began with another VAE
 
@@ -189,15 +189,15 @@ def test_a_vae_that_does_not_fit_is_refused_with_both_numbers(
         (bench.model / "unet/diffusion_pytorch_model.safetensors", ("is no VAE",)),
     ):
         assert bench.run("refused", model__vae=vae) == 2
-        said = capsys.readouterr().err
-        assert all(word in said for word in words), said
+        output = capsys.readouterr().err
+        assert all(word in output for word in words), output
     assert not bench.folder("refused").exists()
 
 
 def test_a_family_that_does_not_match_the_files(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run("refused", model__family="sdxl", model__revision="v1") == 2
-    said = capsys.readouterr().err
-    assert "is of a hub" in said
+    output = capsys.readouterr().err
+    assert "is of a hub" in output
     assert bench.run("refused", model__family="sdxl") == 2
     assert "is a model of sd15" in capsys.readouterr().err
     for command in (["check", str(bench.data)], ["plan"]):
@@ -271,8 +271,8 @@ def test_a_separate_process_opens_no_socket(
         words = replace(bench, model=Path(model)).arguments("alone", *(["--offline"] if offline else []), steps=1)
     around = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     around |= {"HF_HUB_CACHE": str(tmp_path / "hf"), "PYTHONPATH": str(CHECKOUT)}
-    asked = [sys.executable, "-c", CLOSED, *words]
-    done = subprocess.run(asked, env=around, capture_output=True, text=True, check=False)
+    whole_command = [sys.executable, "-c", CLOSED, *words]
+    done = subprocess.run(whole_command, env=around, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "a socket was opened" not in done.stderr
     assert f"offline {offline} telemetry False" in done.stdout
@@ -288,9 +288,9 @@ def test_a_hub_vae_is_pinned_to_its_commit(
     assert hub.fetched() == ["config.json"]
     assert bench.run("vae", steps=1, model__vae="some/vae") == 0
     folder = bench.folder("vae")
-    held = f"some/vae@{COMMIT}"
-    assert record(folder)["config"]["model"]["vae"] == held
-    assert tomllib.loads((folder / "config.toml").read_text("utf-8"))["model"]["vae"] == held
+    pinned = f"some/vae@{COMMIT}"
+    assert record(folder)["config"]["model"]["vae"] == pinned
+    assert tomllib.loads((folder / "config.toml").read_text("utf-8"))["model"]["vae"] == pinned
     no_socket(monkeypatch)
     again = ["train", "--config", str(folder / "config.toml"), "--resume", "--offline", "--max-steps", "2"]
     assert main(again) == 0

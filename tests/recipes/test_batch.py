@@ -38,10 +38,10 @@ class Night:
     cache: Path
 
     def arguments(self, *extra: str, **settings: object) -> list[str]:
-        given = QUICK | {"cache.dir": str(self.cache), "checkpoint.every_n_steps": "1"}
-        given["gates.lora"] = "0"  # nothing is scored
-        given |= {key.replace("__", "."): str(value) for key, value in settings.items()}
-        chosen = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
+        values = QUICK | {"cache.dir": str(self.cache), "checkpoint.every_n_steps": "1"}
+        values["gates.lora"] = "0"  # nothing is scored
+        values |= {key.replace("__", "."): str(value) for key, value in settings.items()}
+        chosen = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
         places = ["--model", str(self.model), "--output", str(self.output)]
         return ["batch", str(self.root), *places, "--max-steps", str(STEPS), *chosen, *extra]
 
@@ -149,8 +149,8 @@ def test_the_whole_gate_applies_to_each_job(night):
     (night.root / "ash" / "lora.toml").write_text("[optimizer]\nlearning_rate = 1e-12\n", encoding="utf-8")
     shutil.rmtree(night.root / "cedar")
     gate = Config().gates
-    given = {"gates__lora": gate.lora, "gates__lora_check": gate.lora_check}
-    assert night.run("--max-steps", "6", **given) == 4
+    args = {"gates__lora": gate.lora, "gates__lora_check": gate.lora_check}
+    assert night.run("--max-steps", "6", **args) == 4
     assert night.jobs("status") == {"ash": "refused", "birch": "done"}
     scores = {name: each["lora"] for name, each in night.jobs("scores").items()}
     assert scores["ash"] < gate.lora <= scores["birch"]
@@ -337,12 +337,12 @@ def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]
 
 def test_errors_that_concern_the_whole_batch_are_refused_first(night, tmp_path, capsys):
     before = contents(tmp_path)
-    for what, (arguments, told) in wrong_root(night, tmp_path).items():
+    for what, (arguments, expected) in wrong_root(night, tmp_path).items():
         before = before | contents(tmp_path)
         assert main(["batch", *arguments]) == 2, what
-        said = capsys.readouterr().err
-        assert told in said, what
-        assert "Traceback" not in said
+        output = capsys.readouterr().err
+        assert expected in output, what
+        assert "Traceback" not in output
         assert contents(tmp_path).keys() == before.keys(), what
     assert main(["batch", str(tmp_path / "absent"), "--executor", "cloud", "--jobs", "0"]) == 2
     assert "3 problems" in capsys.readouterr().err

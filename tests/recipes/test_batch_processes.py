@@ -55,8 +55,8 @@ def has_steps(night: Night, name: str, count: int) -> bool:
 
 def finish(night: Night, checkout: Path, *extra: str) -> None:
     process = start(night, checkout, "--resume", *extra)
-    said, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, said
+    printed, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, printed
     for name in ("ash", "birch", "cedar"):
         assert [row["step"] for row in rows(night.output / name)] == list(range(1, STEPS + 1))
     kohya = [exported(night.output / name)["kohya"] for name in ("ash", "birch", "cedar")]
@@ -80,9 +80,9 @@ def test_a_signal_stops_two_workers(number: str, code: int, night: Night, checko
     process = start(night, checkout, "--jobs", "2")
     until(lambda: has_steps(night, "ash", 3) and has_steps(night, "birch", 3))
     process.send_signal(getattr(signal, number))
-    said, _ = process.communicate(timeout=400)
-    assert process.returncode == code, said
-    assert "Go on with --resume" in said
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == code, output
+    assert "Go on with --resume" in output
     assert night.jobs("status") == {"ash": "stopped", "birch": "stopped", "cedar": "waiting"}
     finish(night, checkout, "--jobs", "2")
     assert night.jobs("attempts") == {"ash": 2, "birch": 2, "cedar": 1}

@@ -30,9 +30,9 @@ HASTY: dict[str, object] = {
 
 @pytest.fixture(scope="module")
 def hasty(tiny_model: Path, images: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    made = Bench(tiny_model, images, tmp_path_factory.mktemp("hasty"), shared_cache)
-    assert made.run("run", **HASTY) == 0
-    return made
+    bench = Bench(tiny_model, images, tmp_path_factory.mktemp("hasty"), shared_cache)
+    assert bench.run("run", **HASTY) == 0
+    return bench
 
 
 def best_files(folder: Path) -> list[str]:
@@ -109,13 +109,13 @@ def test_without_validation_the_last_step_is_exported(bench: Bench) -> None:
 
 def test_findings_of_validation_are_printed(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run("run", **HASTY, steps=4) == 0
-    said = capsys.readouterr().out
-    assert "step 0: validation loss" in said
-    assert "of the base alone" in said
-    assert "the lowest so far (was" in said
-    assert "step 4: validation loss" in said
-    assert "at step 2)" in said
-    assert "releasing step 2" in said
+    output = capsys.readouterr().out
+    assert "step 0: validation loss" in output
+    assert "of the base alone" in output
+    assert "the lowest so far (was" in output
+    assert "step 4: validation loss" in output
+    assert "at step 2)" in output
+    assert "releasing step 2" in output
 
 
 def test_a_signal_in_the_last_step_skips_no_validation(bench: Bench) -> None:

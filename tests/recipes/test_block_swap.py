@@ -24,9 +24,9 @@ def test_block_swap_does_not_change_the_run(bench, finished, monkeypatch, capsys
         )
         == 0
     )
-    said = capsys.readouterr().out
-    assert "blocks visit the CPU, as if it were a GPU; 99 were asked for, and there are no more" in said
-    assert "memory.offload_activations: nothing to do" in said
+    output = capsys.readouterr().out
+    assert "blocks visit the CPU, as if it were a GPU; 99 were asked for, and there are no more" in output
+    assert "memory.offload_activations: nothing to do" in output
     folder, whole = bench.folder("first"), finished.folder("first")
     assert losses(folder) == losses(whole)
     assert exported(folder) == exported(whole)

@@ -104,9 +104,9 @@ def test_data_that_becomes_unreadable_loses_no_step(bench, finished, monkeypatch
     with patched(feed, "read_micro", gone):
         assert bench.run("first", **settings) == 5
     assert threading.active_count() == before
-    said = capsys.readouterr()
-    assert (said.out + said.err).count("image_1.png is gone.") == 1
-    assert "step-000004 is safe: --resume goes on from there. Bring it back." in said.out + said.err
+    output = capsys.readouterr()
+    assert (output.out + output.err).count("image_1.png is gone.") == 1
+    assert "step-000004 is safe: --resume goes on from there. Bring it back." in output.out + output.err
     assert bench.run("first", "--resume", **settings) == 0
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
     assert all(0 <= row["data_seconds"] < row["seconds"] for row in rows(bench.folder("first")))
@@ -115,19 +115,19 @@ def test_data_that_becomes_unreadable_loses_no_step(bench, finished, monkeypatch
 def test_a_full_disk_is_refused_before_anything_is_built(own, capsys, monkeypatch):
     monkeypatch.setattr(caching, "free_bytes", lambda _: 1000)
     assert own.run("first", command="cache") == 2
-    said = capsys.readouterr().err
-    assert "Filling the caches needs" in said
-    assert "1 KB free" in said
-    assert "cache.dir" in said
+    output = capsys.readouterr().err
+    assert "Filling the caches needs" in output
+    assert "1 KB free" in output
+    assert "cache.dir" in output
     assert not list(own.cache.rglob("*.safetensors"))
 
 
 def test_disk_space_is_not_required_for_entries_that_others_wrote(own, monkeypatch):
     """A process that planned before the others filled, and looks at the disk after."""
-    made, true = [], session.plan_caches
-    monkeypatch.setattr(session, "plan_caches", lambda *given: made.append(true(*given)) or made[0])
+    plans, true = [], session.plan_caches
+    monkeypatch.setattr(session, "plan_caches", lambda *args: plans.append(true(*args)) or plans[0])
     assert own.run("first", command="cache") == 0
-    assert made[0].latents.missing
+    assert plans[0].latents.missing
     monkeypatch.setattr(caching, "free_bytes", lambda _: 1000)
     assert own.run("second", command="cache") == 0
 

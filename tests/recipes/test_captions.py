@@ -49,8 +49,8 @@ def test_six_steps_equal_three_and_three_with_varying_captions(own, capsys):
     whole = record(own.folder("whole"))["ledger"]
     assert whole == record(own.folder("halves"))["ledger"]
     assert whole["captions"]["dropped"] > 0
-    ledger = (own.folder("whole") / "sample_counts.csv").read_text(encoding="utf-8")
-    assert all("zobo" in line for line in ledger.splitlines() if line.startswith("caption,") and "ring" in line)
+    table = (own.folder("whole") / "sample_counts.csv").read_text(encoding="utf-8")
+    assert all("zobo" in line for line in table.splitlines() if line.startswith("caption,") and "ring" in line)
     capsys.readouterr()
 
     first = texts_of(own, capsys)
@@ -63,6 +63,6 @@ def test_six_steps_equal_three_and_three_with_varying_captions(own, capsys):
     assert 1 <= built <= 5  # its variants, and its canonical text where it is held out
     assert texts_of(own, capsys, captions__shuffle="false", captions__tag_dropout=0) != changed
     assert own.run("halves", "--resume", steps=7, **(VARIED | {"captions__variants": 5, "captions__dropout": 0.5})) == 2
-    said = capsys.readouterr().err
-    assert "captions.variants was 4 and is now 5" in said
-    assert "captions.dropout was 0.2 and is now 0.5" in said
+    output = capsys.readouterr().err
+    assert "captions.variants was 4 and is now 5" in output
+    assert "captions.dropout was 0.2 and is now 0.5" in output

@@ -40,10 +40,10 @@ def ended_in_a_closed_terminal(arguments: list[str], checkout: Path, prepare: Ca
     command = [sys.executable, "-m", "lora_trainer", *arguments]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=checkout, preexec_fn=prepare)
     os.close(theirs)
-    said, began = b"", time.monotonic()
-    while b"loss 0" not in said and time.monotonic() - began < 300:
+    output, began = b"", time.monotonic()
+    while b"loss 0" not in output and time.monotonic() - began < 300:
         if select.select([ours], [], [], 1.0)[0]:
-            said += os.read(ours, 65536)
+            output += os.read(ours, 65536)
     os.close(ours)
     return process.wait(300)
 

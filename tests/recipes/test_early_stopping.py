@@ -26,9 +26,9 @@ def test_early_stopping_is_reported_and_completes_the_run(bench: Bench, capsys):
     assert "The training ended after 2 of 6 steps" in page
     capsys.readouterr()
     assert bench.run("early", "--resume", **settings) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "stopped early at step 2" in said
-    assert "safeguards.patience" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "stopped early at step 2" in output
+    assert "safeguards.patience" in output
     assert bench.run("early", "--resume", **settings | {"safeguards__patience": 3}) == 0
     assert record(bench.folder("early"))["steps"] == 4
     steps = [row["step"] for row in rows(bench.folder("early"))]

@@ -45,13 +45,13 @@ AT_1024 = ("flux", "z_image")  # pixels that the gate asks them at, for no confi
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A family's tiny model, and a finished run named `cat` of twelve steps on it."""
     folder = tmp_path_factory.mktemp(request.param, numbered=False)
-    made = Bench(
+    bench = Bench(
         save_tiny_model(folder, request.param), draw_images(folder / "data"), folder / "runs", folder / "cache"
     )
-    assert detect_family(made.model) == KINDS.get(request.param, request.param)
-    check = "off" if detect_family(made.model) in AT_1024 else "lite"
-    assert made.run("cat", steps=12, validation__every_n_steps=12, gates__lora_check=check, **LEARNING) == 0
-    return made
+    assert detect_family(bench.model) == KINDS.get(request.param, request.param)
+    check = "off" if detect_family(bench.model) in AT_1024 else "lite"
+    assert bench.run("cat", steps=12, validation__every_n_steps=12, gates__lora_check=check, **LEARNING) == 0
+    return bench
 
 
 def family_of(bench: Bench) -> str:
@@ -68,8 +68,8 @@ def test_loss_falls(trained):
     assert last["loss"] < first["loss"]
     document = record(trained.folder("cat"))
     assert document["status"] == "done"
-    told = [line for line in document["choices"] if line.startswith("times: ")]
-    assert len(told) == (family_of(trained) not in ("sd15", "sd2", "sdxl"))
+    timestep_choices = [line for line in document["choices"] if line.startswith("times: ")]
+    assert len(timestep_choices) == (family_of(trained) not in ("sd15", "sd2", "sdxl"))
     if family_of(trained) not in AT_1024:
         assert learned(document)
 
@@ -82,9 +82,9 @@ def learned(document: dict[str, Any]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", AT_1024)
 def test_the_gate_measures_the_lora_at_1024_px(family, tmp_path):
-    made = Bench(save_tiny_model(tmp_path, family), draw_images(tmp_path / "data"), tmp_path, tmp_path / "cache")
-    assert made.run("cat", steps=12, gates__lora_check="lite", **LEARNING) == 0
-    assert learned(record(made.folder("cat")))
+    bench = Bench(save_tiny_model(tmp_path, family), draw_images(tmp_path / "data"), tmp_path, tmp_path / "cache")
+    assert bench.run("cat", steps=12, gates__lora_check="lite", **LEARNING) == 0
+    assert learned(record(bench.folder("cat")))
 
 
 def test_a_stopped_run_resumes_exactly(trained):
@@ -146,8 +146,8 @@ def test_a_lora_is_refused_on_another_family(trained, tiny_model, tmp_path, caps
     for command, code in ((["validate", lora], 4), (["sample", lora, "--prompt", "a ring"], 2)):
         capsys.readouterr()
         assert main([*command, "--model", str(other)]) == code
-        said = capsys.readouterr()
-        assert "trained on another kind of model" in " ".join((said.out + said.err).split())
+        output = capsys.readouterr()
+        assert "trained on another kind of model" in " ".join((output.out + output.err).split())
 
 
 def test_a_v_prediction_model_with_zero_terminal_snr(tmp_path):
@@ -156,12 +156,12 @@ def test_a_v_prediction_model_with_zero_terminal_snr(tmp_path):
     scheduler = model / "scheduler" / "scheduler_config.json"
     changes = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     scheduler.write_text(json.dumps(json.loads(scheduler.read_text("utf-8")) | changes), encoding="utf-8")
-    made = Bench(model, draw_images(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
-    assert made.run("v", steps=8, validation__every_n_steps=8, loss__min_snr_gamma=5, gates__lora_check="lite") == 0
-    first, last = rows(made.folder("v"), "validation.jsonl")
+    bench = Bench(model, draw_images(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
+    assert bench.run("v", steps=8, validation__every_n_steps=8, loss__min_snr_gamma=5, gates__lora_check="lite") == 0
+    first, last = rows(bench.folder("v"), "validation.jsonl")
     assert last["loss"] < first["loss"]
-    assert record(made.folder("v"))["lora"]["parts"]["integrity"] == 1.0
-    header = header_of(made.folder("v") / "v.safetensors")
+    assert record(bench.folder("v"))["lora"]["parts"]["integrity"] == 1.0
+    header = header_of(bench.folder("v") / "v.safetensors")
     keys = ("ss_base_model_version", "modelspec.prediction_type", "ss_zero_terminal_snr")
     assert tuple(header[key] for key in keys) == ("sdxl_base_v1-0", "v", "True")
 
@@ -171,10 +171,10 @@ def test_text_encoders_too_large_for_a_gpu_are_read_layer_by_layer(family, tmp_p
     """As the plan says, and to the bit as those that stand there whole."""
     model, data = save_tiny_model(tmp_path, family), draw_images(tmp_path / "data", 4)
     settings = {"data__resolution": 64, "steps": 2}
-    made = Bench(model, data, tmp_path / "runs", tmp_path / "cache")
-    assert made.run("whole", **settings) == 0
+    bench = Bench(model, data, tmp_path / "runs", tmp_path / "cache")
+    assert bench.run("whole", **settings) == 0
     capsys.readouterr()
     with patched(caching, "usable_bytes", lambda config, device: 2**30):  # too little for 32 captions at once
-        assert replace(made, cache=tmp_path / "other").run("visiting", **settings) == 0
+        assert replace(bench, cache=tmp_path / "other").run("visiting", **settings) == 0
     assert "text encoders layer by layer, " in capsys.readouterr().out
-    assert losses(made.folder("visiting")) == losses(made.folder("whole"))
+    assert losses(bench.folder("visiting")) == losses(bench.folder("whole"))

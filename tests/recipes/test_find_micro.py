@@ -33,12 +33,12 @@ def test_the_largest_size_that_fits_is_found_in_few_tries(limit: int, most: int)
     assert max(tried) <= max(1, min(most, 2 * limit)), "never far beyond what fits"
 
 
-def short_above(most: int, asked: list[int]) -> Callable[..., Any]:
+def short_above(most: int, calls: list[int]) -> Callable[..., Any]:
     """A squared error that runs out of memory for more than so many samples."""
     true = loss_module.squared_error
 
     def squared_error(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        asked.append(len(predicted))
+        calls.append(len(predicted))
         if len(predicted) > most:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return true(predicted, target)
@@ -52,13 +52,13 @@ def chosen(bench: Bench, name: str) -> str:
 
 
 def test_the_found_size_is_used_and_recorded_and_changes_nothing_else(bench, monkeypatch, capsys):
-    asked: list[int] = []
+    calls: list[int] = []
     assert bench.run("plain", train__max_micro_batch_size=3, **FIVE) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(loss_module, "squared_error", short_above(3, asked))
+        patch.setattr(loss_module, "squared_error", short_above(3, calls))
         assert bench.run("found", train__auto_find_micro_batch_size="true", **FIVE) == 0
-    assert asked[:4] == [1, 2, 4, 3]
-    assert max(asked[4:]) == 3
+    assert calls[:4] == [1, 2, 4, 3]
+    assert max(calls[4:]) == 3
     assert exported(bench.folder("found")) == exported(bench.folder("plain"))
     assert chosen(bench, "found") in capsys.readouterr().out
     assert "found by trying up to 5" in chosen(bench, "found")
@@ -86,11 +86,11 @@ def test_a_resumed_run_keeps_the_found_size(bench, monkeypatch):
 @pytest.mark.slow
 def test_on_a_cpu_free_memory_is_never_filled(bench, monkeypatch):
     once = FIVE | {"steps": 1, "train__auto_find_micro_batch_size": "true"}
-    held = finding.held_by
+    memory = finding.held_by
     needs = {}
 
     def held_by(learner: Any, micro: Any, **named: Any) -> int | None:
-        needs[len(micro.t)] = held(learner, micro, **named)
+        needs[len(micro.t)] = memory(learner, micro, **named)
         return needs[len(micro.t)]
 
     monkeypatch.setattr(finding, "held_by", held_by)

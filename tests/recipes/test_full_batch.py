@@ -66,10 +66,10 @@ def test_a_batch_waits_for_disk_space(night, capsys, monkeypatch, died):
         assert "batch.sqlite" in pauses
         assert night.jobs("status") == {"ash": "done", "birch": "done"}
         assert night.log("birch").splitlines() == ["begun", "step 1", "step 2", "step 3"]
-        told = capsys.readouterr()
-        assert told.out.count("batch.sqlite needs room") == 1
-        assert "What each run saved is safe." in told.out
-        assert "Traceback" not in told.err
+        printed = capsys.readouterr()
+        assert printed.out.count("batch.sqlite needs room") == 1
+        assert "What each run saved is safe." in printed.out
+        assert "Traceback" not in printed.err
     assert not died
 
 
@@ -80,10 +80,10 @@ def test_a_batch_without_disk_space_ends_with_5_and_resumes(night, capsys, monke
         monkeypatch.setattr(worker, "train", quick_job(lambda name: fill_up(place)))
         with patched(queue, "this_process", lambda: gone):  # as it is when the next one comes
             assert night.run(checkpoint__wait_minutes=0) == 5
-        told = capsys.readouterr()
-        assert "batch.sqlite needs room, and the disk of" in told.err
-        assert "What each run saved is safe. Make room there, then go on with --resume." in told.err
-        assert "a bug" not in told.err
+        printed = capsys.readouterr()
+        assert "batch.sqlite needs room, and the disk of" in printed.err
+        assert "What each run saved is safe. Make room there, then go on with --resume." in printed.err
+        assert "a bug" not in printed.err
         (place / BALLAST).unlink()
         monkeypatch.setattr(worker, "train", quick_job(lambda name: None))
         assert night.run("--resume", checkpoint__wait_minutes=0) == 0
@@ -96,9 +96,9 @@ def test_a_signal_ends_a_batch_that_waits(night, capsys, monkeypatch, died):
         monkeypatch.setattr(worker, "train", quick_job(lambda name: fill_up(place)))
         with in_pauses(lambda what: os.kill(os.getpid(), signal.SIGTERM)):
             assert night.run() == 143
-        told = capsys.readouterr()
-        assert "Go on with --resume" in told.out
-        assert "Traceback" not in told.err
+        printed = capsys.readouterr()
+        assert "Go on with --resume" in printed.out
+        assert "Traceback" not in printed.err
     assert not died
 
 

@@ -29,9 +29,9 @@ BALLAST = "ballast"
 @pytest.fixture(scope="module")
 def undisturbed(tiny_model: Path, images: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A run named `run` that nothing happened to."""
-    made = Bench(tiny_model, images, tmp_path_factory.mktemp("undisturbed"), shared_cache)
-    assert made.run("run", **SETTINGS) == 0
-    return made
+    bench = Bench(tiny_model, images, tmp_path_factory.mktemp("undisturbed"), shared_cache)
+    assert bench.run("run", **SETTINGS) == 0
+    return bench
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,11 +116,11 @@ def test_a_full_disk_pauses_the_run_and_changes_no_byte(bench, undisturbed, caps
     with small_disk(bench.output, "6m") as place:
         with at_step(3, lambda: fill_up(place)), in_pauses(lambda what: (place / BALLAST).unlink()) as pauses:
             assert bench.run("run", **SETTINGS) == 0
-        said = capsys.readouterr()
-        assert "paused" in said.out
-        assert "free" in said.out
-        assert "step-000002 is safe" in said.out
-        assert "there is room again" in said.out
+        printed = capsys.readouterr()
+        assert "paused" in printed.out
+        assert "free" in printed.out
+        assert "step-000002 is safe" in printed.out
+        assert "there is room again" in printed.out
         assert pauses
         assert_the_same(bench, undisturbed)
         events = [event for event in record(bench.folder("run"))["events"] if event["kind"] == "disk"]
@@ -141,17 +141,17 @@ def test_a_full_disk_ends_the_run_without_waiting_when_set(bench, undisturbed, c
     with small_disk(bench.output, "6m") as place:
         with at_step(3, lambda: fill_up(place)):
             assert bench.run("run", **SETTINGS, checkpoint__wait_minutes=0) == 5
-        told = capsys.readouterr()
-        said = told.err
-        assert "step-000002 is safe" in said
-        assert "--resume" in said
-        assert "Traceback" not in said
+        printed = capsys.readouterr()
+        errors = printed.err
+        assert "step-000002 is safe" in errors
+        assert "--resume" in errors
+        assert "Traceback" not in errors
         found = record(bench.folder("run"))
         assert (found["status"], found["exit_code"], found["steps"]) == ("failed", 5, 2)
         assert "disk" in found["reason"]
         page = (bench.folder("run") / "report.html").exists()
         assert (found["files"]["report"] is not None) == page
-        assert told.out.count("report.html could not be written") == (0 if page else 1)
+        assert printed.out.count("report.html could not be written") == (0 if page else 1)
         (place / BALLAST).unlink()
         assert bench.run("run", "--resume", **SETTINGS, checkpoint__wait_minutes=0) == 0
         assert_the_same(bench, undisturbed)
@@ -182,12 +182,12 @@ def test_every_file_of_a_run_waits_for_its_disk(number, bench, undisturbed, tmp_
     monkeypatch.setattr(os, "replace", refused)
     assert own.run("run", **SETTINGS) == 0
     monkeypatch.undo()
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in ("run.json", "config.toml", "step-000002", "step-000006", "run.safetensors"):
         assert refused.tried[name] > 2, refused.tried
     assert any(name.startswith("best-") for name in refused.tried)
     for what in ("run.json", "config.toml", "the checkpoint of step 2", "the LoRA", "of the cache"):
-        assert f"{what}" in said
+        assert f"{what}" in output
     assert_the_same(own, undisturbed)
     assert record(own.folder("run"))["status"] == "done"
 
@@ -223,29 +223,29 @@ def test_a_tensorboard_error_ends_no_run(bench, undisturbed, capsys, monkeypatch
 
     monkeypatch.setattr(board.Board, "add", add)
     assert bench.run("run", **SETTINGS) == 0
-    said = capsys.readouterr()
-    assert said.out.count("TensorBoard's file cannot be written") == 1
-    assert "Traceback" not in said.err
+    output = capsys.readouterr()
+    assert output.out.count("TensorBoard's file cannot be written") == 1
+    assert "Traceback" not in output.err
     assert_the_same(bench, undisturbed)
 
 
 def test_a_folder_deleted_during_a_run_is_created_again(bench, undisturbed, capsys):
     folder, seen = bench.folder("run"), list[Any]()
 
-    def look() -> None:
+    def check_files() -> None:
         seen.append((record(folder), {path.name for path in folder.iterdir()}))
         seen.append(bench.run("run", "--resume", **SETTINGS))
 
-    with at_step(3, lambda: delete_under_a_run(folder)), at_step(5, look):
+    with at_step(3, lambda: delete_under_a_run(folder)), at_step(5, check_files):
         assert bench.run("run", **SETTINGS) == 0
     (found, names), second = seen
     assert (found["status"], found["exit_code"]) == ("running", None)
     assert found["steps"] >= 3
     assert {"run.json", "config.toml", "logs", ".lock"} <= names
     assert second == 2, "another run was let in"
-    said = capsys.readouterr()
-    assert "was deleted under the run" in said.out
-    assert "by another process" in said.err
+    output = capsys.readouterr()
+    assert "was deleted under the run" in output.out
+    assert "by another process" in output.err
     assert exported(folder) == exported(undisturbed.folder("run"))
     assert record(folder)["status"] == "done"
     assert [row["step"] for row in rows(folder)] == [4, 5, 6]
@@ -295,10 +295,10 @@ def test_an_export_without_disk_space_is_done_on_resume(bench, undisturbed, caps
     monkeypatch.setattr(os, "replace", refuse)
     assert bench.run("run", **SETTINGS, checkpoint__wait_minutes=0) == 5
     monkeypatch.setattr(os, "replace", true)
-    said = capsys.readouterr().err
-    assert "The LoRA needs" in said
-    assert "step-000006 is safe" in said
-    assert "--resume" in said
+    output = capsys.readouterr().err
+    assert "The LoRA needs" in output
+    assert "step-000006 is safe" in output
+    assert "--resume" in output
     with at_step(0, lambda: pytest.fail("a step was trained twice")):
         assert bench.run("run", "--resume", **SETTINGS, checkpoint__wait_minutes=0) == 0
     assert_the_same(bench, undisturbed)
@@ -342,9 +342,9 @@ def test_a_signal_ends_the_pause_and_reports_what_is_not_saved(bench, undisturbe
     with in_pauses(lambda what: os.kill(os.getpid(), signal.SIGTERM)):
         assert bench.run("run", **SETTINGS) == 143
     monkeypatch.setattr(os, "replace", true)
-    said = capsys.readouterr().out
-    assert "the checkpoint of step 4 is not written" in said
-    assert "step-000002 is safe" in said
+    output = capsys.readouterr().out
+    assert "the checkpoint of step 4 is not written" in output
+    assert "step-000002 is safe" in output
     assert (record(bench.folder("run"))["status"], record(bench.folder("run"))["steps"]) == ("stopped", 2)
     assert bench.run("run", "--resume", **SETTINGS) == 0
     assert_the_same(bench, undisturbed)

@@ -79,10 +79,10 @@ def test_bad_files_are_refused_with_a_reason(kind, command, bench, tmp_path, cap
     make(path)
     monkeypatch.setattr("lora_trainer.evaluation.loading.fresh_pipeline", None)
     code = main(COMMANDS[command](path, bench.model, out))
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert code == (4 if (kind, command) == ("NaN", "validate") else 2)
-    assert re.search(reason, said.err + said.out)
-    assert "Traceback" not in said.err
+    assert re.search(reason, output.err + output.out)
+    assert "Traceback" not in output.err
     assert not out.exists()
 
 
@@ -91,9 +91,9 @@ def test_a_lora_of_another_family_is_refused(command, bench, tmp_path, capsys):
     path = tmp_path / "flux.safetensors"
     saved(WRONG_KIND)(path)
     assert main(COMMANDS[command](path, bench.model, tmp_path / "out")) in (2, 4)
-    said = capsys.readouterr()
-    assert "no module of the model" in said.err + said.out or "another kind" in said.err + said.out
-    assert "Traceback" not in said.err
+    output = capsys.readouterr()
+    assert "no module of the model" in output.err + output.out or "another kind" in output.err + output.out
+    assert "Traceback" not in output.err
 
 
 def test_a_convert_round_trip_keeps_every_bit_and_never_overwrites(tmp_path, capsys):
@@ -109,9 +109,9 @@ def test_a_convert_round_trip_keeps_every_bit_and_never_overwrites(tmp_path, cap
     there, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
     assert main(["convert", str(kohya), str(there), "--to", "diffusers"]) == 0
     assert main(["convert", str(there), str(back), "--to", "kohya"]) == 0
-    said = capsys.readouterr()
-    assert said.out.split() == [str(there), str(back)]
-    assert "bit for bit" in said.err
+    output = capsys.readouterr()
+    assert output.out.split() == [str(there), str(back)]
+    assert "bit for bit" in output.err
     one, other = load_file(kohya), load_file(back)
     assert set(one) == set(other)
     assert all(torch.equal(one[key], other[key]) for key in one)
@@ -148,18 +148,18 @@ def test_another_adapter_method_is_named_and_no_program_is_listed_as_reading_it(
     path = tmp_path / "dora.safetensors"
     saved(GOOD | {f"{NAME}.dora_scale": (32,)})(path)
     assert main(["inspect", str(path), "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
-    assert told["kind"] == "DoRA"
-    assert {each["reads"] for each in told["clients"]} == {"unknown"}
+    output = json.loads(capsys.readouterr().out)
+    assert output["kind"] == "DoRA"
+    assert {each["reads"] for each in output["clients"]} == {"unknown"}
 
 
 def test_nan_is_reported_with_the_other_problems(tmp_path, capsys):
     path = tmp_path / "bad.safetensors"
     saved(GOOD | {"something.else": (1,)}, float("nan"))(path)
     assert main(["convert", str(path), str(tmp_path / "out.safetensors"), "--to", "diffusers"]) == 2
-    told = capsys.readouterr().err
-    assert "unknown key" in told
-    assert "NaN" in told
+    output = capsys.readouterr().err
+    assert "unknown key" in output
+    assert "NaN" in output
 
 
 def test_learned_tokens_that_cannot_be_written_leave_nothing_behind(tmp_path, capsys):
@@ -190,16 +190,16 @@ def test_learned_tokens_next_to_a_name_with_brackets_are_not_overwritten(tmp_pat
 def test_wrong_arguments_of_convert_are_reported_at_once(tmp_path, capsys):
     arguments = ["convert", "none.safetensors", "out.bin", "--to", "a1111", "--family", "sd9", "--dtype", "int8"]
     assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert all(word in said for word in ("a1111", "sd9", "int8", "out.bin"))
+    output = capsys.readouterr().err
+    assert all(word in output for word in ("a1111", "sd9", "int8", "out.bin"))
 
 
 def test_inspect_shows_the_content_of_a_file(tmp_path, capsys):
     names = FAMILIES["sdxl"]
     pair = LoraPair(torch.randn(4, 2048) * 0.1, torch.randn(8, 4) * 0.1, 2.0)
     module = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k"
-    told = facts(base_version="sdxl_base_v1-0", architecture="stable-diffusion-xl-v1-base/lora")
-    path, _ = write_lora(tmp_path, "cat", LoraWeights({module: pair}), told)
+    training_facts = facts(base_version="sdxl_base_v1-0", architecture="stable-diffusion-xl-v1-base/lora")
+    path, _ = write_lora(tmp_path, "cat", LoraWeights({module: pair}), training_facts)
     assert names.denoiser_prefix == "unet"
     assert main(["inspect", str(path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -240,8 +240,8 @@ def test_inspect_reports_that_diffusers_skips_t5(tmp_path, capsys):
         assert (found["ComfyUI"]["reads"], found["sd-scripts"]["reads"]) == ("whole", "whole")
         out = tmp_path / f"{family}.safetensors"
         assert main(["convert", str(path), str(out), "--to", "diffusers"]) == 0
-        said = capsys.readouterr()
-        assert "passes over them without a word" in " ".join((said.out + said.err).split())
+        output = capsys.readouterr()
+        assert "passes over them without a word" in " ".join((output.out + output.err).split())
         main(["inspect", str(out), "--json"])
         again = {each["name"]: each for each in json.loads(capsys.readouterr().out)["clients"]}
         assert (again["diffusers"]["reads"], again["ComfyUI"]["reads"]) == ("in part", "in part")

@@ -34,9 +34,9 @@ def v_model(bench: Bench, folder: Path) -> Bench:
 
 def test_zero_terminal_snr_needs_a_v_prediction_model(bench, tmp_path, capsys):
     assert bench.run("epsilon", noise__zero_terminal_snr="true") == 2
-    said = capsys.readouterr().err
-    assert "noise.zero_terminal_snr = true (from --set): the model predicts epsilon" in said
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert "noise.zero_terminal_snr = true (from --set): the model predicts epsilon" in output
+    assert "Traceback" not in output
     assert not bench.folder("epsilon").exists()
     velocity = v_model(bench, tmp_path / "v")
     settings = {"noise__zero_terminal_snr": "true", "loss__min_snr_gamma": 5, "steps": 2, "gates__lora_check": "lite"}
@@ -134,14 +134,14 @@ def test_the_file_changes_each_layer_like_the_adapter_in_memory(stabilized, rank
     """Linear layers and convolutions, alpha unlike the rank: the scale is alpha / rank or alpha / sqrt(rank)."""
     family, unet = FAMILIES["sd15"], tiny_pipeline(tmp_path).unet.requires_grad_(False)
     names = target_modules(unet, family, ("*.to_q", "*.ff.net.*", "*.resnets.*.conv?", "*.conv_shortcut"))
-    made = inject_lora(unet, names, rank=rank, alpha=2.7, dropout=0.0, seed=1, rank_stabilized=stabilized)
+    adapters = inject_lora(unet, names, rank=rank, alpha=2.7, dropout=0.0, seed=1, rank_stabilized=stabilized)
     with torch.no_grad():
-        for parameter in made.values():
+        for parameter in adapters.values():
             parameter.normal_()
     config = Config.model_validate({"lora": {"rank": rank, "alpha": 2.7, "use_rslora": stabilized}})
-    weights = lora_weights(config, SimpleNamespace(family=family), made)
-    told = facts(alpha=2.7, rank_stabilized=stabilized)
-    for path in write_lora(tmp_path, "cat", weights, told, dtype=torch.float32):
+    weights = lora_weights(config, SimpleNamespace(family=family), adapters)
+    training_facts = facts(alpha=2.7, rank_stabilized=stabilized)
+    for path in write_lora(tmp_path, "cat", weights, training_facts, dtype=torch.float32):
         written = read_lora(path)
         assert len(written.modules) == len(names)
         assert json.loads(written.metadata["ss_network_args"]).get("rank_stabilized", False) is stabilized

@@ -45,11 +45,11 @@ def test_a_custom_model_is_traced_once_and_cached(bench: Bench, capsys, monkeypa
 def test_images_that_training_refuses_are_noted(bench: Bench, capsys):
     from lora_trainer.cli.main import main
 
-    for settings, told in (({}, False), ({"data__resolution": 512}, True)):
+    for settings, is_traced in (({}, False), ({"data__resolution": 512}, True)):
         assert main(bench.arguments("planned", command="plan", **settings)) == 0
-        said = capsys.readouterr().out
-        assert ("10 of 10 images would be enlarged" in said) == told
-        assert "with what published models of its family hold" in said
+        output = capsys.readouterr().out
+        assert ("10 of 10 images would be enlarged" in output) == is_traced
+        assert "with what published models of its family hold" in output
 
 
 def test_settings_are_traced_only_when_requested(bench: Bench, capsys, monkeypatch):
@@ -57,7 +57,7 @@ def test_settings_are_traced_only_when_requested(bench: Bench, capsys, monkeypat
     from lora_trainer.training.memory import memory_model
 
     traced, true = [], memory_model.traced_footprint
-    monkeypatch.setattr(memory_model, "traced_footprint", lambda *given: traced.append(given) or true(*given))
+    monkeypatch.setattr(memory_model, "traced_footprint", lambda *args: traced.append(args) or true(*args))
     settings = {"memory__weight_dtype": None, "lora__rank": 6, "memory__limit_gib": 24.0}
     assert bench.run("planned", "--json", command="plan", **settings) == 0
     assert json.loads(capsys.readouterr().out)["settings"] == []

@@ -92,21 +92,21 @@ def test_all_mistakes_are_reported_at_once(bench):
     wrong = {"lora.rank": 0, "lora": {"rank": 4, "rang": 4}, "train": {"max_steps": "ten"}, "learning_rate": 1e-4}
     with pytest.raises(UsageError) as refused:
         ProductionTrainer(bench.model, bench.data, presets="12gbb", settings=wrong)
-    said = str(refused.value)
+    message = str(refused.value)
     for word in ("12gbb", "lora.rank twice", "lora.rang", "train.max_steps", "optimizer.learning_rate"):
-        assert word in said
+        assert word in message
 
 
 def test_nested_settings_and_a_file_are_layers(bench, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text("[lora]\nrank = 8\nalpha = 4.0\n", encoding="utf-8")
     trainer = ProductionTrainer(bench.model, [bench.data], config=file, settings={"lora": {"rank": 2}}, quiet=True)
-    told = {setting.name: (setting.value, setting.origin) for setting in trainer.explain()}
-    assert told["lora.rank"] == (2, "settings")
-    assert told["lora.alpha"] == (4.0, f"config {file}")
-    (source,), origin = told["data.sources"]
+    explained = {setting.name: (setting.value, setting.origin) for setting in trainer.explain()}
+    assert explained["lora.rank"] == (2, "settings")
+    assert explained["lora.alpha"] == (4.0, f"config {file}")
+    (source,), origin = explained["data.sources"]
     assert (source["path"], origin) == (str(bench.data), "data")
-    assert told["optimizer.beta1"][1] == "default"
+    assert explained["optimizer.beta1"][1] == "default"
 
 
 def test_importing_it_loads_no_torch(checkout: Path):

@@ -59,17 +59,21 @@ def test_a_resumed_run_reports_differences(bench, capsys):
     change_record(bench.folder("moved"), versions={"torch": "2.0.0"}, hardware={"threads": 64})
     capsys.readouterr()
     assert bench.run("moved", "--resume", optimizer__learning_rate="2e-2", gates__lora="0.5") == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     versions = record(bench.folder("moved"))["versions"]
-    assert "changed: optimizer.learning_rate 0.01 → 0.02" in said
-    assert "changed: gates.lora 0.9 → 0.5" in said
-    assert f"other versions: torch 2.0.0 → {versions['torch']}; results may differ in rounding" in said
-    assert "another machine: threads 64 → " in said
+    assert "changed: optimizer.learning_rate 0.01 → 0.02" in output
+    assert "changed: gates.lora 0.9 → 0.5" in output
+    assert f"other versions: torch 2.0.0 → {versions['torch']}; results may differ in rounding" in output
+    assert "another machine: threads 64 → " in output
     threads = record(bench.folder("moved"))["hardware"]["threads"]
-    told = ["optimizer.learning_rate 0.01 → 0.02", f"torch 2.0.0 → {versions['torch']}", f"threads 64 → {threads}"]
-    assert record(bench.folder("moved"))["changed"] == told
+    differences = [
+        "optimizer.learning_rate 0.01 → 0.02",
+        f"torch 2.0.0 → {versions['torch']}",
+        f"threads 64 → {threads}",
+    ]
+    assert record(bench.folder("moved"))["changed"] == differences
     (event,) = [event for event in record(bench.folder("moved"))["events"] if event["kind"] == "resumed"]
-    assert event == {"step": 3, "kind": "resumed", "message": "; ".join(["went on from step 3", *told])}
+    assert event == {"step": 3, "kind": "resumed", "message": "; ".join(["went on from step 3", *differences])}
 
 
 def test_a_repeated_run_reports_differences(finished, tmp_path, capsys):
@@ -77,10 +81,10 @@ def test_a_repeated_run_reports_differences(finished, tmp_path, capsys):
     change_record(folder, versions={"peft": "0.1"}, hardware={"machine": "riscv"})
     capsys.readouterr()
     assert main(["train", "--config", str(folder / "config.toml"), "--output", str(tmp_path), "--name", "again"]) == 0
-    said = capsys.readouterr().out
-    assert "other versions: peft 0.1 → " in said
-    assert "another machine: machine riscv → " in said
-    assert "this is no repetition of it" not in said
+    output = capsys.readouterr().out
+    assert "other versions: peft 0.1 → " in output
+    assert "another machine: machine riscv → " in output
+    assert "this is no repetition of it" not in output
     assert len(record(tmp_path / "again")["changed"]) == 2
 
 
@@ -106,7 +110,7 @@ def test_another_vae_or_noise_is_refused_on_resume(bench, tmp_path, capsys):
     scheduler = own.model / "scheduler" / "scheduler_config.json"
     scheduler.write_text(scheduler.read_text("utf-8").replace("0.012", "0.013"), encoding="utf-8")
     assert own.run("swapped", "--resume") == 2
-    said = capsys.readouterr().err
-    assert "The model's VAE differs from the one that the run began with." in said
-    assert "the model's noise was \"epsilon, 1000 timesteps, signal " in said
-    assert "text encoder" not in said
+    printed = capsys.readouterr().err
+    assert "The model's VAE differs from the one that the run began with." in printed
+    assert "the model's noise was \"epsilon, 1000 timesteps, signal " in printed
+    assert "text encoder" not in printed

@@ -285,6 +285,6 @@ def test_runs_are_compared(finished: Bench, tmp_path: Path, capsys) -> None:
 
 def test_folders_without_a_run_are_all_named(tmp_path: Path, capsys) -> None:
     assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    said = capsys.readouterr().err
-    assert str(tmp_path / "a") in said
-    assert str(tmp_path / "b") in said
+    output = capsys.readouterr().err
+    assert str(tmp_path / "a") in output
+    assert str(tmp_path / "b") in output

@@ -96,9 +96,9 @@ def test_a_damaged_checkpoint_is_skipped(finished, bench, capsys):
     newest = bench.folder("first") / "checkpoints" / "step-000005" / "optimizer.safetensors"
     newest.write_bytes(newest.read_bytes()[:100])
     assert bench.run("first", "--resume", checkpoint__every_n_steps=3) == 0
-    said = capsys.readouterr().out
-    assert "step-000005 is damaged and passed over (optimizer.safetensors is cut off)" in said
-    assert "resuming from step-000003" in said
+    output = capsys.readouterr().out
+    assert "step-000005 is damaged and passed over (optimizer.safetensors is cut off)" in output
+    assert "resuming from step-000003" in output
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
 
 
@@ -108,13 +108,13 @@ def test_settings_that_the_run_chose_are_not_reported_as_changes(bench, capsys):
     assert 'weight_dtype = "fp32"' in config.read_text("utf-8")
     capsys.readouterr()
     assert main(["train", "--config", str(config), "--resume", "--max-steps", "3"]) == 0
-    said = capsys.readouterr().out
-    assert [line for line in said.splitlines() if line.startswith("changed: ")] == ["changed: train.max_steps 2 → 3"]
-    assert f"precision fp32: as {config} has it" in said
+    output = capsys.readouterr().out
+    assert [line for line in output.splitlines() if line.startswith("changed: ")] == ["changed: train.max_steps 2 → 3"]
+    assert f"precision fp32: as {config} has it" in output
     assert bench.run("first", "--resume", steps=4, memory__weight_dtype=None) == 0  # the first flags again
-    said = capsys.readouterr().out
-    assert "changed: memory" not in said
-    assert "changed: hardware" not in said
+    output = capsys.readouterr().out
+    assert "changed: memory" not in output
+    assert "changed: hardware" not in output
     assert bench.run("first", "--resume", steps=5, hardware__attention_backend="math") == 0
     assert 'changed: hardware.attention_backend "auto" → "math"' in capsys.readouterr().out
 
@@ -151,9 +151,9 @@ def test_a_folder_in_use_is_refused(bench, capsys):
     bench.folder("stopped").mkdir(parents=True)
     (bench.folder("stopped") / "run.json").write_text('{"status": "stopped", "steps": 3}', encoding="utf-8")
     assert bench.run("stopped") == 2
-    said = capsys.readouterr().err
-    assert "holds a run" in said
-    assert "--resume" in said
+    output = capsys.readouterr().err
+    assert "holds a run" in output
+    assert "--resume" in output
 
 
 def test_a_run_with_only_damaged_checkpoints_is_refused_and_unchanged(bench, capsys):
@@ -169,11 +169,11 @@ def test_a_run_with_only_damaged_checkpoints_is_refused_and_unchanged(bench, cap
     before = contents(folder)
     capsys.readouterr()
     assert bench.run("hurt", "--resume", steps=2) == 2
-    told = capsys.readouterr()
-    assert "starting at step 0" not in told.out
-    assert "step-000002 (adapter.safetensors is cut off)" in told.err
-    assert "step-000001 (optimizer.safetensors is not what was written: its checksum differs)" in told.err
-    assert "a new --name" in told.err
+    output = capsys.readouterr()
+    assert "starting at step 0" not in output.out
+    assert "step-000002 (adapter.safetensors is cut off)" in output.err
+    assert "step-000001 (optimizer.safetensors is not what was written: its checksum differs)" in output.err
+    assert "a new --name" in output.err
     assert record(folder) == {"status": "stopped", "steps": 2}
     left = contents(folder)
     for name in before.keys() - {"run.json"}:
@@ -193,15 +193,15 @@ def test_settings_that_the_weights_depend_on_must_not_change(bench, capsys):
         bench.run("changed")
     before = record(bench.folder("changed"))
     assert bench.run("changed", "--resume", lora__rank=8, train__seed=7, optimizer__weight_decay=0.5) == 2
-    said = capsys.readouterr().err
-    assert "lora.rank was 4 and is now 8" in said
-    assert "train.seed was 42 and is now 7" in said
-    assert "optimizer.weight_decay was 0.01 and is now 0.5" in said
-    assert "Traceback" not in said
+    printed = capsys.readouterr().err
+    assert "lora.rank was 4 and is now 8" in printed
+    assert "train.seed was 42 and is now 7" in printed
+    assert "optimizer.weight_decay was 0.01 and is now 0.5" in printed
+    assert "Traceback" not in printed
     other = draw_images(bench.output.parent / "other", count=11)
     assert main([*bench.arguments("changed", "--resume"), "--data", str(other)]) == 2
-    said = capsys.readouterr().err
-    assert f"The images, captions or weights differ: {bench.data} → {bench.data}, {other}." in said
+    printed = capsys.readouterr().err
+    assert f"The images, captions or weights differ: {bench.data} → {bench.data}, {other}." in printed
     assert record(bench.folder("changed")) == before, "a resume that was refused changes nothing"
 
 

@@ -26,7 +26,7 @@ def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
         seen.append(list(micros))
         return true(learner, seen[-1], *others)
 
-    def asked(size: int) -> dict[float, bytes]:
+    def inputs_by_timestep(size: int) -> dict[float, bytes]:
         """What each sample of the first step was asked, by its first value of noise."""
         seen.clear()
         with patched(run_module, "train_step", train_step):
@@ -42,9 +42,9 @@ def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
             for row in range(len(micro.t))
         }
 
-    whole = asked(9)
+    whole = inputs_by_timestep(9)
     assert len(whole) == 4
-    assert asked(micro) == whole
+    assert inputs_by_timestep(micro) == whole
     assert calls[0] <= len(seen[0]) <= calls[1]
     (loss,), (expected,) = losses(bench.folder(f"micro-{micro}")), losses(bench.folder("micro-9"))
     assert loss == pytest.approx(expected, rel=1e-5)
@@ -103,9 +103,9 @@ def test_the_config_of_a_run_with_presets_repeats_it(bench):
 
 def test_an_untrained_lora_is_refused_and_kept(bench, capsys):
     assert bench.run("idle", command="produce", steps=1, optimizer__learning_rate=1e-12, gates__lora_check="lite") == 4
-    said = capsys.readouterr()
-    assert "under the gate" in said.err
-    assert "Traceback" not in said.err
+    output = capsys.readouterr()
+    assert "under the gate" in output.err
+    assert "Traceback" not in output.err
     document = record(bench.folder("idle"))
     assert (document["status"], document["exit_code"]) == ("refused", 4)
     assert document["scores"]["lora"] <= 0.3
@@ -121,9 +121,9 @@ def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
     unseen = "9 images, 4 samples trained in 2 steps: 5 images were never trained"
     low = {"gates__lora": 1e-9, "gates__lora_check": "lite"}
     assert bench.run("brief", command="produce", steps=2, **low) == 4
-    said = capsys.readouterr()
-    assert unseen in said.err
-    assert "5 steps train each at least once" in said.err
+    output = capsys.readouterr()
+    assert unseen in output.err
+    assert "5 steps train each at least once" in output.err
     folder = bench.folder("brief")
     document = record(folder)
     assert (document["status"], document["exit_code"], document["lora"]["passed"]) == ("refused", 4, False)

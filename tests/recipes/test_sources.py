@@ -18,8 +18,8 @@ from tests.recipes.recipe import Bench, draw_images, exported, record
 
 def lay_out(root: Path) -> Path:
     """A config whose sources are a kohya folder, a tar, a Parquet file, regularization and images with transparency."""
-    made = draw_images(root / "made", 14)
-    drawn = [(path, path.with_suffix(".txt").read_text("utf-8")) for path in sorted(made.glob("*.png"))]
+    images = draw_images(root / "made", 14)
+    drawn = [(path, path.with_suffix(".txt").read_text("utf-8")) for path in sorted(images.glob("*.png"))]
     (root / "2_sks ring").mkdir()
     for path, _ in drawn[:3]:
         path.rename(root / "2_sks ring" / path.name)

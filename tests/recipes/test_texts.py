@@ -39,9 +39,9 @@ def test_long_captions_train_and_the_file_records_how_they_were_encoded(
     assert header(file)["ss_max_token_length"] == "150"
     capsys.readouterr()
     assert bench.run("long", "--resume", steps=3, text_encoder__max_tokens=75) == 2
-    told = capsys.readouterr().err
-    assert "text_encoder.max_tokens was 150 and is now 75" in told
-    assert "text encoder differs" not in told
+    printed = capsys.readouterr().err
+    assert "text_encoder.max_tokens was 150 and is now 75" in printed
+    assert "text encoder differs" not in printed
 
 
 def test_captions_are_encoded_as_in_training_unless_set_otherwise() -> None:
@@ -57,8 +57,8 @@ def test_captions_are_encoded_as_in_training_unless_set_otherwise() -> None:
         assert text_options(config, family) == text_options(run, family)
         assert not config.textual_inversion.placeholder_tokens
     assert read_as_trained(plain, None, {"ss_clip_skip": "2"}) == plain  # of another program, which may ignore it
-    asked = Config.model_validate({"text_encoder": {"clip_skip": 3}})
-    assert read_as_trained(asked, run, own) == asked
+    set_config = Config.model_validate({"text_encoder": {"clip_skip": 3}})
+    assert read_as_trained(set_config, run, own) == set_config
 
 
 def test_new_tokens_are_learned_bundled_and_used_in_samples(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,9 +94,9 @@ def test_a_token_that_no_caption_has_gets_no_file_and_the_summary_tells_why(
         "textual_inversion__learning_rate": 0.1,
     }
     assert bench.run("lacking", steps=1, **words) == 0
-    folder, told = bench.folder("lacking"), capsys.readouterr().out
-    assert "The new word '<zobo>' is untrained" in told
-    assert "The new word '<RING>'" not in told
+    folder, output = bench.folder("lacking"), capsys.readouterr().out
+    assert "The new word '<zobo>' is untrained" in output
+    assert "The new word '<RING>'" not in output
     assert [path.name for path in folder.glob("*embedding*")] == ["lacking.embedding-RING.safetensors"]
     assert "embedding-zobo" not in record(folder)["files"]
     assert "untrained_word" in [finding["code"] for finding in record(folder)["lora"]["findings"]]
@@ -114,14 +114,14 @@ def test_unused_and_invalid_tokens_are_reported(bench: Bench, capsys: pytest.Cap
         ]
     ) in (0, 3)
     assert "No caption holds the new word" in capsys.readouterr().out
-    for tokens, told in (
+    for tokens, expected in (
         ('["a b"]', "without spaces"),
         ('["<zo>", "<ZO>"]', "twice"),
         ('["sks"]', "Write <sks>"),
         ('["<sks"]', "Write <sks>"),
     ):
         assert bench.run("wrong", textual_inversion__placeholder_tokens=tokens) == 2
-        assert told in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
     for setting in (
         {"textual_inversion__initializer_token": "ring"},
         {"textual_inversion__num_vectors": 3},
@@ -139,11 +139,11 @@ def test_unused_and_invalid_tokens_are_reported(bench: Bench, capsys: pytest.Cap
 def test_all_settings_that_a_model_refuses_are_reported_at_once(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = {"text_encoder__clip_skip": 9, "flow__shift": 3, "text_encoder__learning_rates": "[1e-4, 1e-4, 1e-4]"}
-    assert bench.run("wrong", **asked) == 2
-    told = capsys.readouterr().err
-    assert all(name in told for name in ("text_encoder.clip_skip", "flow.shift", "text_encoder.learning_rates"))
-    assert "3 problems" in told
+    settings = {"text_encoder__clip_skip": 9, "flow__shift": 3, "text_encoder__learning_rates": "[1e-4, 1e-4, 1e-4]"}
+    assert bench.run("wrong", **settings) == 2
+    output = capsys.readouterr().err
+    assert all(name in output for name in ("text_encoder.clip_skip", "flow.shift", "text_encoder.learning_rates"))
+    assert "3 problems" in output
 
 
 def test_a_skipped_t5_is_never_loaded(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def test_a_skipped_t5_is_never_loaded(tmp_path: Path) -> None:
     assert facts.caption_tokens == 77
     pipeline = family.make_pipeline(facts.path, torch.float32, torch.device("cpu"))
     assert pipeline.text_encoder_3 is None
-    told = family.load_encoders(facts.path, torch.float32, torch.device("cpu")).encode_text(["a ring"])["embeds"]
-    assert told.shape[1] == 77 + 256
-    assert not told[:, 77:].any()
+    embeds = family.load_encoders(facts.path, torch.float32, torch.device("cpu")).encode_text(["a ring"])["embeds"]
+    assert embeds.shape[1] == 77 + 256
+    assert not embeds[:, 77:].any()
     with pytest.raises(UsageError, match="text_encoder_3"):
         read_model(Config.model_validate({"model": {"path": str(tmp_path / "sd3")}}))
 
@@ -165,13 +165,13 @@ def test_a_skipped_t5_is_never_loaded(tmp_path: Path) -> None:
 def test_tokens_that_the_tokenizer_has_are_refused_before_weights_are_read(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def read(*given: object) -> None:
+    def read(*args: object) -> None:
         raise AssertionError("weights are read")
 
     monkeypatch.setattr(layers, "fill_layers", read)
     words = {"textual_inversion__placeholder_tokens": '["<zobo>", "!", "#"]', "captions__trigger_word": "<zobo>"}
     assert bench.run("known", steps=3, **words) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "'!' is a word of the model's tokenizer already" in said
-    assert "'#' is a word" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "'!' is a word of the model's tokenizer already" in output
+    assert "'#' is a word" in output
     assert not bench.folder("known").exists()

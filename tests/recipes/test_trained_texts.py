@@ -28,7 +28,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A family's tiny model, and a finished run named `cat` of twelve steps on it and its text encoders."""
     folder = tmp_path_factory.mktemp(request.param)
     data = draw_images(folder / "data")
-    made = Bench(save_tiny_model(folder, request.param), data, folder / "runs", folder / "cache")
+    bench = Bench(save_tiny_model(folder, request.param), data, folder / "runs", folder / "cache")
     settings = {
         "text_encoder__learning_rates": RATES[request.param],
         "text_encoder__lora_rank": TEXT_RANK,
@@ -43,8 +43,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "captions__dropout": 0.2,
         "gates__lora_check": "lite",
     }
-    assert made.run("cat", steps=12, **settings, **more) == 0
-    return made
+    assert bench.run("cat", steps=12, **settings, **more) == 0
+    return bench
 
 
 def test_loss_falls_and_the_gate_uses_the_trained_text_encoders(trained):

@@ -24,8 +24,8 @@ def test_intermediate_exports_are_whole_named_and_kept(bench: Bench) -> None:
     assert read_lora(folder / names[0]).modules
     with safe_open(folder / names[0], framework="numpy") as file:
         assert file.metadata()["ss_steps"] == "2"
-    told = record(folder)["checkpoints"]
-    assert told["written"] >= 1
-    assert told["stall_seconds"]["median"] <= told["stall_seconds"]["max"]
-    assert told["write_seconds"]["max"] > 0
+    checkpoints = record(folder)["checkpoints"]
+    assert checkpoints["written"] >= 1
+    assert checkpoints["stall_seconds"]["median"] <= checkpoints["stall_seconds"]["max"]
+    assert checkpoints["write_seconds"]["max"] > 0
     assert "waiting for checkpoints" in (folder / "report.html").read_text(encoding="utf-8")

@@ -35,9 +35,9 @@ def test_uninterrupted_resumed_and_split_runs_give_the_same_lora(own: Bench, cap
     place = Bench(own.model, own.data, own.output, own.output.parent / "other_caches")
     capsys.readouterr()
     assert place.run("fresh", cache__latents="false", **SETTINGS) == 0
-    said = capsys.readouterr().out
-    assert "1 latent: 0 reused, 1 rebuilt (1 new)" in said, "the validation image alone is cached"
-    assert "the VAE stays loaded" in said
+    printed = capsys.readouterr().out
+    assert "1 latent: 0 reused, 1 rebuilt (1 new)" in printed, "the validation image alone is cached"
+    assert "the VAE stays loaded" in printed
     assert threading.active_count() == before, "no thread is left behind"
 
     fresh = load_file(own.folder("fresh") / "fresh.safetensors")
@@ -72,17 +72,17 @@ def test_a_changed_image_ends_the_run_with_its_name_and_the_trained_steps(own: B
     with patched(Trackers, "steps", at_step(2, change)):
         assert own.run("gone", steps=40, **settings) == 5
     assert threading.active_count() == before
-    said = capsys.readouterr()
-    lines = [line for line in (said.out + said.err).splitlines() if "cannot be read" in line]
+    output = capsys.readouterr()
+    lines = [line for line in (output.out + output.err).splitlines() if "cannot be read" in line]
     assert len(lines) == 1
     assert str(own.data / "image_") in lines[0]
     steps = record(own.folder("gone"))["steps"]
     assert 2 <= steps < 40
-    ledger = record(own.folder("gone"))["ledger"]
-    assert ledger["steps"] == ledger["samples"] == steps
+    counts = record(own.folder("gone"))["ledger"]
+    assert counts["steps"] == counts["samples"] == steps
     table = (own.folder("gone") / "sample_counts.csv").read_text("utf-8")
     assert sum(int(line.split(",")[1]) for line in table.splitlines() if line.startswith("image,")) == steps
-    assert f"step-{steps:06d} is safe" in said.out + said.err
+    assert f"step-{steps:06d} is safe" in output.out + output.err
 
     for image in (own.cache.parent / "later").iterdir():
         image.rename(own.data / image.name)

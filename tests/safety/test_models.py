@@ -106,9 +106,9 @@ def test_a_config_larger_than_its_weights_is_refused_before_allocation(
 ) -> None:
     change(model / part / "config.json", **entry)
     load = {"unet": load_unet, "text_encoder": load_text_encoder, "vae": load_vae}[part]
-    said = refused(lambda: load(model, FP32, CPU))
-    assert "asks for more than" in said
-    assert "the files hold" in said
+    message = refused(lambda: load(model, FP32, CPU))
+    assert "asks for more than" in message
+    assert "the files hold" in message
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_captions_of_a_billion_tokens_are_refused(model: Path) -> None:
 @pytest.mark.parametrize("path", ["unet/config.json", "model_index.json", "tokenizer/tokenizer_config.json"])
 def test_invalid_configs(model: Path, path: str, config: bytes) -> None:
     (model / path).write_bytes(config)
-    said = refused(lambda: detect_family(model)) if path == "model_index.json" else described(model)
-    assert str(model / path) in said
+    message = refused(lambda: detect_family(model)) if path == "model_index.json" else described(model)
+    assert str(model / path) in message
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
@@ -227,9 +227,9 @@ def test_missing_weights_are_not_initialized_at_random(model: Path) -> None:
     tensors = load_file(path)
     first = sorted(tensors)[0]
     save_file({name: tensor for name, tensor in tensors.items() if name != first}, path)
-    said = refused(lambda: load_unet(model, FP32, CPU))
-    assert "lacks 1 of its weights" in said
-    assert first in said
+    message = refused(lambda: load_unet(model, FP32, CPU))
+    assert "lacks 1 of its weights" in message
+    assert first in message
 
 
 @pytest.mark.parametrize("words", [b"{", b"[1]", b'{"model": {"type": "BPE"}}', b"\x00" * 64])

@@ -66,8 +66,8 @@ def test_the_report_of_a_strangers_run_is_harmless(
     assert "<script>alert" not in page
     assert "root:" not in page
     assert "\x1b" not in page
-    said = capsys.readouterr()
-    assert "\x1b" not in said.out + said.err
+    output = capsys.readouterr()
+    assert "\x1b" not in output.out + output.err
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "5", "{", "\x00", "null"])
@@ -76,9 +76,9 @@ def test_an_invalid_record(text: str, tmp_path: Path, capsys: pytest.CaptureFixt
     folder.mkdir()
     (folder / "run.json").write_text(text, encoding="utf-8")
     assert main(["report", str(folder)]) in (0, 2)
-    said = capsys.readouterr().err
-    assert "bug" not in said
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert "bug" not in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ def test_a_batch_of_hostile_folders(sound_model: Path, tmp_path: Path, capsys: p
         "1",
     ]
     code = main([*arguments, "--set", f"cache.dir={tmp_path / 'runs' / 'cache'}", "--dry-run"])
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert code in (2, 3)
-    assert "run.offline" in said.out + said.err
-    assert "run.output" in said.out + said.err
-    assert "bug" not in said.err
-    for text in (said.out, said.err):
+    assert "run.offline" in output.out + output.err
+    assert "run.output" in output.out + output.err
+    assert "bug" not in output.err
+    for text in (output.out, output.err):
         assert "\x1b" not in text
     assert {path for path in tmp_path.rglob("*") if "runs" not in path.parts} == before
 

@@ -52,7 +52,7 @@ def dotted(node: ast.expr) -> str:
     return ""
 
 
-def said(call: ast.Call) -> dict[str, object]:
+def keywords_of(call: ast.Call) -> dict[str, object]:
     return {each.arg: each.value.value for each in call.keywords if each.arg and isinstance(each.value, ast.Constant)}
 
 
@@ -63,14 +63,18 @@ def faults(text: str) -> Iterator[str]:
             yield from (f"imports {name}" for name in names if name in MODULES or name.partition(".")[0] in MODULES)
         if not isinstance(node, ast.Call):
             continue
-        name, given = dotted(node.func), said(node)
+        name, keywords = dotted(node.func), keywords_of(node)
         if name in NEVER:
             yield f"{name} {NEVER[name]}"
-        if name in NEEDS and given.get(NEEDS[name][0]) is not NEEDS[name][1]:
+        if name in NEEDS and keywords.get(NEEDS[name][0]) is not NEEDS[name][1]:
             yield f"{name} without {NEEDS[name][0]}={NEEDS[name][1]}"
-        if given.get("shell") is True or given.get("trust_remote_code") is True or given.get("allow_pickle") is True:
+        if (
+            keywords.get("shell") is True
+            or keywords.get("trust_remote_code") is True
+            or keywords.get("allow_pickle") is True
+        ):
             yield f"{name} with shell, trust_remote_code or allow_pickle"
-        if name.endswith(".from_pretrained") and "local_files_only" not in given and not _spreads(node):
+        if name.endswith(".from_pretrained") and "local_files_only" not in keywords and not _spreads(node):
             yield f"{name} without local_files_only"
         if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS_NEVER:
             yield f".{node.func.attr}()"

@@ -36,12 +36,12 @@ def test_swapped_in_weights_are_temporary(dtype):
     copies = {name: copy.detach().clone() for name, copy in adapter.copies.items()}
     other = {name: torch.full_like(master, 0.1) for name, master in masters.items()}
 
-    def look() -> None:
+    def check_weights() -> None:
         with adapter.holding(other):
             assert all(torch.equal(copy, other[name].to(dtype)) for name, copy in adapter.copies.items())
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        look()
+        check_weights()
     assert all(torch.equal(adapter.masters[name], masters[name]) for name in masters)
     assert all(torch.equal(adapter.copies[name], copies[name]) for name in copies)

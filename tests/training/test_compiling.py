@@ -35,7 +35,7 @@ def blocks_of(job: LoopContext) -> Compiled:
     return job.learner.compiled
 
 
-def said(job: LoopContext) -> list[str]:
+def messages_of(job: LoopContext) -> list[str]:
     return [event["message"] for event in read_lines(job.folder / EVENTS) if event["kind"] == "compile"]
 
 
@@ -79,7 +79,7 @@ def use_compiler(
     def making(change: Callable[[Tensor], Tensor]) -> Callable[..., Callable[..., object]]:
         def compiled(graph: torch.fx.GraphModule, examples: object) -> Callable[..., object]:
             return make_boxed_func(
-                lambda *given: [change(each) if isinstance(each, Tensor) else each for each in graph(*given)]
+                lambda *args: [change(each) if isinstance(each, Tensor) else each for each in graph(*args)]
             )
 
         return compiled
@@ -90,7 +90,7 @@ def use_compiler(
         partition_fn=min_cut_rematerialization_partition,  # as Inductor's: the other one draws other dropout masks
     )
     true = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, *, mode, **given: true(function, backend=backend, **given))
+    monkeypatch.setattr(torch, "compile", lambda function, *, mode, **args: true(function, backend=backend, **args))
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(fail, as_it_is), (as_it_is, fail)])
@@ -106,13 +106,13 @@ def test_a_step_whose_compilation_fails_is_repeated_eagerly(
     job = one_form.job("failing", steps=2, checkpoint__every_n_steps=1, **ONE_SIZE)
     state, _ = one_form.train(job)
     assert (state.step, state.fit.eager, blocks_of(job).on) == (2, True, False)
-    assert len(said(job)) == 1
-    assert "no such instruction" in said(job)[0]
+    assert len(messages_of(job)) == 1
+    assert "no such instruction" in messages_of(job)[0]
     for name, value in usual.learner.adapter.masters.items():
         assert torch.equal(value, job.learner.adapter.masters[name])
     again = one_form.job("failing", steps=3, **ONE_SIZE)
     assert one_form.resume(again)[0].step == 3  # it knows, and says nothing more
-    assert len(said(again)) == 1
+    assert len(messages_of(again)) == 1
 
 
 @pytest.mark.parametrize(("precision", "factor", "eager"), [("fp32", 1.0, False), ("bf16", 1.2, True)])
@@ -126,13 +126,13 @@ def test_gradients_are_compared_with_eager_before_the_first_step(
     job = one_form.job("off", steps=1, **settings)
     state, _ = one_form.train(job)
     assert (state.fit.eager, blocks_of(job).on) == (eager, not eager)
-    (line,) = [line for line in said(job) if "gradients are" in line]
+    (line,) = [line for line in messages_of(job) if "gradients are" in line]
     rounding = float(line.partition("rounding gives ")[2][:7])
     assert rounding < {"fp32": 1e-5, "bf16": 0.05}[precision], "a fault much larger than this is found"
     again = one_form.job("off", steps=2, **settings)
     assert one_form.resume(again)[0].fit.eager is eager
     # Those that fail are not compiled again; those that hold are held against eager's again.
-    assert len([line for line in said(again) if "gradients are" in line]) == (1 if eager else 2)
+    assert len([line for line in messages_of(again) if "gradients are" in line]) == (1 if eager else 2)
     # The check leaves nothing behind: an adapter's values, gradients and draws are as without it.
     for name, value in usual.learner.adapter.masters.items():
         assert torch.equal(value, again.learner.adapter.masters[name])
@@ -173,11 +173,13 @@ def test_determinism_applies_only_to_the_run_that_sets_it(place: TinyPlace) -> N
         assert inductor.deterministic is wanted
 
 
-@pytest.mark.parametrize(("shapes", "dynamic", "said"), [(33, False, True), (32, False, False), (33, "auto", False)])
-def test_too_many_sizes_to_compile_each_are_reported(shapes: int, dynamic: object, said: bool) -> None:
+@pytest.mark.parametrize(
+    ("shapes", "dynamic", "messages_of"), [(33, False, True), (32, False, False), (33, "auto", False)]
+)
+def test_too_many_sizes_to_compile_each_are_reported(shapes: int, dynamic: object, messages_of: bool) -> None:
     layout = Layout(torch.float32, "fp32", False, compiled=True, shapes=shapes)
     lines = lines_of(layout, dynamic=dynamic)
-    assert any(line.startswith(f"{shapes} sizes of micro-batch are more") for line in lines) is said
+    assert any(line.startswith(f"{shapes} sizes of micro-batch are more") for line in lines) is messages_of
 
 
 @pytest.mark.parametrize(("precision", "beginnings"), [("bf16", 4), ("fp32", 1)])
@@ -224,4 +226,4 @@ def test_a_compiled_run_learns_the_same_and_resumes_bit_exactly(place: TinyPlace
     second = place.job("broken", steps=4, **settings)
     place.resume(second)
     assert outcome(straight)["tensors"] == outcome(second)["tensors"]
-    assert "read from the cache" in said(second)[-1]
+    assert "read from the cache" in messages_of(second)[-1]

@@ -20,7 +20,7 @@ from lora_trainer.training import control
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from lora_trainer.training.job import LoopContext
 from tests.recipes.recipe import draw_images
-from tests.training.tiny_job import TinyPlace, looked_at_every, outcome, told_in
+from tests.training.tiny_job import TinyPlace, flush_every, outcome, signal_at_step
 
 pytestmark = pytest.mark.exact
 
@@ -223,7 +223,7 @@ def test_stopped_after_every_step(case, place, makes):
     straight = makes(case, "straight")
     place.train(straight)
     for step in range(STEPS):
-        job = told_in(makes(case, "broken"), step)
+        job = signal_at_step(makes(case, "broken"), step)
         state, interrupt = place.resume(job)
         assert state.step == step + 1
         assert interrupt.signal == signal.SIGTERM
@@ -235,7 +235,7 @@ def test_stopped_after_every_step(case, place, makes):
 
 def test_stopped_between_two_flushes(place, makes, monkeypatch):
     """Numbers wait, as on a GPU: spikes, jumps and steps left out are those of the straight run wherever it stops."""
-    looked_at_every(3, monkeypatch)
+    flush_every(3, monkeypatch)
     for name, value in {"JUDGED_EVERY": 3, "FIRST_JUDGED": 2}.items():
         monkeypatch.setattr(control, name, value)
     settings = {
@@ -264,12 +264,12 @@ def test_stopped_between_two_flushes(place, makes, monkeypatch):
     assert found["state"].control.clip_scale < 1.0
     for step in range(10):
         broken = losing("broken")
-        place.resume(told_in(broken, step))
+        place.resume(signal_at_step(broken, step))
     place.resume(broken)
     assert outcome(broken) == found
 
 
-def told_in_forward(job: LoopContext, number: int) -> LoopContext:
+def stop_in_forward(job: LoopContext, number: int) -> LoopContext:
     """The same job, to which a signal comes before its `number`th forward pass of training."""
     predict, left = job.learner.predict, [number]
 
@@ -287,7 +287,7 @@ def test_stopped_inside_gradient_accumulation(place, makes):
     straight = makes("split", "straight")
     place.train(straight)
     for forward, step in ((2, 0), (5, 1), (6, 2)):  # the last is given up before its third
-        job = told_in_forward(makes("split", "broken", train__grace_seconds=1e-6), forward)
+        job = stop_in_forward(makes("split", "broken", train__grace_seconds=1e-6), forward)
         state, interrupt = place.resume(job)
         assert interrupt.signal == signal.SIGTERM
         assert state.step == step
@@ -301,7 +301,7 @@ def test_resumed_with_another_checkpoint_interval_and_more_steps(place, makes):
     settings = {"validation__every_n_steps": 1, "checkpoint__every_n_steps": 3, "lr_scheduler__warmup_steps": 2}
     straight = makes("plain", "straight", **settings)
     place.train(straight)
-    place.resume(told_in(makes("plain", "broken", **settings, checkpoint__keep_last=1), 1))
+    place.resume(signal_at_step(makes("plain", "broken", **settings, checkpoint__keep_last=1), 1))
     shorter = makes("plain", "broken", **{**settings, "checkpoint__every_n_steps": 1, "train__max_steps": 4})
     assert place.resume(shorter)[0].step == 4
     broken = makes("plain", "broken", **settings)
@@ -336,8 +336,8 @@ BEFORE_ANY_STEP = {
 
 def test_every_setting_that_changes_a_step_has_a_case():
     wanted = {name for name in setting_names() if name.partition(".")[0] in OF_A_STEP} - BEFORE_ANY_STEP
-    given = {"lora.rank", "data.sources"}  # of all of them
-    assert wanted - given == {key.replace("__", ".") for case in CASES.values() for key in case} & wanted - given
+    required = {"lora.rank", "data.sources"}  # of all of them
+    assert wanted - required == {key.replace("__", ".") for case in CASES.values() for key in case} & wanted - required
 
 
 def test_every_family_has_a_case():
@@ -351,7 +351,7 @@ def test_8bit_state_is_8bit_before_and_after(case, place, makes):
     def kinds(optimizer: torch.optim.Optimizer) -> set[torch.dtype]:
         return {each.dtype for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)}
 
-    first = told_in(makes(case, "a"), 1)
+    first = signal_at_step(makes(case, "a"), 1)
     place.resume(first)
     assert torch.uint8 in kinds(first.learner.optimizer)
     found, _ = newest_valid(first.checkpoints)
@@ -373,7 +373,7 @@ def test_fp16_overflows_again_where_it_overflowed(place, makes):
     place.train(straight)
     assert straight.learner.scaler.get_scale() < 2.0**26
     for step in (0, 1, 3):
-        place.resume(told_in(hot("broken"), step))
+        place.resume(signal_at_step(hot("broken"), step))
     broken = makes("fp16", "broken")  # its scale comes from the checkpoint
     state, _ = place.resume(broken)
     assert state.skipped > 1

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.exact
 STEPS = 6
 
 
-def asked(micros: list[MicroBatch]) -> Counter[tuple[bytes, ...]]:
+def noise_inputs(micros: list[MicroBatch]) -> Counter[tuple[bytes, ...]]:
     """Each sample with its latents, noise and timestep."""
     parts = [(micro.latents, micro.noise, micro.t) for micro in micros]
     return Counter(
@@ -43,15 +43,15 @@ def test_a_step_of_the_builtin_model_is_the_same_for_every_micro_batch_size(rate
     jobs = [here.job(f"by_{most}", steps=1, train__max_micro_batch_size=most, **common) for most in (4, 2, 1)]
     fed = [job.micros(0) for job in jobs]
     assert [[len(micro.latents) for micro in micros] for micros in fed] == [[4], [2, 2], [1, 1, 1, 1]]
-    assert asked(fed[0]) == asked(fed[1]) == asked(fed[2])
+    assert noise_inputs(fed[0]) == noise_inputs(fed[1]) == noise_inputs(fed[2])
     whole, *split = [gradient(job, micros) for job, micros in zip(jobs, fed, strict=True)]
     assert float(whole.norm()) > 0.0
     assert all(float((part - whole).norm() / whole.norm()) < 1e-5 for part in split)
 
 
 def jobs_of(place: TinyPlace, name: str, world: int, **settings: object) -> list[LoopContext]:
-    given = {"train__effective_batch_size": 3, "checkpoint__every_n_steps": 1, "checkpoint__keep_last": 9, **settings}
-    return [place.job(name, steps=STEPS, processes=each, **given) for each in together(world)]
+    args = {"train__effective_batch_size": 3, "checkpoint__every_n_steps": 1, "checkpoint__keep_last": 9, **settings}
+    return [place.job(name, steps=STEPS, processes=each, **args) for each in together(world)]
 
 
 def later_ones_gone(jobs: list[LoopContext], step: int) -> None:

@@ -65,29 +65,29 @@ class FakeGpu(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[str] = []  # what would wait for a GPU
+        self.reads: list[str] = []  # what would wait for a GPU
 
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        named = named or {}
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         name = function.overloadpacket.__name__
-        met = [leaf for leaf in tree_leaves((given, named)) if isinstance(leaf, Tensor)]
-        here = given[:1] if name in INDEXED else met
+        met = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        here = args[:1] if name in INDEXED else met
         places = {leaf.device for leaf in tree_leaves(here) if isinstance(leaf, Tensor) and leaf.ndim}
         if name not in CROSSING and (len(places) > 1 or (GPU in {leaf.device for leaf in met} and places - {GPU})):
             raise RuntimeError(f"{function}: tensors on the GPU and beside the CPU")
         kinds = {leaf.dtype for leaf in met if leaf.is_floating_point() and leaf.ndim > 1}
         if name.startswith(SAME_TYPE) and not name.endswith(SUMS_BESIDE) and len(kinds) > 1:
             raise RuntimeError(f"{function}: {kinds}")
-        if name == "_local_scalar_dense" and given[0].device == GPU:
-            self.asked.append(name)
-            return 1.0 if given[0].is_floating_point() else int(given[0].dtype == torch.bool)
-        if name == "nonzero" and given[0].device == GPU:
-            self.asked.append(name)
-            return torch.zeros(1, given[0].ndim, dtype=torch.long, device=GPU)
-        if name == "_to_copy" and given[0].device == GPU and named.get("device") == CPU:
-            self.asked.append(name)
-            return torch.ones(given[0].shape, dtype=named.get("dtype") or given[0].dtype)
-        return function(*given, **named)
+        if name == "_local_scalar_dense" and args[0].device == GPU:
+            self.reads.append(name)
+            return 1.0 if args[0].is_floating_point() else int(args[0].dtype == torch.bool)
+        if name == "nonzero" and args[0].device == GPU:
+            self.reads.append(name)
+            return torch.zeros(1, args[0].ndim, dtype=torch.long, device=GPU)
+        if name == "_to_copy" and args[0].device == GPU and kwargs.get("device") == CPU:
+            self.reads.append(name)
+            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        return function(*args, **kwargs)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -117,11 +117,11 @@ def settings(**sections: Any) -> Config:
     return Config.model_validate({"optimizer": {"name": "lion"}, "lora": {"rank": 2}, **sections})
 
 
-def told_of(family: Any, model: Path) -> dict[str, Tensor]:
+def text_embeddings_of(family: Any, model: Path) -> dict[str, Tensor]:
     """What the encoders say on the GPU, as the caches give it: beside the CPU."""
-    told = family.load_encoders(model, BF16, GPU).encode_text(CAPTIONS)
-    assert {value.device for value in told.values()} == {GPU}
-    return {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in told.items()}
+    embeds = family.load_encoders(model, BF16, GPU).encode_text(CAPTIONS)
+    assert {value.device for value in embeds.values()} == {GPU}
+    return {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in embeds.items()}
 
 
 def a_batch(family: Any, facts: Any, cond: dict[str, Tensor]) -> Batch:
@@ -150,11 +150,11 @@ def test_a_step_mixes_no_devices(gpu: FakeGpu, kind: Kind) -> None:
         attention_asked=False,
         latents=(2, facts.latent_channels, 8, 8),
     )
-    batch = a_batch(family, facts, told_of(family, model))
+    batch = a_batch(family, facts, text_embeddings_of(family, model))
     micro = make_micro_batch(batch, 0, 0, config.noise, built.learner.process)
-    gpu.asked.clear()
+    gpu.reads.clear()
     result = train_step(built.learner, [micro], 2, 1e-4)
-    assert gpu.asked == []
+    assert gpu.reads == []
     assert result.loss.device == result.grad_norm.device == GPU
     assert len(built.learner.optimizer.state) == len(built.learner.masters)
 
@@ -172,10 +172,10 @@ def test_sampling_and_evaluation_mix_no_devices(kind: Kind) -> None:
     bring_pipeline(pipeline, family, GPU, None, (64, 64))
     denoiser, process = getattr(pipeline, family.denoiser_prefix), family.make_process(model)
 
-    def predict(*given: Any) -> Tensor:
-        return family.predict(denoiser, *given)
+    def predict(*args: Any) -> Tensor:
+        return family.predict(denoiser, *args)
 
-    cond = told_of(family, model)
+    cond = text_embeddings_of(family, model)
     own = {name: value[0] for name, value in cond.items()}
     one = EncodedSample("a", torch.zeros(mean.shape[1:]), own, torch.ones(6))
     validation_losses(predict, [one], process, seed=0, timesteps=1, device=GPU, dtype=BF16)
@@ -184,11 +184,11 @@ def test_sampling_and_evaluation_mix_no_devices(kind: Kind) -> None:
     assert drift(predict, visits[:1], there, sizes) >= 0.0
     with torch.no_grad():
         read = read_prompts(pipeline, family, ["a ring", "blue"])
-        told = prompted(
+        prompts = prompted(
             pipeline, family, read, ["a ring"], "blue" if family.sampling_defaults(model).negative else None
         )
         drawn = pipeline(
-            **told,
+            **prompts,
             generator=[torch.Generator("cpu").manual_seed(1)],
             num_inference_steps=2,
             guidance_scale=4.0,

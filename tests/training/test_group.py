@@ -65,8 +65,8 @@ def start(checkout: Path, how: str, minutes: float) -> list[subprocess.Popen[str
 def test_a_lost_process_ends_the_other(how: str, minutes: float, code: int, words: str, checkout: Path) -> None:
     first, second = start(checkout, how, minutes)
     try:
-        said, errors = first.communicate(timeout=300)
-        assert words in said, errors
+        output, errors = first.communicate(timeout=300)
+        assert words in output, errors
         assert first.returncode == code, errors
         assert "Traceback" not in errors
     finally:

@@ -20,7 +20,7 @@ from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
 from lora_trainer.training.guard import weights_are_finite
 from lora_trainer.training.job import LoopContext
 from lora_trainer.training.step import Guard
-from tests.training.tiny_job import OF_THE_CLOCK, TinyPlace, together, told_in
+from tests.training.tiny_job import OF_THE_CLOCK, TinyPlace, signal_at_step, together
 
 NAN = float("nan")
 BAD = 3  # the step, counted from 0, that is not finite
@@ -36,12 +36,12 @@ def bad_sample(job: LoopContext, *steps: int, row: int = 0) -> LoopContext:
     true = job.micros
 
     def micros(step: int) -> list[Any]:
-        made = true(step)
+        micros_of_step = true(step)
         if step in steps:
-            latents = made[-1].latents.clone()
+            latents = micros_of_step[-1].latents.clone()
             latents[row] = NAN
-            made[-1] = replace(made[-1], latents=latents)
-        return made
+            micros_of_step[-1] = replace(micros_of_step[-1], latents=latents)
+        return micros_of_step
 
     return replace(job, micros=micros)
 
@@ -275,7 +275,7 @@ def test_a_stop_in_between_changes_nothing(place: TinyPlace, guard):
     place.train(straight)
     for step in range(6):
         broken = bad_sample(guarded(place.job("broken", **SETTINGS), guard), 1, BAD)
-        place.resume(told_in(broken, step))
+        place.resume(signal_at_step(broken, step))
     place.resume(broken)
     assert weights(broken) == weights(straight)
     assert numbers(broken) == numbers(straight)
@@ -286,8 +286,8 @@ def test_nonfinite_weights_are_never_saved(place: TinyPlace):
     job = place.job("a", safeguards__max_nonfinite_steps=2, **SETTINGS)
     true = job.learner.optimizer.step
 
-    def step(*given: Any) -> None:
-        true(*given)
+    def step(*args: Any) -> None:
+        true(*args)
         if len(numbers(job)) == 3:
             next(iter(job.learner.masters)).data.view(-1)[0] = NAN
 
@@ -302,9 +302,9 @@ class Reads(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), named: Any = None) -> Any:
         self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*given, **(named or {}))
+        return function(*args, **(named or {}))
 
 
 @pytest.mark.parametrize("value", [0.0, 3e38, NAN, math.inf, -math.inf])

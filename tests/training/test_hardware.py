@@ -20,7 +20,7 @@ from lora_trainer.training.hardware import (
 )
 from tests.training.tiny_job import TinyPlace
 
-PROCESSOR, GPU = torch.device("cpu"), torch.device("cuda")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def config(**hardware: object) -> Config:
@@ -45,12 +45,12 @@ def test_onednn_is_used_unless_disabled() -> None:
     x, weight = torch.randn(4, 8, 32, 32), torch.randn(8, 8, 3, 3)
     answers = []
     for wanted in (True, False, True):
-        set_hardware(config(onednn=wanted), PROCESSOR)
+        set_hardware(config(onednn=wanted), CPU)
         with torch.profiler.profile() as seen:
             answers.append(torch.conv2d(x, weight))
         assert any("mkldnn" in event.key for event in seen.key_averages()) == wanted
     torch.testing.assert_close(answers[1], answers[0], rtol=1e-4, atol=1e-4)
-    assert "oneDNN off" in hardware_note(config(onednn=False), PROCESSOR, last=False, tried=False)
+    assert "oneDNN off" in hardware_note(config(onednn=False), CPU, last=False, tried=False)
 
 
 @pytest.mark.parametrize(("wanted", "exactness", "named"), [(True, "tf32", "high"), (False, "ieee", "highest")])
@@ -71,7 +71,7 @@ def test_cudnn_benchmarks_few_sizes_unless_deterministic() -> None:
     assert not torch.backends.cudnn.benchmark
     assert try_convolutions(config(cudnn_benchmark=True), GPU, shapes=9)
     assert not try_convolutions(config(cudnn_benchmark=False), GPU, shapes=1)
-    assert not try_convolutions(config(cudnn_benchmark=True), PROCESSOR, shapes=1)
+    assert not try_convolutions(config(cudnn_benchmark=True), CPU, shapes=1)
     exact = resolve([Layer("test", {"train": {"deterministic": True}})]).config
     assert not try_convolutions(exact, GPU, shapes=1)
 
@@ -87,9 +87,9 @@ def test_channels_last_for_a_unet_on_a_gpu_or_when_set() -> None:
     assert set_memory_order(first := unet(), config(), GPU)
     assert last(first)
     assert not set_memory_order(patches, config(), GPU)
-    assert not set_memory_order(second := unet(), config(), PROCESSOR)
+    assert not set_memory_order(second := unet(), config(), CPU)
     assert not last(second)
-    assert set_memory_order(second, config(channels_last=True), PROCESSOR)
+    assert set_memory_order(second, config(channels_last=True), CPU)
     assert "channels last" in hardware_note(config(), GPU, last=True, tried=False)
 
 

@@ -63,9 +63,9 @@ def test_at_most_two_blocks_are_on_the_gpu(gpu: torch.device, monkeypatch: pytes
     swap_blocks(tried.denoiser, len(blocks), gpu)
     move_to_device(tried.denoiser, gpu)
     tried.step()
-    held = torch.cuda.memory_allocated(gpu) - before
+    allocated = torch.cuda.memory_allocated(gpu) - before
     stays = frozen_bytes(tried.denoiser) - freed_by_swapping(tried.denoiser)[-1]
-    assert held < stays + 4 * sum(each.nbytes for each in tried.trained) + ALLOCATOR
+    assert allocated < stays + 4 * sum(each.nbytes for each in tried.trained) + ALLOCATOR
 
 
 def test_offloaded_activations_change_no_bit_and_save_memory(gpu: torch.device) -> None:
@@ -94,10 +94,10 @@ def test_offloaded_activations_change_no_bit_and_save_memory(gpu: torch.device) 
 def on(device: torch.device, ask: object) -> object:
     """The same question with all that it brings on the GPU."""
 
-    def asked(denoiser: object) -> torch.Tensor:
-        return ask(lambda *given, **named: denoiser(*moved(given), **moved(named)))  # type: ignore[operator]
+    def prediction_of(denoiser: object) -> torch.Tensor:
+        return ask(lambda *args, **kwargs: denoiser(*moved(args), **moved(kwargs)))  # type: ignore[operator]
 
     def moved(value: object) -> object:
         return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
-    return asked
+    return prediction_of

@@ -19,7 +19,7 @@ from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import read_steps, steps
 from lora_trainer.training.state import TrainState
-from tests.training.tiny_job import TinyPlace, looked_at_every
+from tests.training.tiny_job import TinyPlace, flush_every
 
 ASKED = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__contains__", "cpu", "numpy")
 ASKED_WITHIN = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "allclose")
@@ -36,10 +36,10 @@ class Questions(TorchFunctionMode):
         self.found: list[str] = []
         self.within = Within(self.found)
 
-    def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), named: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         self.found += [name] if name in ASKED else []
-        return function(*given, **(named or {}))
+        return function(*args, **(named or {}))
 
     def __enter__(self) -> Self:
         self.within.__enter__()
@@ -56,15 +56,15 @@ class Within(TorchDispatchMode):
         super().__init__()
         self.found = found
 
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), named: Any = None) -> Any:
         name = function.overloadpacket.__name__
         self.found += [name] if name in ASKED_WITHIN else []
-        return function(*given, **(named or {}))
+        return function(*args, **(named or {}))
 
 
 def asked_in_steps(place: TinyPlace, patch: pytest.MonkeyPatch, guard: str, **settings: object) -> list[str]:
     """What some of the loop's own steps ask where numbers are looked at every tenth step, as on a GPU."""
-    looked_at_every(10, patch)
+    flush_every(10, patch)
     settings = {"validation__every_n_steps": 0, "checkpoint__every_n_steps": 100, "validation__split": 0, **settings}
     job = place.job("run", steps=8, **settings)
     job = replace(job, learner=replace(job.learner, guard=guard))
@@ -107,7 +107,7 @@ def test_waiting_for_the_device_is_detected(place, monkeypatch):
 @pytest.mark.gpu
 def test_the_gpu_is_not_waited_for(place, monkeypatch):
     """Torch's own eyes: any call that waits for the GPU is an error."""
-    looked_at_every(10, monkeypatch)
+    flush_every(10, monkeypatch)
     job = place.job("run", steps=8, validation__every_n_steps=0, checkpoint__every_n_steps=100, validation__split=0)
     assert job.learner.device.type == "cuda"
     assert job.learner.guard == "on_device"

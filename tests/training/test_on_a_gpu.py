@@ -53,21 +53,21 @@ def test_the_step_stays_under_its_vram_preset(capsys):
 
 
 def test_checkpointing_frees_memory_and_keeps_the_losses(capsys):
-    asked = ["--set", "model.family=sd15", "--set", "data.resolution=512", "--steps", "2", "--json"]
+    arguments = ["--set", "model.family=sd15", "--set", "data.resolution=512", "--steps", "2", "--json"]
     ways = ["--compare", "memory.gradient_checkpointing=true", "--set", "memory.gradient_checkpointing=false"]
-    assert main(["bench", "step", *asked, *ways]) == 0
+    assert main(["bench", "step", *arguments, *ways]) == 0
     without, checkpointed = json.loads(capsys.readouterr().out)["rows"]
     assert checkpointed["peak_gib"] < without["peak_gib"]
     assert checkpointed["loss_mean"] < 1e-2
 
 
 def test_offloading_moves_activations_to_host_memory(capsys):
-    asked = ["--set", "model.family=sd15", "--set", "data.resolution=512", "--steps", "2", "--json"]
-    assert main(["bench", "memory", *asked]) == 0
+    arguments = ["--set", "model.family=sd15", "--set", "data.resolution=512", "--steps", "2", "--json"]
+    assert main(["bench", "memory", *arguments]) == 0
     ratios = {row["name"]: row["ratio"] for row in json.loads(capsys.readouterr().out)["rows"]}
     assert all(ratios[part] == pytest.approx(1.0, rel=0.02) for part in ("weights", "adapter"))
     plain = ["--set", "memory.gradient_checkpointing=false"]
-    assert main(["bench", "step", *asked, *plain, "--compare", "memory.offload_activations=true"]) == 0
+    assert main(["bench", "step", *arguments, *plain, "--compare", "memory.offload_activations=true"]) == 0
     without, offloaded = json.loads(capsys.readouterr().out)["rows"]
     assert offloaded["peak_gib"] < without["peak_gib"]
     assert offloaded["loss_mean"] < 1e-2
@@ -97,9 +97,9 @@ def test_more_than_the_cap_raises_and_nothing_spills():
         assert torch.cuda.get_per_process_memory_fraction(device) == pytest.approx(2.0 * 2**30 / total)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(int(2.5 * 2**30), dtype=torch.uint8, device=device)
-        held = held_on(device)
-        assert held is not None
-        assert held.reserved <= held.limit
+        allocator = held_on(device)
+        assert allocator is not None
+        assert allocator.reserved <= allocator.limit
         assert free - torch.cuda.mem_get_info(device)[0] < 2**30
     finally:
         torch.cuda.set_per_process_memory_fraction(before, device)
@@ -107,9 +107,9 @@ def test_more_than_the_cap_raises_and_nothing_spills():
 
 def test_the_gpu_reports_its_state():
     pytest.importorskip("pynvml")
-    look = open_gpu(torch.device("cuda", torch.cuda.current_device()))
-    assert look is not None
-    gpu = look()
+    gpu_reader = open_gpu(torch.device("cuda", torch.cuda.current_device()))
+    assert gpu_reader is not None
+    gpu = gpu_reader()
     assert 0.0 <= gpu.utilisation <= 1.0
     assert 0.0 < gpu.memory <= 1.0
     assert 0.0 < gpu.celsius < 120.0

@@ -79,10 +79,10 @@ class Kept(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.asked.append(str(function))
+        self.calls.append(str(function))
         return function(*args, **(kwargs or {}))
 
 
@@ -93,5 +93,5 @@ def test_a_vote_is_written_on_its_device(place: TinyPlace, hanging):
     with Kept() as kept:
         votes = Stopping(job, Interrupt())._vote(given_up=True)
     assert votes.device.type == "meta"
-    assert {"aten.zeros.default", "aten.fill_.Scalar"} <= set(kept.asked)
-    assert not [name for name in kept.asked if "copy" in name or "lift" in name]
+    assert {"aten.zeros.default", "aten.fill_.Scalar"} <= set(kept.calls)
+    assert not [name for name in kept.calls if "copy" in name or "lift" in name]

@@ -22,12 +22,12 @@ SHORT = "CUDA out of memory. Tried to allocate 20.00 MiB."
 
 def without_data_of(job: LoopContext, step: int, error: Exception) -> LoopContext:
     """The same job, whose data of `step`, counted from 0, cannot be made."""
-    made = job.micros
+    micros_of_step = job.micros
 
     def micros(at: int) -> list[MicroBatch]:
         if at == step:
             raise error
-        return made(at)
+        return micros_of_step(at)
 
     return replace(job, micros=micros)
 
@@ -48,19 +48,19 @@ def test_the_trained_steps_are_saved_and_the_resumed_run_is_the_same(place: Tiny
     with pytest.raises(TrainingFailed, match=f"{words}.*step-000004 is safe"):
         place.train(broken)
     assert [path.name for path in list_checkpoints(broken.checkpoints)] == ["step-000004"]
-    mended = place.job("broken", **settings)
-    place.resume(mended)
-    assert outcome(mended) == outcome(whole)
+    resumed = place.job("broken", **settings)
+    place.resume(resumed)
+    assert outcome(resumed) == outcome(whole)
 
 
 def test_without_memory_to_prefetch_the_step_copies_for_itself(monkeypatch: pytest.MonkeyPatch):
     """On a GPU; this one only says that its memory is full."""
 
-    def full(*given: Any) -> MicroBatch:
+    def full(*args: Any) -> MicroBatch:
         raise torch.OutOfMemoryError(SHORT)
 
     for name in ("Stream", "device", "stream"):
-        monkeypatch.setattr(micros_ahead.torch.cuda, name, lambda *given: nullcontext())
+        monkeypatch.setattr(micros_ahead.torch.cuda, name, lambda *args: nullcontext())
     monkeypatch.setattr(MicroBatch, "staged", full)
     values = torch.zeros(2, 4, 8, 8)
     one = MicroBatch(values, values, values, torch.zeros(2), {}, torch.zeros(2, 6), torch.ones(2))
@@ -80,10 +80,10 @@ def test_attention_masks_of_the_conditioning_stay_on_the_cpu():
 
 
 def test_an_all_reduce_out_of_memory_is_not_taken_for_a_lost_process(monkeypatch: pytest.MonkeyPatch):
-    def full(*given: Any, **named: Any) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError(SHORT)
 
-    monkeypatch.setattr(processes, "Group", lambda *given: type("Alone", (), {"meet": None, "patiently": None}))
+    monkeypatch.setattr(processes, "Group", lambda *args: type("Alone", (), {"meet": None, "patiently": None}))
     monkeypatch.setattr(processes, "_groups", [])
     monkeypatch.setattr(processes, "all_reduce", full)
     reduce = processes._together(0, 2, torch.device("cpu"), 1.0).reduce

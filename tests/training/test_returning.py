@@ -15,7 +15,7 @@ from lora_trainer.training.checkpoints.best import best_files
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, step_of
 from lora_trainer.training.job import LoopContext
 from tests.training.test_guard import bad_sample
-from tests.training.tiny_job import TinyPlace, told_in
+from tests.training.tiny_job import TinyPlace, signal_at_step
 
 SETTINGS: dict[str, object] = {
     "safeguards__on_nonfinite": "rollback",
@@ -41,7 +41,7 @@ def fresh(place: TinyPlace, name: str) -> LoopContext:
     return replace(place.job(name, steps=8, **SETTINGS), sample=lambda state: None)
 
 
-def went_on_from(job: LoopContext) -> list[str]:
+def resumed_from(job: LoopContext) -> list[str]:
     return [
         each["message"].rpartition("the run goes on from ")[2]
         for each in read_lines(job.folder / EVENTS)
@@ -52,7 +52,7 @@ def went_on_from(job: LoopContext) -> list[str]:
 def test_rows_of_undone_steps_are_deleted_before_a_step_is_trained_again(place: TinyPlace) -> None:
     """Else a kill just then would have --resume take it; and a best file written anew would be paired with it."""
     losses = itertools.count(-1, -1)
-    job = replace(bad_once(fresh(place, "a"), 6), validate=lambda asked: float(next(losses)))  # each the best yet
+    job = replace(bad_once(fresh(place, "a"), 6), validate=lambda at_once: float(next(losses)))  # each the best yet
     steps: list[int] = []
     there: list[tuple[list[int], ...]] = []
 
@@ -100,7 +100,7 @@ def test_only_the_runs_own_files_of_later_steps_are_deleted(tmp_path) -> None:
 def test_without_a_regular_checkpoint_rollback_takes_the_newest(place: TinyPlace, trouble: str) -> None:
     """And not to the start, which would throw the whole run away."""
     settings: dict[str, object] = {"safeguards__on_nonfinite": "rollback", "validation__every_n_steps": 0}
-    first = told_in(place.job("a", steps=8, checkpoint__every_n_steps=4, **settings), 4)
+    first = signal_at_step(place.job("a", steps=8, checkpoint__every_n_steps=4, **settings), 4)
     place.train(first)
     assert [step_of(path) for path in list_checkpoints(first.checkpoints)] == [5, 4]
     if trouble == "a damaged one":
@@ -108,7 +108,7 @@ def test_without_a_regular_checkpoint_rollback_takes_the_newest(place: TinyPlace
     every = 7 if trouble == "another rhythm" else 4
     job = bad_once(place.job("a", steps=8, checkpoint__every_n_steps=every, **settings), 5)
     state, _ = place.resume(job)
-    assert went_on_from(job) == ["step 5"]
+    assert resumed_from(job) == ["step 5"]
     assert (state.step, state.restored) == (8, 1)
     assert [row["step"] for row in read_lines(job.folder / METRICS)] == list(range(1, 9))
 
@@ -116,8 +116,8 @@ def test_without_a_regular_checkpoint_rollback_takes_the_newest(place: TinyPlace
 def test_a_regular_checkpoint_comes_before_a_newer_one(place: TinyPlace) -> None:
     """A run that was stopped goes back as far as one that was not."""
     settings: dict[str, object] = {"safeguards__on_nonfinite": "rollback", "checkpoint__every_n_steps": 4}
-    place.train(told_in(place.job("a", steps=8, **settings), 4))
+    place.train(signal_at_step(place.job("a", steps=8, **settings), 4))
     job = bad_once(place.job("a", steps=8, **settings), 5)
     place.resume(job)
-    assert went_on_from(job) == ["step 4"]
+    assert resumed_from(job) == ["step 4"]
     assert newest_valid(job.checkpoints)[0] is not None

@@ -30,16 +30,16 @@ def test_rollback_takes_an_older_checkpoint_when_the_same_step_fails_again(place
     job = place.job(
         "a", safeguards__on_nonfinite="rollback", checkpoint__every_n_steps=1, checkpoint__keep_last=9, steps=7
     )
-    made = job.micros
+    micros_of_step = job.micros
 
     def micros(step: int) -> list[Any]:
         began.append(step)
         ruined = step == 5 and began.count(5) <= 3
-        return bad_sample(replace(job, micros=made), step).micros(step) if ruined else made(step)
+        return bad_sample(replace(job, micros=micros_of_step), step).micros(step) if ruined else micros_of_step(step)
 
     state, _ = place.train(replace(job, micros=micros))
-    told = [each["message"].rsplit("; ", 1)[1] for each in events(job)]
-    assert told == [f"the run goes on from step {step}" for step in (5, 4, 5)]
+    endings = [each["message"].rsplit("; ", 1)[1] for each in events(job)]
+    assert endings == [f"the run goes on from step {step}" for step in (5, 4, 5)]
     assert (state.step, state.restored) == (7, 3)
 
 
@@ -74,11 +74,11 @@ def test_the_checkpoint_from_before_the_failures_is_named(place: TinyPlace):
         place.train(job)
 
 
-@pytest.mark.parametrize(("precision", "said"), [("bf16", "weight_dtype=fp32"), ("fp32", None)])
-def test_the_advice_names_only_settings_not_yet_in_use(place: TinyPlace, precision, said):
+@pytest.mark.parametrize(("precision", "expected"), [("bf16", "weight_dtype=fp32"), ("fp32", None)])
+def test_the_advice_names_only_settings_not_yet_in_use(place: TinyPlace, precision, expected):
     job = place.job(precision, memory__weight_dtype=precision, **SETTINGS)
-    assert (remedy(job) == "Lower optimizer.learning_rate.") == (said is None)
-    assert said is None or said in remedy(job)
+    assert (remedy(job) == "Lower optimizer.learning_rate.") == (expected is None)
+    assert expected is None or expected in remedy(job)
 
 
 def test_a_damaged_base_model_is_reported(place: TinyPlace):

@@ -14,16 +14,16 @@ QUICK = KNOWN + 2  # steps
 def test_slow_steps_are_reported_with_both_times(place: TinyPlace) -> None:
     """What slows them is real: a hook that sleeps in the forward pass, many times as long as the step takes."""
     job = place.job("slow", steps=QUICK + LASTING, train__effective_batch_size=1, validation__split=0.0)
-    asked: list[object] = []
+    calls: list[object] = []
 
     def sleep(*_: object) -> None:
-        asked.append(None)
-        if len(asked) > QUICK:
+        calls.append(None)
+        if len(calls) > QUICK:
             time.sleep(0.3)
 
     job.learner.denoiser.register_forward_pre_hook(sleep)
     place.train(job)
-    assert len(asked) == QUICK + LASTING
+    assert len(calls) == QUICK + LASTING
     events = [event for event in read_lines(job.folder / EVENTS) if event["kind"] == "slow"]
     assert events[-1]["step"] == QUICK + LASTING
     assert "a step takes 0." in events[-1]["message"]

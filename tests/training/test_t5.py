@@ -41,9 +41,9 @@ def test_no_dropout_and_captions_are_encoded_as_in_sampling(here):
     spoken = here.job("b", text_encoder__learning_rates=rates(here), **SETTINGS)
     for one, other in zip(cached.micros(0), spoken.micros(0), strict=True):
         assert not other.cond  # nothing of it is cached
-        said = spoken.learner.texts.encode(other.captions, {})
-        assert said.keys() == one.cond.keys()
-        assert all(torch.allclose(said[name], value, atol=1e-5) for name, value in one.cond.items())
+        embeds = spoken.learner.texts.encode(other.captions, {})
+        assert embeds.keys() == one.cond.keys()
+        assert all(torch.allclose(embeds[name], value, atol=1e-5) for name, value in one.cond.items())
 
 
 def test_a_step_is_the_same_split_whole_and_recomputed(here):

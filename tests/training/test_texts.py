@@ -154,8 +154,8 @@ def test_captions_equal_those_of_a_cached_run(place):
     for step in range(4):
         for one, other in zip(cached.micros(step), spoken.micros(step), strict=True):
             assert not other.cond
-            said = spoken.learner.texts.encode(other.captions, {})
-            assert all(torch.allclose(said[name], value, atol=1e-5) for name, value in one.cond.items())
+            embeds = spoken.learner.texts.encode(other.captions, {})
+            assert all(torch.allclose(embeds[name], value, atol=1e-5) for name, value in one.cond.items())
             assert other.part(0, 1).captions == other.captions[:1]
             weighted += sum(not isinstance(caption, str) for caption in other.captions)
     assert weighted

@@ -19,7 +19,7 @@ from tests.training.test_guard import (
     numbers,
     weights,
 )
-from tests.training.tiny_job import TinyPlace, looked_at_every, told_in
+from tests.training.tiny_job import TinyPlace, flush_every, signal_at_step
 
 RARELY: dict[str, object] = {"checkpoint__every_n_steps": 6, "validation__every_n_steps": 0}
 
@@ -31,7 +31,7 @@ def ended(
     words = ""
     try:
         for stop in stops:
-            place.resume(told_in(job, stop))
+            place.resume(signal_at_step(job, stop))
         place.resume(job)
     except TrainingFailed as failed:
         words = failed.problems[0].message
@@ -43,7 +43,7 @@ def test_delayed_metrics_change_nothing(place: TinyPlace, policy, monkeypatch):
     """Looked at every sixth step, as a GPU is every tenth, with good steps behind a bad one."""
     settings = {**RARELY, "steps": 8, "safeguards__on_nonfinite": policy, "safeguards__max_nonfinite_steps": 2}
     at_once = ended(place, bad_sample(place.job("at once", **settings), BAD))
-    looked_at_every(6, monkeypatch)
+    flush_every(6, monkeypatch)
     for guard in get_args(Guard) if policy == "skip" else ("ahead", "late"):
         assert ended(place, bad_sample(guarded(place.job(guard, **settings), guard), BAD)) == at_once
 
@@ -51,7 +51,7 @@ def test_delayed_metrics_change_nothing(place: TinyPlace, policy, monkeypatch):
 @pytest.mark.parametrize("guard", ["on_device", "late", pytest.param("ahead", marks=pytest.mark.slow)])
 def test_too_many_skipped_in_a_row_end_the_run_whenever_they_are_read(place: TinyPlace, guard, monkeypatch):
     """Good steps behind them hide nothing, and a stop in between moves nothing."""
-    looked_at_every(6, monkeypatch)
+    flush_every(6, monkeypatch)
     settings = {**RARELY, "steps": 8, "safeguards__max_nonfinite_steps": 2}
     for name, stops in (("straight", ()), ("stopped", (1,)), ("stopped inside", (2,)), ("stopped late", (4,))):
         job = bad_sample(guarded(place.job(name, **settings), guard), 1, 2)
@@ -63,7 +63,7 @@ def test_too_many_skipped_in_a_row_end_the_run_whenever_they_are_read(place: Tin
 
 @pytest.mark.parametrize("guard", ["ahead", "on_device"])
 def test_a_collapsed_loss_scale_is_reported_at_its_step(place: TinyPlace, guard, monkeypatch):
-    looked_at_every(6, monkeypatch)
+    flush_every(6, monkeypatch)
     job = guarded(place.job("a", steps=8, memory__weight_dtype="fp16", **RARELY), guard)
     job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 1.0})
     words, _, rows, checkpoints = ended(place, bad_loss(job, gradient_without_nan, BAD))
@@ -75,7 +75,7 @@ def test_a_collapsed_loss_scale_is_reported_at_its_step(place: TinyPlace, guard,
 
 @pytest.mark.parametrize("guard", ["ahead", "on_device"])
 def test_too_many_overflows_in_a_row_end_the_run_whenever_they_are_read(place: TinyPlace, guard, monkeypatch):
-    looked_at_every(6, monkeypatch)
+    flush_every(6, monkeypatch)
     monkeypatch.setattr("lora_trainer.training.guard.MOST_OVERFLOWS", 2)
     job = guarded(place.job("a", steps=8, memory__weight_dtype="fp16", **RARELY), guard)
     words, _, rows, _ = ended(place, bad_loss(job, gradient_without_nan, 1, 2))
@@ -86,9 +86,9 @@ def test_too_many_overflows_in_a_row_end_the_run_whenever_they_are_read(place: T
 # On the device: test_exact_resume's run that is stopped between two looks.
 @pytest.mark.parametrize("guard", ["late", pytest.param("on_device", marks=pytest.mark.slow)])
 def test_a_stop_anywhere_between_two_flushes_changes_nothing(place: TinyPlace, guard, monkeypatch):
-    looked_at_every(6, monkeypatch)
+    flush_every(6, monkeypatch)
     straight = ended(place, bad_sample(guarded(place.job("straight", steps=8, **RARELY), guard), 1, 4))
     for step in range(8):
         broken = bad_sample(guarded(place.job("broken", steps=8, **RARELY), guard), 1, 4)
-        place.resume(told_in(broken, step))
+        place.resume(signal_at_step(broken, step))
     assert ended(place, broken)[:3] == straight[:3]

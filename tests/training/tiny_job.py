@@ -64,11 +64,11 @@ class TinyPlace:
 
         `processes` makes it the job of one of several.
         """
-        given: dict[str, object] = {**QUICK, "cache.dir": str(self.cache), "data.sources": (str(self.data),)}
-        given |= {"model.path": str(self.model), "run.output": str(self.folder), "run.name": name}
-        given |= {"train.max_steps": steps, **{key.replace("__", "."): value for key, value in settings.items()}}
+        overrides: dict[str, object] = {**QUICK, "cache.dir": str(self.cache), "data.sources": (str(self.data),)}
+        overrides |= {"model.path": str(self.model), "run.output": str(self.folder), "run.name": name}
+        overrides |= {"train.max_steps": steps, **{key.replace("__", "."): value for key, value in settings.items()}}
         values: dict[str, dict[str, Any]] = {}
-        for key, value in given.items():
+        for key, value in overrides.items():
             section, _, setting = key.partition(".")
             if value is not None:
                 values.setdefault(section, {})[setting] = parse_value(value) if isinstance(value, str) else value
@@ -123,13 +123,13 @@ class Together(Processes):
 
 def together(world: int) -> list[Together]:
     """The processes of one run. Dropout, which draws from torch's own generator, is not for them."""
-    barrier, given = threading.Barrier(world, timeout=300), dict[int, Tensor]()
+    barrier, tensors = threading.Barrier(world, timeout=300), dict[int, Tensor]()
 
     def summing(rank: int) -> Callable[[Tensor], Tensor]:
         def reduce(tensor: Tensor) -> Tensor:
-            given[rank] = tensor
+            tensors[rank] = tensor
             barrier.wait()
-            total = torch.stack([given[each] for each in range(world)]).sum(0)
+            total = torch.stack([tensors[each] for each in range(world)]).sum(0)
             barrier.wait()  # all have read what the next line writes over
             return tensor.copy_(total)
 
@@ -146,20 +146,20 @@ def together(world: int) -> list[Together]:
     return [Together(rank, world, device, summing(rank), wait, patiently, barrier=barrier) for rank in range(world)]
 
 
-def looked_at_every(steps: int, patch: pytest.MonkeyPatch) -> None:
+def flush_every(steps: int, patch: pytest.MonkeyPatch) -> None:
     """Numbers of steps wait as they do on a GPU, whose own number is ten."""
     patch.setattr(metrics, "look_every", lambda device: steps)
 
 
-def told_in(job: LoopContext, step: int, number: int = signal.SIGTERM) -> LoopContext:
+def signal_at_step(job: LoopContext, step: int, number: int = signal.SIGTERM) -> LoopContext:
     """The same job, to which one signal comes at the beginning of `step`, counted from 0."""
-    asked, told = job.samples_in, list[int]()
+    original, signaled = job.samples_in, list[int]()
 
     def samples_in(at: int) -> int:
-        if at == step and not told:  # a run that goes back may meet the step again
-            told.append(at)
+        if at == step and not signaled:  # a run that goes back may meet the step again
+            signaled.append(at)
             os.kill(os.getpid(), number)
-        return asked(at)
+        return original(at)
 
     return replace(job, samples_in=samples_in)
 

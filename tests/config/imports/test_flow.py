@@ -309,7 +309,7 @@ def test_options_of_text_encoders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "verdict", "said"),
+    ("written", "verdict", "expected"),
     [
         ("there.safetensors", "mapped", "a single checkpoint"),
         ("gone.safetensors", "changed", "there is no such folder or file here"),
@@ -317,9 +317,9 @@ def test_options_of_text_encoders(tmp_path: Path) -> None:
         ("owner/name", "mapped", "a model of a hub"),
     ],
 )
-def test_bases(written: str, verdict: str, said: str, tmp_path: Path) -> None:
+def test_bases(written: str, verdict: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "there.safetensors").write_bytes(b"")
     imported = kohya(tmp_path, pretrained_model_name_or_path=written)
     line = next(line for line in imported.lines if line.key == "pretrained_model_name_or_path")
     assert line.verdict == verdict
-    assert said in line.why
+    assert expected in line.why

@@ -86,11 +86,13 @@ def assert_listing_is_written(imported: Imported) -> None:
     document = tomllib.loads(as_toml(imported))
     for line in imported.lines:
         for name, value in line.settings.items():
-            for held in held_at(name, document):
+            for held_value in held_at(name, document):
                 if name == "data.sources":
-                    assert all(any(table.items() <= each.items() for each in held) for table in value), line
+                    assert all(any(table.items() <= each.items() for each in held_value) for table in value), line
                 else:
-                    assert (held or None) == (value or None) if value in (None, {}, "") else held == value, line
+                    assert (
+                        (held_value or None) == (value or None) if value in (None, {}, "") else held_value == value
+                    ), line
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -151,7 +153,7 @@ def test_masked_training_without_masks_is_reported(tmp_path: Path) -> None:
 
 
 def test_every_common_key_is_known() -> None:
-    said = (
+    common = (
         "pretrained_model_name_or_path train_data_dir reg_data_dir dataset_config output_dir output_name resolution "
         "train_batch_size max_train_epochs max_train_steps gradient_accumulation_steps learning_rate unet_lr "
         "text_encoder_lr network_module network_dim network_alpha network_dropout network_weights "
@@ -166,7 +168,7 @@ def test_every_common_key_is_known() -> None:
         "sample_prompts sample_sampler max_data_loader_n_workers persistent_data_loader_workers "
         "network_args.conv_dim network_args.conv_alpha network_args.loraplus_lr_ratio network_args.block_dims"
     ).split()
-    assert set(said) - set(kohya.RULES) == set()
+    assert set(common) - set(kohya.RULES) == set()
     of_data = (
         "resolution batch_size enable_bucket min_bucket_reso max_bucket_reso bucket_reso_steps bucket_no_upscale "
         "validation_split validation_seed image_dir class_tokens num_repeats is_reg metadata_file caption_extension "
@@ -232,9 +234,9 @@ def test_an_out_of_range_value_is_skipped_and_reported(tmp_path: Path) -> None:
     text = 'pretrained_model_name_or_path = "m"\ntrain_data_dir = "p"\nnetwork_dim = 99999\ncaption_dropout_rate = 3\n'
     imported = imported_text(tmp_path, "k.toml", text)
     assert imported.config.lora.rank == 16
-    said = [line.why for line in imported.lines if line.why.startswith("left out")]
-    assert any("lora.rank = 99999" in why and "at most 4096" in why for why in said)
-    assert any("captions.dropout" in why for why in said)
+    reasons = [line.why for line in imported.lines if line.why.startswith("left out")]
+    assert any("lora.rank = 99999" in why and "at most 4096" in why for why in reasons)
+    assert any("captions.dropout" in why for why in reasons)
 
 
 def test_a_contradictory_setting_is_dropped_and_reported(tmp_path: Path) -> None:
@@ -258,10 +260,10 @@ def test_wrong_types_of_values_are_reported_together(tmp_path: Path) -> None:
     text = 'train_data_dir = "p"\nnetwork_dim = "many"\nlearning_rate = true\nmixed_precision = "fp12"\n'
     with pytest.raises(UsageError) as caught:
         imported_text(tmp_path, "k.toml", text)
-    said = str(caught.value)
-    assert 'network_dim = "many" is not a number' in said
-    assert "learning_rate = true is not a number" in said
-    assert 'mixed_precision = "fp12" is not a precision' in said
+    message = str(caught.value)
+    assert 'network_dim = "many" is not a number' in message
+    assert "learning_rate = true is not a number" in message
+    assert 'mixed_precision = "fp12" is not a precision' in message
 
 
 @pytest.mark.parametrize(

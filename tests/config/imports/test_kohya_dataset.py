@@ -73,8 +73,8 @@ def test_a_subset_without_repeats_is_skipped_as_in_kohya(tmp_path: Path) -> None
     path = written(tmp_path, f'[[datasets]]\n{none}[[datasets.subsets]]\nimage_dir = "a"\nnum_repeats = 2\n')
     resolved = settle([], [Layer("--data", {"data": {"sources": [str(path)]}})])
     assert [source.path for source in resolved.config.data.sources] == [str(tmp_path / "a")]
-    (said,) = [note for note in resolved.notes if "num_repeats" in note]
-    assert 'datasets[0].subsets[0] = "none": num_repeats is less than 1: left out' in said
+    (warning,) = [note for note in resolved.notes if "num_repeats" in note]
+    assert 'datasets[0].subsets[0] = "none": num_repeats is less than 1: left out' in warning
     imported = import_file(path)
     assert [source.path for source in imported.config.data.sources] == [str(tmp_path / "a")]
     assert [line.key for line in imported.lines if line.verdict == "ignored"] == ["datasets[0].subsets[0]"]
@@ -145,7 +145,7 @@ def test_data_of_a_dataset_toml_is_resolved_like_any_other(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("[[datasets]]\nresolution = 512\n", "names no images"),
         ("[[datasets]]\n[[datasets.subsets]]\nnum_repeats = 2\n", "datasets[0].subsets[0] has no image_dir"),
@@ -158,10 +158,10 @@ def test_data_of_a_dataset_toml_is_resolved_like_any_other(tmp_path: Path) -> No
         ('[other]\na = 1\n[[datasets]]\n[[datasets.subsets]]\nimage_dir = "a"\n', "other is no part of a dataset TOML"),
     ],
 )
-def test_problems_are_reported(tmp_path: Path, text: str, said: str) -> None:
+def test_problems_are_reported(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(UsageError) as caught:
         settle([], [Layer("--data", {"data": {"sources": [str(written(tmp_path, text))]}})])
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_a_damaged_or_hostile_file_is_one_message(tmp_path: Path) -> None:
@@ -177,11 +177,11 @@ def test_a_damaged_or_hostile_file_is_one_message(tmp_path: Path) -> None:
         "h.txt": ("hello", "holds no settings"),
         "i.json": (" " * 4_000_001, "at most 4,000,000"),
     }
-    for name, (text, said) in files.items():
+    for name, (text, expected) in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
         with pytest.raises(UsageError) as caught:
             read_document(tmp_path / name)
-        assert said in str(caught.value), name
+        assert expected in str(caught.value), name
         assert len(caught.value.problems) == 1
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(UsageError):

@@ -95,7 +95,7 @@ def test_the_mask_area_can_count_as_in_onetrainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "of_all", "tags", "whole", "said"),
+    ("text", "of_all", "tags", "whole", "expected"),
     [
         ({"tag_dropout_mode": "RANDOM"}, 0.0, 0.2, 0.0, ""),
         ({}, 0.0, 0.2, 0.0, "all tags but the kept ones at once there"),  # FULL with one tag kept
@@ -105,7 +105,7 @@ def test_the_mask_area_can_count_as_in_onetrainer(tmp_path: Path) -> None:
     ],
 )
 def test_tag_dropout_modes_of_onetrainer(
-    text: dict[str, object], of_all: float, tags: float, whole: float, said: str, tmp_path: Path
+    text: dict[str, object], of_all: float, tags: float, whole: float, expected: str, tmp_path: Path
 ) -> None:
     written = {**text, "tag_dropout_enable": True, "tag_dropout_probability": 0.2}
     encoder = {"dropout_probability": of_all}
@@ -113,8 +113,8 @@ def test_tag_dropout_modes_of_onetrainer(
     captions = imported.config.captions
     assert (captions.tag_dropout, captions.dropout) == (tags, pytest.approx(whole))
     verdict, why = verdict_of(imported, "text.tag_dropout_probability")
-    assert said in why
-    assert verdict == ("changed" if "there" in said else "mapped")
+    assert expected in why
+    assert verdict == ("changed" if "there" in expected else "mapped")
 
 
 @pytest.mark.parametrize("script", ["train_dreambooth_lora", "train_dreambooth_lora_sdxl", "train_text_to_image_lora"])

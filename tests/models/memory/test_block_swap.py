@@ -207,7 +207,7 @@ def test_weights_are_copied_only_to_the_gpu_and_only_as_often_as_needed(monkeypa
     came: list[int] = []
     for place, guest in enumerate(guests):
         monkeypatch.setattr(
-            guest, "visit", lambda *given, place=place, true=guest.visit: (came.append(place), true(*given))
+            guest, "visit", lambda *args, place=place, true=guest.visit: (came.append(place), true(*args))
         )
     homes = [guest.host.clone() for guest in guests]
     tried.step()
@@ -257,12 +257,12 @@ def test_a_change_that_runs_out_of_memory_can_be_undone(monkeypatch: pytest.Monk
     tried = Tried("flux")
     expected = tried.step()
     swap_blocks(tried.denoiser, 2, CPU)
-    true, made = block_swap.SwappedBlock, iter(range(9))
+    true, count = block_swap.SwappedBlock, iter(range(9))
 
-    def guest(*given: Any) -> Any:
-        if next(made):
+    def guest(*args: Any) -> Any:
+        if next(count):
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return true(*given)
+        return true(*args)
 
     monkeypatch.setattr(block_swap, "SwappedBlock", guest)
     with pytest.raises(torch.OutOfMemoryError):
@@ -283,10 +283,10 @@ def test_a_failed_pinning_leaves_no_error_for_the_next_kernel(monkeypatch: pytes
             left.append(2)
             return 2
 
-    def launched(*given: Any, **named: Any) -> Tensor:
+    def launched(*args: Any, **kwargs: Any) -> Tensor:
         if left:
             raise RuntimeError(f"CUDA error {left.pop()}: out of memory")
-        return ones(*given, **named)
+        return ones(*args, **kwargs)
 
     guest = block_swap.SwappedBlock(nn.Linear(8, 8).requires_grad_(False), CPU)
     monkeypatch.setattr(torch.cuda, "cudart", Refuses)
@@ -383,9 +383,7 @@ def test_compiled_blocks_are_swapped_too(monkeypatch: pytest.MonkeyPatch) -> Non
     """And nothing is compiled anew for it; traced by torch's own dynamo and autograd, without its compiler."""
     true = torch.compile
     torch._dynamo.reset()
-    monkeypatch.setattr(
-        torch, "compile", lambda function, *, mode, **given: true(function, backend="aot_eager", **given)
-    )
+    monkeypatch.setattr(torch, "compile", lambda function, *, mode, **args: true(function, backend="aot_eager", **args))
     tried = Tried("sd3")
     compiled = compile_blocks(tried.denoiser, mode="default", dynamic=False, fullgraph=False)
     expected = tried.step()

@@ -121,8 +121,8 @@ def test_memory_between_stored_counts_is_at_most_linear(family, targets, blocks,
         traced(family, targets, sizes, (96, 112), precision=precision),
     )
     assert predicted.weights == pytest.approx(found.weights, rel=0.002)
-    held = found.activations
-    assert held * 0.995 <= predicted.gradients + predicted.activations <= held * 1.03
+    activation_bytes = found.activations
+    assert activation_bytes * 0.995 <= predicted.gradients + predicted.activations <= activation_bytes * 1.03
     assert predicted.flops == pytest.approx(found.flops, rel=0.005)
 
 
@@ -147,13 +147,13 @@ def test_the_profiles_of_transformers_are_what_traces_find(family, blocks, recom
 def test_quantization_and_each_swapped_block_free_gpu_memory(family):
     memory_model = stored_memory_model(public_architecture(family), "attention")
     assert memory_model is not None
-    held = {
+    stored_bytes = {
         name: memory_model.footprint(Sizes(16, 1, 64**2, 0), name) for name in ("fp32", "bf16", "fp8", "int8", "nf4")
     }
-    weights = [each.weights for each in held.values()]
+    weights = [each.weights for each in stored_bytes.values()]
     assert weights == sorted(weights, reverse=True)
     assert weights[3] == pytest.approx(weights[2], rel=0.01)
-    for name in held:
+    for name in stored_bytes:
         visiting = [
             memory_model.footprint(Sizes(16, 1, 64**2, 0, swapped=k), name).weights
             for k in range(memory_model.swappable + 1)
@@ -165,10 +165,10 @@ def test_quantization_and_each_swapped_block_free_gpu_memory(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_more_swapped_blocks_never_need_more_memory(family, precision):
-    ledger = stored_profile(family, "attention", precision)
-    assert ledger is not None
+    profile = stored_profile(family, "attention", precision)
+    assert profile is not None
     for micro, side in ((1, 64), (1, 128), (4, 96)):
-        peaks = [ledger.footprint(Sizes(32, micro, side**2, count)).activations for count in range(ledger.blocks + 1)]
+        peaks = [profile.footprint(Sizes(32, micro, side**2, count)).activations for count in range(profile.blocks + 1)]
         assert all(later <= earlier * 1.015 for earlier, later in pairwise(peaks))
         assert peaks[-1] < 0.4 * peaks[0]
 

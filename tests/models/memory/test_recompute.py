@@ -37,7 +37,7 @@ def test_recomputation_changes_no_bit(kind: str, stored: Precision, monkeypatch:
     assert same(tried.step(), expected)
 
 
-def kept_by(block: nn.Module, *given: torch.Tensor) -> list[str]:
+def kept_by(block: nn.Module, *arguments: torch.Tensor) -> list[str]:
     """The operators that a backward pass needs not compute again."""
     ran: list[str] = []
 
@@ -46,7 +46,7 @@ def kept_by(block: nn.Module, *given: torch.Tensor) -> list[str]:
             ran.append(str(operator))
             return operator(*args, **(kwargs or {}))
 
-    result = recomputing("selective")(block, *given)
+    result = recomputing("selective")(block, *arguments)
     with Watched():
         result.sum().backward()
     return ran

@@ -33,9 +33,9 @@ def test_forward_and_backward_are_near_full_precision(dtype: torch.dtype, bias: 
     pull = torch.randn(2, 24, 96).to(dtype)
 
     def both() -> tuple[Tensor, Tensor]:
-        given = x.clone().requires_grad_()
-        y = layer(given)
-        return y.detach(), torch.autograd.grad(y, given, pull)[0]
+        inputs = x.clone().requires_grad_()
+        y = layer(inputs)
+        return y.detach(), torch.autograd.grad(y, inputs, pull)[0]
 
     exact = both()
     multiplying(layer)

@@ -140,18 +140,18 @@ def test_random_layers_are_quantized_when_created() -> None:
     wide: list[int] = []
     narrow = make_quantizer("int8")
     assert narrow is not None
-    made: list[nn.Module] = []
+    layers: list[nn.Module] = []
 
     def narrow_and_look(module: nn.Module) -> None:
         narrow(module)
-        wide.append(sum(not each.is_meta and each.is_floating_point() for part in made for each in part.parameters()))
+        wide.append(sum(not each.is_meta and each.is_floating_point() for part in layers for each in part.parameters()))
 
     def make() -> nn.Module:
-        made.extend(nn.Linear(64, 64, bias=False) for _ in range(4))
-        return nn.Sequential(*made)
+        layers.extend(nn.Linear(64, 64, bias=False) for _ in range(4))
+        return nn.Sequential(*layers)
 
     model = with_random_weights(make, torch.bfloat16, CPU, narrow_and_look)
-    assert all(map(is_narrow, made))
+    assert all(map(is_narrow, layers))
     assert max(wide) == 0
     assert not any(each.requires_grad for each in model.parameters())
 
@@ -203,8 +203,8 @@ def test_a_file_is_mapped_once_however_large(tmp_path: Path, monkeypatch: pytest
     fill_layers(
         toy, {name: Place(path, name) for name in toy.state_dict()}, torch.bfloat16, CPU, make_quantizer(stored)
     )  # type: ignore[arg-type]
-    held = sum(each.nbytes for each in (*toy.parameters(), *toy.buffers())) if stored != "bf16" else 0
-    assert process.memory_info().vms - before < held + 1.5 * path.stat().st_size
+    stored_bytes = sum(each.nbytes for each in (*toy.parameters(), *toy.buffers())) if stored != "bf16" else 0
+    assert process.memory_info().vms - before < stored_bytes + 1.5 * path.stat().st_size
     assert float(toy[39].bias.sum()) == 1448
 
 

@@ -242,7 +242,7 @@ def z_image_original(transformer: Any) -> Tensors:
             parts[name] = {0: weight}
         else:
             parts.setdefault(f"{ruled[1]}.{leaf}", {})[ruled[0].part] = weight
-    return {name: torch.cat([given[part] for part in sorted(given)]) for name, given in parts.items()}
+    return {name: torch.cat([tensors[part] for part in sorted(tensors)]) for name, tensors in parts.items()}
 
 
 def z_image_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:

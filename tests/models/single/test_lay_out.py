@@ -88,12 +88,12 @@ def test_a_checkpoint_equals_its_folder(model: tuple[str, Path, Path]) -> None:
     )
     unet, other = both(family.load_denoiser, folder, laid_out)
     same(unet.state_dict(), other.state_dict())
-    read, told = both(family.load_encoders, folder, laid_out)
+    read, expected = both(family.load_encoders, folder, laid_out)
     captions = ["a red square on a white background", "", "blue (circle)!"]
-    cond, same_cond = read.encode_text(captions), told.encode_text(captions)
+    cond, same_cond = read.encode_text(captions), expected.encode_text(captions)
     same(cond, same_cond)
     pixels = torch.rand(1, 3, 64, 64) * 2 - 1
-    for a, b in zip(read.encode_image(pixels), told.encode_image(pixels), strict=True):
+    for a, b in zip(read.encode_image(pixels), expected.encode_image(pixels), strict=True):
         assert torch.equal(a, b)
     noisy, t, sizes = torch.randn(3, 4, 16, 16), torch.tensor([3, 500, 900]), torch.full((3, 6), 128.0)
     with torch.no_grad():
@@ -143,12 +143,12 @@ def test_a_flow_checkpoint_equals_its_folder(flow: tuple[str, Any, Path], tmp_pa
     )
     denoiser, other = both(family.load_denoiser, folder, laid_out)
     same(denoiser.state_dict(), other.state_dict())
-    read, told = both(family.load_encoders, folder, laid_out)
+    read, expected = both(family.load_encoders, folder, laid_out)
     captions = ["a red ring on a background", ""]
-    cond, same_cond = read.encode_text(captions), told.encode_text(captions)
+    cond, same_cond = read.encode_text(captions), expected.encode_text(captions)
     same(cond, same_cond)
     pixels = torch.rand(1, 3, 64, 64) * 2 - 1
-    for a, b in zip(read.encode_image(pixels), told.encode_image(pixels), strict=True):
+    for a, b in zip(read.encode_image(pixels), expected.encode_image(pixels), strict=True):
         assert torch.equal(a, b)
     noisy, t, sizes = torch.randn(2, 16, 8, 8), torch.tensor([3, 900]), torch.full((2, 6), 64.0)
     with torch.no_grad():
@@ -247,9 +247,9 @@ def test_a_quantized_text_encoder_counts_as_missing_and_is_replaced(
     assert lacking_parts(scaled) == {"text_encoder_3", "tokenizer_3"}
     with pytest.raises(UsageError, match=r"holds text_encoder_3 quantized \(fp8 with scales.*model.without_t5"):
         lay_out(scaled, {"tokenizer_3": tmp_path / "folder" / "tokenizer_3"})
-    given = {part: tmp_path / "folder" / part for part in ("text_encoder_3", "tokenizer_3")}
-    read, told = both(FAMILIES["sd3"].load_encoders, plain, lay_out(scaled, given))
-    same(read.encode_text(["a ring"]), told.encode_text(["a ring"]))
+    replaced = {part: tmp_path / "folder" / part for part in ("text_encoder_3", "tokenizer_3")}
+    read, expected = both(FAMILIES["sd3"].load_encoders, plain, lay_out(scaled, replaced))
+    same(read.encode_text(["a ring"]), expected.encode_text(["a ring"]))
 
 
 def test_flux_checkpoints_of_comfyui_have_other_norm_names(tmp_path: Path) -> None:
@@ -288,8 +288,8 @@ def test_sd3_reads_no_projection_of_its_first_encoder(tmp_path: Path, monkeypatc
     tensors["text_encoders.clip_l.transformer.text_projection.weight"] = torch.randn(width, width)
     other = lay_out(write(tensors, tmp_path / "other.safetensors"), parts)
     texts, family = ["a ring"], FAMILIES["sd3"]
-    read, told = both(family.load_encoders, plain, other)
-    same(read.encode_text(texts), told.encode_text(texts))
+    read, expected = both(family.load_encoders, plain, other)
+    same(read.encode_text(texts), expected.encode_text(texts))
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ def unet(family: str) -> Tensors:
 
 
 def clip(kind: Any = CLIPTextModel, **config: int) -> nn.Module:
-    made: nn.Module = kind(CLIPTextConfig(vocab_size=49408, **config))
-    return made
+    encoder: nn.Module = kind(CLIPTextConfig(vocab_size=49408, **config))
+    return encoder
 
 
 def published(family: str) -> Tensors:

@@ -86,10 +86,10 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("said", "shapes"), OTHERS.items(), ids=OTHERS)
-def test_paths_that_are_no_base_model_are_named(said: str, shapes: dict[str, list[int]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("expected", "shapes"), OTHERS.items(), ids=OTHERS)
+def test_paths_that_are_no_base_model_are_named(expected: str, shapes: dict[str, list[int]], tmp_path: Path) -> None:
     path = file_of(tmp_path / "given.safetensors", shapes)
-    assert said in refused(path)
+    assert expected in refused(path)
 
 
 def test_whole_numbers_are_quantized(tmp_path: Path) -> None:
@@ -97,22 +97,22 @@ def test_whole_numbers_are_quantized(tmp_path: Path) -> None:
 
 
 def test_flavors_are_distinguished(tmp_path: Path) -> None:
-    def given(shapes: dict[str, list[int]]) -> Path:
+    def checkpoint(shapes: dict[str, list[int]]) -> Path:
         return file_of(tmp_path / "x.safetensors", shapes)
 
     wide = "model.diffusion_model.output_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
-    assert recognize(given(UNET)).family == "sd15"
-    assert recognize(given(UNET)).prediction == "epsilon"
-    assert recognize(given({**UNET, wide: [8, 1024]})).family == "sd2"
+    assert recognize(checkpoint(UNET)).family == "sd15"
+    assert recognize(checkpoint(UNET)).prediction == "epsilon"
+    assert recognize(checkpoint({**UNET, wide: [8, 1024]})).family == "sd2"
     xl = {**UNET, wide: [8, 2048], "model.diffusion_model.label_emb.0.0.weight": [8, 8]}
-    assert recognize(given(xl)).family == "sdxl"
-    velocity = recognize(given({**xl, "v_pred": [1], "ztsnr": [1]}))
+    assert recognize(checkpoint(xl)).family == "sdxl"
+    velocity = recognize(checkpoint({**xl, "v_pred": [1], "ztsnr": [1]}))
     assert (velocity.prediction, velocity.zero_terminal) == ("v_prediction", True)
-    assert recognize(given(FLUX)).variant == "schnell"
-    assert recognize(given({**FLUX, "guidance_in.in_layer.weight": [2, 8]})).variant == "dev"
+    assert recognize(checkpoint(FLUX)).variant == "schnell"
+    assert recognize(checkpoint({**FLUX, "guidance_in.in_layer.weight": [2, 8]})).variant == "dev"
     bare = {f"model.diffusion_model.{name}": shape for name, shape in FLUX.items()}
-    assert recognize(given(bare)).family == "flux"
-    assert recognize(given({"joint_blocks.0.x_block.attn.qkv.weight": [6, 2]})).family == "sd3"
+    assert recognize(checkpoint(bare)).family == "flux"
+    assert recognize(checkpoint({"joint_blocks.0.x_block.attn.qkv.weight": [6, 2]})).family == "sd3"
 
 
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
@@ -154,11 +154,11 @@ def test_all_missing_parts_of_a_checkpoint_are_reported_at_once(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     with pytest.raises(UsageError) as caught:
         lay_out(file_of(tmp_path / "flux.safetensors", FLUX))
-    said = str(caught.value)
+    message = str(caught.value)
     for lacking in ("text_encoder (", "text_encoder_2 (", "no VAE", "T5 without its tokenizer"):
-        assert lacking in said
-    assert "model.text_encoders" in said
-    assert "model.vae" in said
+        assert lacking in message
+    assert "model.text_encoders" in message
+    assert "model.vae" in message
     assert not list((tmp_path / "cache" / "models").iterdir())
 
 

@@ -262,9 +262,9 @@ def test_a_kill_while_pruning_leaves_no_partial_checkpoint(tmp_path, monkeypatch
         save_checkpoint(tmp_path, checkpoint_of(optimizer, step))
     true, removed = os.unlink, []
 
-    def unlink(*given: Any, **named: Any) -> None:
-        true(*given, **named)
-        removed.append(given)
+    def unlink(*args: Any, **kwargs: Any) -> None:
+        true(*args, **kwargs)
+        removed.append(args)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "unlink", unlink)
@@ -301,10 +301,10 @@ def test_a_reader_overtaken_by_a_writer_reads_the_newer_checkpoint(tmp_path, mon
     path = save_checkpoint(tmp_path, checkpoint_of(optimizer, 3))
     true, overtaken = checkpoint.read_sealed, []
 
-    def read_sealed(*given: Any) -> dict[str, torch.Tensor]:
+    def read_sealed(*args: Any) -> dict[str, torch.Tensor]:
         if not overtaken:
             overtaken.append(save_checkpoint(tmp_path, replace(checkpoint_of(optimizer, 3), settings={"x": 2})))
-        return true(*given)
+        return true(*args)
 
     monkeypatch.setattr(checkpoint, "read_sealed", read_sealed)
     assert read_checkpoint(path).settings == {"x": 2}

@@ -181,10 +181,10 @@ def test_a_slow_disk_skips_some_checkpoints_and_loses_nothing(place: TinyPlace) 
 
 def test_a_full_disk_ends_the_run_by_the_next_step(place: TinyPlace) -> None:
     job = place.job("run", steps=40, checkpoint__every_n_steps=2)
-    asked: list[int] = []
+    calls: list[int] = []
 
     def samples_in(step: int) -> int:
-        asked.append(step)
+        calls.append(step)
         job.writer._changed.acquire()
         job.writer._changed.wait_for(lambda: not job.writer._busy, timeout=300)  # as slow a loop as a real one
         job.writer._changed.release()
@@ -195,7 +195,7 @@ def test_a_full_disk_ends_the_run_by_the_next_step(place: TinyPlace) -> None:
 
     with patched(saving, "save_checkpoint", full), pytest.raises(TrainingFailed, match="full"):
         place.train(replace(job, samples_in=samples_in))
-    assert max(asked) <= 3
+    assert max(calls) <= 3
 
 
 def test_a_checkpoint_of_a_stop_never_replaces_a_regular_one(place: TinyPlace) -> None:

@@ -12,14 +12,14 @@ from lora_trainer.models.memory.checkpointing import checkpointed_blocks
 from lora_trainer.training.memory.oom_fallback import swap_fallbacks, swapped
 from lora_trainer.training.state import OomFallback
 from tests.training.memory.test_fit import FOUR, in_forward
-from tests.training.tiny_job import TinyPlace, told_in
+from tests.training.tiny_job import TinyPlace, signal_at_step
 
 
 def test_a_resumed_run_can_save_more_memory(place: TinyPlace):
     """Than it found for itself when memory ran out: what is set now, where that is more."""
     settings = FOUR | {"train__effective_batch_size": 1, "steps": 6}
     short = in_forward(place.job("more", **settings), lambda call: call == 1)
-    stopped, _ = place.train(told_in(short, 3))
+    stopped, _ = place.train(signal_at_step(short, 3))
     assert stopped.fit.checkpointed is not None
     again = place.job("more", memory__blocks_to_swap=3, memory__gradient_checkpointing="true", **settings)
     state, _ = place.resume(again)

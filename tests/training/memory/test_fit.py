@@ -23,7 +23,7 @@ from lora_trainer.training.memory.oom_fallback import agreed
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.validation import MOST_ASKED_AT_ONCE
-from tests.training.tiny_job import TinyPlace, outcome, together, told_in
+from tests.training.tiny_job import TinyPlace, outcome, signal_at_step, together
 
 pytestmark = pytest.mark.exact
 
@@ -47,8 +47,8 @@ def counted(fails: Callable[[int], bool], work: Callable[..., Any], error: Excep
     """The same work, which runs out of memory in some of its calls, counted from 0, after it was half done."""
     calls = iter(range(10**9))
 
-    def work_or_fail(*given: Any, **named: Any) -> Any:
-        done = work(*given, **named)
+    def work_or_fail(*args: Any, **kwargs: Any) -> Any:
+        done = work(*args, **kwargs)
         if fails(next(calls)):
             raise error or torch.OutOfMemoryError(SHORT)
         return done
@@ -63,8 +63,8 @@ def in_forward(job: LoopContext, fails: Callable[[int], bool], error: Exception 
 def in_backward(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
     calls, true = iter(range(10**9)), job.learner.predict
 
-    def predict(*given: Any) -> Tensor:
-        predicted = true(*given)
+    def predict(*args: Any) -> Tensor:
+        predicted = true(*args)
         short: Tensor = ShortBackward.apply(predicted)  # type: ignore[no-untyped-call]
         return short if fails(next(calls)) else predicted
 
@@ -85,10 +85,10 @@ def on_gpu(job: LoopContext, room: int) -> LoopContext:
     """A GPU on which a step of so many samples fits."""
     true = job.learner.predict
 
-    def predict(*given: Any) -> Tensor:
-        if len(given[2]) > room:
+    def predict(*args: Any) -> Tensor:
+        if len(args[2]) > room:
             raise torch.OutOfMemoryError(SHORT)
-        return true(*given)
+        return true(*args)
 
     return replace(job, learner=replace(job.learner, predict=predict))
 
@@ -110,11 +110,11 @@ FIRST = [in_forward, in_backward, in_clipping, in_update]
 @pytest.mark.parametrize("place_of", FIRST)
 def test_a_first_step_out_of_memory_is_split_in_halves(place: TinyPlace, place_of: Callable[..., LoopContext]):
     """Bit for bit the run that was split so from its start, wherever in the step memory ran out."""
-    asked = place.job("asked", steps=4, train__max_micro_batch_size=2, **FOUR)
-    place.train(asked)
+    planned = place.job("asked", steps=4, train__max_micro_batch_size=2, **FOUR)
+    place.train(planned)
     short = place_of(place.job("short", steps=4, **FOUR), lambda call: call == 0)
     state, _ = place.train(short)
-    assert trained(short) == trained(asked)
+    assert trained(short) == trained(planned)
     assert state.fit == OomFallback(micro=2)
     ((step, message),) = events(short)
     assert step in (0, 1)
@@ -205,8 +205,8 @@ def test_the_micro_batch_grows_back_and_waits_twice_as_long_after_a_failed_try(p
     settings = FOUR | {"memory__oom_recovery_steps": 2, "steps": 9}
     short = on_gpu(place.job("short", **settings), room=2)
     place.train(short)
-    told = [(step, "trying" in message) for step, message in events(short)]
-    assert told == [(1, False), (3, True), (4, False), (8, True), (8, False)]
+    tries = [(step, "trying" in message) for step, message in events(short)]
+    assert tries == [(1, False), (3, True), (4, False), (8, True), (8, False)]
 
 
 @pytest.mark.slow
@@ -226,13 +226,13 @@ def test_a_run_that_was_out_of_memory_resumes_bit_exactly(place: TinyPlace):
     place.train(whole)
     for stop in (2, 4, 7):
         name = f"stopped_{stop}"
-        place.train(told_in(on_gpu(place.job(name, **settings), room=2), stop - 1))
+        place.train(signal_at_step(on_gpu(place.job(name, **settings), room=2), stop - 1))
         again = on_gpu(place.job(name, **settings), room=2)
         place.resume(again)
         assert outcome(again) == outcome(whole), stop
 
 
-def asked_on_gpu(job: LoopContext, room: int) -> LoopContext:
+def validated_on_gpu(job: LoopContext, room: int) -> LoopContext:
     """A GPU on which no more than so many validation samples fit."""
     true = job.validate
     assert true is not None
@@ -250,7 +250,7 @@ def test_a_validation_out_of_memory_uses_smaller_micro_batches(place: TinyPlace)
     settings = FOUR | {"validation__every_n_steps": 2}
     calm = place.job("calm", **settings)
     place.train(calm)
-    whole = asked_on_gpu(place.job("whole", **settings), room=1)
+    whole = validated_on_gpu(place.job("whole", **settings), room=1)
     state, _ = place.train(whole)
     assert [step for step, _ in events(whole)] == [0, 0]
     assert "2 questions at once in place of 4" in events(whole)[0][1]
@@ -259,8 +259,8 @@ def test_a_validation_out_of_memory_uses_smaller_micro_batches(place: TinyPlace)
     assert len(measured) == 4
     assert measured == pytest.approx(expected, rel=1e-5)
     assert trained(whole) == trained(calm)
-    place.train(told_in(asked_on_gpu(place.job("stopped", **settings), room=1), 3))
-    again = asked_on_gpu(place.job("stopped", **settings), room=1)
+    place.train(signal_at_step(validated_on_gpu(place.job("stopped", **settings), room=1), 3))
+    again = validated_on_gpu(place.job("stopped", **settings), room=1)
     place.resume(again)
     assert outcome(again) == outcome(whole)
 
@@ -337,9 +337,9 @@ def test_blocks_are_swapped_when_all_are_already_checkpointed(place: TinyPlace):
     short = in_forward(place.job("short", memory__oom_recovery_steps=3, **settings), lambda call: call in (2, 3, 4))
     state, _ = place.train(short)
     blocks = len(swappable_blocks(short.learner.denoiser))
-    told = [message.split(" in place of ")[0].split(" and ")[-1] for _, message in events(short)]
+    swaps = [message.split(" in place of ")[0].split(" and ")[-1] for _, message in events(short)]
     assert [step for step, _ in events(short)] == [3, 3, 3, 6]
-    assert told == [f"{count} streamed" for count in (-(-blocks // 4), -(-blocks // 2), blocks, -(-blocks // 2))]
+    assert swaps == [f"{count} streamed" for count in (-(-blocks // 4), -(-blocks // 2), blocks, -(-blocks // 2))]
     assert (state.fit.swapped, state.fit.checkpointed) == (-(-blocks // 2), None)
     assert swapped_count(short.learner.denoiser) == state.fit.swapped
     assert trained(short) == trained(calm)
@@ -354,7 +354,7 @@ def test_a_run_with_block_swap_resumes_bit_exactly(place: TinyPlace):
     }
     whole = in_forward(place.job("whole", **settings), lambda call: call == 1)
     place.train(whole)
-    place.train(told_in(in_forward(place.job("stopped", **settings), lambda call: call == 1), 3))
+    place.train(signal_at_step(in_forward(place.job("stopped", **settings), lambda call: call == 1), 3))
     again = place.job("stopped", **settings)
     state, _ = place.resume(again)
     assert swapped_count(again.learner.denoiser) == state.fit.swapped
@@ -389,9 +389,9 @@ def test_two_processes_agree_on_the_fewest_resident_blocks(place: TinyPlace):
     """Of processes whose micro-batches and checkpointed blocks are alike, the one that streams most says how many."""
     settings = FOUR | {"memory__blocks_to_swap": 1, "memory__gradient_checkpointing": "true"}
     jobs = [place.job("short", processes=each, **settings) for each in together(2)]
-    given = [OomFallback(), OomFallback(swapped=3, since=7, failed=1)]
+    fallbacks = [OomFallback(), OomFallback(swapped=3, since=7, failed=1)]
     reporters = [Reporter(None, unwatched, lambda line: None) for _ in jobs]
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda job, fit, reporter: agreed(job, fit, 10, reporter), jobs, given, reporters))
-    assert found == [given[1]] * 2
+        found = list(pool.map(lambda job, fit, reporter: agreed(job, fit, 10, reporter), jobs, fallbacks, reporters))
+    assert found == [fallbacks[1]] * 2
     assert swapped_count(jobs[0].learner.denoiser) == 3

@@ -60,7 +60,7 @@ def test_a_trace_shows_what_offloading_leaves_on_a_gpu(place: TinyPlace, monkeyp
     subject, learner = subject_of(place), place.job("traced").learner
     checkpoint_blocks(learner.denoiser, checkpointed)
 
-    def held(least: int, *, offloaded: bool) -> int:
+    def moved_bytes(least: int, *, offloaded: bool) -> int:
         monkeypatch.setattr(offload, "LEAST_BYTES", least)
         found = trace(
             subject, micro=MICRO, height=SIDE, width=SIDE, checkpointed=checkpointed, offloaded=offloaded
@@ -68,9 +68,9 @@ def test_a_trace_shows_what_offloading_leaves_on_a_gpu(place: TinyPlace, monkeyp
         assert found == pytest.approx(really_held(learner, subject, offloaded=offloaded), rel=0.05)
         return found
 
-    whole = held(64, offloaded=False)
-    assert held(2**30, offloaded=True) == whole
-    most, some = held(64, offloaded=True), held(2**17, offloaded=True)
+    whole = moved_bytes(64, offloaded=False)
+    assert moved_bytes(2**30, offloaded=True) == whole
+    most, some = moved_bytes(64, offloaded=True), moved_bytes(2**17, offloaded=True)
     assert most < some < whole
     assert most < 0.5 * whole
 
