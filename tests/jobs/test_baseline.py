@@ -1,4 +1,4 @@
-"""`bench --baseline`: what counts as worse, and what cannot be compared."""
+"""`bench --baseline`: what counts as a regression, and what cannot be compared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def document(device: str = "A GPU", **changed: Any) -> dict[str, Any]:
         ({"ratio": 1.04, "seconds_median": 0.104, "peak_gib": 2.09}, "A GPU", []),
         ({"ratio": 1.06}, "A GPU", ["ratio 1.06 where it was 1, 6.0% more"]),
         ({"ratio": 1.06}, "x86_64 CPU, 1 thread", ["ratio 1.06 where it was 1, 6.0% more"]),
-        ({"seconds_median": 0.109}, "A GPU", []),  # nine tenths of the baseline's own steps reached that
+        ({"seconds_median": 0.109}, "A GPU", []),  # nine tenths of the baseline's steps reached that
         ({"seconds_median": 0.12}, "A GPU", ["seconds 0.12 where it was 0.1, 20.0% more"]),
         ({"seconds_median": 0.12}, "x86_64 CPU, 1 thread", []),
         ({"peak_gib": 2.2}, "A GPU", ["peak GiB 2.2 where it was 2, 10.0% more"]),

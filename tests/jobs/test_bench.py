@@ -81,7 +81,7 @@ def test_every_variant_of_a_step_is_measured_next_to_the_plain_one(place, precis
 
 
 def test_the_reference_loop_encodes_the_same_captions(place, monkeypatch, tmp_path):
-    """Several views of an image, of several sizes: in each micro-batch the same images, at the same sizes."""
+    """Several image variants with several sizes: each micro-batch has the same images at the same sizes."""
     settings = {
         "data__resolutions": "[64,128]",
         "data__flip": "true",
@@ -229,7 +229,7 @@ def test_a_setting_is_shown_with_its_gain_and_cost(place, capsys):
 
 
 def test_the_best_settings_are_a_config_file(place, tmp_path, capsys):
-    """A rate that is no gain is left out; what is quicker and learns the same is written with its figures."""
+    """A setting without gain is skipped; one that is faster and learns the same is written with its figures."""
 
     def row(name: str, ratio: float, off: float) -> versus.VersusRow:
         spread = {"ratio_p10": ratio - 0.05, "ratio_p90": ratio + 0.05}

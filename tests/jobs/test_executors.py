@@ -1,4 +1,4 @@
-"""Which part of the machine each of several workers gets."""
+"""The share of the machine of each worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lora_trainer.jobs import executors
     [(None, 0, []), (None, 3, ["0", "1", "2"]), ("2,5", 2, ["2", "5"]), ("GPU-a, GPU-b", 2, ["GPU-a", "GPU-b"])],
 )
 def test_gpus_keep_the_names_from_the_user(named, count, gpus, monkeypatch):
-    """How many there are is the machine's answer, which alone is replaced."""
+    """Only the number of GPUs is simulated."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if named is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
@@ -21,7 +21,7 @@ def test_gpus_keep_the_names_from_the_user(named, count, gpus, monkeypatch):
 
 
 def test_workers_take_gpus_in_turn_and_share_the_cpu(monkeypatch):
-    """Of a machine with eight cores and two GPUs that are the user's; the rest is as it runs."""
+    """For eight cores and two GPUs; the rest is that of this machine."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(executors, "available_cpus", lambda: 8)

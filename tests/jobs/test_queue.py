@@ -1,4 +1,4 @@
-"""The queue of a batch: every job once, whoever asks, and whoever dies."""
+"""The queue of a batch: every job once, whichever worker claims it and whichever dies."""
 
 from __future__ import annotations
 

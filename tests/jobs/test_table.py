@@ -1,4 +1,4 @@
-"""What people see of a batch."""
+"""The progress table of a batch."""
 
 from __future__ import annotations
 

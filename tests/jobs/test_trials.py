@@ -1,4 +1,4 @@
-"""`bench memory` and its neighbors through the command, on models that are small enough."""
+"""`bench memory` and related benchmarks through the command, on small models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def measured(what: str, capsys: pytest.CaptureFixture[str], *more: str, settings: tuple[str, ...] = THIN) -> Any:
-    """The document of a measurement of a thin public architecture."""
+    """The measurements of a tiny public architecture."""
     chosen = [part for setting in settings for part in ("--set", setting)]
     with patched(unet, "THINNER", 10):
         assert main(["bench", what, "--tiny", "--steps", "2", "--json", *chosen, *more]) == 0
@@ -53,7 +53,7 @@ def test_memory_is_predicted_part_by_part(settings, capsys):
     assert list(rows) == ["weights", "adapter", "optimizer", "activations", "peak"]
     for name, room in {"weights": 0.01, "adapter": 0.01, "activations": 0.1, "peak": 0.05}.items():
         assert rows[name]["ratio"] == pytest.approx(1.0, rel=room), name
-    # The optimizer counts its steps for each tensor, in 512 bytes that weigh much beside so small a LoRA.
+    # The optimizer's step counters, 512 bytes per tensor, are large next to so small a LoRA.
     assert 1.0 <= rows["optimizer"]["ratio"] < 1.2
     parts = sum(row["measured_gib"] for name, row in rows.items() if name != "peak")
     assert rows["peak"]["measured_gib"] == pytest.approx(parts)
@@ -71,7 +71,7 @@ def test_memory_of_an_own_run(place, capsys):
 
 @pytest.mark.slow
 def test_batches_grow_until_the_planned_limit(capsys):
-    """The plan and what is counted agree on how many fit."""
+    """The plan and the measurement agree on how many fit."""
     with patched(batch, "MOST_ON_A_PROCESSOR", 2):
         document = measured("batch", capsys, settings=(*THIN, "memory.limit_gib=0.836"))
     rows = {row["name"]: row for row in document["rows"]}
@@ -96,7 +96,7 @@ def test_attention_is_measured_at_the_shapes_of_the_model(capsys):
 
 @pytest.mark.slow
 def test_a_resolution_shows_its_gain(place, tmp_path, capsys):
-    enough = replace(place, data=draw_images(tmp_path / "data", 10))  # for one to be held out
+    enough = replace(place, data=draw_images(tmp_path / "data", 10))  # for one validation image
     arguments = enough.arguments("x", command="bench", memory__weight_dtype="fp32", validation__split=0.1)
     with patched(resolution, "TRAINED", 2):
         assert main([arguments[0], "resolution", *arguments[1:], "--json", "--steps", "2"]) == 0
@@ -140,15 +140,15 @@ def test_processes_are_launched_by_powers_of_two():
 
 @pytest.mark.skipif(shutil.which("setsid") is None, reason="by a shell and its job")
 def test_a_timeout_leaves_no_process(tmp_path):
-    """Nor one in a session of its own, as the launcher starts them."""
+    """Nor one in its own session, as the launcher starts them."""
     file = tmp_path / "number"
     start = "setsid sh -c 'echo $$; exec sleep 60'"  # there at once, also on a busy machine
     with pytest.raises(subprocess.TimeoutExpired):
         scaling.ended(["sh", "-c", f"{start} > {file} & wait"], os.environ, 3.0)
     left = int(file.read_text())
-    with suppress(psutil.NoSuchProcess):  # nobody may be there to take its code
+    with suppress(psutil.NoSuchProcess):  # there may be no parent to reap it
         process, end = psutil.Process(left), time.monotonic() + 300
-        while process.status() != psutil.STATUS_ZOMBIE:  # it dies soon after it is told to
+        while process.status() != psutil.STATUS_ZOMBIE:  # it dies soon after the signal
             assert time.monotonic() < end
             time.sleep(0.05)
 
@@ -178,7 +178,7 @@ def test_two_processes_measure_the_all_reduce(capsys):
 
 @pytest.mark.parametrize(("together", "met"), [(19.0, True), (18.9, False)])
 def test_scaling_is_compared_with_its_target(together, met, monkeypatch, capsys):
-    """Of 10 samples a second alone; nothing is launched."""
+    """For 10 samples per second alone; nothing is launched."""
 
     def launched(child: str, order: object, count: int, *, on_gpus: bool) -> dict[str, Any]:
         figures = {"model": "m", "median": 0.2, "p10": 0.1, "p90": 0.3, "summed": 8}
@@ -194,7 +194,7 @@ def test_scaling_is_compared_with_its_target(together, met, monkeypatch, capsys)
 
 
 def test_gradients_averaged_between_micro_batches_come_to_the_same_sum():
-    """Of this process and another, whose first gradients are known here."""
+    """For this process and another, whose first gradients are known here."""
     own, other = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])], [torch.tensor([7.0, 11.0])]
     summed = []
 
@@ -207,7 +207,7 @@ def test_gradients_averaged_between_micro_batches_come_to_the_same_sum():
     for gradient in sums.averaged_between(learner, own):
         master.grad = gradient.clone() if master.grad is None else master.grad + gradient
     assert [each.tolist() for each in summed] == [[1.0, 2.0]], "the last is left to the step itself"
-    # Both bring the mean once, and what came after it: 2 * (1 + 7) / 2 + 3.
+    # Both add the mean once, and the later gradient: 2 * (1 + 7) / 2 + 3.
     shares = 2 * (master.grad - own[1]) + own[1]
     assert torch.equal(shares, own[0] + other[0] + own[1])
 

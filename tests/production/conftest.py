@@ -14,7 +14,7 @@ from tests.models.single.tiny import tiny_pipeline
 
 @pytest.fixture(scope="session")
 def base_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of diffusers, and the same model in one file with its text encoders and VAE."""
+    """A diffusers folder, and the same model in one file with its text encoders and VAE."""
     place = tmp_path_factory.mktemp("made")
     pipeline = tiny_pipeline(place / "words", "sdxl")
     pipeline.save_pretrained(place / "folder")

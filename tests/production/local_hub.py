@@ -1,4 +1,4 @@
-"""A hub on this machine: the requests that fetching makes, over real sockets."""
+"""A local hub that answers fetch requests over real sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class LocalHub:
-    """`repositories` has the files of each id. `status` answers a path that contains its key; `cut` ends a file early, once."""
+    """`repositories` has the files of each id. `status` is sent for paths with its key; `cut` truncates a file once."""
 
     url: str = ""
     cache: Path = Path()
@@ -29,7 +29,7 @@ class LocalHub:
     status: dict[str, tuple[int, str]] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
     listing: dict[str, Any] = field(default_factory=dict)  # in place of what is true
-    ranged: bool = True  # whether the end of a range, and ranges of checkpoints, are heeded
+    ranged: bool = True  # whether range ends, and ranges of checkpoints, are respected
     headers: dict[str, str] = field(default_factory=dict)  # in place of what is true
     requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
 
@@ -48,13 +48,13 @@ class LocalHub:
 
 
 class Answer(BaseHTTPRequestHandler):
-    """What the hub says; `hub` is set by a class made of it."""
+    """The responses of the hub. A subclass sets `hub`."""
 
     hub: LocalHub
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        """Nothing is printed."""
+        """Print nothing."""
 
     def do_HEAD(self) -> None:
         self.answer()
@@ -107,7 +107,7 @@ class Answer(BaseHTTPRequestHandler):
 
 @contextmanager
 def local_hub(cache: Path) -> Iterator[LocalHub]:
-    """A running hub, asked in place of the real one inside the block, with a cache of its own."""
+    """A running hub that replaces the real one inside the block, with its own cache."""
     hub = LocalHub(cache=cache)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("AnswerOfHub", (Answer,), {"hub": hub}))

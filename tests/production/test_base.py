@@ -1,4 +1,4 @@
-"""Single checkpoints and replaced parts as one folder: what `model.vae` and `model.text_encoders` make of a base."""
+"""Single checkpoints and replaced parts as one folder: `model.vae` and `model.text_encoders`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_deleted_converted_folder_is_created_again(checkpoint: Path) -> None:
 
 
 def test_a_folder_that_links_elsewhere_is_not_followed(folder: Path, tmp_path: Path) -> None:
-    """A table of places in a stranger's VAE would name any file."""
+    """A shard index in an untrusted VAE folder could name any file."""
     vae = shutil.copytree(folder / "vae", tmp_path / "vae")
     (vae / "weights.json").write_text('{"version": 1, "files": [["/etc/passwd", 1, 1]], "weights": {}}')
     with pytest.raises(UsageError, match="only read from the cache"):
@@ -154,7 +154,7 @@ def test_a_checkpoint_named_by_a_relative_path_is_found_from_any_folder(
 
 
 def test_converted_folders_do_not_pile_up(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was laid out of a file that is gone leaves when another is laid out, unless it was used today."""
+    """The converted folder of a deleted file is removed at the next conversion, unless used today."""
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
     others = [Path(shutil.copy(checkpoint, tmp_path / f"{name}.safetensors")) for name in ("long", "idle", "today")]
     long, idle, today = (found(file) for file in others)
@@ -204,7 +204,7 @@ def test_all_parts_that_a_folder_lacks_are_named_at_once(folder: Path) -> None:
 
 
 def test_a_vae_from_a_checkpoint_of_another_family_is_refused(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
-    """Its family tells the scale, which no file does."""
+    """Its family sets the scale, which no file stores."""
     other = write(unet_checkpoint(tiny_pipeline(tmp_path / "words", "sd15"), "sd15"), tmp_path / "sd.safetensors")
     with pytest.raises(UsageError, match=r"scaling_factor of 0.18215, and the model's own has 0.13025"):
         found(folder, vae=other)

@@ -1,4 +1,4 @@
-"""Bases of a hub and parts of one: fetched, held to their commits, laid out and refused."""
+"""Hub base models and their parts: fetched, pinned to commits, converted and refused."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_file_that_is_no_checkpoint_is_refused_by_its_header(tmp_path: Path, d
 
 
 def test_a_hub_checkpoint_is_named_by_its_id(checkpoint: Path, tmp_path: Path) -> None:
-    """Not by the place of the file that stands in for it."""
+    """Not by the path of its placeholder file."""
     lora = write({"unet.x.lora_A.weight": torch.zeros(1)}, tmp_path / "lora.safetensors").read_bytes()
     less = without(checkpoint, "conditioner.embedders.1.", "first_stage_model.").read_bytes()
     for data, count in ((lora, 1), (less, 2)):
@@ -90,7 +90,7 @@ def test_a_hub_checkpoint_and_a_vae_for_a_hub_model(folder: Path, checkpoint: Pa
         assert (single.named, single.commit) == ("some/single/old/sd.safetensors", COMMIT)
         replaced = ModelSection(path="some/model", vae=str(folder))
         alone = find_base(replaced, weights=False, say=hub.listing.get)
-        assert not alone.whole  # what is not here cannot be laid out: its configs tell what it is
+        assert not alone.whole  # missing files cannot be converted: the configs describe the model
         whole = find_base(replaced, say=hub.listing.get)
         assert whole.folder.is_relative_to(laid_out_models())
         assert (whole.named, whole.commit, whole.whole) == ("some/model", COMMIT, True)
@@ -101,7 +101,7 @@ def test_a_hub_checkpoint_and_a_vae_for_a_hub_model(folder: Path, checkpoint: Pa
 
 @pytest.mark.parametrize("inside", ["", "vae/"])
 def test_a_hub_vae(folder: Path, checkpoint: Path, tmp_path: Path, inside: str) -> None:
-    """A repository that is one, or a whole model's: fetched once, held to its commit, its config before its weights."""
+    """A VAE repository, or a whole model's: fetched once, pinned to its commit, config before weights."""
     plain = folder / "vae"
     with local_hub(tmp_path / "hf") as hub:
         files = {f"{inside}{path.name}": path.read_bytes() for path in plain.iterdir()}
@@ -161,7 +161,7 @@ def test_a_hub_vae_that_does_not_fit_is_refused_by_its_config(folder: Path, tmp_
 
 
 def test_hub_text_encoders(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
-    """Only what the base lacks is fetched."""
+    """Only the missing parts of the base model are fetched."""
     less = without(checkpoint, "conditioner.embedders.1.")
     model = ModelSection(path=str(less), text_encoders="some/model")
     with local_hub(tmp_path / "hf") as hub:
@@ -181,7 +181,7 @@ def test_hub_text_encoders(folder: Path, checkpoint: Path, tmp_path: Path) -> No
 
 
 def test_an_interrupted_fetch_of_shards_resumes(folder: Path, tmp_path: Path) -> None:
-    """The index names shards that are not here yet; the configs are read first all the same."""
+    """The index names shards that are not fetched yet; the configs are read first anyway."""
     (file,) = (folder / "unet").glob("*.safetensors")
     tensors = load_file(file)
     file.unlink()

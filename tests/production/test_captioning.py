@@ -1,4 +1,4 @@
-"""Captions by a model: written where asked, never over one that is there, by local weights alone."""
+"""Captions by a model: written where set, never overwriting, from local weights only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(1)
     model = BlipForConditionalGeneration(config)
-    # A model that always has a word to say: random ones may end at once.
+    # Never ends at once, as random models may.
     torch.nn.init.constant_(model.text_decoder.cls.predictions.bias, 0.0)
     model.text_decoder.cls.predictions.bias.data[WORDS.index("cat")] = 50.0
     model.save_pretrained(folder)
@@ -54,7 +54,7 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tagger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny classifier that is sure of two labels of four."""
+    """A tiny classifier that is confident about two of four labels."""
     folder = tmp_path_factory.mktemp("vit")
     labels = dict(enumerate(["safe", "red_hair", "blue sky", "tree"]))
     config = ViTConfig(
@@ -90,7 +90,7 @@ def test_a_tagger_writes_its_most_confident_labels_first(tagger: Path, tmp_path:
     assert load_captioner(tagger, CPU).describe(image) == ["safe, blue sky, red hair"]
     assert load_captioner(tagger, CPU, threshold=0.8).describe(image) == ["safe, blue sky"]
     assert load_captioner(tagger, CPU, threshold=0.99).describe(image) == [""]
-    # A list of tags beside the model rules names; ratings are no tags.
+    # A tag list next to the model sets the names; ratings are no tags.
     named = tmp_path / "named"
     shutil.copytree(tagger, named)
     (named / "selected_tags.csv").write_text(
@@ -114,12 +114,12 @@ def test_captions_are_written_as_requested_and_never_overwrite(
     assert written == ["10_cat/c.txt", "deep/b.jpg.txt", "deep/b.png.txt"]
     assert (output / "10_cat" / "c.txt").read_text("utf-8") == "safe, blue sky, red hair\n"
     assert {path: path.read_bytes() for path in data.rglob("*") if path.is_file()} == before
-    # Again: all is there, and a text that was corrected stays.
+    # Again: all captions exist, and a corrected text stays.
     (output / "10_cat" / "c.txt").write_text("corrected", encoding="utf-8")
     assert main(["caption", str(data), "--model", str(tagger), "--output", str(output)]) == 0
     assert "0 captions written, 5 were there" in capsys.readouterr().out
     assert (output / "10_cat" / "c.txt").read_text("utf-8") == "corrected"
-    # Beside, only when asked.
+    # Next to the images only when set.
     assert main(["caption", str(data), "--model", str(tagger), "--in-place"]) == 0
     assert (data / "a.txt").read_text("utf-8") == "mine"
     assert (data / "10_cat" / "c.txt").read_text("utf-8") == "safe, blue sky, red hair\n"
@@ -162,7 +162,7 @@ def test_captions_of_an_image_folder_count_as_captions(tmp_path: Path) -> None:
 
 def test_unread_captions_are_never_overwritten(tmp_path: Path) -> None:
     draw(tmp_path / "a.png", tmp_path / "b.png")
-    (tmp_path / "a.tags").write_text("mine", encoding="utf-8")  # an ending that only captions.extension tells
+    (tmp_path / "a.tags").write_text("mine", encoding="utf-8")  # an extension that only captions.extension sets
     (tmp_path / "captions.jsonl").write_text('{"file_name": "b.png", "text": "mine"}\n', encoding="utf-8")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     wanted, existing, _ = find_wanted([tmp_path], None)
@@ -242,7 +242,7 @@ def test_code_of_a_model_is_not_run_and_causes_no_prompt(
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(tagger, model)
-    for path in model.glob("*CPU*.json"):  # one file, by the name that is asked for first
+    for path in model.glob("*CPU*.json"):  # one file, by the first requested name
         path.rename(model / "preprocessor_config.json")
     described = json.loads((model / name).read_text("utf-8"))
     (model / name).write_text(json.dumps({**described, **more, "auto_map": auto_map}), encoding="utf-8")

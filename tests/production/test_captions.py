@@ -1,4 +1,4 @@
-"""Captions of a run: each source by its own rules, what is told of them, and which prompts they become."""
+"""Captions of a run: rules per source, their description, and the prompts from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.recipes.recipe import draw_images
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A source by the run's rules, one by its own, and one of regularization images."""
+    """A source with the run's rules, one with its own, and one of regularization images."""
     root = tmp_path_factory.mktemp("sources")
     for name, written in {"plain": "ring, red, big", "own": "(ring:1.4), {red|blue}", "class": "a ring"}.items():
         folder = draw_images(root / name, count=6)
@@ -74,7 +74,7 @@ def test_the_description_of_captions(config: Config, inputs: Inputs) -> None:
     assert f"    … and {len(texts) - 2} more" in lines
     varied = [sample for sample in inputs.train if len(sample.texts) > 1]
     count = len({text for sample in varied for text in sample.texts})
-    size = count * 4 * 77 * 64 / 1e6  # the built-in base's text encoder is 64 wide
+    size = count * 4 * 77 * 64 / 1e6  # the text encoder of the built-in model is 64 wide
     assert f"texts for each of {len(varied)} captions: {count} texts, {size:.1f} MB" in lines
     assert "captions.keep_tokens does nothing without" in lines
     assert "captions.variants=4 is fewer than the 5 choices of own/image_0.png" in lines
@@ -96,7 +96,7 @@ def test_the_shown_caption_is_the_trained_one() -> None:
 def test_a_plan_counts_the_same_texts(config: Config, inputs: Inputs) -> None:
     planned = {sample.path: sample.texts for sample in planned_data(config)[0]}
     trained = {sample.path: sample.texts for sample in inputs.train}
-    both = planned.keys() & trained.keys()  # the split knows of copies where images are looked at, not in a plan
+    both = planned.keys() & trained.keys()  # the split knows copies when images are inspected, not in a plan
     assert len(both) > 9
     assert {path: planned[path] for path in both} == {path: trained[path] for path in both}
 

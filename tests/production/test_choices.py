@@ -1,6 +1,7 @@
-"""What a GPU without bf16 units makes of the settings: fp16 in place of bf16, also under weights in 8 bits.
+"""Settings chosen for a GPU without bf16: fp16 in its place, also with 8-bit weights.
 
-Of a GPU that is not there only what torch would read from its driver is replaced: its size, what is free, its units.
+The GPU is simulated by replacing what torch reads from its driver: size, free memory, compute capability.
+
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def test_an_old_gpu_computes_in_fp16_and_the_saved_config_repeats_it(
 ) -> None:
     first = chosen(family)
     assert (first.precision.value, first.dtype) == (precision, torch.float16)
-    # As a run's config.toml has it: what was decided counts as asked for.
+    # As in a run's config.toml: choices count as set.
     again = chosen(family, Layer("--config", {"memory": {"weight_dtype": precision}}))
     assert (again.precision.value, again.dtype) == (precision, torch.float16)
     assert (again.micro, again.checkpointing) == (first.micro, first.checkpointing)
@@ -58,7 +59,7 @@ def test_an_old_gpu_computes_in_fp16_and_the_saved_config_repeats_it(
 
 @pytest.mark.parametrize(("works", "precision"), [(True, "nf4"), (False, "fp8")])
 def test_a_run_and_a_plan_for_its_gpu_agree_on_what_nf4_needs(works, precision, monkeypatch, tmp_path):
-    """A library that is there and does not start is as good as none. Nobody tries it where nf4 would not be chosen."""
+    """An installed library that fails to load counts as missing. It is not tried unless nf4 would be chosen."""
     put_in_gpu(monkeypatch, 11.8)
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
     tried = tmp_path / "tried"
@@ -86,7 +87,7 @@ def test_a_capped_process_stays_below_its_cap_and_the_plan_fits_under_it(limit, 
     alone, crowded = (choices.capped_share(limit, int(part * total), total) for part in (1.0, free))
     assert 0.0 <= crowded <= alone <= LARGEST_SHARE
     assert crowded * total <= max(free * total - choices.LEFT_GIB * GIB, 0.0) + 1.0
-    usable = usable_gib(min(gpu, limit or gpu))  # what the plan gives to torch's allocator
+    usable = usable_gib(min(gpu, limit or gpu))  # the plan's limit for torch's allocator
     assert usable * GIB <= alone * total or alone == 0.0
 
 

@@ -1,4 +1,4 @@
-"""`check --html`: one page that holds all it shows, whatever the files are called."""
+"""`check --html`: one self-contained page, whatever the file names are."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_output_paths_are_checked_together_and_before_the_data(folder: Path, tmp
     assert "lies in the data" in both[0]
     assert problems_of_paths(tmp_path / "page.html") == []
     page_of(folder, tmp_path)
-    assert problems_of_paths(tmp_path / "page.html") == []  # its own page is written over
+    assert problems_of_paths(tmp_path / "page.html") == []  # its own page is overwritten
 
 
 def test_an_image_inside_a_larger_file_is_shown(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a step is fed with is the same wherever the run was resumed, however it is split, on any number of processes."""
+"""The samples of a step do not depend on resuming, splitting or the number of processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LEARNER = cast(
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> CachedData:
-    """Images of two shapes, at two resolutions and mirrored, with three texts each, repeats, and kept ones; one twice."""
+    """Images of two shapes, two resolutions, flipped, with three texts each, repeats and regularization; one twice."""
     folder = tmp_path_factory.mktemp("entries")
     samples = [
         Sample(
@@ -77,7 +77,7 @@ def feeds(data: CachedData, seed: int, effective: int, world: int, most: int) ->
 
 
 def rows(micros: list[MicroBatch]) -> Counter[tuple[bytes, ...]]:
-    """Each sample with all its numbers, as it is trained."""
+    """Each sample with all of its tensors, as trained."""
     found: Counter[tuple[bytes, ...]] = Counter()
     for micro in micros:
         parts = (micro.latents, micro.noise, micro.t, *micro.cond.values(), micro.sizes, micro.weights)

@@ -1,4 +1,4 @@
-"""A model without a ledger is planned with few traces, and chosen for as if all were known."""
+"""A model without a memory profile needs few traces, and its plan is the same as with all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.production.test_plan import plan_for
 def test_few_sizes_are_traced_and_the_choice_is_that_of_all(
     family: str, samples: int, limit: float, most: int | None
 ) -> None:
-    """A footprint of a model without a ledger takes seconds."""
+    """The footprint of a model without a memory profile takes seconds."""
     demand = plan_for(family=family, memory__limit_gib=24.0).demand
     traced, memory_model = set[tuple[Sizes, str]](), demand.memory_model
 

@@ -1,4 +1,4 @@
-"""What a killed run left in its folder goes when the next one holds it."""
+"""The next run deletes partial files of a killed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host memory that streaming takes: said by a plan, held against the system by a run."""
+"""Host memory of block swap: shown by a plan, compared with the system by a run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_without_a_gpu_every_phase_counts_in_host_memory() -> None:
 
 
 def test_parts_stored_in_the_compute_precision_stay_memory_mapped(tmp_path: Path) -> None:
-    """A folder's own files say it, part by part."""
+    """By the files of the folder, part by part."""
     model = save_tiny_model(tmp_path / "model", "flux")
     facts = FAMILIES["flux"].describe(model)
     size = sum(each.numel() for each in load_file(next((model / "transformer").glob("*.safetensors"))).values())

@@ -1,4 +1,4 @@
-"""Models of a hub, fetched over real sockets from one on this machine."""
+"""Hub models, fetched over real sockets from a local hub."""
 
 from __future__ import annotations
 

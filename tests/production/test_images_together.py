@@ -1,4 +1,4 @@
-"""How many images are encoded at once: as the plan counts them, by the model's own VAE."""
+"""The number of images encoded at once, as planned for the model's own VAE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is hidden from libraries, and where: whole processes, since nothing hidden comes back in one."""
+"""Which libraries are hidden, and where. In whole processes, as hiding cannot be undone in one."""
 
 import gc
 import subprocess

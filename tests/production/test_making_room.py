@@ -1,4 +1,4 @@
-"""The trained denoiser makes room for one that draws: by the size of a wide one, however its own weights are stored."""
+"""The trained denoiser leaves the GPU for sampling, by the size of an unquantized one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: every preset is kept, what the user set is kept too, and a refusal names what would fit."""
+"""Plans: every preset and user setting is kept, and a refusal names settings that fit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ALL_COMBINATIONS = 6 * 3 * len(FAMILIES)
 
 
 def plan_for(*presets: str, family: str = "sdxl", **settings: object) -> Plan:
-    """A plan on a family's published model; settings are named with two underscores."""
+    """A plan for a family's published model. Settings have two underscores."""
     values: dict[str, dict[str, object]] = {"model": {"family": family}}
     for name, value in settings.items():
         section, key = name.split("__")
@@ -135,7 +135,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_its_size() -> None:
 
 
 def test_a_phase_that_does_not_fit_is_in_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    """SDXL at 1024 px on 2 GiB: training streams, and encoding one image takes more than there is."""
+    """SDXL at 1024 px on 2 GiB: training swaps blocks, and encoding one image does not fit."""
     plan = plan_for(memory__limit_gib=2.0)
     assert plan.fit.fits
     assert not plan.fits
@@ -184,7 +184,7 @@ def test_parts_grow_with_what_they_depend_on() -> None:
 
 
 def test_quantized_weights_come_before_block_swap() -> None:
-    """FLUX.1: 8-bit weights where they fit, then 4 bits, then blocks that visit; each as little as needed."""
+    """FLUX.1: 8-bit weights if they fit, then 4 bits, then block swap; each as little as needed."""
     fits = {limit: plan_for(family="flux", memory__limit_gib=limit).fit for limit in (80.0, 24.0, 12.0, 8.0, 5.0)}
     assert [fit.precision for fit in fits.values()] == ["bf16", "fp8", "nf4", "nf4", "nf4"]
     assert [fit.swapped > 0 for fit in fits.values()] == [False, False, False, True, True]
@@ -267,7 +267,7 @@ def test_no_fit_is_claimed_for_an_attention_backend_with_uncounted_memory(
 
 
 def test_a_larger_micro_batch_is_not_a_setting() -> None:
-    """`train.max_micro_batch_size` is a ceiling: to raise it changes nothing of what was chosen below it."""
+    """`train.max_micro_batch_size` is a limit: raising it changes no choice below it."""
     fit = plan_for("8gb", train__effective_batch_size=4, memory__gradient_checkpointing=18)
     names = [each.setting for each in fit.settings]
     assert f"{2 * fit.fit.micro} samples at once" in names
@@ -290,7 +290,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 
 
 def test_a_resident_vae_is_counted() -> None:
-    """Without cached latents: 84 M parameters in fp32, and what one image takes while it is encoded."""
+    """Without cached latents: 84 M parameters in fp32, and the memory to encode one image."""
     cached, fresh = plan_for(), plan_for(cache__latents=False)
     assert fresh.fit.parts.weights - cached.fit.parts.weights == pytest.approx(0.31, abs=0.05)
     assert fresh.fit.parts.activations > cached.fit.parts.activations
@@ -326,7 +326,7 @@ def test_the_peak_of_the_run_is_that_of_its_highest_phase() -> None:
 def test_a_folder_named_like_a_family_is_not_taken_for_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nor does it say how wide the text encoders are that are trained."""
+    """Nor does it set the width of trained text encoders."""
     arguments = ["plan", "--json", "--set", "model.family=sdxl", "--set", "text_encoder.learning_rates=[1e-5]"]
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 0

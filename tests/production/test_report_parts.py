@@ -1,4 +1,4 @@
-"""Curves and images of the report: whatever a run left, they stand and nothing that matters is lost."""
+"""Curves and images of the report: robust to any data, without losing what matters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much room a run needs, before it begins."""
+"""The disk space that a run needs, estimated before it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run makes of its sources before they are read."""
+"""How a run resolves its sources before they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report's targets: each beside what was seen, and nothing about what was not."""
+"""The targets of the report: each next to its measurement, if there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan says of text encoders that are trained along, held against what they keep and against the run's own."""
+"""The planned memory of trained text encoders, compared with what they keep and with the run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_clip_keeps_the_predicted_memory(checkpointed):
         loss.backward()
     sizes = EncoderSize(LAYERS, WIDTH, INNER, rank=RANK, tokens=77)
     expected = 4 * sizes.kept(2, checkpointed=checkpointed)
-    if checkpointed:  # its layers' own come one after the other, where the hooks do not look
+    if checkpointed:  # those of its layers come in turn, outside of the hooks
         expected -= 4 * 2 * 77 * (8 * WIDTH + 3 * INNER + 6 * RANK)
     assert forward == pytest.approx(expected, rel=0.08)
     trained = [tuple(each.shape) for each in encoder.parameters() if each.requires_grad]
@@ -73,7 +73,7 @@ def test_t5_keeps_the_predicted_memory(checkpointed):
         loss.backward()
     sizes = EncoderSize(LAYERS, WIDTH, INNER, attention=heads * each, scores=heads, rank=RANK, tokens=tokens)
     expected = 2 * sizes.kept(2, checkpointed=checkpointed)
-    if checkpointed:  # its layers' own come one after the other, where the hooks do not look
+    if checkpointed:  # those of its layers come in turn, outside of the hooks
         assert forward < expected
         expected -= 2 * 2 * tokens * (8 * WIDTH + 4 * heads * each + 7 * INNER + 7 * RANK)
     assert forward == pytest.approx(expected, rel=0.3 if checkpointed else 0.08)
@@ -119,7 +119,7 @@ def test_t5_is_counted_when_it_is_trained(family):
 
 
 def test_host_memory_holds_t5_when_it_is_trained():
-    """Published in bf16: in fp32 it is brought in, in bf16 it stays mapped."""
+    """Published in bf16: read into memory for fp32, memory mapped for bf16."""
 
     def training(precision: str, *rates: float) -> float:
         resolved, _ = demand_of("flux", text_encoder__learning_rates=rates, memory__weight_dtype=precision)
@@ -137,4 +137,4 @@ def test_nothing_is_counted_when_no_encoder_is_trained():
     assert without.texts == idle.texts == TextSizes()
     _, one = demand_of("sdxl", text_encoder__learning_rates=(0.0, 1e-5))
     assert [(each.layers, each.width) for each in one.texts.encoders] == [(32, 1280)]
-    assert sum(one.texts.held.values()) > 8e8  # the other reads captions beside it
+    assert sum(one.texts.held.values()) > 8e8  # the other encodes captions next to it

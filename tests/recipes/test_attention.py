@@ -1,4 +1,4 @@
-"""`hardware.attention_backend` of whole runs: the fastest is timed once, said, and kept on resuming."""
+"""`hardware.attention_backend` of whole runs: the fastest is timed once, logged, and kept on resume."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.recipes.recipe import Bench, record
 
 
 def attention_of(bench: Bench, name: str) -> tuple[str, dict[str, Any]]:
-    """The line that says what was chosen, and the record."""
+    """The line with the chosen backend, and the record."""
     document = record(bench.folder(name))
     (line,) = [line for line in document["choices"] if line.startswith("attention")]
     return str(line), document
 
 
 def test_the_fastest_attention_backend_is_timed_once_and_kept_on_resume(bench, capsys):
-    """Timed for real, so either may win; what is recorded is then swapped, which a second race would not follow."""
+    """Either may win. The recorded choice is then swapped: timing again would not follow it."""
     assert bench.run("timed", steps=1, hardware__attention_backend="fastest") == 0
     line, document = attention_of(bench, "timed")
     fastest = document["hardware"]["timed_attention"]

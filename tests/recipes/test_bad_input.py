@@ -262,13 +262,13 @@ def test_a_pattern_that_matches_nothing(bench, capsys):
 
 
 def test_a_resolution_below_the_models_step(bench, capsys):
-    """The tiny model's step is 16 pixels, the least resolution of the schema 32: no bucket has room at 48 x 16."""
+    """The tiny model's bucket step is 16 px and the minimum resolution 32: no bucket fits 48 x 16."""
     assert bench.run("small", data__resolution=31) == 2
     assert "data.resolution" in plain_error(capsys)
 
 
 def nan_at(step: int) -> Callable[..., torch.Tensor]:
-    """A squared error that is not a number in one step."""
+    """An MSE loss that is NaN in one step."""
     true, calls = loss_module.squared_error, [0]
 
     def squared_error(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -342,7 +342,7 @@ def test_output_inside_the_data_is_refused(bench, capsys):
 
 
 def test_a_folder_in_which_another_process_trains(bench, capsys):
-    """Held by a process that is alive it is refused, with --resume too; after its end it is free, however it ended."""
+    """A live process locks it, also against --resume. After any end of that process it is free."""
     folder = bench.folder("held")
     folder.mkdir(parents=True)
     program = "import sys; from filelock import FileLock; lock = FileLock(sys.argv[1]); lock.acquire(); print(1, flush=True); input()"
@@ -359,7 +359,7 @@ def test_a_folder_in_which_another_process_trains(bench, capsys):
 
 
 def test_two_runs_that_start_at_once(bench, capsys):
-    """The second found the folder free, and is refused where it would begin to write."""
+    """The second finds the folder free and is refused at its first write."""
     true, started = run_module.read_inputs, []
 
     def read_inputs(*arguments, **options):

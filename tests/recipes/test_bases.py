@@ -1,4 +1,4 @@
-"""What `--model` may name, through the real command: a model of a hub, another VAE, and what is refused."""
+"""`--model` through the real command: hub models, another VAE, and refusals."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_replaced_vae_is_used_to_train_and_sample_and_is_laid_out_again(
     assert f"VAE: {tmp_path / 'vae'}" in choices["vae"]
     assert any(line.startswith(f"VAE: {file} (a file tells no scaling_factor") for line in choices["file"])
     assert losses(bench.folder("file")) == losses(bench.folder("vae"))[:3]
-    assert bench.run("vae", "--resume", steps=5, **settings) == 2  # it began with another VAE
+    assert bench.run("vae", "--resume", steps=5, **settings) == 2  # it started with another VAE
 
 
 def other_channels(folder: Path) -> Path:
@@ -259,7 +259,7 @@ raise SystemExit(code)
 def test_a_separate_process_opens_no_socket(
     bench: Bench, tiny_model: Path, tmp_path: Path, command: str, offline: bool
 ) -> None:
-    """The environment says so before any library is imported; a model that is here needs no request either way."""
+    """The environment is set before any import. A local model needs no request anyway."""
     model: Path | str = tiny_model
     if offline:  # by its id, from the cache
         with local_hub(tmp_path / "hf") as hub:

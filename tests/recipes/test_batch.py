@@ -1,4 +1,4 @@
-"""A batch through the command: every folder gets its LoRA or its reason, and nothing is done twice."""
+"""A batch through the command: every folder gets a LoRA or a reason, and nothing is done twice."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ STEPS = 3
 
 
 class PowerCut(BaseException):
-    """Ends everything where no handler of errors is meant to save anything."""
+    """Ends the process without running error handlers."""
 
 
 @dataclass(frozen=True)
 class Night:
-    """A ROOT, where its runs go, and the command."""
+    """A ROOT, its output folder, and the command."""
 
     root: Path
     output: Path
@@ -74,7 +74,7 @@ def night(tmp_path: Path, images: Path, tiny_model: Path, shared_cache: Path) ->
 
 @dataclass(frozen=True)
 class Seen:
-    """A night that is over: its code, what was read from the disk, and ROOT before it."""
+    """A finished batch: its exit code, the files it read, and ROOT before it."""
 
     night: Night
     code: int
@@ -84,7 +84,7 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def over(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, images: Path) -> Seen:
-    """Six folders, two of them bad, in caches of their own."""
+    """Six folders, two of them bad, with their own caches."""
     place = tmp_path_factory.mktemp("over")
     root = make_root(place / "root", images, "ash", "birch", "cedar [x]", "elm", "fir")
     (root / "elm" / "lora.toml").write_text("[lora]\nrank = 8\n", encoding="utf-8")
@@ -113,7 +113,7 @@ def over(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, images: Pat
     before = contents(root)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, "sd15", seen)
-        patch.setattr(kept, "MEMORY_FULL", 101.0)  # percent: also where other programs hold all of it
+        patch.setattr(kept, "MEMORY_FULL", 101.0)  # percent: also if other programs use all of it
         code = night.run()
     return Seen(night, code, reads, before)
 
@@ -196,7 +196,7 @@ def test_a_job_trains_the_same_as_a_single_run(over, tmp_path):
 
 
 def test_a_second_batch_does_nothing_until_a_folder_is_fixed(over, tmp_path, capsys):
-    # Neither may touch the night that other tests look at.
+    # Neither may change the batch that other tests read.
     shutil.copytree(over.night.output, tmp_path / "night")
     shutil.copytree(over.night.root, tmp_path / "root")
     night = replace(over.night, root=tmp_path / "root", output=tmp_path / "night")
@@ -254,7 +254,7 @@ def test_a_killed_batch_trains_nothing_twice(night, steps_trained, monkeypatch):
     assert night.jobs("attempts") == {"ash": 1, "birch": 2, "cedar": 1}
     assert contents(night.output / "ash") == first
     assert "resuming from step-000002" in night.log("birch")
-    # The step that was under way when the power went is the only one that is trained again.
+    # Only the step in progress at the power loss is trained again.
     assert len(steps_trained) == 3 * STEPS + 1
     assert exported(night.output / "birch")["kohya"] == exported(night.output / "ash")["kohya"]
     assert [row["step"] for row in rows(night.output / "birch")] == [1, 2, 3]
@@ -285,7 +285,7 @@ def test_an_error_in_one_job_stops_no_other(night):
             raise RuntimeError("broken on purpose")
         return true(resolved, **arguments)
 
-    # Shows when the model is loaded: the run's folder is there already.
+    # Fails when the model is loaded: the run folder exists by then.
     (night.root / "birch" / "lora.toml").write_text('[lora]\ntarget_modules = "nothing.*"\n', encoding="utf-8")
     with patched(worker, "train", train):
         assert night.run() == 2
@@ -303,7 +303,7 @@ def test_an_error_in_one_job_stops_no_other(night):
 
 
 def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
-    """Batches that are refused as a whole: the arguments and what is said."""
+    """Batches that are refused as a whole: the arguments and the message."""
     empty, mixed, same = tmp_path / "empty", tmp_path / "mixed", tmp_path / "same"
     empty.mkdir()
     draw_images(mixed, 2)

@@ -1,4 +1,4 @@
-"""Batches of real processes that are killed, stopped and set side by side."""
+"""Batches of real processes: killed, stopped, and run concurrently."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_workers_do_not_outlive_a_killed_batch(night: Night, checkout: Path) -> 
     process = start(night, checkout, "--jobs", "2")
     until(lambda: has_steps(night, "ash", 3))
     process.kill()
-    process.communicate(timeout=400)  # ends when the workers have closed what they inherited
+    process.communicate(timeout=400)  # ends when the workers have closed their inherited pipes
     path = night.output / queue.FILE
     until(lambda: all(job.status != "running" for job in queue.read_jobs(path)))
     assert {job.status for job in queue.read_jobs(path)} <= {"stopped", "waiting", "done"}

@@ -16,8 +16,8 @@ from lora_trainer.production import session
 from tests.recipes.recipe import Bench, exported, patched, record, rows, tensor_bytes
 from tests.recipes.test_resume import at_step, stop
 
-# The second step is best: the rate rises until it and the decay together throw the weights about. Figures are smooth
-# until then, and the same on every CPU to four digits: 1.0789, 1.0755, 1.0704, 1.0723, 1.0730, 1.0892, 1.2215.
+# The second step is best: the learning rate rises until training diverges. Until then the values are smooth and
+# the same on every CPU to four digits: 1.0789, 1.0755, 1.0704, 1.0723, 1.0730, 1.0892, 1.2215.
 HASTY: dict[str, object] = {
     "optimizer__learning_rate": 0.05,
     "optimizer__weight_decay": 80.0,
@@ -63,7 +63,7 @@ def test_the_last_step_is_exported_when_requested(hasty: Bench, bench: Bench) ->
 
 @pytest.mark.parametrize("died", [False, True])
 def test_a_stopped_run_exports_the_same_best_step(died: bool, hasty: Bench, bench: Bench) -> None:
-    """Stopped after the best step, or killed there: then the step is trained again from a checkpoint before it."""
+    """Stopped after the best step, or killed there and resumed from an earlier checkpoint."""
 
     class PowerCut(BaseException):
         pass

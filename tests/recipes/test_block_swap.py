@@ -1,4 +1,4 @@
-"""A whole run whose blocks visit: caches, steps, validation losses, images, gate and files are those of any other run."""
+"""Block swap in a whole run changes no cache, step, validation loss, image, gate or file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.exact
 
 
 def test_block_swap_does_not_change_the_run(bench, finished, monkeypatch, capsys):
-    """Also where the trained denoiser makes room for images and comes back, and with all other means of memory on."""
+    """Also when the denoiser leaves the GPU for sampling and returns, and with all other memory settings."""
     monkeypatch.setattr(release, "usable_bytes", lambda *_: 0)
     settings = {
         "memory__blocks_to_swap": 99,

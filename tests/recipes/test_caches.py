@@ -1,4 +1,4 @@
-"""What a second run finds in the caches, and what a dry run shows and leaves alone."""
+"""A second run uses the caches, and a dry run changes nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.recipes.recipe import Bench, contents, draw_images, exported, patched
 
 @pytest.fixture
 def own(bench: Bench, tmp_path: Path) -> Bench:
-    """Images that may be changed, and caches that are empty."""
+    """Images that the test can change, and empty caches."""
     return Bench(bench.model, draw_images(tmp_path / "own"), bench.output, tmp_path / "caches")
 
 
@@ -44,7 +44,7 @@ def test_a_second_run_loads_no_encoders(own, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "10 latents: 10 reused, 0 rebuilt" in shown
     assert "11 texts: 11 reused, 0 rebuilt" in shown
-    # For images, for captions, and for the prompts that judging the file asks in both runs.
+    # For images, captions, and the prompts of the LoRA check in both runs.
     assert (first, len(loads) - first) == (3, 1)
 
 
@@ -91,7 +91,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(own, tmp_path, capsys):
 
 
 def test_data_that_becomes_unreadable_loses_no_step(bench, finished, monkeypatch, capsys):
-    """The entry's file and the fix are said once, what was trained is saved, and --resume goes on."""
+    """The file and the fix are reported once, trained steps are saved, and --resume continues."""
     settings = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3}
     true = feed.read_micro
 
@@ -123,7 +123,7 @@ def test_a_full_disk_is_refused_before_anything_is_built(own, capsys, monkeypatc
 
 
 def test_disk_space_is_not_required_for_entries_that_others_wrote(own, monkeypatch):
-    """A process that planned before the others filled, and looks at the disk after."""
+    """A process that plans before the others write, and checks the disk after."""
     plans, true = [], session.plan_caches
     monkeypatch.setattr(session, "plan_caches", lambda *args: plans.append(true(*args)) or plans[0])
     assert own.run("first", command="cache") == 0

@@ -1,4 +1,4 @@
-"""Captions that vary, trained from caches: exact when resumed, shown before training, rebuilt only where they changed."""
+"""Varying captions from caches: exact on resume, shown before training, rebuilt only when changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VARIED = {
 
 @pytest.fixture
 def own(bench: Bench, tmp_path) -> Bench:
-    """Images with tags, which may be changed, and caches that are empty."""
+    """Images with tags that the test can change, and empty caches."""
     data = draw_images(tmp_path / "own", count=6)
     for index, path in enumerate(sorted(data.glob("*.txt"))):
         path.write_text(f"a (ring:1.3), a field, {'one, two' if index else 'zobo, three'}", encoding="utf-8")
@@ -28,7 +28,7 @@ def own(bench: Bench, tmp_path) -> Bench:
 
 
 def texts_of(bench: Bench, capsys, **settings: object) -> str:
-    """The line of the cache of texts, as a dry run shows it."""
+    """The text cache line of a dry run."""
     assert bench.run("asked", "--dry-run", command="cache", **(VARIED | settings)) == 0
     return next(
         line.strip() for line in capsys.readouterr().out.splitlines() if " texts: " in line and "reused" in line
@@ -60,7 +60,7 @@ def test_six_steps_equal_three_and_three_with_varying_captions(own, capsys):
     (own.data / "image_0.txt").write_text("a ring, zobo alone, there", encoding="utf-8")
     changed = texts_of(own, capsys)
     built = int(changed.partition(" reused, ")[2].split()[0])
-    assert 1 <= built <= 5  # its variants, and its canonical text where it is held out
+    assert 1 <= built <= 5  # its variants, and its canonical text as a validation image
     assert texts_of(own, capsys, captions__shuffle="false", captions__tag_dropout=0) != changed
     assert own.run("halves", "--resume", steps=7, **(VARIED | {"captions__variants": 5, "captions__dropout": 0.5})) == 2
     output = capsys.readouterr().err

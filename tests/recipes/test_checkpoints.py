@@ -1,4 +1,4 @@
-"""Trained, judged and drawn with a single checkpoint: the same numbers as with the folder of the same weights."""
+"""Training, evaluation and sampling with a single-file checkpoint equal those with the same model's folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = {
 
 
 def benches_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Bench, Bench, dict[str, str]]:
-    """The same model as a folder and as a checkpoint, and the settings that the latter needs."""
+    """The same model as a folder and as a checkpoint, and the settings for the checkpoint."""
     monkeypatch.setattr(tokenizers, "CLIP", folder / "words")
     if kind == "z_image":
         pipeline = tiny_z_image(folder / "words")
@@ -50,7 +50,7 @@ def benches_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 def smaller(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are said to be made for 64 px, at which the gate asks them: a file does not tell."""
+    """Both get a native resolution of 64 px for the gate: a file does not store it."""
 
     def public(name: str) -> Architecture:
         published = public_architecture(name)
@@ -59,7 +59,7 @@ def smaller(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (unet, transformers):
         monkeypatch.setattr(module, "public_architecture", public)
-    for module in (flux, z_image):  # whose configs do not tell either
+    for module in (flux, z_image):  # whose configs do not store it either
         monkeypatch.setattr(module, "SIDE", 8)
     for path in (model / "unet" / "config.json", model / "transformer" / "config.json"):
         if path.exists() and "sample_size" in path.read_text(encoding="utf-8"):

@@ -1,4 +1,4 @@
-"""A run whose terminal is closed saves what it trained."""
+"""A run saves its steps when its terminal is closed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def take_terminal() -> None:
 
 
 def take_terminal_and_stay() -> None:
-    """As under `nohup`: the signal of a closed terminal is ignored."""
+    """As under `nohup`: SIGHUP is ignored."""
     take_terminal()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""A run that stops early, through the command: done, released, and nothing left to do until it is asked for more."""
+"""Early stopping through the command: done, exported, and nothing left to resume unless more steps are set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family through the same commands: it learns, resumes exactly, and its file loads where people load it."""
+"""Every family through the same commands: it learns, resumes exactly, and its file loads in diffusers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ LEARNING = {
     "checkpoint__every_n_steps": 3,
     "captions__dropout": 0.3,
 }  # rank 4
-KINDS = {"sd3-without-t5": "sd3", "sd3.5": "sd3", "flux-schnell": "flux"}  # further ones of a family
-AT_1024 = ("flux", "z_image")  # pixels that the gate asks them at, for no config of theirs says less: ten times as long
+KINDS = {"sd3-without-t5": "sd3", "sd3.5": "sd3", "flux-schnell": "flux"}  # other flavors of a family
+AT_1024 = ("flux", "z_image")  # the gate's pixels for them, as no config sets fewer: ten times as slow
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
@@ -151,7 +151,7 @@ def test_a_lora_is_refused_on_another_family(trained, tiny_model, tmp_path, caps
 
 
 def test_a_v_prediction_model_with_zero_terminal_snr(tmp_path):
-    """As the velocity models of SDXL are published."""
+    """As in published v-prediction models of SDXL."""
     model = save_tiny_model(tmp_path, "sdxl")
     scheduler = model / "scheduler" / "scheduler_config.json"
     changes = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
@@ -168,13 +168,13 @@ def test_a_v_prediction_model_with_zero_terminal_snr(tmp_path):
 
 @pytest.mark.parametrize("family", ["sd3", pytest.param("flux", marks=pytest.mark.slow)])
 def test_text_encoders_too_large_for_a_gpu_are_read_layer_by_layer(family, tmp_path, capsys):
-    """As the plan says, and to the bit as those that stand there whole."""
+    """As planned, and bit for bit as with whole encoders."""
     model, data = save_tiny_model(tmp_path, family), draw_images(tmp_path / "data", 4)
     settings = {"data__resolution": 64, "steps": 2}
     bench = Bench(model, data, tmp_path / "runs", tmp_path / "cache")
     assert bench.run("whole", **settings) == 0
     capsys.readouterr()
-    with patched(caching, "usable_bytes", lambda config, device: 2**30):  # too little for 32 captions at once
+    with patched(caching, "usable_bytes", lambda config, device: 2**30):  # too small for 32 captions at once
         assert replace(bench, cache=tmp_path / "other").run("visiting", **settings) == 0
     assert "text encoders layer by layer, " in capsys.readouterr().out
     assert losses(bench.folder("visiting")) == losses(bench.folder("whole"))

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and what it leaves alone."""
+"""The files of a run, and what it must not change."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_metrics_have_one_row_per_step(finished):
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert all(set(row) >= FIELDS for row in metrics)
     assert all(row["loss"] > 0.0 and row["grad_norm"] > 0.0 and row["seconds"] > 0.0 for row in metrics)
-    # 9 trained images, 2 a step: the fifth step closes the pass with one image.
+    # 9 trained images, 2 per step: the fifth step ends the epoch with one image.
     assert [row["epoch"] for row in metrics] == [0, 0, 0, 0, 0, 1]
     assert [row["samples"] for row in metrics] == [2, 2, 2, 2, 1, 2]
 

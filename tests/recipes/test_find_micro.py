@@ -1,4 +1,4 @@
-"""`train.auto_find_micro_batch_size`: how many samples fit is tried before training, without a trace but the number."""
+"""`train.auto_find_micro_batch_size` finds how many samples fit before training and changes nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_largest_size_that_fits_is_found_in_few_tries(limit: int, most: int)
 
 
 def short_above(most: int, calls: list[int]) -> Callable[..., Any]:
-    """A squared error that runs out of memory for more than so many samples."""
+    """An MSE loss that runs out of memory above `most` samples."""
     true = loss_module.squared_error
 
     def squared_error(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_the_found_size_is_used_and_recorded_and_changes_nothing_else(bench, mon
     assert "4 run out of memory" in chosen(bench, "found")
     assert record(bench.folder("found"))["arithmetic"]["batch"] == 3
     assert read_toml(bench.folder("found") / "config.toml")["train"]["max_micro_batch_size"] == 3
-    # Repeated from its own config, now that there would be room for more.
+    # Repeated from its own config, now with room for more.
     repeated = ["train", "--config", str(bench.folder("found") / "config.toml"), "--name", "again"]
     assert main(repeated) == 0
     assert exported(bench.folder("again")) == exported(bench.folder("found"))
@@ -106,7 +106,7 @@ def test_on_a_cpu_free_memory_is_never_filled(bench, monkeypatch):
     assert max(needs) <= 3, "what would not fit is not even tried"
     assert "would hold" in chosen(bench, "little")
 
-    # Not even one fits, and that is said; the step has its own ways to need less.
+    # Not even one fits, which is reported; the step has its own fallbacks.
     monkeypatch.setattr(finding, "system_memory", lambda: (100, 0))
     assert bench.run("one", **once) == 0
     assert chosen(bench, "one").startswith("micro-batch 1")

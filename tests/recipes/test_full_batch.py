@@ -1,4 +1,4 @@
-"""A batch on a disk that is full: its queue, its summary and its jobs' logs wait for room."""
+"""A batch on a full disk: its queue, summary and job logs wait for space."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def night(tmp_path: Path, images: Path, tiny_model: Path, shared_cache: Path) ->
 
 @pytest.fixture(autouse=True)
 def died(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What ended threads; everything looks often."""
+    """The errors that ended threads; polling is fast."""
     found = list[str]()
     monkeypatch.setattr(threading, "excepthook", lambda seen: found.append(repr(seen.exc_value)))
     for module, name in ((disk, "LOOK_EVERY"), (table, "LOOK_EVERY_SECONDS"), (worker, "BEAT_SECONDS")):
@@ -40,7 +40,7 @@ def died(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def quick_job(happens: Callable[[str], None]) -> Callable[..., RunResult]:
-    """In place of a training: a record, a word, and what happens before its last signs of life."""
+    """A stand-in for training: writes a record and a line, then calls a hook before its last heartbeat."""
 
     def train(resolved: Any, *, console: Any, watch: Callable[[Progress], None], **_: Any) -> RunResult:
         config = resolved.config.run
@@ -52,7 +52,7 @@ def quick_job(happens: Callable[[str], None]) -> Callable[..., RunResult]:
         for step in range(1, 4):
             watch(Progress("training", step, 3))
             console.print(f"step {step}")
-        threading.Event().wait(0.3)  # the threads look meanwhile
+        threading.Event().wait(0.3)  # the threads poll meanwhile
         return RunResult(folder, {"scores": {"dataset": 1.0, "lora": 1.0}}, 0)
 
     return train
@@ -78,7 +78,7 @@ def test_a_batch_without_disk_space_ends_with_5_and_resumes(night, capsys, monke
     gone = json.dumps([host, number, started - 1000])
     with small_disk(night.output, "3m") as place:
         monkeypatch.setattr(worker, "train", quick_job(lambda name: fill_up(place)))
-        with patched(queue, "this_process", lambda: gone):  # as it is when the next one comes
+        with patched(queue, "this_process", lambda: gone):  # as when the next one comes
             assert night.run(checkpoint__wait_minutes=0) == 5
         printed = capsys.readouterr()
         assert "batch.sqlite needs room, and the disk of" in printed.err

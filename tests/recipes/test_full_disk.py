@@ -1,4 +1,4 @@
-"""A disk that is full, closed or gone under a run: it pauses, goes on by itself, and gives the same bytes."""
+"""A disk that is full, read-only or removed during a run: the run pauses, continues, and writes the same bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BALLAST = "ballast"
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_model: Path, images: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """A run named `run` that nothing happened to."""
+    """An undisturbed run named `run`."""
     bench = Bench(tiny_model, images, tmp_path_factory.mktemp("undisturbed"), shared_cache)
     assert bench.run("run", **SETTINGS) == 0
     return bench
@@ -36,7 +36,7 @@ def undisturbed(tiny_model: Path, images: Path, shared_cache: Path, tmp_path_fac
 
 @pytest.fixture(scope="module", autouse=True)
 def no_images() -> Iterator[None]:
-    """They take half of a run's time, and no file of the run hangs on them."""
+    """They take half of a run's time, and no file depends on them."""
 
     def draw(*_: Any, **__: Any) -> None:
         raise RuntimeError("not drawn here")
@@ -53,7 +53,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def small_disk(place: Path, size: str) -> Iterator[Path]:
-    """A real file system of so many bytes."""
+    """A real file system of the given size in bytes."""
     place.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
@@ -65,7 +65,7 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
 
 
 def fill_up(place: Path) -> None:
-    """Leave no byte."""
+    """Fill the disk completely."""
     with open(place / BALLAST, "wb", buffering=0) as file:
         for size in (2**16, 1):
             with suppress(OSError):
@@ -75,8 +75,8 @@ def fill_up(place: Path) -> None:
 
 @contextmanager
 def at_step(step: int, happens: Callable[[], None]) -> Iterator[None]:
-    """Something happens before a step is trained, counted from 0; once."""
-    true, begun = loop.stand_by, list[int]()  # which begins each step
+    """Call a function once, before a step, counted from 0."""
+    true, begun = loop.stand_by, list[int]()  # called at the start of each step
 
     def stand_by() -> None:
         begun.append(len(begun))
@@ -90,7 +90,7 @@ def at_step(step: int, happens: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def in_pauses(happens: Callable[[str], None]) -> Iterator[list[str]]:
-    """Something happens at the second look of each pause; gives what was said when pauses began."""
+    """Call a function at the second check of each pause. Yields the messages of all pauses."""
     true, waited_for = disk._sleep, list[str]()
 
     def sleep(patience: Any, what: str, *rest: Any) -> None:
@@ -158,7 +158,7 @@ def test_a_full_disk_ends_the_run_without_waiting_when_set(bench, undisturbed, c
 
 
 class Refused:
-    """Each place that files are renamed to is refused so many times."""
+    """Refuses each rename target the given number of times."""
 
     def __init__(self, number: int, times: int = 2) -> None:
         self.number, self.times = number, times
@@ -167,7 +167,7 @@ class Refused:
 
     def __call__(self, source: Any, target: Any) -> None:
         name = Path(target).name
-        if len(Path(name).stem) == 32:  # a shard has a name of its own each time
+        if len(Path(name).stem) == 32:  # a shard has a new name each time
             name = "shard"
         self.tried[name] = self.tried.get(name, 0) + 1
         if self.tried[name] <= self.times and name not in (".step-000002.old",):
@@ -306,7 +306,7 @@ def test_an_export_without_disk_space_is_done_on_resume(bench, undisturbed, caps
 
 
 def test_the_disk_estimate_covers_the_real_run(bench, monkeypatch):
-    """At each rename, which is when a second copy of something is there, the folder is weighed."""
+    """Measures the folder at each rename, when a second copy exists."""
     from lora_trainer.production import room
 
     folder, weights, forecast = bench.folder("run"), list[int](), list[int]()
@@ -373,7 +373,7 @@ def test_two_runs_where_the_file_system_has_no_locks(bench, capsys, monkeypatch)
 
 @pytest.mark.slow
 def test_a_run_waits_for_a_disk_that_was_removed(bench, undisturbed, tmp_path, capsys):
-    """Nothing is written into the empty mount point meanwhile."""
+    """Nothing is written into the empty mount point."""
     with small_disk(tmp_path / "stick", "20m") as stick:
         bench.output.mkdir(parents=True)
 

@@ -1,4 +1,4 @@
-"""A config of another trainer, from its import to the end of its run."""
+"""A config of another trainer, from import to the end of training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_kohya_config_trains_to_the_end(bench: Bench, tmp_path: Path, capsys: 
     (tmp_path / "data.toml").write_text(DATA.format(images=bench.data.as_posix()), encoding="utf-8")
     assert main(["import", str(config), "--output", str(ours)]) == 0
     assert f"lora-trainer train --config {ours}" in capsys.readouterr().out
-    # As it was imported, but for where caches lie and for the gate and its images, which take most of so short a run.
+    # As imported, except for the cache folder, the gate and its images: those take most of so short a run.
     quick = {"cache.dir": bench.cache, "gates.lora_check": "off"}
     settings = [part for name, value in quick.items() for part in ("--set", f"{name}={value}")]
     assert main(["train", "--config", str(ours), *settings]) == 0

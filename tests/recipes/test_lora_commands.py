@@ -1,4 +1,4 @@
-"""`convert` and `inspect` as users meet them; and what is no sound LoRA is refused alike by all four commands."""
+"""`convert` and `inspect`, and bad LoRA files that all four commands refuse alike."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_files_are_refused_with_a_reason(kind, command, bench, tmp_path, capsys, monkeypatch):
-    """Before a model is loaded, and with nothing written. NaN is scored 0 by `validate`, which is for such questions."""
+    """Before a model is loaded, and nothing is written. Only `validate` accepts NaN, and scores it 0."""
     make, reason = BAD[kind]
     path, out = tmp_path / "bad.safetensors", tmp_path / "out.safetensors"
     make(path)
@@ -134,7 +134,7 @@ def test_a_family_with_another_denoiser_is_refused(tmp_path, capsys):
 
 
 def test_a_folder_lists_its_files(tmp_path, capsys):
-    """As peft saves one."""
+    """As saved by PEFT."""
     saved(GOOD)(tmp_path / "adapter_model.safetensors")
     for command in (
         ["inspect", str(tmp_path)],
@@ -223,7 +223,7 @@ def test_inspect_shows_the_content_of_a_file(tmp_path, capsys):
 
 
 def test_inspect_reports_that_diffusers_skips_t5(tmp_path, capsys):
-    """sd-scripts trains T5 too; diffusers loads such a file of FLUX.1 without a word about what it leaves out."""
+    """sd-scripts can train T5; diffusers loads such a FLUX.1 file and silently skips T5."""
     path = tmp_path / "strange.safetensors"
     t5 = "lora_te3_encoder_block_0_layer_0_SelfAttention_q"
     for family, original in (("flux", "double_blocks_0_img_attn_proj"), ("sd3", "joint_blocks_0_x_block_attn_proj")):
@@ -272,7 +272,7 @@ def test_a_file_truncated_after_its_header_is_reported(tmp_path, capsys):
 
 
 def test_a_file_without_lora_keys_is_not_read(tmp_path, capsys):
-    """A base model that was cut off: most of its bytes are holes that nobody should have to read."""
+    """A truncated base model: a sparse file that must not be read whole."""
     path = tmp_path / "base.safetensors"
     size = 1 << 36
     header = json.dumps({"model.w": {"dtype": "F16", "shape": [size], "data_offsets": [0, 2 * size]}}).encode()

@@ -1,4 +1,4 @@
-"""Options of noise, loss, optimizer and weights through the command: what they change, and what is refused."""
+"""Noise, loss, optimizer and weight options through the command: their effects and refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.recipes.recipe import Bench, exported, header_of, losses, patched, re
 
 
 def v_model(bench: Bench, folder: Path) -> Bench:
-    """The same bench with a model that predicts velocity."""
+    """The same bench with a v-prediction model."""
     shutil.copytree(bench.model, folder)
     scheduler = folder / "scheduler" / "scheduler_config.json"
     document = json.loads(scheduler.read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def test_the_ema_is_exported_and_validated_and_training_is_unchanged(finished, b
 
 
 def test_a_schedule_free_run_exports_its_averaged_weights(bench):
-    """The library's own average, asked for after ours was taken."""
+    """The library's own average, read after ours."""
     seen: dict[str, torch.Tensor] = {}
     true = flow.choose_released
 
@@ -131,7 +131,7 @@ def test_clipping_by_value_replaces_clipping_by_norm(bench, capsys):
 @pytest.mark.parametrize("stabilized", [True, False])
 @pytest.mark.parametrize("rank", [4, 6])
 def test_the_file_changes_each_layer_like_the_adapter_in_memory(stabilized, rank, tmp_path):
-    """Linear layers and convolutions, alpha unlike the rank: the scale is alpha / rank or alpha / sqrt(rank)."""
+    """Linear layers and convolutions with alpha other than rank: the scale is alpha / rank or alpha / sqrt(rank)."""
     family, unet = FAMILIES["sd15"], tiny_pipeline(tmp_path).unet.requires_grad_(False)
     names = target_modules(unet, family, ("*.to_q", "*.ff.net.*", "*.resnets.*.conv?", "*.conv_shortcut"))
     adapters = inject_lora(unet, names, rank=rank, alpha=2.7, dropout=0.0, seed=1, rank_stabilized=stabilized)

@@ -1,4 +1,4 @@
-"""Memory that runs out after the training, or while caches are filled, costs time and nothing else."""
+"""Running out of memory after training, or while caching, costs only time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 def short_of_memory(work: Callable[..., Any]) -> Callable[..., Any]:
-    """The same work, which runs out of memory unless nothing needs to stay on the GPU."""
+    """The same function, out of memory unless nothing else stays on the GPU."""
 
     def work_or_fail(*args: Any, **kwargs: Any) -> Any:
         if kwargs["usable"] != 0:
@@ -37,7 +37,7 @@ def never(*_: Any, **__: Any) -> Any:
 
 
 def test_the_gate_and_samples_use_less_memory(bench, finished, monkeypatch, capsys):
-    """And the trained denoiser, which makes room for the one that draws, comes back as it was."""
+    """The trained denoiser leaves the GPU for sampling and returns unchanged."""
     rooms, freed = iter([0]), []
     monkeypatch.setattr(release, "usable_bytes", lambda *_: next(rooms, None))
     monkeypatch.setattr(release, "free_memory", freed.append)
@@ -71,7 +71,7 @@ def test_a_lora_that_cannot_be_evaluated_is_kept_and_can_be_evaluated_later(benc
 
 
 def test_images_are_encoded_in_smaller_batches(tiny_model, images, tmp_path, monkeypatch, capsys):
-    """The same caches to rounding; an image that does not fit even alone ends the run with what to change."""
+    """The same caches up to rounding. An image that does not fit alone ends the run with the fix."""
     family, batch_sizes = FAMILIES["sd15"], []
 
     def with_room_for(most: int) -> None:
@@ -103,7 +103,7 @@ def test_images_are_encoded_in_smaller_batches(tiny_model, images, tmp_path, mon
 
 @pytest.mark.slow
 def test_captions_are_encoded_in_smaller_batches(tiny_model, images, tmp_path, monkeypatch, capsys):
-    """The same captions to rounding; one that does not fit even alone ends the run with what to do."""
+    """The same embeddings up to rounding. A caption that does not fit alone ends the run with the fix."""
     family, batch_sizes = FAMILIES["sd15"], []
 
     def with_room_for(most: int) -> None:
@@ -138,7 +138,7 @@ def test_captions_are_encoded_in_smaller_batches(tiny_model, images, tmp_path, m
 
 @pytest.mark.slow
 def test_images_encoded_during_training_wait_for_memory(bench, monkeypatch):
-    """Without cached latents: tried again when steps leave room, and nothing changes."""
+    """Without cached latents: retried when steps leave room, and nothing changes."""
     family, fails, waited = FAMILIES["sd15"], iter([False, True, True, True, False, True]), []
 
     def load_encoders(*args: Any) -> Any:
@@ -171,7 +171,7 @@ def test_samples_that_run_out_of_memory_change_no_step(bench, finished, monkeypa
 
 
 def test_an_out_of_memory_step_is_in_the_record_and_the_report(bench, finished, monkeypatch, capsys):
-    """The whole command: one micro-batch runs out, the run goes on, and everybody can read it."""
+    """The whole command: one micro-batch runs out of memory, the run continues, and it is reported."""
     fails = iter([False, False, True])
 
     def squared_error(*args: Any) -> torch.Tensor:

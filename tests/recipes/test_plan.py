@@ -1,4 +1,4 @@
-"""The plan of a model of one's own, fp8 weights in a real run, and choices for a GPU without a GPU."""
+"""The plan of a custom model, fp8 weights in a real run, and GPU choices tested without a GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_images_that_training_refuses_are_noted(bench: Bench, capsys):
 
 
 def test_settings_are_traced_only_when_requested(bench: Bench, capsys, monkeypatch):
-    """Each costs seconds of a large model: a plan of one takes no more traces than its choice needs."""
+    """A trace of a large model takes seconds: a plan takes no more traces than it needs."""
     from lora_trainer.training.memory import memory_model
 
     traced, true = [], memory_model.traced_footprint
@@ -69,7 +69,7 @@ def test_settings_are_traced_only_when_requested(bench: Bench, capsys, monkeypat
 
 
 def bytes_in(folder: Path, *endings: str) -> int:
-    """Of the files below a folder, of all or of those with such names."""
+    """The size of the files in a folder, of all or of the named ones."""
     return sum(
         each.stat().st_size
         for each in folder.rglob("*")
@@ -79,7 +79,7 @@ def bytes_in(folder: Path, *endings: str) -> int:
 
 @pytest.mark.parametrize("latents", ["true", "false"])
 def test_the_disk_space_of_a_run_is_planned(bench: Bench, tmp_path, latents):
-    """Caches within 5 %, never less than there is. A run's folder held one checkpoint more than at the end."""
+    """Caches within 5 %, never too small. The run folder briefly holds one checkpoint more than at the end."""
     settings = {"cache__dir": tmp_path / "cache", "cache__latents": latents, "lora__rank": 16}
     settings |= {"checkpoint__every_n_steps": 2, "checkpoint__keep_last": 2, "data__flip": "true"}
     settings |= {"captions__variants": 3, "captions__shuffle": "true"}
@@ -101,7 +101,7 @@ def test_the_disk_space_of_a_run_is_planned(bench: Bench, tmp_path, latents):
 
 
 def test_a_dry_run_shows_the_memory_plan(bench: Bench, capsys):
-    """Without a GPU in one line, and only where a limit is set that it can be held against."""
+    """Without a GPU in one line, and only if a limit is set."""
     assert bench.run("dry", "--dry-run") == 0
     assert "memory, on a GPU" not in capsys.readouterr().out
     assert bench.run("dry", "--dry-run", memory__limit_gib=12.0) == 0

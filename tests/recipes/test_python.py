@@ -1,4 +1,4 @@
-"""A production run from Python, as the documents show it, and what it refuses."""
+"""A production run from Python as in the docs, and its refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.recipes.recipe import QUICK, Bench, draw_images, exported, record
 
 
 def settings_of(bench: Bench, **more: object) -> dict[str, object]:
-    """The recipes' quick settings as Python values."""
+    """The quick settings of the recipes as Python values."""
     values = {name: parse_value(text) for name, text in QUICK.items()}
     values |= {"cache.dir": bench.cache, "train.max_steps": 6}
     return values | {key.replace("__", "."): value for key, value in more.items()}

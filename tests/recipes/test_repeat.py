@@ -1,4 +1,4 @@
-"""A run repeated from its own config, from elsewhere; and what is said where a run goes on otherwise than before."""
+"""A run repeated from its saved config, and the differences reported when a run resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.exact
 def test_the_saved_config_repeats_a_run_from_another_folder(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Presets, what the hardware decided, relative paths and prompts, all from the one file."""
+    """Presets, hardware choices, relative paths and prompts, all from one file."""
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     shutil.copytree(bench.model, home / "model")
     shutil.copytree(bench.data, home / "images")
@@ -35,7 +35,7 @@ def test_the_saved_config_repeats_a_run_from_another_folder(
     assert main(["train", "--preset", "12gb,speed", *places, "--max-steps", "4", *chosen]) == 0
     before = contents(home / "caches")
     monkeypatch.chdir(elsewhere)
-    torch.rand(7)  # dropout is drawn from the seed, whatever was computed in the process before
+    torch.rand(7)  # dropout depends on the seed, not on earlier work of the process
     assert main(["train", "--config", str(home / "runs" / "first" / "config.toml"), "--name", "again"]) == 0
     assert list(elsewhere.iterdir()) == []
     assert contents(home / "caches").keys() == before.keys(), "everything was cached already"

@@ -1,4 +1,4 @@
-"""`report.html`, made by the real command for every ending of a run."""
+"""`report.html` of the real command for every ending of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOSTILE = '<script>alert("x")</script> & <img src=x onerror=alert(1)> {{ 7 * 7 }
 
 
 class Page(HTMLParser):
-    """A page as a reader gets it: its text, and every element with its attributes. Unclosed elements are an error."""
+    """A parsed page: its text and every element with its attributes. Unclosed elements are an error."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

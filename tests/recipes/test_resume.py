@@ -17,16 +17,16 @@ from tests.recipes.recipe import Bench, contents, draw_images, exported, losses,
 
 pytestmark = pytest.mark.exact
 
-# Through the whole command; every kind of run, stopped at every step, in tests/training/test_exact_resume.py.
+# Through the whole command. tests/training/test_exact_resume.py stops every kind of run at every step.
 KINDS: dict[str, dict[str, object]] = {
-    # A rank that brings the down projections to the size from which state is kept in 8 bits.
+    # A rank at which the down projections are large enough for 8-bit state.
     "adamw8bit": {"optimizer__name": "adamw8bit", "lora__rank": 128},
     "bf16 and average": {"memory__weight_dtype": "bf16", "train__ema_decay": 0.9, "validation__every_n_steps": 1},
 }
 
 
 class PowerCut(BaseException):
-    """Ends a run where no handler of errors is meant to save anything."""
+    """Ends a run without running error handlers."""
 
 
 def at_step(step: int, act: Callable[[], None]) -> Callable[[Trackers, list[dict[str, Any]]], None]:
@@ -42,12 +42,12 @@ def at_step(step: int, act: Callable[[], None]) -> Callable[[Trackers, list[dict
 
 
 def stop(number: int) -> Callable[[Trackers, list[dict[str, Any]]], None]:
-    """A signal that comes between the second step and the third, which is still done."""
+    """A signal between the second step and the third, which still completes."""
     return at_step(2, lambda: os.kill(os.getpid(), number))
 
 
 def assert_same_run(bench: Bench, one: str, other: str) -> None:
-    """The same losses and tensors; `one` and `other` are names, which do not count."""
+    """The same losses and tensors. `one` and `other` are run names, which may differ."""
     assert losses(bench.folder(one)) == losses(bench.folder(other))
     assert exported(bench.folder(one)) == exported(bench.folder(other))
 
@@ -59,7 +59,7 @@ def test_a_stopped_run_resumes_exactly(kind, bench):
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         assert bench.run("broken", **settings) == 143
     stopped = record(bench.folder("broken"))
-    steps = 2 if "validation__every_n_steps" in settings else 3  # the validation of the second step is given up
+    steps = 2 if "validation__every_n_steps" in settings else 3  # the validation of the second step is aborted
     assert (stopped["status"], stopped["exit_code"], stopped["steps"]) == ("stopped", 143, steps)
     assert bench.run("broken", "--resume", **settings) == 0
     assert [row["step"] for row in rows(bench.folder("broken"))] == [1, 2, 3, 4, 5, 6]
@@ -236,7 +236,7 @@ def test_sample_counts_are_the_same_after_a_stop_in_the_middle_of_an_epoch(bench
     assert record(bench.folder("first"))["ledger"]["samples"] == 2 * record(bench.folder("first"))["steps"]
     assert bench.run("first", "--resume", **settings) == 0
     whole, resumed = (record(place.folder("first")) for place in (finished, bench))
-    # Five steps an epoch for nine images, the last of one image, and one step more.
+    # Five steps per epoch for nine images, the last with one image, and one more step.
     assert whole["ledger"]["images"] == {"count": 9, "least": 1, "most": 2, "never": 0}
     assert whole["ledger"]["line"] == "every image 1–2 times"
     assert "trained: every image 1–2 times" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Settings that change how a run computes, and what they must not change."""
+"""Settings that change how a run computes, and the results that they must not change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.recipes.recipe import Bench, exported, losses, patched, record
 
 @pytest.mark.parametrize(("micro", "calls"), [(4, (1, 2)), (2, (2, 3)), (1, (4, 4))])
 def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
-    """Four samples of two buckets make one or two micro-batches of four, two or three of two, four of one."""
+    """Four samples of two buckets form one or two micro-batches of four, two or three of two, four of one."""
     seen: list[list[MicroBatch]] = []
     true = run_module.train_step
 
@@ -27,7 +27,7 @@ def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
         return true(learner, seen[-1], *others)
 
     def inputs_by_timestep(size: int) -> dict[float, bytes]:
-        """What each sample of the first step was asked, by its first value of noise."""
+        """The timestep and noise of each sample of the first step, by its first noise value."""
         seen.clear()
         with patched(run_module, "train_step", train_step):
             assert (
@@ -94,7 +94,7 @@ def test_sampling_while_training_does_not_change_the_run(finished, bench):
 
 
 def test_the_config_of_a_run_with_presets_repeats_it(bench):
-    """The tier prefers an attention that this machine may lack: what was used is what the file names."""
+    """The VRAM preset prefers a backend that this machine may lack: the file names the one in use."""
     assert bench.run("tier", "--preset", "12gb,quality", steps=1, memory__weight_dtype=None) == 0
     config = str(bench.folder("tier") / "config.toml")
     assert main(["train", "--config", config, "--name", "again"]) == 0
@@ -117,7 +117,7 @@ def test_an_untrained_lora_is_refused_and_kept(bench, capsys):
 
 
 def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
-    """9 of the 10 images are trained, one is held out; an epoch is 5 steps."""
+    """9 of the 10 images are trained, one is for validation; an epoch has 5 steps."""
     unseen = "9 images, 4 samples trained in 2 steps: 5 images were never trained"
     low = {"gates__lora": 1e-9, "gates__lora_check": "lite"}
     assert bench.run("brief", command="produce", steps=2, **low) == 4

@@ -1,4 +1,4 @@
-"""A model whose denoiser and text encoder lie in several files: trained, gone on with, tried in the gate."""
+"""A model with sharded denoiser and text encoder: trained, resumed, evaluated."""
 
 from __future__ import annotations
 

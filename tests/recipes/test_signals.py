@@ -1,4 +1,4 @@
-"""A signal in every phase of a run: it leaves with its code and a true record, and the resumed run gives the same bytes."""
+"""A signal in every phase: the run exits with its code and a true record, and resumes to the same bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
     "first validation": (session, "validation_losses", 1, 0),
     "a slow step": (step, "backward", 5, 2),
     "validation": (session, "validation_losses", 2, 3),
-    "a checkpoint": (saving, "save_checkpoint", 1, 4),  # it is finished, and one more step as well
+    "a checkpoint": (saving, "save_checkpoint", 1, 4),  # it finishes, and one more step
     "images": (release, "draw_comparison", 1, 4),
     "the release": (flow, "choose_released", 1, 6),
     "the gate": (flow, "judge_lora", 1, 6),
@@ -47,14 +47,14 @@ LITE = {"gates__lora_check": "lite"}
 
 
 def signal_in(target: Any, name: str, call: int, number: int = signal.SIGTERM) -> Callable[..., Any]:
-    """The function, which is told to stop when it begins its `call`th call."""
+    """The function, with a signal at the start of its `call`th call."""
     real, calls = getattr(target, name), 0
 
     def called(*arguments: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == call:
-            signal.raise_signal(number)  # in this thread: it is known before the call goes on
+            signal.raise_signal(number)  # in this thread: it arrives before the call continues
         return real(*arguments, **named)
 
     return called
@@ -111,7 +111,7 @@ def test_the_time_to_stop_is_recorded(bench: Bench) -> None:
 
 
 def signal_at_line(function: Callable[..., Any], line: int, begun: Callable[[], bool]) -> Callable[..., Any]:
-    """A trace of `sys.settrace`: a signal comes before the `line`th line, from 1, of those run once `begun`."""
+    """A trace for `sys.settrace`: sends a signal before the `line`th line, from 1, after `begun`."""
     seen = 0
 
     def lines(frame: Any, event: str, value: Any) -> Any:
@@ -138,7 +138,7 @@ def test_a_signal_at_any_line_after_the_session_ends_the_run(method: str, bench:
         return flow.Outcome(record, None, None, signal_exit=143)
 
     was_signaled, line = True, 0
-    while was_signaled:  # at one line after the other, until the last is behind
+    while was_signaled:  # at each line in turn
         line += 1
         over.clear()
         here = replace(order, folder=tmp_path / f"line {line}")

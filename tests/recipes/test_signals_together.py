@@ -1,4 +1,4 @@
-"""Two processes under `accelerate launch`, of which one is told to stop: both leave after the same step."""
+"""A signal to one of two processes under `accelerate launch` stops both after the same step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def ranks(launcher: int) -> dict[int, psutil.Process]:
-    """The processes that a launcher started, by their rank."""
+    """The processes of a launcher, by rank."""
     found = {}
     for process in psutil.Process(launcher).children(recursive=True):
         environment = process.environ()

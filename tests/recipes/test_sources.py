@@ -1,4 +1,4 @@
-"""One run over sources of every kind, together."""
+"""One run with sources of every kind."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_run_with_mixed_sources_repeats_from_its_record(
     written = record(bench.folder("mixed"))
     assert (written["status"], written["dataset"]["samples"]) == ("done", 14)
     assert {path: path.stat().st_mtime_ns for path in config.parent.rglob("*")} == before
-    monkeypatch.chdir(tmp_path)  # what a run writes down holds from anywhere
+    monkeypatch.chdir(tmp_path)  # a run records absolute paths
     again = str(bench.folder("mixed") / "config.toml")
     assert train("again", "--config", again, steps=2) == 0
     assert train("again", "--config", again, "--resume") == 0

@@ -1,4 +1,4 @@
-"""What a run that was stopped leaves: a record that is true, words that are true, and the command that goes on."""
+"""A stopped run leaves a true record, true messages, and the command that resumes it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_signal_after_training_finds_the_result_recorded(after: str, files: bo
 
 
 def test_stopped_while_caching(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """How much is kept is said, and how to go on; no page is drawn of nothing."""
+    """The kept steps and the resume command are printed; there is no empty report."""
     bench = replace(bench, cache=tmp_path / "empty")
     with signal_after(filling._Filling, "publish"):
         assert bench.run("first", cache__batch_size=1, cache__workers=1) == 143

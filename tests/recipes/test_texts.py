@@ -1,4 +1,4 @@
-"""Runs whose captions are read in another way than the model's own."""
+"""Runs with other caption encoding settings than the model's defaults."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def test_captions_are_encoded_as_in_training_unless_set_otherwise() -> None:
     for config in (read_as_trained(plain, run, {}), read_as_trained(plain, None, own)):
         assert text_options(config, family) == text_options(run, family)
         assert not config.textual_inversion.placeholder_tokens
-    assert read_as_trained(plain, None, {"ss_clip_skip": "2"}) == plain  # of another program, which may ignore it
+    assert (
+        read_as_trained(plain, None, {"ss_clip_skip": "2"}) == plain
+    )  # of another program, which may ignore this setting
     set_config = Config.model_validate({"text_encoder": {"clip_skip": 3}})
     assert read_as_trained(set_config, run, own) == set_config
 
@@ -147,7 +149,7 @@ def test_all_settings_that_a_model_refuses_are_reported_at_once(
 
 
 def test_a_skipped_t5_is_never_loaded(tmp_path: Path) -> None:
-    """Nor looked for, as where it was not fetched: what trains, is judged and draws has no T5 then."""
+    """It need not exist: training, evaluation and sampling run without T5."""
     tiny_pipeline(tmp_path / "tokens", "sd3").save_pretrained(tmp_path / "sd3", safe_serialization=True)
     shutil.rmtree(tmp_path / "sd3" / "text_encoder_3")
     config = Config.model_validate({"model": {"path": str(tmp_path / "sd3"), "without_t5": True}})

@@ -1,4 +1,4 @@
-"""Text encoders trained along through the real command: learned, gone on with, and loaded where people load it."""
+"""Text encoders trained through the real command: they learn, resume, and load in diffusers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILY_CASES = [pytest.param(name, marks=() if name == "sdxl" else pytest.mark.s
 
 @pytest.fixture(scope="module", params=FAMILY_CASES)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """A family's tiny model, and a finished run named `cat` of twelve steps on it and its text encoders."""
+    """A family's tiny model and a finished twelve-step run named `cat` that also trains its text encoders."""
     folder = tmp_path_factory.mktemp(request.param)
     data = draw_images(folder / "data")
     bench = Bench(save_tiny_model(folder, request.param), data, folder / "runs", folder / "cache")
@@ -59,7 +59,7 @@ def test_loss_falls_and_the_gate_uses_the_trained_text_encoders(trained):
 
 
 def deltas_trained(bench: Bench) -> dict[str, torch.Tensor]:
-    """What the run's newest checkpoint changes of each module, by the names of files."""
+    """The weight change of each module in the newest checkpoint, by the names in files."""
     found, _ = newest_valid(bench.folder("cat") / "checkpoints")
     assert found is not None
     masters, deltas = found[1].adapter, {}

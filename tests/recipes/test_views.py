@@ -1,4 +1,4 @@
-"""Several resolutions, crops, mirrored and recolored images and masks in one run, through the command."""
+"""Several resolutions, crops, flips, color augmentation and masks in one run, through the command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.recipes.test_resume import stop
 
 @pytest.fixture(scope="module")
 def varied(tiny_model: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """Two sources: one masked, at two resolutions and in all ways, one as it is."""
+    """Two sources: one masked with two resolutions and all augmentations, one plain."""
     folder = tmp_path_factory.mktemp("varied")
     draw_images(folder / "masked", 4)
     for number in range(4):

@@ -1,4 +1,4 @@
-"""`checkpoint.export_every_n_steps`: LoRA files along the way, each as the released one would be, kept for good."""
+"""`checkpoint.export_every_n_steps`: intermediate LoRA files equal to a final export, kept for good."""
 
 from __future__ import annotations
 

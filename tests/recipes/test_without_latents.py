@@ -1,4 +1,4 @@
-"""cache.latents=false: images are read and encoded while training, and nothing else changes."""
+"""`cache.latents=false` encodes images while training and changes nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS: dict[str, object] = {
 
 @pytest.fixture
 def own(bench: Bench, tmp_path: Path) -> Bench:
-    """Images that may be changed, and caches that are empty."""
+    """Images that the test can change, and empty caches."""
     return Bench(bench.model, draw_images(tmp_path / "own"), bench.output, tmp_path / "caches")
 
 

@@ -1,4 +1,4 @@
-"""The average of the weights: its arithmetic, and that looking at it changes nothing."""
+"""EMA: its arithmetic, and that reading it changes nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Compiled blocks: the same learning, one compilation for a form, and a step that is done again where they fail.
+"""Compiled blocks: the same learning, one compilation per shape, and an eager retry where they fail.
 
-What regions are by themselves is held by `tests/models/test_compiled.py`.
+`tests/models/test_compiled.py` tests the compiled regions alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lora_trainer.training.layout import Layout
 from tests.export.tiny import tiny_unet
 from tests.training.tiny_job import TinyPlace, outcome
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
+pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, while it traces
 
 
 def blocks_of(job: LoopContext) -> Compiled:
@@ -41,7 +41,7 @@ def messages_of(job: LoopContext) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No other test's compilations are used, and neither these nor what compiling sets for the process stay."""
+    """No compilations of other tests are used, and none remain, nor the process settings of compiling."""
     import torch._inductor.config as inductor
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
@@ -53,7 +53,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def one_form(tiny_models: Callable[[str], Path], place: TinyPlace) -> TinyPlace:
-    """A model whose blocks are nearly all of one form: tracing takes longer than training."""
+    """A model with nearly equal blocks: tracing takes longer than training."""
     return replace(place, model=tiny_models("sd3"))
 
 
@@ -71,9 +71,9 @@ def fail(*_: object) -> Tensor:
 def use_compiler(
     monkeypatch: pytest.MonkeyPatch, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
 ) -> None:
-    """torch's own compiling in all but its last part: what is traced is run as it is, with this done to each result.
+    """torch's compilation without its last part: the traced graph runs as it is, and `change` applies to each result.
 
-    So faults of a compiler come through torch's own door for other compilers, at the place where Inductor's would.
+    Faults then come from torch's interface for custom backends, where Inductor's would.
     """
 
     def making(change: Callable[[Tensor], Tensor]) -> Callable[..., Callable[..., object]]:
@@ -87,7 +87,7 @@ def use_compiler(
     backend = aot_autograd(
         fw_compiler=making(forward),
         bw_compiler=making(backward),
-        partition_fn=min_cut_rematerialization_partition,  # as Inductor's: the other one draws other dropout masks
+        partition_fn=min_cut_rematerialization_partition,  # as in Inductor: the other one draws other dropout masks
     )
     true = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, *, mode, **args: true(function, backend=backend, **args))
@@ -111,7 +111,7 @@ def test_a_step_whose_compilation_fails_is_repeated_eagerly(
     for name, value in usual.learner.adapter.masters.items():
         assert torch.equal(value, job.learner.adapter.masters[name])
     again = one_form.job("failing", steps=3, **ONE_SIZE)
-    assert one_form.resume(again)[0].step == 3  # it knows, and says nothing more
+    assert one_form.resume(again)[0].step == 3  # it knows, and reports nothing more
     assert len(messages_of(again)) == 1
 
 
@@ -131,9 +131,9 @@ def test_gradients_are_compared_with_eager_before_the_first_step(
     assert rounding < {"fp32": 1e-5, "bf16": 0.05}[precision], "a fault much larger than this is found"
     again = one_form.job("off", steps=2, **settings)
     assert one_form.resume(again)[0].fit.eager is eager
-    # Those that fail are not compiled again; those that hold are held against eager's again.
+    # Failed regions are not compiled again; good ones are compared with eager again.
     assert len([line for line in messages_of(again) if "gradients are" in line]) == (1 if eager else 2)
-    # The check leaves nothing behind: an adapter's values, gradients and draws are as without it.
+    # The check changes nothing: adapter values, gradients and random numbers are as without it.
     for name, value in usual.learner.adapter.masters.items():
         assert torch.equal(value, again.learner.adapter.masters[name])
 
@@ -186,7 +186,7 @@ def test_too_many_sizes_to_compile_each_are_reported(shapes: int, dynamic: objec
 def test_graphs_start_anew_per_micro_batch_when_gradients_are_copied_out(
     one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, beginnings: int
 ) -> None:
-    """Counted by torch, which counts down. What graphs make of it only a GPU shows."""
+    """Counted by torch, which counts down. Only a GPU shows the effect on CUDA graphs."""
     settings = ONE_SIZE | {"compile__mode": "reduce-overhead", "memory__weight_dtype": precision}
     use_compiler(monkeypatch, as_it_is, as_it_is)
     job = one_form.job(
@@ -222,7 +222,7 @@ def test_a_compiled_run_learns_the_same_and_resumes_bit_exactly(place: TinyPlace
     for name, value in usual.learner.adapter.masters.items():
         torch.testing.assert_close(straight.learner.adapter.masters[name], value, rtol=1e-3, atol=1e-5)
     place.train(place.job("broken", steps=2, **settings))
-    torch._dynamo.reset()  # a process that begins anew reads what is kept
+    torch._dynamo.reset()  # a new process reads the compile cache
     second = place.job("broken", steps=4, **settings)
     place.resume(second)
     assert outcome(straight)["tensors"] == outcome(second)["tensors"]

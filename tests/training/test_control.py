@@ -1,4 +1,4 @@
-"""What a run changes by itself where it is asked to: decided from its steps, kept in its state, told."""
+"""Safeguards: decided from the steps, kept in the state, and logged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ losses = st.floats(0.001, 2.0)
 
 
 def validated(config: SafeguardsSection, val_losses: list[float]) -> tuple[Control, list[tuple[int, str]], float]:
-    """The state, what was decided at which validation, and the factor on the rate."""
+    """The state, the decisions by validation, and the factor on the learning rate."""
     control, events, rate = Control(), list[tuple[int, str]](), 1.0
     for number, loss in enumerate(val_losses):
         control, decisions = after_validation(config, control, loss, rate)
@@ -52,7 +52,7 @@ def test_a_plateau_halves_the_learning_rate_once_in_its_window():
 
 @given(st.lists(losses, min_size=1, max_size=40))
 def test_no_plateau_while_the_loss_moves(val_losses):
-    """The rate falls exactly where the last ten lie closer than a thousandth, since the last fall."""
+    """The learning rate falls when the last ten losses since the last drop lie within a thousandth."""
     window: list[float] = []
     expected = 0
     for loss in val_losses:
@@ -76,7 +76,7 @@ def test_patience_ends_after_validations_without_gain(val_losses, patience, chan
 
 
 def test_far_worse_than_the_base_model_twice_is_reported_once():
-    """And again after it was better in between; NaN is worse, and without a base nothing is said."""
+    """And again after an improvement. NaN is worse, and without a first loss nothing is reported."""
     control, events = Control(), []
     for number, loss in enumerate([0.5, 0.44, 0.46, 0.47, 0.48, 0.2, float("nan"), 0.46, 0.46]):
         control, decisions = after_worse(control, loss, 0.3)
@@ -86,7 +86,7 @@ def test_far_worse_than_the_base_model_twice_is_reported_once():
 
 
 def test_a_run_worse_than_its_base_model_is_reported(place: TinyPlace):
-    """Past the warm-up, and after a return to the start too; the run goes on to its end."""
+    """After warmup, and also after a rollback to the start. The run continues to its end."""
     lines: list[str] = []
     measured = {0: 0.3, 1: 1.2, 2: 1.1, 3: 1.0, 4: 0.9}
     job = place.job("a", steps=4, validation__every_n_steps=1, lr_scheduler__warmup_steps=1)
@@ -123,7 +123,7 @@ def test_a_spike_of_the_smoothed_loss_clips_harder():
     assert 100 < events[0][0] < 130
     assert all(step % 10 == 0 for step, _ in events)
     assert control.clip_scale == 0.5 ** len(events)
-    # From 0.1 to 0.5 it can grow by half three times, no more.
+    # From 0.1 to 0.5 it can grow by half at most three times.
     assert 1 <= len(events) <= 3
 
 
@@ -140,7 +140,7 @@ def test_the_first_steps_decide_nothing(steps):
 
 @given(st.lists(losses, min_size=60, max_size=130), st.data())
 def test_a_stop_in_between_changes_no_decision(steps, data):
-    """In the middle of every window: the state holds all that decides, also after a way through JSON."""
+    """In the middle of every window: the state holds all it needs, also after a JSON round trip."""
     config = SafeguardsSection(
         clip_on_loss_spike=True,
         loss_spike_ratio=1.05,
@@ -164,7 +164,7 @@ def test_a_gradient_spike_is_reported_and_does_not_change_the_usual_norm():
 
 
 def scripted(job: LoopContext, val_losses: list[float]) -> LoopContext:
-    """The job with these validation losses in place of measured ones, by the step; the first is of step 0."""
+    """The job with the given validation losses in place of measured ones, by step from 0."""
     place = [0]
     true = job.samples_in
 
@@ -193,7 +193,7 @@ def test_early_stopping_exports_the_best(place: TinyPlace):
     assert (state.step, state.best_step, bool(interrupt)) == (4, 2, False)
     (event,) = read_lines(job.folder / EVENTS)
     assert (event["step"], event["kind"]) == (4, "early_stop")
-    # Stopped and gone on with, it ends at the same step; done, it stays done.
+    # Stopped and resumed, it ends at the same step. A finished run stays finished.
     for step in range(4):
         place.resume(signal_at_step(scripted(place.job("b", **settings), curve), step))
     again, _ = place.resume(scripted(place.job("b", **settings), curve))
@@ -228,7 +228,7 @@ def test_a_plateau_shows_in_the_learning_rates_and_survives_a_stop(place: TinyPl
 
 
 def test_a_loss_spike_clips_the_steps_after_it(place: TinyPlace):
-    """`clip_scale` is a factor on the bound: a run that has it trains as one with the lower bound."""
+    """`clip_scale` is a factor on `max_grad_norm`: the run trains as with the lower norm."""
     settings = {"optimizer__name": "lion", "optimizer__max_grad_norm": 1e-3}
     job = place.job("a", **settings)
     calm = replace(job, learner=replace(job.learner, clip=lambda masters, scale: true(masters, scale * 0.5)))

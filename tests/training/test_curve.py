@@ -1,4 +1,4 @@
-"""When a run may say that more steps would teach more."""
+"""When a run suggests that more steps would help."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def test_a_loss_that_still_falls_is_reported_with_its_share() -> None:
     ("losses", "steps"),
     [
         ((1.0, 0.6, 0.52, 0.5), 30),  # flat at the end
-        ((1.0, 0.8, 0.7, 0.75), 30),  # past its lowest
+        ((1.0, 0.8, 0.7, 0.75), 30),  # past its minimum
         ((1.0, 1.1, 1.2, 1.3), 30),  # never fell
         ((1.0, 0.9), 10),  # nothing in between
-        ((), 30),  # nothing held out
+        ((), 30),  # no validation images
         ((1.0, 0.9, 0.8), 30),  # not measured at the end
     ],
 )

@@ -1,4 +1,4 @@
-"""`train.deterministic`: the same numbers, torch as it was afterwards, and a message that names what cannot."""
+"""`train.deterministic`: equal numbers, torch unchanged afterwards, and a message for unsupported operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.training.tiny_job import TinyPlace, outcome
 
 
 def put(*_: object) -> torch.Tensor:
-    """An operation that has no deterministic form, on a CPU neither."""
+    """An operation without a deterministic implementation, also on a CPU."""
     return torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
 
 

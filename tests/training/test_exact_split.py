@@ -1,4 +1,4 @@
-"""A step trains the same however it is split: over micro-batches, over processes, over sessions of either."""
+"""A step trains the same however it is split: over micro-batches, processes or sessions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def noise_inputs(micros: list[MicroBatch]) -> Counter[tuple[bytes, ...]]:
 
 
 def gradient(job: LoopContext, micros: list[MicroBatch]) -> torch.Tensor:
-    """Of the first step, all parameters in one row."""
+    """The gradients of the first step, in one row."""
     for micro in micros:
         backward(job.learner, micro, 4)
     return torch.cat([master.grad.flatten() for master in job.learner.masters])
@@ -61,7 +61,7 @@ def later_ones_gone(jobs: list[LoopContext], step: int) -> None:
             path.rename(path.with_name(f"gone-{path.name}-{step}"))
 
 
-# Not bitsandbytes' 8-bit states: its library is not made for threads, which stand for processes here.
+# Not bitsandbytes' 8-bit states: the library is not thread-safe, and threads simulate processes here.
 PARTS: dict[str, dict[str, object]] = {
     "adamw": {"validation__every_n_steps": 2, "captions__shuffle": True, "captions__dropout": 0.3},
     "lion": {"optimizer__name": "lion", "train__ema_decay": 0.9, "memory__weight_dtype": "bf16"},
@@ -96,11 +96,11 @@ def numbers(job: LoopContext) -> tuple[list[float], torch.Tensor]:
     return [row["loss"] for row in outcome(job)["metrics.jsonl"]], weights
 
 
-# Where a gradient's sign decides, as in Lion, rounding decides now and then.
+# With Lion the sign of a gradient decides, so rounding sometimes matters.
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw", "schedule_free", "texts"])
 def test_a_run_resumes_with_more_or_fewer_processes(kind, place):
-    """The same samples in the same steps; sums in another order, so the same but for rounding (the built-in base)."""
+    """The same samples in the same steps, summed in another order: equal up to rounding (built-in model)."""
     here = replace(place, model=BASE_FOLDER)
     settings = {**PARTS[kind], "data__resolution": 64, "optimizer__learning_rate": 1e-3, "validation__every_n_steps": 0}
     alone = jobs_of(here, "alone", 1, **settings)

@@ -1,9 +1,10 @@
-"""What a GPU would refuse, without a GPU: numbers that lie beside the CPU mixed with numbers that do not.
+"""Finds device errors without a GPU: operations that mix CPU and GPU tensors.
 
-Tensors on the meta device stand for those on a GPU, tensors beside the CPU are what they are. So whoever asks the
-GPU for a number, or forgets to bring a tensor there, is found, through autograd too. What cannot be looked at so: streams, events and
-page-locked memory; the probe of attention and the agreement of compiled blocks, which compare numbers; torch's fused
-AdamW and fp16's scaler, which know real devices alone; 4 and 8 bits by kernels of a GPU.
+Meta tensors simulate those on a GPU; CPU tensors are real. So code that reads a number from the GPU, or forgets to
+move a tensor there, is found, through autograd too. Not covered: streams, events and pinned memory; the attention
+probe and the check of compiled blocks, which compare numbers; torch's fused AdamW and the fp16 scaler, which need
+real devices; 4-bit and 8-bit GPU kernels.
+
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ KINDS: dict[str, tuple[str, Precision, tuple[float, ...]]] = {
     "flux-schnell": ("flux", "fp8", ()),
     "z_image": ("z_image", "fp8", ()),
 }
-ALIKE = ("sdxl", "sd3.5", "flux-schnell")  # drawn with as another kind is
+ALIKE = ("sdxl", "sd3.5", "flux-schnell")  # sampled like the other flavor
 CAPTIONS = ("a ring", (("a red", 1.0), (" ring", 1.3)))
 CROSSING = ("copy_", "_to_copy", "_foreach_copy_")
-INDEXED = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")  # by numbers of either place
+INDEXED = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")  # by scalars of either device
 SAME_TYPE = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear", "_scaled_dot_product", "embedding_renorm")
 
-SUMS_BESIDE = ("attention_backward", "attention_for_cpu_backward")  # fused: they are given their sums in fp32
+SUMS_BESIDE = ("attention_backward", "attention_for_cpu_backward")  # fused: they get their sums in fp32
 
 
 class FakeGpu(TorchDispatchMode):
-    """Refuses what a GPU refuses: tensors of both places in one operation, and products of two precisions."""
+    """Refuses what a GPU refuses: tensors of both devices in one operation, and matmuls of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,14 +119,14 @@ def settings(**sections: Any) -> Config:
 
 
 def text_embeddings_of(family: Any, model: Path) -> dict[str, Tensor]:
-    """What the encoders say on the GPU, as the caches give it: beside the CPU."""
+    """The text embeddings of encoders on the GPU, as the caches return them: on the CPU."""
     embeds = family.load_encoders(model, BF16, GPU).encode_text(CAPTIONS)
     assert {value.device for value in embeds.values()} == {GPU}
     return {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in embeds.items()}
 
 
 def a_batch(family: Any, facts: Any, cond: dict[str, Tensor]) -> Batch:
-    """Two samples as the caches give them."""
+    """Two samples as the caches return them."""
     latents = torch.randn(2, facts.latent_channels, 8, 8)
     refs = tuple(Ref(index, name, 0, 0) for index, name in enumerate("ab"))
     mask = torch.rand(2, 1, 8, 8)
@@ -133,7 +134,7 @@ def a_batch(family: Any, facts: Any, cond: dict[str, Tensor]) -> Batch:
 
 
 def test_a_step_mixes_no_devices(gpu: FakeGpu, kind: Kind) -> None:
-    """Loading, LoRA, noise of every kind, masks, loss, backward pass with blocks computed again, clipping and update."""
+    """Loading, LoRA, every kind of noise, masks, loss, checkpointed backward, clipping and update."""
     family, model, stored, rates = kind
     facts = family.describe(model)
     flow = facts.prediction == "flow"
@@ -164,7 +165,7 @@ def test_a_step_mixes_no_devices(gpu: FakeGpu, kind: Kind) -> None:
 )
 @pytest.mark.usefixtures("gpu")
 def test_sampling_and_evaluation_mix_no_devices(kind: Kind) -> None:
-    """The VAE with its scale and shift, validation loss, drift on the base's own way, and drawing's loop."""
+    """The VAE with its scale and shift, validation loss, drift of the base model, and the sampling loop."""
     family, model, *_ = kind
     mean, spread = family.load_encoders(model, BF16, GPU).encode_image(torch.zeros(2, 3, 64, 64))
     assert mean.device == spread.device == GPU

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite: left out without a trace, gone back from, or the end, and never silent."""
+"""Steps with nonfinite loss or gradient are skipped, rolled back, or end the run, and are always reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def guarded(job: LoopContext, guard: Guard) -> LoopContext:
 
 
 def bad_sample(job: LoopContext, *steps: int, row: int = 0) -> LoopContext:
-    """One sample of the last micro-batch of these steps has latents that are not finite."""
+    """One sample of the last micro-batch of these steps has nonfinite latents."""
     true = job.micros
 
     def micros(step: int) -> list[Any]:
@@ -47,7 +47,7 @@ def bad_sample(job: LoopContext, *steps: int, row: int = 0) -> LoopContext:
 
 
 def bad_loss(job: LoopContext, change: Callable[[Tensor, Tensor], Tensor], *steps: int) -> LoopContext:
-    """In these steps what `change` makes of the samples' losses and the prediction, by the step's noise."""
+    """In these steps, `change` applied to the sample losses and the prediction, by the noise of the step."""
     true, marked = job.learner.loss, set()
 
     def loss(predicted: Tensor, target: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -64,11 +64,11 @@ def nan_without_gradient(losses: Tensor, predicted: Tensor) -> Tensor:
 
 
 def gradient_without_nan(losses: Tensor, predicted: Tensor) -> Tensor:
-    return losses + (predicted.float() * 0.0).abs().sqrt().sum()  # 0, whose slope is infinite
+    return losses + (predicted.float() * 0.0).abs().sqrt().sum()  # 0, where the slope is infinite
 
 
 def overflowing_norm(losses: Tensor, predicted: Tensor) -> Tensor:
-    return losses * 1e30  # loss and entries are finite; the norm's squares are not
+    return losses * 1e30  # loss and entries are finite, the squares of the norm are not
 
 
 WOUNDS: dict[str, Wound] = {
@@ -105,7 +105,7 @@ def events(job: LoopContext, kind: str = "not_finite") -> list[dict[str, Any]]:
 
 
 def optimizer_numbers(job: LoopContext) -> list[Any]:
-    """All of an optimizer's state but zeros, which one that has not stepped yet has not made."""
+    """The nonzero state of an optimizer: before its first step there is no state."""
     state = [value for each in job.learner.optimizer.state.values() for value in each.values()]
     groups = [value for group in job.learner.optimizer.param_groups for key, value in group.items() if key != "params"]
     return [value.tolist() if isinstance(value, Tensor) else value for value in (*state, *groups)]
@@ -128,7 +128,7 @@ QUICK_PAIRS = {
     ],
 )
 def test_three_guards_skip_the_same_steps(place: TinyPlace, kind, wound):
-    """Ahead, by the optimizer on the device, or found late and trained again: the same to the bit."""
+    """Checked ahead, by the optimizer on the device, or late with retraining: bit for bit the same."""
     ended = {}
     for guard in get_args(Guard):
         job = WOUNDS[wound](place.job(guard, **SETTINGS, **KINDS[kind]), guard)
@@ -155,7 +155,7 @@ def test_other_optimizers_skip_the_same_steps(place: TinyPlace, kind):
 
 @pytest.mark.parametrize("guard", ["ahead", "on_device"])
 def test_a_skipped_step_changes_nothing(place: TinyPlace, guard):
-    """Weights, state and the optimizer's own count of steps are those from before."""
+    """Weights, state and the optimizer's step count are unchanged."""
     before = guarded(place.job("before", steps=BAD), guard)
     place.train(before)
     after = bad_sample(guarded(place.job("after", steps=BAD + 1, lr_scheduler__warmup_steps=0), guard), BAD)
@@ -220,7 +220,7 @@ def test_stop_saves_the_state_before_the_step(place: TinyPlace):
 
 @pytest.mark.parametrize("guard", get_args(Guard))
 def test_rollback_halves_the_learning_rate(place: TinyPlace, guard):
-    """The steps in between are trained again, and the rate stays lower."""
+    """The steps in between are trained again, and the learning rate stays lower."""
     seen = [0]
 
     def once(losses: Tensor, predicted: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ def test_rollback_returns_to_the_start_without_a_checkpoint(place: TinyPlace):
 
 
 def test_nonfinite_weights_are_rolled_back(place: TinyPlace):
-    """No step can be left out for them: told apart, whatever the policy."""
+    """Skipping a step cannot fix them: detected with every policy."""
     job = place.job("a", **SETTINGS)
     ruined = [False]
 
@@ -270,7 +270,7 @@ def test_nonfinite_weights_are_rolled_back(place: TinyPlace):
     "guard", ["late", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ahead", "on_device"))]
 )
 def test_a_stop_in_between_changes_nothing(place: TinyPlace, guard):
-    """A run with steps left out, stopped and gone on with after each of its steps, is the straight one."""
+    """A run with skipped steps, stopped and resumed after each step, equals the uninterrupted one."""
     straight = bad_sample(guarded(place.job("straight", **SETTINGS), guard), 1, BAD)
     place.train(straight)
     for step in range(6):
@@ -282,7 +282,7 @@ def test_a_stop_in_between_changes_nothing(place: TinyPlace, guard):
 
 
 def test_nonfinite_weights_are_never_saved(place: TinyPlace):
-    """Ruined by an update whose gradient was finite, in the step that a checkpoint follows."""
+    """Ruined by an update with a finite gradient, in the step before a checkpoint."""
     job = place.job("a", safeguards__max_nonfinite_steps=2, **SETTINGS)
     true = job.learner.optimizer.step
 
@@ -298,7 +298,7 @@ def test_nonfinite_weights_are_never_saved(place: TinyPlace):
 
 
 class Reads(TorchDispatchMode):
-    """Counts how often the host asks a device for a number."""
+    """Counts how often the host reads a number from a device."""
 
     count = 0
 
@@ -321,7 +321,7 @@ def test_all_weights_are_checked_with_one_read(place: TinyPlace, value: float):
 
 
 def test_an_fp16_overflow_is_not_a_nonfinite_loss(place: TinyPlace):
-    """The scaler mends the one and not the other; only the other is told and counted for the policy."""
+    """The scaler handles the overflow; only the nonfinite loss is reported and counted for the policy."""
     job = place.job("a", memory__weight_dtype="fp16", **SETTINGS)
     job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 2.0**30})
     state, _ = place.train(bad_sample(job, 5))
@@ -355,7 +355,7 @@ def test_the_three_guards_are_chosen_by_device_and_optimizer():
 
 
 def test_a_bad_sample_in_one_process_skips_the_step_in_all(place: TinyPlace):
-    """The sum carries it to every process; all leave the same step out, and the main one names another's sample."""
+    """The sum carries it to every process: all skip the same step, and the main one names the sample."""
     alone = bad_sample(place.job("alone", train__effective_batch_size=3, **SETTINGS), 0)
     refs = alone.names_in(0)
     place.train(alone)

@@ -1,4 +1,4 @@
-"""`[hardware]`: what is set, what gives way, and that one run's settings are not the next one's."""
+"""`[hardware]`: what is set, what is overridden, and that settings do not leak into the next run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def as_before() -> Iterator[None]:
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 def test_onednn_is_used_unless_disabled() -> None:
-    """Also in the next run of the same process; the answers are the same but for rounding."""
+    """Also in the next run of the same process. Results are equal up to rounding."""
     x, weight = torch.randn(4, 8, 32, 32), torch.randn(8, 8, 3, 3)
     answers = []
     for wanted in (True, False, True):
@@ -55,7 +55,7 @@ def test_onednn_is_used_unless_disabled() -> None:
 
 @pytest.mark.parametrize(("wanted", "exactness", "named"), [(True, "tf32", "high"), (False, "ieee", "highest")])
 def test_fp32_matmuls_are_exact_unless_tf32_is_set(wanted: bool, exactness: str, named: str) -> None:
-    """By all of torch's names for it: Inductor reads the older ones, which raise where they were set by the newer."""
+    """By all of torch's settings for it: Inductor reads the older ones, which raise if set through the newer."""
     set_hardware(config(tf32=wanted), GPU)
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
     assert products.fp32_precision == exactness

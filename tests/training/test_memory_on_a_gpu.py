@@ -1,4 +1,4 @@
-"""What only a GPU can show of blocks that visit and of activations that wait elsewhere: the same bits in less memory."""
+"""Block swap and activation offloading on a GPU: the same bits in less memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lora_trainer.models.memory.offload import offloaded
 from tests.models.memory.test_block_swap import KINDS, Tried, ask_flux, same, tiny_flux
 
 pytestmark = pytest.mark.gpu
-ALLOCATOR = 2**21  # bytes: blocks of its own size, as torch's allocator takes them
+ALLOCATOR = 2**21  # bytes: torch's allocator gives such tensors their own blocks
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 @pytest.mark.parametrize("kind", ["flux", "sd3", "sdxl"])
 def test_block_swap_on_the_gpu_changes_no_bit(gpu: torch.device, kind: str) -> None:
-    """While it is busy, so that copies and computing overlap, and for several numbers of blocks one after the other."""
+    """While it is busy, so that copies and computation overlap, for several numbers of blocks."""
     tried = Tried(kind)
     tried.ask = on(gpu, tried.ask)
     move_to_device(tried.denoiser, gpu)
@@ -92,7 +92,7 @@ def test_offloaded_activations_change_no_bit_and_save_memory(gpu: torch.device) 
 
 
 def on(device: torch.device, ask: object) -> object:
-    """The same question with all that it brings on the GPU."""
+    """The same prediction with all inputs on the GPU."""
 
     def prediction_of(denoiser: object) -> torch.Tensor:
         return ask(lambda *args, **kwargs: denoiser(*moved(args), **moved(kwargs)))  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""No step asks a GPU for a number: every question that would have to wait for it is counted, also those of torch itself."""
+"""No step reads a number from a GPU: every synchronizing call is counted, also torch's own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 3
 
 
 class Questions(TorchFunctionMode):
-    """The names of all calls that need a tensor's numbers here."""
+    """The names of all calls that read a tensor's numbers on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Within(TorchDispatchMode):
 
 
 def asked_in_steps(place: TinyPlace, patch: pytest.MonkeyPatch, guard: str, **settings: object) -> list[str]:
-    """What some of the loop's own steps ask where numbers are looked at every tenth step, as on a GPU."""
+    """The reads of some loop steps when metrics are flushed every tenth step, as on a GPU."""
     flush_every(10, patch)
     settings = {"validation__every_n_steps": 0, "checkpoint__every_n_steps": 100, "validation__split": 0, **settings}
     job = place.job("run", steps=8, **settings)
@@ -72,7 +72,7 @@ def asked_in_steps(place: TinyPlace, patch: pytest.MonkeyPatch, guard: str, **se
     with job.writer, closing(prefetch(read_steps(job, 0), 8)) as source:
         ready: list[list[MicroBatch]] = list(source)  # the thread that reads ahead works on the CPU
         states = steps(job, TrainState(), iter(ready), reporter, Interrupt())
-        next(states)  # the optimizer makes its state
+        next(states)  # the optimizer creates its state
         with Questions() as questions:
             for _ in range(STEPS):
                 next(states)
@@ -100,13 +100,13 @@ def test_a_step_reads_no_number_from_the_device(place, monkeypatch, guard, setti
 
 
 def test_waiting_for_the_device_is_detected(place, monkeypatch):
-    """The guard that looks ahead asks for two numbers in a step."""
+    """The guard that checks ahead reads two numbers per step."""
     assert asked_in_steps(place, monkeypatch, "ahead").count("__float__") >= 2 * STEPS
 
 
 @pytest.mark.gpu
 def test_the_gpu_is_not_waited_for(place, monkeypatch):
-    """Torch's own eyes: any call that waits for the GPU is an error."""
+    """By torch's sync debug mode: any call that waits for the GPU is an error."""
     flush_every(10, monkeypatch)
     job = place.job("run", steps=8, validation__every_n_steps=0, checkpoint__every_n_steps=100, validation__split=0)
     assert job.learner.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the step is the CPU's, it stays under its cap, and attention is probed there."""
+"""On a GPU: steps equal those of the CPU, stay under the memory cap, and attention is probed."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def test_a_run_on_the_gpu_is_the_run_on_the_cpu(place):
-    """fp32, the same draws by position: six steps differ by rounding only."""
+    """fp32 with the same random numbers by position: six steps differ only by rounding."""
     assert place.run("gpu", data__resolution=64) == 0
-    PartialState._reset_state()  # the device is chosen once a process
+    PartialState._reset_state()  # the device is chosen once per process
     with patched(torch.accelerator, "is_available", lambda: False):
         assert place.run("processor", data__resolution=64) == 0
     PartialState._reset_state()
@@ -133,7 +133,7 @@ def test_attention_backends_are_timed_on_the_gpu(dtype):
 
 
 def test_prefetched_copies_are_complete():
-    """Read ahead in a thread, copied in a stream of their own, used while the device is busy, memory used anew."""
+    """Read ahead in a thread, copied in their own stream, used while the device is busy, in reused memory."""
     device = torch.device("cuda", torch.cuda.current_device())
     busy = torch.randn(2048, 2048, device=device)
 
@@ -167,7 +167,7 @@ def test_a_large_step_stays_in_pinned_memory():
 
 
 def test_encoding_while_training_equals_encoding_before(place):
-    """Without cached latents the VAE works beside the step, in a stream of its own."""
+    """Without cached latents the VAE runs during the step, in its own stream."""
     assert place.run("cached", data__resolution=64) == 0
     assert place.run("fresh", data__resolution=64, cache__latents="false") == 0
     assert losses(place.folder("fresh")) == pytest.approx(losses(place.folder("cached")), rel=1e-3)

@@ -1,4 +1,4 @@
-"""A GPU that will never have done what it was given, since another process is lost: nothing is waited for blindly."""
+"""A GPU that never finishes because another process is lost: no wait is unbounded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def patiently(ready: Callable[[], bool]) -> None:
 
 
 class Lost(TrainingFailed):
-    """A real ProcessLost would have this process leave in its own way."""
+    """A real ProcessLost would make this process exit."""
 
     def __init__(self) -> None:
         super().__init__(Problem("Process 1 of 2 has left the run.", "Go on."))
@@ -39,7 +39,7 @@ class Lost(TrainingFailed):
 
 @pytest.fixture
 def hanging(monkeypatch) -> Processes:
-    """One of two, whose GPU waits for the other for ever."""
+    """One of two processes, whose GPU waits for the other forever."""
     monkeypatch.setattr(rooms, "when_done", lambda device: lambda: False)
     return Processes(0, 2, torch.device("cpu"), lambda tensor: tensor, lambda: None, patiently)
 
@@ -75,7 +75,7 @@ def test_a_single_process_never_waits(monkeypatch):
 
 
 class Kept(TorchDispatchMode):
-    """What torch is asked to do."""
+    """Records the operations that torch runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Kept(TorchDispatchMode):
 
 
 def test_a_vote_is_written_on_its_device(place: TinyPlace, hanging):
-    """On the device itself: a copy from unlocked memory would wait for the whole step."""
+    """On the device itself: a copy from unpinned memory would wait for the whole step."""
     job = replace(place.job("a"), processes=hanging)
     job = replace(job, learner=replace(job.learner, device=torch.device("meta")))
     with Kept() as kept:

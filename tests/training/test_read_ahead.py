@@ -1,4 +1,4 @@
-"""What goes wrong in the thread that reads ahead costs no step that was trained."""
+"""An error in the prefetch thread loses no trained step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORT = "CUDA out of memory. Tried to allocate 20.00 MiB."
 
 
 def without_data_of(job: LoopContext, step: int, error: Exception) -> LoopContext:
-    """The same job, whose data of `step`, counted from 0, cannot be made."""
+    """The same job, whose data of `step`, counted from 0, cannot be read."""
     micros_of_step = job.micros
 
     def micros(at: int) -> list[MicroBatch]:
@@ -54,7 +54,7 @@ def test_the_trained_steps_are_saved_and_the_resumed_run_is_the_same(place: Tiny
 
 
 def test_without_memory_to_prefetch_the_step_copies_for_itself(monkeypatch: pytest.MonkeyPatch):
-    """On a GPU; this one only says that its memory is full."""
+    """On a GPU; this one only raises an out-of-memory error."""
 
     def full(*args: Any) -> MicroBatch:
         raise torch.OutOfMemoryError(SHORT)
@@ -69,7 +69,7 @@ def test_without_memory_to_prefetch_the_step_copies_for_itself(monkeypatch: pyte
 
 
 def test_attention_masks_of_the_conditioning_stay_on_the_cpu():
-    """Captions' lengths are asked for in every step; the rest is cast for the model."""
+    """Caption lengths are read in every step; the rest is cast for the model."""
     values, padding = torch.zeros(2, 4, 8, 8), torch.tensor([[False, True], [False, False]])
     cond = {"embeds": torch.zeros(2, 2, 3), "padding": padding}
     one = MicroBatch(values, values, values, torch.zeros(2), cond, torch.zeros(2, 6), torch.ones(2))

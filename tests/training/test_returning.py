@@ -1,4 +1,4 @@
-"""A run that goes back by itself: where to, and that nothing stays of what it gave up."""
+"""Rollback: which checkpoint it takes, and that nothing remains of the undone steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS: dict[str, object] = {
 
 
 def bad_once(job: LoopContext, step: int) -> LoopContext:
-    """The first visit to a step, counted from 0, is not finite."""
+    """The first try of a step, counted from 0, is not finite."""
     bad, visits = bad_sample(job, step).micros, [0]
 
     def micros(at: int) -> list[Any]:
@@ -50,14 +50,14 @@ def resumed_from(job: LoopContext) -> list[str]:
 
 
 def test_rows_of_undone_steps_are_deleted_before_a_step_is_trained_again(place: TinyPlace) -> None:
-    """Else a kill just then would have --resume take it; and a best file written anew would be paired with it."""
+    """Otherwise --resume after a kill would take it, and pair it with a new best file."""
     losses = itertools.count(-1, -1)
     job = replace(bad_once(fresh(place, "a"), 6), validate=lambda at_once: float(next(losses)))  # each the best yet
     steps: list[int] = []
     there: list[tuple[list[int], ...]] = []
 
     def samples_in(step: int) -> int:
-        if steps and step <= steps[-1]:  # it went back
+        if steps and step <= steps[-1]:  # it rolled back
             kept = [int(path.stem[-6:]) for path in (job.folder / "weights").iterdir()]
             best = sorted(best_files(job.checkpoints))
             there.append(([step_of(path) for path in list_checkpoints(job.checkpoints)], best, sorted(kept)))
@@ -98,7 +98,7 @@ def test_only_the_runs_own_files_of_later_steps_are_deleted(tmp_path) -> None:
 
 @pytest.mark.parametrize("trouble", ["another rhythm", "a damaged one"])
 def test_without_a_regular_checkpoint_rollback_takes_the_newest(place: TinyPlace, trouble: str) -> None:
-    """And not to the start, which would throw the whole run away."""
+    """Not to the start, which would discard the whole run."""
     settings: dict[str, object] = {"safeguards__on_nonfinite": "rollback", "validation__every_n_steps": 0}
     first = signal_at_step(place.job("a", steps=8, checkpoint__every_n_steps=4, **settings), 4)
     place.train(first)
@@ -114,7 +114,7 @@ def test_without_a_regular_checkpoint_rollback_takes_the_newest(place: TinyPlace
 
 
 def test_a_regular_checkpoint_comes_before_a_newer_one(place: TinyPlace) -> None:
-    """A run that was stopped goes back as far as one that was not."""
+    """A stopped run rolls back as far as an uninterrupted one."""
     settings: dict[str, object] = {"safeguards__on_nonfinite": "rollback", "checkpoint__every_n_steps": 4}
     place.train(signal_at_step(place.job("a", steps=8, **settings), 4))
     job = bad_once(place.job("a", steps=8, **settings), 5)

@@ -1,4 +1,4 @@
-"""After steps that were not finite: what is ruined, how far a run goes back, and what lets it try again."""
+"""After nonfinite steps: what is ruined, how far a run rolls back, and what lets it retry."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.training.tiny_job import TinyPlace
 
 
 def failing(place: TinyPlace, name: str, **settings: object) -> LoopContext:
-    """A run of which steps 4, 5 and 6 are not finite, as far as it comes."""
+    """A run whose steps 4, 5 and 6 are not finite."""
     return bad_sample(place.job(name, **{"safeguards__max_nonfinite_steps": 3, **SETTINGS, **settings}), 3, 4, 5)
 
 
 def test_rollback_takes_an_older_checkpoint_when_the_same_step_fails_again(place: TinyPlace):
-    """And the checkpoint that is written on the way is new, and tried first."""
+    """The checkpoint written in between is new, and tried first."""
     began: list[int] = []
     job = place.job(
         "a", safeguards__on_nonfinite="rollback", checkpoint__every_n_steps=1, checkpoint__keep_last=9, steps=7
@@ -44,7 +44,7 @@ def test_rollback_takes_an_older_checkpoint_when_the_same_step_fails_again(place
 
 
 def test_other_settings_reset_the_failure_count(place: TinyPlace):
-    """The count of steps in a row goes on with the same settings, and begins anew with a lower rate."""
+    """The count of steps in a row continues with the same settings and restarts with a lower learning rate."""
     with pytest.raises(TrainingFailed):
         place.train(failing(place, "a", steps=9))
     with pytest.raises(TrainingFailed, match="in 4 steps in a row, up to step 7"):
@@ -55,7 +55,7 @@ def test_other_settings_reset_the_failure_count(place: TinyPlace):
 
 
 def test_rollbacks_are_forgotten_when_settings_change():
-    """A halved rate stays, unless another is asked for."""
+    """A halved learning rate stays unless another is set."""
     config = Config()
     before = replace(with_settings(TrainState(), config), restored=3, rate_scale=0.5, failed_at=6, returned_to=5)
     assert with_settings(before, config) == before
@@ -64,7 +64,7 @@ def test_rollbacks_are_forgotten_when_settings_change():
     assert (after.restored, after.failed_at, after.rate_factor) == (0, 0, before.rate_factor)
     slower = with_settings(before, Config(optimizer=OptimizerSection(learning_rate=1e-5)))
     assert (slower.restored, slower.rate_factor) == (0, 0.5)
-    unknown = replace(before, asked="", asked_rate=None)  # of a checkpoint that an earlier version wrote
+    unknown = replace(before, asked="", asked_rate=None)  # of a checkpoint from an earlier version
     assert with_settings(unknown, config) == before
 
 
@@ -82,7 +82,7 @@ def test_the_advice_names_only_settings_not_yet_in_use(place: TinyPlace, precisi
 
 
 def test_a_damaged_base_model_is_reported(place: TinyPlace):
-    """No lower rate mends it."""
+    """A lower learning rate does not fix it."""
     job = place.job("a", steps=9, safeguards__max_nonfinite_steps=3, **SETTINGS)
     name, weight = next(each for each in job.learner.denoiser.named_parameters() if not each[1].requires_grad)
     with torch.no_grad():

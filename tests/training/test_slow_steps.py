@@ -1,4 +1,4 @@
-"""A run whose steps become slow by something outside of it says so, by its own clock."""
+"""A run reports steps that become slow from an outside cause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUICK = KNOWN + 2  # steps
 
 
 def test_slow_steps_are_reported_with_both_times(place: TinyPlace) -> None:
-    """What slows them is real: a hook that sleeps in the forward pass, many times as long as the step takes."""
+    """A hook really sleeps in the forward pass, many times as long as the step takes."""
     job = place.job("slow", steps=QUICK + LASTING, train__effective_batch_size=1, validation__split=0.0)
     calls: list[object] = []
 

@@ -1,4 +1,4 @@
-"""T5 trained along: read anew in each step, whole, and nothing of it left to chance."""
+"""Training T5: encoded in each step, in full and without dropout."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.training.tiny_job import TinyPlace, outcome
 
 
 def gradients(job: LoopContext, count: int = 2) -> dict[str, torch.Tensor]:
-    """Of the first step, by name."""
+    """The gradients of the first step, by name."""
     for micro in job.micros(0):
         backward(job.learner, micro, count)
     return {
@@ -28,7 +28,7 @@ def gradients(job: LoopContext, count: int = 2) -> dict[str, torch.Tensor]:
 
 
 def lit(job: LoopContext) -> LoopContext:
-    """With up projections that are not zero, so that every gradient says something."""
+    """With nonzero up projections, so that every gradient is meaningful."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for master in job.learner.adapter.masters.values():
@@ -38,7 +38,7 @@ def lit(job: LoopContext) -> LoopContext:
 
 
 def test_the_denoisers_weights_keep_their_names(place):
-    """So that checkpoints of runs without text encoders are read as ever."""
+    """Checkpoints of runs without text encoders are still read."""
     alone, both = place.job("a"), place.job("b", text_encoder__learning_rates=(1e-3,))
     names = list(alone.learner.adapter.masters)
     assert list(both.learner.adapter.masters)[: len(names)] == names
@@ -112,7 +112,7 @@ def test_a_learning_rate_of_zero_does_not_train_an_encoder(place, tiny_models):
 
 
 def test_only_layers_in_use_are_trained(place, tiny_models):
-    """SDXL reads the first encoder's last layer but one: what a LoRA on the last one learned would be nothing."""
+    """SDXL uses the second-to-last layer of the first encoder: a LoRA on the last one would learn nothing."""
     job = replace(place, model=tiny_models("sdxl")).job("a", text_encoder__learning_rates=(1e-3, 1e-3))
     found = gradients(lit(job))
     assert found.keys() == job.learner.adapter.masters.keys()
@@ -142,7 +142,7 @@ def test_gradients_reach_the_encoders_through_gradient_checkpointing(settings, p
 
 
 def test_captions_equal_those_of_a_cached_run(place):
-    """The same text, dropped or not and weighted or not, at the same place of the same step."""
+    """The same text, with and without dropout and weights, at the same position of the same step."""
     settings = {
         "captions__dropout": 0.4,
         "captions__shuffle": True,
@@ -183,7 +183,7 @@ def test_more_learning_rates_than_trainable_encoders_are_refused(place):
 
 @pytest.fixture
 def twice(place: TinyPlace) -> Callable[..., list[dict]]:
-    """What a run leaves with the given settings, and once more."""
+    """The outcome of two runs with the given settings."""
 
     def run(**settings: object) -> list[dict]:
         jobs = [place.job(name, steps=3, **settings) for name in ("a", "b")]
@@ -201,7 +201,7 @@ def test_a_half_precision_run_keeps_fp32_masters_and_is_reproducible(precision, 
 
 
 def test_out_of_memory_splits_captions_too(place: TinyPlace, tmp_path: Path):
-    """The step is done again in halves, each with its own captions: the same but for rounding."""
+    """The step is repeated in halves, each with its own captions: equal up to rounding."""
     whole, halves = (
         place.job(
             name, steps=1, text_encoder__learning_rates=(1e-3,), train__effective_batch_size=4, data__max_aspect=1.0
@@ -225,7 +225,7 @@ def test_out_of_memory_splits_captions_too(place: TinyPlace, tmp_path: Path):
 
 
 def test_only_new_tokens_are_trained_and_at_their_own_learning_rate(place, tiny_models):
-    """Without a LoRA on the text encoders: the words' embeddings alone, without decay."""
+    """Without a LoRA on the text encoders: only the token embeddings, without weight decay."""
     here = replace(place, model=tiny_models("sdxl"))
     words = {
         "textual_inversion__placeholder_tokens": ("<zobo>", "<zub>"),

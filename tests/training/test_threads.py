@@ -1,4 +1,4 @@
-"""How many threads compute on the CPU: the user's word, the launcher's, the container's limit, other processes."""
+"""The number of CPU threads: by the user, the launcher, the container limit, other processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE", "ACCELERATE_M
 
 
 def chosen(*command: str, **environment: str) -> int:
-    """What a process of its own chooses, with nothing set but `environment`."""
+    """The choice of a separate process, with only `environment` set."""
     clean = {name: value for name, value in os.environ.items() if name not in USERS}
     program = [sys.executable, *(command or ("-c", CHOICE.format("None")))]
     done = subprocess.run(program, env=clean | environment, capture_output=True, text=True, check=True)
@@ -47,7 +47,7 @@ def test_the_environment_takes_precedence_over_the_recorded_threads() -> None:
 
 @pytest.fixture
 def chosen_under_the_launcher(tmp_path: Path) -> Callable[..., int]:
-    """What the user sets for a script that `accelerate launch` starts with these flags and variables; 0 for nothing."""
+    """The user's setting for a script that `accelerate launch` starts with these flags and variables. 0 for none."""
     script = tmp_path / "script.py"
     choice = "from lora_trainer.training.threads import choose_threads; found = choose_threads(None)"
     script.write_text(f"{choice}\nprint(found.count if 'NUM_THREADS' in found.reason else 0)", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Numbers of steps that wait before somebody looks at them, as on a GPU: what is decided does not hang on when."""
+"""Delayed metrics, as on a GPU: decisions do not depend on when they are read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RARELY: dict[str, object] = {"checkpoint__every_n_steps": 6, "validation__every_
 def ended(
     place: TinyPlace, job: LoopContext, *stops: int
 ) -> tuple[str, dict[str, bytes], list[dict[str, Any]], list[str]]:
-    """How a run ends that is stopped after these steps, gone on with each time: words, weights, rows, checkpoints."""
+    """The end of a run stopped and resumed after these steps: messages, weights, rows, checkpoints."""
     words = ""
     try:
         for stop in stops:
@@ -40,7 +40,7 @@ def ended(
 
 @pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
 def test_delayed_metrics_change_nothing(place: TinyPlace, policy, monkeypatch):
-    """Looked at every sixth step, as a GPU is every tenth, with good steps behind a bad one."""
+    """Flushed every sixth step, as on a GPU every tenth, with good steps after a bad one."""
     settings = {**RARELY, "steps": 8, "safeguards__on_nonfinite": policy, "safeguards__max_nonfinite_steps": 2}
     at_once = ended(place, bad_sample(place.job("at once", **settings), BAD))
     flush_every(6, monkeypatch)
@@ -50,7 +50,7 @@ def test_delayed_metrics_change_nothing(place: TinyPlace, policy, monkeypatch):
 
 @pytest.mark.parametrize("guard", ["on_device", "late", pytest.param("ahead", marks=pytest.mark.slow)])
 def test_too_many_skipped_in_a_row_end_the_run_whenever_they_are_read(place: TinyPlace, guard, monkeypatch):
-    """Good steps behind them hide nothing, and a stop in between moves nothing."""
+    """Good steps after them hide nothing, and a stop in between moves nothing."""
     flush_every(6, monkeypatch)
     settings = {**RARELY, "steps": 8, "safeguards__max_nonfinite_steps": 2}
     for name, stops in (("straight", ()), ("stopped", (1,)), ("stopped inside", (2,)), ("stopped late", (4,))):
@@ -83,7 +83,7 @@ def test_too_many_overflows_in_a_row_end_the_run_whenever_they_are_read(place: T
     assert [row["step"] for row in rows] == [1, 2, 3]
 
 
-# On the device: test_exact_resume's run that is stopped between two looks.
+# On the device: see the run in test_exact_resume that is stopped between two flushes.
 @pytest.mark.parametrize("guard", ["late", pytest.param("on_device", marks=pytest.mark.slow)])
 def test_a_stop_anywhere_between_two_flushes_changes_nothing(place: TinyPlace, guard, monkeypatch):
     flush_every(6, monkeypatch)

@@ -1,4 +1,4 @@
-"""Checkpoints: what is written is what is read, and what is damaged is passed over."""
+"""Checkpoints are read back as written, and damaged ones are skipped."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_flatten_keeps_every_type_of_value():
 
 
 def two_checkpoints(folder: Path) -> tuple[Path, Path]:
-    """Of steps 3 and 6, with an average."""
+    """Checkpoints of steps 3 and 6, with an EMA."""
     optimizer, _ = trained_optimizer("adamw")
     older, newer = (replace(checkpoint_of(optimizer, step), average={"a": torch.randn(3)}) for step in (3, 6))
     return save_checkpoint(folder, older), save_checkpoint(folder, newer)
@@ -278,7 +278,7 @@ def test_a_kill_while_pruning_leaves_no_partial_checkpoint(tmp_path, monkeypatch
 
 
 def test_a_concurrent_reader_always_sees_a_checkpoint_and_changes_nothing(tmp_path, monkeypatch):
-    """`kept` and a pause's message read while another thread replaces a checkpoint of the same step."""
+    """`kept` and the message of a pause read while another thread replaces a checkpoint of the same step."""
     optimizer, _ = trained_optimizer("adamw")
     save_checkpoint(tmp_path, checkpoint_of(optimizer, 3))
     newer = replace(checkpoint_of(optimizer, 3), settings={"x": 2})

@@ -1,4 +1,4 @@
-"""Writing beside the loop: what is handed over reaches the disk, the newest always, and what goes wrong is heard."""
+"""Background writing: the newest snapshot always reaches the disk, and errors reach the loop."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_the_writer_queues_only_the_newest_of_each_kind(handed: list[Kind]) -> N
     for kind in {"checkpoint", "best"} & set(handed):
         newest = max(index for index, each in enumerate(handed) if each == kind)
         assert any(item is items[newest] for item in waiting)
-    if "checkpoint" in handed:  # the best that it names is there before it
+    if "checkpoint" in handed:  # the best weights that it names exist before it
         at = max(index for index, each in enumerate(handed) if each == "checkpoint")
         named = [index for index, each in enumerate(handed[:at]) if each == "best"]
         assert not named or any(item is items[named[-1]] for item in waiting)
 
 
 class Gate:
-    """A disk that is busy until it is opened."""
+    """A disk that blocks until it is released."""
 
     def __init__(self) -> None:
         self.open, self.began = threading.Event(), threading.Event()
@@ -126,7 +126,7 @@ def test_a_write_error_is_raised_in_the_loop_once() -> None:
             writer.put("checkpoint", refuse, {})
             raise KeyError
 
-    with pytest.raises(KeyError):  # the loop's own end counts
+    with pytest.raises(KeyError):  # the end of the loop counts
         ends_otherwise()
 
 
@@ -186,7 +186,7 @@ def test_a_full_disk_ends_the_run_by_the_next_step(place: TinyPlace) -> None:
     def samples_in(step: int) -> int:
         calls.append(step)
         job.writer._changed.acquire()
-        job.writer._changed.wait_for(lambda: not job.writer._busy, timeout=300)  # as slow a loop as a real one
+        job.writer._changed.wait_for(lambda: not job.writer._busy, timeout=300)  # a loop as slow as a real one
         job.writer._changed.release()
         return job.samples_in(step)
 
@@ -226,7 +226,7 @@ def test_epochs_between_checkpoints(place: TinyPlace) -> None:
 
 
 def test_the_time_a_checkpoint_blocks_the_loop_counts_from_its_start(place: TinyPlace) -> None:
-    """With the look at the weights, and with the wait for those that are written first."""
+    """With the check of the weights and the wait for earlier snapshots."""
     job, clock = place.job("a", checkpoint__every_n_steps=2), [100.0]
 
     def settle() -> None:

@@ -1,4 +1,4 @@
-"""Which numbers of blocks a step that is short of memory may take, and what of them is set by the user."""
+"""The fallbacks of a step that runs out of memory, and the user's settings among them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.training.tiny_job import TinyPlace, signal_at_step
 
 
 def test_a_resumed_run_can_save_more_memory(place: TinyPlace):
-    """Than it found for itself when memory ran out: what is set now, where that is more."""
+    """The current setting applies if it saves more than the fallback found earlier."""
     settings = FOUR | {"train__effective_batch_size": 1, "steps": 6}
     short = in_forward(place.job("more", **settings), lambda call: call == 1)
     stopped, _ = place.train(signal_at_step(short, 3))

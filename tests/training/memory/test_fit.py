@@ -1,4 +1,4 @@
-"""Memory that runs out in a step: the same samples in smaller parts, told, and grown back after a while."""
+"""A step out of memory repeats the same samples in smaller micro-batches, logs it, and grows back later."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ShortBackward(torch.autograd.Function):
 
 
 def counted(fails: Callable[[int], bool], work: Callable[..., Any], error: Exception | None = None) -> Any:
-    """The same work, which runs out of memory in some of its calls, counted from 0, after it was half done."""
+    """The same function, which runs out of memory halfway through some of its calls, counted from 0."""
     calls = iter(range(10**9))
 
     def work_or_fail(*args: Any, **kwargs: Any) -> Any:
@@ -76,13 +76,13 @@ def in_clipping(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
 
 
 def in_update(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
-    """After the weights were changed, so that a step simply done again would be wrong."""
+    """After the weights changed, so that simply repeating the step would be wrong."""
     job.learner.optimizer.step = counted(fails, job.learner.optimizer.step)  # type: ignore[method-assign]
     return job
 
 
 def on_gpu(job: LoopContext, room: int) -> LoopContext:
-    """A GPU on which a step of so many samples fits."""
+    """A GPU with room for `room` samples."""
     true = job.learner.predict
 
     def predict(*args: Any) -> Tensor:
@@ -99,7 +99,7 @@ def events(job: LoopContext) -> list[tuple[int, str]]:
 
 
 def trained(job: LoopContext) -> dict[str, Any]:
-    """What the steps left, whatever was said of them."""
+    """The results of the steps, without events."""
     found = outcome(job)
     return {name: found[name] for name in ("step", "tensors", "optimizer", METRICS)}
 
@@ -109,7 +109,7 @@ FIRST = [in_forward, in_backward, in_clipping, in_update]
 
 @pytest.mark.parametrize("place_of", FIRST)
 def test_a_first_step_out_of_memory_is_split_in_halves(place: TinyPlace, place_of: Callable[..., LoopContext]):
-    """Bit for bit the run that was split so from its start, wherever in the step memory ran out."""
+    """Bit for bit the run with that split from the start, wherever memory ran out."""
     planned = place.job("asked", steps=4, train__max_micro_batch_size=2, **FOUR)
     place.train(planned)
     short = place_of(place.job("short", steps=4, **FOUR), lambda call: call == 0)
@@ -160,7 +160,7 @@ def test_an_update_out_of_memory_is_repeated_from_the_last_checkpoint(place: Tin
     short = in_update(place.job("short", **FOUR), lambda call: call == 4)
     state, _ = place.train(short)
     assert events(short)[0][1].endswith("the run goes on from step 3")
-    # The same three steps, then the same again from there in halves.
+    # The same three steps, then the rest in halves.
     rows, calm_rows = (read_lines(each.folder / METRICS) for each in (short, calm))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["loss"] for row in rows[:3]] == [row["loss"] for row in calm_rows[:3]]
@@ -171,7 +171,7 @@ def test_an_update_out_of_memory_is_repeated_from_the_last_checkpoint(place: Tin
 
 
 def test_gradient_checkpointing_is_enabled_when_one_sample_does_not_fit(place: TinyPlace):
-    """And that changes not one bit."""
+    """This changes no bit."""
     settings = FOUR | {"train__effective_batch_size": 1, "steps": 4}
     calm = place.job("calm", **settings)
     place.train(calm)
@@ -220,7 +220,7 @@ def test_a_run_that_fits_again_returns_to_its_plan(place: TinyPlace):
 
 
 def test_a_run_that_was_out_of_memory_resumes_bit_exactly(place: TinyPlace):
-    """Stopped after any step, on the same GPU: the same steps in the same parts, and the same tries to grow."""
+    """Stopped after any step, on the same GPU: the same micro-batches and the same tries to grow."""
     settings = FOUR | {"memory__oom_recovery_steps": 2, "steps": 8, "checkpoint__every_n_steps": 100}
     whole = on_gpu(place.job("whole", **settings), room=2)
     place.train(whole)
@@ -233,7 +233,7 @@ def test_a_run_that_was_out_of_memory_resumes_bit_exactly(place: TinyPlace):
 
 
 def validated_on_gpu(job: LoopContext, room: int) -> LoopContext:
-    """A GPU on which no more than so many validation samples fit."""
+    """A GPU with room for `room` validation samples."""
     true = job.validate
     assert true is not None
 
@@ -246,7 +246,7 @@ def validated_on_gpu(job: LoopContext, room: int) -> LoopContext:
 
 
 def test_a_validation_out_of_memory_uses_smaller_micro_batches(place: TinyPlace):
-    """The same losses, to rounding; the size of the parts is kept, also by a resumed run, bit for bit."""
+    """The same losses up to rounding. A resumed run keeps the micro-batch size, bit for bit."""
     settings = FOUR | {"validation__every_n_steps": 2}
     calm = place.job("calm", **settings)
     place.train(calm)
@@ -283,7 +283,7 @@ def test_a_validation_that_never_fits_saves_what_was_trained(place: TinyPlace):
 
 
 def test_one_of_two_processes_shrinks_its_micro_batch_alone(place: TinyPlace):
-    """Nobody waits for it in vain; ten steps later both take the smaller parts, which is said once."""
+    """No process waits in vain. Ten steps later both use the smaller micro-batches, reported once."""
     settings = FOUR | {"steps": 11}
     calm = [place.job("calm", processes=each, **settings) for each in together(2)]
     place.resume_together(calm)
@@ -301,7 +301,7 @@ def test_one_of_two_processes_shrinks_its_micro_batch_alone(place: TinyPlace):
 
 
 def test_one_of_two_processes_does_not_retry_its_update_alone(place: TinyPlace):
-    """The other has gone on: what the two would sum from there would be of different steps."""
+    """The other has continued: from there the two would sum gradients of different steps."""
     first, second = (place.job("short", processes=each, **FOUR) for each in together(2))
     with pytest.raises(TrainingFailed, match="Process 0: Out of memory while the weights were changed, at step 3"):
         place.resume_together([in_update(first, lambda call: call == 2), second])
@@ -314,7 +314,7 @@ def in_the_sum(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
 
 @pytest.mark.parametrize("place_of", [in_the_sum, in_clipping])
 def test_one_of_two_processes_out_of_memory_in_the_all_reduce_saves_and_leaves(place: TinyPlace, place_of: Any):
-    """It cannot try alone either, but its weights are still those of the step before."""
+    """It cannot retry alone either, but its weights are still those of the step before."""
     first, second = (place.job("short", processes=each, **FOUR) for each in together(2))
     with pytest.raises(
         TrainingFailed, match="Process 0: Out of memory while gradients were summed or clipped, at step 3"
@@ -324,7 +324,7 @@ def test_one_of_two_processes_out_of_memory_in_the_all_reduce_saves_and_leaves(p
 
 
 def test_blocks_are_swapped_when_all_are_already_checkpointed(place: TinyPlace):
-    """More and more of them, as the last that can be done, and back again; and that changes not one bit."""
+    """More and more of them, as the last fallback, and back again. This changes no bit."""
     settings = FOUR | {
         "train__effective_batch_size": 1,
         "steps": 8,
@@ -363,7 +363,7 @@ def test_a_run_with_block_swap_resumes_bit_exactly(place: TinyPlace):
 
 
 def test_a_gpu_without_room_to_grow_continues_unchanged(place: TinyPlace, monkeypatch: pytest.MonkeyPatch):
-    """Blocks that were to stay again may not find room on the GPU: the step is done with them visiting."""
+    """If blocks find no room to stay on the GPU again, the step keeps swapping them."""
     settings = FOUR | {
         "train__effective_batch_size": 1,
         "steps": 6,
@@ -386,7 +386,7 @@ def test_a_checkpoint_without_block_swap_is_read():
 
 
 def test_two_processes_agree_on_the_fewest_resident_blocks(place: TinyPlace):
-    """Of processes whose micro-batches and checkpointed blocks are alike, the one that streams most says how many."""
+    """Among processes with equal micro-batches and checkpointing, the largest number of swapped blocks counts."""
     settings = FOUR | {"memory__blocks_to_swap": 1, "memory__gradient_checkpointing": "true"}
     jobs = [place.job("short", processes=each, **settings) for each in together(2)]
     fallbacks = [OomFallback(), OomFallback(swapped=3, since=7, failed=1)]

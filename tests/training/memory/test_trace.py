@@ -1,4 +1,4 @@
-"""What offloading leaves on a GPU, by a trace: against a step that is really taken."""
+"""The traced memory of offloading, compared with a real step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def subject_of(place: TinyPlace, *, products: bool = False) -> Subject:
 
 
 def really_held(learner: StepContext, subject: Subject, *, offloaded: bool) -> int:
-    """Bytes at the peak of a step on the CPU, beside the weights; what is away is not counted."""
+    """Peak bytes of a step on the CPU without the weights. Offloaded tensors do not count."""
     account = Counted()
     frozen, adapter = own_tensors(learner)
     for tensor in (*frozen, *adapter):
@@ -56,7 +56,7 @@ def really_held(learner: StepContext, subject: Subject, *, offloaded: bool) -> i
 
 @pytest.mark.parametrize("checkpointed", [0, 2])
 def test_a_trace_shows_what_offloading_leaves_on_a_gpu(place: TinyPlace, monkeypatch, checkpointed):
-    """Nothing moves that is smaller than the least; of the rest only what is on its way stands."""
+    """Tensors below `least` bytes stay; of the others only those in transfer count."""
     subject, learner = subject_of(place), place.job("traced").learner
     checkpoint_blocks(learner.denoiser, checkpointed)
 
