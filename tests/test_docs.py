@@ -1,4 +1,4 @@
-"""What the documents promise: commands that exist, constants that are the code's, links that lead somewhere."""
+"""The docs name existing commands, the constants of the code, and valid links."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = [path.relative_to(CHECKOUT).as_posix() for path in DOCUMENTS]
 PROGRAM = re.compile(r"(?:\S*/)?(?:lora-trainer|python -m lora_trainer)(?= )")
 LAUNCH = "accelerate launch"
 SITES = ("arxiv.org", "keepachangelog.com", "pre-commit.com", "semver.org")
-# Traces of the machine that something was written on: absolute paths and addresses.
+# Traces of the author's machine: absolute paths and addresses.
 MACHINE = re.compile(r"(?<![\w.~<>/:])/\w+/\w+|\b[A-Z]:\\\w+|localhost|\b\d{1,3}(?:\.\d{1,3}){3}\b")
 
 
@@ -55,7 +55,7 @@ def launches() -> list[str]:
 def check_command_line(words: list[str]) -> None:
     """The command exists, its arguments parse, its presets and settings exist."""
     assert words[0] in COMMANDS, f"no command {words[0]}"
-    if len(words) == 1:  # a command spoken of, not a line to copy
+    if len(words) == 1:  # a mention of a command, not a line to copy
         return
     parser = Parser(prog=words[0], allow_abbrev=False)
     COMMANDS[words[0]].add_arguments(parser)
@@ -172,7 +172,7 @@ def test_files_named_in_the_docs_exist(name: str) -> None:
     roots = (CHECKOUT, CHECKOUT / "lora_trainer")
     for target, symbol in re.findall(r"`((?:\w+/)+\w+\.(?:py|toml|md|yaml|sh))(?::(\w+))?`", text):
         found = [root / target for root in roots if (root / target).is_file()]
-        if re.search(r"[A-Z]{3}", target):  # a name that the reader is to choose
+        if re.search(r"[A-Z]{3}", target):  # a name for the reader to choose
             continue
         assert found, target
         assert symbol in found[0].read_text("utf-8"), f"{target}:{symbol}"

@@ -68,7 +68,7 @@ def test_cheap_imports_leave_torch_unloaded(heavy: str, torch_free_modules: set[
 
 @pytest.fixture(scope="module")
 def torch_free_modules() -> set[str]:
-    """The modules that a process holds after importing everything that must be cheap."""
+    """The modules in a process after importing everything that must be cheap."""
     lines = [f"import {name}" for name in TORCH_FREE]
     program = "\n".join([*lines, "import sys", "print(*sys.modules)"])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -78,7 +78,7 @@ def torch_free_modules() -> set[str]:
 
 def test_presets_are_toml_with_a_description(checkout: Path) -> None:
     files = sorted((checkout / "presets").rglob("*.toml"))
-    # Six tiers, three goals, and a preset for each family beside the built-in base's.
+    # Six VRAM presets, three training presets, one preset per family and the built-in model's.
     assert len([path for path in files if path.parent.name in ("tiers", "goals")]) == 9
     for path in files:
         assert tomllib.loads(path.read_text("utf-8")), path

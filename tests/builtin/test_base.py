@@ -1,4 +1,4 @@
-"""The built-in base as it travels in the package."""
+"""The built-in model as shipped in the package."""
 
 from __future__ import annotations
 

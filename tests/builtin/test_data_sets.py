@@ -1,4 +1,4 @@
-"""The two data sets of new subjects: complete, varied, small, and drawn by the script."""
+"""The two datasets of new subjects: complete, varied, small, and drawn by the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program that judges the built-in base: right on drawn pictures, at chance on others' captions."""
+"""The judge of the built-in model: right on drawn images, at chance on shuffled captions."""
 
 from __future__ import annotations
 

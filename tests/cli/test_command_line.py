@@ -1,4 +1,4 @@
-"""The command line from outside: what is printed, the exit codes, and what is not imported."""
+"""The command line from outside: output, exit codes, and imports."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_a_folder_is_no_lora_file(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_a_finished_command_does_not_collect_garbage(checkout: Path) -> None:
-    """Among all that torch brings it takes seconds, and a run that was told to stop may have few."""
+    """With torch loaded it takes seconds, and a stopped run may have few."""
     program = (
         "import gc; from lora_trainer.__main__ import entry; entry(['--version']); print(gc.get_freeze_count() > 0)"
     )

@@ -1,4 +1,4 @@
-"""Settings that do not go together: the user's are a problem, a preset's give way and are named."""
+"""Contradictory settings: those of the user are a problem, those of a preset are dropped and named."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_rules_apply_to_captions_of_a_source():
 
 
 def test_prodigy_never_takes_a_learning_rate_for_adamw():
-    """Not the default's, and not that of the built-in base's preset, which is large enough to pass for a factor."""
+    """Neither the default nor that of the built-in model's preset, which is large enough to pass for a factor."""
     for layers in ([], [QUALITY], [Layer("family preset builtin", {"optimizer": {"learning_rate": 0.02}})]):
         assert resolve([*layers, user(optimizer__name="prodigy")]).config.optimizer.learning_rate == 1.0
 

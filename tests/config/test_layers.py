@@ -1,4 +1,4 @@
-"""Layers become one config: later wins, origins are kept, all problems are told at once."""
+"""Layers become one config: later wins, origins are kept, all problems are reported at once."""
 
 from __future__ import annotations
 

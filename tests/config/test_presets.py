@@ -1,4 +1,4 @@
-"""Presets: every combination resolves, order changes nothing, and two of a kind are refused."""
+"""Presets: every combination resolves, order does not matter, and two of one kind are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TOML in and out: what a user wrote wrong is said, what a run wrote repeats it."""
+"""TOML in and out: user mistakes are reported, and a run's config repeats it."""
 
 from __future__ import annotations
 

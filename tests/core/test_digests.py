@@ -1,4 +1,4 @@
-"""Hashes are remembered while a file is the same, and never longer."""
+"""Hashes are cached only while a file is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that refuses: paused, said once, gone on with; left by a signal; ended when the minutes are over."""
+"""A full disk: pause, one report, continue; a signal ends the wait; so does the time limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failing(times: int, number: int = errno.ENOSPC) -> Callable[[], str]:
-    """A write that the disk refuses so many times."""
+    """A write that the disk refuses the given number of times."""
     left = [times]
 
     def write() -> str:
@@ -84,7 +84,7 @@ def test_the_waiting_time_runs_out(tmp_path):
     with patient(waiting(lines, minutes=0.0005)) as patience:
         with pytest.raises(TrainingFailed):
             write_with_retry("the record", tmp_path, failing(10**6))
-        with pytest.raises(OSError, match="No space"):  # what comes afterwards is not waited for again
+        with pytest.raises(OSError, match="No space"):  # later writes do not wait again
             write_with_retry("the record", tmp_path, failing(1))
     assert patience.given_up
 
@@ -106,7 +106,7 @@ def test_other_errors_are_raised_unchanged(tmp_path):
     with patient(waiting([])), pytest.raises(TrainingFailed, match="not finite"):
         write_with_retry("the LoRA", tmp_path, wrong)
     with pytest.raises(OSError, match="No space"):
-        write_with_retry("the LoRA", tmp_path, failing(1))  # nobody is patient
+        write_with_retry("the LoRA", tmp_path, failing(1))  # no waiting
 
 
 def test_causes_of_errors_and_messages_in_other_languages_are_recognized():

@@ -1,4 +1,4 @@
-"""What the first and the second signal do, in processes of their own that load no torch."""
+"""The first and the second signal, in separate processes that load no torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_first_signal_is_reported_and_the_second_exits_at_once(checkout: Pat
 
 
 def test_a_launcher_may_repeat_the_first_signal(checkout: Path) -> None:
-    """Ctrl-C reaches its processes from the terminal, and then from the launcher that is asked to end as well."""
+    """Ctrl-C reaches its processes from the terminal, and again from the launcher that it also ends."""
     both = run(checkout, signal.SIGINT, signal.SIGTERM, ACCELERATE_MIXED_PRECISION="no")
     assert (both.returncode, both.stdout) == (0, "here\n")
     assert both.stderr.count("SIG") == 1
@@ -144,7 +144,7 @@ def test_writing_to_a_closed_terminal_raises_nothing(checkout: Path, tmp_path: P
             output += os.read(watched, 4096)
     os.close(ours)
     os.close(end)
-    process.send_signal(signal.SIGHUP)  # as its shell does
+    process.send_signal(signal.SIGHUP)  # as a shell does
     assert process.wait(300) == 129
     assert (tmp_path / "proof").read_text() == "saved"
 

@@ -122,7 +122,7 @@ def test_pruned_entries_are_not_reported_as_changed(data: Path, cache: Path) -> 
     shown = [(replace(sample, mask=Mask(None)), view) for sample, view in plan_of(data, cache).items]
     masked = plan_latents(shown, cache, "vae", HALF)
     assert fill_latents(masked, encode_image, batch=2).reasons == {"mask changed": 5}
-    fill(data, cache)  # known already, so nothing is kept of it again
+    fill(data, cache)  # known already, so nothing is stored again
     cache_clean(cache, limit=0)
     assert fill(data, cache).reasons == {"not in the cache any more": 5}
 
@@ -364,7 +364,7 @@ def test_the_commands(data: Path, cache: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_text_entries_are_shared_by_encoder_settings(cache: Path) -> None:
-    """Weights that are read make another entry; the same text, however it came about, makes none."""
+    """Weights in use make another entry. The same text from other settings does not."""
 
     def keys(*texts: str, weighted: bool = False) -> tuple[str, ...]:
         sample = Sample(Path("a.png"), "first", 8, 8, "0" * 64, variants=texts, weighted=weighted)

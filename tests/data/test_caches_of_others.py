@@ -1,4 +1,4 @@
-"""What others keep in a folder, told apart from what is ours."""
+"""Files of others in a cache folder are recognized and kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lora_trainer.data.caches.upkeep import cache_clean, cache_status, keep_limi
 
 
 def stranger(folder: Path) -> dict[Path, bytes]:
-    """Files of a user's own that look like ours at a glance."""
+    """A user's files that look like ours."""
     names = [
         "users/notes.txt",
         "users/" + "ab" * 16,

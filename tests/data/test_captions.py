@@ -1,4 +1,4 @@
-"""Captions as they are trained: what every option does, and what none of them may break."""
+"""Training captions: the effect of every option, and what none of them may break."""
 
 from __future__ import annotations
 

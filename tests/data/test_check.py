@@ -53,7 +53,7 @@ def test_no_upscale_refuses_only_what_is_smaller_than_a_step(tmp_path: Path, dra
 
 
 def cut_short(path: Path) -> None:
-    """The header stays whole, the pixels do not."""
+    """Damage the pixels, not the header."""
     path.write_bytes(path.read_bytes()[:2000])
 
 
@@ -234,7 +234,7 @@ def test_the_command_prints_one_json_document(good_folder: Path, capsys: pytest.
 
 
 def test_the_command_checks_at_the_training_resolution(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The model's own, under the tier's ceiling."""
+    """The model's own, limited by the VRAM preset."""
     buckets = []
     for ceiling in (None, 256):
         config = Config.model_validate({"data": {"resolution_ceiling": ceiling}, "train": {"effective_batch_size": 4}})

@@ -1,4 +1,4 @@
-"""One cache filled by several at once, killed at any moment, on a disk that refuses."""
+"""One cache filled by several processes at once, killed at any moment, on a full disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def value_of(key: str) -> float:
 def work_of(
     folder: Path, count: int, log: Path | None = None, *, seconds: float = 0.0, start: float = 0.0, batch: int = 3
 ) -> Work[str]:
-    """Entries that hold their key's number. Each key that is encoded is a line of `log`."""
+    """Entries with the number of their key. Each encoded key is a line in `log`."""
     keys = [key_of(number) for number in range(count)]
 
     def encode(places: list[int], prepared: list[str]) -> dict[str, Tensor]:
@@ -63,7 +63,7 @@ def encoded(log: Path) -> list[str]:
 
 
 def assert_whole(folder: Path, count: int) -> None:
-    """All entries are there, right, and in few files; nothing is left over."""
+    """All entries exist, are right, and are in few files. Nothing else remains."""
     store = Store(folder, "latents")
     for number in range(count):
         assert store.read(key_of(number))["a"].unique().tolist() == [value_of(key_of(number))]
@@ -82,7 +82,7 @@ def fill(folder: Path, count: int, log: Path, seconds: float, start: float) -> N
 
 @pytest.fixture
 def packs_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packing after a few batches rather than after 64 MB."""
+    """Packs after a few batches instead of 64 MB."""
     monkeypatch.setattr(filling, "SMALL", 3000)
     monkeypatch.setattr(packing, "SMALL", 6000)
 
@@ -90,7 +90,7 @@ def packs_early(monkeypatch: pytest.MonkeyPatch) -> None:
 @forked
 @pytest.mark.usefixtures("packs_early")
 def test_processes_build_each_entry_once(tmp_path: Path) -> None:
-    """From two places and from one: what another has claimed is left for later."""
+    """Entries that another has claimed come last."""
     log = tmp_path / "log"
     started = [fork(fill, tmp_path / "cache", 120, log, 0.002, start) for start in (0.0, 0.0, 0.5)]
     for process in started:
@@ -114,7 +114,7 @@ def test_threads_of_one_process_share_the_work(tmp_path: Path) -> None:
 
 
 def killed_fills(folder: Path, count: int, kills: int) -> int:
-    """Kill a fill again and again, then let one end; how many kills met one at work."""
+    """Kill fills repeatedly, then let one end. Returns how many kills hit one at work."""
     hits = 0
     cache, log, draw = folder / "cache", folder / "log", random.Random(7)
     published: set[str] = set()
@@ -188,7 +188,7 @@ def test_a_claim_belongs_to_one_process(tmp_path: Path) -> None:
 
 @contextmanager
 def files_at_most(size: int) -> Iterator[None]:
-    """A disk on which no file grows beyond so many bytes."""
+    """A disk with a maximum file size."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

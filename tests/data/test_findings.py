@@ -1,4 +1,4 @@
-"""Each finding of the gate on a dataset made for it; none of them on a good one."""
+"""Each finding of the gate on a dataset for it, and none on a good dataset."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("code", [*FAULTS, "meaningless_caption"])
 def test_a_fault_costs_by_its_share(code: str, tmp_path: Path) -> None:
-    """In every file it refuses the set, in one of 24 it costs next to nothing, and one file more never raises the score."""
+    """In every file it refuses the dataset, in one of 24 it costs little, and another file never raises the score."""
     for number in range(24):
         save(tmp_path, f"{number:02}", photo(160, SIDE, number))
     report, scores = judged(of(tmp_path)), {}
@@ -112,7 +112,7 @@ def test_a_fault_costs_by_its_share(code: str, tmp_path: Path) -> None:
 
 
 def test_slight_upscaling_and_copies_are_allowed_in_every_file(tmp_path: Path) -> None:
-    """A set a little smaller than the resolution is only that; copies train as repeats do."""
+    """Slightly small images are only that. Copies train like repeats."""
     for number in range(8):
         save(tmp_path / "small", f"{number}", photo(120, 96, number))
     assert judged(of(tmp_path / "small")).score == pytest.approx(0.85)
@@ -196,7 +196,7 @@ def test_similar_images_stay_on_one_side_of_the_split(good: Path) -> None:
     report = judged(of(good))
 
     def torn(kin: dict[str, str]) -> int:
-        """In how many of the splits twins stand on both sides."""
+        """The number of splits with similar images on both sides."""
         splits = [split_validation(report.samples, 0.3, seed, kin) for seed in range(12)]
         twins = {f"again{number}": f"{number * 2}" for number in range(4)}
         families = [[{twins.get(each.path.stem, each.path.stem) for each in side} for side in pair] for pair in splits]
@@ -244,7 +244,7 @@ def test_letters_read_in_a_wrong_encoding(read: str, meant: str) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.text(max_size=40))
 def test_correct_text_is_unchanged(text: str) -> None:
-    """Anything that is mended was UTF-8 read as Windows-1252, word by word."""
+    """Any fixed text was UTF-8 read as Windows-1252, word by word."""
     for before, after in zip(text.split(), mended(text).split(), strict=True):
         assert before == after or after.encode("utf-8").decode("cp1252") == before
 
@@ -293,7 +293,7 @@ severities: st.SearchStrategy[Severity | None] = st.sampled_from([None, None, "n
 def test_the_score_is_bounded_and_falls_when_one_more_file_breaks(
     rows: Sequence[Sequence[Severity | None]], data: st.DataObject
 ) -> None:
-    """Whatever else was found; the worst case beside it is another file that loses a warning, or a pair that goes."""
+    """For any other findings. At worst another file loses a warning, or a pair disappears."""
     samples = [sample_of(number) for number in range(len(rows))]
     pairs = data.draw(st.integers(0, len(samples) // 2))
 

@@ -1,4 +1,4 @@
-"""`check --clean-copy`: the copy is better, says what was done, and the original stays as it was."""
+"""`check --clean-copy`: the copy is better, lists the changes, and the original is unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def moved(copy: FixedCopy, *sources: Path | SourceSection) -> list[SourceSection
 
 
 def rows_of(*sources: Path | SourceSection) -> list[tuple[str, str, float, float]]:
-    """What is trained."""
+    """The samples that are trained."""
     return [(each.content, each.caption, each.repeats, each.weight) for each in judged(*sources)[0].samples]
 
 
@@ -73,7 +73,7 @@ def good(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bad(good: Path) -> Path:
-    """The good set with one of every kind of fault."""
+    """The good dataset with one of every kind of fault."""
     (good / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     drawing(160, 128, 20).save(good / "lonely.png")
     shutil.copy(good / "1.png", good / "copy.png")
@@ -215,7 +215,7 @@ def test_the_loss_weight_of_a_row_is_kept(good: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", [".jsonl", ".csv"])
 def test_the_rows_of_a_table_stay_rows(good: Path, tmp_path: Path, ending: str) -> None:
-    """Several rows for one image are several samples; those without a text have one beside the image."""
+    """Several rows for one image are several samples; rows without text use the caption file."""
     shutil.copy(good / "1.png", good / "copy.png")
     lines = [(f"good/{name}.png", text) for name in (*range(8), "copy") for text in (f"of {name}", f"a {name}")]
     lines.append(("good/2.png", ""))

@@ -1,4 +1,4 @@
-"""Files that are broken, huge or no files at all: each is one finding, nothing hangs, nothing is changed."""
+"""Broken, huge and special files: each is one finding, nothing blocks, nothing changes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_names_are_shown_on_one_line(zoo: Path) -> None:
 
 
 def _counts(finding: Finding) -> bool:
-    """The images are noise of 64 pixels: what the gate says of how they look is not the question here."""
+    """The images are noise of 64 px: findings about their look do not matter here."""
     return finding.severity == "error" or finding.code == "animated"
 
 

@@ -46,7 +46,7 @@ def test_the_line_and_the_file_count_what_was_trained(tmp_path: Path):
     plan = plan_steps([*SAMPLES[0:4:3], *KEPT, replace(SAMPLES[6], caption='a "b",\nc')], 2, 0)
     steps = 3 * plan.steps_per_epoch
     counts = counts_of(plan, steps, 0.0)
-    # Three images an epoch, and as many places for the four that are kept.
+    # Three images per epoch, and as many positions for the four regularization images.
     assert counts.line == "every image 3 times, every regularization image 2–3 times"
     dropped = counts_of(plan, steps, 1.0)
     assert dropped.line.endswith("; captions dropped 100.0 %")

@@ -48,7 +48,7 @@ def data(tmp_path: Path) -> CachedData:
 
 
 def with_options(data: CachedData, **options: object) -> CachedData:
-    """The same data with settings of its captions."""
+    """The same data with caption settings."""
     return replace(data, captions=(CaptionsSection.model_validate(options),))
 
 

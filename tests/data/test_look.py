@@ -40,7 +40,7 @@ def test_images_are_measured_in_order_and_once_for_each_content(
             assert found == measure(image)
     monkeypatch.setattr(look, "answers", lambda job, tasks: iter(()) if not tasks else pytest.fail("decoded again"))
     for each in samples:
-        each.path.unlink()  # measures are kept by content
+        each.path.unlink()  # measures are cached by content
     assert look_at(samples) == seen
 
 
@@ -71,7 +71,7 @@ def test_an_image_replaced_after_it_was_listed_is_reported(tmp_path: Path) -> No
 def test_a_decoder_that_crashes_or_blocks_loses_only_its_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, word: str
 ) -> None:
-    """The worker of one image is killed each time it is asked for; the others are measured."""
+    """The worker of one image is killed each time. The others are measured."""
     samples = [sample(tmp_path / f"{number}.png", number) for number in range(5)]
     true = workers.Worker.ask
 

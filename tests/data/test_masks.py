@@ -1,4 +1,4 @@
-"""Masks beside the latents that they weigh, and what the gate says of masks and of sizes."""
+"""Masks next to the latents that they weight, and findings about masks and sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.data.test_cache import encode_image, fill
 
 
 def test_a_mask_is_cached_in_every_variant_of_its_image(tmp_path: Path, draw: Draw) -> None:
-    """Reduced to the latents' places; an image without one keeps the key and the entry that it had."""
+    """Downscaled to the latents. An image without a mask keeps its key and entry."""
     folder, cache = tmp_path / "data", tmp_path / "cache"
     for number in range(3):
         draw(folder / f"{number}.png", seed=number)

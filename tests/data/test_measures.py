@@ -1,4 +1,4 @@
-"""Measures against images of our own making: what is wrong shows, what is good does not."""
+"""Measures of drawn images: faults show, good images have none."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def dithered(image: Image.Image) -> Image.Image:
 
 
 def tiles_of_noise(side: int) -> Image.Image:
-    """A map of six tiles, as games draw them."""
+    """A map of six tiles, as in games."""
     draw = np.random.default_rng(side)
     tiles = [noisy(Image.new("RGB", (side, side), tuple(draw.integers(40, 220, 3).tolist())), 30) for _ in range(6)]
     whole = Image.new("RGB", (320, 256))

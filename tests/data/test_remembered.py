@@ -1,4 +1,4 @@
-"""What is remembered of images: its size is told, and what is of no use leaves."""
+"""The cache of image measures: its size is shown, and unused entries are removed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.data.conftest import Draw
 
 
 def known(samples: tuple[Sample, ...]) -> tuple[list[str], list[str]]:
-    """Names of the images whose headers, and of those whose measures are remembered."""
+    """Names of the images with cached headers, and with cached measures."""
     with remembered() as store:
         headers = store.headers([Place(bytes(each.path), 0, -1) for each in samples])
         measures = store.measures([each.content for each in samples], MEASURES)
@@ -27,7 +27,7 @@ def known(samples: tuple[Sample, ...]) -> tuple[list[str], list[str]]:
 def test_entries_of_deleted_files_are_removed(tmp_path: Path, own_cache_folder: Path, draw: Draw) -> None:
     for number in range(3):
         path = draw(tmp_path / "set" / f"{number}.png", seed=number)
-        os.utime(path, (1000, 1000))  # what was written just now is not remembered
+        os.utime(path, (1000, 1000))  # files written just now are not cached
     samples = read_manifest([tmp_path / "set"])[0].samples
     look_at(samples)
     every = ["0.png", "1.png", "2.png"]

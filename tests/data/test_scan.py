@@ -28,7 +28,7 @@ def read(*paths: Path) -> list[Facts | BrokenImageError]:
 
 
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on no image may be opened."""
+    """After this, opening an image fails."""
 
     def answers(job: str, tasks: list[object]) -> list[object]:
         assert not tasks, "read again"

@@ -1,4 +1,4 @@
-"""Shards hold what was put in, and lose no more than what was damaged."""
+"""Shards return what was written, and lose only damaged rows."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ def test_a_wrong_byte_loses_its_row_or_in_the_header_the_shard(given_entries: En
         assert len(found) == (0 if place < body else len(keys) - 1)
         lost = [key for row, key in enumerate(keys) if row not in found]
         write_entries(Path(name), "latents", [key_of(99)], {each: tensor[:1] for each, tensor in tensors.items()})
-        cleaned = cache_clean(
-            Path(name), verify=True
-        )  # a key that was hit stands there under another name: it goes too
+        cleaned = cache_clean(Path(name), verify=True)  # a damaged key is there under another name and is removed too
         assert cleaned.damaged == (0 if place < body else 1)
         assert len(Shelf(Path(name), "latents")) == len(found) + 1
         assert not any(key in Shelf(Path(name), "latents") for key in lost)
@@ -119,7 +117,7 @@ def test_packing_keeps_each_key_once(shards: list[list[int]]) -> None:
         assert pack(folder, "texts", paths) == len(paths) - 1
         (packed,) = (folder / "texts").glob("*.safetensors")
         assert sorted(Shard(packed).names()) == sorted(map(key_of, everything))
-        # A reader that knew the small ones looks again.
+        # A reader of the small ones reads the folder again.
         assert {old.read(key_of(number))["a"].item() for number in everything} == everything
 
 

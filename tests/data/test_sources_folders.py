@@ -1,4 +1,4 @@
-"""Folders and tables with what a source may say of them."""
+"""Folders and tables with the settings of a source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parquet files of images that several read, that others clean away, and that unpack to more than they say."""
+"""Parquet image files read by several processes, pruned by others, or larger than declared."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def unpacked_of(samples: Sequence[Sample]) -> set[Path]:
 
 
 def test_runs_lock_the_files_they_read(tmp_path: Path, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading and judging data is a use of the user's cache."""
+    """Reading and checking data uses the user's cache."""
     path = write(tmp_path / "x.parquet", {"image": [png(1), png(2)], "text": ["a", "b"]})
     seen = list[float | None]()
 
@@ -96,7 +96,7 @@ MB = 10**6
 
 @pytest.mark.parametrize("dictionary", [False, True])
 def test_a_bomb_is_refused(tmp_path: Path, own_cache_folder: Path, dictionary: bool) -> None:
-    """From what the file says of itself, or, where rows share an entry of a dictionary, as soon as it is too much."""
+    """By the metadata of the file, or while reading if rows share a dictionary entry."""
     path = tmp_path / "bomb.parquet"
     table = pa.table({"image": [bytes(12 * MB)] * 8, "text": ["a"] * 8})
     pq.write_table(table, path, compression="zstd", use_dictionary=dictionary, dictionary_pagesize_limit=10**9)

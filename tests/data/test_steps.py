@@ -63,7 +63,7 @@ mixed_samples = st.lists(
 
 @given(mixed_samples, st.integers(1, 7), st.integers(0, 2**40), st.integers(0, 40), st.integers(1, 4))
 def test_any_number_of_processes_resumes_anywhere_with_the_same_samples(samples, effective, seed, start, most):
-    """Repeats, fractions of them, regularization, copies and buckets: each step's samples and visits are the same."""
+    """Repeats, fractions, regularization, copies and buckets: each step has the same samples and occurrences."""
     whole = [Counter(plan_steps(samples, effective, seed).refs(step)) for step in range(start + 4)]
     for world in (1, 2, 3):
         resumed = [plan_steps(samples, effective, seed) for _ in range(world)]
@@ -92,7 +92,7 @@ def test_occurrences_count_up_and_samples_of_a_source_differ_by_at_most_one(samp
 
 @given(mixed_samples, st.integers(1, 7), st.integers(0, 2**40), st.randoms())
 def test_renamed_and_moved_images_change_no_step(samples, effective, seed, random):
-    """Other names give another order of files; swapped sources change numbers and order."""
+    """Other names change the order of files; swapped sources change numbers and order."""
     moved = [replace(sample, path=Path(f"{random.random()}.png"), source=2 - sample.source) for sample in samples]
     random.shuffle(moved)
     one, other = plan_steps(samples, effective, seed), plan_steps(moved, effective, seed)

@@ -1,4 +1,4 @@
-"""Which views an image has, how they are cut out, and how often each is used."""
+"""The variants of an image, how they are cropped, and how often each is used."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_each_image_is_trained_at_fitting_resolutions(size, settings, expected) 
 
 @given(st.integers(1, 6), st.booleans(), st.integers(0, 6))
 def test_variants_cover_each_crop_both_flips_and_every_color(crops: int, flip: bool, colors: int) -> None:
-    """On an image that leaves each crop room, so that no two are the same."""
+    """On an image with room for each crop, so that no two are the same."""
     framing = Framing((256,), 64, crops=crops, flip=flip, colors=colors)
     views = views_of(sample_of(1001, 300), framing)
     assert len(set(views)) == len(views)
@@ -171,7 +171,7 @@ def test_each_color_augmentation_is_mild() -> None:
 
 
 def test_a_mask_is_cropped_like_its_image_at_any_size() -> None:
-    """A white square of a black image, and the same square in a mask of half the size."""
+    """A white square in a black image, and the same square in a mask of half the size."""
     pixels = np.zeros((240, 480, 3), dtype=np.uint8)
     pixels[40:120, 300:420] = 255
     mask = Image.fromarray(pixels[::2, ::2, 0])

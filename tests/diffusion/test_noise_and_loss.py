@@ -75,7 +75,7 @@ DIFFERENCES = st.lists(st.floats(-50.0, 50.0, width=32), min_size=4, max_size=4)
 
 @given(DIFFERENCES, st.floats(0.01, 10.0))
 def test_huber_lies_between_l1_and_mse(values, delta):
-    """Never above the square nor above 2 delta times the size, and near the smaller of both where they part."""
+    """Never above the square or 2 delta times the absolute error, and near the smaller of both."""
     d = torch.tensor(values, dtype=torch.float64).view(1, 1, 2, 2)
     huber = huber_error(d, torch.zeros_like(d), delta=delta)
     assert huber.shape == (1,)
@@ -110,7 +110,7 @@ def test_losses_follow_the_settings():
     "settings", [{}, {"type": "huber"}, {"min_snr_gamma": 5.0}, {"type": "huber", "min_snr_gamma": 1.0}]
 )
 def test_a_mask_selects_where_the_loss_counts(settings):
-    """Of a white mask nothing changes to the last bit; a black half is as if it were not there; a black one gives 0."""
+    """A white mask changes no bit, a black half does not count, and a black mask gives 0."""
     process, t = Process(ALPHAS, "epsilon"), torch.tensor([10, 500, 900])
     predicted, target = torch.randn(3, 4, 6, 5, requires_grad=True), torch.randn(3, 4, 6, 5)
     loss = make_loss(LossSection.model_validate(settings), process)
@@ -136,7 +136,7 @@ def test_the_unmasked_weight_counts_where_a_mask_is_black():
 
 
 def test_zero_terminal_snr_trains_without_a_nan():
-    """The last timestep holds no signal: velocity's loss and weight are finite there, its target is -latents."""
+    """The last timestep has no signal: the v-prediction loss and weight are finite there, the target is -latents."""
     process = Process(zero_terminal_alphas(ALPHAS), "v_prediction")
     t, latents, noise = torch.tensor([999, 0]), torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3)
     assert torch.equal(process.add_noise(latents, noise, t)[0], noise[0])

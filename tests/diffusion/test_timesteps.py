@@ -1,4 +1,4 @@
-"""Times that a flow is trained at, against the formulas of arXiv:2403.03206."""
+"""Timesteps of flow matching, against the formulas of arXiv:2403.03206."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_mode_is_the_papers_formula_reversed(u, scale):
 
 
 def test_what_each_setting_prefers():
-    """Of draws spread evenly: the share of times in the middle third, and their mean."""
+    """For evenly spread draws: the share of timesteps in the middle third, and their mean."""
     draws = [(index + 0.5) / 4000 for index in range(4000)]
 
     def share(**flow: object) -> tuple[float, float]:
@@ -107,7 +107,7 @@ def test_shift_equals_the_schedulers_own():
 
 
 def test_timestep_settings_apply_only_to_flow_models():
-    """A diffusion model stays uniform; a flow keeps its scheduler's shift unless it is asked otherwise."""
+    """A diffusion model stays uniform; a flow model keeps its scheduler's shift by default."""
     cpu, config = torch.device("cpu"), Config.model_validate({"flow": {"timestep_sampling": "mode", "shift": 2.0}})
     diffusion = Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon")
     assert trained_process(diffusion, config, cpu).times == Times()

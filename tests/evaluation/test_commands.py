@@ -1,4 +1,4 @@
-"""`validate` and `sample` as a user meets them, on a tiny base."""
+"""`validate` and `sample` through the command, on a tiny base model."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_caption_settings_come_from_the_run_next_to_the_file(
 def test_model_settings_come_from_the_run_next_to_the_file(
     lora: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They stand over what the run had, and are no reason to look for another model."""
+    """They override those of the run, and are no reason to search for another model."""
     run = Config.model_validate({"model": {"path": str(base)}})
     write_json(lora.parent / "run.json", {"config": run.model_dump(mode="json")})
     drawn = ["sample", str(lora), "--prompt", "a ring", "--num-inference-steps", "1", "--size", "64x64"]

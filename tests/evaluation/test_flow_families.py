@@ -1,4 +1,4 @@
-"""Files whose layers are fused as the original fuses them: judged and drawn on the families that have such."""
+"""Files with fused layers as in the original, evaluated and sampled on their families."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_fused_files_are_evaluated_and_sampled(
 def test_a_lora_on_t5_is_sampled_evaluated_and_disabled_with_the_rest(
     kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """diffusers passes over T5 without a word, in its own form, too: what is read of the file is put on."""
+    """diffusers silently skips T5, even in its own format: we load it ourselves."""
     family, base = FAMILIES[name], tmp_path / "base"
     (t5,) = family.cached_texts
     tiny = tiny_pipeline(tmp_path / "tokenizer", kind)
@@ -71,7 +71,7 @@ def test_a_lora_on_t5_is_sampled_evaluated_and_disabled_with_the_rest(
     )
     weights = read_lora(diffusers)
     assert read_lora(kohya).modules.keys() == weights.modules.keys() == modules.keys()
-    assert load_onto(family.make_pipeline(base, torch.float32, CPU), diffusers) == []  # and nothing said
+    assert load_onto(family.make_pipeline(base, torch.float32, CPU), diffusers) == []  # and nothing reported
     for file in (kohya, diffusers):
         fresh = family.make_pipeline(base, torch.float32, CPU)
         assert judged(fresh, family, file, read_lora(file)) == []

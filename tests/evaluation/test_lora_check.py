@@ -1,4 +1,4 @@
-"""The gate on real files and a tiny base: what is broken, untrained or harmful does not pass."""
+"""The gate on real files and a tiny base model: broken, untrained and harmful files fail."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_trained_lora_has_learned(trained: Path, base: Path, samples: list[Enc
 
 
 def test_the_gate_measures_the_effect_of_the_file(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
-    """The losses in the report are those of the untouched base and of the base with the file's updates added."""
+    """The losses in the report are those of the base model without and with the file's updates."""
     report = check(trained, base, samples)
     unet = FAMILY.load_denoiser(base, torch.float32, CPU)
     process = FAMILY.make_process(base)
@@ -264,7 +264,7 @@ def test_a_gpu_generates_one_image_at_a_time(
     rows = [Asked(prompt, seed) for prompt, seed in zip(PROMPTS, (1, 2), strict=True)]
     compare(family, base, trained, rows, drawing, Where(tmp_path, "grid"), device=torch.device(device))
     assert len(list(tmp_path.glob("*_without.png"))) == 2
-    assert set(drawn) == {2 * at_once}  # guidance asks twice
+    assert set(drawn) == {2 * at_once}  # guidance needs two forward passes
     assert pipelines[0]() is None
 
 
@@ -286,7 +286,7 @@ def test_before_and_after(trained: Path, base: Path, tmp_path: Path) -> None:
     second = pixels(where.image(1, None))
     kept = Image.new("RGB", (64, 64), "red")
     kept.save(where.image(1, None))
-    again = Where(tmp_path, "c")  # whose untouched base is taken from the first
+    again = Where(tmp_path, "c")  # whose base images are taken from the first
     compare(FAMILY, base, trained, rows, drawing, again)
     assert [pixels(again.image(index, None)) for index in (0, 1)] == [whole, kept.tobytes()]
     alone = Where(tmp_path, "alone")

@@ -1,4 +1,4 @@
-"""Whatever stays on the GPU, the gate's numbers and the images are the same; and what is chosen fits."""
+"""The placement on the GPU changes no gate result and no image, and the chosen one fits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ KNOWN_AS = {"sd15": "sd_v1", "sdxl": "sdxl_base_v1-0"}
 
 @pytest.fixture(scope="module", params=["sd15", "sdxl"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
-    """A family, a base of it and a LoRA for that."""
+    """A family, a base model of it and a LoRA."""
     folder = tmp_path_factory.mktemp(request.param)
     tiny_pipeline(folder / "tokenizer", request.param).save_pretrained(folder / "base")
     denoiser = FAMILIES[request.param].load_denoiser(folder / "base", torch.float32, CPU)
@@ -53,7 +53,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def half(base: Path, family: str) -> int:
-    """Bytes for which half of the denoiser stays, where a visiting layer needs no room."""
+    """Bytes with which half of the denoiser stays, if swapped layers needed no room."""
     denoiser = FAMILIES[family].load_denoiser(base, torch.float32, CPU)
     return prediction_bytes(8 * 8, 4, phase_costs(family)) + bytes_of(denoiser) // 2
 
@@ -102,7 +102,7 @@ def test_the_gate_encodes_prompts_layer_by_layer_when_encoders_do_not_fit(
     drifted = check_lora(lora, base, family, [], prompts=prompts).numbers["drift"]
     visiting = replace(family, load_encoders=whole)
     report = check_lora(lora, base, visiting, [], prompts=prompts, usable=1)
-    assert report.numbers["drift"] == pytest.approx(drifted, rel=1e-5)  # one at a time: to rounding
+    assert report.numbers["drift"] == pytest.approx(drifted, rel=1e-5)  # one at a time: up to rounding
 
 
 def test_images_do_not_depend_on_the_devices_of_the_parts(subject: tuple[str, Path, Path], tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_images_do_not_depend_on_the_devices_of_the_parts(subject: tuple[str, Pa
 
 
 def test_layers_stay_until_memory_is_full() -> None:
-    """What does not stay is nowhere between two uses, and comes out the same."""
+    """Parts that do not stay are freed between two uses, and results are the same."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
     x = torch.randn(2, 8)
@@ -161,7 +161,7 @@ def test_out_of_memory_is_retried_with_less(monkeypatch: pytest.MonkeyPatch) -> 
     usable=st.integers(GIB, 24 * GIB),
 )
 def test_the_chosen_placement_fits(family: str, denoiser: int, side: int, usable: int) -> None:
-    """Unless nothing of the denoiser is left to take off the GPU; and nothing is moved without need."""
+    """Unless the denoiser has nothing left to move off the GPU. Nothing moves without need."""
     costs, places = phase_costs(family), (side // 8) ** 2
 
     def check(placed: Placement, whole: int) -> None:
@@ -182,7 +182,7 @@ def test_the_chosen_placement_fits(family: str, denoiser: int, side: int, usable
 
 @pytest.mark.parametrize(("side", "kept_gib"), [(768, 3.5), (1024, 2.9)])
 def test_sdxl_is_evaluated_and_sampled_on_the_smallest_gpu(side: int, kept_gib: float) -> None:
-    """6 GiB, of which 4.7 can be used: the published sizes, in bf16. Most of the denoiser stays, nothing is tiled."""
+    """6 GiB with 4.7 usable: published sizes in bf16. Most of the denoiser stays, no tiling."""
     costs, usable = phase_costs("sdxl"), int(4.7 * GIB)
     encoders = 2 * (sum(costs.text_encoders) + costs.autoencoder)
     drawing = place_drawing(SDXL_DENOISER, encoders, (side // 8) ** 2, side * side, 2, 2, costs, usable)

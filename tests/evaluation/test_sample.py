@@ -1,4 +1,4 @@
-"""`sample` through the command: the grid, its recipe, and what is refused before a base is loaded."""
+"""`sample` through the command: the grid, its recipe, and refusals before a base model is loaded."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def test_a_model_name_with_special_characters_is_quoted(grid: Path) -> None:
 
 
 def test_a_guidance_scale_below_one_uses_the_negative_prompt() -> None:
-    """Z-Image's pipeline is guided above 0, the others above 1; those pass over what they do not need."""
+    """Z-Image's pipeline uses guidance above 0, the others above 1."""
     calls: list[dict[str, torch.Tensor]] = []
 
     class Pipeline:

@@ -1,4 +1,4 @@
-"""Text encoders that no LoRA is on stay mapped as they are stored; what they say is the same to the bit."""
+"""Text encoders without a LoRA stay memory mapped as stored, with bit-identical embeddings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIB = 2**30
 
 @pytest.fixture(scope="module", params=["sd3", "flux", "z_image"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base of a family that is stored in 16 bits, in a folder of the family's name."""
+    """A base model of a family stored in 16 bits, in a folder with the family's name."""
     folder = tmp_path_factory.mktemp("stored")
     tiny_pipeline(folder / "tokens", request.param).to(torch.bfloat16).save_pretrained(folder / request.param)
     return folder / str(request.param)
@@ -31,7 +31,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def visited(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is widened layer by layer, by its class: everything on a CPU."""
+    """The classes that are dequantized layer by layer. All run on a CPU."""
     names: list[str] = []
     true = encoders.visit
 
@@ -52,7 +52,7 @@ def whole(model: Path, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
 
 
 def drawn_with(model: Path, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
-    """What a pipeline that draws reads of each prompt, after its encoders were brought there."""
+    """The embeddings of each prompt in a sampling pipeline, after its encoders were moved."""
     family = FAMILIES[model.name]
     pipeline = fresh_pipeline(family, model, dtype, CPU)
     (stored,) = stored_texts(pipeline, family)

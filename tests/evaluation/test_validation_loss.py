@@ -1,4 +1,4 @@
-"""Validation loss asks the same questions each time; the comparison knows what it can know."""
+"""Validation loss uses the same forward passes each time; the comparison is paired."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_drift_is_the_relative_change_of_the_prediction(prediction: str) -> None
 
 @pytest.mark.parametrize("process", [PROCESS, usual_process("v_prediction"), usual_process("flow")])
 def test_sampling_towards_a_known_image_ends_at_it(process: Process) -> None:
-    """With a perfect predictor for one image, DDIM arrives at it, and Euler along a flow."""
+    """With a perfect predictor for one image, DDIM ends at it, and so does Euler for a flow."""
     image = torch.linspace(-1, 1, 4 * 4 * 4).view(1, 4, 4, 4)
 
     def oracle(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:

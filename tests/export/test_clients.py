@@ -1,4 +1,4 @@
-"""For which family a file is, where its names alone do not say it, and what `inspect` says of the programs that read it."""
+"""The family of a file with ambiguous keys, and the programs that read it according to `inspect`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def client(path: Path, name: str) -> Client:
 
 
 def loaded(path: Path, weights: LoraWeights, folder: Path, kind: str = "sd15") -> list[float]:
-    """How far what diffusers applies lies from each module's update, as a share of it."""
+    """The relative error of the update that diffusers applies, per module."""
     pipeline = tiny_pipeline(folder, kind)
     pipeline.load_lora_weights(str(path.parent), weight_name=path.name)
     gaps = []
@@ -179,7 +179,7 @@ DOUBLE, ORIGINAL = "transformer_blocks.0.attn.to_out.0", "double_blocks.0.img_at
     ],
 )
 def test_how_each_program_reads_each_style(name: str, halves: str, style: str, expected: str, tmp_path: Path) -> None:
-    """As diffusers 0.42.1, ComfyUI 0.33.0 and sd-scripts were seen to, with files of FLUX.1."""
+    """As observed with diffusers 0.42.1, ComfyUI 0.33.0 and sd-scripts, with FLUX.1 files."""
     key = name.replace(".", "_") if name.startswith(("lora_", "lycoris_")) else name
     down, up = {"A": ("lora_A", "lora_B")}.get(halves, (f"{halves}down", f"{halves}up"))
     tensors = {f"{key}.{down}.weight": torch.randn(4, 8), f"{key}.{up}.weight": torch.randn(8, 4)}

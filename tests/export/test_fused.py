@@ -1,4 +1,4 @@
-"""Parts of a fused layer are joined and taken apart without a bit's difference; a pair trained on the whole is split."""
+"""Parts of a fused layer are joined and split bit-exactly, also for a pair trained on the whole layer."""
 
 from __future__ import annotations
 

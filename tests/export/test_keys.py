@@ -1,4 +1,4 @@
-"""Module names, diffusers keys and kohya keys lead to each other."""
+"""Module names, diffusers keys and kohya keys convert to each other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATHS = st.one_of(
 
 
 def modules_of(name: str) -> tuple[str, ...]:
-    """The modules that a kohya name stands for."""
+    """The modules of a kohya name."""
     found = resolve([name], [])[0].get(name)
     return found.modules if found else ()
 
@@ -57,7 +57,7 @@ def test_the_size_embedding_has_the_name_that_every_program_knows() -> None:
 
 
 def test_prefixes_with_a_common_start_are_distinguished() -> None:
-    """One text encoder is `lora_te`; of two, kohya numbers both."""
+    """A single text encoder is `lora_te`; kohya numbers two of them."""
     assert modules_of("lora_te_text_model_final") == ("text_encoder.text_model.final",)
     assert modules_of("lora_te1_text_model_final") == ("text_encoder.text_model.final",)
     assert modules_of("lora_te2_text_model_final") == ("text_encoder_2.text_model.final",)

@@ -1,4 +1,4 @@
-"""Each layer's change, recomputed from the raw tensors of both files, is the trained network's; so are the names."""
+"""The change of each layer, recomputed from the raw tensors of both files, equals that of the trained network."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_both_formats_hold_the_change_of_every_layer(family, dtype, tolerance, t
 
 @pytest.mark.parametrize("family", UNETS)
 def test_diffusers_takes_every_module_that_can_be_trained(family, tmp_path):
-    """Both forms, with a LoRA on each linear layer and convolution of the U-Net."""
+    """Both formats, with a LoRA on each linear layer and convolution of the U-Net."""
     pipeline = tiny_pipeline(tmp_path / "made", family)
     weights = random_lora(pipeline.unet, endings=("",), size=0.02)
     paths = write_lora(tmp_path, "cat", weights, facts(), names=names_of(FAMILIES[family]))

@@ -1,4 +1,4 @@
-"""Both files load in diffusers with the right scale; files that would load wrongly are refused."""
+"""Both formats load in diffusers with the right scale; files that would load wrongly are refused."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_the_header_of_a_flow_model_has_its_timesteps_and_trained_text_encoders(
     )
     pair = LoraPair(torch.ones(8, 3), torch.ones(4, 8), 8.0)
     words = header(training_facts, LoraWeights({"text_encoder.text_model.encoder.layers.0.mlp.fc1": pair}))
-    assert "modelspec.prediction_type" not in words  # a flow has none
+    assert "modelspec.prediction_type" not in words  # a flow model has none
     assert words["ss_weighting_scheme"] == "logit_normal"
     assert words["ss_discrete_flow_shift"] == "3.0"
     assert words["ss_timestep_sampling"] == "sigma"

@@ -1,4 +1,4 @@
-"""LoRA files as other programs write them are read to the same updates, and converted there and back exactly."""
+"""LoRA files of other programs give the same updates, and round trips through convert are exact."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_alpha_is_read_from_pefts_config_next_to_the_file(tmp_path: Path) -> Non
 
 
 def test_the_first_of_several_patterns_counts(tmp_path: Path) -> None:
-    """As peft takes them, in their order; a key may be the end of a name or match it."""
+    """As in PEFT, in order: a key is the end of a name or a pattern for it."""
     modules = [f"{UNET}.attn1.to_q", f"{UNET}.attn2.to_q", f"{UNET}.attn1.to_k"]
     patterns = {r"attn\d\.to_q": 8, "attn1.to_q": 2, "to_k": 16}
     expected = [patterns[get_pattern_key(list(patterns), name)] for name in modules]
@@ -185,7 +185,7 @@ TRANSFORMERS = [name for name, family in FAMILIES.items() if family.layout and f
 
 
 def transformer_lora(family: str, *, dtype: torch.dtype = torch.float16) -> LoraWeights:
-    """A pair on each module that the family's layout names, of mixed ranks and scales."""
+    """A pair for each module in the family's layout, with mixed ranks and scales."""
     modules = {}
     for number, rule in enumerate(FAMILIES[family].layout):
         if len(rule.shares) == 1 and not rule.ours.endswith(LINEAR):
@@ -236,7 +236,7 @@ def test_convert_there_and_back_gives_the_same_file(family: str, tmp_path: Path)
     "style", ["diffusion_model.{}", "lora_transformer_{}", "transformer.{}", "base_model.model.{}"]
 )
 def test_names_of_transformers(family: str, style: str, tmp_path: Path) -> None:
-    """A pair trained on a whole fused layer, in the original's names, is shared; diffusers' names stay as they are."""
+    """A pair trained on a fused layer, with original names, is shared; diffusers' names are kept."""
     module = next(rule.ours.format(3) for rule in FAMILIES[family].layout if rule.part == 1)
     found = rule_of(FAMILIES[family].layout, module)
     assert found is not None
@@ -263,7 +263,7 @@ def test_names_of_transformers(family: str, style: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("style", ["lora_transformer_{}", "lora_unet_{}", "lycoris_{}", "diffusion_model.{}", "{}"])
 @pytest.mark.parametrize("family", TRANSFORMERS)
 def test_every_module_by_diffusers_names(family: str, style: str, tmp_path: Path) -> None:
-    """Also those outside of the blocks, whose names may have no dot, and those with underscores of their own."""
+    """Also modules outside of the blocks, without dots in their names, or with underscores."""
     modules = [rule.ours.format(1) for rule in FAMILIES[family].layout]
     pairs = {name: random_pair(2, seed, alpha=1.0) for seed, name in enumerate(modules)}
     dots = "." in style or style == "{}"
@@ -346,7 +346,7 @@ def test_learned_tokens_are_converted_too(tmp_path: Path) -> None:
 
 
 def test_learned_tokens_of_any_text_encoder_are_converted(tmp_path: Path) -> None:
-    """OneTrainer's names: T5's, and what is added behind an encoder."""
+    """OneTrainer's names: T5, and suffixes of an encoder."""
     source, there, back = (tmp_path / f"{name}.safetensors" for name in ("words", "there", "back"))
     words = {f"bundle_emb.zobo.{slot}": torch.randn(2, 8) for slot in ("clip_l", "t5", "clip_l_out", "t5_out")}
     save_file(kohya_keys("lora_te1_text_model_encoder_layers_0_mlp_fc2", ONE) | words, source)

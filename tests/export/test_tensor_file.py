@@ -1,4 +1,4 @@
-"""Files of tensors with a digest: any program reads them, and what differs is noticed."""
+"""Tensor files with a digest: any program reads them, and changes are detected."""
 
 from __future__ import annotations
 

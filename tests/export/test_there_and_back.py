@@ -1,4 +1,4 @@
-"""A file that is converted and converted back holds the tensors and alphas that it had."""
+"""A file that is converted and converted back has the same tensors and alphas."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def modules_of(family: str) -> list[str]:
 
 @st.composite
 def loras(draw: st.DrawFn, family: str) -> LoraWeights:
-    """Random pairs of mixed ranks; the parts of a fused layer have scales that a power of two lies between."""
+    """Random pairs of mixed ranks; the scales of the parts of a fused layer differ by a power of two."""
     dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
     usual, stable = draw(SCALES), draw(st.booleans())
     chosen = draw(st.lists(st.sampled_from(modules_of(family)), min_size=1, unique=True))
@@ -98,7 +98,7 @@ def test_a_format_round_trip_keeps_the_file(family: str, form: str, data: st.Dat
 
 
 def test_the_number_of_a_text_encoder_survives_a_round_trip(tmp_path: Path) -> None:
-    """A file of the first of several text encoders alone, without a header, is not one of the only text encoder."""
+    """A headerless file for the first of several text encoders is not one for a single text encoder."""
     name = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
     first = tmp_path / "first.safetensors"
     tensors = {f"{name}.lora_down.weight": torch.randn(4, 6), f"{name}.lora_up.weight": torch.randn(8, 4)}
@@ -112,7 +112,7 @@ def test_the_number_of_a_text_encoder_survives_a_round_trip(tmp_path: Path) -> N
     ("module", "width", "header_data"),
     [
         (UNET[1], 768, {"ss_v2": "False", "ss_base_model_version": "sd_v1"}),
-        (UNET[1], 1024, {"ss_v2": "True"}),  # 512 or 768 is not told
+        (UNET[1], 1024, {"ss_v2": "True"}),  # 512 or 768 is not stored
         (UNET[1], 2048, {"ss_v2": "False", "ss_base_model_version": "sdxl_base_v1-0"}),
         ("transformer.single_transformer_blocks.1.attn.to_q", 64, {"ss_v2": "False", "ss_base_model_version": "flux1"}),
         ("transformer.transformer_blocks.1.attn2.to_q", 64, {"ss_v2": "False", "ss_base_model_version": "sd3"}),

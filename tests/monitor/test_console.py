@@ -1,4 +1,4 @@
-"""What the console does with long lines: folded at words on a terminal, whole elsewhere."""
+"""Long lines in the console: wrapped at words on a terminal, whole elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU as NVML tells of it: what is made of its readings.
+"""GPU readings from NVML and what follows from them.
 
 The readings alone are made up, at the border of the machine, where the driver would give them; on a GPU the last test
 reads real ones.

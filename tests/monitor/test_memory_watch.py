@@ -1,4 +1,4 @@
-"""The system's memory is looked at now and then, and a warning is said once each time that it has become full."""
+"""System memory is checked now and then, with one warning each time it becomes full."""
 
 from __future__ import annotations
 

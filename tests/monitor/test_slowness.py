@@ -1,4 +1,4 @@
-"""Slowness: never said of noise, always of a lasting jump, once until it is over; a starving loader likewise."""
+"""Slow steps: never reported for noise, once for each lasting slowdown; likewise for a slow loader."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_heat_is_reported_once_until_it_is_over(monkeypatch):
     hot = GPU(0.99, 0.9, 91.0, clock=900.0, clock_most=1800.0, reasons=0x40)
     messages = []
     cool = GPU(0.9, 0.9, 70.0, clock=1790.0, clock_most=1800.0)
-    for gpu in (hot, hot, cool, hot, cool, hot, cool, cool, hot):  # at the edge it comes and goes
+    for gpu in (hot, hot, cool, hot, cool, hot, cool, cool, hot):  # at the limit it varies
         watch.gpu.seen.append(gpu)
         messages += heard(watch, [0.5, 0.5])
     assert [kind for kind, _ in messages] == ["throttled", "throttled"]

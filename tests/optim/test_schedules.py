@@ -1,4 +1,4 @@
-"""Schedules: functions of the step within [0, 1], without a jump at the warm-up's end."""
+"""LR schedulers: functions of the step within [0, 1], continuous at the end of warmup."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_learning_rates_stay_in_range_and_rise_during_warmup(name, total, cycles
     assert all(0.0 <= share <= 1.0 for share in shares)
     assert shares[0] > 0.0
     assert shares[:length] == sorted(shares[:length])
-    # Both sides of the warm-up's end stand at the peak.
+    # Both sides of the end of warmup are at the peak.
     assert all(share == pytest.approx(1.0) for share in shares[max(0, length - 1) : length + 1])
     if name != "cosine_with_restarts":
         assert shares[length:] == sorted(shares[length:], reverse=True)

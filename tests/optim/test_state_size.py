@@ -1,4 +1,4 @@
-"""The arithmetic of optimizer state against the state of the optimizers themselves."""
+"""The predicted size of optimizer state, compared with real optimizers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Settings chosen for a GPU without bf16: fp16 in its place, also with 8-bit weights.
 
 The GPU is simulated by replacing what torch reads from its driver: size, free memory, compute capability.
-
 """
 
 from __future__ import annotations

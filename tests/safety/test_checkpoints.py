@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else made or spoilt: passed over with a reason, whatever they hold."""
+"""Untrusted or damaged checkpoints are skipped with a reason, whatever they contain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def rewritten(saved: Path, sealed: bool, **entries: Any) -> None:
-    """Change `state.json`; sealed again, as somebody would who means harm, or of an earlier version without a seal."""
+    """Change `state.json`, and seal it again as an attacker would, or as an older version without a seal."""
     document = {**json.loads((saved / STATE).read_bytes()), **entries}
     document.pop(SEAL)
     if sealed:

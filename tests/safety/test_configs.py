@@ -1,4 +1,4 @@
-"""Config files and values from strangers: one message each, whatever they hold."""
+"""Untrusted config files and values: one message each, whatever they contain."""
 
 from __future__ import annotations
 

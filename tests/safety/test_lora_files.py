@@ -1,4 +1,4 @@
-"""LoRA files from strangers: no pickle, no argument of peft that reads or changes more than the file's own tensors."""
+"""Untrusted LoRA files: no pickle, no PEFT argument that affects more than the file's own tensors."""
 
 from __future__ import annotations
 

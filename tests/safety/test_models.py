@@ -1,4 +1,4 @@
-"""Models from strangers: nothing of them is run, fetched or read elsewhere, and nothing they ask for fills the memory."""
+"""Untrusted models: no code runs, nothing is fetched or read elsewhere, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_headers_are_checked_before_anything_is_read(model: Path, data: bytes) -
 
 @pytest.mark.parametrize("beside", ["weight_scale", "scale_weight", "comfy_quant", "weight_scale_inv", "weight.absmax"])
 def test_incomplete_weights_are_refused(model: Path, beside: str) -> None:
-    """Float8 with scales beside it loads without a word in a library, as another model."""
+    """A library silently loads float8 with separate scales as another model."""
     path = model / "unet" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(path)
     tensors[f"conv_in.{beside}"] = torch.ones(1)

@@ -1,4 +1,4 @@
-"""Run folders, batches and tables from strangers: what they name stays where it is, and their reports are harmless."""
+"""Untrusted run folders, batches and tables: no access outside their folder, and harmless reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the package's own source may not say: no pickle, no code from data, no shell, nothing that listens."""
+"""The source of the package: no pickle, no code from data, no shell, no listening socket."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ MODULES = {
     "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "webdataset", "http.server",
     "socketserver", "xmlrpc", "requests", "urllib.request", "huggingface_hub", "ftplib", "telnetlib", "xml",
 }  # fmt: skip
-# The one place that makes requests, and what of it reads a header alone.
+# The only module that makes requests, and its part that reads only a header.
 ASK_THE_HUB = {f"lora_trainer/production/bases/{name}.py" for name in ("hub", "hub_header", "hub_refusals")}
-NEEDS = {  # of a call's name, the keyword that must stand in it, and its value
+NEEDS = {  # by the name of a call: a required keyword and its value
     "torch.load": ("weights_only", True),
     "np.load": ("allow_pickle", False),
     "numpy.load": ("allow_pickle", False),
@@ -81,7 +81,7 @@ def faults(text: str) -> Iterator[str]:
 
 
 def _spreads(call: ast.Call) -> bool:
-    """`**LOCAL` stands in it, which holds local_files_only and trust_remote_code."""
+    """It has `**LOCAL`, which sets local_files_only and trust_remote_code."""
     return any(
         each.arg is None and isinstance(each.value, ast.Name) and each.value.id == "LOCAL" for each in call.keywords
     )

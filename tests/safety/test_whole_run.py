@@ -1,4 +1,4 @@
-"""One whole run with secrets in the environment, hostile names in its data, and no way to the network."""
+"""One whole run with secrets in the environment, hostile names in its data, and no network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = ("-rf.png", "two\nlines.png", "\x1b[31mred.png", "[red]mark[bold].png", 
 
 @pytest.fixture(scope="module")
 def ran(sound_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bench, str]:
-    """A finished run, and all that it said."""
+    """A finished run and all of its output."""
     folder = tmp_path_factory.mktemp("whole")
     data = draw_images(folder / "people" / "images of Ann")
     for image, name in zip(sorted(data.glob("*.png")), NAMES, strict=False):

@@ -4,7 +4,6 @@ Meta tensors simulate those on a GPU; CPU tensors are real. So code that reads a
 move a tensor there, is found, through autograd too. Not covered: streams, events and pinned memory; the attention
 probe and the check of compiled blocks, which compare numbers; torch's fused AdamW and the fp16 scaler, which need
 real devices; 4-bit and 8-bit GPU kernels.
-
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ from tests.recipes.recipe import save_tiny_model
 
 GPU, CPU, BF16 = torch.device("meta"), torch.device("cpu"), torch.bfloat16
 Kind = tuple[Any, Path, Precision, tuple[float, ...]]
-# The family, what its weights are stored in, and the rates of its text encoders: of SD3 T5 is read from the cache, of
-# FLUX.1 it is trained.
+# The family, its weight dtype, and the learning rates of its text encoders: T5 is cached for SD3 and trained for FLUX.1.
 KINDS: dict[str, tuple[str, Precision, tuple[float, ...]]] = {
     "sd15": ("sd15", "bf16", (1e-4,)),
     "sdxl": ("sdxl", "int8", ()),

@@ -6,7 +6,6 @@
 
 Inspect `job.learner`, `job.folder` and `job.checkpoints`; replace what the loop calls with
 `dataclasses.replace(job, …)`.
-
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What other programs say of flow matching and of text encoders, by their sources."""
+"""Flow matching and text encoder settings of other programs, by their source code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kohya(folder: Path, **keys: object) -> Imported:
 
 
 def drawn(config: Config) -> tuple[Any, ...]:
-    """Distribution, the numbers that it asks for, and the shift."""
+    """The distribution, its parameters, and the shift."""
     flow = config.flow
     numbers = {"uniform": (), "logit_normal": (flow.logit_mean, flow.logit_std), "mode": (flow.mode_scale,)}
     return (flow.timestep_sampling, *numbers[flow.timestep_sampling], flow.shift)
@@ -187,7 +187,7 @@ def test_no_timesteps_are_reported_for_a_diffusion_model(text: str, tmp_path: Pa
     ],
 )
 def test_diffusion_only_options_are_skipped_for_a_flow_model(text: str, verdict: str, tmp_path: Path) -> None:
-    """A config that kept it could not be trained: it is refused of users."""
+    """A config that kept it could not be trained: users get an error for it."""
     imported = imported_text(tmp_path, "x.json", text)
     config = imported.config
     assert (config.loss.min_snr_gamma, config.noise.offset) == (None, 0.0)
@@ -209,7 +209,7 @@ def test_kohyas_scripts_for_flows_read_no_noise_options(tmp_path: Path) -> None:
 
 
 def test_a_loss_of_clean_latents_is_reported_unless_its_weighting_undoes_it(tmp_path: Path) -> None:
-    """kohya's script for SD3, and diffusers' unless told otherwise, multiply the error of the velocity by the time."""
+    """kohya's script for SD3, and diffusers' by default, multiply the velocity error by the time."""
     assert "by its square" in line_of(kohya(tmp_path, clip_g="g"), "weighting_scheme")[1]
     assert line_of(kohya(tmp_path, clip_g="g", weighting_scheme="sigma_sqrt"), "weighting_scheme") == ("mapped", "")
     assert line_of(kohya(tmp_path, clip_g="g", weighting_scheme="cosmap"), "weighting_scheme")[0] == "changed"
@@ -236,7 +236,7 @@ def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "rates"),
     [
-        ({}, (1e-4,)),  # trained unless told otherwise
+        ({}, (1e-4,)),  # trained by default
         ({"text_encoder_lr": 5e-5}, (5e-5,)),
         ({"text_encoder_lr": 5e-5, "sdxl": True}, (5e-5, 5e-5)),
         ({"text_encoder_lr": [5e-5, 1e-5], "sdxl": True}, (5e-5, 1e-5)),
@@ -246,7 +246,7 @@ def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
         ({"ae": "a", "text_encoder_lr": [5e-5, 1e-5]}, (5e-5,)),
         ({"ae": "a", "text_encoder_lr": [5e-5, 1e-5], "network_args": ["train_t5xxl=True"]}, (5e-5, 1e-5)),
         ({"ae": "a", "text_encoder_lr": 5e-5, "network_args": ["train_t5xxl=True"]}, (5e-5, 5e-5)),
-        # of SD3: the last rate of a short list is that of all the rest
+        # of SD3: the last learning rate of a short list applies to the rest
         ({"t5xxl": "t", "clip_g": "g", "text_encoder_lr": [5e-5, 1e-5]}, (5e-5, 1e-5)),
         (
             {"t5xxl": "t", "clip_g": "g", "text_encoder_lr": [5e-5, 1e-5], "network_args": ["train_t5xxl=True"]},

@@ -1,4 +1,4 @@
-"""Configs of other trainers: each key accounted for, and the result a config of ours that trains as theirs."""
+"""Configs of other trainers: each key is accounted for, and the imported config trains like theirs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ KINDS = {
 
 
 def keys_of(imported: Imported) -> str:
-    """What became of each key, a line for each; a golden beside the file."""
+    """The result of each key, one per line; a golden file is next to the config."""
     lines = []
     for line in imported.lines:
         becomes = json.dumps(line.settings, ensure_ascii=False).replace(str(FILES), "FILES")
@@ -68,12 +68,12 @@ def test_every_key_of_a_realistic_file(name: str) -> None:
     imported = import_file(FILES / name)
     assert imported.format == KINDS[name]
     assert keys_of(imported) == (FILES / f"{name}.keys").read_text("utf-8")
-    # What is written passes our schema and says the same.
+    # The written file passes our schema and has the same settings.
     assert resolve([Layer(name, tomllib.loads(as_toml(imported)))]).config == imported.config
 
 
 def held_at(name: str, document: Mapping[str, Any]) -> list[Any]:
-    """What a TOML holds at `data.flip` or at `data.sources[0, 2].captions.prefix`."""
+    """The values of a TOML at `data.flip` or at `data.sources[0, 2].captions.prefix`."""
     sources, _, key = name.removeprefix("data.sources[").partition("].")
     places = [document["data"]["sources"][int(place)] for place in sources.split(", ")] if key else [document]
     for part in (key or name).split("."):
@@ -82,7 +82,7 @@ def held_at(name: str, document: Mapping[str, Any]) -> list[Any]:
 
 
 def assert_listing_is_written(imported: Imported) -> None:
-    """Each `key -> setting = value` stands in the TOML."""
+    """Each `key -> setting = value` is in the TOML."""
     document = tomllib.loads(as_toml(imported))
     for line in imported.lines:
         for name, value in line.settings.items():
@@ -113,7 +113,7 @@ def test_overridden_keys_are_reported(tmp_path: Path) -> None:
     keys = {"model_family": "sdxl", "lora_type": "standard", "resolution": 256, "checkpointing_steps": 200}
     imported = imported_text(tmp_path, "s.json", json.dumps({**keys, "data_backend_config": "backends.json"}))
     assert_listing_is_written(imported)
-    assert imported.config.data.resolution == 128  # 145 px have that area; buckets stand 64 px apart
+    assert imported.config.data.resolution == 128  # 145 px has that area; the bucket step is 64 px
     lines = {line.key: line for line in imported.lines}
     assert lines["resolution"].verdict == "ignored"
     assert "overridden: data.resolution = 128" in lines["resolution"].why
@@ -373,6 +373,6 @@ def test_any_file_is_read_or_refused_with_a_message(data: st.DataObject) -> None
         try:
             imported = finished("any", FILES / "any", read(FILES / "any", document))
         except UsageError:
-            continue  # in words; any other error is a failure
+            continue  # with a message; any other error is a failure
         assert resolve([Layer("any", tomllib.loads(as_toml(imported)))]).config == imported.config
         assert_listing_is_written(imported)

@@ -1,4 +1,4 @@
-"""kohya's dataset TOML: as data of this program, and as a part of an import."""
+"""kohya's dataset TOML, as `--data` and as part of an import."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_common_settings_of_subsets_are_written_once(tmp_path: Path) -> None:
     assert config.data.flip
     assert config.data.resolution == 640
     assert all(source.captions is None and source.resolutions is None for source in config.data.sources)
-    # The folder's name means nothing there, so that repeats are always said.
+    # Folder names mean nothing there, so repeats are always written.
     assert [source.repeats for source in config.data.sources] == [1.0, 1.0]
 
 

@@ -1,4 +1,4 @@
-"""What keys of other trainers mean there, by their source, and what becomes of them here."""
+"""The meaning of other trainers' keys, by their source code, and their import."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def kohya_with(folder: Path, text: str) -> Imported:
 
 
 def verdict_of(imported: Imported, key: str) -> tuple[str, str]:
-    """What became of a key, and why: of the last line of that key."""
+    """The result of a key and its reason: the last line of that key."""
     line = [line for line in imported.lines if line.key.endswith(key)][-1]
     return line.verdict, line.why
 
