@@ -1,4 +1,4 @@
-"""The ground of all fault tests of one worker, and where their rows go."""
+"""The shared environment of fault tests in one worker, and the rows of their table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def expected_uncached(ground: Ground) -> Expected:
 
 @pytest.fixture
 def tell() -> Callable[[Row], None]:
-    """Write a row of the table, then fail where anything of it is wrong."""
+    """Write a row of the table, then fail if anything in it is wrong."""
 
     def report(row: Row) -> None:
         if folder := os.environ.get(RESULTS):

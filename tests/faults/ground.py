@@ -1,4 +1,4 @@
-"""Where the tries of the fault suite happen: model, images, caches, the undisturbed run, and one try after another."""
+"""The environment of the fault suite: model, images, caches, the undisturbed run, and each try."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Ended:
     signal: int | None
     late: bool
     fired: bool
-    happened: bool  # the trouble that was asked for came
+    happened: bool  # the requested fault happened
     steps: int
     count: int
     last: str
@@ -71,7 +71,7 @@ class Ended:
 
 @dataclass
 class Ground:
-    """One warmed process and what its children work on. `close` it at the end."""
+    """One warmed process and the data of its children. `close` it at the end."""
 
     folder: Path
     settings: dict[str, object] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Memory that runs out and values that are not finite, at each place; signals; two runs in one folder."""
+"""Out of memory and nonfinite values at each place; signals; two runs in one folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LEFT_OUT = "else said: a step left out, weights restored, or a number that is no
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [*PLACES, "optimizer"])
 def test_memory_runs_out(where: str, ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]) -> None:
-    """Once, at each call in turn: the run goes on with less, or says so and --resume ends as if nothing were."""
+    """Once, at each call in turn: the run continues with less memory, or fails with a message and --resume completes it."""
     row = Row("out of memory, once", where)
     for at in itertools.count(1):
         place = ground.new_place(cached=False)
@@ -67,7 +67,7 @@ def test_memory_runs_out(where: str, ground: Ground, expected_uncached: Expected
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [*PLACES, "optimizer"])
 def test_nonfinite_values(where: str, ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]) -> None:
-    """NaN once, at each call in turn: nothing that is not finite is exported, and nothing is silently otherwise."""
+    """NaN once, at each call in turn: nothing nonfinite is exported, and nothing changes silently."""
     row = Row("NaN, once", where)
     for at in itertools.count(1):
         place = ground.new_place(cached=False)
@@ -101,7 +101,7 @@ def wrong_output(code: int | None, output: str, codes: tuple[int, ...]) -> list[
 def test_a_signal_in_each_phase(
     number: signal.Signals, ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]
 ) -> None:
-    """Before every seventh operation of a run that fills its caches; SIGTERM at every one stands in test_disk."""
+    """Before every seventh operation of a run that fills its caches; test_disk sends SIGTERM at every one."""
     row = Row(f"{number.name} before an operation", "each 7th of a run that fills its caches")
     for at in places(expected_uncached, Mode.SIGNAL)[::7]:
         codes = (0, SIGNALS[number])
@@ -112,7 +112,7 @@ def test_a_signal_in_each_phase(
 @pytest.mark.slow
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
 def test_a_signal_while_computing(twice: bool, ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
-    """At every second call of the denoiser, so also in the gate; a second signal leaves at once, by the signal."""
+    """At every second call of the denoiser, so also in the gate. A second signal kills the run at once."""
     numbers = (signal.SIGTERM, signal.SIGINT) if twice else (signal.SIGTERM,)
     row = Row("SIGTERM, and SIGINT at once" if twice else "SIGTERM", "each 2nd call of the denoiser")
     for at in itertools.count(1, 2):
@@ -132,7 +132,7 @@ def test_a_signal_while_computing(twice: bool, ground: Ground, expected: Expecte
 
 
 def test_two_runs_in_one_folder(ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
-    """The second is refused and changes nothing, also with --resume; when the first is gone it may go on."""
+    """The second is refused and changes nothing, also with --resume. After the first ends it can resume."""
     row = Row("a second run in the same folder", "held, resumed, then free")
     place = ground.new_place()
     folder = run_folder(place)

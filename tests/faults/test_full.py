@@ -1,4 +1,4 @@
-"""A disk that is really full, a tmpfs of few bytes; a folder that is deleted under a run."""
+"""A really full disk (a small tmpfs), and a folder that is deleted during a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def used(folder: Path) -> int:
 
 
 def resumed_from(ground: Ground, place: Path, expected: Expected) -> tuple[int, list[str]]:
-    """--resume, where there is room again."""
+    """--resume with free space again."""
     ended = ground.run(place, "--resume")
     if ended.exit != 0:
         return 0, [f"--resume ended with {ended.exit or ended.signal}: {last_line(ended)}"]
@@ -69,7 +69,7 @@ def wrong_words(exit_code: int | None, output: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_disk_too_small(ground: Ground, expected_uncached: Expected, disk: Path, tell: Callable[[Row], None]) -> None:
-    """It fills while caching, in a checkpoint, in export; then room is made and the run resumed."""
+    """It fills while caching, in a checkpoint, or in an export; then space is freed and the run resumes."""
     row = Row("a full file system, then room and --resume", "a real tmpfs: caching, checkpoints, export")
     place, codes = disk / "place", list[int | None]()
     ground.furnish(place, cached=False)
@@ -92,7 +92,7 @@ def test_a_disk_too_small(ground: Ground, expected_uncached: Expected, disk: Pat
 
 @pytest.mark.slow
 def test_disk_space_is_freed_while_a_run_waits(ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
-    """The run pauses with a message and goes on by itself."""
+    """The run pauses with a message and continues by itself."""
     row, waited = Row("the disk is full, then has room while the run waits", "each 25th"), 0
     for at in places(expected, Mode.FULL)[::25]:
         place = ground.new_place()
@@ -110,7 +110,7 @@ def test_disk_space_is_freed_while_a_run_waits(ground: Ground, expected: Expecte
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_folder_that_vanishes(step: int, ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
-    """What was in it is lost; what is trained is not, and the loss of the rest is said."""
+    """Its files are lost, the trained weights are not, and the loss is reported."""
     row = Row("the run's folder is deleted while it trains", f"after step {step}")
     place = ground.new_place()
     ended = ground.run(place, trouble=["vanish", str(run_folder(place)), step])
@@ -118,7 +118,7 @@ def test_a_folder_that_vanishes(step: int, ground: Ground, expected: Expected, t
     if "was deleted under the run" not in ended.output and ended.exit == 0:
         problems.append("nothing was said")
     found = differences(run_folder(place), expected) if ended.exit == 0 else resumed_from(ground, place, expected)[1]
-    problems += [each for each in found if "jsonl" not in each]  # rows from before it are gone with the folder
+    problems += [each for each in found if "jsonl" not in each]  # earlier rows are gone with the folder
     row.add(Tried(f"step {step}", max(0, ended.steps - STEPS), problems))
     row.notes = "of the LoRA files: rows of metrics from before are gone with the folder"
     tell(row)

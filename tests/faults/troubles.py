@@ -1,4 +1,4 @@
-"""What goes wrong elsewhere than on the disk, put in place in a child before its command begins."""
+"""Faults outside of the disk, installed in a child before its command starts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def die(_: int) -> None:
 
 
 def die_before_release() -> None:
-    """SIGKILL when all is trained and saved."""
+    """SIGKILL after training and saving."""
     before(flow, "choose_released", die)
 
 

@@ -1,6 +1,6 @@
 """A process with everything imported that forks a copy of itself for each try: `python -m tests.faults.warm`.
 
-Reads one JSON object a line: what to run, and what is to go wrong. Answers with one: how it ended.
+Reads one JSON object per line: the run and its fault. Writes one per run: how it ended.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from tests.faults.disk import Mode, Page, loaded_page
 from tests.faults.phases import phase_of
 from tests.faults.troubles import TROUBLES, report_to
 
-CRASHED = 70  # exit code of a child whose command raised what no command may raise
+CRASHED = 70  # exit code of a child whose command raised an unexpected exception
 REPORTS: list[Any] = []  # the newest of the gate
 
 
 def warm_up(arguments: list[str]) -> None:
-    """Run once, so that all is imported and nothing is made for the first time in a child."""
-    tqdm.tqdm.monitor_interval = 0  # it would be a thread
-    lora_check.CELLS, lora_check.PREDICTED_AT_ONCE = 1, 16  # the gate's questions: the business of other tests
+    """Run once, so that all imports and first-time work happen before forking."""
+    tqdm.tqdm.monitor_interval = 0  # it would start a thread
+    lora_check.CELLS, lora_check.PREDICTED_AT_ONCE = 1, 16  # forward passes of the gate: other tests cover them
     lora_check.base_visits = partial(lora_check.base_visits, steps=1)
     torch.set_num_threads(1)
     flow.judge_lora = partial(judged, flow.judge_lora)
     for _ in range(2):
         if main(arguments) != 0:
             raise SystemExit("the undisturbed run failed")
-        arguments = [*arguments, "--name", "again"]  # images are remembered once they are some seconds old
+        arguments = [*arguments, "--name", "again"]  # images are cached once they are some seconds old
     gc.collect()
     gc.freeze()
     threads = len(os.listdir("/proc/self/task"))
@@ -51,13 +51,13 @@ def warm_up(arguments: list[str]) -> None:
 
 
 def judged(true: Callable[..., Any], *args: Any) -> Any:
-    """The gate's report, kept for the children that need not ask again."""
+    """The report of the gate, kept for children that do not run it again."""
     REPORTS[:] = [true(*args)]
     return REPORTS[0]
 
 
 def be_brief() -> None:
-    """Neither ask the gate again nor draw the images: half of a try's time, where they are not what is tested."""
+    """Skip the gate and the images, half of a try's time, where they are not under test."""
 
     def left_out(*_: Any, **__: Any) -> None:
         raise RuntimeError("left out in this try")
@@ -67,7 +67,7 @@ def be_brief() -> None:
 
 
 def child(request: dict[str, Any], page: Page) -> None:
-    """Run the command as asked, and leave without any of the parent's clean-up."""
+    """Run the requested command, and exit without the parent's cleanup."""
     code = CRASHED
     try:
         out = os.open(request["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -99,7 +99,7 @@ def count_step(page: Page) -> None:
 
 
 def tried(request: dict[str, Any], page: Page) -> dict[str, Any]:
-    """Fork, wait, and say how the child ended. A child that takes too long is killed, which is told."""
+    """Fork, wait, and return how the child ended. A child that takes too long is killed and reported."""
     page.armed = 0
     began = time.monotonic()
     number = os.fork()

@@ -1,4 +1,4 @@
-"""Attention: the sizes that a denoiser computes, what works at them, what is fastest, and how it is installed."""
+"""Attention backends: shapes of a denoiser, which work, which is fastest, and installing one in the denoiser."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_fastest_has_the_least_time_over_all_layers(monkeypatch):
     assert choice.name == "sdpa"  # 2 x 1 + 4 ms against 2 x 3 + 1
     assert "sdpa 6.00 ms, math 7.00 ms" in choice.reason
     assert "flash does not run" in "".join(choice.failures)
-    other = torch.tensor([0.1, 0.001, float("inf")])  # another process's
+    other = torch.tensor([0.1, 0.001, float("inf")])  # of another process
     assert fastest_attention(names, torch.float32, CPU, shapes, lambda mine: mine + other).name == "math"
     monkeypatch.setitem(KINDS, "sdpa", broken)
     monkeypatch.setitem(KINDS, "math", broken)
@@ -192,7 +192,7 @@ def test_the_attention_shapes_of_a_denoiser_are_those_it_computes(family):
 
 
 def test_a_meta_forward_pass_leaves_nothing_in_the_denoiser():
-    """Z-Image keeps its table of places from the first pass, and a run on a GPU looks at the sizes before it."""
+    """Z-Image caches its position table in the first pass, and a GPU run checks shapes before that."""
     family, denoiser = FAMILIES["z_image"], tiny_transformer("z_image")
     cond = {"embeds": (4, 64), "padding": (4,)}
     assert shapes_of(denoiser, family.predict, (1, 16, 8, 8), cond, torch.float32)
@@ -323,7 +323,7 @@ def test_an_attention_of_an_unknown_kind_is_refused():
     for module in model.modules():
         if hasattr(module, "set_processor"):
             module.set_processor(Odd())
-    install_attention(model, "sdpa")  # leaves what is there
+    install_attention(model, "sdpa")  # changes nothing
     with pytest.raises(UsageError, match=r"Set hardware\.attention_backend=sdpa"):
         install_attention(model, "math")
 

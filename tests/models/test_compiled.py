@@ -1,6 +1,6 @@
-"""Regions: one compilation for a form and a size, none for looking on, and what is said of it.
+"""Compiled regions: one compilation per shape and size, none for evaluation, and their messages.
 
-Traced by torch's own dynamo and autograd, without its compiler, which `test_inductor.py` asks.
+Traced by torch's dynamo and autograd, without Inductor: `test_inductor.py` tests that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lora_trainer.models.compiled import (
 )
 from lora_trainer.models.lora import inject_lora
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
+pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, while it traces
 REAL = torch.compile
 
 
@@ -101,7 +101,7 @@ def test_equal_blocks_share_a_compilation_for_each_size() -> None:
         for found, wanted in zip(gradients(model, x), gradients(plain, x), strict=True):
             torch.testing.assert_close(found, wanted)
         graphs.append(count().graphs - before)
-    # Two forms, and the first block's input needs no gradient.
+    # Two block types, and the first block's input needs no gradient.
     assert graphs == [3, 3, 6, 6]
     news = compiled.news()
     assert news is not None
@@ -262,7 +262,7 @@ def test_the_cache_commands_show_and_prune_compiled_files(monkeypatch: pytest.Mo
 
 
 def test_regions_are_given_sequences_in_order_on_a_cpu() -> None:
-    """So an order of sides is no new case to compile, but for images, whose order is wanted."""
+    """So the order of sizes compiles nothing new, except for images, where order matters."""
     model, plain = denoiser((8,)), denoiser((8,))
     with_regions(model)
     in_order, image = torch.randn(2, 5, 8), torch.randn(2, 3, 4, 8)

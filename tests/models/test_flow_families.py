@@ -1,4 +1,4 @@
-"""SD3 and FLUX.1 from files: text as diffusers encodes it, latents with scale and shift, predictions as its pipelines ask."""
+"""SD3 and FLUX.1 from files: text embeddings, latents and predictions equal those of diffusers' pipelines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.export.tiny import T5_WIDTH, TRANSFORMERS, t5_tokenizer, tiny_pipelin
 CPU = torch.device("cpu")
 CAPTIONS = ["a red ring on a blue background", "", "ring " * 300]
 TOKENS = {"flux": 512, "flux-schnell": 256}
-# One kind of each family where the others take the same way.
+# One flavor of each family where the others share the code.
 of_each_family = pytest.mark.parametrize("model", ["sd3", "flux"], indirect=True)
 
 
@@ -89,7 +89,7 @@ def test_text_is_encoded_as_diffusers_does(model):
 
 
 def test_text_lengths_and_layers_follow_the_settings(model):
-    """As diffusers reads them; in pieces, which diffusers does not know, each as it is alone."""
+    """As in diffusers. Each chunk, which diffusers does not support, is encoded as if alone."""
     family, settings = family_of(model), {"t5_tokens": 40}
     if model.name == "sd3-without-t5":
         with pytest.raises(UsageError, match="no T5"):
@@ -155,7 +155,7 @@ def test_latents_have_the_scale_and_shift_of_the_vae(model):
     "size", [(48, 96), *(pytest.param(size, marks=pytest.mark.slow) for size in ((64, 64), (112, 32)))]
 )
 def test_the_denoiser_gets_the_same_inputs_as_in_the_pipeline(model, size):
-    """On all of its way to an image: at its first time alone, all noise, no scale of the times could be wrong."""
+    """At all timesteps: at the first, which is pure noise, no wrong time scale would show."""
     family = family_of(model)
     pipeline = family.make_pipeline(model, torch.float32, CPU)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -311,7 +311,7 @@ def test_text_encoders_loaded_layer_by_layer_have_the_same_embeddings(model):
 def test_text_encoders_loaded_layer_by_layer_keep_the_files_precision(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A T5 of 8.9 million numbers, 35 MB in fp32, of which a layer at a time has them, and none is copied."""
+    """A T5 with 8.9 million weights, 35 MB in fp32: one layer at a time is loaded, and none is copied."""
     pipeline = tiny_pipeline(tmp_path / "tokens", "flux")
     sizes = {"d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 8, "num_heads": 8}
     torch.manual_seed(0)
@@ -341,7 +341,7 @@ def test_text_encoders_loaded_layer_by_layer_keep_the_files_precision(
 
 
 def storages() -> dict[int, int]:
-    """Bytes of what the collector's tensors lie in, by its address; what is mapped from one file is one."""
+    """Bytes of all live tensor storages by address. One mapped file counts once."""
     every = (
         each.untyped_storage()
         for each in gc.get_objects()

@@ -1,4 +1,4 @@
-"""Every part is read layer by layer: what the library's own loading reads, to the bit."""
+"""Every part is read layer by layer, bit-identical to the library's loading."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_old_vae_attention_keys_are_renamed(tmp_path: Path) -> None:
 
 
 def test_weights_in_another_folder(part: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a part in one file of other names, with rows of fused layers, transposed and with sides of one."""
+    """A whole part in one file with other keys, rows of fused layers, transposed and with sizes of one."""
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
     kind, folder = part
     tensors = load_file(next(folder.glob("*.safetensors")))
@@ -116,7 +116,7 @@ def test_weights_in_another_folder(part: tuple[Any, Path], tmp_path: Path, monke
 
 
 def test_cache_keys_change_only_with_the_files_that_are_read(tmp_path: Path) -> None:
-    """Other weights, other programs' files and what file managers leave are not."""
+    """Other weights, files of other programs and of file managers do not count."""
     folder = tmp_path / "text_encoder"
     T5EncoderModel(T5Config(**T5)).save_pretrained(folder, max_shard_size="4KB")
     assert len(list(folder.glob("*.safetensors"))) > 1

@@ -1,4 +1,4 @@
-"""Compiling by torch's own compiler: every mode, a C++ compiler that is broken, and a fault that is gone round."""
+"""Compiling with Inductor: every mode, a broken C++ compiler, and a workaround for a bug."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lora_trainer.config.schema.machine import CompileMode
 from lora_trainer.models.compiled import compile_blocks, of_the_compiler, said_by_the_compiler
 from lora_trainer.models.lora import inject_lora
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, while it compiles
 
 
 class Block(nn.Module):
@@ -49,7 +49,7 @@ def compiled_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, compiled_in: Path) -> Iterator[None]:
-    """Compiled in a folder of these tests. The C++ compiler is taken at its word, not tried first, which takes longer."""
+    """Compiled in a folder of these tests. The slow trial of the C++ compiler is skipped."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled_in))
     torch._dynamo.reset()
     with inductor.patch({"cpp.vec_isa_ok": True}):
@@ -69,7 +69,7 @@ def denoiser(block: Callable[[], nn.Module], layers: list[str]) -> Denoiser:
 
 
 def gradients(model: nn.Module, x: Tensor, *more: Tensor | None) -> list[Tensor]:
-    """Of the first input and of the LoRA."""
+    """The gradients of the first input and of the LoRA."""
     first = x.detach().requires_grad_()
     model(first, *more).square().mean().backward()
     assert first.grad is not None
@@ -83,7 +83,7 @@ def test_each_mode_compiles_and_computes_what_eager_does(mode: str) -> None:
     seen: list[dict[str, object]] = []
 
     def inspect_graph(graph: torch.fx.Graph) -> None:
-        """Called by torch for each graph that it compiles: with which settings it does."""
+        """Called by torch for each graph, to record its settings."""
         seen.append({name: inductor.get_config_copy()[name] for name in wanted})
 
     with inductor.patch(post_grad_custom_post_pass=inspect_graph):
@@ -96,7 +96,7 @@ def test_each_mode_compiles_and_computes_what_eager_does(mode: str) -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell script in the place of g++")
 def test_errors_of_a_broken_compiler_are_recognized(tmp_path: Path) -> None:
-    """It is there and names its version, as the search for one asks, and then compiles nothing."""
+    """It exists and prints its version for the search, and then compiles nothing."""
     broken = tmp_path / "g++"
     broken.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && exec g++ --version\necho "x.cpp:3:1: fatal error: no space" >&2\nexit 1\n',
@@ -114,7 +114,7 @@ def test_errors_of_a_broken_compiler_are_recognized(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_gradient_of_a_transposed_view_is_right() -> None:
-    """As U-Nets give it to their first transformer block of a level; docs/tried.md tells what torch makes of it."""
+    """As U-Nets pass it to the first transformer block of a level; see docs/tried.md."""
 
     block = partial(BasicTransformerBlock, 128, 8, 16, cross_attention_dim=768)
     layers = [f"{attention}.{name}" for attention in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v")]

@@ -1,4 +1,4 @@
-"""A kept base is read once, and nothing that is done to what it hands out reaches it."""
+"""A kept base model is read once, and changes to the parts it returns do not reach it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def counted(model: Path, reads: list[str]) -> Any:
-    """The family of a model, saying what it reads from the disk."""
+    """The family of a model, which reports what it reads from the disk."""
     name = model.name
     family = FAMILIES[name]
 

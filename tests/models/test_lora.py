@@ -1,4 +1,4 @@
-"""The adapted layer in one sum: what peft computes, in every case that it is meant for."""
+"""The fused LoRA layer computes the same as PEFT in every case it supports."""
 
 from __future__ import annotations
 

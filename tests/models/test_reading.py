@@ -1,4 +1,4 @@
-"""How captions are read: layers, pieces and lengths, held against diffusers' own functions."""
+"""Caption encoding: layers, chunks and lengths, compared with diffusers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_too_large_a_clip_skip_is_refused_with_both_numbers(folder: Path) -> Non
 
 
 def test_long_captions_are_encoded_in_chunks(folder: Path) -> None:
-    """Each piece is what its words alone are, and the summary is the first one's, as ComfyUI and A1111 have it."""
+    """Each chunk is encoded alone, and the pooled embedding is the first one's, as in ComfyUI and A1111."""
     tokenizer = load_tokenizer(folder, "text_encoder")
     pieces = [filled(tokenizer, text) for text in ("a red ring on a blue field", "a green square", "a blue ring")]
     alone = encoders(folder).encode_text(pieces)
@@ -115,7 +115,7 @@ def test_long_captions_are_encoded_in_chunks(folder: Path) -> None:
 
 
 def test_prompt_weights_stay_with_their_tokens_across_chunks(folder: Path) -> None:
-    """A word in the second piece is weighed there, and the first piece stays as it is."""
+    """A token in the second chunk is weighted there, and the first chunk is unchanged."""
     tokenizer = load_tokenizer(folder, "text_encoder")
     first, second = filled(tokenizer, "a red ring on a blue field"), "a green square"
     weighted = ((first, 1.0), (" " + second, 1.3))
@@ -154,7 +154,7 @@ def test_the_plan_of_a_published_model_follows_the_length_of_captions() -> None:
 
 
 def test_the_plan_without_t5_is_that_of_the_stored_profile() -> None:
-    """Zeros stand in its place, so that no size of a step is another, and nothing is traced."""
+    """Zeros replace it, so that no size of a step changes, and nothing is traced."""
     family, architecture = FAMILIES["sd3"], public_architecture("sd3")
     for text in (TextOptions(without=family.spare_texts), TextOptions(without=family.spare_texts, clip_skip=3)):
         assert family.reading(text).cond_shapes(architecture.denoiser) == family.cond_shapes(architecture.denoiser)

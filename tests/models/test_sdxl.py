@@ -1,4 +1,4 @@
-"""SDXL's own: two text encoders, sizes as time ids, a VAE that overflows fp16, schedules without terminal signal."""
+"""SDXL: two text encoders, sizes as time ids, a VAE that overflows fp16, zero-terminal-SNR schedules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def velocity(model: Path, tmp_path: Path) -> Path:
-    """The same model as one that predicts velocity down to no signal at all."""
+    """The same model with v-prediction and zero terminal SNR."""
     other = Path(shutil.copytree(model, tmp_path / "velocity"))
     edit(other / "scheduler" / "scheduler_config.json", prediction_type="v_prediction", rescale_betas_zero_snr=True)
     return other

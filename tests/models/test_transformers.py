@@ -1,4 +1,4 @@
-"""Families with a transformer by their form: what is predicted, which layers are adapted, which blocks recompute."""
+"""Families with a transformer: predictions, adapted layers, checkpointed blocks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_latents_keep_their_shape(name):
 
 
 class Echo(torch.nn.Module):
-    """Gives back its tokens, and keeps what else it was told."""
+    """Returns its tokens and keeps its other inputs."""
 
     def forward(self, packed, embeds, pooled, t, places, text_places, guidance, return_dict):
         self.received = (t, places, guidance)

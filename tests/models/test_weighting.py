@@ -1,4 +1,4 @@
-"""Weighted words: what the text encoder says of them is scaled, and nothing else moves."""
+"""Prompt weighting scales the embeddings of the weighted tokens and nothing else."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_weights_scale_their_words_and_keep_the_mean(encoders: Encoders) -> None
     widths = (32, 24) if "pooled" in cond else (32,)
     for before, after in zip(plain.split(widths, dim=-1), heavy.split(widths, dim=-1), strict=True):
         torch.testing.assert_close(after.mean(), before.mean())
-        ratio = (after / before).median(dim=-1).values  # one number a token
+        ratio = (after / before).median(dim=-1).values  # one number per token
         assert not torch.allclose(ratio, torch.ones_like(ratio))
         others = ratio[[0, 1, 3, 4]]
         torch.testing.assert_close(others, others[:1].expand_as(others))

@@ -1,4 +1,4 @@
-"""New words: what stays as it is, how captions hold them, and that other programs read the files the same."""
+"""Learned tokens: unchanged embeddings, tokens in captions, and files that other programs read alike."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def encode(folder: Path, parts: TextParts, *captions: str) -> dict[str, Tensor]:
 
 
 def clip_embeds(folder: Path, cond: dict[str, Tensor]) -> list[Tensor]:
-    """What T5, which knows no new words, has no part in."""
+    """The embeddings without T5, which has no learned tokens."""
     if folder.name == "flux":
         return [cond["pooled"]]
     return [cond["embeds"][:, :77], *([cond["pooled"]] if "pooled" in cond else [])]
@@ -74,7 +74,7 @@ def test_captions_without_the_token_are_encoded_unchanged(folder: Path) -> None:
 
 
 def test_a_token_initialized_like_others_is_encoded_like_them(folder: Path) -> None:
-    """`<zobo>`, of the embeddings of `red ring`, says what `red ring` says: also in the summary, which is the end's."""
+    """`<zobo>` with the embeddings of `red ring` encodes like `red ring`, also in the pooled embedding."""
     parts = texts(folder)
     count = len(parts.tokenizers["text_encoder"]("red ring", add_special_tokens=False).input_ids)
     wanted = encode(folder, parts, "a red ring beside a ring")
@@ -87,7 +87,7 @@ def test_a_token_initialized_like_others_is_encoded_like_them(folder: Path) -> N
 
 
 def test_a_token_is_not_split_between_two_chunks(folder: Path) -> None:
-    """As A1111 has it, and ComfyUI for words of less than 8 embeddings; in the last piece it is cut as ever."""
+    """As in A1111, and in ComfyUI for tokens of fewer than 8 vectors. The last chunk is truncated."""
     parts = texts(folder)
     add_words(parts, random_words(folder, parts))
     tokenizer = parts.tokenizers["text_encoder"]

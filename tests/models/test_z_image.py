@@ -1,4 +1,4 @@
-"""Z-Image from files: text as its pipeline encodes it, predictions as its pipeline asks, names of the original."""
+"""Z-Image from files: text embeddings and predictions of its pipeline, and original key names."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_denoiser_gets_the_same_inputs_as_in_the_pipeline(model, size):
 
 @pytest.mark.parametrize("stored", ["fp8", "int8", "nf4"])
 def test_quantized_weights_change_the_time_embedding_little(model, stored):
-    """The transformer makes its time embedding in the type of a layer's weight, which must not be a narrow one."""
+    """The transformer computes its time embedding in the dtype of a weight, which must not be quantized."""
     cond = FAMILY.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS[:1])
     noisy, t, sizes = torch.randn(1, 16, 8, 12, generator=torch.manual_seed(0)), torch.tensor([500]), torch.zeros(1, 6)
     wide = FAMILY.load_denoiser(model, torch.float32, CPU)
@@ -129,7 +129,7 @@ def test_captions_of_different_lengths_do_not_affect_each_other(model):
 
 
 def test_the_layout_has_every_module_as_in_diffusers_converter():
-    """Each weight by the original's name, fused where the original is, comes back from diffusers' own conversion."""
+    """Each weight with its original key, fused as in the original, survives diffusers' conversion."""
     weights = tiny_transformer("z_image").state_dict()
     original: dict[str, dict[int, torch.Tensor]] = {}
     for name, weight in weights.items():
@@ -155,7 +155,7 @@ def test_a_folder_without_a_base_model_of_the_family_is_refused(model, tmp_path)
 
 
 def test_diffusers_reads_every_layer_of_the_kohya_format():
-    """Fused there, and split again by its loader; alpha is another than the rank."""
+    """Fused in the file, and split again by the loader; alpha differs from the rank."""
     denoiser = tiny_transformer("z_image")
     endings = ("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3")
     plain = random_lora(denoiser, rank=4, alpha=2.0, endings=endings)

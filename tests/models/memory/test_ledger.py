@@ -1,4 +1,4 @@
-"""Stored ledgers against published figures, and against traces of the real modules at sizes that were not stored."""
+"""Stored memory profiles against published figures, and against traces of the real modules at other sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REFERENCE = [
 
 
 def live(found: Footprint) -> float:
-    """GiB of base, adapter with its fp32 masters, and activations."""
+    """GiB of the base model, the adapter with fp32 masters, and activations."""
     return (found.weights + 3 * found.copies + found.gradients + found.activations) / GIB
 
 
@@ -98,7 +98,7 @@ def test_the_other_profiles_are_what_traces_find(family, targets, precision, blo
 
 
 def test_sd35_meets_the_reference_with_equal_inputs(monkeypatch):
-    """Which had half as much text, and the table of positions whole and in fp32."""
+    """The reference had half as much text, and the whole position table in fp32."""
     monkeypatch.setattr("lora_trainer.models.sd3.LARGEST_SIDE", 384)
     monkeypatch.setattr("lora_trainer.models.sd3.T5_TOKENS", 77)
     for blocks, gib, tflop in ((0, 12.10, 26.5), (24, 5.70, 37.8)):

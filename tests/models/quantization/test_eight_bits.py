@@ -1,4 +1,4 @@
-"""Weights stored in 8 bits: near the originals, the same in both directions, and not kept wide by autograd."""
+"""8-bit weights: near the originals, the same in forward and backward, and not saved dequantized by autograd."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pulled(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @EIGHT
 def test_a_meta_layer_is_quantized_like_one_with_data(stored: Precision) -> None:
-    """In one operator for each tensor: a plan narrows hundreds of the widest so."""
+    """One operator per tensor: a plan quantizes hundreds of the largest this way."""
     real, empty = nn.Linear(48, 96), nn.Linear(48, 96, device="meta")
     with Operators() as operators:
         store(stored, empty)
@@ -74,7 +74,7 @@ def test_a_layer_computes_with_its_rounded_weight(kind: str, stored: Precision) 
     assert layer.weight.element_size() == 1
     for one, other in ((found, exact), (found_back, exact_back)):
         assert 0 < float((one - other).norm() / other.norm()) < ERRORS[stored]
-    # The very weight that is stored gives the very same numbers in a plain layer.
+    # A plain layer with the dequantized weight gives exactly the same numbers.
     plain = make().requires_grad_(False)
     plain.load_state_dict({"weight": widened(layer.weight, layer.weight_scale, torch.float32), **bias_of(layer)})
     for one, other in zip((found, found_back), pulled(plain, x), strict=True):

@@ -1,4 +1,4 @@
-"""Weights stored in 4 bits: as near as the format allows whatever the width, and not kept wide by autograd."""
+"""4-bit weights: as precise as the format allows at any width, and not saved dequantized by autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in int8: near the wide ones in both directions, the same however a batch is split, and left where they do not suit."""
+"""Int8 matmuls: near full precision in both directions, independent of batch splits, and skipped where unsupported."""
 
 from __future__ import annotations
 

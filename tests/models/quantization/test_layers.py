@@ -1,4 +1,4 @@
-"""Denoisers come layer by layer: the bits that the library reads, and never all of them wide in memory."""
+"""Denoisers load layer by layer: bit-identical to the library, and never all unquantized in memory."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_missing_weights_or_other_shapes_are_refused(model: Path, tmp_path: Path
 
 
 def test_weights_that_are_not_floating_point_are_refused(model: Path, tmp_path: Path) -> None:
-    """From the header, before anything is computed with the model; what the header does not tell, when it is read."""
+    """From the header, before the model is used. What the header does not show is found when it is read."""
     copy = shutil.copytree(model, tmp_path / "model")
     tensors = load_file(copy / "unet" / NAME)
     for dtype in (torch.int8, torch.bool, torch.complex64):
@@ -124,7 +124,7 @@ def test_a_kept_base_model_is_not_quantized(model: Path) -> None:
 
 
 def test_layers_in_host_memory_are_quantized_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There and back; a layer that is there already goes nowhere."""
+    """To the GPU and back. A layer that is already there does not move."""
     went: list[object] = []
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(nn.Linear, "to", lambda layer, device: went.append((device, layer.weight.dtype)))
@@ -157,7 +157,7 @@ def test_random_layers_are_quantized_when_created() -> None:
 
 
 class Toy(nn.Module):
-    """Layers of 8 MB in fp32, and numbers that only its own code knows."""
+    """Layers of 8 MB in fp32, and buffers that only its code creates."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_memory_holds_the_quantized_model_and_a_few_layers(tmp_path: Path, monke
     fill_layers(toy, {name: Place(path, name) for name in toy.state_dict()}, torch.bfloat16, CPU, narrow_and_look)
     narrow_size = sum(each.nbytes for each in (*toy.parameters(), *toy.buffers()) if not each.is_meta)
     assert 80 * megabyte < narrow_size < 84 * megabyte
-    # What was read of the file last, a layer, and holes in malloc's heap; wide the model has 160 MB, its file 320.
+    # The last read, one layer, and malloc fragmentation; unquantized the model has 160 MB, its file 320.
     assert max(seen) < narrow_size + 90 * megabyte
     layers.fill_the_rest(toy, lambda: Toy(count), CPU)
     assert toy.get_buffer("places").tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -192,7 +192,7 @@ def test_memory_holds_the_quantized_model_and_a_few_layers(tmp_path: Path, monke
 
 @pytest.mark.parametrize("stored", ["bf16", "int8"])
 def test_a_file_is_mapped_once_however_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str) -> None:
-    """Whether weights stay in it, or only biases would, which are not narrowed."""
+    """Whether weights stay in it, or only biases, which are not quantized."""
     path = tmp_path / "toy.safetensors"
     with torch.device("meta"):
         toy = nn.Sequential(*(nn.Linear(1448, 1448) for _ in range(40)))

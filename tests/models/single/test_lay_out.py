@@ -1,4 +1,4 @@
-"""A checkpoint in the original layout is the same model as its folder: each tensor, each prediction, by each reader."""
+"""A checkpoint in the original layout equals its folder: each tensor and prediction, by each reader."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 @pytest.fixture(params=VARIANTS)
 def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path, Path]:
-    """A family's name, a folder of diffusers and a checkpoint of the same weights."""
+    """A family's name, a diffusers folder and a checkpoint with the same weights."""
     family, prediction, _ = VARIANTS[request.param]
     terminal = request.param == "sdxl-v"
     pipeline = tiny_pipeline(tmp_path / "words", family, prediction, zero_terminal=terminal)
@@ -116,7 +116,7 @@ def test_key_mappings_are_those_of_diffusers_converters(model: tuple[str, Path, 
 
 @pytest.fixture(params=FLOWS)
 def flow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Any, Path]:
-    """A family's name, its pipeline and a folder of diffusers."""
+    """A family's name, its pipeline and a diffusers folder."""
     pipeline = tiny_flow_pipeline(tmp_path / "words", request.param)
     pipeline.save_pretrained(tmp_path / "folder")
     monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
@@ -171,7 +171,7 @@ def test_key_mappings_of_sd3_are_those_of_diffusers_converter(flow: tuple[str, A
 
 
 def test_rows_of_flux_are_those_of_diffusers_converter(tmp_path: Path) -> None:
-    """Of each layer of the published width its rows' numbers, in one column."""
+    """The row numbers of each layer of the published width, in one column."""
     with torch.device("meta"):
         model = FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True)
         shapes = {name: tensor.shape for name, tensor in flux_original(model).items()}
@@ -232,7 +232,7 @@ def test_a_missing_weight_is_named_with_its_file(tmp_path: Path, monkeypatch: py
 def test_a_quantized_text_encoder_counts_as_missing_and_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in files of SD3.5 whose T5 is in float8 with scales: as it is stored it would be another encoder."""
+    """As in SD3.5 files with T5 in float8 with scales: without the scales it would be another encoder."""
     pipeline = tiny_flow_pipeline(tmp_path / "words", "sd3")
     monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
     pipeline.save_pretrained(tmp_path / "folder")
@@ -278,7 +278,7 @@ def test_a_unet_with_missing_blocks_is_refused(left_out: str, tmp_path: Path, mo
 
 @pytest.mark.exact
 def test_sd3_reads_no_projection_of_its_first_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As diffusers' converter, which puts ones on the diagonal whatever the file holds."""
+    """As in diffusers' converter, which always puts ones on the diagonal."""
     pipeline = tiny_flow_pipeline(tmp_path / "words", "sd3")
     monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
     pipeline.save_pretrained(tmp_path / "folder")

@@ -1,4 +1,4 @@
-"""Files that are no base are named for what they are, from their header alone."""
+"""Files that are no base model are recognized from their header alone."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_arbitrary_keys_and_shapes_are_a_message_or_a_model(tmp_path: Path, shap
 
 
 def test_a_projection_of_terabytes_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SD3's first encoder gets one of its own width squared."""
+    """SD3's first encoder gets a square projection of its own width."""
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
     begin = "text_encoders.clip_l.transformer.text_model"
     wide = {f"{begin}.embeddings.token_embedding.weight": [1, 1_000_000]}

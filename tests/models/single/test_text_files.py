@@ -1,4 +1,4 @@
-"""Text encoders as single files, as ComfyUI keeps them: recognized by their keys, and the same as those of a folder."""
+"""Single-file text encoders as in ComfyUI: recognized by their keys, and equal to those of a folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def model_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A FLUX.1 in one bare file, its folder of diffusers, and its text encoders as files."""
+    """A bare FLUX.1 file, its diffusers folder, and its text encoders as files."""
     place = tmp_path_factory.mktemp("made")
     pipeline = tiny_flow_pipeline(place / "words", "flux-dev")
     pipeline.save_pretrained(place / "folder")
@@ -65,7 +65,7 @@ def scaled(tensors: Tensors) -> Tensors:
 
 
 def test_files_are_the_encoders_of_a_folder(model_files: Path, files: Path) -> None:
-    """Of several of one kind the one that was narrowed least; what is quantized or no text encoder is passed over."""
+    """Among several of one kind the most precise is used. Quantized and other files are skipped."""
     t5 = load_file(files / "t5xxl.safetensors")
     write({name: each.to(torch.float8_e4m3fn) for name, each in t5.items()}, files / "t5xxl_fp8.safetensors")
     write(scaled(t5), files / "t5xxl_fp8_scaled.safetensors")
@@ -113,7 +113,7 @@ def test_one_file_may_be_named(model_files: Path, files: Path, tmp_path: Path) -
 
 
 def test_a_checkpoint_s_header_is_read_once(model_files: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once to tell what it is, once more for all its parts."""
+    """Once to recognize it, once more for all of its parts."""
     read: list[Path] = []
 
     def counted(path: Path) -> dict[str, object]:

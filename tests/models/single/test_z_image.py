@@ -1,4 +1,4 @@
-"""A checkpoint of Z-Image is the same model as its folder; alone or with its text encoder and VAE."""
+"""A Z-Image checkpoint equals its folder, alone or with its text encoder and VAE."""
 
 from __future__ import annotations
 
