@@ -119,9 +119,9 @@ def test_slow_tests_and_their_fast_counterparts_exist(checkout: Path) -> None:
         done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
         return {line for line in done.stdout.splitlines() if "::" in line}
 
-    left_out, in_every_suite = collected("slow"), collected("not slow")
+    slow_tests, in_every_suite = collected("slow"), collected("not slow")
     for file, patterns in slow.items():
         for pattern, shown_by in patterns.items():
-            assert any(matches(name, f"{file}::{pattern}") for name in left_out), pattern
+            assert any(matches(name, f"{file}::{pattern}") for name in slow_tests), pattern
             there = shown_by if "::" in shown_by else f"{file}::{shown_by}"
             assert any(matches(name, there) for name in in_every_suite), shown_by

@@ -154,8 +154,8 @@ class Ground:
     ) -> Ended:
         """Run the command in a forked child; the operation numbered `at` fails as `mode` says.
 
-        It is killed after so many `seconds`, or `delay` seconds after a `phase` began. A `brief` one neither asks the
-        gate again nor draws images at its end.
+        It is killed after `seconds`, or `delay` seconds after a `phase` began. A `brief` one skips the gate and the
+        images at its end.
         """
         out = self.output_of(place)
         start = out.stat().st_size if out.exists() else 0

@@ -351,8 +351,8 @@ class Line:
 
 
 def test_the_gpu_waits_for_each_copy_and_the_cpu_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order that a GPU needs, told to streams that only note it: copies after what used their memory before,
-    computing after its copy, and a copy under way while a block computes whose next one is not there."""
+    """The order that a GPU needs, on streams that only record it: a copy comes after the last use of its memory, a
+    computation after its copy, and the next block is copied while one computes."""
     tried = Tried("flux")
     expected = tried.step()
     computing, copying, under_way = Line(), Line(), list[int]()
