@@ -82,7 +82,7 @@ def test_nonfinite_values(where: str, ground: Ground, expected_uncached: Expecte
             )
             is_reported = (folder / EVENTS).exists() or "finite" in ended.output
             problems += [] if finite else ["what is exported is not finite"]
-            problems += [] if same or is_reported else ["it came out otherwise, and nothing was said"]
+            problems += [] if same or is_reported else ["the result differs, and nothing was reported"]
         row.add(Tried(f"{where} {at}", max(0, ended.steps - STEPS), problems, same))
         shutil.rmtree(place)
     row.notes = "" if row.same == row.tries else LEFT_OUT
@@ -92,8 +92,8 @@ def test_nonfinite_values(where: str, ground: Ground, expected_uncached: Expecte
 def wrong_output(code: int | None, output: str, codes: tuple[int, ...]) -> list[str]:
     problems = [] if code in codes else [f"ended with {code}: {output[-200:]!r}"]
     if code and "error: " not in output:
-        problems.append("nothing was said")
-    return problems + [f"said {word}" for word in ("Traceback", "this is a bug") if word in output]
+        problems.append("nothing was reported")
+    return problems + [f"printed {word}" for word in ("Traceback", "this is a bug") if word in output]
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_a_signal_while_computing(twice: bool, ground: Ground, expected: Expecte
         left = {143, 130, -signal.SIGINT, -signal.SIGTERM} if twice else {143}
         code = ended.exit if ended.signal is None else -ended.signal
         problems = [] if code in left else [f"ended with {code}: {last_line(ended)}"]
-        problems += [f"said {word}" for word in ("Traceback", "this is a bug") if word in ended.output]
+        problems += [f"printed {word}" for word in ("Traceback", "this is a bug") if word in ended.output]
         problems += torn(place, expected)
         lost, more = resumed(ground, place, expected, ended, brief=True)
         row.add(Tried(f"call {at}", lost, problems + more))
@@ -141,7 +141,7 @@ def test_two_runs_in_one_folder(ground: Ground, expected: Expected, tell: Callab
         for extra in ((), ("--resume",)):
             ended = ground.run(place, *extra)
             problems = [] if ended.exit == 2 else [f"ended with {ended.exit}"]
-            problems += [] if "by another process" in ended.output else [f"said {last_line(ended)}"]
+            problems += [] if "by another process" in ended.output else [f"printed {last_line(ended)}"]
             problems += [f"wrote {path.name}" for path in folder.iterdir() if path.name != LOCK]
             row.add(Tried(f"while held {extra}", 0, problems, same=False))
     ended = ground.run(place, "--resume")

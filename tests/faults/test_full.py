@@ -63,8 +63,8 @@ def resumed_from(ground: Ground, place: Path, expected: Expected) -> tuple[int, 
 def wrong_words(exit_code: int | None, output: str) -> list[str]:
     problems = [] if exit_code in (0, 2, 5) else [f"ended with {exit_code}"]
     if exit_code and "error: " not in output:
-        problems.append("nothing was said")
-    return problems + [f"said {word}" for word in ("Traceback", "this is a bug") if word in output]
+        problems.append("nothing was reported")
+    return problems + [f"printed {word}" for word in ("Traceback", "this is a bug") if word in output]
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_disk_space_is_freed_while_a_run_waits(ground: Ground, expected: Expecte
         if ended.exit == 0:
             problems += differences(run_folder(place), expected)
         row.add(Tried(f"operation {at}", max(0, ended.steps - STEPS), problems))
-    row.notes = f"{waited} said that they wait; the others did without"
+    row.notes = f"{waited} reported waiting; the others did not need to wait"
     row.problems += [] if waited else ["none waited"]
     tell(row)
 
@@ -116,7 +116,7 @@ def test_a_folder_that_vanishes(step: int, ground: Ground, expected: Expected, t
     ended = ground.run(place, trouble=["vanish", str(run_folder(place)), step])
     problems = wrong_words(ended.exit, ended.output)
     if "was deleted under the run" not in ended.output and ended.exit == 0:
-        problems.append("nothing was said")
+        problems.append("nothing was reported")
     found = differences(run_folder(place), expected) if ended.exit == 0 else resumed_from(ground, place, expected)[1]
     problems += [each for each in found if "jsonl" not in each]  # earlier rows are gone with the folder
     row.add(Tried(f"step {step}", max(0, ended.steps - STEPS), problems))

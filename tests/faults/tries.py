@@ -124,14 +124,14 @@ def wrong_end(ended: Ended, mode: Mode, codes: tuple[int, ...]) -> list[str]:
         return [] if ended.signal == 9 else [f"ended with {ended.exit}, not killed"]
     wrong = [] if ended.exit in codes else [f"ended with exit {ended.exit}, signal {ended.signal}"]
     if mode != Mode.SIGNAL and ended.exit and "error: " not in ended.output:
-        wrong.append("ended without an error that is said")
-    wrong += [f"said {word!r}" for word in ("Traceback", "this is a bug") if word in ended.output]
+        wrong.append("ended without an error message")
+    wrong += [f"printed {word!r}" for word in ("Traceback", "this is a bug") if word in ended.output]
     return [f"{each}: {last_line(ended)}" for each in wrong]
 
 
 def last_line(ended: Ended) -> str:
     lines = ended.output.strip().splitlines()
-    return lines[-1][:300] if lines else "(nothing was said)"
+    return lines[-1][:300] if lines else "(no output)"
 
 
 def torn(place: Path, expected: Expected) -> list[str]:

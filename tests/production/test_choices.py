@@ -25,7 +25,7 @@ from lora_trainer.production.plans.plan import make_plan
 
 
 def put_in_gpu(monkeypatch: pytest.MonkeyPatch, gib: float, free: float | None = None, *, bf16: bool = True) -> None:
-    """Of so many GiB, of which so many are free: all but a twentieth where nothing else is said."""
+    """A GPU with the given total and free GiB; by default 95 % is free."""
     total, left = int(gib * GIB), int((0.95 * gib if free is None else free) * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))

@@ -111,7 +111,7 @@ def test_an_interrupted_fetch_resumes(hub: LocalHub, monkeypatch: pytest.MonkeyP
     hub.status.clear()
     hub.requests.clear()
     messages: list[str] = []
-    found = base(said=messages)
+    found = base(messages=messages)
     ranges = [span for how, path, span in hub.requests if how == "GET" and path.endswith(UNET)]
     assert ranges == ["bytes=4000-"]
     assert (found.folder / UNET).read_bytes() == FILES[UNET]
