@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, no network, no shared cache, GPU tests only on a GPU, no signal but its own."""
+"""Rules for every test: one thread, no network, no shared cache, GPU tests only on a GPU, no outside signals."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from hypothesis import settings
 
 from lora_trainer.core.interrupt import Interrupt
 
-# Before any test imports torch: tests run side by side, and two threads each would fight for the cores.
+# Before any test imports torch: tests run in parallel, and two threads each would compete for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-# Tests start many processes of their own: each would compile the package anew.
+# Tests start many processes, and each would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Importing the libraries and rewriting the tests' assertions makes millions of objects and no garbage to speak of.
+# Importing libraries and rewriting assertions creates millions of objects and hardly any garbage.
 gc.disable()
 
 # A slow machine is no failure, and the same tests run everywhere.
@@ -37,7 +37,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a test's name, with its parameters in brackets, is a pattern's: only `*` is special there."""
+    """Whether a test's name, with its parameters in brackets, matches a pattern. Only `*` is special."""
     return fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
@@ -69,9 +69,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_libraries() -> None:
-    """What modules before this one imported stays: collecting garbage need not walk through it each time.
+    """Freeze objects of earlier imports, so that garbage collection does not walk through them.
 
-    It took a third of a second for torch and the libraries, and a run asks for it several times.
+    That took a third of a second with torch loaded, and a run collects several times.
     """
     gc.collect()
     gc.freeze()
@@ -79,7 +79,7 @@ def frozen_libraries() -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Caches of a test go into a folder of its own."""
+    """Each test has its own cache folder."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(folder))
     return folder
@@ -103,7 +103,7 @@ def signals_are_the_tests_own(request: pytest.FixtureRequest, monkeypatch: pytes
         own.append(number)
         raise_signal(number)
 
-    def told(interrupt: Interrupt, number: int, frame: FrameType | None) -> None:
+    def record_signal(interrupt: Interrupt, number: int, frame: FrameType | None) -> None:
         if number in own:
             own.remove(number)
         else:
@@ -112,7 +112,7 @@ def signals_are_the_tests_own(request: pytest.FixtureRequest, monkeypatch: pytes
 
     monkeypatch.setattr(os, "kill", killed)
     monkeypatch.setattr(signal, "raise_signal", raised)
-    monkeypatch.setattr(Interrupt, "caught", told)
+    monkeypatch.setattr(Interrupt, "caught", record_signal)
     yield
     if others:
         request.session.shouldfail = f"{others[0]} came from outside while {request.node.nodeid} ran"

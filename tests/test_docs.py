@@ -1,4 +1,4 @@
-"""What the documents promise: commands that exist, constants that are the code's, links that lead somewhere."""
+"""The docs name existing commands, the constants of the code, and valid links."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = [path.relative_to(CHECKOUT).as_posix() for path in DOCUMENTS]
 PROGRAM = re.compile(r"(?:\S*/)?(?:lora-trainer|python -m lora_trainer)(?= )")
 LAUNCH = "accelerate launch"
 SITES = ("arxiv.org", "keepachangelog.com", "pre-commit.com", "semver.org")
-# Traces of the machine that something was written on: absolute paths and addresses.
+# Traces of the author's machine: absolute paths and addresses.
 MACHINE = re.compile(r"(?<![\w.~<>/:])/\w+/\w+|\b[A-Z]:\\\w+|localhost|\b\d{1,3}(?:\.\d{1,3}){3}\b")
 
 
@@ -55,7 +55,7 @@ def launches() -> list[str]:
 def check_command_line(words: list[str]) -> None:
     """The command exists, its arguments parse, its presets and settings exist."""
     assert words[0] in COMMANDS, f"no command {words[0]}"
-    if len(words) == 1:  # a command spoken of, not a line to copy
+    if len(words) == 1:  # a mention of a command, not a line to copy
         return
     parser = Parser(prog=words[0], allow_abbrev=False)
     COMMANDS[words[0]].add_arguments(parser)
@@ -109,19 +109,19 @@ def test_the_readme_lists_every_command() -> None:
     assert [name for name in COMMANDS if f"| `lora-trainer {name}" not in readme] == []
 
 
-def test_the_preset_tables_are_what_the_presets_set() -> None:
+def test_the_preset_tables_equal_the_presets() -> None:
     readme = (CHECKOUT / "README.md").read_text("utf-8")
-    told = dict[str, str]()
+    constants = dict[str, str]()
     for names, rest in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.*) \|$", readme, flags=re.MULTILINE):
-        told |= dict.fromkeys(re.findall(r"\w+", names), rest)
+        constants |= dict.fromkeys(re.findall(r"\w+", names), rest)
     for name, preset in presets().items():
         values = preset.values
         if preset.kind == "tiers":
-            samples, rank, attention = told[name].split(" | ")
+            samples, rank, attention = constants[name].split(" | ")
             assert (int(samples), int(rank)) == (values["train"]["effective_batch_size"], values["lora"]["rank"])
             assert attention.startswith("xformers") == (values["hardware"]["attention_backend"] == "xformers")
         elif preset.kind == "goals":
-            optimizer, rate, schedule, extras, exposures = told[name].split(" | ")
+            optimizer, rate, schedule, extras, exposures = constants[name].split(" | ")
             assert ("8-bit" in optimizer) == (values["optimizer"]["name"] == "adamw8bit")
             assert float(rate) == values["optimizer"]["learning_rate"]
             assert schedule == values["lr_scheduler"]["name"]
@@ -137,13 +137,13 @@ CONSTANTS = re.findall(
 )
 
 
-@pytest.mark.parametrize(("name", "key", "module", "told"), CONSTANTS)
-def test_a_documented_constant_is_the_codes(name: str, key: str, module: str, told: str) -> None:
+@pytest.mark.parametrize(("name", "key", "module", "documented"), CONSTANTS)
+def test_a_documented_constant_equals_the_code(name: str, key: str, module: str, documented: str) -> None:
     value = getattr(importlib.import_module(f"lora_trainer.{module.replace('/', '.')}"), name)
-    assert float(told) == (value[key] if key else value)
+    assert float(documented) == (value[key] if key else value)
 
 
-def test_every_constant_that_the_scores_name_has_its_row() -> None:
+def test_every_constant_of_the_scores_has_a_row() -> None:
     text = (CHECKOUT / "docs" / "scores.md").read_text("utf-8")
     blocks = " ".join(re.findall(r"^```\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
     named = set(re.findall(r"\b[A-Z]+_[A-Z_]+\b", blocks)) | set(re.findall(r"`([A-Z_]{4,})`", text))
@@ -167,12 +167,12 @@ def test_links_lead_somewhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_files_that_the_documents_name_exist(name: str) -> None:
+def test_files_named_in_the_docs_exist(name: str) -> None:
     text = (CHECKOUT / name).read_text("utf-8")
     roots = (CHECKOUT, CHECKOUT / "lora_trainer")
     for target, symbol in re.findall(r"`((?:\w+/)+\w+\.(?:py|toml|md|yaml|sh))(?::(\w+))?`", text):
         found = [root / target for root in roots if (root / target).is_file()]
-        if re.search(r"[A-Z]{3}", target):  # a name that the reader is to choose
+        if re.search(r"[A-Z]{3}", target):  # a name for the reader to choose
             continue
         assert found, target
         assert symbol in found[0].read_text("utf-8"), f"{target}:{symbol}"

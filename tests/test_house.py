@@ -68,7 +68,7 @@ def test_cheap_imports_leave_torch_unloaded(heavy: str, torch_free_modules: set[
 
 @pytest.fixture(scope="module")
 def torch_free_modules() -> set[str]:
-    """The modules that a process holds after importing everything that must be cheap."""
+    """The modules in a process after importing everything that must be cheap."""
     lines = [f"import {name}" for name in TORCH_FREE]
     program = "\n".join([*lines, "import sys", "print(*sys.modules)"])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -78,7 +78,7 @@ def torch_free_modules() -> set[str]:
 
 def test_presets_are_toml_with_a_description(checkout: Path) -> None:
     files = sorted((checkout / "presets").rglob("*.toml"))
-    # Six tiers, three goals, and a preset for each family beside the built-in base's.
+    # Six VRAM presets, three training presets, one preset per family and the built-in model's.
     assert len([path for path in files if path.parent.name in ("tiers", "goals")]) == 9
     for path in files:
         assert tomllib.loads(path.read_text("utf-8")), path
@@ -111,7 +111,7 @@ def test_constraints_pin_every_dependency_exactly(checkout: Path) -> None:
 
 
 @pytest.mark.slow
-def test_slow_tests_and_what_shows_their_behavior_in_every_suite_exist(checkout: Path) -> None:
+def test_slow_tests_and_their_fast_counterparts_exist(checkout: Path) -> None:
     slow = tomllib.loads((checkout / "tests" / "slow.toml").read_text("utf-8"))
 
     def collected(marks: str) -> set[str]:
@@ -119,9 +119,9 @@ def test_slow_tests_and_what_shows_their_behavior_in_every_suite_exist(checkout:
         done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
         return {line for line in done.stdout.splitlines() if "::" in line}
 
-    left_out, in_every_suite = collected("slow"), collected("not slow")
+    slow_tests, in_every_suite = collected("slow"), collected("not slow")
     for file, patterns in slow.items():
         for pattern, shown_by in patterns.items():
-            assert any(matches(name, f"{file}::{pattern}") for name in left_out), pattern
+            assert any(matches(name, f"{file}::{pattern}") for name in slow_tests), pattern
             there = shown_by if "::" in shown_by else f"{file}::{shown_by}"
             assert any(matches(name, there) for name in in_every_suite), shown_by

@@ -1,4 +1,4 @@
-"""Every name that the config allows has its function, and the other way round."""
+"""Every name that the config allows has its function, and vice versa."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_literal_equals_its_dict(names, functions):
     assert set(get_args(names)) == set(functions)
 
 
-def test_attention_names_are_probed_or_say_how_to_choose():
+def test_attention_names_are_probed_or_tell_how_to_choose():
     assert set(get_args(schema.AttentionName)) == {"auto", "fastest", *KINDS}
 
 
@@ -54,6 +54,6 @@ def test_no_code_outside_models_names_a_family(checkout: Path) -> None:
     files = sorted((checkout / "lora_trainer").rglob("*.py"))
     assert len(files) > 50
     found = {path.relative_to(checkout).as_posix() for path in files if name.search(path.read_text(encoding="utf-8"))}
-    # Importers read the words of other programs, which name families in their own way.
+    # Importers read the keys of other programs, which name families differently.
     elsewhere = ("lora_trainer/models/", "lora_trainer/config/imports/")
     assert {path for path in found if not path.startswith(elsewhere)} == NAMES_FAMILIES

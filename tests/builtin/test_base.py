@@ -1,4 +1,4 @@
-"""The built-in base as it travels in the package."""
+"""The built-in model as shipped in the package."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_is_a_stable_diffusion_1_5_by_its_files() -> None:
     assert index["vae"][1] == "AutoencoderKL"
 
 
-def test_draws_what_it_is_asked_for() -> None:
+def test_images_follow_their_prompts() -> None:
     prompts, scenes = fixed_prompts()
-    found = shares([judge(picture) for picture in sample(BASE_FOLDER, prompts[:8], batch=8)], scenes[:8])
+    found = shares([judge(image) for image in sample(BASE_FOLDER, prompts[:8], batch=8)], scenes[:8])
     # 95 % of 64 is what the script measures; of eight, one may be wrong.
     assert found["wholly right"] >= 7 / 8

@@ -1,4 +1,4 @@
-"""The program that judges the built-in base: right on drawn pictures, at chance on others' captions."""
+"""The judge of the built-in model: right on drawn images, at chance on shuffled captions."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ def drawn(scenes: list[Scene]) -> list[Image.Image]:
     return [draw(scene) for scene in scenes]
 
 
-def test_right_on_drawn_pictures(scenes: list[Scene], drawn: list[Image.Image]) -> None:
-    assert shares([judge(picture) for picture in drawn], scenes)["wholly right"] >= 0.99
+def test_right_on_drawn_images(scenes: list[Scene], drawn: list[Image.Image]) -> None:
+    assert shares([judge(image) for image in drawn], scenes)["wholly right"] >= 0.99
 
 
 def test_at_chance_on_shuffled_captions(scenes: list[Scene], drawn: list[Image.Image]) -> None:
     shuffled = random.Random(12).sample(scenes, COUNT)
-    found = shares([judge(picture) for picture in drawn], shuffled)
+    found = shares([judge(image) for image in drawn], shuffled)
     # Three standard deviations around one in six and one in eight.
     assert abs(found["shape"] - 1 / len(SHAPES)) < 3 * (1 / 6 * 5 / 6 / COUNT) ** 0.5
     assert abs(found["colour"] - 1 / len(COLOURS)) < 3 * (1 / 8 * 7 / 8 / COUNT) ** 0.5
     assert found["wholly right"] <= 0.02
 
 
-def test_right_on_soft_pictures_as_an_autoencoder_gives(scenes: list[Scene], drawn: list[Image.Image]) -> None:
-    def soften(picture: Image.Image) -> Image.Image:
+def test_right_on_soft_images_like_those_of_a_vae(scenes: list[Scene], drawn: list[Image.Image]) -> None:
+    def soften(image: Image.Image) -> Image.Image:
         file = io.BytesIO()
-        picture.filter(ImageFilter.GaussianBlur(1.5)).save(file, "JPEG", quality=30)
+        image.filter(ImageFilter.GaussianBlur(1.5)).save(file, "JPEG", quality=30)
         return Image.open(file).convert("RGB")
 
-    assert shares([judge(soften(picture)) for picture in drawn], scenes)["wholly right"] >= 0.99
+    assert shares([judge(soften(image)) for image in drawn], scenes)["wholly right"] >= 0.99
 
 
-def test_sees_nothing_in_noise_and_plain_pictures() -> None:
+def test_sees_nothing_in_noise_and_plain_images() -> None:
     rng = np.random.default_rng(0)
     noise = Image.fromarray(rng.integers(0, 256, (128, 128, 3), dtype=np.uint8))
     plain = Image.new("RGB", (128, 128), COLOURS["green"])

@@ -1,4 +1,4 @@
-"""The built-in tokenizer: the base's words stay apart, and any caption can be read."""
+"""The built-in tokenizer: distinct tokens for the model's words, and any caption can be tokenized."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> CLIPTokenizer:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_words_of_the_base_are_few_tokens_and_differ(tokenizer: CLIPTokenizer) -> None:
+def test_words_of_the_base_model_have_few_distinct_tokens(tokenizer: CLIPTokenizer) -> None:
     read = {word: tuple(tokenizer(word).input_ids[1:-1]) for word in WORDS}
     assert len(set(read.values())) == len(WORDS)
-    # Merges that words share cost a word its single token at most now and then.
+    # Because of shared merges some words need more than one token.
     assert sum(len(ids) == 1 for ids in read.values()) >= len(WORDS) - 2
     assert all(tokenizer.decode(ids).replace(" ", "") == word for word, ids in read.items())
 

@@ -1,4 +1,4 @@
-"""The command line from outside: what is printed, the exit codes, and what is not imported."""
+"""The command line from outside: output, exit codes, and imports."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_explain_shows_each_value_and_its_origin(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("command", [["produce"], ["demo"], ["plan"], ["cache"], ["bench", "step"], ["batch", "x"]])
-def test_every_command_that_takes_explain_explains_and_does_no_more(
+def test_every_command_with_explain_only_explains(
     command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     code, out, _ = run(capsys, *command, "--set", "lora.rank=3", "--output", str(tmp_path), "--explain")
@@ -81,16 +81,14 @@ def test_every_command_that_takes_explain_explains_and_does_no_more(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_builtin_base_brings_its_own_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_builtin_model_has_its_own_settings(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "train", "--explain")
     assert row(out, "optimizer.learning_rate")[2] == "family preset builtin"
     _, out, _ = run(capsys, "train", "--preset", "balanced", "--explain")
     assert row(out, "optimizer.learning_rate")[2] == "preset balanced"
 
 
-def test_a_model_that_is_missing_is_told_with_where_it_was_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_missing_model_is_reported_with_where_it_was_set(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('[model]\npath = "gone"\n', encoding="utf-8")
     named = ("train", "--config", str(file), "--explain")
@@ -101,7 +99,7 @@ def test_a_model_that_is_missing_is_told_with_where_it_was_named(
     assert (code, row(out, "model.path")[1]) == (0, "none")
 
 
-def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text("[lora]\nrnk = 9\n", encoding="utf-8")
     code, out, err = run(
@@ -162,11 +160,11 @@ def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
     assert "run.output" not in out
 
 
-def test_what_was_asked_reaches_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[tuple[str | None, set[str]]] = []
+def test_arguments_reach_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[tuple[str | None, set[str]]] = []
 
     def train(resolved: Resolved, **flags: bool) -> SimpleNamespace:
-        asked.append((resolved.config.run.name, {name for name, given in flags.items() if given}))
+        calls.append((resolved.config.run.name, {name for name, value in flags.items() if value}))
         return SimpleNamespace(exit_code=4)
 
     module = ModuleType("lora_trainer.production.run")
@@ -179,7 +177,7 @@ def test_what_was_asked_reaches_the_run(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert main(["produce", "--dry-run"]) == 4
     assert main(["demo", "-v"]) == 4
     expected = [("cat", {"resume"}), (None, {"dry_run", "enforce_gates"}), ("demo-3", {"enforce_gates", "verbose"})]
-    assert asked == expected
+    assert calls == expected
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -220,12 +218,12 @@ def test_exit_codes(
     assert expected in err
 
 
-def test_in_one_pipe_an_error_stands_last(tmp_path: Path) -> None:
+def test_in_one_pipe_an_error_comes_last(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lora_trainer", "train", "--data", str(tmp_path / "absent")]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=300)
-    said = ended.stdout.decode()
+    output = ended.stdout.decode()
     assert ended.returncode == 2
-    assert 0 <= said.index("No --model") < said.index("error: ")
+    assert 0 <= output.index("No --model") < output.index("error: ")
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,19 +264,19 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert process.returncode == 1
 
 
-def test_flags_of_no_use_are_not_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unused_flags_are_not_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     for command, absent in (("plan", ("--resume", "--dry-run")), ("batch", ("--data", "--name"))):
         assert main([command, "--help"]) == 0
-        said = capsys.readouterr().out
-        assert "--preset" in said
-        assert not [flag for flag in absent if f"{flag} " in said]
+        output = capsys.readouterr().out
+        assert "--preset" in output
+        assert not [flag for flag in absent if f"{flag} " in output]
 
 
-def test_an_empty_name_and_output_are_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_name_and_output_are_refused_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--name", "", "--output", ""]) == 2
-    said = capsys.readouterr().err
-    assert said.count("must be not empty") == 2
-    assert "String" not in said
+    output = capsys.readouterr().err
+    assert output.count("must be not empty") == 2
+    assert "String" not in output
 
 
 def test_a_family_without_its_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,13 +287,13 @@ def test_a_family_without_its_model_is_refused(capsys: pytest.CaptureFixture[str
 def test_a_folder_is_no_lora_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "cat.safetensors").write_bytes(b"")
     assert main(["validate", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "is a folder" in said
-    assert "cat.safetensors" in said
+    output = capsys.readouterr().err
+    assert "is a folder" in output
+    assert "cat.safetensors" in output
 
 
-def test_a_command_that_is_over_does_not_look_for_garbage(checkout: Path) -> None:
-    """Among all that torch brings it takes seconds, and a run that was told to stop may have few."""
+def test_a_finished_command_does_not_collect_garbage(checkout: Path) -> None:
+    """With torch loaded it takes seconds, and a stopped run may have few."""
     program = (
         "import gc; from lora_trainer.__main__ import entry; entry(['--version']); print(gc.get_freeze_count() > 0)"
     )
@@ -303,7 +301,7 @@ def test_a_command_that_is_over_does_not_look_for_garbage(checkout: Path) -> Non
     assert done.stdout.split()[-1] == "True"
 
 
-def test_lines_are_folded_for_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_wrapped_only_for_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -1,4 +1,4 @@
-"""Settings that do not go together: the user's are a problem, a preset's give way and are named."""
+"""Contradictory settings: those of the user are a problem, those of a preset are dropped and named."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def name_of(settings: dict[str, object]) -> str:
     return next(iter(settings)).replace("__", ".")
 
 
-def test_every_rule_is_asked():
+def test_every_rule_is_checked():
     of_a_rule = {"settings": "Settings", "return": "list[Yields]"}
     functions = {
         each for each in vars(contradictions).values() if isfunction(each) and each.__annotations__ == of_a_rule
@@ -78,19 +78,19 @@ def test_every_rule_is_asked():
     assert functions - {contradictions.contradictions} == set(contradictions.RULES)
 
 
-@pytest.mark.parametrize(("asked", "other", "value"), CLASHES)
-def test_what_the_user_set_is_refused(asked, other, value):
+@pytest.mark.parametrize(("settings", "other", "value"), CLASHES)
+def test_contradictory_user_settings_are_refused(settings, other, value):
     with pytest.raises(UsageError) as caught:
-        resolve([user(**asked), user(**other)])
+        resolve([user(**settings), user(**other)])
     (problem,) = caught.value.problems
     assert problem.message.startswith(f"{name_of(other)} = ")
     assert "(from --set): " in problem.message
     assert problem.fix
 
 
-@pytest.mark.parametrize(("asked", "other", "value"), CLASHES)
-def test_what_a_preset_set_gives_way_and_is_named(asked, other, value):
-    resolved = resolve([Layer("preset some", user(**other).values), user(**asked)])
+@pytest.mark.parametrize(("settings", "other", "value"), CLASHES)
+def test_a_contradictory_preset_setting_is_dropped_and_named(settings, other, value):
+    resolved = resolve([Layer("preset some", user(**other).values), user(**settings)])
     assert flattened(resolved.config)[name_of(other)] == value
     assert resolved.origin[name_of(other)].startswith("default")
     (note,) = resolved.notes
@@ -111,14 +111,14 @@ def test_what_a_preset_set_gives_way_and_is_named(asked, other, value):
         {"text_encoder__learning_rates": (5e-5,), "text_encoder__lora_rank": 4},
     ],
 )
-def test_what_goes_together_is_left_alone(settings):
+def test_compatible_settings_are_unchanged(settings):
     resolved = resolve([user(**settings)])
     values = flattened(resolved.config)
     assert {name: values[name.replace("__", ".")] for name in settings} == settings
     assert resolved.notes == ()
 
 
-def test_captions_of_a_source_are_held_to_the_same():
+def test_the_rules_apply_to_captions_of_a_source():
     source = {"path": "a", "captions": {"dropout": 1.0, "shuffle": True, "variants": 1}}
     with pytest.raises(UsageError) as caught:
         resolve([user(data__sources=["b", source])])
@@ -128,8 +128,8 @@ def test_captions_of_a_source_are_held_to_the_same():
     assert resolve([user(data__sources=["b", {**source, "captions": {"shuffle": True}}])]).notes == ()
 
 
-def test_prodigy_never_takes_a_rate_meant_for_adamw():
-    """Not the default's, and not that of the built-in base's preset, which is large enough to pass for a factor."""
+def test_prodigy_never_takes_a_learning_rate_for_adamw():
+    """Neither the default nor that of the built-in model's preset, which is large enough to pass for a factor."""
     for layers in ([], [QUALITY], [Layer("family preset builtin", {"optimizer": {"learning_rate": 0.02}})]):
         assert resolve([*layers, user(optimizer__name="prodigy")]).config.optimizer.learning_rate == 1.0
 
@@ -172,7 +172,7 @@ def test_a_users_option_that_the_model_lacks_is_refused():
         ({"loss__min_snr_gamma": 5.0}, "signal-to-noise ratio"),
     ],
 )
-def test_what_only_diffusion_has_is_refused_on_a_flow(settings, reason):
+def test_diffusion_only_options_are_refused_on_a_flow_model(settings, reason):
     with pytest.raises(UsageError, match=f"the model predicts flow, and .*{reason}"):
         suited(resolve([user(**settings)]), "flow")
 
@@ -180,9 +180,9 @@ def test_what_only_diffusion_has_is_refused_on_a_flow(settings, reason):
 @pytest.mark.parametrize(
     "settings", [{"flow__timestep_sampling": "uniform"}, {"flow__shift": 3.0}, {"flow__logit_mean": 0.5}]
 )
-def test_times_of_a_flow_are_refused_on_a_diffusion_model(settings):
-    asked = resolve([user(**settings)])
-    assert suited(asked, "flow") == asked
+def test_flow_timesteps_are_refused_on_a_diffusion_model(settings):
+    resolved = resolve([user(**settings)])
+    assert suited(resolved, "flow") == resolved
     for prediction in ("epsilon", "v_prediction"):
         with pytest.raises(UsageError, match="timesteps can be chosen only for flow-matching"):
-            suited(asked, prediction)
+            suited(resolved, prediction)

@@ -1,4 +1,4 @@
-"""Layers become one config: later wins, origins are kept, all problems are told at once."""
+"""Layers become one config: later wins, origins are kept, all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_later_layer_wins_and_is_named() -> None:
     assert resolved.origin["lora.dropout"] == "default"
 
 
-def test_every_problem_of_every_layer_is_told_at_once() -> None:
+def test_every_problem_of_every_layer_is_reported_at_once() -> None:
     text = problems_of(
         Layer("a.toml", {"optimizer": {"learning_rte": 1e-3}, "sampel": {"count": 1}}),
         Layer("--set", {"optimizer": {"learning_rate": 20}, "lora": {"rank": 1.5}}),
@@ -46,7 +46,7 @@ def test_every_problem_of_every_layer_is_told_at_once() -> None:
     assert len(text.splitlines()) == 4
 
 
-def test_a_wrong_value_is_told_although_a_later_layer_overrides_it() -> None:
+def test_a_wrong_value_is_reported_even_if_a_later_layer_overrides_it() -> None:
     assert "lora.rank = 0 (from a.toml): must be at least 1." in problems_of(
         Layer("a.toml", {"lora": {"rank": 0}}), Layer("--set", {"lora": {"rank": 4}})
     )
@@ -86,7 +86,7 @@ def test_a_wrong_value_is_told_although_a_later_layer_overrides_it() -> None:
         ("run", "output", "none", ""),
     ],
 )
-def test_wrong_values_are_told_in_plain_words(section: str, key: str, value: object, expected: str) -> None:
+def test_wrong_values_are_explained_plainly(section: str, key: str, value: object, expected: str) -> None:
     layer = Layer("f", {section: {key: value}})
     if not expected:
         assert flattened(resolve([layer]).config)[f"{section}.{key}"] == value
@@ -95,7 +95,7 @@ def test_wrong_values_are_told_in_plain_words(section: str, key: str, value: obj
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "held"),
+    ("name", "value", "expected"),
     [
         ("text_encoder.learning_rates", 5e-5, (5e-5,)),
         ("textual_inversion.placeholder_tokens", "<zobo>", ("<zobo>",)),
@@ -106,9 +106,9 @@ def test_wrong_values_are_told_in_plain_words(section: str, key: str, value: obj
         ("lora.target_modules", "attention", "attention"),
     ],
 )
-def test_a_lone_value_is_a_list_of_one(name: str, value: object, held: object) -> None:
+def test_a_lone_value_is_a_list_of_one(name: str, value: object, expected: object) -> None:
     section, key = name.split(".")
-    assert flattened(resolve([Layer("--set", {section: {key: value}})]).config)[name] == held
+    assert flattened(resolve([Layer("--set", {section: {key: value}})]).config)[name] == expected
 
 
 def test_a_lone_folder_is_the_data() -> None:
@@ -116,7 +116,7 @@ def test_a_lone_folder_is_the_data() -> None:
     assert [source.path for source in config.data.sources] == ["images"]
 
 
-def test_a_setting_without_its_section_is_shown_its_home() -> None:
+def test_a_setting_without_its_section_is_shown_with_it() -> None:
     assert "Did you mean optimizer.learning_rate or textual_inversion.learning_rate?" in problems_of(
         Layer("f", {"learning_rate": 1e-3})
     )
@@ -176,7 +176,7 @@ def test_the_config_cannot_be_changed() -> None:
         ({"path": "a", "resolutions": ["x"]}, 'resolutions = ["x"] (from f): "x" must be a whole number.'),
     ],
 )
-def test_what_is_wrong_in_a_source_names_its_table(source: dict[str, object], expected: str) -> None:
+def test_problems_of_a_source_name_its_table(source: dict[str, object], expected: str) -> None:
     assert expected in problems_of(Layer("f", {"data": {"sources": ["images", source]}}))
 
 
@@ -189,6 +189,6 @@ def test_lists_inside_of_a_source_are_read() -> None:
 
 
 def test_a_path_that_is_not_utf_8_is_named() -> None:
-    told = problems_of(Layer("--data", {"data": {"sources": ["good", "caf\udce9"]}}))
-    assert "table 2" in told
-    assert "UTF-8" in told
+    message = problems_of(Layer("--data", {"data": {"sources": ["good", "caf\udce9"]}}))
+    assert "table 2" in message
+    assert "UTF-8" in message

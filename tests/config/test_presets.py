@@ -1,4 +1,4 @@
-"""Presets: every combination resolves, order changes nothing, and two of a kind are refused."""
+"""Presets: every combination resolves, order does not matter, and two of one kind are refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_combination_suits_every_family(family: str) -> None:
         assert len(suits.notes) == len(resolved.notes) + len(lost)
 
 
-def test_no_setting_is_both_a_limit_and_a_wish() -> None:
+def test_no_setting_is_in_both_vram_and_training_presets() -> None:
     limits = set().union(*map(keys, TIER_NAMES))
     wishes = set().union(*map(keys, GOAL_NAMES))
     assert not limits & wishes
@@ -76,7 +76,7 @@ def test_no_setting_is_both_a_limit_and_a_wish() -> None:
         assert all(keys(name) == expected for name in names), "a preset leaves to chance what its siblings set"
 
 
-def test_no_preset_chooses_prodigy_whose_rate_is_a_factor() -> None:
+def test_no_preset_chooses_prodigy() -> None:
     names = {preset.values.get("optimizer", {}).get("name") for preset in presets().values()}
     assert names == {None, "adamw", "adamw8bit"}
 
@@ -110,7 +110,7 @@ def test_golden_16gb_balanced() -> None:
     }
 
 
-def test_the_builtin_base_learns_faster_than_its_family() -> None:
+def test_the_builtin_model_learns_faster_than_its_family() -> None:
     rates = [
         resolve(family_layers("sd15", builtin=builtin)).config.optimizer.learning_rate for builtin in (True, False)
     ]
@@ -134,7 +134,7 @@ def test_names_that_cannot_be_used(names: list[str], message: str, fix: str) -> 
     assert fix in problem.fix
 
 
-def test_a_name_given_twice_counts_once() -> None:
+def test_a_duplicate_name_counts_once() -> None:
     assert preset_layers(["12gb", "12gb, speed,"]) == preset_layers(["12gb,speed"])
 
 
@@ -154,7 +154,7 @@ def test_a_name_given_twice_counts_once() -> None:
         (23.6, "24gb"),
     ],
 )
-def test_auto_takes_the_nominal_tier_of_the_gpu(gib: float, tier: str) -> None:
+def test_auto_takes_the_vram_preset_of_the_gpu(gib: float, tier: str) -> None:
     layer, note = auto_layer(gib)
     assert layer.values == presets()[tier].values
     assert tier in layer.name
@@ -162,7 +162,7 @@ def test_auto_takes_the_nominal_tier_of_the_gpu(gib: float, tier: str) -> None:
 
 
 @pytest.mark.parametrize(("gib", "tier"), [(31.4, "24gb"), (79.1, "24gb"), (None, "12gb")])
-def test_auto_without_a_tier_of_its_own_sets_no_limit(gib: float | None, tier: str) -> None:
+def test_auto_without_a_matching_vram_preset_sets_no_limit(gib: float | None, tier: str) -> None:
     layer, note = auto_layer(gib)
     config = resolve([layer]).config
     assert config.memory.limit_gib is None

@@ -1,4 +1,4 @@
-"""TOML in and out: what a user wrote wrong is said, what a run wrote repeats it."""
+"""TOML in and out: user mistakes are reported, and a run's config repeats it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ settings = st.fixed_dictionaries(
 
 @hypothesis_settings(deadline=None)
 @given(settings)
-def test_a_written_config_repeats_the_run_whatever_lies_below_it(values: dict[str, object]) -> None:
+def test_a_written_config_repeats_the_run_over_any_lower_layer(values: dict[str, object]) -> None:
     config = resolve([Layer("file", values)]).config
     below = preset_layers(["12gb,balanced"]).layers
     assert resolve([*below, Layer("config.toml", tomllib.loads(to_toml(config)))]).config == config
@@ -78,7 +78,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_toml(binary)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_settings(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "notepad.toml"
     path.write_bytes(b"\xef\xbb\xbf[lora]\r\nrank = 3\r\n")
     assert read_toml(path) == {"lora": {"rank": 3}}
@@ -105,7 +105,7 @@ def test_assignments(text: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("text", ["lora.rank", "rank=3", "=3", "lora.=3", "sample.prompts=[a, b", 'run.name="x', ""])
-def test_malformed_assignments_are_shown_how(text: str) -> None:
+def test_malformed_assignments_are_refused_with_an_example(text: str) -> None:
     problem = parse_assignment(text)
     assert isinstance(problem, Problem)
     assert text in problem.message

@@ -1,4 +1,4 @@
-"""Hashes are remembered while a file is the same, and never longer."""
+"""Hashes are cached only while a file is unchanged."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_file_just_written_is_not_trusted(large: Path, hashed: list[Path], mon
     assert len(hashed) == 2
 
 
-def test_a_damaged_note_is_passed_over(
+def test_a_damaged_digest_cache_is_ignored(
     large: Path, hashed: list[Path], own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later(monkeypatch)

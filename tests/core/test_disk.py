@@ -1,4 +1,4 @@
-"""A disk that refuses: paused, said once, gone on with; left by a signal; ended when the minutes are over."""
+"""A full disk: pause, one report, continue; a signal ends the wait; so does the time limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failing(times: int, number: int = errno.ENOSPC) -> Callable[[], str]:
-    """A write that the disk refuses so many times."""
+    """A write that the disk refuses the given number of times."""
     left = [times]
 
     def write() -> str:
@@ -43,7 +43,7 @@ def waiting(lines: list[str], minutes: float = 1.0, home: Path | None = None) ->
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE])
-def test_a_pause_is_said_once_and_ends_by_itself(number, tmp_path):
+def test_a_pause_is_reported_once_and_ends_by_itself(number, tmp_path):
     lines = list[str]()
     with patient(waiting(lines)) as patience:
         assert write_with_retry("the checkpoint", tmp_path, failing(3, number)) == "written"
@@ -52,8 +52,8 @@ def test_a_pause_is_said_once_and_ends_by_itself(number, tmp_path):
     assert "Step 4 is safe." in first
     assert "1 minutes" in first
     assert second.startswith("the disk accepts writes again")
-    (told,) = patience.take_ended()
-    assert "continued after" in told
+    (message,) = patience.take_ended()
+    assert "continued after" in message
     assert not patience.take_ended()
     assert not patience.waiting
 
@@ -76,7 +76,7 @@ def test_a_full_disk_is_named_with_both_numbers(tmp_path, monkeypatch):
     assert len(tries) == 2  # not tried while there is too little
 
 
-def test_the_minutes_are_over(tmp_path):
+def test_the_waiting_time_runs_out(tmp_path):
     lines = list[str]()
     with patient(waiting(lines, minutes=0.0)), pytest.raises(TrainingFailed, match=r"Step 4 is safe.*--resume"):
         write_with_retry("the record", tmp_path, failing(1))
@@ -84,12 +84,12 @@ def test_the_minutes_are_over(tmp_path):
     with patient(waiting(lines, minutes=0.0005)) as patience:
         with pytest.raises(TrainingFailed):
             write_with_retry("the record", tmp_path, failing(10**6))
-        with pytest.raises(OSError, match="No space"):  # what comes afterwards is not waited for again
+        with pytest.raises(OSError, match="No space"):  # later writes do not wait again
             write_with_retry("the record", tmp_path, failing(1))
     assert patience.is_over
 
 
-def test_a_signal_ends_a_pause_and_what_is_not_saved_is_said(tmp_path):
+def test_a_signal_ends_a_pause_and_unsaved_files_are_reported(tmp_path):
     lines = list[str]()
     patience = replace(waiting(lines), stop_code=lambda: 143)
     with patient(patience), pytest.raises(SystemExit) as left:
@@ -99,24 +99,24 @@ def test_a_signal_ends_a_pause_and_what_is_not_saved_is_said(tmp_path):
     assert "Step 4 is safe." in lines[-1]
 
 
-def test_other_errors_are_raised_as_they_come(tmp_path):
+def test_other_errors_are_raised_unchanged(tmp_path):
     def wrong() -> None:
         raise TrainingFailed("not finite")
 
     with patient(waiting([])), pytest.raises(TrainingFailed, match="not finite"):
         write_with_retry("the LoRA", tmp_path, wrong)
     with pytest.raises(OSError, match="No space"):
-        write_with_retry("the LoRA", tmp_path, failing(1))  # nobody is patient
+        write_with_retry("the LoRA", tmp_path, failing(1))  # no waiting
 
 
-def test_what_another_error_came_from_and_other_languages_words():
+def test_causes_of_errors_and_messages_in_other_languages_are_recognized():
     failed = TrainingFailed(Problem("The checkpoint could not be written."))
     failed.__cause__ = RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
     assert refusal(failed) == errno.ENOSPC
     assert refusal(ValueError("no")) is None
 
 
-def test_a_deleted_folder_is_made_again(tmp_path):
+def test_a_deleted_folder_is_created_again(tmp_path):
     home, lines = tmp_path / "out" / "run", list[str]()
     home.mkdir(parents=True)
     with patient(waiting(lines, home=home)) as patience:
@@ -141,7 +141,7 @@ def test_a_mount_point_without_its_disk_is_not_written_to(tmp_path):
     assert "cannot be written" in lines[0]
 
 
-def test_a_loop_stands_by_while_its_writer_waits(tmp_path):
+def test_the_loop_waits_while_its_writer_waits(tmp_path):
     free, order = threading.Event(), list[str]()
 
     def write() -> None:
@@ -189,15 +189,15 @@ def test_the_error_at_the_end_names_what_waited_first(tmp_path):
         writer.join()
     assert len(lines) == 1
     assert patience.is_over
-    for said in (str(ended.value), *raised):
-        assert said.startswith("The checkpoint of step 6 needs 1000000.00 GB")
+    for message in (str(ended.value), *raised):
+        assert message.startswith("The checkpoint of step 6 needs 1000000.00 GB")
 
 
-def test_small_sizes_are_told_in_bytes():
+def test_small_sizes_are_in_bytes():
     assert [size_words(count) for count in (0, 412, 12_000, 3_100_000)] == ["0 bytes", "412 bytes", "12 KB", "3.1 MB"]
 
 
-def test_what_a_deleted_folder_held_is_done_again_once_and_not_without_a_run(tmp_path):
+def test_files_of_a_deleted_folder_are_written_again_once_and_only_in_a_run(tmp_path):
     home, done = tmp_path / "run", list[str]()
     home.mkdir()
     with patient(waiting([], home=home)) as patience:

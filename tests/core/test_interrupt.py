@@ -1,4 +1,4 @@
-"""What the first and the second signal do, in processes of their own that load no torch."""
+"""The first and the second signal, in separate processes that load no torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(checkout: Path, *numbers: int, **environment: str) -> subprocess.Complet
     )
 
 
-def test_the_first_is_said_and_the_second_leaves_at_once(checkout: Path) -> None:
+def test_the_first_signal_is_reported_and_the_second_exits_at_once(checkout: Path) -> None:
     once = run(checkout, signal.SIGTERM)
     assert (once.returncode, once.stdout) == (0, "here\n")
     assert once.stderr == "\nSIGTERM: saving and stopping within 7 s; a second signal stops at once\n"
@@ -54,18 +54,18 @@ def test_the_first_is_said_and_the_second_leaves_at_once(checkout: Path) -> None
     assert (twice.returncode, twice.stdout) == (-signal.SIGINT, "")
 
 
-def test_a_launcher_may_repeat_the_first(checkout: Path) -> None:
-    """Ctrl-C reaches its processes from the terminal, and then from the launcher that is asked to end as well."""
+def test_a_launcher_may_repeat_the_first_signal(checkout: Path) -> None:
+    """Ctrl-C reaches its processes from the terminal, and again from the launcher that it also ends."""
     both = run(checkout, signal.SIGINT, signal.SIGTERM, ACCELERATE_MIXED_PRECISION="no")
     assert (both.returncode, both.stdout) == (0, "here\n")
     assert both.stderr.count("SIG") == 1
 
 
-def test_other_processes_than_the_main_one_say_nothing(checkout: Path) -> None:
+def test_only_the_main_process_reports_signals(checkout: Path) -> None:
     assert run(checkout, signal.SIGTERM, RANK="1").stderr == ""
 
 
-def test_what_a_signal_raises_hangs_on_what_is_under_way() -> None:
+def test_a_signal_raises_by_the_current_phase() -> None:
     with listening():
         with pytest.raises(Stopped) as left:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -80,7 +80,7 @@ def test_what_a_signal_raises_hangs_on_what_is_under_way() -> None:
     assert not signalled()
 
 
-def test_what_takes_longer_than_the_grace_time_is_given_up() -> None:
+def test_work_longer_than_the_grace_time_is_aborted() -> None:
     with listening(), remembering(0.5):
         with pytest.raises(StepAborted), abortable(seconds=60.0):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -94,7 +94,7 @@ def test_a_closed_terminal_is_a_signal_that_may_come_twice(checkout: Path) -> No
     assert run(checkout, signal.SIGTERM, signal.SIGHUP).returncode == 0
 
 
-def test_nohup_is_left_alone(checkout: Path) -> None:
+def test_nohup_is_respected(checkout: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which a child inherits
     try:
         ignored = run(checkout, signal.SIGHUP)
@@ -122,7 +122,7 @@ raise SystemExit(129)
 
 
 @pytest.mark.parametrize("reader", ["terminal", "a program that dies with it"])
-def test_what_is_written_to_a_terminal_that_is_gone_raises_nothing(checkout: Path, tmp_path: Path, reader: str) -> None:
+def test_writing_to_a_closed_terminal_raises_nothing(checkout: Path, tmp_path: Path, reader: str) -> None:
     import pty
 
     ours, theirs = pty.openpty()
@@ -138,13 +138,13 @@ def test_what_is_written_to_a_terminal_that_is_gone_raises_nothing(checkout: Pat
     )
     os.close(theirs)
     os.close(written)
-    said, began = b"", time.monotonic()
-    while b"ready" not in said and time.monotonic() - began < 300:
+    output, began = b"", time.monotonic()
+    while b"ready" not in output and time.monotonic() - began < 300:
         if select.select([watched], [], [], 1.0)[0]:
-            said += os.read(watched, 4096)
+            output += os.read(watched, 4096)
     os.close(ours)
     os.close(end)
-    process.send_signal(signal.SIGHUP)  # as its shell does
+    process.send_signal(signal.SIGHUP)  # as a shell does
     assert process.wait(300) == 129
     assert (tmp_path / "proof").read_text() == "saved"
 

@@ -1,4 +1,4 @@
-"""Images of our own making, those of scripts/gate_examples.py, and how they come back from files."""
+"""Drawn images, those of scripts/gate_examples.py, and how they are read back from files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["drawing", "photo", "saved"]
 
 
 def saved(image: Image.Image, kind: str = "PNG", **settings: object) -> Image.Image:
-    """The same image as a file of that kind gives it back, still to be decoded."""
+    """The same image as a file of that format returns it, not decoded yet."""
     file = io.BytesIO()
     image.save(file, kind, **settings)
     return Image.open(file)

@@ -1,4 +1,4 @@
-"""Files that nobody should have to open, made small."""
+"""Small hostile files that must not be opened."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def chunk(kind: bytes, data: bytes, crc: int | None = None) -> bytes:
 
 
 def png(width: int, height: int, *extra: bytes, crc: int | None = None) -> bytes:
-    """A gray PNG of one bit; only the first rows are there when it is large."""
+    """A gray 1-bit PNG. A large one has only the first rows."""
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0), crc)
     rows = zlib.compress(bytes(min(2**20, ((width + 7) // 8 + 1) * height)))
     return b"\x89PNG\r\n\x1a\n" + head + b"".join(extra) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 def gif(frames: int, width: int = 4, height: int = 4) -> bytes:
-    """A GIF of many frames of one pixel."""
+    """A GIF with many one-pixel frames."""
     head = b"GIF89a" + struct.pack("<HHBBB", width, height, 0x80, 0, 0) + b"\x00\x00\x00\xff\xff\xff"
     frame = (
         b"\x21\xf9\x04\x00\x0a\x00\x00\x00" + b"\x2c" + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + b"\x02\x02\x44\x01\x00"
@@ -41,7 +41,7 @@ def gif(frames: int, width: int = 4, height: int = 4) -> bytes:
 
 
 def tiff(width: int, height: int, next_directory: int = 0) -> bytes:
-    """A gray TIFF of one bit whose pixels are not there; `next_directory` may lead in a circle."""
+    """A gray 1-bit TIFF without pixels. `next_directory` may form a loop."""
     tags = [
         (256, 4, width),
         (257, 4, height),
@@ -57,7 +57,7 @@ def tiff(width: int, height: int, next_directory: int = 0) -> bytes:
 
 
 def webp(width: int, height: int) -> bytes:
-    """A lossless WebP that says only its size."""
+    """A lossless WebP with only a size."""
     data = b"\x2f" + struct.pack("<I", (width - 1) | (height - 1) << 14) + b"\x00" * 8
     data += b"\x00" * (len(data) % 2)
     return b"RIFF" + struct.pack("<I", 12 + len(data)) + b"WEBPVP8L" + struct.pack("<I", len(data)) + data
@@ -86,8 +86,8 @@ def write_socket(path: Path) -> None:
     here = os.getcwd()
     os.chdir(path.parent)  # the whole path may be too long for a socket's address
     try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(path.name)
     finally:
         os.chdir(here)
 
@@ -104,7 +104,7 @@ INFLATING = zlib.compress(bytes(100_000_000), 1)
 BOMB_TEXT = chunk(b"zTXt", b"Comment\x00\x00" + INFLATING)
 BOMB_PROFILE = chunk(b"iCCP", b"icc\x00\x00" + INFLATING)
 
-# What is made, and the code of the one finding that it must give.
+# The files, and the code of the one finding of each.
 HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "bomb.png": (bytes_of(png(60_000, 60_000)), "too_large"),
     "wide.png": (bytes_of(png(2**31 - 1, 2**31 - 1)), "too_large"),
@@ -128,7 +128,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "many.gif": (bytes_of(gif(10_000)), "animated"),
 }
 
-# What looks odd and is fine.
+# Unusual but valid files.
 ODD: dict[str, Callable[[Path], None]] = {
     "exif.jpg": garbled_exif,
     "profile.png": lambda path: noise(5).save(path, icc_profile=b"no profile at all"),
@@ -145,7 +145,7 @@ ODD: dict[str, Callable[[Path], None]] = {
 
 
 def state_of(folder: Path) -> dict[str, tuple[object, ...]]:
-    """Every entry with its kind, mode, times and bytes; nothing is opened but regular files."""
+    """Every entry with its type, mode, times and bytes. Only regular files are opened."""
     found: dict[str, tuple[object, ...]] = {}
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):

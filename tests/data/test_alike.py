@@ -1,4 +1,4 @@
-"""Images that look the same: found among many, each group once, and nothing else."""
+"""Similar images: found among many, each group once, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.data.drawings import drawing, photo, saved
 
 
 def seen_of(hashes: list[int], seed: int = 0) -> list[Seen]:
-    """Images with these hashes that all have one thumb."""
+    """Images with these hashes and one common thumbnail."""
     thumb = np.random.default_rng(seed).integers(0, 256, 192, dtype=np.uint8).tobytes()
     return [Seen(hash=each, mirror_hash=~each & (2**64 - 1), thumb=thumb, spread=50.0) for each in hashes]
 
@@ -54,7 +54,7 @@ def test_neither_broken_nor_plain_images_look_the_same() -> None:
     st.lists(st.tuples(st.integers(0, 11), st.sets(st.integers(0, 63), max_size=alike.MOST_BITS)), max_size=12),
 )
 def test_every_pair_within_the_bits_is_in_one_group(first: list[int], changed: list[tuple[int, set[int]]]) -> None:
-    """Against comparing all with all."""
+    """Equal to comparing all pairs."""
     hashes = first + [first[place % len(first)] ^ sum(1 << bit for bit in bits) for place, bits in changed]
     groups = find_alike(seen_of(hashes)).groups
     named = {place: number for number, group in enumerate(groups) for place in group}
@@ -70,8 +70,8 @@ def test_every_pair_within_the_bits_is_in_one_group(first: list[int], changed: l
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 2**14 - 1), min_size=2, max_size=14), st.data())
-def test_without_one_image_there_is_one_pair_less_at_most(hashes: list[int], data: st.DataObject) -> None:
-    """What the score's proof rests on. The bits are spread, so that chains and stars come up."""
+def test_removing_one_image_removes_at_most_one_pair(hashes: list[int], data: st.DataObject) -> None:
+    """The proof of the score relies on this. The bits are spread, so that chains and stars occur."""
     spread = [sum((each >> bit & 1) * (7 << (4 * bit)) for bit in range(14)) for each in hashes]
     gone = data.draw(st.integers(0, len(spread) - 1))
     before = find_alike(seen_of(spread)).pairs
@@ -88,7 +88,7 @@ def test_thousands_of_frames_of_one_scene_are_one_group() -> None:
 
 
 def test_pairs_of_a_large_group_are_counted() -> None:
-    """Hundreds that look like the first and mostly not like one another are not half as many pairs."""
+    """Hundreds that resemble the first, but mostly not each other, are not half as many pairs."""
     draw = np.random.default_rng(0)
     places = np.argsort(draw.random((1500, 64)), axis=1)[:, : alike.MOST_BITS].tolist()
     hashes = [0, *(sum(1 << place for place in each) for each in places)]

@@ -32,7 +32,7 @@ def test_buckets_keep_area_step_and_aspect(chosen: tuple[int, int, float]) -> No
 
 
 @given(sides, sides, settings_of_buckets)
-def test_a_image_goes_to_the_nearest_aspect(width: int, height: int, chosen: tuple[int, int, float]) -> None:
+def test_an_image_goes_to_the_nearest_aspect_ratio(width: int, height: int, chosen: tuple[int, int, float]) -> None:
     buckets = make_buckets(*chosen)
 
     def gap(bucket: Bucket) -> float:
@@ -42,7 +42,9 @@ def test_a_image_goes_to_the_nearest_aspect(width: int, height: int, chosen: tup
 
 
 @given(sides, sides, st.integers(1, 64), st.integers(1, 64))
-def test_a_fit_covers_its_bucket_and_no_more_than_needed(width: int, height: int, across: int, down: int) -> None:
+def test_a_resized_image_covers_its_bucket_and_no_more_than_needed(
+    width: int, height: int, across: int, down: int
+) -> None:
     bucket = Bucket(across * 8, down * 8)
     fit = fit_to(width, height, bucket)
     assert 0 <= fit.left <= fit.resized_width - bucket.width
@@ -72,10 +74,10 @@ def test_a_resolution_below_the_step_is_refused() -> None:
         make_buckets(32, 64, 2.0)
 
 
-def test_the_documented_buckets_are_made() -> None:
+def test_the_documented_buckets_exist() -> None:
     page = (Path(__file__).parents[2] / "docs" / "buckets.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| (\d+) \| ((?:\d+x\d+(?:, )?)+) \|$", page, re.MULTILINE))
     assert set(rows) == {"512", "768", "1024"}
     for resolution, buckets in rows.items():
-        made = make_buckets(int(resolution), 64, 2.0)
-        assert buckets.split(", ") == [str(bucket) for bucket in made if bucket.width >= bucket.height]
+        found = make_buckets(int(resolution), 64, 2.0)
+        assert buckets.split(", ") == [str(bucket) for bucket in found if bucket.width >= bucket.height]

@@ -105,7 +105,7 @@ def test_planning_writes_nothing_and_a_full_cache_needs_no_encoder(data: Path, c
     assert fill_latents(plan_of(data, cache), never, batch=2).rebuilt == 0
 
 
-def test_the_reason_is_said(data: Path, cache: Path, draw: Draw) -> None:
+def test_the_reason_is_reported(data: Path, cache: Path, draw: Draw) -> None:
     fill(data, cache)
     draw(data / "0.png", seed=70)
     draw(data / "2.png", seed=71)
@@ -117,17 +117,17 @@ def test_the_reason_is_said(data: Path, cache: Path, draw: Draw) -> None:
     assert fill(data, cache).rebuilt == 0
 
 
-def test_what_was_there_once_and_was_cleaned_away_is_not_said_to_have_changed(data: Path, cache: Path) -> None:
+def test_pruned_entries_are_not_reported_as_changed(data: Path, cache: Path) -> None:
     fill(data, cache)
     shown = [(replace(sample, mask=Mask(None)), view) for sample, view in plan_of(data, cache).items]
     masked = plan_latents(shown, cache, "vae", HALF)
     assert fill_latents(masked, encode_image, batch=2).reasons == {"mask changed": 5}
-    fill(data, cache)  # known already, so nothing is kept of it again
+    fill(data, cache)  # known already, so nothing is stored again
     cache_clean(cache, limit=0)
     assert fill(data, cache).reasons == {"not in the cache any more": 5}
 
 
-def test_options_of_captions_are_not_captions(data: Path, cache: Path) -> None:
+def test_caption_options_are_not_cached_as_captions(data: Path, cache: Path) -> None:
     def settled_texts(**options: object) -> dict[str, int]:
         samples = settled(read_manifest([data])[0].samples, [CaptionsSection(**options)])
         measured = tuple(map(canonical, samples[:2]))
@@ -200,7 +200,7 @@ def test_a_damaged_row_is_rebuilt_alone(data: Path, cache: Path) -> None:
     assert cache_status(cache).counts["latents"] == 5
 
 
-def test_damage_in_a_large_cache_shows_when_it_is_read_and_is_rebuilt_then(
+def test_damage_in_a_large_cache_is_found_and_rebuilt_when_read(
     data: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lora_trainer.data.caches.cache.CHECKED_AT_START", 0)
@@ -261,7 +261,7 @@ def test_two_runs_may_fill_at_once(data: Path, cache: Path) -> None:
     assert not list(cache.rglob("*.part"))
 
 
-def test_a_image_that_changes_meanwhile_is_refused(data: Path, cache: Path, draw: Draw) -> None:
+def test_an_image_that_changes_meanwhile_is_refused(data: Path, cache: Path, draw: Draw) -> None:
     plan = plan_of(data, cache)
     draw(data / "0.png", seed=99)
     with pytest.raises(DatasetRefused, match=r"0\.png changed"):
@@ -271,7 +271,7 @@ def test_a_image_that_changes_meanwhile_is_refused(data: Path, cache: Path, draw
         fill_latents(plan, encode_image, batch=2)
 
 
-def test_values_that_are_not_finite_stop_the_run(data: Path, cache: Path) -> None:
+def test_nonfinite_values_stop_the_run(data: Path, cache: Path) -> None:
     with pytest.raises(TrainingFailed, match=r"not finite for 0\.png.*memory\.weight_dtype"):
         fill_latents(plan_of(data, cache), lambda pixels: (encode_image(pixels)[0] / 0, pixels), batch=5)
     assert cache_status(cache).bytes == 0
@@ -283,7 +283,7 @@ def test_a_cache_folder_that_is_a_file(data: Path, tmp_path: Path) -> None:
         fill(data, tmp_path / "cache")
 
 
-def test_texts_with_the_empty_one_always(data: Path, cache: Path) -> None:
+def test_texts_always_include_the_empty_one(data: Path, cache: Path) -> None:
     filled = fill_texts(texts_of(data, cache), encode_text, batch=4)
     assert filled == Filled("texts", 0, 7, {"new": 7})
     assert fill_texts(texts_of(data, cache), encode_text, batch=4).rebuilt == 0
@@ -363,8 +363,8 @@ def test_the_commands(data: Path, cache: Path, capsys: pytest.CaptureFixture[str
     assert "3 files removed" in capsys.readouterr().out
 
 
-def test_texts_are_shared_by_what_the_encoder_is_asked(cache: Path) -> None:
-    """Weights that are read make another entry; the same text, however it came about, makes none."""
+def test_text_entries_are_shared_by_encoder_settings(cache: Path) -> None:
+    """Weights in use make another entry. The same text from other settings does not."""
 
     def keys(*texts: str, weighted: bool = False) -> tuple[str, ...]:
         sample = Sample(Path("a.png"), "first", 8, 8, "0" * 64, variants=texts, weighted=weighted)

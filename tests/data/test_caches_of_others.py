@@ -1,4 +1,4 @@
-"""What others keep in a folder, told apart from what is ours."""
+"""Files of others in a cache folder are recognized and kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lora_trainer.data.caches.upkeep import cache_clean, cache_status, keep_limi
 
 
 def stranger(folder: Path) -> dict[Path, bytes]:
-    """Files of a user's own that look like ours at a glance."""
+    """A user's files that look like ours."""
     names = [
         "users/notes.txt",
         "users/" + "ab" * 16,
@@ -41,7 +41,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_folder_that_is_no_cache_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_cache_is_unchanged(tmp_path: Path) -> None:
     before = stranger(tmp_path)
     assert not cache_status(tmp_path).in_use
     with pytest.raises(UsageError, match="no cache of lora-trainer"):
@@ -59,7 +59,7 @@ def test_strange_files_in_a_cache_stay(tmp_path: Path) -> None:
     assert cache_status(tmp_path).counts == {"latents": 0, "texts": 0}
 
 
-def test_a_cache_from_before_the_mark_is_known(tmp_path: Path) -> None:
+def test_a_cache_without_the_marker_file_is_recognized(tmp_path: Path) -> None:
     write_entries(tmp_path, "latents", ["ab" * 32], {"a": torch.zeros(1, 10)})
     (tmp_path / "CACHEDIR.TAG").unlink()
     (tmp_path / "claims").touch()
@@ -77,6 +77,6 @@ def test_status_removes_nothing(tmp_path: Path) -> None:
     assert not dead.exists()
 
 
-def test_the_folder_may_stand_behind_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_can_follow_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "prune", "--verify", str(tmp_path)]) == 2
     assert "is no cache of lora-trainer" in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""Captions as they are trained: what every option does, and what none of them may break."""
+"""Training captions: the effect of every option, and what none of them may break."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tags_of(text: str) -> list[str]:
 
 
 @given(st.text(max_size=40))
-def test_without_options_a_caption_is_as_it_was_written(written: str) -> None:
+def test_without_options_a_caption_is_unchanged(written: str) -> None:
     texts = make_texts(written, rules())
     assert (texts.canonical, texts.variants) == (written, (written,))
 
@@ -44,7 +44,7 @@ def test_a_shuffled_caption_keeps_its_tags_and_the_first_stay_first(tags: list[s
 
 
 @given(st.text("ab, {}|\n(:1)", max_size=30), st.integers(1, 12))
-def test_the_canonical_text_hangs_on_no_chance_and_more_variants_leave_the_first(written: str, count: int) -> None:
+def test_the_canonical_text_is_deterministic_and_more_variants_keep_the_first(written: str, count: int) -> None:
     still = make_texts(written, rules(wildcards=True, variants=2)).canonical
     few = make_texts(written, rules(wildcards=True, shuffle=True, variants=count))
     more = make_texts(written, rules(wildcards=True, shuffle=True, variants=count + 4))
@@ -81,7 +81,7 @@ def test_the_trigger_is_always_there(tags: list[str], rough: str) -> None:
         assert all(has_trigger(text, "sks") for text in (texts.canonical, *texts.variants))
 
 
-def test_where_the_trigger_goes() -> None:
+def test_the_position_of_the_trigger_word() -> None:
     settings = rules(trigger_word="sks")
     assert make_texts("a [trigger] cat", settings).canonical == "a sks cat"
     assert make_texts("a sks cat", settings).canonical == "a sks cat"
@@ -186,7 +186,7 @@ def test_one_of_several_lines() -> None:
         ("", [("", 1.0)]),
     ],
 )
-def test_weighted_words(text: str, pieces: list[tuple[str, float]]) -> None:
+def test_prompt_weighting(text: str, pieces: list[tuple[str, float]]) -> None:
     read = read_pieces(text)
     assert [part for part, _ in read] == [part for part, _ in pieces]
     assert [weight for _, weight in read] == pytest.approx([weight for _, weight in pieces])
@@ -195,7 +195,7 @@ def test_weighted_words(text: str, pieces: list[tuple[str, float]]) -> None:
 
 
 @given(st.text(r"ab ()[]:.12\,", max_size=20))
-def test_any_text_has_pieces(text: str) -> None:
+def test_any_text_has_chunks(text: str) -> None:
     pieces = read_pieces(text)
     assert pieces
     assert len("".join(part for part, _ in pieces)) <= len(text)
@@ -213,7 +213,7 @@ def test_tags_are_not_split_inside_of_weights() -> None:
 
 
 @given(st.lists(TAGS.map(", ".join), min_size=1, max_size=4))
-def test_samples_are_settled_by_their_source_and_without_a_trigger_where_they_preserve(captions: list[str]) -> None:
+def test_caption_settings_follow_the_source_and_regularization_has_no_trigger_word(captions: list[str]) -> None:
     sources = (rules(shuffle=True, trigger_word="sks"), rules())
     samples = [
         Sample(Path(f"{index}.png"), caption, 8, 8, f"{index:064d}", source=source, regularization=preserve)
@@ -232,7 +232,9 @@ def test_samples_are_settled_by_their_source_and_without_a_trigger_where_they_pr
 
 
 @given(st.integers(1, 9), st.integers(1, 6), st.integers(0, 2**40), st.integers(0, 200))
-def test_variants_are_used_equally_often_and_meet_every_view(count: int, views: int, seed: int, first: int) -> None:
+def test_caption_variants_are_used_equally_with_every_image_variant(
+    count: int, views: int, seed: int, first: int
+) -> None:
     sample = Sample(Path("a.png"), "x", 8, 8, "f" * 64, variants=tuple(map(str, range(count))))
     visits = [variant_taken(sample, visit, seed, views) for visit in range(first + 3 * count * views)]
     used = Counter(visits)
@@ -241,7 +243,7 @@ def test_variants_are_used_equally_often_and_meet_every_view(count: int, views: 
     assert len(met) == count * views
 
 
-def test_empty_captions_come_by_rate_and_by_epoch() -> None:
+def test_caption_dropout_by_rate_and_by_epoch() -> None:
     every = rules(dropout_every_n_epochs=3)
     assert [drops_caption(every, 0, 0, epoch, ("id", 0)) for epoch in range(6)] == [False, False, True] * 2
     half = [drops_caption(rules(dropout=0.5), 7, step, 0, ("id", 0)) for step in range(2000)]

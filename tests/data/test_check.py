@@ -53,11 +53,11 @@ def test_no_upscale_refuses_only_what_is_smaller_than_a_step(tmp_path: Path, dra
 
 
 def cut_short(path: Path) -> None:
-    """The header stays whole, the pixels do not."""
+    """Damage the pixels, not the header."""
     path.write_bytes(path.read_bytes()[:2000])
 
 
-def test_a_clean_set_passes(good_folder: Path) -> None:
+def test_a_clean_dataset_passes(good_folder: Path) -> None:
     report = check(good_folder)
     assert report.score == 1.0
     assert report.passed
@@ -128,7 +128,7 @@ def test_small_images(good_folder: Path, draw: Draw) -> None:
     assert allowed.passed
 
 
-def test_where_every_image_is_too_small_one_problem_names_the_resolution_that_fits(tmp_path: Path, draw: Draw) -> None:
+def test_if_every_image_is_too_small_one_problem_names_the_resolution_that_fits(tmp_path: Path, draw: Draw) -> None:
     for number, side in enumerate((40, 50, 56)):
         draw(tmp_path / f"{number}.png", side, side, seed=number)
     report = check(tmp_path, allow_missing=True)
@@ -171,7 +171,7 @@ def test_captions_too_long_and_all_the_same(tmp_path: Path, draw: Draw) -> None:
     assert report.score == 1.0
 
 
-def test_a_new_word_takes_as_many_places_as_it_has_embeddings(tmp_path: Path, draw: Draw) -> None:
+def test_a_placeholder_token_counts_as_its_number_of_vectors(tmp_path: Path, draw: Draw) -> None:
     for seed in range(6):
         draw(tmp_path / f"{seed}.png", 128, 128, seed=seed, caption=f"a <zobo> with {'one red ball and ' * 3}{seed}")
     few, many = (check(tmp_path, words=("<zobo>",), vectors=vectors) for vectors in (4, 64))
@@ -180,7 +180,7 @@ def test_a_new_word_takes_as_many_places_as_it_has_embeddings(tmp_path: Path, dr
     assert "of about 81 tokens, 64 of them of new words; the model reads 77" in many.findings[0].message
 
 
-def test_a_new_word_that_some_captions_hold_is_noted(tmp_path: Path, draw: Draw) -> None:
+def test_a_placeholder_token_in_only_some_captions_is_noted(tmp_path: Path, draw: Draw) -> None:
     for seed in range(6):
         caption = f"a {'<Zobo>' if seed else 'robot'} number {seed}"
         draw(tmp_path / f"{seed}.png", 128, 128, seed=seed, caption=caption)
@@ -233,8 +233,8 @@ def test_the_command_prints_one_json_document(good_folder: Path, capsys: pytest.
     assert set(document["parts"]) >= {"readable", "captions", "sizes", "distinct", "count"}
 
 
-def test_the_command_judges_at_the_trained_resolution(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The model's own, under the tier's ceiling."""
+def test_the_command_checks_at_the_training_resolution(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model's own, limited by the VRAM preset."""
     buckets = []
     for ceiling in (None, 256):
         config = Config.model_validate({"data": {"resolution_ceiling": ceiling}, "train": {"effective_batch_size": 4}})
@@ -244,7 +244,7 @@ def test_the_command_judges_at_the_trained_resolution(good_folder: Path, capsys:
     assert "256x256" in buckets[1]
 
 
-def test_the_command_for_people(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_readable_text(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_command(over(good_folder, CONFIG), as_json=False, facts=USUAL) == 0
     assert "score 1.000" in capsys.readouterr().out
     Image.new("RGB", (20, 20)).save(good_folder / "odd [red].png")
@@ -254,7 +254,7 @@ def test_the_command_for_people(good_folder: Path, capsys: pytest.CaptureFixture
     assert "has no caption (first: odd [red].png" in out
 
 
-def test_the_command_gives_each_reason_once_and_no_name_commands_the_terminal(
+def test_the_command_prints_each_reason_once_and_escapes_control_characters(
     good_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (good_folder / "a.png").write_bytes(b"")

@@ -1,4 +1,4 @@
-"""One cache filled by several at once, killed at any moment, on a disk that refuses."""
+"""One cache filled by several processes at once, killed at any moment, on a full disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def value_of(key: str) -> float:
 def work_of(
     folder: Path, count: int, log: Path | None = None, *, seconds: float = 0.0, start: float = 0.0, batch: int = 3
 ) -> Work[str]:
-    """Entries that hold their key's number. Each key that is encoded is a line of `log`."""
+    """Entries with the number of their key. Each encoded key is a line in `log`."""
     keys = [key_of(number) for number in range(count)]
 
     def encode(places: list[int], prepared: list[str]) -> dict[str, Tensor]:
@@ -63,7 +63,7 @@ def encoded(log: Path) -> list[str]:
 
 
 def assert_whole(folder: Path, count: int) -> None:
-    """All entries are there, right, and in few files; nothing is left over."""
+    """All entries exist, are right, and are in few files. Nothing else remains."""
     store = Store(folder, "latents")
     for number in range(count):
         assert store.read(key_of(number))["a"].unique().tolist() == [value_of(key_of(number))]
@@ -82,7 +82,7 @@ def fill(folder: Path, count: int, log: Path, seconds: float, start: float) -> N
 
 @pytest.fixture
 def packs_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packing after a few batches rather than after 64 MB."""
+    """Packs after a few batches instead of 64 MB."""
     monkeypatch.setattr(filling, "SMALL", 3000)
     monkeypatch.setattr(packing, "SMALL", 6000)
 
@@ -90,7 +90,7 @@ def packs_early(monkeypatch: pytest.MonkeyPatch) -> None:
 @forked
 @pytest.mark.usefixtures("packs_early")
 def test_processes_build_each_entry_once(tmp_path: Path) -> None:
-    """From two places and from one: what another has claimed is left for later."""
+    """Entries that another has claimed come last."""
     log = tmp_path / "log"
     started = [fork(fill, tmp_path / "cache", 120, log, 0.002, start) for start in (0.0, 0.0, 0.5)]
     for process in started:
@@ -102,7 +102,7 @@ def test_processes_build_each_entry_once(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache" / "latents").iterdir())) < 20
 
 
-def test_threads_of_one_process_share_as_well(tmp_path: Path) -> None:
+def test_threads_of_one_process_share_the_work(tmp_path: Path) -> None:
     log = tmp_path / "log"
     threads = [threading.Thread(target=fill, args=(tmp_path / "cache", 40, log, 0.001, 0.0)) for _ in range(3)]
     for thread in threads:
@@ -114,7 +114,7 @@ def test_threads_of_one_process_share_as_well(tmp_path: Path) -> None:
 
 
 def killed_fills(folder: Path, count: int, kills: int) -> int:
-    """Kill a fill again and again, then let one end; how many kills met one at work."""
+    """Kill fills repeatedly, then let one end. Returns how many kills hit one at work."""
     hits = 0
     cache, log, draw = folder / "cache", folder / "log", random.Random(7)
     published: set[str] = set()
@@ -142,7 +142,7 @@ def killed_fills(folder: Path, count: int, kills: int) -> int:
 
 @forked
 @pytest.mark.usefixtures("packs_early")
-def test_a_killed_fill_loses_the_batch_in_hand_only(tmp_path: Path) -> None:
+def test_a_killed_fill_loses_only_the_current_batch(tmp_path: Path) -> None:
     assert killed_fills(tmp_path, 300, kills=3) > 0  # a busy machine may end a fill before its kill
 
 
@@ -154,7 +154,7 @@ def test_fifty_kills(tmp_path: Path) -> None:
 
 
 @forked
-def test_what_a_killed_process_had_claimed_is_built_by_another(tmp_path: Path) -> None:
+def test_claims_of_a_killed_process_are_built_by_another(tmp_path: Path) -> None:
     log = tmp_path / "log"
     stuck = fork(fill, tmp_path / "cache", 12, log, 100.0, 0.0)
     while not encoded(log):
@@ -188,7 +188,7 @@ def test_a_claim_belongs_to_one_process(tmp_path: Path) -> None:
 
 @contextmanager
 def files_at_most(size: int) -> Iterator[None]:
-    """A disk on which no file grows beyond so many bytes."""
+    """A disk with a maximum file size."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -200,7 +200,7 @@ def files_at_most(size: int) -> Iterator[None]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such limit")
-def test_a_disk_that_refuses_leaves_nothing_half_written(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_partial_file(tmp_path: Path) -> None:
     with files_at_most(400), pytest.raises(TrainingFailed, match=r"cannot be written.*cache\.dir"):
         build_missing(work_of(tmp_path, 10))
     assert not list((tmp_path / "latents").iterdir())
@@ -209,7 +209,7 @@ def test_a_disk_that_refuses_leaves_nothing_half_written(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such limit")
-def test_a_disk_without_room_to_pack_loses_nothing(tmp_path: Path) -> None:
+def test_a_disk_too_full_to_pack_loses_nothing(tmp_path: Path) -> None:
     with files_at_most(700):
         build_missing(work_of(tmp_path, 20))
     assert len(list((tmp_path / "latents").iterdir())) > 5
@@ -254,7 +254,7 @@ def aged(folder: Path, number: int, used: float) -> Path:
     return path
 
 
-def test_the_least_recently_used_leave_and_what_a_run_uses_stays(tmp_path: Path) -> None:
+def test_the_least_recently_used_entries_are_removed_except_those_in_use(tmp_path: Path) -> None:
     old, older = aged(tmp_path, 1, 2000), aged(tmp_path, 2, 1000)
     size = old.stat().st_size
     assert keep_limit(tmp_path, 2 * size).removed == 0
@@ -276,7 +276,7 @@ def test_the_least_recently_used_leave_and_what_a_run_uses_stays(tmp_path: Path)
 
 
 @forked
-def test_a_run_that_was_killed_uses_nothing(tmp_path: Path) -> None:
+def test_a_killed_run_holds_no_entries(tmp_path: Path) -> None:
     def use() -> None:
         with in_use(tmp_path):
             (tmp_path / "ready").touch()
@@ -297,7 +297,7 @@ def test_a_run_that_was_killed_uses_nothing(tmp_path: Path) -> None:
     assert not note.exists()
 
 
-def test_a_removed_cache_is_begun_anew(tmp_path: Path) -> None:
+def test_a_removed_cache_is_started_again(tmp_path: Path) -> None:
     import shutil
 
     build_missing(work_of(tmp_path / "cache", 5))

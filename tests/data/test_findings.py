@@ -1,4 +1,4 @@
-"""Each finding of the gate on a dataset made for it; none of them on a good one."""
+"""Each finding of the gate on a dataset for it, and none on a good dataset."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("code", [*FAULTS, "meaningless_caption"])
 def test_a_fault_costs_by_its_share(code: str, tmp_path: Path) -> None:
-    """In every file it refuses the set, in one of 24 it costs next to nothing, and one file more never raises the score."""
+    """In every file it refuses the dataset, in one of 24 it costs little, and another file never raises the score."""
     for number in range(24):
         save(tmp_path, f"{number:02}", photo(160, SIDE, number))
     report, scores = judged(of(tmp_path)), {}
@@ -111,8 +111,8 @@ def test_a_fault_costs_by_its_share(code: str, tmp_path: Path) -> None:
     assert not report.passed
 
 
-def test_mild_enlarging_and_copies_may_be_in_every_file(tmp_path: Path) -> None:
-    """A set a little smaller than the resolution is only that; copies train as repeats do."""
+def test_slight_upscaling_and_copies_are_allowed_in_every_file(tmp_path: Path) -> None:
+    """Slightly small images are only that. Copies train like repeats."""
     for number in range(8):
         save(tmp_path / "small", f"{number}", photo(120, 96, number))
     assert judged(of(tmp_path / "small")).score == pytest.approx(0.85)
@@ -135,7 +135,7 @@ def test_rare_words_and_numbers_are_captions(caption: str, good: Path) -> None:
     assert codes(judged(of(good))) == {("same_caption", "note")}
 
 
-def test_what_is_named_as_a_trigger_or_for_a_whole_source_is_meant(good: Path) -> None:
+def test_trigger_words_and_default_captions_are_intended(good: Path) -> None:
     for text in good.glob("*.txt"):
         text.write_text("asdf", encoding="utf-8")
     assert not judged(of(good)).passed
@@ -146,7 +146,7 @@ def test_what_is_named_as_a_trigger_or_for_a_whole_source_is_meant(good: Path) -
     assert judged(of(good.rename(good.with_name("10_asdf")))).score == 1.0
 
 
-def test_what_is_reduced_far_enough_is_sharp_and_has_no_blocks(tmp_path: Path) -> None:
+def test_images_downscaled_enough_are_sharp_and_have_no_blocks(tmp_path: Path) -> None:
     for number in range(3):
         save(tmp_path, f"soft{number}", photo(640, 512, number).filter(ImageFilter.GaussianBlur(3)))
         save(tmp_path, f"worn{number}", worn(photo(640, 512, 20 + number)))
@@ -162,7 +162,7 @@ def test_a_jpeg_of_low_quality_is_known_by_its_tables(good: Path) -> None:
     assert "JPEG quality" in finding.message
 
 
-def test_a_broad_frame_may_be_a_background_and_holes_are_told(good: Path) -> None:
+def test_a_broad_frame_may_be_a_background_and_holes_are_reported(good: Path) -> None:
     framed = Image.new("RGB", (256, 256), "white")
     framed.paste(photo(136, 136, 30), (60, 60))
     save(good, "framed", framed)
@@ -174,7 +174,7 @@ def test_a_broad_frame_may_be_a_background_and_holes_are_told(good: Path) -> Non
     assert report.score == 1.0
 
 
-def test_images_that_look_the_same_are_named_once_and_paired_off(good: Path) -> None:
+def test_similar_images_are_named_once_in_pairs(good: Path) -> None:
     for number in range(3):
         save(good, f"again{number}", photo(160, SIDE, 4).resize((168 + 8 * number, 134 + 6 * number)))
     save(good, "mirrored", photo(160, SIDE, 6).transpose(Image.Transpose.FLIP_LEFT_RIGHT))
@@ -189,14 +189,14 @@ def test_images_that_look_the_same_are_named_once_and_paired_off(good: Path) -> 
     assert report.heading("near_duplicate", [finding]) == "4 of 14 files look the same"
 
 
-def test_images_that_look_the_same_stay_on_one_side_of_the_split(good: Path) -> None:
+def test_similar_images_stay_on_one_side_of_the_split(good: Path) -> None:
     for number in range(4):
         twin = photo(160, SIDE, number * 2).resize((168, 134))
         save(good, f"again{number}", twin if number < 2 else twin.transpose(Image.Transpose.FLIP_LEFT_RIGHT))
     report = judged(of(good))
 
     def torn(kin: dict[str, str]) -> int:
-        """In how many of the splits twins stand on both sides."""
+        """The number of splits with similar images on both sides."""
         splits = [split_validation(report.samples, 0.3, seed, kin) for seed in range(12)]
         twins = {f"again{number}": f"{number * 2}" for number in range(4)}
         families = [[{twins.get(each.path.stem, each.path.stem) for each in side} for side in pair] for pair in splits]
@@ -207,7 +207,7 @@ def test_images_that_look_the_same_stay_on_one_side_of_the_split(good: Path) -> 
     assert torn({}) > 6
 
 
-def test_sets_of_one_thing_have_little_variety(tmp_path: Path) -> None:
+def test_datasets_of_one_thing_have_little_variety(tmp_path: Path) -> None:
     for number in range(10):
         image = drawing(160, SIDE, 3)
         image.paste(Image.new("RGB", (40, 40), (25 * number, 250 - 25 * number, 128)), (10 * number, 8 * number))
@@ -243,13 +243,13 @@ def test_letters_read_in_a_wrong_encoding(read: str, meant: str) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(max_size=40))
-def test_text_that_is_right_is_left_alone(text: str) -> None:
-    """Anything that is mended was UTF-8 read as Windows-1252, word by word."""
+def test_correct_text_is_unchanged(text: str) -> None:
+    """Any fixed text was UTF-8 read as Windows-1252, word by word."""
     for before, after in zip(text.split(), mended(text).split(), strict=True):
         assert before == after or after.encode("utf-8").decode("cp1252") == before
 
 
-def test_regularization_is_not_what_is_learned(good: Path, tmp_path: Path) -> None:
+def test_regularization_images_are_not_the_subject(good: Path, tmp_path: Path) -> None:
     for number in range(2):
         save(tmp_path / "class", f"{number}", drawing(160, SIDE, 50 + number), "a thing")
     report = judged(of(good), of(tmp_path / "class", is_reg=True))
@@ -270,7 +270,7 @@ def test_steps_and_rank_against_the_images() -> None:
     assert check_plan(200, 100.0, 128) == []
 
 
-def test_shapes_that_are_spread_thin() -> None:
+def test_buckets_with_few_images() -> None:
     assert check_buckets([10, 6, 2], 4) == []
     assert [each.code for each in check_buckets([10, 2, 2, 1], 4)] == ["thin_buckets"]
     assert [each.code for each in check_buckets([10, 1], 4)] == ["lone_bucket"]
@@ -291,10 +291,10 @@ severities: st.SearchStrategy[Severity | None] = st.sampled_from([None, None, "n
     st.data(),
 )
 def test_the_score_is_bounded_and_falls_when_one_more_file_breaks(
-    told: Sequence[Sequence[Severity | None]], data: st.DataObject
+    rows: Sequence[Sequence[Severity | None]], data: st.DataObject
 ) -> None:
-    """Whatever else was found; the worst case beside it is another file that loses a warning, or a pair that goes."""
-    samples = [sample_of(number) for number in range(len(told))]
+    """For any other findings. At worst another file loses a warning, or a pair disappears."""
+    samples = [sample_of(number) for number in range(len(rows))]
     pairs = data.draw(st.integers(0, len(samples) // 2))
 
     def score(broken: int | None, pairs: int, cut: int) -> float:
@@ -303,7 +303,7 @@ def test_the_score_is_bounded_and_falls_when_one_more_file_breaks(
         for place, name in enumerate(CHECKS):
             found[name] = [
                 Finding(name, severity, "is odd.", path=sample.path)
-                for sample, row in zip(samples, told, strict=True)
+                for sample, row in zip(samples, rows, strict=True)
                 if (severity := row[place]) and sample is not (None if broken is None else samples[broken])
             ]
         if broken is not None:
@@ -318,11 +318,11 @@ def test_the_score_is_bounded_and_falls_when_one_more_file_breaks(
     before = score(None, pairs, cut)
     assert score(place, pairs, cut) <= before + 1e-12
     assert score(None, pairs, cut + 1) < before or before == 0.0
-    if pairs and "error" not in told[place]:
+    if pairs and "error" not in rows[place]:
         assert score(place, pairs - 1, cut) <= before + 1e-12
 
 
-def test_a_tar_that_is_cut_short_costs_score(good: Path, tmp_path: Path) -> None:
+def test_a_truncated_tar_lowers_the_score(good: Path, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "data.tar", "w") as tar:
         for path in sorted(good.iterdir()):
             tar.add(path, path.name)

@@ -1,4 +1,4 @@
-"""`check --clean-copy`: the copy is better, says what was done, and the original stays as it was."""
+"""`check --clean-copy`: the copy is better, lists the changes, and the original is unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def moved(copy: FixedCopy, *sources: Path | SourceSection) -> list[SourceSection
 
 
 def rows_of(*sources: Path | SourceSection) -> list[tuple[str, str, float, float]]:
-    """What is trained."""
+    """The samples that are trained."""
     return [(each.content, each.caption, each.repeats, each.weight) for each in judged(*sources)[0].samples]
 
 
@@ -73,7 +73,7 @@ def good(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bad(good: Path) -> Path:
-    """The good set with one of every kind of fault."""
+    """The good dataset with one of every kind of fault."""
     (good / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     drawing(160, 128, 20).save(good / "lonely.png")
     shutil.copy(good / "1.png", good / "copy.png")
@@ -94,7 +94,7 @@ def bad(good: Path) -> Path:
     return good
 
 
-def test_a_good_set_is_copied_byte_for_byte(good: Path, tmp_path: Path) -> None:
+def test_a_good_dataset_is_copied_byte_for_byte(good: Path, tmp_path: Path) -> None:
     copy = fixed(tmp_path / "copy", good)
     assert all(each.done == () for each in copy.files)
     for path in good.iterdir():
@@ -102,7 +102,7 @@ def test_a_good_set_is_copied_byte_for_byte(good: Path, tmp_path: Path) -> None:
     assert judged(tmp_path / "copy")[1].score == 1.0
 
 
-def test_every_fault_is_mended_or_left_out(bad: Path, tmp_path: Path) -> None:
+def test_every_fault_is_fixed_or_skipped(bad: Path, tmp_path: Path) -> None:
     before, report = state(bad), judged(bad)[1]
     copy = fixed(tmp_path / "copy", bad)
     assert state(bad) == before
@@ -129,7 +129,7 @@ def test_every_fault_is_mended_or_left_out(bad: Path, tmp_path: Path) -> None:
     }
 
 
-def test_of_exact_copies_the_one_with_a_caption_is_kept(good: Path, tmp_path: Path) -> None:
+def test_among_exact_copies_the_one_with_a_caption_is_kept(good: Path, tmp_path: Path) -> None:
     shutil.copy(good / "1.png", good / "0-first.png")
     manifest, findings = read_manifest([good], allow_missing_captions=True)
     report = check_dataset(manifest, findings, framings=[FRAMING])
@@ -138,10 +138,10 @@ def test_of_exact_copies_the_one_with_a_caption_is_kept(good: Path, tmp_path: Pa
     assert (tmp_path / "copy" / "1.txt").is_file()
 
 
-def test_what_is_no_sample_is_left_out_with_its_reason(good: Path, tmp_path: Path) -> None:
+def test_files_that_are_no_samples_are_skipped_with_a_reason(good: Path, tmp_path: Path) -> None:
     (good / "text.png").write_text("no image", encoding="utf-8")
-    told = done_of(fixed(tmp_path / "copy", good))["text.png"]
-    assert told == (None, "left out: is not an image in a known format.")
+    action = done_of(fixed(tmp_path / "copy", good))["text.png"]
+    assert action == (None, "left out: is not an image in a known format.")
 
 
 def test_folders_with_repeats_and_metadata_survive(good: Path, tmp_path: Path) -> None:
@@ -155,13 +155,13 @@ def test_folders_with_repeats_and_metadata_survive(good: Path, tmp_path: Path) -
     (data / "plain" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     fixed(tmp_path / "copy", data)
 
-    def told(folder: Path) -> list[tuple[str, str, float, float, str]]:
+    def rows_of(folder: Path) -> list[tuple[str, str, float, float, str]]:
         return [
             (str(each.path.relative_to(folder)), each.caption, each.repeats, each.weight, each.content)
             for each in judged(folder)[0].samples
         ]
 
-    assert told(tmp_path / "copy") == told(data)
+    assert rows_of(tmp_path / "copy") == rows_of(data)
     assert not (tmp_path / "copy" / "10_sks dog" / "3.txt").exists()
 
 
@@ -181,7 +181,7 @@ def test_several_sources_and_tars(good: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_captions_of_the_ending_that_is_asked_for_and_all_their_lines(good: Path, tmp_path: Path) -> None:
+def test_captions_of_the_set_extension_with_all_their_lines(good: Path, tmp_path: Path) -> None:
     for number in range(8):
         text = f"first {number}\r\nsecond  {number}\n" + ("un cafÃ©\n" if number == 1 else "")
         (good / f"{number}.caption").write_bytes(text.encode("utf-8"))
@@ -196,7 +196,7 @@ def test_captions_of_the_ending_that_is_asked_for_and_all_their_lines(good: Path
     assert [each.caption for each in after[0].samples][:2] == ["first 0\nsecond 0", "first 1\nsecond 1\nun café"]
 
 
-def test_alternatives_survive_where_nobody_says_that_they_are_some(good: Path, tmp_path: Path) -> None:
+def test_alternatives_survive_without_a_setting(good: Path, tmp_path: Path) -> None:
     (good / "0.txt").write_text("one\nother\n", encoding="utf-8")
     (good / "1.txt").write_bytes("un café\nl'été\n".encode("cp1252"))
     fixed(tmp_path / "copy", good)
@@ -204,7 +204,7 @@ def test_alternatives_survive_where_nobody_says_that_they_are_some(good: Path, t
     assert (tmp_path / "copy" / "1.txt").read_text("utf-8") == "un café\nl'été\n"
 
 
-def test_a_rows_own_weight_is_carried(good: Path, tmp_path: Path) -> None:
+def test_the_loss_weight_of_a_row_is_kept(good: Path, tmp_path: Path) -> None:
     rows = [{"file_name": f"{number}.png", "weight": 0.5 if number else 1} for number in range(8)]
     (good / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     source = SourceSection(path=str(good), loss_weight=0.25)
@@ -215,7 +215,7 @@ def test_a_rows_own_weight_is_carried(good: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", [".jsonl", ".csv"])
 def test_the_rows_of_a_table_stay_rows(good: Path, tmp_path: Path, ending: str) -> None:
-    """Several rows for one image are several samples; those without a text have one beside the image."""
+    """Several rows for one image are several samples; rows without text use the caption file."""
     shutil.copy(good / "1.png", good / "copy.png")
     lines = [(f"good/{name}.png", text) for name in (*range(8), "copy") for text in (f"of {name}", f"a {name}")]
     lines.append(("good/2.png", ""))
@@ -234,7 +234,7 @@ def test_the_rows_of_a_table_stay_rows(good: Path, tmp_path: Path, ending: str) 
     assert judged(*copy.roots)[1].score == 1.0
 
 
-def test_two_sources_of_one_folder_with_other_captions_lie_apart(good: Path, tmp_path: Path) -> None:
+def test_two_sources_of_one_folder_with_different_captions_are_separate(good: Path, tmp_path: Path) -> None:
     rows = [{"file_name": f"{number}.png", "text": f"other {number}"} for number in range(8)]
     (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     again = SourceSection(path=str(good), captions_file=str(tmp_path / "other.jsonl"))
@@ -254,7 +254,7 @@ def test_a_range_of_tars_is_one_source(good: Path, tmp_path: Path) -> None:
     assert rows_of(*copy.roots) == rows_of(tars)
 
 
-def test_the_copy_may_not_hold_images_that_a_table_names(good: Path, tmp_path: Path) -> None:
+def test_the_copy_must_not_contain_images_that_a_table_names(good: Path, tmp_path: Path) -> None:
     table = tmp_path / "tables" / "rows.jsonl"
     table.parent.mkdir()
     table.write_text("".join(json.dumps({"file_name": f"../good/{n}.png", "text": "a"}) + "\n" for n in range(8)))
@@ -274,7 +274,7 @@ def test_five_different_images_are_kept(good: Path, tmp_path: Path) -> None:
     assert judged(tmp_path / "copy")[1].score >= judged(good)[1].score
 
 
-def test_a_place_that_is_not_empty_or_lies_in_the_data_is_refused(good: Path, tmp_path: Path) -> None:
+def test_a_target_that_is_not_empty_or_inside_the_data_is_refused(good: Path, tmp_path: Path) -> None:
     before = state(tmp_path)
     for place in (good / "copy", good, tmp_path, good.parent / "good" / ".." / "good" / "deep"):
         with pytest.raises(UsageError, match="in the data or around it"):
@@ -289,9 +289,7 @@ def test_a_place_that_is_not_empty_or_lies_in_the_data_is_refused(good: Path, tm
     assert len(judged(tmp_path / "full")[0].samples) == 8
 
 
-def test_nothing_is_left_behind_when_the_disk_is_full(
-    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_remains_when_the_disk_is_full(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -301,7 +299,7 @@ def test_nothing_is_left_behind_when_the_disk_is_full(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good"]
 
 
-def test_nothing_left_is_said(tmp_path: Path) -> None:
+def test_an_empty_result_is_reported(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     drawing(160, 128, 1).save(tmp_path / "data" / "lonely.png")
     with pytest.raises(UsageError, match="No image of the data would be left"):

@@ -37,7 +37,7 @@ def image(sample: Sample, view: View) -> tuple[Tensor, Tensor | None]:
 
 @settings(max_examples=30)
 @given(st.lists(st.lists(st.sampled_from(REFS), unique=True), max_size=6), st.integers(0, 3))
-def test_every_place_gets_its_image_whatever_was_expected(steps, workers):
+def test_every_position_gets_its_image_in_any_order(steps, workers):
     with pytest.MonkeyPatch.context() as patch, closing(Fresh(shown, encode, workers)) as latents:
         patch.setattr(fresh, "read_shown", image)
         for number, step in enumerate(steps):
@@ -49,7 +49,7 @@ def test_every_place_gets_its_image_whatever_was_expected(steps, workers):
                 assert ("mask" in entry) == bool(ref.index % 2)
 
 
-def test_images_are_decoded_ahead_and_no_further_than_is_allowed(monkeypatch):
+def test_images_are_decoded_ahead_up_to_the_limit(monkeypatch):
     decoded: list[int] = []
     enough = threading.Semaphore(0)
 
@@ -72,7 +72,7 @@ def test_images_are_decoded_ahead_and_no_further_than_is_allowed(monkeypatch):
     assert threading.active_count() == before
 
 
-def test_a_image_that_cannot_be_read_is_told_where_its_turn_comes(monkeypatch):
+def test_an_unreadable_image_is_reported_at_its_turn(monkeypatch):
     def read(sample: Sample, view: View) -> tuple[Tensor, Tensor | None]:
         if sample.path.stem == "1":
             raise DatasetRefused(Problem(f"{sample.path} is gone.", "Bring it back."))
@@ -87,7 +87,7 @@ def test_a_image_that_cannot_be_read_is_told_where_its_turn_comes(monkeypatch):
         latents.read(REFS[2])
 
 
-def test_values_that_are_not_finite_name_the_image(monkeypatch):
+def test_nonfinite_values_name_the_image(monkeypatch):
     monkeypatch.setattr(fresh, "read_shown", image)
     latents = Fresh(shown, lambda pixels: (pixels / 0.0, pixels), 0)
     with pytest.raises(TrainingFailed, match=r"not finite for 4\.png"):

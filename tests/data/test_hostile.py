@@ -1,4 +1,4 @@
-"""Files that are broken, huge or no files at all: each is one finding, nothing hangs, nothing is changed."""
+"""Broken, huge and special files: each is one finding, nothing blocks, nothing changes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_each_hostile_file_is_one_finding_and_each_odd_one_is_used(zoo: Path) ->
     assert state_of(zoo) == before
 
 
-def test_from_headers_alone_nothing_is_decoded(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_checks_decode_nothing(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "look_at", lambda *_: pytest.fail("decoded"))
     manifest, findings = read_manifest([zoo])
     report = check_dataset(manifest, findings, framings=(Framing((64,), 8),), decode=False)
@@ -79,7 +79,7 @@ def test_names_are_shown_on_one_line(zoo: Path) -> None:
 
 
 def _counts(finding: Finding) -> bool:
-    """The images are noise of 64 pixels: what the gate says of how they look is not the question here."""
+    """The images are noise of 64 px: findings about their look do not matter here."""
     return finding.severity == "error" or finding.code == "animated"
 
 
@@ -139,13 +139,15 @@ def test_a_table_that_is_nested_or_garbled_is_one_finding(tmp_path: Path, name: 
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+def test_a_file_without_read_permission(tmp_path: Path) -> None:
     good(tmp_path)
     (tmp_path / "1.png").chmod(0)
     assert errors(tmp_path) == [("1.png", "unreadable")]
 
 
-def test_a_file_that_may_not_be_read_by_what_the_system_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_read_permission_by_the_error_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good(tmp_path)
     true = os.open
 
@@ -160,7 +162,7 @@ def test_a_file_that_may_not_be_read_by_what_the_system_says(tmp_path: Path, mon
     assert "facts" in read_facts((str(tmp_path / "0.png"), 0, -1))
 
 
-def test_a_image_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good(tmp_path)
     path = tmp_path / "1.png"
     true, seed = jobs.header_of, iter(range(100))

@@ -158,7 +158,7 @@ def test_a_sliver_does_not_fill_the_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(100, 70), (63, 64), (300, 64)])
-def test_the_crop_is_where_the_fit_says(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_the_crop_is_where_the_resize_puts_it(tmp_path: Path, size: tuple[int, int]) -> None:
     ramp = np.linspace(0, 255, size[0])[None, :, None].repeat(size[1], 0).repeat(3, 2)
     path = tmp_path / "ramp.png"
     Image.fromarray(ramp.astype(np.uint8)).save(path)
@@ -169,7 +169,7 @@ def test_the_crop_is_where_the_fit_says(tmp_path: Path, size: tuple[int, int]) -
     assert np.abs(render(load_rgb(path), View(fit), "").astype(int)[inner] - wanted[inner]).max() <= 3
 
 
-def test_a_image_inside_of_a_larger_file(tmp_path: Path) -> None:
+def test_an_image_inside_a_larger_file(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     noise_image(40, 30, seed=3).save(path)
     data = path.read_bytes()

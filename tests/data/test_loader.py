@@ -47,8 +47,8 @@ def data(tmp_path: Path) -> CachedData:
     )
 
 
-def told(data: CachedData, **options: object) -> CachedData:
-    """The same data with settings of its captions."""
+def with_options(data: CachedData, **options: object) -> CachedData:
+    """The same data with caption settings."""
     return replace(data, captions=(CaptionsSection.model_validate(options),))
 
 
@@ -80,14 +80,14 @@ def test_every_step_can_be_read(data: CachedData) -> None:
         assert sorted(read) == sorted(float(each.index) for each in refs)
 
 
-def test_caption_dropout_gives_the_empty_text(data: CachedData) -> None:
+def test_caption_dropout_uses_the_empty_text(data: CachedData) -> None:
     refs = (ref(data, 0), ref(data, 2))
-    assert read_micro(told(data, dropout=1.0), refs, 0, 0, 0).cond["embeds"].unique().tolist() == [-1.0]
-    assert read_micro(told(data, dropout=0.0), refs, 0, 0, 0).cond["embeds"][:, 0, 0].tolist() == [0.0, 2.0]
+    assert read_micro(with_options(data, dropout=1.0), refs, 0, 0, 0).cond["embeds"].unique().tolist() == [-1.0]
+    assert read_micro(with_options(data, dropout=0.0), refs, 0, 0, 0).cond["embeds"][:, 0, 0].tolist() == [0.0, 2.0]
 
 
 @given(st.integers(0, 2**32), st.floats(0.05, 0.95))
-def test_dropout_depends_on_the_place_only_and_keeps_its_share(seed: int, share: float) -> None:
+def test_dropout_depends_only_on_the_position_and_keeps_its_share(seed: int, share: float) -> None:
     rules, places = CaptionsSection(dropout=share), [("id", occurrence) for occurrence in range(2000)]
     dropped = [drops_caption(rules, seed, 7, 0, place) for place in places]
     assert dropped == [drops_caption(rules, seed, 7, 0, place) for place in places]
@@ -97,7 +97,7 @@ def test_dropout_depends_on_the_place_only_and_keeps_its_share(seed: int, share:
 def test_a_sample_takes_its_texts_in_turn_and_none_in_an_epoch_without(data: CachedData) -> None:
     sample = replace(data.samples[0], variants=("a", "b", "c"))
     keys = [tuple(f"{number + 1:064x}" for number in (0, 2, 4)), *data.text_keys[1:]]
-    several = told(replace(data, samples=[sample, *data.samples[1:]], text_keys=keys), dropout_every_n_epochs=4)
+    several = with_options(replace(data, samples=[sample, *data.samples[1:]], text_keys=keys), dropout_every_n_epochs=4)
 
     def embedded(visit: int, epoch: int) -> float:
         place = Ref(0, sample.id, 0, visit)
@@ -110,7 +110,7 @@ def test_a_sample_takes_its_texts_in_turn_and_none_in_an_epoch_without(data: Cac
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**30), st.integers(1, 5), st.integers(1, 3), st.integers(0, 30))
-def test_texts_are_the_same_whoever_reads_them_and_wherever_one_goes_on(
+def test_texts_do_not_depend_on_the_reader_or_the_resumed_step(
     seed: int, effective: int, world: int, start: int
 ) -> None:
     rules = (CaptionsSection(shuffle=True, tag_dropout=0.25, dropout=0.2, dropout_every_n_epochs=3),)
@@ -131,14 +131,14 @@ def test_texts_are_the_same_whoever_reads_them_and_wherever_one_goes_on(
 
 def test_splitting_does_not_change_what_is_read(data: CachedData) -> None:
     refs = (ref(data, 0), ref(data, 2), ref(data, 4))
-    data = told(data, dropout=0.5)
+    data = with_options(data, dropout=0.5)
     whole = read_micro(data, refs, 5, 0, 9)
     parts = [read_micro(data, (each,), 5, 0, 9) for each in refs]
     assert torch.equal(whole.mean, torch.cat([part.mean for part in parts]))
     assert torch.equal(whole.cond["embeds"], torch.cat([part.cond["embeds"] for part in parts]))
 
 
-def test_prefetch_gives_the_same_items() -> None:
+def test_prefetch_yields_the_same_items() -> None:
     assert list(prefetch(iter(range(50)), depth=3)) == list(range(50))
     assert list(prefetch(iter([None, None]))) == [None, None]
 
@@ -169,7 +169,7 @@ def test_prefetch_closes_its_source_in_the_thread_that_read_it() -> None:
     assert not threads[0].is_alive()
 
 
-def test_regularization_has_a_weight_of_its_own(data: CachedData) -> None:
+def test_regularization_has_its_own_loss_weight(data: CachedData) -> None:
     samples = [replace(sample, weight=2.0, regularization=n % 2 == 0) for n, sample in enumerate(data.samples)]
     refs = (ref(data, 0), ref(data, 2))
     assert read_micro(replace(data, samples=samples, prior_weight=0.25), refs, 0, 0, 0).weights.tolist() == [0.5, 0.5]
@@ -177,12 +177,12 @@ def test_regularization_has_a_weight_of_its_own(data: CachedData) -> None:
 
 
 def test_prefetch_reads_no_further_than_its_depth_and_stops() -> None:
-    made: list[int] = []
+    produced: list[int] = []
     enough = threading.Event()
 
     def source() -> Iterator[int]:
         for number in range(1000):
-            made.append(number)
+            produced.append(number)
             if number == 3:
                 enough.set()
             yield number
@@ -191,6 +191,6 @@ def test_prefetch_reads_no_further_than_its_depth_and_stops() -> None:
     with closing(prefetch(source(), depth=2)) as read:
         assert next(read) == 0
         assert enough.wait(10)
-        assert len(made) <= 5
+        assert len(produced) <= 5
     assert threading.active_count() == before
-    assert len(made) <= 5
+    assert len(produced) <= 5

@@ -32,34 +32,34 @@ def test_images_are_measured_in_order_and_once_for_each_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = [sample(tmp_path / f"{number}.png", number // 2) for number in range(6)]
-    told: list[tuple[int, int]] = []
-    seen = look_at(samples, lambda done, total: told.append((done, total)))
-    assert told[-1] == (3, 3)
+    progress: list[tuple[int, int]] = []
+    seen = look_at(samples, lambda done, total: progress.append((done, total)))
+    assert progress[-1] == (3, 3)
     for each, found in zip(samples, seen, strict=True):
         with opened(each.path) as image:
             assert found == measure(image)
     monkeypatch.setattr(look, "answers", lambda job, tasks: iter(()) if not tasks else pytest.fail("decoded again"))
     for each in samples:
-        each.path.unlink()  # measures are kept by content
+        each.path.unlink()  # measures are cached by content
     assert look_at(samples) == seen
 
 
-def test_other_measures_are_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_measures_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = sample(tmp_path / "1.png", 1)
     first = look_at([one])
-    asked: list[int] = []
+    calls: list[int] = []
 
     def counted(job: str, tasks: list[Task]) -> Iterator[tuple[int, object]]:
-        asked.append(len(tasks))
+        calls.append(len(tasks))
         return answers(job, tasks)
 
     monkeypatch.setattr(look, "answers", counted)
     monkeypatch.setattr(look, "MEASURES", look.MEASURES + 1)
     assert look_at([one]) == first
-    assert asked == [1]
+    assert calls == [1]
 
 
-def test_a_image_exchanged_after_it_was_listed_is_said(tmp_path: Path) -> None:
+def test_an_image_replaced_after_it_was_listed_is_reported(tmp_path: Path) -> None:
     one = sample(tmp_path / "1.png", 1)
     sample(tmp_path / "1.png", 2)
     (seen,) = look_at([one])
@@ -68,10 +68,10 @@ def test_a_image_exchanged_after_it_was_listed_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "word"), [("crash", "crashes"), ("hang", "too long")])
-def test_a_decoder_that_dies_or_hangs_costs_its_image_only(
+def test_a_decoder_that_crashes_or_blocks_loses_only_its_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, word: str
 ) -> None:
-    """The worker of one image is killed each time it is asked for; the others are measured."""
+    """The worker of one image is killed each time. The others are measured."""
     samples = [sample(tmp_path / f"{number}.png", number) for number in range(5)]
     true = workers.Worker.ask
 
@@ -91,7 +91,7 @@ def test_a_decoder_that_dies_or_hangs_costs_its_image_only(
     assert all(each.broken is None for each in look_at(samples)), "what a crash said is not kept"
 
 
-def test_without_processes_the_work_is_done_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_workers_the_main_process_does_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = sample(tmp_path / "1.png", 1)
 
     def none() -> None:
@@ -103,7 +103,7 @@ def test_without_processes_the_work_is_done_here(tmp_path: Path, monkeypatch: py
     assert seen.broken is None
 
 
-def test_large_images_are_not_in_hand_together() -> None:
+def test_large_images_are_not_decoded_together() -> None:
     room, order = workers._Room(100), []
 
     def second() -> None:

@@ -19,7 +19,7 @@ def captions_of(*sources: Path, allow: bool = False) -> dict[str, str]:
     return {sample.path.name: sample.caption for sample in manifest.samples}
 
 
-def test_plain_folders_are_read_in_depth_and_in_order(tmp_path: Path, draw: Draw) -> None:
+def test_plain_folders_are_read_recursively_and_in_order(tmp_path: Path, draw: Draw) -> None:
     for seed, name in enumerate(["b.png", "a.PNG", "in/c.JPG", "in/deep/d.webp", "a/z.bmp"]):
         draw(tmp_path / name, seed=seed)
     draw(tmp_path / ".hidden.png")
@@ -30,7 +30,7 @@ def test_plain_folders_are_read_in_depth_and_in_order(tmp_path: Path, draw: Draw
     assert findings == ()
 
 
-def test_captions_beside_the_image(tmp_path: Path, draw: Draw) -> None:
+def test_captions_next_to_the_image(tmp_path: Path, draw: Draw) -> None:
     for seed, name in enumerate("abcd"):
         draw(tmp_path / f"{name}.png", seed=seed, caption=None)
     (tmp_path / "a.txt").write_text("from  text\n", encoding="utf-8-sig")
@@ -96,13 +96,13 @@ def test_an_image_folder_with_metadata(tmp_path: Path, draw: Draw) -> None:
 
 
 def test_weights_of_metadata(tmp_path: Path, draw: Draw) -> None:
-    given = {"a": 2, "b": 0.5, "c": 0, "d": -1, "e": float("nan"), "f": float("inf"), "g": "2", "h": True, "i": None}
-    given |= {"j": 10**400, "k": -(10**309)}
-    for name in given:
+    values = {"a": 2, "b": 0.5, "c": 0, "d": -1, "e": float("nan"), "f": float("inf"), "g": "2", "h": True, "i": None}
+    values |= {"j": 10**400, "k": -(10**309)}
+    for name in values:
         draw(tmp_path / f"{name}.png", seed=ord(name), caption=f"the letter {name}")
     rows = [
         json.dumps({"file_name": f"{name}.png"} | ({"weight": weight} if name != "i" else {}))
-        for name, weight in given.items()
+        for name, weight in values.items()
     ]
     (tmp_path / "metadata.jsonl").write_text("\n".join(rows), encoding="utf-8")
     manifest, findings = read_manifest([tmp_path])
@@ -152,7 +152,7 @@ def test_all_unreadable_images_are_reported_together(tmp_path: Path, draw: Draw)
     ]
 
 
-def test_files_that_are_not_used_are_named(tmp_path: Path, draw: Draw) -> None:
+def test_unused_files_are_named(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "a.png")
     (tmp_path / "phone.HEIC").write_bytes(b"x")
     (tmp_path / "lost.txt").write_text("a caption", encoding="utf-8")
@@ -196,7 +196,7 @@ def test_linked_folders_are_followed_once(tmp_path: Path, draw: Draw) -> None:
     assert sorted(captions_of(tmp_path / "set")) == ["a.png", "b.png"]
 
 
-def test_the_hash_follows_content_caption_and_repeats_only(tmp_path: Path, draw: Draw) -> None:
+def test_the_hash_depends_only_on_content_caption_and_repeats(tmp_path: Path, draw: Draw) -> None:
     first = draw(tmp_path / "one" / "a.png", seed=1)
     draw(tmp_path / "one" / "b.png", seed=2)
     draw(tmp_path / "two" / "z.png", seed=2)

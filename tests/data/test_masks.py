@@ -1,4 +1,4 @@
-"""Masks beside the latents that they weigh, and what the gate says of masks and of sizes."""
+"""Masks next to the latents that they weight, and findings about masks and sizes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.data.conftest import Draw
 from tests.data.test_cache import encode_image, fill
 
 
-def test_a_mask_is_cached_in_every_view_of_its_image(tmp_path: Path, draw: Draw) -> None:
-    """Reduced to the latents' places; an image without one keeps the key and the entry that it had."""
+def test_a_mask_is_cached_in_every_variant_of_its_image(tmp_path: Path, draw: Draw) -> None:
+    """Downscaled to the latents. An image without a mask keeps its key and entry."""
     folder, cache = tmp_path / "data", tmp_path / "cache"
     for number in range(3):
         draw(folder / f"{number}.png", seed=number)
@@ -57,7 +57,7 @@ def test_a_mask_is_cached_in_every_view_of_its_image(tmp_path: Path, draw: Draw)
     assert fill_latents(plan(), encode_image, batch=4).reasons == {"mask changed": 2}
 
 
-def test_masks_that_let_nothing_through_or_cannot_be_decoded_are_found(tmp_path: Path, draw: Draw) -> None:
+def test_empty_and_undecodable_masks_are_found(tmp_path: Path, draw: Draw) -> None:
     folder, masks = tmp_path / "data", tmp_path / "masks"
     masks.mkdir()
     speck = np.zeros((300, 300), dtype=np.uint8)
@@ -69,11 +69,11 @@ def test_masks_that_let_nothing_through_or_cannot_be_decoded_are_found(tmp_path:
     cut_short.write_bytes(cut_short.read_bytes()[:2000])
     clear = np.zeros((300, 300, 4), dtype=np.uint8)
     Image.fromarray(clear).save(draw(tmp_path / "clear" / "3.png"))
-    asked = [
+    sources = [
         SourceSection(path=str(folder), masks=str(masks)),
         SourceSection(path=str(folder.parent / "clear"), masks="alpha"),
     ]
-    manifest, findings = read_manifest(asked)
+    manifest, findings = read_manifest(sources)
     report = check_dataset(manifest, findings, framings=[Framing((256,), 64)] * 2)
     of_masks = {
         (each.path.name, each.code, each.severity) for each in report.findings if each.path and "mask" in each.code

@@ -1,4 +1,4 @@
-"""Measures against images of our own making: what is wrong shows, what is good does not."""
+"""Measures of drawn images: faults show, good images have none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ blurred = ImageFilter.GaussianBlur
 
 @both
 @pytest.mark.parametrize("seed", range(3))
-def test_a_good_image_shows_nothing(make: Make, seed: int) -> None:
+def test_a_good_image_has_no_findings(make: Make, seed: int) -> None:
     seen = measure(saved(make(320, 256, seed)))
     assert seen.broken is None
     assert seen.edge < 1.6
@@ -43,7 +43,7 @@ def test_a_sharp_subject_before_a_soft_background_is_sharp() -> None:
     assert measure(saved(image)).edge < 2
 
 
-def test_a_image_without_edges_is_not_judged() -> None:
+def test_an_image_without_edges_is_not_judged() -> None:
     assert measure(saved(Image.new("RGB", (200, 200), "navy"))).edge == 0.0
     assert measure(saved(Image.new("RGB", (200, 1), "navy"))).edge == 0.0
 
@@ -79,7 +79,7 @@ def dithered(image: Image.Image) -> Image.Image:
 
 
 def tiles_of_noise(side: int) -> Image.Image:
-    """A map of six tiles, as games draw them."""
+    """A map of six tiles, as in games."""
     draw = np.random.default_rng(side)
     tiles = [noisy(Image.new("RGB", (side, side), tuple(draw.integers(40, 220, 3).tolist())), 30) for _ in range(6)]
     whole = Image.new("RGB", (320, 256))
@@ -162,7 +162,7 @@ def test_hashes_survive_saving_and_tell_images_apart(make: Make) -> None:
     assert apart(seen.hash, measure(saved(make(320, 256, 6))).hash) > 10
 
 
-def test_values_are_of_the_image_as_it_is_seen() -> None:
+def test_values_are_of_the_displayed_image() -> None:
     image = drawing(320, 200, 7)
     boxed = Image.new("RGB", (320, 260), "black")
     boxed.paste(image, (0, 30))
@@ -190,7 +190,7 @@ def test_any_size_is_measured(size: tuple[int, int]) -> None:
     assert measure(saved(Image.new("RGB", size, "red"))).spread == 0.0
 
 
-def test_what_was_seen_survives_being_kept() -> None:
+def test_measurements_survive_serialization() -> None:
     seen = measure(saved(photo(64, 48, 8), "JPEG"))
     assert seen_from_json(seen.to_json()) == seen
     broken = Seen(broken=("unreadable", "is empty (0 bytes).", "Replace it."))

@@ -1,4 +1,4 @@
-"""What is remembered of images: its size is told, and what is of no use leaves."""
+"""The cache of image measures: its size is shown, and unused entries are removed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.data.conftest import Draw
 
 
 def known(samples: tuple[Sample, ...]) -> tuple[list[str], list[str]]:
-    """Names of the images whose headers, and of those whose measures are remembered."""
+    """Names of the images with cached headers, and with cached measures."""
     with remembered() as store:
         headers = store.headers([Place(bytes(each.path), 0, -1) for each in samples])
         measures = store.measures([each.content for each in samples], MEASURES)
@@ -24,10 +24,10 @@ def known(samples: tuple[Sample, ...]) -> tuple[list[str], list[str]]:
     return names, [each.path.name for each in samples if each.content in measures]
 
 
-def test_what_is_remembered_of_files_that_are_gone_leaves(tmp_path: Path, own_cache_folder: Path, draw: Draw) -> None:
+def test_entries_of_deleted_files_are_removed(tmp_path: Path, own_cache_folder: Path, draw: Draw) -> None:
     for number in range(3):
         path = draw(tmp_path / "set" / f"{number}.png", seed=number)
-        os.utime(path, (1000, 1000))  # what was written just now is not remembered
+        os.utime(path, (1000, 1000))  # files written just now are not cached
     samples = read_manifest([tmp_path / "set"])[0].samples
     look_at(samples)
     every = ["0.png", "1.png", "2.png"]
@@ -41,7 +41,7 @@ def test_what_is_remembered_of_files_that_are_gone_leaves(tmp_path: Path, own_ca
     assert known(samples) == (["0.png", "2.png"], ["0.png", "2.png"])
 
 
-def test_above_the_bound_the_oldest_leave_first(tmp_path: Path) -> None:
+def test_above_the_limit_the_oldest_entries_are_removed_first(tmp_path: Path) -> None:
     files = [tmp_path / f"{number:04}" for number in range(400)]
     places = [Place(bytes(file), 0, -1) for file in files]
     contents = [f"{number:064x}" for number in range(400)]

@@ -28,7 +28,7 @@ def read(*paths: Path) -> list[Facts | BrokenImageError]:
 
 
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on no image may be opened."""
+    """After this, opening an image fails."""
 
     def answers(job: str, tasks: list[object]) -> list[object]:
         assert not tasks, "read again"
@@ -39,15 +39,15 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_headers_come_in_order_with_their_content(tmp_path: Path) -> None:
     paths = [image(tmp_path / f"{number}.png", number, (8 + number, 6)) for number in range(60)]
-    told: list[tuple[int, int]] = []
-    found = read_headers([(path, None) for path in paths], lambda done, total: told.append((done, total)))
+    progress: list[tuple[int, int]] = []
+    found = read_headers([(path, None) for path in paths], lambda done, total: progress.append((done, total)))
     for number, (path, facts) in enumerate(zip(paths, found, strict=True)):
         assert facts == Facts(8 + number, 6, "PNG", 1, sha256_file(path), path.stat().st_size)
-    assert told[-1] == (60, 60)
-    assert told == sorted(told)
+    assert progress[-1] == (60, 60)
+    assert progress == sorted(progress)
 
 
-def test_sizes_are_as_seen(tmp_path: Path) -> None:
+def test_sizes_are_those_displayed(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (40, 20)).save(tmp_path / "turned.jpg", exif=exif)
@@ -69,7 +69,7 @@ def test_parts_of_a_larger_file(tmp_path: Path) -> None:
     assert isinstance(beyond, BrokenImageError)
 
 
-def test_what_was_read_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_cached_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [image(tmp_path / f"{number}.png", number) for number in range(3)]
     first = read(*paths)
     image(paths[1], 77)  # same size in bytes, same mtime: the time of its entry tells
@@ -89,7 +89,9 @@ def test_a_file_written_just_now_is_read_again(tmp_path: Path, monkeypatch: pyte
         read(path)
 
 
-def test_a_damaged_memory_is_put_aside(tmp_path: Path, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_header_cache_is_moved_aside(
+    tmp_path: Path, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = image(tmp_path / "1.png")
     file = own_cache_folder / remembered.NAME
     file.write_bytes(b"not a database, but long enough to be taken for one" * 40)

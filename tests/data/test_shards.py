@@ -1,4 +1,4 @@
-"""Shards hold what was put in, and lose no more than what was damaged."""
+"""Shards return what was written, and lose only damaged rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def same(entry: dict[str, Tensor], tensors: dict[str, Tensor], row: int) -> bool
 
 @given(entries())
 @settings(max_examples=40)
-def test_what_was_put_in_comes_out(given_entries: Entries) -> None:
+def test_rows_are_read_back_unchanged(given_entries: Entries) -> None:
     keys, tensors = given_entries
     with tempfile.TemporaryDirectory() as name:
         path = write_entries(Path(name), "latents", keys, tensors)
@@ -73,7 +73,7 @@ def test_what_was_put_in_comes_out(given_entries: Entries) -> None:
 
 @given(entries(), st.data())
 @settings(max_examples=60)
-def test_a_wrong_byte_loses_its_row_and_in_the_header_the_shard(given_entries: Entries, data: st.DataObject) -> None:
+def test_a_wrong_byte_loses_its_row_or_in_the_header_the_shard(given_entries: Entries, data: st.DataObject) -> None:
     keys, tensors = given_entries
     with tempfile.TemporaryDirectory() as name:
         path = write_entries(Path(name), "latents", keys, tensors)
@@ -85,9 +85,7 @@ def test_a_wrong_byte_loses_its_row_and_in_the_header_the_shard(given_entries: E
         assert len(found) == (0 if place < body else len(keys) - 1)
         lost = [key for row, key in enumerate(keys) if row not in found]
         write_entries(Path(name), "latents", [key_of(99)], {each: tensor[:1] for each, tensor in tensors.items()})
-        cleaned = cache_clean(
-            Path(name), verify=True
-        )  # a key that was hit stands there under another name: it goes too
+        cleaned = cache_clean(Path(name), verify=True)  # a damaged key is there under another name and is removed too
         assert cleaned.damaged == (0 if place < body else 1)
         assert len(Shelf(Path(name), "latents")) == len(found) + 1
         assert not any(key in Shelf(Path(name), "latents") for key in lost)
@@ -119,7 +117,7 @@ def test_packing_keeps_each_key_once(shards: list[list[int]]) -> None:
         assert pack(folder, "texts", paths) == len(paths) - 1
         (packed,) = (folder / "texts").glob("*.safetensors")
         assert sorted(Shard(packed).names()) == sorted(map(key_of, everything))
-        # A reader that knew the small ones looks again.
+        # A reader of the small ones reads the folder again.
         assert {old.read(key_of(number))["a"].item() for number in everything} == everything
 
 
@@ -141,7 +139,7 @@ def test_a_damaged_row_is_found_in_another_shard(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.damaged-*"))
 
 
-def test_a_shard_of_damaged_rows_only_goes(tmp_path: Path) -> None:
+def test_a_shard_with_only_damaged_rows_is_deleted(tmp_path: Path) -> None:
     path = write_entries(tmp_path, "texts", [key_of(1)], {"a": torch.tensor([1])})
     whole = bytearray(path.read_bytes())
     whole[-1] ^= 1
@@ -159,7 +157,7 @@ def test_only_the_rows_of_one_layout_are_packed_together(tmp_path: Path) -> None
     assert Store(tmp_path, "latents").read(key_of(3))["mean"].tolist() == [3.0] * 5
 
 
-def test_a_shard_that_was_cut_while_open_is_damaged(tmp_path: Path) -> None:
+def test_a_shard_truncated_while_open_is_damaged(tmp_path: Path) -> None:
     path = write_entries(tmp_path, "texts", [key_of(1)], {"a": torch.tensor([1])})
     shard = Shard(path)
     path.write_bytes(path.read_bytes()[:-1])

@@ -1,4 +1,4 @@
-"""Folders and tables with what a source may say of them."""
+"""Folders and tables with the settings of a source."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def codes(findings: tuple[Finding, ...]) -> list[tuple[str, str]]:
     return [(finding.code, finding.severity) for finding in findings]
 
 
-def test_what_a_source_says_of_its_images(tmp_path: Path, draw: Draw) -> None:
+def test_settings_of_a_source_apply_to_its_images(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "10_cat" / "a.png", seed=1, caption=None)
     draw(tmp_path / "10_cat" / "b.png", seed=2, caption="its own")
     draw(tmp_path / "dogs" / "5_dog" / "c.png", seed=3, caption=None)
@@ -50,13 +50,13 @@ def test_what_a_source_says_of_its_images(tmp_path: Path, draw: Draw) -> None:
     ]
 
 
-def test_regularization_is_seen_as_often_as_the_rest_and_all_of_it_in_time(tmp_path: Path, draw: Draw) -> None:
+def test_regularization_is_trained_as_often_as_the_rest_and_all_of_it_in_time(tmp_path: Path, draw: Draw) -> None:
     for number in range(2):
         draw(tmp_path / "2_sks dog" / f"{number}.png", seed=number, caption=None)
     for number in range(10):
         draw(tmp_path / "class" / f"{number}.png", seed=10 + number, caption=None)
-    asked = [source(tmp_path / "2_sks dog"), source(tmp_path / "class", is_reg=True, default_caption="a dog")]
-    samples = read_manifest(asked)[0].samples
+    sources = [source(tmp_path / "2_sks dog"), source(tmp_path / "class", is_reg=True, default_caption="a dog")]
+    samples = read_manifest(sources)[0].samples
     prior = [group for group in make_groups(samples, seed=1) if samples[group.indices[0]].regularization]
     assert [group.seen for group in prior] == [4]
     seen = {prior[0].place(epoch, number)[0] for epoch in range(3) for number in range(4)}
@@ -65,10 +65,10 @@ def test_regularization_is_seen_as_often_as_the_rest_and_all_of_it_in_time(tmp_p
     assert (steps.images, steps.passes, steps.regularization, steps.total) == (2, 8, 4, 24)
     assert "2 images × 2 repeats + 4 regularization = 8 a pass" in steps.line
     with pytest.raises(UsageError, match="All data is regularization"):
-        read_manifest(asked[1:])
+        read_manifest(sources[1:])
 
 
-def test_a_table_of_another_name_is_pointed_at(tmp_path: Path, draw: Draw) -> None:
+def test_a_table_with_another_name_is_suggested(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "a.png", seed=1, caption=None)
     (tmp_path / "data.csv").write_text("image,caption\na.png,a cat\n", encoding="utf-8")
     fix = read_manifest([tmp_path])[1][0].fix
@@ -76,7 +76,7 @@ def test_a_table_of_another_name_is_pointed_at(tmp_path: Path, draw: Draw) -> No
     assert read_manifest([source(tmp_path, captions_file=str(tmp_path / "data.csv"))])[1] == ()
 
 
-def test_the_ending_of_captions(tmp_path: Path, draw: Draw) -> None:
+def test_the_caption_extension(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "a.png", seed=1, caption="text")
     draw(tmp_path / "b.png", seed=2, caption="text")
     (tmp_path / "a.tags").write_text("tags", encoding="utf-8")
@@ -89,7 +89,7 @@ def test_the_ending_of_captions(tmp_path: Path, draw: Draw) -> None:
     assert captions_of(read_manifest([own], captions=CaptionsSection(extension="tags"))[0])["a.png"] == "text"
 
 
-def test_lines_stay_apart_only_where_one_is_chosen(tmp_path: Path, draw: Draw) -> None:
+def test_caption_lines_are_separate_only_when_one_is_chosen(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "a.png", caption="one  cat\n\n two cats \n")
     assert captions_of(read_manifest([tmp_path])[0]) == {"a.png": "one cat two cats"}
     chosen = read_manifest([tmp_path], captions=CaptionsSection(wildcards=True))[0]
@@ -120,7 +120,7 @@ def test_captions_in_one_file(tmp_path: Path, draw: Draw, name: str) -> None:
     assert any("2 of 3" in note for note in manifest.notes)
 
 
-def test_a_captions_file_keeps_weights_that_it_says_nothing_of(tmp_path: Path, draw: Draw) -> None:
+def test_a_captions_file_keeps_weights_that_it_does_not_set(tmp_path: Path, draw: Draw) -> None:
     rows = []
     for seed, (name, weight) in enumerate({"a": 0.5, "b": 2.0, "c": 3.0}.items()):
         draw(tmp_path / f"{name}.png", seed=seed, caption=None)
@@ -138,17 +138,17 @@ def test_a_captions_file_keeps_weights_that_it_says_nothing_of(tmp_path: Path, d
     assert weights("new.csv") == {"a": 5.0, "b": 40.0, "c": 30.0}
 
 
-@pytest.mark.parametrize("given", ["metadata.jsonl", "captions.jsonl"])
-def test_several_rows_of_one_image_are_told(tmp_path: Path, draw: Draw, given: str) -> None:
+@pytest.mark.parametrize("extension", ["metadata.jsonl", "captions.jsonl"])
+def test_several_rows_of_one_image_are_reported(tmp_path: Path, draw: Draw, extension: str) -> None:
     for seed, name in enumerate("ab"):
         draw(tmp_path / f"{name}.png", seed=seed, caption=None)
     texts = [("a", "first"), ("a", "second"), ("b", "same"), ("a", "third"), ("b", "same")]
     rows = [json.dumps({"file_name": f"{name}.png", "text": text}) for name, text in texts]
-    (tmp_path / given).write_text("\n".join(rows), "utf-8")
-    settings = {} if given == "metadata.jsonl" else {"captions_file": str(tmp_path / given)}
+    (tmp_path / extension).write_text("\n".join(rows), "utf-8")
+    settings = {} if extension == "metadata.jsonl" else {"captions_file": str(tmp_path / extension)}
     manifest, findings = read_manifest([source(tmp_path, **settings)])
     assert captions_of(manifest) == {"a.png": "third", "b.png": "same"}
-    assert [(finding.code, finding.path) for finding in findings] == [("two_captions", tmp_path / given)]
+    assert [(finding.code, finding.path) for finding in findings] == [("two_captions", tmp_path / extension)]
     assert findings[0].message.startswith("2 lines are not used")
 
 
@@ -159,7 +159,7 @@ def test_a_captions_file_of_other_images_is_a_mistake(tmp_path: Path, draw: Draw
         read_manifest([source(tmp_path / "set", captions_file=str(tmp_path / "all.csv"))])
 
 
-def test_a_table_given_as_data(tmp_path: Path, draw: Draw) -> None:
+def test_a_table_as_data(tmp_path: Path, draw: Draw) -> None:
     for seed, name in enumerate(["a.png", "in/b.png", "c.png"]):
         draw(tmp_path / name, seed=seed, caption="beside")
     rows = [{"file_name": "in/b.png", "text": "second", "weight": 3}, {"file_name": "a.png"}, {"file_name": "no.png"}]
@@ -185,7 +185,7 @@ def test_metadata_csv_in_splits(tmp_path: Path, draw: Draw) -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a": ', "null", '[{"text": "no name"}]'])
-def test_a_table_that_is_none_is_one_finding(tmp_path: Path, draw: Draw, text: str) -> None:
+def test_an_invalid_table_is_one_finding(tmp_path: Path, draw: Draw, text: str) -> None:
     draw(tmp_path / "a.png")
     (tmp_path / "metadata.jsonl").write_text(text, encoding="utf-8")
     (tmp_path / "table.json").write_text(text, encoding="utf-8")
@@ -214,7 +214,7 @@ def test_the_same_folder_twice_only_with_other_settings(tmp_path: Path, draw: Dr
     assert any("2 sources" in note for note in manifest.notes)
 
 
-def test_order_does_not_hang_on_the_file_system(tmp_path: Path, draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_does_not_depend_on_the_file_system(tmp_path: Path, draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed, name in enumerate(["b/x.png", "a.png", "a/z.png", "c.png"]):
         draw(tmp_path / name, seed=seed)
     before = read_manifest([tmp_path])[0]
@@ -247,14 +247,14 @@ def test_a_name_that_is_not_utf_8(tmp_path: Path, draw: Draw) -> None:
     assert len(manifest.data_hash) == 64
 
 
-def test_everything_wrong_is_said_at_once(tmp_path: Path, draw: Draw) -> None:
+def test_all_problems_are_reported_together(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "good" / "a.png")
     (tmp_path / "empty").mkdir()
-    asked = [
+    sources = [
         source(tmp_path / "good", masks=str(tmp_path / "nowhere"), captions_file=str(tmp_path / "none.csv")),
         source(tmp_path / "empty"),
         source(tmp_path / "gone-{00..03}.tar"),
     ]
     with pytest.raises(UsageError) as caught:
-        read_manifest(asked)
+        read_manifest(sources)
     assert len(caught.value.problems) == 4

@@ -43,22 +43,22 @@ def test_a_folder_of_masks(tmp_path: Path, draw: Draw) -> None:
     ]
     before = manifest.data_hash
     gray(tmp_path / "masks" / "a.png", 30, 20)
-    asked = [SourceSection(path=str(tmp_path / "set"), masks=str(tmp_path / "masks"))]
-    assert read_manifest(asked)[0].data_hash != before
+    sources = [SourceSection(path=str(tmp_path / "set"), masks=str(tmp_path / "masks"))]
+    assert read_manifest(sources)[0].data_hash != before
 
 
 @pytest.mark.parametrize("kind", ["folder", "table"])
-def test_one_mask_is_never_that_of_two_images(tmp_path: Path, draw: Draw, kind: str) -> None:
+def test_a_mask_never_belongs_to_two_images(tmp_path: Path, draw: Draw, kind: str) -> None:
     names = ["one/1.png", "two/1.png", "two/2.png", "1.png"]
     for seed, name in enumerate(names):
         draw(tmp_path / "set" / name, 60, 40, seed=seed)
     for name in ("1.png", "2.png", "two/1.png"):
         gray(tmp_path / "masks" / name, 60, 40)
-    given = tmp_path / "set"
+    data = tmp_path / "set"
     if kind == "table":
-        given = given / "table.jsonl"
-        given.write_text("".join(json.dumps({"file_name": name, "text": "a"}) + "\n" for name in names), "utf-8")
-    manifest, findings = read_manifest([SourceSection(path=str(given), masks=str(tmp_path / "masks"))])
+        data = data / "table.jsonl"
+        data.write_text("".join(json.dumps({"file_name": name, "text": "a"}) + "\n" for name in names), "utf-8")
+    manifest, findings = read_manifest([SourceSection(path=str(data), masks=str(tmp_path / "masks"))])
     below = [
         None if sample.mask is None or sample.mask.path is None else sample.mask.path.relative_to(tmp_path / "masks")
         for sample in sorted(
@@ -71,7 +71,7 @@ def test_one_mask_is_never_that_of_two_images(tmp_path: Path, draw: Draw, kind: 
     ]
 
 
-def test_masks_beside_the_images_and_inside_of_the_folder(tmp_path: Path, draw: Draw) -> None:
+def test_masks_next_to_the_images_and_inside_the_folder(tmp_path: Path, draw: Draw) -> None:
     draw(tmp_path / "a.png", 60, 40, seed=1)
     gray(tmp_path / "a-masklabel.png", 60, 40)
     manifest, _ = read_manifest([SourceSection(path=str(tmp_path), masks=str(tmp_path))])
@@ -109,8 +109,8 @@ def test_masks_of_images_in_a_tar(tmp_path: Path, draw: Draw) -> None:
         tar.add(draw(tmp_path / "made" / "b.png", 60, 40, seed=2), "in/b.png")
     gray(tmp_path / "masks" / "in" / "a.png", 60, 40)
     gray(tmp_path / "masks" / "b-masklabel.png", 30, 20)
-    asked = SourceSection(path=str(tmp_path / "x.tar"), masks=str(tmp_path / "masks"), default_caption="a thing")
-    samples = read_manifest([asked])[0].samples
+    section = SourceSection(path=str(tmp_path / "x.tar"), masks=str(tmp_path / "masks"), default_caption="a thing")
+    samples = read_manifest([section])[0].samples
     assert [sample.mask and sample.mask.path and sample.mask.path.name for sample in samples] == [
         "a.png",
         "b-masklabel.png",

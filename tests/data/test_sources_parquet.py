@@ -36,8 +36,8 @@ def test_metadata_parquet_and_a_captions_file(tmp_path: Path, draw: Draw) -> Non
     write(tmp_path / "set" / "metadata.parquet", {"file_name": ["a.png", "b.png"], "text": ["one", "two"]})
     assert [s.caption for s in read_manifest([tmp_path / "set"])[0].samples] == ["one", "two"]
     table = write(tmp_path / "other.parquet", {"file_name": ["b"], "prompt": ["three"], "weight": [0.5]})
-    asked = SourceSection(path=str(tmp_path / "set"), captions_file=str(table))
-    assert [(s.caption, s.weight) for s in read_manifest([asked])[0].samples] == [("one", 1.0), ("three", 0.5)]
+    section = SourceSection(path=str(tmp_path / "set"), captions_file=str(table))
+    assert [(s.caption, s.weight) for s in read_manifest([section])[0].samples] == [("one", 1.0), ("three", 0.5)]
 
 
 @pytest.mark.parametrize("layout", ["hugging face", "bytes"])
@@ -62,7 +62,7 @@ def test_images_inside(tmp_path: Path, layout: str, own_cache_folder: Path) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_was_unpacked_and_damaged_is_unpacked_again(tmp_path: Path, own_cache_folder: Path) -> None:
+def test_damaged_unpacked_files_are_unpacked_again(tmp_path: Path, own_cache_folder: Path) -> None:
     path = write(tmp_path / "x.parquet", {"image": [png(1), png(2)], "text": ["a", "b"]})
     before = read_manifest([path])[0].samples
     for file in (own_cache_folder / "unpacked").iterdir():
@@ -72,7 +72,7 @@ def test_what_was_unpacked_and_damaged_is_unpacked_again(tmp_path: Path, own_cac
     assert read_manifest([path])[0].samples[0].content != before[0].content
 
 
-def test_rows_without_a_image_and_files_that_are_none(tmp_path: Path, draw: Draw) -> None:
+def test_rows_without_an_image_and_invalid_files(tmp_path: Path, draw: Draw) -> None:
     path = write(
         tmp_path / "x.parquet", {"image": [png(1), None, b"junk"], "text": ["a", "b", "c"], "weight": [1, 1, 2]}
     )
@@ -95,7 +95,7 @@ def test_rows_without_a_image_and_files_that_are_none(tmp_path: Path, draw: Draw
     json.dumps([finding.to_json() for finding in findings])
 
 
-def test_what_is_laid_out_is_in_the_cache_status_and_leaves_with_clean(
+def test_unpacked_files_are_in_the_cache_status_and_removed_by_prune(
     tmp_path: Path, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lora_trainer.data.caches.upkeep import cache_clean, cache_status

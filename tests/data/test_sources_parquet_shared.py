@@ -1,4 +1,4 @@
-"""Parquet files of images that several read, that others clean away, and that unpack to more than they say."""
+"""Parquet image files read by several processes, pruned by others, or larger than declared."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.data.conftest import Draw
 from tests.data.test_sources_parquet import png, write
 
 
-def test_images_that_a_living_run_reads_stay(tmp_path: Path, own_cache_folder: Path) -> None:
+def test_images_in_use_by_a_run_are_kept(tmp_path: Path, own_cache_folder: Path) -> None:
     path = write(tmp_path / "x.parquet", {"image": [png(1), png(2)], "text": ["a", "b"]})
     (blob,) = unpacked_of(read_manifest([path])[0].samples)
     index = blob.with_suffix(".json")
@@ -48,14 +48,14 @@ def unpacked_of(samples: Sequence[Sample]) -> set[Path]:
     return {sample.span.file for sample in samples if sample.span is not None}
 
 
-def test_runs_hold_what_they_read(tmp_path: Path, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading and judging data is a use of the user's cache."""
+def test_runs_lock_the_files_they_read(tmp_path: Path, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading and checking data uses the user's cache."""
     path = write(tmp_path / "x.parquet", {"image": [png(1), png(2)], "text": ["a", "b"]})
     seen = list[float | None]()
 
-    def looking(*given: Any, **named: Any) -> Any:
+    def looking(*args: Any, **kwargs: Any) -> Any:
         seen.append(oldest_user(own_cache_folder))
-        return read_manifest(*given, **named)
+        return read_manifest(*args, **kwargs)
 
     monkeypatch.setattr(inputs, "read_manifest", looking)
     section = DataSection(sources=(SourceSection(path=str(path)),))
@@ -65,7 +65,7 @@ def test_runs_hold_what_they_read(tmp_path: Path, own_cache_folder: Path, monkey
     assert oldest_user(own_cache_folder) is None
 
 
-def test_what_a_changed_file_was_leaves(tmp_path: Path) -> None:
+def test_images_of_a_changed_file_are_removed(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", {"image": [png(1), png(2)], "text": ["a", "b"]})
     (before,) = unpacked_of(read_manifest([path])[0].samples)
     os.utime(path, (1000, 1000))
@@ -74,14 +74,14 @@ def test_what_a_changed_file_was_leaves(tmp_path: Path) -> None:
     assert sorted(file.name for file in after.parent.iterdir()) == [after.name, after.stem + ".json"]
 
 
-def test_several_unpack_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_unpack_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "x.parquet", {"image": [png(n) for n in range(3)], "text": ["a"] * 3})
     true, calls = parquet._unpack, list[Path]()
 
-    def unpack(*given: Any) -> Any:
-        calls.append(given[0])
+    def unpack(*args: Any) -> Any:
+        calls.append(args[0])
         time.sleep(0.3)
-        return true(*given)
+        return true(*args)
 
     monkeypatch.setattr(parquet, "_unpack", unpack)
     with ThreadPoolExecutor(3) as pool:
@@ -96,7 +96,7 @@ MB = 10**6
 
 @pytest.mark.parametrize("dictionary", [False, True])
 def test_a_bomb_is_refused(tmp_path: Path, own_cache_folder: Path, dictionary: bool) -> None:
-    """From what the file says of itself, or, where rows share an entry of a dictionary, as soon as it is too much."""
+    """By the metadata of the file, or while reading if rows share a dictionary entry."""
     path = tmp_path / "bomb.parquet"
     table = pa.table({"image": [bytes(12 * MB)] * 8, "text": ["a"] * 8})
     pq.write_table(table, path, compression="zstd", use_dictionary=dictionary, dictionary_pagesize_limit=10**9)
@@ -106,7 +106,7 @@ def test_a_bomb_is_refused(tmp_path: Path, own_cache_folder: Path, dictionary: b
     assert not list((own_cache_folder / "unpacked").iterdir())
 
 
-def test_a_group_of_rows_and_a_image_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_groups_and_images_have_a_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "x.parquet", {"image": [png(1), png(2), png(3)], "text": ["a", "b", "c"]})
     monkeypatch.setattr(parquet, "MOST_CELL", 100)
     with pytest.raises(UsageError, match=r"in row 1; the most is 0\.0 MB"):
@@ -117,7 +117,7 @@ def test_a_group_of_rows_and_a_image_have_a_bound(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("dictionary", [False, True])
-def test_texts_have_a_bound(tmp_path: Path, draw: Draw, monkeypatch: pytest.MonkeyPatch, dictionary: bool) -> None:
+def test_texts_have_a_size_limit(tmp_path: Path, draw: Draw, monkeypatch: pytest.MonkeyPatch, dictionary: bool) -> None:
     draw(tmp_path / "set" / "a.png", caption=None)
     table = pa.table({"file_name": ["a.png"] * 40, "text": ["long " * 20_000] * 40})
     path = tmp_path / "set" / "metadata.parquet"

@@ -88,7 +88,7 @@ def test_compressed_tars_are_refused_with_the_fix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut in an image", "cut in a header", "overwritten header", "overwritten image"])
-def test_what_stands_before_damage_is_used(tmp_path: Path, damage: str) -> None:
+def test_members_before_the_damage_are_used(tmp_path: Path, damage: str) -> None:
     path = write_tar(tmp_path / "data.tar", {f"{n}.png": image(n) for n in range(3)})
     data = bytearray(path.read_bytes())
     with tarfile.open(path) as tar:
@@ -172,7 +172,7 @@ def test_texts_of_a_tar_that_cannot_be_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "size", [b"\xff" * 12, b"\xff" * 11 + b"\x00", b"\x80" + b"\x00" * 5 + b"\xff" * 6, b"77777777777\0"]
 )
-def test_sizes_that_no_member_has_end_the_reading(tmp_path: Path, kind: bytes, size: bytes) -> None:
+def test_impossible_member_sizes_end_the_reading(tmp_path: Path, kind: bytes, size: bytes) -> None:
     path = write_tar(tmp_path / "x.tar", {"a.png": image(1), "b.png": image(2)})
     data = bytearray(path.read_bytes())
     with tarfile.open(path) as tar:
@@ -198,7 +198,7 @@ def test_a_pipe_named_as_a_source_is_not_opened(tmp_path: Path) -> None:
 
 @settings(max_examples=60)
 @given(st.integers(0, 5_000), st.binary(min_size=1, max_size=40))
-def test_whatever_is_overwritten_nothing_but_findings_comes_of_it(
+def test_any_corruption_leads_only_to_findings(
     tmp_path_factory: pytest.TempPathFactory, place: int, junk: bytes
 ) -> None:
     path = one_shard(tmp_path_factory.mktemp("fuzz") / "x.tar")
@@ -206,8 +206,8 @@ def test_whatever_is_overwritten_nothing_but_findings_comes_of_it(
     data[place : place + len(junk)] = junk
     path.write_bytes(data)
     reading = Reading()
-    asked = Asked(0, SourceSection(path=str(path)), CaptionsSection())
-    for found in read_tar(path, asked, reading):
+    request = Asked(0, SourceSection(path=str(path)), CaptionsSection())
+    for found in read_tar(path, request, reading):
         assert found.span is not None
         assert found.span.offset + found.span.size <= len(data)
         with contextlib.suppress(BrokenImageError):

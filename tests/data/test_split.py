@@ -35,7 +35,7 @@ def test_order_and_names_do_not_matter(names: list[str], random: object) -> None
 
 
 @given(st.integers(8, 300))
-def test_one_more_image_moves_at_most_one_and_itself(count: int) -> None:
+def test_one_more_image_moves_at_most_one_other(count: int) -> None:
     names = [f"{n:064x}" for n in range(count)]
     before = {s.content for s in split_validation(samples_of(names), 0.1)[1]}
     after = {s.content for s in split_validation(samples_of([*names, "f" * 64]), 0.1)[1]}
@@ -44,11 +44,11 @@ def test_one_more_image_moves_at_most_one_and_itself(count: int) -> None:
 
 
 def test_usual_sizes() -> None:
-    held = {n: len(split_validation(samples_of([str(k) for k in range(n)]), 0.1)[1]) for n in (7, 8, 20, 40, 1000)}
-    assert held == {7: 0, 8: 1, 20: 2, 40: 4, 1000: 16}
+    sizes = {n: len(split_validation(samples_of([str(k) for k in range(n)]), 0.1)[1]) for n in (7, 8, 20, 40, 1000)}
+    assert sizes == {7: 0, 8: 1, 20: 2, 40: 4, 1000: 16}
 
 
-def test_another_seed_keeps_other_images_and_regularization_none() -> None:
+def test_another_seed_chooses_other_images_and_never_regularization() -> None:
     samples = samples_of([str(k) for k in range(100)])
     first, second = ({s.content for s in split_validation(samples, 0.1, seed)[1]} for seed in (0, 1))
     assert first != second
@@ -58,7 +58,7 @@ def test_another_seed_keeps_other_images_and_regularization_none() -> None:
     assert {s.content for s in train if s.regularization} == first
 
 
-def test_what_looks_like_a_regularization_image_is_never_validation() -> None:
+def test_an_image_similar_to_regularization_is_never_validation() -> None:
     samples = samples_of([str(k) for k in range(100)])
     first = split_validation(samples, 0.1)[1]
     copies = [replace(sample, path=Path(f"class/{sample.path}"), regularization=True) for sample in first[:5]]

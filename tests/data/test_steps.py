@@ -63,7 +63,7 @@ mixed_samples = st.lists(
 
 @given(mixed_samples, st.integers(1, 7), st.integers(0, 2**40), st.integers(0, 40), st.integers(1, 4))
 def test_any_number_of_processes_resumes_anywhere_with_the_same_samples(samples, effective, seed, start, most):
-    """Repeats, fractions of them, regularization, copies and buckets: each step's samples and visits are the same."""
+    """Repeats, fractions, regularization, copies and buckets: each step has the same samples and occurrences."""
     whole = [Counter(plan_steps(samples, effective, seed).refs(step)) for step in range(start + 4)]
     for world in (1, 2, 3):
         resumed = [plan_steps(samples, effective, seed) for _ in range(world)]
@@ -75,7 +75,7 @@ def test_any_number_of_processes_resumes_anywhere_with_the_same_samples(samples,
 
 
 @given(mixed_samples, st.integers(1, 7), st.integers(0, 2**40))
-def test_visits_count_up_and_no_sample_of_a_source_is_ahead_of_another_by_two(samples, effective, seed):
+def test_occurrences_count_up_and_samples_of_a_source_differ_by_at_most_one(samples, effective, seed):
     plan = plan_steps(samples, effective, seed)
     steps = 5 * plan.steps_per_epoch
     seen: dict[int, list[int]] = {index: [] for index in range(len(samples))}
@@ -92,7 +92,7 @@ def test_visits_count_up_and_no_sample_of_a_source_is_ahead_of_another_by_two(sa
 
 @given(mixed_samples, st.integers(1, 7), st.integers(0, 2**40), st.randoms())
 def test_renamed_and_moved_images_change_no_step(samples, effective, seed, random):
-    """Other names give another order of files; swapped sources change numbers and order."""
+    """Other names change the order of files; swapped sources change numbers and order."""
     moved = [replace(sample, path=Path(f"{random.random()}.png"), source=2 - sample.source) for sample in samples]
     random.shuffle(moved)
     one, other = plan_steps(samples, effective, seed), plan_steps(moved, effective, seed)
@@ -103,13 +103,13 @@ def test_renamed_and_moved_images_change_no_step(samples, effective, seed, rando
 
 
 @given(plans, st.integers(0, 20))
-def test_no_two_places_of_a_step_draw_alike(plan: StepPlan, step: int) -> None:
+def test_no_two_positions_of_a_step_share_random_numbers(plan: StepPlan, step: int) -> None:
     refs = plan.refs(step)
     assert len({(ref.id, ref.occurrence) for ref in refs}) == len(refs)
 
 
 @given(plans, st.integers(0, 20), st.integers(1, 5))
-def test_shares_of_processes_are_the_step(plan: StepPlan, step: int, world: int) -> None:
+def test_the_shares_of_all_processes_form_the_step(plan: StepPlan, step: int, world: int) -> None:
     refs = plan.refs(step)
     shares = [share(refs, rank, world) for rank in range(world)]
     assert sorted((ref for part in shares for ref in part), key=refs.index) == list(refs)
@@ -117,7 +117,9 @@ def test_shares_of_processes_are_the_step(plan: StepPlan, step: int, world: int)
 
 
 @given(plans, st.integers(0, 20), st.integers(1, 6), st.integers(1, 4))
-def test_micros_stay_in_one_bucket_and_lose_nothing(plan: StepPlan, step: int, most: int, buckets: int) -> None:
+def test_micro_batches_stay_in_one_bucket_and_lose_no_sample(
+    plan: StepPlan, step: int, most: int, buckets: int
+) -> None:
     refs = plan.refs(step)
     micros = split_micros(refs, lambda ref: ref.index % buckets, most)
     assert sorted((ref for micro in micros for ref in micro), key=refs.index) == list(refs)
@@ -127,7 +129,7 @@ def test_micros_stay_in_one_bucket_and_lose_nothing(plan: StepPlan, step: int, m
     assert micros == split_micros(refs, lambda ref: ref.index % buckets, most)
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_each_epoch_and_seed_has_its_own_order() -> None:
     plan = plan_steps(samples_of([1] * 20), 20, 1)
     orders = [tuple(ref.index for ref in plan.refs(step)) for step in range(3)]
     other = plan_steps(samples_of([1] * 20), 20, 2)
@@ -169,9 +171,7 @@ def test_accumulation_is_derived() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 40), st.integers(1, 3))
-def test_a_run_meets_the_sizes_of_micro_batches_that_were_counted(
-    effective: int, most: int, passes: int, processes: int
-) -> None:
+def test_a_run_uses_the_counted_micro_batch_sizes(effective: int, most: int, passes: int, processes: int) -> None:
     samples = samples_of([1] * passes)
     counts = step_arithmetic(samples, effective, Lengths(), max_micro=most, processes=processes)
     plan = plan_steps(samples, effective, seed=0)

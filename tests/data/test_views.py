@@ -1,4 +1,4 @@
-"""Which views an image has, how they are cut out, and how often each is used."""
+"""The variants of an image, how they are cropped, and how often each is used."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ framings = st.builds(
 
 
 @given(samples, framings)
-def test_every_view_lies_in_a_bucket_of_multiples_inside_of_the_image(sample: Sample, framing: Framing) -> None:
+def test_every_variant_has_a_bucket_and_lies_inside_the_image(sample: Sample, framing: Framing) -> None:
     views = views_of(sample, framing)
     assert views
     for view in views:
@@ -62,7 +62,9 @@ def test_every_view_lies_in_a_bucket_of_multiples_inside_of_the_image(sample: Sa
 
 
 @given(samples, framings)
-def test_the_first_view_is_the_plain_one_and_validation_images_have_no_other(sample: Sample, framing: Framing) -> None:
+def test_the_first_variant_is_unaugmented_and_the_only_one_of_validation_images(
+    sample: Sample, framing: Framing
+) -> None:
     first = views_of(sample, framing)[0]
     assert (first.flip, first.color) == (False, 0)
     assert first.fit.left == (first.fit.resized_width - first.fit.bucket.width) // 2
@@ -80,9 +82,7 @@ def test_no_upscale_enlarges_nothing(width: int, height: int, framing: Framing) 
 
 
 @given(samples, framings)
-def test_resolutions_that_would_enlarge_a_image_are_left_out_while_one_does_not(
-    sample: Sample, framing: Framing
-) -> None:
+def test_resolutions_that_upscale_are_skipped_if_another_fits(sample: Sample, framing: Framing) -> None:
     factors = [view.fit.scale_from(sample.width, sample.height) for view in views_of(sample, framing)]
     if framing.allow_upscale:
         distinct = {view.fit for view in views_of(sample, Framing(framing.resolutions, STEP, allow_upscale=True))}
@@ -103,14 +103,14 @@ def test_resolutions_that_would_enlarge_a_image_are_left_out_while_one_does_not(
         ((40, 300), {"no_upscale": True}, ["64x128"]),  # smaller than a step: an error of the gate
     ],
 )
-def test_each_image_is_trained_at_the_resolutions_that_it_suits(size, settings, expected) -> None:
+def test_each_image_is_trained_at_fitting_resolutions(size, settings, expected) -> None:
     views = views_of(sample_of(*size), Framing((1024, 768, 512), 64, **settings))
     assert [str(view.fit.bucket) for view in views] == expected
 
 
 @given(st.integers(1, 6), st.booleans(), st.integers(0, 6))
-def test_versions_show_each_crop_both_ways_and_every_color(crops: int, flip: bool, colors: int) -> None:
-    """On an image that leaves each crop room, so that no two are the same."""
+def test_variants_cover_each_crop_both_flips_and_every_color(crops: int, flip: bool, colors: int) -> None:
+    """On an image with room for each crop, so that no two are the same."""
     framing = Framing((256,), 64, crops=crops, flip=flip, colors=colors)
     views = views_of(sample_of(1001, 300), framing)
     assert len(set(views)) == len(views)
@@ -126,7 +126,7 @@ def test_versions_show_each_crop_both_ways_and_every_color(crops: int, flip: boo
 @given(
     st.integers(1, 9), st.integers(1, 30), st.integers(0, 2**40), st.lists(st.integers(1, 3), min_size=1, max_size=5)
 )
-def test_a_run_uses_all_views_equally_often(count: int, steps: int, seed: int, repeats: list[int]) -> None:
+def test_a_run_uses_all_variants_equally_often(count: int, steps: int, seed: int, repeats: list[int]) -> None:
     shown = [Sample(Path(str(n)), "", 64, 64, f"{n:064x}"[::-1], times) for n, times in enumerate(repeats)]
     plan = plan_steps(shown, 3, seed)
     used: dict[int, Counter[int]] = {index: Counter(range(count)) for index in range(len(shown))}
@@ -142,7 +142,7 @@ def whole(plan, epoch: int, step: int):
 
 
 @given(st.integers(64, 300), st.integers(64, 300), st.integers(0, 9), st.integers(0, 3))
-def test_mirroring_twice_is_the_identity(width: int, height: int, place: int, color: int) -> None:
+def test_flipping_twice_is_the_identity(width: int, height: int, place: int, color: int) -> None:
     image = noise_image(width, height, 1)
     fit = views_of(sample_of(width, height), Framing((64,), STEP, crops=10))[place].fit
     mirrored = render(image, View(fit, True, color), "content")
@@ -151,7 +151,7 @@ def test_mirroring_twice_is_the_identity(width: int, height: int, place: int, co
     assert View(fit, flip=True).crop == (fit.top, fit.resized_width - fit.bucket.width - fit.left)
 
 
-def test_the_crop_that_is_told_is_where_the_mirrored_image_was_cut() -> None:
+def test_the_reported_crop_is_that_of_the_flipped_image() -> None:
     image = noise_image(300, 100, 2)
     (_, view) = views_of(sample_of(300, 100), Framing((64,), 16, flip=True))
     mirrored = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -161,7 +161,7 @@ def test_the_crop_that_is_told_is_where_the_mirrored_image_was_cut() -> None:
     assert np.abs(np.asarray(cut, dtype=int) - render(image, view, "content")).max() <= 1
 
 
-def test_colors_change_mildly_each_in_its_own_way() -> None:
+def test_each_color_augmentation_is_mild() -> None:
     image = Image.new("RGB", (8, 8), (180, 120, 60))
     versions = [np.asarray(recolored(image, "content", number), dtype=int)[0, 0] for number in range(1, 9)]
     assert len({tuple(version) for version in versions}) > 4
@@ -170,8 +170,8 @@ def test_colors_change_mildly_each_in_its_own_way() -> None:
     assert (again == versions[0]).all()
 
 
-def test_a_mask_is_cut_as_its_image_is_whatever_its_own_size() -> None:
-    """A white square of a black image, and the same square in a mask of half the size."""
+def test_a_mask_is_cropped_like_its_image_at_any_size() -> None:
+    """A white square in a black image, and the same square in a mask of half the size."""
     pixels = np.zeros((240, 480, 3), dtype=np.uint8)
     pixels[40:120, 300:420] = 255
     mask = Image.fromarray(pixels[::2, ::2, 0])
@@ -192,24 +192,24 @@ def test_transparency_is_a_mask_and_the_image_lies_on_white(tmp_path: Path) -> N
     assert (np.asarray(load_alpha(tmp_path / "whole.png")) == 255).all()
 
 
-def test_settings_that_no_bucket_can_keep_are_told_at_once() -> None:
+def test_settings_that_no_bucket_fits_are_reported_at_once() -> None:
     data = DataSection(bucket_step=48, bucket_min=600, resolutions=(512, 64))
     with pytest.raises(UsageError) as refused:
         framings_of(data, 512, 64)
-    told = str(refused.value)
-    assert "data.bucket_step is 48, no multiple of the model's step of 64 pixels. Set it to 64" in told
-    assert "data.bucket_min is 600, more than the 480 px of a square at 512" in told
+    message = str(refused.value)
+    assert "data.bucket_step is 48, no multiple of the model's step of 64 pixels. Set it to 64" in message
+    assert "data.bucket_min is 600, more than the 480 px of a square at 512" in message
     with pytest.raises(UsageError, match=r"data\.bucket_max is 256, less than the 512 px of a square"):
         framings_of(DataSection(bucket_max=256), 512, 64)
 
 
-def test_a_resolution_between_two_steps_is_told() -> None:
+def test_a_resolution_between_two_bucket_steps_is_reported() -> None:
     (note,) = notes_on(framings_of(DataSection(resolution=500), 512, 64))
     assert note == "data.resolution 500 is no multiple of 64: squares are trained at 448 px"
     assert notes_on(framings_of(DataSection(), 512, 64)) == ()
 
 
-def test_a_source_has_its_own_say() -> None:
+def test_a_source_has_its_own_settings() -> None:
     own = SourceSection(path="b", resolutions=(256,), flip=True, color_variants=2, crop="random")
     data = DataSection(sources=(SourceSection(path="a"), own), resolutions=(512, 768), crop_variants=3)
     first, second = framings_of(data, 512, 64)
@@ -220,7 +220,7 @@ def test_a_source_has_its_own_say() -> None:
     assert [str(bucket) for bucket in sorted(plan.counts)] == ["256x256", "512x512", "768x768"]
 
 
-def test_sides_of_buckets_are_bounded() -> None:
+def test_bucket_sides_are_bounded() -> None:
     framing = Framing((512,), 64, max_aspect=8.0, shortest=256, longest=1024)
     assert min(min(bucket.width, bucket.height) for bucket in framing.buckets(512)) == 256
     assert max(max(bucket.width, bucket.height) for bucket in framing.buckets(512)) == 1024

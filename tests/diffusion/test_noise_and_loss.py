@@ -59,7 +59,7 @@ def test_min_snr_weight_is_the_papers_formula(t, gamma):
     assert velocity == pytest.approx(min(snr, gamma) / (snr + 1), rel=1e-4)
 
 
-def test_min_snr_with_velocity_is_defined_without_any_signal():
+def test_min_snr_with_v_prediction_is_defined_at_zero_snr():
     process = Process(torch.tensor([0.5, 0.0]), "v_prediction")
     assert float(min_snr_weight(process, torch.tensor([1]), 5.0)) == 0.0
 
@@ -74,8 +74,8 @@ DIFFERENCES = st.lists(st.floats(-50.0, 50.0, width=32), min_size=4, max_size=4)
 
 
 @given(DIFFERENCES, st.floats(0.01, 10.0))
-def test_huber_lies_between_its_two_ends(values, delta):
-    """Never above the square nor above 2 delta times the size, and near the smaller of both where they part."""
+def test_huber_lies_between_l1_and_mse(values, delta):
+    """Never above the square or 2 delta times the absolute error, and near the smaller of both."""
     d = torch.tensor(values, dtype=torch.float64).view(1, 1, 2, 2)
     huber = huber_error(d, torch.zeros_like(d), delta=delta)
     assert huber.shape == (1,)
@@ -86,13 +86,13 @@ def test_huber_lies_between_its_two_ends(values, delta):
 
 
 @pytest.mark.parametrize(("size", "expected"), [(1e-4, 1e-8), (1e4, 2e3)])
-def test_huber_is_square_when_small_and_straight_when_large(size, expected):
+def test_huber_is_quadratic_when_small_and_linear_when_large(size, expected):
     """In float32, where the plain formula would give 0 for the small one."""
     predicted = torch.full((1, 4, 2, 2), size)
     assert float(huber_error(predicted, torch.zeros_like(predicted), delta=0.1)) == pytest.approx(expected, rel=1e-4)
 
 
-def test_losses_are_what_the_settings_ask_for():
+def test_losses_follow_the_settings():
     process = Process(ALPHAS, "epsilon")
     predicted, target, t = torch.randn(3, 4, 5, 5), torch.randn(3, 4, 5, 5), torch.tensor([10, 500, 900])
 
@@ -109,8 +109,8 @@ def test_losses_are_what_the_settings_ask_for():
 @pytest.mark.parametrize(
     "settings", [{}, {"type": "huber"}, {"min_snr_gamma": 5.0}, {"type": "huber", "min_snr_gamma": 1.0}]
 )
-def test_a_mask_says_where_the_loss_counts(settings):
-    """Of a white mask nothing changes to the last bit; a black half is as if it were not there; a black one gives 0."""
+def test_a_mask_selects_where_the_loss_counts(settings):
+    """A white mask changes no bit, a black half does not count, and a black mask gives 0."""
     process, t = Process(ALPHAS, "epsilon"), torch.tensor([10, 500, 900])
     predicted, target = torch.randn(3, 4, 6, 5, requires_grad=True), torch.randn(3, 4, 6, 5)
     loss = make_loss(LossSection.model_validate(settings), process)
@@ -128,7 +128,7 @@ def test_a_mask_says_where_the_loss_counts(settings):
     assert ((gradient != 0.0) == (mask > 0.0)).all()
 
 
-def test_where_a_mask_is_black_the_unmasked_weight_counts():
+def test_the_unmasked_weight_counts_where_a_mask_is_black():
     loss = make_loss(LossSection(unmasked_weight=0.25), Process(ALPHAS, "epsilon"))
     predicted, mask = torch.tensor([1.0, 3.0]).view(1, 1, 1, 2), torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
     found = loss(predicted, torch.zeros_like(predicted), torch.tensor([0]), mask)
@@ -136,7 +136,7 @@ def test_where_a_mask_is_black_the_unmasked_weight_counts():
 
 
 def test_zero_terminal_snr_trains_without_a_nan():
-    """The last timestep holds no signal: velocity's loss and weight are finite there, its target is -latents."""
+    """The last timestep has no signal: the v-prediction loss and weight are finite there, the target is -latents."""
     process = Process(zero_terminal_alphas(ALPHAS), "v_prediction")
     t, latents, noise = torch.tensor([999, 0]), torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3)
     assert torch.equal(process.add_noise(latents, noise, t)[0], noise[0])
@@ -170,7 +170,7 @@ def test_plain_noise_is_standard_normal():
 
 
 @pytest.mark.parametrize("size", [(16, 16), (1, 1), (3, 40)])
-def test_multires_noise_keeps_unit_spread_and_is_smoother(size):
+def test_multires_noise_keeps_unit_variance_and_is_smoother(size):
     plain = position_noise((4, *size), 1, "noise", 0)
     coarse = multires_noise(plain, generator(1, "multires", 0), 8, 0.8)
     assert coarse.shape == plain.shape
@@ -202,7 +202,7 @@ def test_stratified_timesteps_cover_the_schedule(count, timesteps):
 
 
 @given(st.integers(0, 40), st.integers(), st.text(max_size=9), st.integers(0, 9))
-def test_many_keys_are_the_beginnings_of_single_ones(count, seed, purpose, epoch):
+def test_a_batch_of_keys_equals_single_keys(count, seed, purpose, epoch):
     singly = [position_key(seed, purpose, epoch, index) >> 64 for index in range(count)]
     assert position_keys(count, seed, purpose, epoch) == b"".join(key.to_bytes(8, "big") for key in singly)
 

@@ -1,4 +1,4 @@
-"""Times that a flow is trained at, against the formulas of arXiv:2403.03206."""
+"""Timesteps of flow matching, against the formulas of arXiv:2403.03206."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLOWS = st.builds(
 
 
 @given(FLOWS, st.lists(DRAWS, min_size=2, max_size=8), st.integers(2, 2000))
-def test_times_rise_with_the_draw_and_stay_in_range(flow, draws, count):
+def test_timesteps_rise_with_the_draw_and_stay_in_range(flow, draws, count):
     times = flow_times(flow, Shift(3.0))
     found = [times.at(draw, SIZE) for draw in sorted(draws)]
     assert all(0.0 <= each <= 1.0 for each in found)
@@ -63,13 +63,13 @@ def test_the_density_of_logit_normal_is_the_papers(draw, mean, spread):
 
 
 @given(st.floats(0.0, 1.0), st.floats(-1.0, 1.75))
-def test_mode_is_the_papers_formula_from_its_other_end(u, scale):
+def test_mode_is_the_papers_formula_reversed(u, scale):
     published = 1 - u - scale * (math.cos(math.pi / 2 * u) ** 2 - 1 + u)
     assert mode(1 - u, scale) == pytest.approx(published, abs=1e-12)
 
 
 def test_what_each_setting_prefers():
-    """Of draws spread evenly: the share of times in the middle third, and their mean."""
+    """For evenly spread draws: the share of timesteps in the middle third, and their mean."""
     draws = [(index + 0.5) / 4000 for index in range(4000)]
 
     def share(**flow: object) -> tuple[float, float]:
@@ -88,7 +88,7 @@ def test_what_each_setting_prefers():
     assert share(timestep_sampling="uniform", shift=3)[1] == pytest.approx(1.5 - 0.75 * math.log(3), abs=2e-3)
 
 
-def test_resolution_shifts_as_flux_is_drawn():
+def test_resolution_shifts_as_in_flux_sampling():
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
     times = flow_times(FlowSection(timestep_sampling="uniform", shift="resolution"), Shift())
@@ -106,8 +106,8 @@ def test_shift_equals_the_schedulers_own():
     assert torch.allclose(scheduler.sigmas.flip(0), torch.tensor(ours), atol=1e-6)
 
 
-def test_only_flows_draw_their_times_by_the_settings():
-    """A diffusion model stays uniform; a flow keeps its scheduler's shift unless it is asked otherwise."""
+def test_timestep_settings_apply_only_to_flow_models():
+    """A diffusion model stays uniform; a flow model keeps its scheduler's shift by default."""
     cpu, config = torch.device("cpu"), Config.model_validate({"flow": {"timestep_sampling": "mode", "shift": 2.0}})
     diffusion = Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon")
     assert trained_process(diffusion, config, cpu).times == Times()
@@ -117,7 +117,7 @@ def test_only_flows_draw_their_times_by_the_settings():
     assert trained_process(own, Config(), cpu).times.kind == "logit_normal"
 
 
-def test_times_are_told() -> None:
+def test_timesteps_are_described() -> None:
     assert Times("mode", mode_scale=1.29, shift=Shift(0.5)).describe((8, 8)) == "mode 1.29, shift 0.5"
     grown = Times("logit_normal", shift=Shift(by_size=True, tokens=(16, 64), mus=(0.0, 1.0)))
     assert grown.describe((8, 8)) == "logit_normal (mean 0, spread 1), shift 1"

@@ -1,4 +1,4 @@
-"""`validate` and `sample` as a user meets them, on a tiny base."""
+"""`validate` and `sample` through the command, on a tiny base model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def on(base: Path, **sample: object) -> Config:
     return Config.model_validate({"model": {"path": str(base)}, "sample": sample})
 
 
-def test_a_file_in_names_that_diffusers_does_not_know_is_judged_alike(lora: Path, base: Path, tmp_path: Path) -> None:
+def test_a_file_in_kohya_format_gets_the_same_score(lora: Path, base: Path, tmp_path: Path) -> None:
     theirs, judged = tmp_path / "peft.safetensors", {}
     own = {f"base_model.model.{name.removeprefix('unet.')}": pair for name, pair in read_lora(lora).modules.items()}
     save_file(
@@ -78,13 +78,13 @@ def test_json_is_one_document_on_stdout(
     lora: Path, base: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = validate_command(str(lora), str(images), True, on(base))
-    said = capsys.readouterr()
-    document = json.loads(said.out)
+    output = capsys.readouterr()
+    document = json.loads(output.out)
     assert document["numbers"]["samples"] == 9
     assert set(document["parts"]) == {"integrity", "learning", "preservation", "health"}
     assert document["passed"] is (document["score"] >= 0.9)
     assert code == (0 if document["passed"] else 4)
-    assert "9 images" in said.err
+    assert "9 images" in output.err
 
 
 def test_the_runs_own_validation_images_are_found(
@@ -95,11 +95,11 @@ def test_the_runs_own_validation_images_are_found(
     document = {"config": run.model_dump(mode="json"), "data_hash": data_hash}
     write_json(lora.parent / "run.json", document)
     code = main(["validate", str(lora)])
-    said = capsys.readouterr()
-    assert "1 validation image of the run's data" in said.err
+    output = capsys.readouterr()
+    assert "1 validation image of the run's data" in output.err
     assert code == 4
-    assert "refused" in said.out
-    assert "validation loss" in said.out
+    assert "refused" in output.out
+    assert "validation loss" in output.out
 
 
 def test_images_of_changed_data_do_not_count_as_validation(
@@ -111,19 +111,19 @@ def test_images_of_changed_data_do_not_count_as_validation(
     write_json(lora.parent / "run.json", document)
     (images / "3.txt").write_text("another caption", encoding="utf-8")
     main(["validate", str(lora), "--json"])
-    said = capsys.readouterr()
-    assert "the run's data has changed" in said.err
-    assert json.loads(said.out)["numbers"]["unseen"] is False
+    output = capsys.readouterr()
+    assert "the run's data has changed" in output.err
+    assert json.loads(output.out)["numbers"]["unseen"] is False
     main(["validate", str(lora), "--data", str(images), "--json"])
-    said = capsys.readouterr()
-    assert json.loads(said.out)["numbers"]["unseen"] is False
-    assert re.search(r"on (\d+) images of .*, of which the run of this file trained on \d+", said.err)
+    output = capsys.readouterr()
+    assert json.loads(output.out)["numbers"]["unseen"] is False
+    assert re.search(r"on (\d+) images of .*, of which the run of this file trained on \d+", output.err)
     (lora.parent / "run.json").unlink()
     validate_command(lora, images, True, on(base))
     assert json.loads(capsys.readouterr().out)["numbers"]["unseen"] is True
 
 
-def test_a_image_that_cannot_be_read_is_named(lora: Path, base: Path, images: Path) -> None:
+def test_an_unreadable_image_is_named(lora: Path, base: Path, images: Path) -> None:
     whole = (images / "4.png").read_bytes()
     (images / "4.png").write_bytes(whole[: len(whole) * 2 // 3])
     with pytest.raises(UsageError, match=r"4\.png"):
@@ -179,7 +179,7 @@ def test_sample_writes_a_sheet(lora: Path, base: Path, capsys: pytest.CaptureFix
     assert sheet.read_bytes() == before
 
 
-def test_captions_are_read_as_the_run_beside_the_file_read_them(
+def test_caption_settings_come_from_the_run_next_to_the_file(
     lora: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Config.model_validate({"model": {"path": str(base)}, "text_encoder": {"max_tokens": 150}})
@@ -189,10 +189,10 @@ def test_captions_are_read_as_the_run_beside_the_file_read_them(
     assert json.loads(recipe.read_text(encoding="utf-8"))["text"]["clip_tokens"] == 150
 
 
-def test_settings_of_the_model_are_of_the_run_beside_the_file(
+def test_model_settings_come_from_the_run_next_to_the_file(
     lora: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They stand over what the run had, and are no reason to look for another model."""
+    """They override those of the run, and are no reason to search for another model."""
     run = Config.model_validate({"model": {"path": str(base)}})
     write_json(lora.parent / "run.json", {"config": run.model_dump(mode="json")})
     drawn = ["sample", str(lora), "--prompt", "a ring", "--num-inference-steps", "1", "--size", "64x64"]
@@ -203,17 +203,17 @@ def test_settings_of_the_model_are_of_the_run_beside_the_file(
         assert "There is no VAE at" in capsys.readouterr().err
 
 
-def test_a_header_says_the_schedule_and_odd_numbers_in_it_are_passed_over() -> None:
-    said: list[str] = []
+def test_the_header_sets_the_schedule_and_invalid_numbers_are_ignored() -> None:
+    messages: list[str] = []
     header = {OWN_VERSION: "0", "ss_clip_skip": "99", "ss_zero_terminal_snr": "True"}
-    read = read_as_trained(Config(), None, header, said.append)
+    read = read_as_trained(Config(), None, header, messages.append)
     assert read.text_encoder == Config().text_encoder
     assert read.noise.zero_terminal_snr
-    assert "99" in said[0]
+    assert "99" in messages[0]
     assert not read_as_trained(Config(), None, {"ss_zero_terminal_snr": "True"}).noise.zero_terminal_snr
 
 
-def test_words_beside_a_file_are_judged_with_it(base: Path, tmp_path: Path) -> None:
+def test_learned_tokens_next_to_a_file_are_evaluated_with_it(base: Path, tmp_path: Path) -> None:
     unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
     weights = replace(random_lora(unet, size=0.05), embeddings={"<zobo>.string_to_param.*": torch.randn(2, 32) * 9})
     written = write_lora(tmp_path, "cat", weights, facts())

@@ -1,4 +1,4 @@
-"""Files whose layers are fused as the original fuses them: judged and drawn on the families that have such."""
+"""Files with fused layers as in the original, evaluated and sampled on their families."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDINGS = ("to_q", "proj_out", "SelfAttention.q", "wi_0", "wo")
 
 
 @pytest.mark.parametrize(("kind", "name", "guidance"), [("sd3", "sd3", 4.5), ("flux-schnell", "flux", None)])
-def test_fused_files_are_judged_and_drawn(
+def test_fused_files_are_evaluated_and_sampled(
     kind: str, name: str, guidance: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     family, base = FAMILIES[name], tmp_path / "base"
@@ -47,15 +47,15 @@ def test_fused_files_are_judged_and_drawn(
 
 
 @pytest.mark.parametrize(("kind", "name"), [("sd3", "sd3"), ("flux", "flux")])
-def test_what_t5_learned_is_drawn_and_judged_and_switched_off_with_the_rest(
+def test_a_lora_on_t5_is_sampled_evaluated_and_disabled_with_the_rest(
     kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """diffusers passes over T5 without a word, in its own form, too: what is read of the file is put on."""
+    """diffusers silently skips T5, even in its own format: we load it ourselves."""
     family, base = FAMILIES[name], tmp_path / "base"
     (t5,) = family.cached_texts
-    made = tiny_pipeline(tmp_path / "tokenizer", kind)
-    getattr(made, t5).bfloat16()  # as it is published
-    made.save_pretrained(base)
+    tiny = tiny_pipeline(tmp_path / "tokenizer", kind)
+    getattr(tiny, t5).bfloat16()  # as it is published
+    tiny.save_pretrained(base)
     pipeline = family.make_pipeline(base, torch.float32, CPU)
     bring_pipeline(pipeline, family, CPU, None, (64, 64))
     parts = components_of(pipeline, family)
@@ -71,7 +71,7 @@ def test_what_t5_learned_is_drawn_and_judged_and_switched_off_with_the_rest(
     )
     weights = read_lora(diffusers)
     assert read_lora(kohya).modules.keys() == weights.modules.keys() == modules.keys()
-    assert load_onto(family.make_pipeline(base, torch.float32, CPU), diffusers) == []  # and nothing said
+    assert load_onto(family.make_pipeline(base, torch.float32, CPU), diffusers) == []  # and nothing reported
     for file in (kohya, diffusers):
         fresh = family.make_pipeline(base, torch.float32, CPU)
         assert judged(fresh, family, file, read_lora(file)) == []
@@ -84,12 +84,12 @@ def test_what_t5_learned_is_drawn_and_judged_and_switched_off_with_the_rest(
         bring_pipeline(fresh, family, CPU, None, (64, 64))
         with without_lora(fresh):
             assert torch.equal(read_prompts(fresh, family, ["a ring"])["a ring"]["embeds"], before)
-        with_lora, told = read_prompts(fresh, family, ["a ring"])["a ring"]["embeds"], {}
+        with_lora, embeds = read_prompts(fresh, family, ["a ring"])["a ring"]["embeds"], {}
         for strength in (1.0, 0.5):
             with at_strength(fresh, strength):
-                told[strength] = read_prompts(fresh, family, ["a ring"])["a ring"]["embeds"]
-        assert torch.equal(told[1.0], with_lora)
-        for other in (before, told[0.5]):
+                embeds[strength] = read_prompts(fresh, family, ["a ring"])["a ring"]["embeds"]
+        assert torch.equal(embeds[1.0], with_lora)
+        for other in (before, embeds[0.5]):
             assert not torch.allclose(with_lora, other, atol=1e-3)
     assert main(
         ["validate", str(kohya), "--model", str(base), "--json", "--set", "text_encoder.max_sequence_length=16"]
@@ -97,7 +97,7 @@ def test_what_t5_learned_is_drawn_and_judged_and_switched_off_with_the_rest(
     assert json.loads(capsys.readouterr().out)["parts"]["integrity"] == 1.0
 
 
-def test_a_lora_on_t5_is_refused_by_a_base_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lora_on_t5_is_refused_by_a_base_model_without_t5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family, base = FAMILIES["sd3"], tmp_path / "base"
     tiny_pipeline(tmp_path / "tokenizer", "sd3-without-t5").save_pretrained(base)
     transformer = random_lora(family.load_denoiser(base, torch.float32, CPU), component="transformer")
@@ -109,10 +109,12 @@ def test_a_lora_on_t5_is_refused_by_a_base_without_it(tmp_path: Path, capsys: py
         facts(base_version="sd3"),
         names=names_of(family),
     )
-    asked = (str(kohya), "--model", str(base))
-    said = f"{len(t5.modules)} modules of the LoRA are on a text encoder that the base lacks (first: text_encoder_3."
-    assert main(["sample", *asked, "--prompt", "a ring"]) == 2
-    assert said in capsys.readouterr().err
-    assert main(["validate", *asked, "--json"]) == 4
+    arguments = (str(kohya), "--model", str(base))
+    expected = (
+        f"{len(t5.modules)} modules of the LoRA are on a text encoder that the base lacks (first: text_encoder_3."
+    )
+    assert main(["sample", *arguments, "--prompt", "a ring"]) == 2
+    assert expected in capsys.readouterr().err
+    assert main(["validate", *arguments, "--json"]) == 4
     findings = json.loads(capsys.readouterr().out)["findings"]
-    assert [said in finding["message"] for finding in findings] == [True]
+    assert [expected in finding["message"] for finding in findings] == [True]

@@ -1,4 +1,4 @@
-"""Norms and ranks of updates whose answers are known."""
+"""Norms and ranks of updates with known results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate on real files and a tiny base: what is broken, untrained or harmful does not pass."""
+"""The gate on real files and a tiny base model: broken, untrained and harmful files fail."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def codes(report: LoraReport) -> set[str]:
 
 
 def test_a_trained_lora_has_learned(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
-    told: list[tuple[int, int]] = []
-    report = check(trained, base, samples[4:], watch=lambda *share: told.append(share))
-    assert told == [(done + 1, len(told)) for done in range(len(told))]
+    progress: list[tuple[int, int]] = []
+    report = check(trained, base, samples[4:], watch=lambda *share: progress.append(share))
+    assert progress == [(done + 1, len(progress)) for done in range(len(progress))]
     assert report.parts["integrity"] == 1.0
     assert report.parts["learning"] == 1.0
     assert report.score > 0.3
@@ -97,15 +97,15 @@ def test_a_trained_lora_has_learned(trained: Path, base: Path, samples: list[Enc
     assert again.score == report.score
 
 
-def test_the_gate_measures_what_the_file_does(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
-    """The losses in the report are those of the untouched base and of the base with the file's updates added."""
+def test_the_gate_measures_the_effect_of_the_file(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
+    """The losses in the report are those of the base model without and with the file's updates."""
     report = check(trained, base, samples)
     unet = FAMILY.load_denoiser(base, torch.float32, CPU)
     process = FAMILY.make_process(base)
 
     def loss() -> float:
         losses = validation_losses(
-            lambda *given: FAMILY.predict(unet, *given), samples, process, seed=20_240_229, timesteps=21
+            lambda *args: FAMILY.predict(unet, *args), samples, process, seed=20_240_229, timesteps=21
         )
         return float(losses.mean())
 
@@ -116,7 +116,7 @@ def test_the_gate_measures_what_the_file_does(trained: Path, base: Path, samples
     assert learning["lora"] == pytest.approx(loss(), rel=1e-4)
 
 
-def test_without_validation_images_the_report_says_so(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
+def test_missing_validation_images_are_reported(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
     itself = check(trained, base, samples, unseen=False)
     assert "trained_images" in codes(itself)
     assert caveat(itself.numbers) == f"measured on {len(samples)} images that may have been trained on: says little"
@@ -163,7 +163,7 @@ UNLOADED = replace(
     ("name", "findings"),
     [("unet.down_blocks.{}.attentions.7.proj_in", 6), ("text_encoder.text_model.encoder.layers.{}.mlp.fc1", 6)],
 )
-def test_keys_of_another_base_are_refused_before_it_is_loaded(
+def test_keys_of_another_base_model_are_refused_before_it_is_loaded(
     name: str, findings: int, base: Path, tmp_path: Path
 ) -> None:
     pair = LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)
@@ -174,7 +174,7 @@ def test_keys_of_another_base_are_refused_before_it_is_loaded(
     assert len(report.findings) == findings
 
 
-def test_what_diffusers_refuses_to_load_is_a_finding(base: Path, tmp_path: Path) -> None:
+def test_a_file_that_diffusers_cannot_load_is_a_finding(base: Path, tmp_path: Path) -> None:
     """Its own form with `.alpha`, and a text encoder's part alone without any `out_proj`."""
     tensors = load_file(write_lora(tmp_path, "cat", random_lora(read_unet(base)), facts())[1])
     alphas = {f"{key.removesuffix('.lora_A.weight')}.alpha": torch.tensor(2.0) for key in tensors if "lora_A" in key}
@@ -212,32 +212,32 @@ def test_each_part_counts() -> None:
     assert score(float("nan"), LEARNED) == 0.0
 
 
-def test_rows_asked_in_parts_are_asked_the_same() -> None:
-    asked: list[int] = []
+def test_splitting_rows_does_not_change_the_result() -> None:
+    calls: list[int] = []
 
     def predict(noisy: torch.Tensor, t: torch.Tensor, cond: object, sizes: torch.Tensor) -> torch.Tensor:
-        asked.append(len(noisy))
+        calls.append(len(noisy))
         return noisy * t.view(-1, 1) + cond["x"] + sizes  # type: ignore[index]
 
     noisy, t, cond, sizes = torch.randn(5, 3), torch.arange(5), {"x": torch.randn(5, 3)}, torch.randn(5, 3)
     assert torch.equal(in_parts(predict, noisy, t, cond, sizes), predict(noisy, t, cond, sizes))
-    assert asked == [2, 2, 1, 5]
+    assert calls == [2, 2, 1, 5]
 
 
-def test_falling_is_even_in_the_logarithm() -> None:
+def test_the_score_falls_evenly_in_the_logarithm() -> None:
     assert [falling(value, 1.0, 100.0) for value in (0.5, 1.0, 10.0, 100.0, 1e6)] == pytest.approx([1, 1, 0.5, 0, 0])
 
 
-def test_the_gates_encoders_are_gone_before_the_pipeline_comes(trained: Path, base: Path) -> None:
-    held: list[weakref.ref[Encoders]] = []
+def test_encoders_of_the_gate_are_freed_before_the_pipeline_loads(trained: Path, base: Path) -> None:
+    encoders_alive: list[weakref.ref[Encoders]] = []
 
     def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> Encoders:
         encoders = FAMILY.load_encoders(folder, dtype, device)
-        held.append(weakref.ref(encoders))
+        encoders_alive.append(weakref.ref(encoders))
         return encoders
 
     def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> object:
-        assert [encoders() for encoders in held] == [None]
+        assert [encoders() for encoders in encoders_alive] == [None]
         return FAMILY.make_pipeline(folder, dtype, device)
 
     family = replace(FAMILY, load_encoders=load_encoders, make_pipeline=make_pipeline)
@@ -245,27 +245,27 @@ def test_the_gates_encoders_are_gone_before_the_pipeline_comes(trained: Path, ba
 
 
 @pytest.mark.parametrize(("device", "at_once"), [("cpu", 2), ("cuda", 1)])
-def test_a_gpu_draws_one_image_at_a_time(
+def test_a_gpu_generates_one_image_at_a_time(
     device: str, at_once: int, trained: Path, base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The pipeline itself stays on the CPU here."""
     monkeypatch.setattr(sample, "bring_pipeline", lambda *_: Placement(None, False, False, 0))
-    monkeypatch.setattr(sample, "read_prompts", lambda *given: read_prompts(*given[:3]))
+    monkeypatch.setattr(sample, "read_prompts", lambda *args: read_prompts(*args[:3]))
     drawn: list[int] = []
-    made: list[weakref.ref[DiffusionPipeline]] = []
+    pipelines: list[weakref.ref[DiffusionPipeline]] = []
 
     def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> DiffusionPipeline:
         pipeline = FAMILY.make_pipeline(folder, dtype, CPU)
-        pipeline.unet.register_forward_pre_hook(lambda _, given: drawn.append(len(given[0])))
-        made.append(weakref.ref(pipeline))
+        pipeline.unet.register_forward_pre_hook(lambda _, args: drawn.append(len(args[0])))
+        pipelines.append(weakref.ref(pipeline))
         return pipeline
 
     family, drawing = replace(FAMILY, make_pipeline=make_pipeline), Drawing(steps=2, guidance=3.0, size=(64, 64))
     rows = [Asked(prompt, seed) for prompt, seed in zip(PROMPTS, (1, 2), strict=True)]
     compare(family, base, trained, rows, drawing, Where(tmp_path, "grid"), device=torch.device(device))
     assert len(list(tmp_path.glob("*_without.png"))) == 2
-    assert set(drawn) == {2 * at_once}  # guidance asks twice
-    assert made[0]() is None
+    assert set(drawn) == {2 * at_once}  # guidance needs two forward passes
+    assert pipelines[0]() is None
 
 
 def pixels(path: Path) -> bytes:
@@ -286,7 +286,7 @@ def test_before_and_after(trained: Path, base: Path, tmp_path: Path) -> None:
     second = pixels(where.image(1, None))
     kept = Image.new("RGB", (64, 64), "red")
     kept.save(where.image(1, None))
-    again = Where(tmp_path, "c")  # whose untouched base is taken from the first
+    again = Where(tmp_path, "c")  # whose base images are taken from the first
     compare(FAMILY, base, trained, rows, drawing, again)
     assert [pixels(again.image(index, None)) for index in (0, 1)] == [whole, kept.tobytes()]
     alone = Where(tmp_path, "alone")

@@ -1,4 +1,4 @@
-"""Whatever stays on the GPU, the gate's numbers and the images are the same; and what is chosen fits."""
+"""The placement on the GPU changes no gate result and no image, and the chosen one fits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ KNOWN_AS = {"sd15": "sd_v1", "sdxl": "sdxl_base_v1-0"}
 
 @pytest.fixture(scope="module", params=["sd15", "sdxl"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
-    """A family, a base of it and a LoRA for that."""
+    """A family, a base model of it and a LoRA."""
     folder = tmp_path_factory.mktemp(request.param)
     tiny_pipeline(folder / "tokenizer", request.param).save_pretrained(folder / "base")
     denoiser = FAMILIES[request.param].load_denoiser(folder / "base", torch.float32, CPU)
@@ -53,12 +53,12 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def half(base: Path, family: str) -> int:
-    """Bytes for which half of the denoiser stays, where a visiting layer needs no room."""
+    """Bytes with which half of the denoiser stays, if swapped layers needed no room."""
     denoiser = FAMILIES[family].load_denoiser(base, torch.float32, CPU)
     return prediction_bytes(8 * 8, 4, phase_costs(family)) + bytes_of(denoiser) // 2
 
 
-def test_the_gate_says_the_same_wherever_the_denoiser_is(
+def test_the_gate_result_does_not_depend_on_the_denoisers_device(
     subject: tuple[str, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, base, lora = subject
@@ -77,52 +77,52 @@ def test_the_gate_says_the_same_wherever_the_denoiser_is(
         )
         for index in range(1)
     ]
-    said: list[str] = []
+    messages: list[str] = []
 
     def numbers(usable: int | None) -> dict[str, object]:
-        report = check_lora(lora, base, family, samples, prompts=("a ring",), usable=usable, progress=said.append)
+        report = check_lora(lora, base, family, samples, prompts=("a ring",), usable=usable, progress=messages.append)
         return dict(report.numbers)
 
     whole = numbers(None)
-    assert not any("layer by layer" in line for line in said)
+    assert not any("layer by layer" in line for line in messages)
     assert numbers(half(base, name) if name == "sd15" else 0) == whole
-    assert any("of the denoiser on the GPU and the rest layer by layer" in line for line in said)
+    assert any("of the denoiser on the GPU and the rest layer by layer" in line for line in messages)
 
 
-def test_the_gate_reads_prompts_layer_by_layer_where_the_encoders_do_not_fit(
+def test_the_gate_encodes_prompts_layer_by_layer_when_encoders_do_not_fit(
     subject: tuple[str, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, base, lora = subject
     monkeypatch.setattr(drift, "stratified_timesteps", lambda steps, of: stratified_timesteps(2, of))
 
-    def whole(*given: object) -> Encoders:
+    def whole(*args: object) -> Encoders:
         raise AssertionError("loaded whole")
 
     family, prompts = FAMILIES[name], ("a ring", "a cat", "a red ring")
     drifted = check_lora(lora, base, family, [], prompts=prompts).numbers["drift"]
     visiting = replace(family, load_encoders=whole)
     report = check_lora(lora, base, visiting, [], prompts=prompts, usable=1)
-    assert report.numbers["drift"] == pytest.approx(drifted, rel=1e-5)  # one at a time: to rounding
+    assert report.numbers["drift"] == pytest.approx(drifted, rel=1e-5)  # one at a time: up to rounding
 
 
-def test_images_are_the_same_wherever_the_parts_are(subject: tuple[str, Path, Path], tmp_path: Path) -> None:
+def test_images_do_not_depend_on_the_devices_of_the_parts(subject: tuple[str, Path, Path], tmp_path: Path) -> None:
     name, base, lora = subject
-    said: list[str] = []
+    messages: list[str] = []
 
     def drawn(usable: int | None) -> list[np.ndarray]:
         where, drawing = Where(tmp_path / str(usable), "grid"), Drawing(2, 3.0, (64, 64))
-        compare(FAMILIES[name], base, lora, [Asked("a ring", 1)], drawing, where, usable=usable, say=said.append)
+        compare(FAMILIES[name], base, lora, [Asked("a ring", 1)], drawing, where, usable=usable, say=messages.append)
         return [np.asarray(Image.open(where.image(0, strength)), dtype=int) for strength in (None, 1.0)]
 
     whole, swapped = drawn(None), drawn(0)
-    assert "encoders layer by layer" in said[0]
+    assert "encoders layer by layer" in messages[0]
     assert np.abs(whole[0] - whole[1]).max() > 0
     for one, other in zip(whole, swapped, strict=True):
         assert np.abs(one - other).max() <= 1
 
 
-def test_layers_stay_until_the_room_is_full() -> None:
-    """What does not stay is nowhere between two uses, and comes out the same."""
+def test_layers_stay_until_memory_is_full() -> None:
+    """Parts that do not stay are freed between two uses, and results are the same."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
     x = torch.randn(2, 8)
@@ -134,24 +134,24 @@ def test_layers_stay_until_the_room_is_full() -> None:
     assert module[2].weight.device.type == "meta"
 
 
-def test_out_of_memory_is_tried_again_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_retried_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "free_memory", lambda device: None)  # seconds, in a process with much in it
-    asked: list[int | None] = []
-    said: list[str] = []
+    calls: list[int | None] = []
+    messages: list[str] = []
 
     def attempt(usable: int | None) -> str:
-        asked.append(usable)
+        calls.append(usable)
         if usable is None or usable > 0:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return "done"
 
-    assert with_less(attempt, 100, CPU, said.append) == "done"
-    assert asked == [100, 50, 0]
-    assert len(said) == 2
-    asked.clear()
+    assert with_less(attempt, 100, CPU, messages.append) == "done"
+    assert calls == [100, 50, 0]
+    assert len(messages) == 2
+    calls.clear()
     with pytest.raises(torch.OutOfMemoryError, match="nothing left"):
-        with_less(lambda usable: attempt(1), None, CPU, said.append)
-    assert asked == [1, 1]
+        with_less(lambda usable: attempt(1), None, CPU, messages.append)
+    assert calls == [1, 1]
 
 
 @given(
@@ -160,8 +160,8 @@ def test_out_of_memory_is_tried_again_with_less(monkeypatch: pytest.MonkeyPatch)
     side=st.sampled_from([512, 768, 1024, 1536]),
     usable=st.integers(GIB, 24 * GIB),
 )
-def test_what_is_chosen_fits(family: str, denoiser: int, side: int, usable: int) -> None:
-    """Unless nothing of the denoiser is left to take off the GPU; and nothing is moved without need."""
+def test_the_chosen_placement_fits(family: str, denoiser: int, side: int, usable: int) -> None:
+    """Unless the denoiser has nothing left to move off the GPU. Nothing moves without need."""
     costs, places = phase_costs(family), (side // 8) ** 2
 
     def check(placed: Placement, whole: int) -> None:
@@ -181,8 +181,8 @@ def test_what_is_chosen_fits(family: str, denoiser: int, side: int, usable: int)
 
 
 @pytest.mark.parametrize(("side", "kept_gib"), [(768, 3.5), (1024, 2.9)])
-def test_sdxl_is_judged_and_drawn_on_the_smallest_gpu(side: int, kept_gib: float) -> None:
-    """6 GiB, of which 4.7 can be used: the published sizes, in bf16. Most of the denoiser stays, nothing is tiled."""
+def test_sdxl_is_evaluated_and_sampled_on_the_smallest_gpu(side: int, kept_gib: float) -> None:
+    """6 GiB with 4.7 usable: published sizes in bf16. Most of the denoiser stays, no tiling."""
     costs, usable = phase_costs("sdxl"), int(4.7 * GIB)
     encoders = 2 * (sum(costs.text_encoders) + costs.autoencoder)
     drawing = place_drawing(SDXL_DENOISER, encoders, (side // 8) ** 2, side * side, 2, 2, costs, usable)
@@ -193,12 +193,12 @@ def test_sdxl_is_judged_and_drawn_on_the_smallest_gpu(side: int, kept_gib: float
     gate = place_gate(SDXL_DENOISER, 128 * 128, 2, costs, usable)
     assert gate.resident is not None
     assert gate.resident > 4.0 * GIB
-    peak, said = caching_bytes(1, side * side, 4, costs, usable)
+    peak, messages = caching_bytes(1, side * side, 4, costs, usable)
     assert peak <= usable
-    assert said == "1 image at once"
+    assert messages == "1 image at once"
 
 
-def test_text_encoders_that_do_not_fit_visit_layer_by_layer() -> None:
+def test_text_encoders_that_do_not_fit_are_loaded_layer_by_layer() -> None:
     costs = phase_costs("flux")
     peaks = [caching_bytes(1, 1024**2, 4, costs, None if gib is None else gib * GIB) for gib in (4, 11, None)]
     assert peaks[0][0] < 4 * GIB

@@ -1,4 +1,4 @@
-"""`sample` through the command: the grid, its recipe, and what is refused before a base is loaded."""
+"""`sample` through the command: the grid, its recipe, and refusals before a base model is loaded."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_the_grid_has_every_prompt_seed_and_strength(grid: Path) -> None:
     columns = drawn(grid, f"{name}_without", f"{name}_with_0.5", f"{name}_with", f"{name}_with_-1")
     assert len(set(columns)) == 4
     recipe = json.loads((grid / "cat_before_after.json").read_text(encoding="utf-8"))
-    asked = [(each["prompt"], each["seed"]) for each in recipe["images"]]
-    assert asked == [("zobo in red", 5), ("zobo in red", 6), ("a blue square", 5), ("a blue square", 6)]
+    requested = [(each["prompt"], each["seed"]) for each in recipe["images"]]
+    assert requested == [("zobo in red", 5), ("zobo in red", 6), ("a blue square", 5), ("a blue square", 6)]
     assert (recipe["strengths"], recipe["negative"], recipe["size"]) == ([0.5, 1.0, -1.0], "green", [64, 48])
     assert set(recipe["model_sha256"]) == {"unet", "vae", "text_encoder"}
     with Image.open(grid / "cat_before_after.png") as sheet:
@@ -73,7 +73,7 @@ def test_the_grid_has_every_prompt_seed_and_strength(grid: Path) -> None:
         assert sheet.height > 4 * 150
 
 
-def test_a_image_says_how_it_was_drawn_and_names_no_folder(grid: Path, base: Path) -> None:
+def test_an_image_records_its_settings_and_names_no_folder(grid: Path, base: Path) -> None:
     with Image.open(grid / "cat_before_after_01_with_0.5.png") as image:
         text = image.text  # type: ignore[attr-defined]
     lines = text["parameters"].splitlines()
@@ -88,7 +88,7 @@ def test_a_image_says_how_it_was_drawn_and_names_no_folder(grid: Path, base: Pat
         assert "lora" not in image.text["parameters"].partition("\nSteps")[0]  # type: ignore[attr-defined]
 
 
-def test_a_recipe_draws_the_same_bits_again(
+def test_a_recipe_reproduces_the_image_exactly(
     grid: Path, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = grid / "cat_before_after.json"
@@ -105,7 +105,7 @@ def test_a_recipe_draws_the_same_bits_again(
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
         (("--prompt", "a", "--size", "70x64"), "The nearest: 64x64"),
         (("--prompt", "a", "--size", "big"), "--size big is not a size"),
@@ -120,35 +120,35 @@ def test_a_recipe_draws_the_same_bits_again(
         (("--recipe", "absent.json"), "cannot be read as a recipe"),
     ],
 )
-def test_wrong_wishes_are_wrong_usage(
-    flags: tuple[str, ...], said: str, base: Path, lora: Path, capsys: pytest.CaptureFixture[str]
+def test_wrong_settings_are_wrong_usage(
+    flags: tuple[str, ...], expected: str, base: Path, lora: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sample", str(lora), "--model", str(base), *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "expected"),
     [("/disk/sdxl/model", "sdxl/model"), ("/m", "m"), ("/disk/sdxl.safetensors", "sdxl.safetensors"), ("a/b", "a/b")],
 )
-def test_a_grid_names_its_base_in_short(model: str, said: str) -> None:
-    assert sample.short_path(model) == said
+def test_a_grid_shortens_the_name_of_its_base_model(model: str, expected: str) -> None:
+    assert sample.short_path(model) == expected
 
 
 @pytest.mark.parametrize("module", ["unet.mid_block.nowhere", "text_encoder.text_model.encoder.layers.0.mlp.fc1"])
-def test_a_lora_of_another_family_is_refused_before_the_base_is_loaded(
+def test_a_lora_of_another_family_is_refused_before_the_base_model_is_loaded(
     module: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample, "fresh_pipeline", lambda *_: pytest.fail("the base was loaded"))
     foreign = LoraWeights({module: LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)})
     path, _ = write_lora(tmp_path, "other", foreign, facts(base_version="sdxl_base_v1-0"))
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
-    said = capsys.readouterr().err
-    assert "another kind of model: sdxl; the base is of sd15" in said
-    assert "nowhere" not in said
+    output = capsys.readouterr().err
+    assert "another kind of model: sdxl; the base is of sd15" in output
+    assert "nowhere" not in output
 
 
-def test_a_lora_whose_header_names_another_family_is_refused_though_all_fits(
+def test_a_header_with_another_family_is_refused_even_if_all_keys_fit(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample, "fresh_pipeline", lambda *_: pytest.fail("the base was loaded"))
@@ -158,36 +158,34 @@ def test_a_lora_whose_header_names_another_family_is_refused_though_all_fits(
     assert "another kind of model: sdxl; the base is of sd15" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_told_in_short(
+def test_keys_that_do_not_fit_are_summarized(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)
     weights = LoraWeights({f"unet.down_blocks.{number}.attentions.7.proj_in": pair for number in range(8)})
     path, _ = write_lora(tmp_path, "other", weights, facts())
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
-    said = capsys.readouterr().err
-    assert "3 more keys do not fit" in said
-    assert said.count("another kind of model?") == 1
+    output = capsys.readouterr().err
+    assert "3 more keys do not fit" in output
+    assert output.count("another kind of model?") == 1
 
 
-def test_a_trigger_that_nothing_names_is_refused(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_trigger_word_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
     path, _ = write_lora(tmp_path, "plain", random_lora(unet), facts(trigger=None))
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a [trigger] cat"]) == 2
     assert "--set captions.trigger_word=WORD" in capsys.readouterr().err
 
 
-def test_what_is_drawn_stays_when_it_is_interrupted(
+def test_finished_images_are_kept_when_interrupted(
     base: Path, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     true = sample.save_image
 
-    def save_image(path: Path, *given: object) -> None:
+    def save_image(path: Path, *args: object) -> None:
         if path.name.endswith("_with.png"):
             raise Stopped(130)
-        true(path, *given)  # type: ignore[arg-type]
+        true(path, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sample, "save_image", save_image)
     flags = ("--prompt", "a ring", *QUICK, "--output", str(tmp_path))
@@ -209,7 +207,7 @@ def test_many_images_make_a_sheet_that_can_be_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "expected"),
     [
         ({"size": [63, 64]}, "The nearest: 64x64"),
         ({"steps": 0}, "steps"),
@@ -223,7 +221,7 @@ def test_many_images_make_a_sheet_that_can_be_opened(tmp_path: Path) -> None:
 )
 def test_a_recipe_that_cannot_be_followed_is_wrong_usage(
     wrong: dict[str, object],
-    said: str,
+    expected: str,
     grid: Path,
     lora: Path,
     tmp_path: Path,
@@ -234,10 +232,10 @@ def test_a_recipe_that_cannot_be_followed_is_wrong_usage(
     found = json.loads((grid / "cat_before_after.json").read_text(encoding="utf-8"))
     write_json(tmp_path / "wrong.json", found | wrong)
     assert main(["sample", str(lora), "--recipe", str(tmp_path / "wrong.json")]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
-def test_a_recipe_keeps_the_autoencoder_and_unfinished_images_stay(
+def test_a_recipe_keeps_the_vae_and_unfinished_images_stay(
     base: Path, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(5)
@@ -245,8 +243,8 @@ def test_a_recipe_keeps_the_autoencoder_and_unfinished_images_stay(
     kept = tmp_path / "out" / "cat_before_after_00_with.png"
     kept.parent.mkdir()
     kept.write_bytes(b"of a grid that was killed")
-    asked = ("--model", str(base), "--set", f"model.vae={tmp_path / 'vae'}", "--prompt", "a ring", *QUICK)
-    assert main(["sample", str(lora), *asked, "--output", str(tmp_path / "out")]) == 0
+    arguments = ("--model", str(base), "--set", f"model.vae={tmp_path / 'vae'}", "--prompt", "a ring", *QUICK)
+    assert main(["sample", str(lora), *arguments, "--output", str(tmp_path / "out")]) == 0
     recipe = tmp_path / "out" / "cat_before_after-2.json"
     assert main(["sample", str(lora), "--recipe", str(recipe), "--output", str(tmp_path / "again")]) == 0
     assert "changed since the recipe" not in capsys.readouterr().err
@@ -256,12 +254,12 @@ def test_a_recipe_keeps_the_autoencoder_and_unfinished_images_stay(
         assert str(tmp_path) not in json.dumps(image.text)  # type: ignore[attr-defined]
 
 
-def test_the_summary_names_the_programs_that_inspect_names(lora: Path) -> None:
+def test_the_summary_names_the_same_programs_as_inspect(lora: Path) -> None:
     assert readers(lora) == "ComfyUI, A1111, Forge"
     assert readers(lora.with_name("cat.diffusers.safetensors")) == "ComfyUI"
 
 
-def test_without_a_model_that_of_the_run_beside_the_file_is_taken(
+def test_the_model_defaults_to_that_of_the_run_next_to_the_file(
     base: Path, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cat.safetensors"
@@ -271,18 +269,18 @@ def test_without_a_model_that_of_the_run_beside_the_file_is_taken(
     assert f"base model: {base}" in capsys.readouterr().err
 
 
-def test_strength_zero_is_the_untouched_base_even_where_words_are_learned(base: Path, tmp_path: Path) -> None:
+def test_strength_zero_is_the_base_model_even_with_learned_tokens(base: Path, tmp_path: Path) -> None:
     unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
     weights = random_lora(unet, size=0.2)
     word = LoraWeights(weights.modules, embeddings={"<zobo>.string_to_param.*": torch.randn(2, 32)})
     path, _ = write_lora(tmp_path, "cat", word, facts())
-    asked = ("--prompt", "a <zobo>", "--strength", "1", "--strength", "0", *QUICK, "--output", str(tmp_path))
-    assert main(["sample", str(path), "--model", str(base), *asked]) == 0
+    arguments = ("--prompt", "a <zobo>", "--strength", "1", "--strength", "0", *QUICK, "--output", str(tmp_path))
+    assert main(["sample", str(path), "--model", str(base), *arguments]) == 0
     without, nothing, whole = drawn(tmp_path, *(f"before_after_00_{end}" for end in ("without", "with_0", "with")))
     assert without == nothing != whole
 
 
-def test_a_recipe_of_a_model_named_from_here_is_followed_from_elsewhere(
+def test_a_recipe_with_a_relative_model_path_works_from_another_folder(
     base: Path, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(base.parent)
@@ -293,7 +291,7 @@ def test_a_recipe_of_a_model_named_from_here_is_followed_from_elsewhere(
     assert drawn(tmp_path / "again", "again_00_with") == drawn(tmp_path, "before_after_00_with")
 
 
-def test_a_file_in_the_folders_place_is_found_before_the_base_is_loaded(
+def test_a_file_in_place_of_the_output_folder_is_refused_before_loading(
     base: Path, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample, "fresh_pipeline", lambda *_: pytest.fail("the base was loaded"))
@@ -303,7 +301,7 @@ def test_a_file_in_the_folders_place_is_found_before_the_base_is_loaded(
     assert "File exists" in capsys.readouterr().err
 
 
-def test_no_letter_of_a_sheet_is_clipped_or_an_empty_box(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_of_a_sheet_is_not_clipped_and_has_no_missing_glyphs(monkeypatch: pytest.MonkeyPatch) -> None:
     font = ImageFont.load_default(size=20)
     text = "word " + "x" * 300 + " last"
     lines = wrapped(text, font, 400)
@@ -316,7 +314,7 @@ def test_no_letter_of_a_sheet_is_clipped_or_an_empty_box(monkeypatch: pytest.Mon
     assert not lettering.lacking(shown, own)
 
 
-def test_very_many_strengths_go_below_each_other(tmp_path: Path) -> None:
+def test_many_strengths_wrap_to_several_rows(tmp_path: Path) -> None:
     path = tmp_path / "one.png"
     Image.new("RGB", (64, 64), "red").save(path)
     few, many = (
@@ -329,25 +327,25 @@ def test_very_many_strengths_go_below_each_other(tmp_path: Path) -> None:
     assert many.height > few.height + 4 * 256
 
 
-def test_a_model_named_with_signs_of_their_own_is_put_in_quotes(grid: Path) -> None:
+def test_a_model_name_with_special_characters_is_quoted(grid: Path) -> None:
     used = json.loads((grid / "cat_before_after.json").read_text(encoding="utf-8"))
     text = parameters({**used, "model": "mine, v1: best", "lora": 'c"at.safetensors'}, Asked("a", 1), 1.0)
     assert ', Model: "mine, v1: best", ' in text
     assert 'Lora hashes: "c\\"at: ' in text
 
 
-def test_guidance_below_one_hears_the_negative_prompt_too() -> None:
-    """Z-Image's pipeline is guided above 0, the others above 1; those pass over what they do not need."""
-    asked: list[dict[str, torch.Tensor]] = []
+def test_a_guidance_scale_below_one_uses_the_negative_prompt() -> None:
+    """Z-Image's pipeline uses guidance above 0, the others above 1."""
+    calls: list[dict[str, torch.Tensor]] = []
 
     class Pipeline:
         config: dict[str, object] = {}  # noqa: RUF012  as diffusers has it
 
-        def __call__(self, **given: torch.Tensor) -> SimpleNamespace:
-            asked.append(given)
+        def __call__(self, **kwargs: torch.Tensor) -> SimpleNamespace:
+            calls.append(kwargs)
             return SimpleNamespace(images=[])
 
     read = {name: {"embeds": torch.full((1, 3, 4), value)} for name, value in (("a", 1.0), ("b", 2.0))}
     drawing = Drawing(steps=1, guidance=0.5, size=(64, 64), negative="b")
     list(sample.draw(Pipeline(), FAMILIES["sd15"], read, [Asked("a", 0)], drawing))
-    assert torch.equal(asked[0]["negative_prompt_embeds"], read["b"]["embeds"])
+    assert torch.equal(calls[0]["negative_prompt_embeds"], read["b"]["embeds"])

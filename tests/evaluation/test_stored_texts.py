@@ -1,4 +1,4 @@
-"""Text encoders that no LoRA is on stay mapped as they are stored; what they say is the same to the bit."""
+"""Text encoders without a LoRA stay memory mapped as stored, with bit-identical embeddings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIB = 2**30
 
 @pytest.fixture(scope="module", params=["sd3", "flux", "z_image"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base of a family that is stored in 16 bits, in a folder of the family's name."""
+    """A base model of a family stored in 16 bits, in a folder with the family's name."""
     folder = tmp_path_factory.mktemp("stored")
     tiny_pipeline(folder / "tokens", request.param).to(torch.bfloat16).save_pretrained(folder / request.param)
     return folder / str(request.param)
@@ -31,13 +31,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def visited(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is widened layer by layer, by its class: everything on a CPU."""
+    """The classes that are dequantized layer by layer. All run on a CPU."""
     names: list[str] = []
     true = encoders.visit
 
-    def noted(module: torch.nn.Module, *given: object) -> None:
+    def noted(module: torch.nn.Module, *args: object) -> None:
         names.append(type(module).__name__)
-        true(module, *given)  # type: ignore[arg-type]
+        true(module, *args)  # type: ignore[arg-type]
 
     for place in ("lora_trainer.models.encoders.visit", "lora_trainer.evaluation.placing.visit"):
         monkeypatch.setattr(place, noted)
@@ -52,7 +52,7 @@ def whole(model: Path, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
 
 
 def drawn_with(model: Path, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
-    """What a pipeline that draws reads of each prompt, after its encoders were brought there."""
+    """The embeddings of each prompt in a sampling pipeline, after its encoders were moved."""
     family = FAMILIES[model.name]
     pipeline = fresh_pipeline(family, model, dtype, CPU)
     (stored,) = stored_texts(pipeline, family)
@@ -71,16 +71,16 @@ def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_small_ones_are_widened_where_images_are_drawn(model: Path, dtype: torch.dtype) -> None:
+def test_small_encoders_are_dequantized_for_sampling(model: Path, dtype: torch.dtype) -> None:
     assert same(drawn_with(model, dtype), whole(model, dtype))
 
 
-def test_large_ones_are_widened_layer_by_layer_where_images_are_drawn(model: Path, visited: list[str]) -> None:
+def test_large_encoders_are_dequantized_layer_by_layer_for_sampling(model: Path, visited: list[str]) -> None:
     assert same(drawn_with(model, torch.float32), whole(model, torch.float32))
     assert visited == ["Qwen3Model" if model.name == "z_image" else "T5EncoderModel"]
 
 
-def test_large_ones_are_widened_layer_by_layer_where_captions_are_read(model: Path, visited: list[str]) -> None:
+def test_large_encoders_are_dequantized_layer_by_layer_for_captions(model: Path, visited: list[str]) -> None:
     family = FAMILIES[model.name]
     read = text_reader(family, family.describe(model), torch.float32, CPU, None)
     assert same([read([prompt]) for prompt in PROMPTS], whole(model, torch.float32))
@@ -88,7 +88,7 @@ def test_large_ones_are_widened_layer_by_layer_where_captions_are_read(model: Pa
 
 
 @pytest.mark.parametrize(("family", "in_turn"), [("sd15", False), ("sdxl", False), ("sd3", True), ("flux", True)])
-def test_a_cpu_holds_no_t5_whole(family: str, in_turn: bool) -> None:
+def test_t5_is_never_whole_in_host_memory(family: str, in_turn: bool) -> None:
     costs = phase_costs(family)
     found, together = captions_on_a_cpu(4, costs)
     assert found == in_turn

@@ -1,4 +1,4 @@
-"""Validation loss asks the same questions each time; the comparison knows what it can know."""
+"""Validation loss uses the same forward passes each time; the comparison is paired."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_predicting_nothing_costs_the_noise_and_micro_batches_change_nothing() -
     assert not torch.equal(losses, validation_losses(zero, samples(3), PROCESS, seed=2, timesteps=8))
 
 
-def test_a_samples_loss_does_not_depend_on_its_company() -> None:
+def test_the_loss_of_a_sample_does_not_depend_on_its_batch() -> None:
     together = validation_losses(zero, samples(3), PROCESS, seed=1)
     assert torch.equal(validation_losses(zero, samples(3)[2:], PROCESS, seed=1)[0], together[2])
 
@@ -66,7 +66,7 @@ def test_improvement_is_a_paired_comparison() -> None:
     assert luck.low < 0 < luck.high
 
 
-def test_few_samples_are_said_to_be_few() -> None:
+def test_few_samples_are_reported() -> None:
     base = torch.rand(2, 32, generator=torch.Generator().manual_seed(0)) + 0.1
     few = improvement(base, base * 0.9)
     assert not few.over_samples
@@ -85,12 +85,12 @@ def test_drift_is_the_relative_change_of_the_prediction(prediction: str) -> None
     assert [visit.t for visit in visits] == [900, 700, 500, 300, 100]
     assert all(visit.latents.isfinite().all() for visit in visits)
     assert drift(base, visits, cond, sizes) == 0.0
-    assert drift(lambda *given: 1.1 * base(*given), visits, cond, sizes) == pytest.approx(0.1, abs=1e-5)
+    assert drift(lambda *args: 1.1 * base(*args), visits, cond, sizes) == pytest.approx(0.1, abs=1e-5)
 
 
 @pytest.mark.parametrize("process", [PROCESS, usual_process("v_prediction"), usual_process("flow")])
-def test_the_way_to_a_known_image_ends_there(process: Process) -> None:
-    """With a perfect predictor for one image, DDIM arrives at it, and Euler along a flow."""
+def test_sampling_towards_a_known_image_ends_at_it(process: Process) -> None:
+    """With a perfect predictor for one image, DDIM ends at it, and so does Euler for a flow."""
     image = torch.linspace(-1, 1, 4 * 4 * 4).view(1, 4, 4, 4)
 
     def oracle(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""For which family a file is, where its names alone do not say it, and what `inspect` says of the programs that read it."""
+"""The family of a file with ambiguous keys, and the programs that read it according to `inspect`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def attention(width: int, blocks: int, *more: str) -> LoraWeights:
         (1536, 24, ("img_mod.1",), None),
     ],
 )
-def test_names_that_families_share_are_told_apart_by_shapes(
+def test_keys_that_families_share_are_distinguished_by_shapes(
     width: int, blocks: int, more: tuple[str, ...], family: str | None, tmp_path: Path
 ) -> None:
     path = saved(tmp_path / "theirs.safetensors", diffusers_tensors(attention(width, blocks, *more)))
@@ -55,7 +55,7 @@ def test_names_that_families_share_are_told_apart_by_shapes(
 
 
 @pytest.mark.slow
-def test_the_double_blocks_of_flux_alone_are_known_by_their_shapes(tmp_path: Path) -> None:
+def test_flux_double_blocks_alone_are_recognized_by_their_shapes(tmp_path: Path) -> None:
     path = saved(tmp_path / "theirs.safetensors", diffusers_tensors(attention(3072, 19)))
     assert read_lora(path).family == "flux"
 
@@ -65,7 +65,7 @@ def client(path: Path, name: str) -> Client:
 
 
 def loaded(path: Path, weights: LoraWeights, folder: Path, kind: str = "sd15") -> list[float]:
-    """How far what diffusers applies lies from each module's update, as a share of it."""
+    """The relative error of the update that diffusers applies, per module."""
     pipeline = tiny_pipeline(folder, kind)
     pipeline.load_lora_weights(str(path.parent), weight_name=path.name)
     gaps = []
@@ -93,7 +93,7 @@ def mixed(weights: LoraWeights, alphas: tuple[float, float]) -> LoraWeights:
 
 
 @pytest.mark.parametrize("alphas", [(4.0, 2.0), (4.0, 4.0), (2.6, 2.6)])
-def test_diffusers_reads_kohyas_form_of_ranks_that_differ(alphas: tuple[float, float], tmp_path: Path) -> None:
+def test_diffusers_reads_kohya_files_with_different_ranks(alphas: tuple[float, float], tmp_path: Path) -> None:
     weights = mixed(unet_lora(tmp_path), alphas)
     path = saved(tmp_path / "a.safetensors", kohya_tensors(weights)[0], HEADER)
     assert max(loaded(path, weights, tmp_path)) < 1e-5
@@ -101,7 +101,7 @@ def test_diffusers_reads_kohyas_form_of_ranks_that_differ(alphas: tuple[float, f
 
 
 @pytest.mark.filterwarnings("ignore:The following alpha_pattern keys")
-def test_alphas_that_differ_change_the_strength_in_diffusers(tmp_path: Path) -> None:
+def test_different_alphas_change_the_strength_in_diffusers(tmp_path: Path) -> None:
     weights = mixed(unet_lora(tmp_path), (4.0, 3.0))
     path = saved(tmp_path / "a.safetensors", kohya_tensors(weights)[0], HEADER)
     assert max(loaded(path, weights, tmp_path)) > 0.1
@@ -119,7 +119,7 @@ def test_alphas_of_components_may_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sd15", "sd3"])
-def test_diffusers_refuses_alpha_keys_in_its_own_form(kind: str, tmp_path: Path) -> None:
+def test_diffusers_refuses_alpha_keys_in_its_own_format(kind: str, tmp_path: Path) -> None:
     pipeline = tiny_pipeline(tmp_path, kind)
     component = FAMILIES[kind].denoiser_prefix
     part = random_lora(getattr(pipeline, component), rank=4, alpha=4.0, endings=("attn1.to_q", "attn.to_q"))
@@ -132,22 +132,22 @@ def test_diffusers_refuses_alpha_keys_in_its_own_form(kind: str, tmp_path: Path)
     assert client(path, "diffusers").reads == "not"
 
 
-def test_a_unets_file_of_unknown_size_is_a_unets_file(tmp_path: Path) -> None:
+def test_a_unet_file_of_unknown_size_is_recognized(tmp_path: Path) -> None:
     weights = LoraWeights({f"unet.{SELF_ATTENTION}": LoraPair(torch.randn(4, 320), torch.randn(320, 4), 4.0)})
     path = saved(tmp_path / "a.safetensors", kohya_tensors(weights)[0])
     assert read_lora(path).family is None
-    told = {each.name: each.reads for each in clients(inspect_lora(path))}
-    assert told == {"diffusers": "whole", "ComfyUI": "whole", "A1111, Forge": "whole", "sd-scripts": "whole"}
+    readers = {each.name: each.reads for each in clients(inspect_lora(path))}
+    assert readers == {"diffusers": "whole", "ComfyUI": "whole", "A1111, Forge": "whole", "sd-scripts": "whole"}
 
 
-def test_a_files_of_no_known_family_has_unknown_readers(tmp_path: Path) -> None:
+def test_a_file_of_an_unknown_family_has_unknown_readers(tmp_path: Path) -> None:
     name = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
     tensors = {f"{name}.lora_down.weight": torch.randn(4, 768), f"{name}.lora_up.weight": torch.randn(3072, 4)}
     assert client(saved(tmp_path / "a.safetensors", tensors), "diffusers").reads == "unknown"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_says_who_reads_its_files(family: str) -> None:
+def test_every_family_lists_the_programs_that_read_its_files(family: str) -> None:
     assert FAMILIES[family].lora_readers
     assert {each.partition(": ")[0] for each in FAMILIES[family].lora_readers} <= {"diffusers", "ComfyUI", "sd-scripts"}
     assert names_of(FAMILIES[family]).prefixes
@@ -157,7 +157,7 @@ DOUBLE, ORIGINAL = "transformer_blocks.0.attn.to_out.0", "double_blocks.0.img_at
 
 
 @pytest.mark.parametrize(
-    ("name", "halves", "style", "told"),
+    ("name", "halves", "style", "expected"),
     [
         (f"lora_unet_{ORIGINAL}", "lora_", "kohya", "whole whole whole"),
         (f"lora_unet_{DOUBLE}", "lora_", "kohya, diffusers' names", "not not not"),
@@ -178,8 +178,8 @@ DOUBLE, ORIGINAL = "transformer_blocks.0.attn.to_out.0", "double_blocks.0.img_at
         ("lora_unet_final_layer_linear", "lora_", "kohya", "in_part whole in_part"),
     ],
 )
-def test_what_each_program_makes_of_each_style(name: str, halves: str, style: str, told: str, tmp_path: Path) -> None:
-    """As diffusers 0.42.1, ComfyUI 0.33.0 and sd-scripts were seen to, with files of FLUX.1."""
+def test_how_each_program_reads_each_style(name: str, halves: str, style: str, expected: str, tmp_path: Path) -> None:
+    """As observed with diffusers 0.42.1, ComfyUI 0.33.0 and sd-scripts, with FLUX.1 files."""
     key = name.replace(".", "_") if name.startswith(("lora_", "lycoris_")) else name
     down, up = {"A": ("lora_A", "lora_B")}.get(halves, (f"{halves}down", f"{halves}up"))
     tensors = {f"{key}.{down}.weight": torch.randn(4, 8), f"{key}.{up}.weight": torch.randn(8, 4)}
@@ -187,4 +187,4 @@ def test_what_each_program_makes_of_each_style(name: str, halves: str, style: st
     found = inspect_lora(path)
     reads = {each.name: each.reads.replace(" ", "_") for each in clients(found)}
     assert (found.style, found.weights.family) == (style, "flux")
-    assert " ".join(reads[name] for name in ("diffusers", "ComfyUI", "sd-scripts")) == told
+    assert " ".join(reads[name] for name in ("diffusers", "ComfyUI", "sd-scripts")) == expected

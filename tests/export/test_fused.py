@@ -1,4 +1,4 @@
-"""Parts of a fused layer are joined and taken apart without a bit's difference; a pair trained on the whole is split."""
+"""Parts of a fused layer are joined and split bit-exactly, also for a pair trained on the whole layer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_parts_come_back_bit_for_bit(shares: tuple[int, ...], data: st.DataObjec
 
 @given(SHARES, st.integers(1, 4))
 @settings(deadline=None, max_examples=20)
-def test_a_pair_of_the_whole_layer_shares_its_down(shares: tuple[int, ...], rank: int) -> None:
+def test_a_lora_of_the_fused_layer_shares_its_down_matrix(shares: tuple[int, ...], rank: int) -> None:
     rules = layer(shares)
     whole = pair(rank, 3 * sum(shares), 1, alpha=0.3)
     parts = split(whole, rules)
@@ -67,7 +67,7 @@ def test_a_pair_of_the_whole_layer_shares_its_down(shares: tuple[int, ...], rank
     assert again.alpha == whole.alpha
 
 
-def test_scales_that_differ_are_brought_to_one() -> None:
+def test_different_scales_are_unified() -> None:
     rules = layer((1, 1, 1))
     parts = {0: pair(2, 3, 0, 2.0), 1: pair(2, 3, 1, 6.0), 2: pair(2, 3, 2, 2.0)}
     back = split(join(parts, rules), rules)
@@ -75,7 +75,7 @@ def test_scales_that_differ_are_brought_to_one() -> None:
         assert torch.allclose(back[part].delta(), each.delta(), rtol=2e-3, atol=2e-3)
 
 
-def test_scales_that_differ_behind_one_down_are_brought_to_one() -> None:
+def test_different_scales_that_share_a_down_are_unified() -> None:
     rules = layer((1, 1, 1))
     whole = split(pair(4, 9, 3), rules)
     parts = {
@@ -87,7 +87,7 @@ def test_scales_that_differ_behind_one_down_are_brought_to_one() -> None:
         assert torch.allclose(back[part].delta(), each.delta(), rtol=2e-3, atol=2e-3)
 
 
-def test_rows_that_cannot_be_divided_are_refused() -> None:
+def test_rows_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot be divided"):
         split(pair(2, 8, 0), layer((1, 1, 1)))
     with pytest.raises(ValueError, match="shares"):
@@ -135,7 +135,7 @@ MODULATIONS = {  # module -> the original's name, rows, and whether diffusers' c
 
 
 @pytest.mark.parametrize("family", MODULATIONS)
-def test_modulations_stand_as_diffusers_takes_them_from_checkpoints(family: str, tmp_path: Path) -> None:
+def test_modulations_are_ordered_as_in_diffusers(family: str, tmp_path: Path) -> None:
     table = MODULATIONS[family]
     pairs = {f"transformer.{name}": pair(2, rows, at) for at, (name, (_, rows, _)) in enumerate(table.items())}
     pairs = {name: LoraPair(torch.randn(2, 8), each.up, 2.0) for name, each in pairs.items()}

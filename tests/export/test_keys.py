@@ -1,4 +1,4 @@
-"""Module names, diffusers keys and kohya keys lead to each other."""
+"""Module names, diffusers keys and kohya keys convert to each other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATHS = st.one_of(
 
 
 def modules_of(name: str) -> tuple[str, ...]:
-    """The modules that a kohya name stands for."""
+    """The modules of a kohya name."""
     found = resolve([name], [])[0].get(name)
     return found.modules if found else ()
 
@@ -41,7 +41,7 @@ def test_round_trip(family: str, module: str) -> None:
     assert modules_of(kohya_name(module, prefixes)) == (module,)
 
 
-def test_the_name_that_other_programs_expect() -> None:
+def test_keys_are_those_that_other_programs_expect() -> None:
     module = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
     assert kohya_name(module) == "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
     text = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
@@ -56,15 +56,15 @@ def test_the_size_embedding_has_the_name_that_every_program_knows() -> None:
         assert modules_of(f"lora_unet_add_embedding_{layer}") == (module,)  # as others may write it
 
 
-def test_prefixes_that_begin_alike_are_told_apart() -> None:
-    """One text encoder is `lora_te`; of two, kohya numbers both."""
+def test_prefixes_with_a_common_start_are_distinguished() -> None:
+    """A single text encoder is `lora_te`; kohya numbers two of them."""
     assert modules_of("lora_te_text_model_final") == ("text_encoder.text_model.final",)
     assert modules_of("lora_te1_text_model_final") == ("text_encoder.text_model.final",)
     assert modules_of("lora_te2_text_model_final") == ("text_encoder_2.text_model.final",)
     assert modules_of("lora_other_x") == ()
 
 
-def test_a_name_that_would_not_come_back_is_not_written() -> None:
+def test_a_key_that_cannot_be_read_back_is_not_written() -> None:
     pair = LoraPair(torch.zeros(1, 2), torch.zeros(2, 1), 1.0)
     with pytest.raises(ValueError, match=r"no unambiguous kohya name for unet\.some_new\.layer"):
         kohya_pairs(LoraWeights({"unet.mid_block.attentions.0.proj_in": pair, "unet.some_new.layer": pair}))

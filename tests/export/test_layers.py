@@ -1,4 +1,4 @@
-"""Each layer's change, recomputed from the raw tensors of both files, is the trained network's; so are the names."""
+"""The change of each layer, recomputed from the raw tensors of both files, equals that of the trained network."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def assert_same_changes(expected: dict[str, Tensor], kohya: Path, diffusers: Pat
 
 @pytest.mark.parametrize("family", UNETS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float16, 1e-4)])
-def test_both_files_hold_the_change_of_every_layer(family, dtype, tolerance, tmp_path):
+def test_both_formats_hold_the_change_of_every_layer(family, dtype, tolerance, tmp_path):
     unet, alphas = trained_unet(family)
     weights = weights_from_peft(unet.state_dict(), "unet", alphas)
     kohya, diffusers = write_lora(tmp_path, "cat", weights, facts(), dtype=dtype)
@@ -117,7 +117,7 @@ def test_both_files_hold_the_change_of_every_layer(family, dtype, tolerance, tmp
 
 @pytest.mark.parametrize("family", UNETS)
 def test_diffusers_takes_every_module_that_can_be_trained(family, tmp_path):
-    """Both forms, with a LoRA on each linear layer and convolution of the U-Net."""
+    """Both formats, with a LoRA on each linear layer and convolution of the U-Net."""
     pipeline = tiny_pipeline(tmp_path / "made", family)
     weights = random_lora(pipeline.unet, endings=("",), size=0.02)
     paths = write_lora(tmp_path, "cat", weights, facts(), names=names_of(FAMILIES[family]))
@@ -132,12 +132,12 @@ def test_diffusers_takes_every_module_that_can_be_trained(family, tmp_path):
 
 def test_a_run_writes_what_it_trained(tmp_path):
     """Through the command: linears and convolutions, alpha ≠ rank, against the last checkpoint merged by peft."""
-    made = Bench(save_tiny_model(tmp_path), draw_images(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
+    bench = Bench(save_tiny_model(tmp_path), draw_images(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
     patterns = '["*.attentions.*", "*.resnets.*"]'
-    assert made.run("cat", lora__alpha=ALPHA, lora__target_modules=patterns, lora__use_rslora="true") == 0
-    folder = made.folder("cat")
+    assert bench.run("cat", lora__alpha=ALPHA, lora__target_modules=patterns, lora__use_rslora="true") == 0
+    folder = bench.folder("cat")
     masters = load_file(folder / "checkpoints" / "step-000006" / "adapter.safetensors")
-    unet = UNet2DConditionModel.from_pretrained(made.model / "unet")
+    unet = UNet2DConditionModel.from_pretrained(bench.model / "unet")
     names = sorted({key.split(".lora_")[0] for key in masters})
     inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names, use_rslora=True), unet)
     own = dict(unet.named_parameters())

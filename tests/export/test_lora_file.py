@@ -1,4 +1,4 @@
-"""Both files load in diffusers with the right scale; files that would load wrongly are refused."""
+"""Both formats load in diffusers with the right scale; files that would load wrongly are refused."""
 
 from __future__ import annotations
 
@@ -98,14 +98,16 @@ def test_mixed_ranks_keep_their_scales_in_diffusers(pipeline: StableDiffusionPip
     # Not the kohya file: diffusers 0.42 misnames the modules of its alphas where they differ.
     kohya, path = write_lora(tmp_path, "mixed", mixed, facts(), dtype=torch.float32)
     for file in (kohya, path):
-        told = read_lora(file).metadata
-        assert (told["ss_network_dim"], told["ss_network_alpha"]) == ("6", "6.0"), "as most modules have it"
+        header = read_lora(file).metadata
+        assert (header["ss_network_dim"], header["ss_network_alpha"]) == ("6", "6.0"), "as most modules have it"
     pipeline.load_lora_weights(tmp_path, weight_name=path.name)
     assert torch.allclose(predict(pipeline), expected, atol=2e-4)
     pipeline.unload_lora_weights()
 
 
-def test_both_files_hold_the_same_fp16_tensors_and_read_back(pipeline: StableDiffusionPipeline, tmp_path: Path) -> None:
+def test_both_formats_hold_the_same_fp16_tensors_and_read_back(
+    pipeline: StableDiffusionPipeline, tmp_path: Path
+) -> None:
     weights = random_lora(pipeline.unet, rank=4, alpha=2.6)
     kohya_path, diffusers_path = write_lora(tmp_path, "cat", weights, facts())
     kohya, diffusers = read_lora(kohya_path), read_lora(diffusers_path)
@@ -154,7 +156,7 @@ def test_peft_names_are_read_and_text_model_is_put_back() -> None:
         weights_from_peft({"mid.to_q.lora_A.weight": down}, "unet")
 
 
-def test_values_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
+def test_nonfinite_values_are_not_written(tmp_path: Path) -> None:
     bad = LoraWeights({"unet.mid_block.x": LoraPair(torch.full((2, 3), float("nan")), torch.ones(4, 2), 2.0)})
     huge = LoraWeights({"unet.mid_block.x": LoraPair(torch.ones(2, 3), torch.full((4, 2), 1e6), 2.0)})
     for weights in (bad, huge):
@@ -180,8 +182,8 @@ def test_header_golden(tmp_path: Path) -> None:
     assert adapter["unet.target_modules"] == ["mid_block.attentions.0.proj_in"]
 
 
-def test_the_header_of_a_flow_tells_its_times_and_what_text_encoders_learned() -> None:
-    told = facts(
+def test_the_header_of_a_flow_model_has_its_timesteps_and_trained_text_encoders() -> None:
+    training_facts = facts(
         base_version="sd3",
         architecture="stable-diffusion-3-5-medium/lora",
         prediction="flow",
@@ -191,8 +193,8 @@ def test_the_header_of_a_flow_tells_its_times_and_what_text_encoders_learned() -
         max_tokens=150,
     )
     pair = LoraPair(torch.ones(8, 3), torch.ones(4, 8), 8.0)
-    words = header(told, LoraWeights({"text_encoder.text_model.encoder.layers.0.mlp.fc1": pair}))
-    assert "modelspec.prediction_type" not in words  # a flow has none
+    words = header(training_facts, LoraWeights({"text_encoder.text_model.encoder.layers.0.mlp.fc1": pair}))
+    assert "modelspec.prediction_type" not in words  # a flow model has none
     assert words["ss_weighting_scheme"] == "logit_normal"
     assert words["ss_discrete_flow_shift"] == "3.0"
     assert words["ss_timestep_sampling"] == "sigma"
@@ -204,7 +206,7 @@ def test_the_header_of_a_flow_tells_its_times_and_what_text_encoders_learned() -
     assert (by_size["ss_timestep_sampling"], by_size["ss_weighting_scheme"]) == ("flux_shift", "none")
 
 
-def test_check_keys_names_what_does_not_fit(pipeline: StableDiffusionPipeline) -> None:
+def test_check_keys_names_mismatched_keys(pipeline: StableDiffusionPipeline) -> None:
     weights = random_lora(pipeline.unet)
     shapes = shapes_of({"unet": pipeline.unet})
     assert check_keys(weights, shapes) == []
@@ -217,7 +219,7 @@ def test_check_keys_names_what_does_not_fit(pipeline: StableDiffusionPipeline) -
     assert "unet.nowhere.to_q" in messages[1]
 
 
-def test_what_does_not_fit_the_model_is_not_written(pipeline: StableDiffusionPipeline, tmp_path: Path) -> None:
+def test_a_lora_that_does_not_fit_the_model_is_not_written(pipeline: StableDiffusionPipeline, tmp_path: Path) -> None:
     shapes = shapes_of({"unet": pipeline.unet})
     stray = LoraWeights({"unet.mid_block.nowhere": LoraPair(torch.ones(2, 3), torch.ones(4, 2), 2.0)})
     with pytest.raises(TrainingFailed, match=r"unet\.mid_block\.nowhere"):
@@ -259,7 +261,7 @@ def test_bad_contents_are_refused(shapes: dict[str, tuple[int, ...]], message: s
     assert all(problem.fix for problem in caught.value.problems)
 
 
-def test_problems_come_all_at_once(tmp_path: Path) -> None:
+def test_problems_are_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
     save_file(tensors({f"{NAME}.lora_down.weight": (4, 8), "something.else": (1,)}), path)
     with pytest.raises(UsageError) as caught:
@@ -296,7 +298,7 @@ def test_damaged_files_are_refused(name: str, make: Callable[[Path], object], me
         read_lora(tmp_path / name)
 
 
-def test_a_cut_off_file_is_told_by_the_size_of_files(tmp_path: Path) -> None:
+def test_a_truncated_file_is_recognized_by_its_size(tmp_path: Path) -> None:
     path = tmp_path / "cut.safetensors"
     save_file(tensors(GOOD), path)
     whole = path.stat().st_size
@@ -305,7 +307,7 @@ def test_a_cut_off_file_is_told_by_the_size_of_files(tmp_path: Path) -> None:
         read_lora(path)
 
 
-def test_inspect_says_that_what_is_no_lora_was_cut_off(tmp_path: Path) -> None:
+def test_inspect_reports_truncation_of_other_files(tmp_path: Path) -> None:
     path = tmp_path / "half.safetensors"
     save_file(tensors({"down_blocks.0.weight": (8, 8)}), path)
     path.write_bytes(path.read_bytes()[:-40])

@@ -1,4 +1,4 @@
-"""LoRA files as other programs write them are read to the same updates, and converted there and back exactly."""
+"""LoRA files of other programs give the same updates, and round trips through convert are exact."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def random_pair(rank: int, seed: int, *, outs: int = WIDTH, ins: int = WIDTH, al
 
 
 def kohya_keys(name: str, pair: LoraPair, alpha: Tensor | None = None) -> Tensors:
-    told = torch.tensor(pair.alpha) if alpha is None else alpha
-    return {f"{name}.lora_down.weight": pair.down, f"{name}.lora_up.weight": pair.up, f"{name}.alpha": told}
+    stored_alpha = torch.tensor(pair.alpha) if alpha is None else alpha
+    return {f"{name}.lora_down.weight": pair.down, f"{name}.lora_up.weight": pair.up, f"{name}.alpha": stored_alpha}
 
 
 def peft_keys(name: str, pair: LoraPair, middle: str = "") -> Tensors:
@@ -143,7 +143,7 @@ def test_one_module_of_each_program(
     assert relative_difference(expected, read[module]) < 1e-7
 
 
-def test_pefts_own_config_beside_the_file_tells_alpha(tmp_path: Path) -> None:
+def test_alpha_is_read_from_pefts_config_next_to_the_file(tmp_path: Path) -> None:
     path = tmp_path / "adapter_model.safetensors"
     save_file(peft_keys(f"base_model.model.{UNET}.attn1.to_q", ONE), path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8, "use_rslora": True}))
@@ -153,8 +153,8 @@ def test_pefts_own_config_beside_the_file_tells_alpha(tmp_path: Path) -> None:
         read_lora(path)
 
 
-def test_of_several_patterns_the_first_counts(tmp_path: Path) -> None:
-    """As peft takes them, in their order; a key may be the end of a name or match it."""
+def test_the_first_of_several_patterns_counts(tmp_path: Path) -> None:
+    """As in PEFT, in order: a key is the end of a name or a pattern for it."""
     modules = [f"{UNET}.attn1.to_q", f"{UNET}.attn2.to_q", f"{UNET}.attn1.to_k"]
     patterns = {r"attn\d\.to_q": 8, "attn1.to_q": 2, "to_k": 16}
     expected = [patterns[get_pattern_key(list(patterns), name)] for name in modules]
@@ -185,7 +185,7 @@ TRANSFORMERS = [name for name, family in FAMILIES.items() if family.layout and f
 
 
 def transformer_lora(family: str, *, dtype: torch.dtype = torch.float16) -> LoraWeights:
-    """A pair on each module that the family's layout names, of mixed ranks and scales."""
+    """A pair for each module in the family's layout, with mixed ranks and scales."""
     modules = {}
     for number, rule in enumerate(FAMILIES[family].layout):
         if len(rule.shares) == 1 and not rule.ours.endswith(LINEAR):
@@ -203,7 +203,7 @@ def transformer_lora(family: str, *, dtype: torch.dtype = torch.float16) -> Lora
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", TRANSFORMERS)
-def test_both_files_of_a_run_hold_the_same_updates(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_both_formats_of_a_run_hold_the_same_updates(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     weights = transformer_lora(family, dtype=torch.float32)
     kohya, diffusers = write_lora(tmp_path, "cat", weights, facts(), dtype=dtype, names=names_of(FAMILIES[family]))
     names = load_file(kohya)
@@ -236,7 +236,7 @@ def test_convert_there_and_back_gives_the_same_file(family: str, tmp_path: Path)
     "style", ["diffusion_model.{}", "lora_transformer_{}", "transformer.{}", "base_model.model.{}"]
 )
 def test_names_of_transformers(family: str, style: str, tmp_path: Path) -> None:
-    """A pair trained on a whole fused layer, in the original's names, is shared; diffusers' names stay as they are."""
+    """A pair trained on a fused layer, with original names, is shared; diffusers' names are kept."""
     module = next(rule.ours.format(3) for rule in FAMILIES[family].layout if rule.part == 1)
     found = rule_of(FAMILIES[family].layout, module)
     assert found is not None
@@ -263,7 +263,7 @@ def test_names_of_transformers(family: str, style: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("style", ["lora_transformer_{}", "lora_unet_{}", "lycoris_{}", "diffusion_model.{}", "{}"])
 @pytest.mark.parametrize("family", TRANSFORMERS)
 def test_every_module_by_diffusers_names(family: str, style: str, tmp_path: Path) -> None:
-    """Also those outside of the blocks, whose names may have no dot, and those with underscores of their own."""
+    """Also modules outside of the blocks, without dots in their names, or with underscores."""
     modules = [rule.ours.format(1) for rule in FAMILIES[family].layout]
     pairs = {name: random_pair(2, seed, alpha=1.0) for seed, name in enumerate(modules)}
     dots = "." in style or style == "{}"
@@ -332,7 +332,7 @@ def test_a_scale_that_is_no_power_of_two_stays_exact(tmp_path: Path) -> None:
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_learned_words_come_along(tmp_path: Path) -> None:
+def test_learned_tokens_are_converted_too(tmp_path: Path) -> None:
     source, there, back = (tmp_path / f"{name}.safetensors" for name in ("words", "there", "back"))
     words = {"bundle_emb.<zobo>.clip_l": torch.randn(2, 8), "bundle_emb.<zobo>.clip_g": torch.randn(2, 12)}
     save_file(kohya_keys("lora_te2_text_model_encoder_layers_0_mlp_fc2", ONE) | words, source)
@@ -345,8 +345,8 @@ def test_learned_words_come_along(tmp_path: Path) -> None:
     assert all(torch.equal(again[key], tensor) for key, tensor in words.items())
 
 
-def test_a_word_of_any_text_encoder_comes_along(tmp_path: Path) -> None:
-    """OneTrainer's names: T5's, and what is added behind an encoder."""
+def test_learned_tokens_of_any_text_encoder_are_converted(tmp_path: Path) -> None:
+    """OneTrainer's names: T5, and suffixes of an encoder."""
     source, there, back = (tmp_path / f"{name}.safetensors" for name in ("words", "there", "back"))
     words = {f"bundle_emb.zobo.{slot}": torch.randn(2, 8) for slot in ("clip_l", "t5", "clip_l_out", "t5_out")}
     save_file(kohya_keys("lora_te1_text_model_encoder_layers_0_mlp_fc2", ONE) | words, source)

@@ -1,4 +1,4 @@
-"""Files of tensors with a digest: any program reads them, and what differs is noticed."""
+"""Tensor files with a digest: any program reads them, and changes are detected."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ layouts = st.dictionaries(st.text(min_size=1, max_size=6), st.tuples(st.sampled_
 
 
 def tensors_of(layout: dict[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tensor]:
-    made = {}
+    tensors = {}
     for name, (dtype, shape) in layout.items():
-        made[name] = torch.randint(0, 2, shape).to(dtype)
-    return made
+        tensors[name] = torch.randint(0, 2, shape).to(dtype)
+    return tensors
 
 
 @given(layouts)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_written_is_read_here_and_by_the_library(tmp_path: Path, layout):
+def test_written_files_are_read_here_and_by_safetensors(tmp_path: Path, layout):
     if "__metadata__" in layout:
         return
     tensors, path = tensors_of(layout), tmp_path / "x.safetensors"
@@ -39,7 +39,7 @@ def test_what_is_written_is_read_here_and_by_the_library(tmp_path: Path, layout)
             assert torch.equal(read[name].float(), tensor.float())
 
 
-def test_values_that_are_not_finite_and_views_keep_their_bytes(tmp_path):
+def test_nonfinite_values_and_views_keep_their_bytes(tmp_path):
     odd = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
     square = torch.arange(6.0).view(2, 3).T
     write_sealed(tmp_path / "x", {"odd": odd, "square": square}, "x")
@@ -48,21 +48,21 @@ def test_values_that_are_not_finite_and_views_keep_their_bytes(tmp_path):
     assert torch.equal(read["square"], square)
 
 
-def test_another_label_or_digest_is_noticed(tmp_path):
+def test_another_label_or_digest_is_detected(tmp_path):
     digest = write_sealed(tmp_path / "x", {"a": torch.ones(2)}, "x")
     for label, wanted in (("y", digest), ("y", None), ("x", "0" * 64)):
         with pytest.raises(DamagedFile, match=r"differs|another file"):
             read_sealed(tmp_path / "x", label, wanted)
 
 
-def test_a_file_without_a_digest_is_read_only_where_none_is_asked_for(tmp_path):
+def test_a_file_without_a_digest_is_read_only_when_none_is_required(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "x")
     assert torch.equal(read_sealed(tmp_path / "x", "x")["a"], torch.ones(2))
     with pytest.raises(DamagedFile):
         read_sealed(tmp_path / "x", "x", "0" * 64)
 
 
-def test_a_header_that_promises_more_than_there_is_takes_no_memory(tmp_path):
+def test_a_header_larger_than_its_file_allocates_no_memory(tmp_path):
     (tmp_path / "x").write_bytes((2**62).to_bytes(8, "little") + b"{}")
     with pytest.raises(DamagedFile, match="no sound length"):
         read_sealed(tmp_path / "x", "x")

@@ -1,4 +1,4 @@
-"""LoRA files with text encoders, in both forms, as diffusers loads them."""
+"""LoRA files with text encoders, in both formats, as diffusers loads them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TEXT_ENDINGS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_text_encoders_load_with_ranks_and_alphas_of_their_own(family: str, mixed: bool, tmp_path: Path) -> None:
-    """diffusers 0.42 takes one alpha for the whole U-Net of a kohya file, also where ranks differ within it."""
+def test_text_encoders_load_with_their_own_ranks_and_alphas(family: str, mixed: bool, tmp_path: Path) -> None:
+    """diffusers 0.42 uses one alpha for the whole U-Net of a kohya file, even with different ranks."""
     pipeline = tiny_pipeline(tmp_path / "tokenizer", family)
     texts = [name for name in ("text_encoder", "text_encoder_2") if hasattr(pipeline, name)]
     parts = {name: getattr(pipeline, name) for name in ("unet", *texts)}
@@ -62,7 +62,7 @@ def test_text_encoders_load_with_ranks_and_alphas_of_their_own(family: str, mixe
         ({}, None, "text_encoder_3"),
     ],
 )
-def test_of_a_file_with_t5_alone_the_header_tells_which_it_is(
+def test_the_header_identifies_a_file_with_only_t5(
     header: dict[str, str], family: str | None, component: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "t5.safetensors"
@@ -73,8 +73,8 @@ def test_of_a_file_with_t5_alone_the_header_tells_which_it_is(
 
 
 @pytest.mark.parametrize(("family", "component"), [("sd3", "text_encoder_3"), ("flux", "text_encoder_2")])
-def test_what_t5_learned_goes_there_and_back(family: str, component: str, tmp_path: Path) -> None:
-    """diffusers passes over it, which is said; the numbers of the pipeline's part are kept for those who load it."""
+def test_a_lora_on_t5_survives_a_round_trip(family: str, component: str, tmp_path: Path) -> None:
+    """diffusers skips it, which is reported. Its tensors are kept for programs that load it."""
     source, there, back = (tmp_path / f"{name}.safetensors" for name in ("source", "there", "back"))
     original = {"sd3": "joint_blocks_0_x_block_attn_proj", "flux": "double_blocks_0_img_attn_proj"}[family]
     t5 = kohya_keys("lora_te3_encoder_block_0_layer_0_SelfAttention_q", ONE)

@@ -1,4 +1,4 @@
-"""A file that is converted and converted back holds the tensors and alphas that it had."""
+"""A file that is converted and converted back has the same tensors and alphas."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def modules_of(family: str) -> list[str]:
 
 @st.composite
 def loras(draw: st.DrawFn, family: str) -> LoraWeights:
-    """Random pairs of mixed ranks; the parts of a fused layer have scales that a power of two lies between."""
+    """Random pairs of mixed ranks; the scales of the parts of a fused layer differ by a power of two."""
     dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
     usual, stable = draw(SCALES), draw(st.booleans())
     chosen = draw(st.lists(st.sampled_from(modules_of(family)), min_size=1, unique=True))
@@ -85,20 +85,20 @@ def there_and_back(first: Path, form: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
 @settings(deadline=None, max_examples=12)
-def test_a_form_comes_back(family: str, form: str, data: st.DataObject) -> None:
+def test_a_format_round_trip_keeps_the_file(family: str, form: str, data: st.DataObject) -> None:
     weights = data.draw(loras(family))
     if form == "kohya":
-        tensors, told = kohya_tensors(weights, names_of(FAMILIES[family]), as_they_are=True)
+        tensors, header_data = kohya_tensors(weights, names_of(FAMILIES[family]), as_they_are=True)
     else:
-        tensors, told = diffusers_tensors(weights), {ADAPTER_METADATA_KEY: adapter_metadata(weights)}
+        tensors, header_data = diffusers_tensors(weights), {ADAPTER_METADATA_KEY: adapter_metadata(weights)}
     with tempfile.TemporaryDirectory() as folder:
         first = Path(folder) / "first.safetensors"
-        save_file(tensors, first, metadata=HEADERS[family] | told)
+        save_file(tensors, first, metadata=HEADERS[family] | header_data)
         there_and_back(first, form)
 
 
-def test_one_text_encoders_number_comes_back(tmp_path: Path) -> None:
-    """A file of the first of several text encoders alone, without a header, is not one of the only text encoder."""
+def test_the_number_of_a_text_encoder_survives_a_round_trip(tmp_path: Path) -> None:
+    """A headerless file for the first of several text encoders is not one for a single text encoder."""
     name = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
     first = tmp_path / "first.safetensors"
     tensors = {f"{name}.lora_down.weight": torch.randn(4, 6), f"{name}.lora_up.weight": torch.randn(8, 4)}
@@ -109,17 +109,17 @@ def test_one_text_encoders_number_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "width", "told"),
+    ("module", "width", "header_data"),
     [
         (UNET[1], 768, {"ss_v2": "False", "ss_base_model_version": "sd_v1"}),
-        (UNET[1], 1024, {"ss_v2": "True"}),  # 512 or 768 is not told
+        (UNET[1], 1024, {"ss_v2": "True"}),  # 512 or 768 is not stored
         (UNET[1], 2048, {"ss_v2": "False", "ss_base_model_version": "sdxl_base_v1-0"}),
         ("transformer.single_transformer_blocks.1.attn.to_q", 64, {"ss_v2": "False", "ss_base_model_version": "flux1"}),
         ("transformer.transformer_blocks.1.attn2.to_q", 64, {"ss_v2": "False", "ss_base_model_version": "sd3"}),
     ],
 )
-def test_a_header_is_made_of_what_names_and_shapes_tell(
-    module: str, width: int, told: dict[str, str], tmp_path: Path
+def test_a_header_is_rebuilt_from_keys_and_shapes(
+    module: str, width: int, header_data: dict[str, str], tmp_path: Path
 ) -> None:
     first, target = tmp_path / "first.safetensors", tmp_path / "target.safetensors"
     save_file(diffusers_tensors(LoraWeights({module: LoraPair(torch.randn(4, width), torch.randn(8, 4), 4.0)})), first)
@@ -127,7 +127,7 @@ def test_a_header_is_made_of_what_names_and_shapes_tell(
     with safe_open(target, framework="pt") as opened:
         header = opened.metadata()
     named = ("ss_v2", "ss_base_model_version")
-    assert {key: header[key] for key in named if key in header} == told
+    assert {key: header[key] for key in named if key in header} == header_data
     assert ("modelspec.architecture" in header) == (
-        told.get("ss_base_model_version", "") in {"sd_v1", "sdxl_base_v1-0"}
+        header_data.get("ss_base_model_version", "") in {"sd_v1", "sdxl_base_v1-0"}
     )

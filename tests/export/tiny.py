@@ -56,7 +56,7 @@ UNETS: dict[str, dict[str, Any]] = {
     },
 }
 T5_WIDTH, POOLED = 64, 16
-# Kinds of the families with a transformer: what they have besides the family's plain form.
+# Flavors of the families with a transformer: their differences from the plain one.
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "sd3": {},
     "sd3-without-t5": {},
@@ -99,7 +99,7 @@ def tiny_pipeline(folder: Path, family: str = "sd15") -> DiffusionPipeline:
 
 
 def tiny_flow_pipeline(tokenizer: CLIPTokenizer, kind: str) -> DiffusionPipeline:
-    """SD3 and FLUX.1 in miniature, of the kinds of `TRANSFORMERS`."""
+    """Tiny SD3 and FLUX.1, of the flavors in `TRANSFORMERS`."""
     parts: dict[str, Any] = {
         "vae": tiny_vae(16, use_quant_conv=False, use_post_quant_conv=False, scaling_factor=0.5, shift_factor=0.1),
         "transformer": tiny_transformer(kind),
@@ -162,7 +162,7 @@ def tiny_qwen() -> Qwen3Model:
 
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
-    """One of bytes, with the chat's own tokens and a chat."""
+    """A byte tokenizer with chat tokens and a chat template."""
     letters = {letter: place for place, letter in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Qwen2Tokenizer(vocab=letters, merges=[], model_max_length=1024)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -171,7 +171,7 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
 
 
 def t5_tokenizer() -> T5TokenizerFast:
-    """One of letters and a few words, with T5's own tokens at its own places."""
+    """A tokenizer of letters and a few words, with T5's special tokens at its ids."""
     words = [(f"▁{word}", -6.0) for word in "a ring on background picture red green blue".split()]
     letters = [(chr(code), -8.0) for code in range(33, 127)]
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *words, *letters]

@@ -1,4 +1,4 @@
-"""The ground of all fault tests of one worker, and where their rows go."""
+"""The shared environment of fault tests in one worker, and the rows of their table."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
     """A process to fork from, with a model, images and full caches."""
     if reason := unavailable():
         pytest.skip(reason)
-    made = Ground(tmp_path_factory.mktemp("faults"))
-    yield made
-    made.close()
+    new_ground = Ground(tmp_path_factory.mktemp("faults"))
+    yield new_ground
+    new_ground.close()
 
 
 @pytest.fixture(scope="session")
@@ -40,9 +40,9 @@ def expected_uncached(ground: Ground) -> Expected:
 
 @pytest.fixture
 def tell() -> Callable[[Row], None]:
-    """Write a row of the table, then fail where anything of it is wrong."""
+    """Write a row of the table, then fail if anything in it is wrong."""
 
-    def told(row: Row) -> None:
+    def report(row: Row) -> None:
         if folder := os.environ.get(RESULTS):
             path = Path(folder) / f"{uuid.uuid4().hex}.json"
             path.write_text(json.dumps(asdict(row)), encoding="utf-8")
@@ -50,4 +50,4 @@ def tell() -> Callable[[Row], None]:
         shown = "\n".join(row.problems[:40])
         assert not row.problems, f"{len(row.problems)} problems in {row.tries} tries, {row.same} good\n{shown}"
 
-    return told
+    return report

@@ -1,4 +1,4 @@
-"""The disk below a folder, counted and made to fail: `disk.c` compiled, and its numbers read and set."""
+"""Counts disk operations below a folder and makes one fail, through the compiled `disk.c`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ PATH, NAMES, NAME = 320, 8192, 96  # as in disk.c
 
 
 class Mode(IntEnum):
-    """What happens at the k-th operation."""
+    """The fault at the k-th operation."""
 
     COUNT = 0
     FAIL = 1  # an error of the disk (EIO), once
     FULL = 2  # half of a write is done, then the disk is full (ENOSPC) for good
-    SHORT = 3  # half of a write is done, which the system may do at any time; nothing else
+    SHORT = 3  # a short write, which the system may do at any time
     KILL = 4  # SIGKILL before it
     TORN = 5  # SIGKILL after half of it
-    CUT = 6  # SIGKILL before it, and what was not flushed is gone, as when the power fails
+    CUT = 6  # SIGKILL before it, and unflushed data is lost, as in a power failure
     SIGNAL = 7  # a signal before it, which does not kill by itself
-    LOCKED = 8  # from it on the disk takes no change any more (EROFS)
+    LOCKED = 8  # from it on the disk is read-only (EROFS)
 
 
 class Page(ctypes.Structure):
@@ -72,14 +72,24 @@ def compiler() -> str | None:
 
 
 def compiled() -> Path:
-    """The shared library, made once for each content of its source."""
+    """The shared library, built once per version of its source."""
     name = f"faults-disk-{os.getuid()}-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
     library = Path(tempfile.gettempdir()) / name
     if not library.exists():
-        made = library.with_suffix(f".{os.getpid()}")
-        command = [compiler() or "cc", "-O1", "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-ldl", "-lpthread"]
+        temporary = library.with_suffix(f".{os.getpid()}")
+        command = [
+            compiler() or "cc",
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-o",
+            str(temporary),
+            str(SOURCE),
+            "-ldl",
+            "-lpthread",
+        ]
         subprocess.run(command, check=True)
-        os.replace(made, library)
+        os.replace(temporary, library)
     return library
 
 

@@ -1,4 +1,4 @@
-"""Where the tries of the fault suite happen: model, images, caches, the undisturbed run, and one try after another."""
+"""The environment of the fault suite: model, images, caches, the undisturbed run, and each try."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ class Ended:
     signal: int | None
     late: bool
     fired: bool
-    happened: bool  # the trouble that was asked for came
+    happened: bool  # the requested fault happened
     steps: int
     count: int
     last: str
     operations: tuple[str, ...]
     seconds: float
-    said: str
+    output: str
 
 
 @dataclass
 class Ground:
-    """One warmed process and what its children work on. `close` it at the end."""
+    """One warmed process and the data of its children. `close` it at the end."""
 
     folder: Path
     settings: dict[str, object] = field(default_factory=dict)
@@ -116,8 +116,8 @@ class Ground:
 
     def arguments(self, place: Path, *extra: str, command: str = "train", **settings: object) -> list[str]:
         bench = Bench(self.model, self.data, place / "runs", place / "cache")
-        given = {name.replace(".", "__"): value for name, value in (SHORT | self.settings).items()}
-        return bench.arguments("first", *extra, command=command, steps=STEPS, **(given | settings))
+        values = {name.replace(".", "__"): value for name, value in (SHORT | self.settings).items()}
+        return bench.arguments("first", *extra, command=command, steps=STEPS, **(values | settings))
 
     def new_place(self, *, cached: bool = True) -> Path:
         """A folder for a try, with caches that are full or empty."""
@@ -133,8 +133,8 @@ class Ground:
             shutil.copytree(self.folder / "cache", place / "cache", ignore=shutil.ignore_patterns("users"))
         shutil.copytree(self.folder / "user", place / "user")
 
-    def said_at(self, place: Path) -> Path:
-        """Where what is said of a place goes: not onto the disk that is disturbed."""
+    def output_of(self, place: Path) -> Path:
+        """The output file of a place: not on the disk under test."""
         return self.folder / f"said-{hashlib.sha256(str(place).encode()).hexdigest()[:12]}.txt"
 
     def run(
@@ -154,10 +154,10 @@ class Ground:
     ) -> Ended:
         """Run the command in a forked child; the operation numbered `at` fails as `mode` says.
 
-        It is killed after so many `seconds`, or `delay` seconds after a `phase` began. A `brief` one neither asks the
-        gate again nor draws images at its end.
+        It is killed after `seconds`, or `delay` seconds after a `phase` began. A `brief` one skips the gate and the
+        images at its end.
         """
-        out = self.said_at(place)
+        out = self.output_of(place)
         start = out.stat().st_size if out.exists() else 0
         answer = self.ask(
             {
@@ -175,8 +175,8 @@ class Ground:
                 "brief": brief,
             }
         )
-        said = out.read_text("utf-8", errors="replace")[start:]
-        return Ended(**answer | {"operations": tuple(answer["operations"])}, said=said)
+        output = out.read_text("utf-8", errors="replace")[start:]
+        return Ended(**answer | {"operations": tuple(answer["operations"])}, output=output)
 
     def close(self) -> None:
         assert self._process.stdin is not None

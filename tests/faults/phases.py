@@ -1,4 +1,4 @@
-"""What a run is at, by the last file that it touched."""
+"""The phase of a run, by the last file that it touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints and caches that are torn, cut off or changed by one bit: found, and done without."""
+"""Checkpoints and caches that are torn, truncated or changed by one bit are detected and skipped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cut_off(path: Path, share: float) -> None:
 
 
 def zeroed(path: Path, share: float) -> None:
-    """As long as it was, but from there on nothing: what some file systems leave after a power cut."""
+    """The same length, but zeros from there on, as some file systems leave after a power failure."""
     data = path.read_bytes()
     kept = int(len(data) * share)
     path.write_bytes(data[:kept] + bytes(len(data) - kept))
@@ -51,10 +51,10 @@ HURTS: dict[str, Callable[[Path, float], None]] = {
 
 @pytest.fixture(scope="session")
 def killed(ground: Ground, expected: Expected) -> Path:
-    """A run with two checkpoints that was killed before its last record: there is something to go on from."""
+    """A run with two checkpoints, killed before its last record: it can resume."""
     place = ground.new_place()
     ended = ground.run(place, trouble=["die_before_release"])
-    assert ended.signal == 9, ended.said
+    assert ended.signal == 9, ended.output
     assert len(list_checkpoints(run_folder(place) / "checkpoints")) == 2
     return place
 
@@ -67,7 +67,7 @@ def copied(ground: Ground, place: Path) -> Path:
 
 
 def hurts(path: Path, hurt: str) -> Iterator[float]:
-    """The places at which a file is hurt; nothing where it stays as it is."""
+    """The positions at which a file is damaged; empty if it stays unchanged."""
     before = path.read_bytes()
     for share in PLACES:
         HURTS[hurt](path, share)
@@ -77,13 +77,13 @@ def hurts(path: Path, hurt: str) -> Iterator[float]:
 
 
 def judged(place: Path, ended: Ended, expected: Expected, most: int, word: str | None) -> tuple[int, list[str]]:
-    """Steps trained again, and what is wrong with how a hurt run went on."""
+    """The steps trained again, and the problems of a damaged run after it resumed."""
     if ended.exit != 0:
         return 0, [f"ended with {ended.exit or ended.signal}: {last_line(ended)}"]
     problems = differences(run_folder(place), expected)
     if ended.steps > most:
         problems.append(f"{ended.steps} steps were trained again")
-    if word is not None and word not in ended.said:
+    if word is not None and word not in ended.output:
         problems.append(f"did not say {word!r}")
     return ended.steps, problems
 
@@ -93,7 +93,7 @@ def judged(place: Path, ended: Ended, expected: Expected, most: int, word: str |
 def test_a_damaged_newest_checkpoint(
     hurt: str, ground: Ground, killed: Path, expected: Expected, tell: Callable[[Row], None]
 ) -> None:
-    """Each of its files, at several places: the older one is taken, and the end is the same."""
+    """Each of its files, at several positions: the older checkpoint is used, and the result is the same."""
     row = Row(f"the newest checkpoint: {hurt}", "each file")
     newest = list_checkpoints(run_folder(killed) / "checkpoints")[0]
     for file in sorted(path for path in newest.iterdir() if path.is_file()):
@@ -109,7 +109,7 @@ def test_a_damaged_newest_checkpoint(
 
 @pytest.mark.slow
 def test_all_checkpoints_damaged(ground: Ground, killed: Path, expected: Expected, tell: Callable[[Row], None]) -> None:
-    """Nothing to go on from: refused, and trained from the start once they are deleted."""
+    """Nothing to resume from: refused, and trained from the start once they are deleted."""
     row = Row("all checkpoints: cut off", "each file")
     place = copied(ground, killed)
     for checkpoint in list_checkpoints(run_folder(place) / "checkpoints"):
@@ -127,7 +127,7 @@ def test_all_checkpoints_damaged(ground: Ground, killed: Path, expected: Expecte
 @pytest.mark.slow
 @pytest.mark.parametrize("hurt", HURTS)
 def test_damaged_caches(hurt: str, ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
-    """Each file of the caches and of what is remembered of images: built again, and the end is the same."""
+    """Each file of the caches and of the image cache: built again, and the result is the same."""
     row = Row(f"caches: {hurt}", "each file")
     whole = ground.new_place()
     files = [path for folder in ("cache", "user") for path in sorted((whole / folder).rglob("*")) if path.is_file()]
@@ -136,9 +136,9 @@ def test_damaged_caches(hurt: str, ground: Ground, expected: Expected, tell: Cal
             place = copied(ground, whole)
             ended = ground.run(place, brief=True)
             _, differ = judged(place, ended, expected, STEPS, None)
-            # An image encoded again alone and not among those of its batch has other last bits: said, and near.
-            told = ended.exit == 0 and " rebuilt (" in ended.said
-            problems = nearly(run_folder(place), expected) if told else differ
+            # An image encoded again outside of its batch differs in the last bits: reported, and close.
+            is_reported = ended.exit == 0 and " rebuilt (" in ended.output
+            problems = nearly(run_folder(place), expected) if is_reported else differ
             row.add(Tried(f"{file.relative_to(whole)} at {share:.1%}", 0, problems, not differ))
             shutil.rmtree(place)
     row.notes = "" if row.same == row.tries else "else told and to rounding: encoded again outside of its batch"
@@ -148,7 +148,7 @@ def test_damaged_caches(hurt: str, ground: Ground, expected: Expected, tell: Cal
 def test_one_bit_of_the_newest_checkpoint(
     ground: Ground, killed: Path, expected: Expected, tell: Callable[[Row], None]
 ) -> None:
-    """The quick sample of the above."""
+    """A quick sample of the above."""
     row = Row("the newest checkpoint: one bit flipped", "its optimizer")
     place = copied(ground, killed)
     newest = list_checkpoints(run_folder(place) / "checkpoints")[0]

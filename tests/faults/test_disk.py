@@ -26,13 +26,13 @@ TAKES_ROOM, WRITES = ("write", "open", "mkdir"), ("write",)
 KINDS = {Mode.FULL: TAKES_ROOM, Mode.SHORT: WRITES, Mode.TORN: WRITES}
 CODES = {Mode.SIGNAL: (0, 143), Mode.SHORT: (0,)}
 IN_CACHES = (Mode.FAIL, Mode.FULL, Mode.KILL, Mode.TORN, Mode.CUT)
-STRIDE = int(os.environ.get("FAULT_STRIDE", "1"))  # every operation, or every so many: said in the table
+STRIDE = int(os.environ.get("FAULT_STRIDE", "1"))  # every operation, or every n-th, as shown in the table
 SAMPLE = 2  # tries of each fault, in the quick suite
 QUICK = (Mode.FAIL, Mode.FULL, Mode.SHORT, Mode.KILL, Mode.TORN, Mode.CUT)
 
 
 def places(expected: Expected, mode: Mode) -> list[int]:
-    """The operations at which this fault can happen, and one behind the last."""
+    """The operations at which this fault can happen, and one after the last."""
     kinds = KINDS.get(mode)
     chosen = [at for at, name in enumerate(expected.operations) if kinds is None or name.split(" ")[0] in kinds]
     return [*chosen, len(expected.operations)]
@@ -59,7 +59,7 @@ def test_every_operation_of_a_run(mode: Mode, ground: Ground, expected: Expected
 def test_every_operation_on_the_caches(
     mode: Mode, ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]
 ) -> None:
-    """Of a run that fills them, those operations alone: the others stand above."""
+    """Only the cache operations of a run that fills them: the others are above."""
     chosen = [at for at in places(expected_uncached, mode)[:-1] if not in_run(expected_uncached.operations[at])]
     tell(try_all(ground, expected_uncached, mode, chosen[::STRIDE], cached=False))
 
@@ -70,7 +70,7 @@ def in_run(operation: str) -> bool:
 
 @pytest.mark.parametrize("mode", QUICK, ids=lambda mode: mode.name.lower())
 def test_some_operations_of_a_run(mode: Mode, ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
-    """A sample of the above, spread over the run, each fault at other places."""
+    """A sample of the above, spread over the run, each fault at other operations."""
     every = places(expected, mode)
     first = QUICK.index(mode) * len(every) // (len(QUICK) * SAMPLE)
     chosen = [every[first + number * len(every) // SAMPLE] for number in range(SAMPLE)]

@@ -1,4 +1,4 @@
-"""Memory that runs out and values that are not finite, at each place; signals; two runs in one folder."""
+"""Out of memory and nonfinite values at each place; signals; two runs in one folder."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ LEFT_OUT = "else said: a step left out, weights restored, or a number that is no
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [*PLACES, "optimizer"])
 def test_memory_runs_out(where: str, ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]) -> None:
-    """Once, at each call in turn: the run goes on with less, or says so and --resume ends as if nothing were."""
+    """Once, at each call in turn: the run continues with less memory, or fails with a message and --resume completes it."""
     row = Row("out of memory, once", where)
     for at in itertools.count(1):
         place = ground.new_place(cached=False)
         ended = ground.run(place, trouble=["out_of_memory", where, at], **IMAGES)
         if not ended.happened:
             break
-        problems, same = told(ended.exit, ended.said, (0, 5)), False
+        problems, same = wrong_output(ended.exit, ended.output, (0, 5)), False
         steps = ended.steps
         if ended.exit != 0:
             again = ground.run(place, "--resume", **IMAGES)
@@ -66,34 +66,34 @@ def test_memory_runs_out(where: str, ground: Ground, expected_uncached: Expected
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [*PLACES, "optimizer"])
-def test_not_finite(where: str, ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]) -> None:
-    """NaN once, at each call in turn: nothing that is not finite is exported, and nothing is silently otherwise."""
+def test_nonfinite_values(where: str, ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]) -> None:
+    """NaN once, at each call in turn: nothing nonfinite is exported, and nothing changes silently."""
     row = Row("NaN, once", where)
     for at in itertools.count(1):
         place = ground.new_place(cached=False)
         ended = ground.run(place, trouble=["not_finite", where, at], **IMAGES)
         if not ended.happened:
             break
-        problems, folder, same = told(ended.exit, ended.said, (0, 4, 5)), run_folder(place), False
+        problems, folder, same = wrong_output(ended.exit, ended.output, (0, 4, 5)), run_folder(place), False
         if ended.exit == 0:
             same = not differences(folder, expected_uncached)
             finite = all(
                 bool(tensor.isfinite().all()) for name in FILES for tensor in load_file(folder / name).values()
             )
-            said = (folder / EVENTS).exists() or "finite" in ended.said
+            is_reported = (folder / EVENTS).exists() or "finite" in ended.output
             problems += [] if finite else ["what is exported is not finite"]
-            problems += [] if same or said else ["it came out otherwise, and nothing was said"]
+            problems += [] if same or is_reported else ["the result differs, and nothing was reported"]
         row.add(Tried(f"{where} {at}", max(0, ended.steps - STEPS), problems, same))
         shutil.rmtree(place)
     row.notes = "" if row.same == row.tries else LEFT_OUT
     tell(row)
 
 
-def told(code: int | None, said: str, codes: tuple[int, ...]) -> list[str]:
-    problems = [] if code in codes else [f"ended with {code}: {said[-200:]!r}"]
-    if code and "error: " not in said:
-        problems.append("nothing was said")
-    return problems + [f"said {word}" for word in ("Traceback", "this is a bug") if word in said]
+def wrong_output(code: int | None, output: str, codes: tuple[int, ...]) -> list[str]:
+    problems = [] if code in codes else [f"ended with {code}: {output[-200:]!r}"]
+    if code and "error: " not in output:
+        problems.append("nothing was reported")
+    return problems + [f"printed {word}" for word in ("Traceback", "this is a bug") if word in output]
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def told(code: int | None, said: str, codes: tuple[int, ...]) -> list[str]:
 def test_a_signal_in_each_phase(
     number: signal.Signals, ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]
 ) -> None:
-    """Before every seventh operation of a run that fills its caches; SIGTERM at every one stands in test_disk."""
+    """Before every seventh operation of a run that fills its caches; test_disk sends SIGTERM at every one."""
     row = Row(f"{number.name} before an operation", "each 7th of a run that fills its caches")
     for at in places(expected_uncached, Mode.SIGNAL)[::7]:
         codes = (0, SIGNALS[number])
@@ -112,7 +112,7 @@ def test_a_signal_in_each_phase(
 @pytest.mark.slow
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
 def test_a_signal_while_computing(twice: bool, ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
-    """At every second call of the denoiser, so also in the gate; a second signal leaves at once, by the signal."""
+    """At every second call of the denoiser, so also in the gate. A second signal kills the run at once."""
     numbers = (signal.SIGTERM, signal.SIGINT) if twice else (signal.SIGTERM,)
     row = Row("SIGTERM, and SIGINT at once" if twice else "SIGTERM", "each 2nd call of the denoiser")
     for at in itertools.count(1, 2):
@@ -123,7 +123,7 @@ def test_a_signal_while_computing(twice: bool, ground: Ground, expected: Expecte
         left = {143, 130, -signal.SIGINT, -signal.SIGTERM} if twice else {143}
         code = ended.exit if ended.signal is None else -ended.signal
         problems = [] if code in left else [f"ended with {code}: {last_line(ended)}"]
-        problems += [f"said {word}" for word in ("Traceback", "this is a bug") if word in ended.said]
+        problems += [f"printed {word}" for word in ("Traceback", "this is a bug") if word in ended.output]
         problems += torn(place, expected)
         lost, more = resumed(ground, place, expected, ended, brief=True)
         row.add(Tried(f"call {at}", lost, problems + more))
@@ -132,7 +132,7 @@ def test_a_signal_while_computing(twice: bool, ground: Ground, expected: Expecte
 
 
 def test_two_runs_in_one_folder(ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
-    """The second is refused and changes nothing, also with --resume; when the first is gone it may go on."""
+    """The second is refused and changes nothing, also with --resume. After the first ends it can resume."""
     row = Row("a second run in the same folder", "held, resumed, then free")
     place = ground.new_place()
     folder = run_folder(place)
@@ -141,7 +141,7 @@ def test_two_runs_in_one_folder(ground: Ground, expected: Expected, tell: Callab
         for extra in ((), ("--resume",)):
             ended = ground.run(place, *extra)
             problems = [] if ended.exit == 2 else [f"ended with {ended.exit}"]
-            problems += [] if "by another process" in ended.said else [f"said {last_line(ended)}"]
+            problems += [] if "by another process" in ended.output else [f"printed {last_line(ended)}"]
             problems += [f"wrote {path.name}" for path in folder.iterdir() if path.name != LOCK]
             row.add(Tried(f"while held {extra}", 0, problems, same=False))
     ended = ground.run(place, "--resume")

@@ -1,4 +1,4 @@
-"""A disk that is really full, a tmpfs of few bytes; a folder that is deleted under a run."""
+"""A really full disk (a small tmpfs), and a folder that is deleted during a run."""
 
 from __future__ import annotations
 
@@ -52,24 +52,24 @@ def used(folder: Path) -> int:
     return (facts.f_blocks - facts.f_bfree) * facts.f_frsize
 
 
-def went_on(ground: Ground, place: Path, expected: Expected) -> tuple[int, list[str]]:
-    """--resume, where there is room again."""
+def resumed_from(ground: Ground, place: Path, expected: Expected) -> tuple[int, list[str]]:
+    """--resume with free space again."""
     ended = ground.run(place, "--resume")
     if ended.exit != 0:
         return 0, [f"--resume ended with {ended.exit or ended.signal}: {last_line(ended)}"]
     return ended.steps, [*differences(run_folder(place), expected), *left_over(run_folder(place))]
 
 
-def wrong_words(exit_code: int | None, said: str) -> list[str]:
+def wrong_words(exit_code: int | None, output: str) -> list[str]:
     problems = [] if exit_code in (0, 2, 5) else [f"ended with {exit_code}"]
-    if exit_code and "error: " not in said:
-        problems.append("nothing was said")
-    return problems + [f"said {word}" for word in ("Traceback", "this is a bug") if word in said]
+    if exit_code and "error: " not in output:
+        problems.append("nothing was reported")
+    return problems + [f"printed {word}" for word in ("Traceback", "this is a bug") if word in output]
 
 
 @pytest.mark.slow
 def test_a_disk_too_small(ground: Ground, expected_uncached: Expected, disk: Path, tell: Callable[[Row], None]) -> None:
-    """It fills while caching, in a checkpoint, in export; then room is made and the run resumed."""
+    """It fills while caching, in a checkpoint, or in an export; then space is freed and the run resumes."""
     row = Row("a full file system, then room and --resume", "a real tmpfs: caching, checkpoints, export")
     place, codes = disk / "place", list[int | None]()
     ground.furnish(place, cached=False)
@@ -82,27 +82,27 @@ def test_a_disk_too_small(ground: Ground, expected_uncached: Expected, disk: Pat
         resize(disk, str(int(least + (whole - least) * share)))
         ended = ground.run(place)
         codes.append(ended.exit)
-        problems = [*wrong_words(ended.exit, ended.said), *torn(place, expected_uncached)]
+        problems = [*wrong_words(ended.exit, ended.output), *torn(place, expected_uncached)]
         resize(disk, ROOMY)
-        again, more = went_on(ground, place, expected_uncached)
+        again, more = resumed_from(ground, place, expected_uncached)
         row.add(Tried(f"{share:.0%} of {whole} bytes", max(0, ended.steps + again - STEPS), problems + more))
     row.notes = f"exit codes {', '.join(map(str, codes))}"
     tell(row)
 
 
 @pytest.mark.slow
-def test_room_is_made_while_a_run_waits(ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
-    """The run pauses with a message and goes on by itself."""
+def test_disk_space_is_freed_while_a_run_waits(ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
+    """The run pauses with a message and continues by itself."""
     row, waited = Row("the disk is full, then has room while the run waits", "each 25th"), 0
     for at in places(expected, Mode.FULL)[::25]:
         place = ground.new_place()
         ended = ground.run(place, at=at, mode=Mode.FULL, number=3, checkpoint__wait_minutes=1)
         problems = [] if ended.exit == 0 else [f"ended with {ended.exit}: {last_line(ended)}"]
-        waited += "is paused" in ended.said
+        waited += "is paused" in ended.output
         if ended.exit == 0:
             problems += differences(run_folder(place), expected)
         row.add(Tried(f"operation {at}", max(0, ended.steps - STEPS), problems))
-    row.notes = f"{waited} said that they wait; the others did without"
+    row.notes = f"{waited} reported waiting; the others did not need to wait"
     row.problems += [] if waited else ["none waited"]
     tell(row)
 
@@ -110,15 +110,15 @@ def test_room_is_made_while_a_run_waits(ground: Ground, expected: Expected, tell
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_folder_that_vanishes(step: int, ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
-    """What was in it is lost; what is trained is not, and the loss of the rest is said."""
+    """Its files are lost, the trained weights are not, and the loss is reported."""
     row = Row("the run's folder is deleted while it trains", f"after step {step}")
     place = ground.new_place()
     ended = ground.run(place, trouble=["vanish", str(run_folder(place)), step])
-    problems = wrong_words(ended.exit, ended.said)
-    if "was deleted during the run" not in ended.said and ended.exit == 0:
-        problems.append("nothing was said")
-    found = differences(run_folder(place), expected) if ended.exit == 0 else went_on(ground, place, expected)[1]
-    problems += [each for each in found if "jsonl" not in each]  # rows from before it are gone with the folder
+    problems = wrong_words(ended.exit, ended.output)
+    if "was deleted during the run" not in ended.output and ended.exit == 0:
+        problems.append("nothing was reported")
+    found = differences(run_folder(place), expected) if ended.exit == 0 else resumed_from(ground, place, expected)[1]
+    problems += [each for each in found if "jsonl" not in each]  # earlier rows are gone with the folder
     row.add(Tried(f"step {step}", max(0, ended.steps - STEPS), problems))
     row.notes = "of the LoRA files: rows of metrics from before are gone with the folder"
     tell(row)

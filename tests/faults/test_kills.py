@@ -1,4 +1,4 @@
-"""SIGKILL at random moments, again and again, until a run is done."""
+"""SIGKILL at random moments, repeatedly, until a run is done."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def killed_run(ground: Ground, expected: Expected, chance: random.Random, seen: 
         problems.append(f"--resume ended with {ended.exit or ended.signal}: {last_line(ended)}")
     else:
         problems += [*differences(run_folder(place), expected), *left_over(run_folder(place))]
-    if most > 2 * EVERY:  # one checkpoint may still be on its way to the disk when the next is due
+    if most > 2 * EVERY:  # one checkpoint may still be in writing when the next is due
         problems.append(f"{most} steps were lost")
     if not problems:
         shutil.rmtree(place)
@@ -80,7 +80,7 @@ def kills(seen: Counter[str]) -> str:
 
 @pytest.mark.slow
 def test_real_kills(ground: Ground, expected_uncached: Expected, tell: Callable[[Row], None]) -> None:
-    """The command as people start it: a process of its own, killed a little after a file of each phase is there."""
+    """The command as a separate process, killed shortly after a file of each phase exists."""
     row, chance, seen = Row("SIGKILL at random moments", "the same, a real command"), random.Random(6), Counter[str]()
     for _ in range(REAL_RUNS):
         row.add(killed_command(ground, expected_uncached, chance, seen))
@@ -107,7 +107,7 @@ def killed_command(ground: Ground, expected: Expected, chance: random.Random, se
     if ended.returncode != 0:
         problems.append(f"ended with {ended.returncode}: {ended.stderr[-300:]}")
     else:
-        # In a process of its own the gate asks in full, which changes no byte of what is trained.
+        # In a separate process the gate runs in full, which changes no trained byte.
         problems += [*differences(run_folder(place), expected), *left_over(run_folder(place))]
     return Tried(place.name, most, problems)
 

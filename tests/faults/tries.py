@@ -1,4 +1,4 @@
-"""One try: a run that is disturbed, what it leaves on the disk, and the run that goes on from there."""
+"""One try: a disturbed run, its files on the disk, and the run that resumes from them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NAME = "first"
 FILES = (f"{NAME}.safetensors", f"{NAME}.diffusers.safetensors")
 NEAR = 2e-3  # of a weight, in fp16
 KILLS = (Mode.KILL, Mode.TORN, Mode.CUT)
-# What the contract lets a run end with when its disk fails: as if nothing were, refused (2), failed (5).
+# Allowed exit codes when the disk fails: success, refused (2), failed (5).
 FAILED_CODES = (0, 2, 5)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What an undisturbed run leaves."""
+    """The files of an undisturbed run."""
 
     operations: tuple[str, ...]
     tensors: dict[str, dict[str, bytes]]
@@ -41,7 +41,7 @@ class Expected:
 
 @dataclass
 class Row:
-    """A fault, where it was made, how often, and what came of it. The table adds up those of one fault."""
+    """A fault, its place, its count, and the outcome. The table sums those of one fault."""
 
     fault: str
     where: str
@@ -62,7 +62,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Tried:
-    """What was done, steps that were trained again, what was wrong; whether the bytes are those of no disturbance."""
+    """The fault, the steps trained again, the problems, and whether the bytes equal the undisturbed run's."""
 
     what: str
     lost: int
@@ -71,10 +71,10 @@ class Tried:
 
 
 def undisturbed(ground: Ground, *, cached: bool = True) -> Expected:
-    """Run to the end with nothing in the way."""
+    """Run to the end undisturbed."""
     place = ground.new_place(cached=cached)
     ended = ground.run(place)
-    assert ended.exit == 0, ended.said
+    assert ended.exit == 0, ended.output
     assert ended.steps == STEPS
     folder = run_folder(place)
     tensors = {name: tensor_bytes(folder / name) for name in FILES}
@@ -99,9 +99,9 @@ def try_at(
     cached: bool = True,
     codes: Iterable[int] = FAILED_CODES,
 ) -> Tried:
-    """Disturb a run at one operation, look at what it leaves, go on, and compare.
+    """Disturb a run at one operation, check its files, resume, and compare.
 
-    Before the first file of an image both are brief: the gate touches no disk.
+    Before the first image file both are brief: the gate touches no disk.
     """
     images = (index for index, operation in enumerate(expected.operations) if "/samples" in operation)
     brief = at < next(images, len(expected.operations))
@@ -117,25 +117,25 @@ def try_at(
 
 
 def wrong_end(ended: Ended, mode: Mode, codes: tuple[int, ...]) -> list[str]:
-    """What is wrong with how a disturbed run ended: it may fail, but never without a word, nor with a traceback."""
+    """The problems of a disturbed run's end: it may fail, but not silently and not with a traceback."""
     if ended.late:
         return ["it did not end"]
     if mode in KILLS and ended.fired:
         return [] if ended.signal == 9 else [f"ended with {ended.exit}, not killed"]
     wrong = [] if ended.exit in codes else [f"ended with exit {ended.exit}, signal {ended.signal}"]
-    if mode != Mode.SIGNAL and ended.exit and "error: " not in ended.said:
-        wrong.append("ended without an error that is said")
-    wrong += [f"said {word!r}" for word in ("Traceback", "this is a bug") if word in ended.said]
+    if mode != Mode.SIGNAL and ended.exit and "error: " not in ended.output:
+        wrong.append("ended without an error message")
+    wrong += [f"printed {word!r}" for word in ("Traceback", "this is a bug") if word in ended.output]
     return [f"{each}: {last_line(ended)}" for each in wrong]
 
 
 def last_line(ended: Ended) -> str:
-    lines = ended.said.strip().splitlines()
-    return lines[-1][:300] if lines else "(nothing was said)"
+    lines = ended.output.strip().splitlines()
+    return lines[-1][:300] if lines else "(no output)"
 
 
 def torn(place: Path, expected: Expected) -> list[str]:
-    """Files that are there under their names and are not whole."""
+    """Files under their final names that are incomplete."""
     folder, problems = run_folder(place), []
     for path in list_checkpoints(folder / "checkpoints"):
         try:
@@ -177,7 +177,7 @@ def damaged_caches(folder: Path) -> list[str]:
 
 
 def resumed(ground: Ground, place: Path, expected: Expected, ended: Ended, *, brief: bool) -> tuple[int, list[str]]:
-    """Go on with --resume: the steps that were trained again, and what differs from the undisturbed run."""
+    """Resume: the steps that were trained again, and the differences from the undisturbed run."""
     folder = run_folder(place)
     there = list_checkpoints(folder / "checkpoints")
     newest = step_of(there[0]) if there else 0
@@ -192,7 +192,7 @@ def resumed(ground: Ground, place: Path, expected: Expected, ended: Ended, *, br
 
 
 def differences(folder: Path, expected: Expected) -> list[str]:
-    """Where a finished run differs from the undisturbed one."""
+    """The differences of a finished run from the undisturbed one."""
     problems = [f"{name} differs" for name in FILES if not same_tensors(folder / name, expected.tensors[name])]
     try:
         if losses(folder) != expected.losses:
@@ -220,7 +220,7 @@ def nearly(folder: Path, expected: Expected) -> list[str]:
 
 
 def left_over(folder: Path) -> list[str]:
-    """Files and folders that a broken run left and the one that finished did not take away."""
+    """Files and folders of a broken run that the finished run did not remove."""
     pattern = re.compile(r"^\..*\.(part|old)$|^\.tmp")
     found = [path.relative_to(folder).as_posix() for path in folder.rglob(".*") if pattern.search(path.name)]
     return [f"left over: {', '.join(sorted(found))}"] if found else []

@@ -1,4 +1,4 @@
-"""What goes wrong elsewhere than on the disk, put in place in a child before its command begins."""
+"""Faults outside of the disk, installed in a child before its command starts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
-def told_in(page: Page) -> None:
-    """Where to tell that the trouble came."""
+def report_to(page: Page) -> None:
+    """Set the page on which a fault is recorded."""
     PAGES[:] = [page]
 
 
@@ -42,10 +42,10 @@ def before(owner: Any, name: str, act: Callable[[int], None]) -> None:
     """Call `act(n)` before the n-th call of a function, counted from 1."""
     true, calls = getattr(owner, name), [0]
 
-    def counted(*given: Any, **named: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         act(calls[0])
-        return true(*given, **named)
+        return true(*args, **kwargs)
 
     setattr(owner, name, counted)
 
@@ -55,7 +55,7 @@ def die(_: int) -> None:
 
 
 def die_before_release() -> None:
-    """SIGKILL when all is trained and saved."""
+    """SIGKILL after training and saving."""
     before(flow, "choose_released", die)
 
 
@@ -95,20 +95,20 @@ def not_finite(place: str, at: int) -> None:
     owner, name = PLACES[place]
     true, calls = getattr(owner, name), [0]
 
-    def spoiled(self: Any, *given: Any, **named: Any) -> Any:
+    def spoiled(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         if calls[0] != at:
-            return true(self, *given, **named)
+            return true(self, *args, **kwargs)
         happened()
         if place == "backward":
-            return true(self * float("nan"), *given, **named)
+            return true(self * float("nan"), *args, **kwargs)
         for parameter in self.parameters():
             if parameter.is_floating_point():
                 kept = parameter.detach().clone()
                 with torch.no_grad():
                     parameter.fill_(float("nan"))
                 try:
-                    return true(self, *given, **named)
+                    return true(self, *args, **kwargs)
                 finally:
                     with torch.no_grad():
                         parameter.copy_(kept)

@@ -1,6 +1,6 @@
 """A process with everything imported that forks a copy of itself for each try: `python -m tests.faults.warm`.
 
-Reads one JSON object a line: what to run, and what is to go wrong. Answers with one: how it ended.
+Reads one JSON object per line: the run and its fault. Writes one per run: how it ended.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from lora_trainer.evaluation import lora_check
 from lora_trainer.production import flow
 from tests.faults.disk import Mode, Page, loaded_page
 from tests.faults.phases import phase_of
-from tests.faults.troubles import TROUBLES, told_in
+from tests.faults.troubles import TROUBLES, report_to
 
-CRASHED = 70  # exit code of a child whose command raised what no command may raise
+CRASHED = 70  # exit code of a child whose command raised an unexpected exception
 REPORTS: list[Any] = []  # the newest of the gate
 
 
 def warm_up(arguments: list[str]) -> None:
-    """Run once, so that all is imported and nothing is made for the first time in a child."""
-    tqdm.tqdm.monitor_interval = 0  # it would be a thread
-    lora_check.CELLS, lora_check.PREDICTED_AT_ONCE = 1, 16  # the gate's questions: the business of other tests
+    """Run once, so that all imports and first-time work happen before forking."""
+    tqdm.tqdm.monitor_interval = 0  # it would start a thread
+    lora_check.CELLS, lora_check.PREDICTED_AT_ONCE = 1, 16  # forward passes of the gate: other tests cover them
     lora_check.base_visits = partial(lora_check.base_visits, steps=1)
     torch.set_num_threads(1)
     flow.judge_lora = partial(judged, flow.judge_lora)
     for _ in range(2):
         if main(arguments) != 0:
             raise SystemExit("the undisturbed run failed")
-        arguments = [*arguments, "--name", "again"]  # images are remembered once they are some seconds old
+        arguments = [*arguments, "--name", "again"]  # images are cached once they are some seconds old
     gc.collect()
     gc.freeze()
     threads = len(os.listdir("/proc/self/task"))
@@ -50,14 +50,14 @@ def warm_up(arguments: list[str]) -> None:
         raise SystemExit(f"{threads} threads are alive: what is forked from here could hang")
 
 
-def judged(true: Callable[..., Any], *given: Any) -> Any:
-    """The gate's report, kept for the children that need not ask again."""
-    REPORTS[:] = [true(*given)]
+def judged(true: Callable[..., Any], *args: Any) -> Any:
+    """The report of the gate, kept for children that do not run it again."""
+    REPORTS[:] = [true(*args)]
     return REPORTS[0]
 
 
 def be_brief() -> None:
-    """Neither ask the gate again nor draw the images: half of a try's time, where they are not what is tested."""
+    """Skip the gate and the images, half of a try's time, where they are not under test."""
 
     def left_out(*_: Any, **__: Any) -> None:
         raise RuntimeError("left out in this try")
@@ -66,23 +66,23 @@ def be_brief() -> None:
     flow.draw_comparison = left_out  # type: ignore[assignment]
 
 
-def child(asked: dict[str, Any], page: Page) -> None:
-    """Run the command as asked, and leave without any of the parent's clean-up."""
+def child(request: dict[str, Any], page: Page) -> None:
+    """Run the requested command, and exit without the parent's cleanup."""
     code = CRASHED
     try:
-        out = os.open(asked["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        out = os.open(request["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        os.environ["LORA_TRAINER_CACHE"] = asked["user"]
+        os.environ["LORA_TRAINER_CACHE"] = request["user"]
         register_optimizer_step_post_hook(lambda *_: count_step(page))
-        if asked["brief"]:
+        if request["brief"]:
             be_brief()
-        if asked["trouble"]:
-            told_in(page)
-            name, *given = asked["trouble"]
-            TROUBLES[name](*given)
-        page.arm(Path(asked["root"]), asked["at"], Mode(asked["mode"]), asked["number"])
-        code = main(asked["arguments"])
+        if request["trouble"]:
+            report_to(page)
+            name, *args = request["trouble"]
+            TROUBLES[name](*args)
+        page.arm(Path(request["root"]), request["at"], Mode(request["mode"]), request["number"])
+        code = main(request["arguments"])
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1
     except BaseException:  # noqa: BLE001  whatever it is, the parent must hear of it
@@ -98,20 +98,20 @@ def count_step(page: Page) -> None:
     page.steps += 1
 
 
-def tried(asked: dict[str, Any], page: Page) -> dict[str, Any]:
-    """Fork, wait, and say how the child ended. A child that takes too long is killed, which is told."""
+def tried(request: dict[str, Any], page: Page) -> dict[str, Any]:
+    """Fork, wait, and return how the child ended. A child that takes too long is killed and reported."""
     page.armed = 0
     began = time.monotonic()
     number = os.fork()
     if number == 0:
-        child(asked, page)
-    late, until = False, began + asked["seconds"]
+        child(request, page)
+    late, until = False, began + request["seconds"]
     while True:
         done, status = os.waitpid(number, os.WNOHANG)
         if done:
             break
-        if asked["phase"] and phase_of(page.last()) == asked["phase"]:
-            asked["phase"], until = None, time.monotonic() + asked["delay"]
+        if request["phase"] and phase_of(page.last()) == request["phase"]:
+            request["phase"], until = None, time.monotonic() + request["delay"]
         if not late and time.monotonic() > until:
             os.kill(number, signal.SIGKILL)
             late = True
@@ -125,7 +125,7 @@ def tried(asked: dict[str, Any], page: Page) -> dict[str, Any]:
         "count": page.count,
         "happened": bool(page.happened),
         "last": page.last(),
-        "operations": page.operations() if asked["mode"] == Mode.COUNT else [],
+        "operations": page.operations() if request["mode"] == Mode.COUNT else [],
         "seconds": time.monotonic() - began,
     }
 
@@ -135,8 +135,8 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the warm-up prints is no answer
     for line in sys.stdin:
-        asked = json.loads(line)
-        answer = tried(asked, page) if "arguments" in asked else warm_up(asked["warm_up"])
+        request = json.loads(line)
+        answer = tried(request, page) if "arguments" in request else warm_up(request["warm_up"])
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 

@@ -1,4 +1,4 @@
-"""The LoRA gate on the built-in base: good runs pass, bad ones do not, on subjects and seeds not used to set it.
+"""The LoRA gate on the built-in model: good runs pass, bad ones fail, on subjects and seeds not used to set it.
 
 The thresholds were set on zobo with seed 42. Whole runs, other seeds and the second subject take
 minutes each and run with `make faults`, the bad ones too; a short good run stays in the suite. What the gate says of
@@ -55,27 +55,27 @@ def test_the_default_run_passes_both_gates(subject, seed, tmp_path):
 
 
 def test_the_demo_that_make_runs_fails_on_a_refused_lora(checkout, tmp_path, monkeypatch, capsys):
-    """Its score is good after three steps already; most of the images have not been seen."""
+    """Its score is already good after three steps, but most images have not been trained."""
     monkeypatch.chdir(tmp_path)
     (command,) = re.findall(
         r"^demo: setup\n\t@\S*/lora-trainer (.*)$", (checkout / "Makefile").read_text("utf-8"), re.M
     )
     assert main([*command.split(), *QUICK, "--max-steps", "3", "--set", "gates.lora_check=lite"]) == 4
-    said = capsys.readouterr()
-    assert "22 images, 6 samples trained in 3 steps: 16 images were never trained" in said.err
-    assert "11 steps train each at least once" in said.err
+    output = capsys.readouterr()
+    assert "22 images, 6 samples trained in 3 steps: 16 images were never trained" in output.err
+    assert "11 steps train each at least once" in output.err
     folder = tmp_path / "runs" / "demo"
     document = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     assert (document["status"], document["exit_code"]) == ("refused", 4)
     assert document["scores"]["lora"] >= 0.9
     for place in ("demo.safetensors", "samples/before_after.png", "report.html"):
-        assert str(Path("runs", "demo", place)) in said.out
+        assert str(Path("runs", "demo", place)) in output.out
         assert (folder / place).is_file()
     assert (folder / "demo.refused.txt").is_file()
 
 
 def test_a_short_run_passes_both_gates(tmp_path):
-    """A twentieth of the steps; what the whole run scores is seen in the fault suite and by `make demo`."""
+    """A twentieth of the steps. The fault suite and `make demo` check the score of the whole run."""
     record = train(tmp_path, "zobo", 42, "--max-steps", "40")
     assert record["scores"]["dataset"] >= 0.8
     assert record["scores"]["lora"] >= 0.9, record["lora"]
@@ -98,8 +98,8 @@ def test_an_untrained_lora_fails(subject, tmp_path):
     ],
 )
 @pytest.mark.slow
-def test_a_hundredfold_rate_fails(subject, seed, tmp_path):
-    """A rate a hundred times the preset's, for long enough to do its harm."""
+def test_a_hundredfold_learning_rate_fails(subject, seed, tmp_path):
+    """A learning rate of a hundred times the preset's, for long enough to do harm."""
     record = train(tmp_path, subject, seed, "--set", "optimizer.learning_rate=0.15", "--max-steps", "150")
     assert record["scores"]["lora"] <= 0.6, record["lora"]
 

@@ -1,4 +1,4 @@
-"""What a process of its own does in tests; apart, so that it loads nothing."""
+"""The work of a child process in tests, in its own module so that it loads nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps are timed without the pause for garbage, which walks through all that the libraries hold."""
+"""Steps are timed without garbage collection, which walks through all objects of the libraries."""
 
 from __future__ import annotations
 

@@ -55,12 +55,12 @@ def measured(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[s
 @pytest.mark.parametrize(
     "precision", ["fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "bf16", "fp8"))]
 )
-def test_every_way_of_a_step_is_measured_beside_the_bare_one(place, precision, capsys):
+def test_every_variant_of_a_step_is_measured_next_to_the_plain_one(place, precision, capsys):
     arguments = place.arguments("x", command="bench", memory__weight_dtype=precision)
     rows = measured([arguments[0], "step", *arguments[1:]], capsys)
     assert list(rows) == ["bare", "ours", "usual", "usual_cached"]
-    told = list(legend(bench.ABOUT, list(rows), COLUMNS))
-    assert [line.split()[0] for line in told] == [*rows, "ratio", "p10,"]
+    lines = list(legend(bench.ABOUT, list(rows), COLUMNS))
+    assert [line.split()[0] for line in lines] == [*rows, "ratio", "p10,"]
     assert rows["bare"]["ratio"] == 1.0
     assert [row["encodes"] for row in rows.values()] == [False, False, True, False]
     for row in rows.values():
@@ -80,8 +80,8 @@ def test_every_way_of_a_step_is_measured_beside_the_bare_one(place, precision, c
     assert not place.folder("x").exists()
 
 
-def test_the_usual_way_encodes_what_ours_trains(place, monkeypatch, tmp_path):
-    """Several views of an image, of several sizes: in each micro-batch the same images, at the same sizes."""
+def test_the_reference_loop_encodes_the_same_captions(place, monkeypatch, tmp_path):
+    """Several image variants with several sizes: each micro-batch has the same images at the same sizes."""
     settings = {
         "data__resolutions": "[64,128]",
         "data__flip": "true",
@@ -90,7 +90,7 @@ def test_the_usual_way_encodes_what_ours_trains(place, monkeypatch, tmp_path):
     }
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", **settings)
     seen: list[object] = []
-    monkeypatch.setattr(bench, "measure", lambda asked: seen.append(asked) or Report([], {}))
+    monkeypatch.setattr(bench, "measure", lambda request: seen.append(request) or Report([], {}))
     assert main([arguments[0], "step", *arguments[1:]]) == 0
     measured_of = subject.subject_of(seen[0].resolved, tmp_path)
     encode = measured_of.load_encode()
@@ -106,7 +106,7 @@ def test_the_usual_way_encodes_what_ours_trains(place, monkeypatch, tmp_path):
     assert len(sizes) > 1
 
 
-def test_random_samples_are_the_same_however_they_are_split(tmp_path):
+def test_random_samples_do_not_depend_on_splitting(tmp_path):
     whole, parts = (
         subject.public_subject(
             settle(
@@ -132,13 +132,13 @@ def test_a_signal_in_a_measured_step_ends_the_command(place, number, code, at, m
     """In the first step, and in one of those that are timed."""
     train_step, taken = fallbacks.train_step, []
 
-    def told(*given: object) -> object:
+    def step_then_signal(*args: object) -> object:
         taken.append(None)
         if len(taken) == at:
             os.kill(os.getpid(), number)
-        return train_step(*given)
+        return train_step(*args)
 
-    monkeypatch.setattr(fallbacks, "train_step", told)
+    monkeypatch.setattr(fallbacks, "train_step", step_then_signal)
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
     assert main([arguments[0], "step", *arguments[1:], "--steps", "4"]) == code
     assert "bug" not in capsys.readouterr().err
@@ -147,12 +147,12 @@ def test_a_signal_in_a_measured_step_ends_the_command(place, number, code, at, m
 @pytest.mark.parametrize(
     "text", ["train.seed=2", "train.effective_batch_size=2", "data.resolution=64", "model.family=sdxl"]
 )
-def test_what_trains_something_else_is_not_compared(text, capsys):
+def test_settings_that_change_the_training_result_are_not_compared(text, capsys):
     assert main(["bench", "step", "--compare", text]) == 2
     assert "changes what is trained" in capsys.readouterr().err
 
 
-def test_a_family_alone_is_its_public_architecture(capsys):
+def test_a_family_without_a_model_is_its_public_architecture(capsys):
     settings = ["model.family=sd15", "data.resolution=64", "lora.rank=4", "compile.enabled=auto"]
     with patched(unet, "THINNER", 10):
         arguments = ["bench", "step", "--tiny", *(p for s in settings for p in ("--set", s)), "--steps", "2", "--json"]
@@ -163,9 +163,9 @@ def test_a_family_alone_is_its_public_architecture(capsys):
     assert any("not compiled" in note for note in document["notes"])
 
 
-def test_a_device_is_named_with_the_threads_that_are_measured_with(monkeypatch, capsys):
+def test_the_device_name_includes_the_number_of_threads(monkeypatch, capsys):
     before = torch.get_num_threads()
-    monkeypatch.setattr(bench, "measure", lambda asked: Report([], {}))
+    monkeypatch.setattr(bench, "measure", lambda request: Report([], {}))
     try:
         assert main(["bench", "step", "--json", "--set", f"hardware.threads={before + 1}"]) == 0
     finally:
@@ -180,19 +180,19 @@ def test_several_models_are_measured_in_one_call(place, capsys):
     narrow = replace(small, denoiser={**small.denoiser, "block_out_channels": [32, 32, 32, 32]})
     with patched(subject, "public_architecture", {SMALL: narrow}.__getitem__):
         assert main([arguments[0], "step", *arguments[1:], *"--subject own --subject small --steps 2".split()]) == 0
-    told = capsys.readouterr().out
-    assert told.index(f"{place.model.name} on ") < told.index("U-Net of 30 M weights")
+    output = capsys.readouterr().out
+    assert output.index(f"{place.model.name} on ") < output.index("U-Net of 30 M weights")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_thin_model_takes_small_images_of_its_own_step(name):
+def test_a_tiny_model_takes_small_images_of_its_own_step(name):
     whole = public_architecture(name)
     thin = subject.thinned(whole).facts
     assert thin.pixel_step <= thin.resolution <= whole.facts.resolution / 8
     assert thin.resolution % thin.pixel_step == 0
 
 
-def test_the_small_model_has_the_weights_that_its_name_says():
+def test_the_small_model_has_the_size_in_its_name():
     small = public_architecture(SMALL)
     with torch.device("meta"):
         denoiser = FAMILIES[small.facts.family].make_denoiser(small.denoiser)
@@ -216,7 +216,7 @@ def test_a_gpu_is_known_by_its_name(name, rate):
     assert rate_of_gpu(name) == rate
 
 
-def test_a_setting_is_shown_with_what_it_gains_and_what_it_costs(place, capsys):
+def test_a_setting_is_shown_with_its_gain_and_cost(place, capsys):
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
     extra = ["--compare", "memory.gradient_checkpointing=true", "--compare", "memory.weight_dtype=bf16"]
     rows = measured([arguments[0], "step", *arguments[1:], *extra], capsys)
@@ -228,8 +228,8 @@ def test_a_setting_is_shown_with_what_it_gains_and_what_it_costs(place, capsys):
     assert rounded["peak_gib"] < exact["peak_gib"] < rows["ours"]["peak_gib"]
 
 
-def test_the_best_settings_are_a_file_that_config_takes(place, tmp_path, capsys):
-    """A rate that is no gain is left out; what is quicker and learns the same is written with its figures."""
+def test_the_best_settings_are_a_config_file(place, tmp_path, capsys):
+    """A setting without gain is skipped; one that is faster and learns the same is written with its figures."""
 
     def row(name: str, ratio: float, off: float) -> versus.VersusRow:
         spread = {"ratio_p10": ratio - 0.05, "ratio_p90": ratio + 0.05}
@@ -270,13 +270,13 @@ def test_the_best_settings_are_measured(place, tmp_path, capsys):
     assert "# Measured on" in file.read_text()
 
 
-def test_what_holds_for_a_process_is_measured_alone(place, capsys):
+def test_process_wide_settings_are_measured_alone(place, capsys):
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
     assert main([arguments[0], "step", *arguments[1:], "--compare", "hardware.threads=1", "--steps", "2"]) == 0
     assert "it holds for a whole process" in capsys.readouterr().out
 
 
-def test_a_setting_that_does_nothing_here_has_no_figures(place, tmp_path, capsys):
+def test_a_setting_without_effect_has_no_figures(place, tmp_path, capsys):
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
     file = tmp_path / "best.toml"
     extra = ["--compare", "hardware.tf32=false", "--export-preset", str(file)]
@@ -303,7 +303,7 @@ def test_blocks_that_were_not_compiled_are_not_measured(tmp_path):
     assert why(SimpleNamespace(on=False)) == "compiled blocks failed"
 
 
-def test_a_table_that_is_too_wide_is_broken_and_nothing_cut():
+def test_a_table_that_is_too_wide_is_wrapped_and_not_truncated():
     columns = [[f"column {number}", "1.234"] for number in range(9)]
     found = tables_that_fit(["step", "usual_cached"], columns, 80)
     assert [column for piece in found for column in piece] == columns
@@ -311,7 +311,7 @@ def test_a_table_that_is_too_wide_is_broken_and_nothing_cut():
     assert tables_that_fit(["step"], [], 80) == [[]]
 
 
-def test_what_noise_may_have_made_is_said():
+def test_differences_within_noise_are_marked():
     def row(name: str, low: float, ratio: float, high: float) -> bench.StepRow:
         return bench.StepRow(name, "m", 1.0, 1.0, 1.0, ratio, ratio_p10=low, ratio_p90=high)
 
@@ -323,19 +323,19 @@ def test_what_noise_may_have_made_is_said():
 
 def test_a_wrong_setting_to_compare_is_named_with_the_nearest(capsys):
     assert main(["bench", "step", "--compare", "nonsense", "--compare", "compile.enable=true"]) == 2
-    told = capsys.readouterr().err
-    assert "--compare nonsense is not of the form section.key=value" in told
-    assert "Did you mean enabled?" in told
+    output = capsys.readouterr().err
+    assert "--compare nonsense is not of the form section.key=value" in output
+    assert "Did you mean enabled?" in output
 
 
 def test_a_flag_of_another_measurement_is_refused(capsys):
     assert main(["bench", "cache", "--tiny", "--subject", "small"]) == 2
-    told = capsys.readouterr().err
-    assert "bench cache has no --tiny" in told
-    assert "bench cache has no --subject" in told
+    output = capsys.readouterr().err
+    assert "bench cache has no --tiny" in output
+    assert "bench cache has no --subject" in output
 
 
-def test_the_loader_is_measured_beside_steps_without_it(place, capsys):
+def test_the_loader_is_measured_next_to_steps_without_it(place, capsys):
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32")
     before = threading.active_count()
     rows = measured([arguments[0], "loader", *arguments[1:]], capsys)
@@ -350,13 +350,13 @@ def test_the_loader_is_measured_beside_steps_without_it(place, capsys):
     assert all((row["per_second"] or 0) > 0 for name, row in rows.items() if name.endswith("_alone"))
 
 
-def test_an_architecture_alone_is_fed_from_random_entries(capsys):
+def test_an_architecture_without_data_is_fed_random_entries(capsys):
     settings = ["model.family=sd15", "data.resolution=64", "lora.rank=4"]
     with patched(unet, "THINNER", 10):
         rows = measured(["bench", "loader", "--tiny", *(p for s in settings for p in ("--set", s))], capsys)
     assert list(rows) == ["resident", "cached", "cached_wait", "cached_alone"]
 
 
-def test_tiny_needs_a_family_alone(place, capsys):
+def test_tiny_needs_a_family_without_a_model(place, capsys):
     assert main(["bench", "step", "--tiny", "--model", str(place.model), "--data", str(place.data)]) == 2
     assert "--set model.family=sdxl --tiny" in capsys.readouterr().err

@@ -24,25 +24,27 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_files_and_times_are_looked_at_first(tmp_path: Path, capsys):
+def test_files_and_times_are_checked_first(tmp_path: Path, capsys):
     (tmp_path / "words.txt").write_text("root:x:0:0", encoding="utf-8")
     lost, words = tmp_path / "none" / "a", str(tmp_path / "words.txt")
-    told = refused(["table", "--minutes", "-1", "--rows", words, "--save", f"{lost}.json", "--baseline", words], capsys)
-    assert "--minutes -1 is not a time" in told
-    assert f"--save {lost}.json: there is no folder {lost.parent}" in told
-    assert told.count("words.txt is no JSON document of bench") == 1
-    told = refused(["step", "--export-preset", f"{lost}.toml", "--rows", "x.json", "--steps", "1"], capsys)
-    assert "there is no folder" in told
-    assert "bench step has no --rows" in told
-    assert "--steps 1 is too few" in told
+    message = refused(
+        ["table", "--minutes", "-1", "--rows", words, "--save", f"{lost}.json", "--baseline", words], capsys
+    )
+    assert "--minutes -1 is not a time" in message
+    assert f"--save {lost}.json: there is no folder {lost.parent}" in message
+    assert message.count("words.txt is no JSON document of bench") == 1
+    message = refused(["step", "--export-preset", f"{lost}.toml", "--rows", "x.json", "--steps", "1"], capsys)
+    assert "there is no folder" in message
+    assert "bench step has no --rows" in message
+    assert "--steps 1 is too few" in message
     assert "--minutes 0 is not a time" in refused(["table", "--minutes", "0"], capsys)
 
 
 def test_a_baseline_of_another_measurement(tmp_path: Path, capsys):
     file = tmp_path / "base.json"
     file.write_text(json.dumps({"bench": "cache", "device": "d", "rows": []}), encoding="utf-8")
-    told = refused(["step", "--baseline", str(file)], capsys)
-    assert "is of bench cache, and this is bench step" in told
+    message = refused(["step", "--baseline", str(file)], capsys)
+    assert "is of bench cache, and this is bench step" in message
 
 
 def test_what_is_compared_must_be_a_setting_of_that_value(capsys):
@@ -53,17 +55,19 @@ def test_what_is_compared_must_be_a_setting_of_that_value(capsys):
         "memory.gradient_checkpointing=0.5",
         "hardware.attention_backend=flash3",
     ]
-    told = refused(["step", *(part for setting in settings for part in ("--compare", setting))], capsys)
-    assert "--compare bogus=1: bogus is not a setting." in told
-    assert "Did you mean compile.fullgraph?" in told
-    assert "compile.enable (from --compare compile.enable=true) is not a setting" in told
-    assert "memory.gradient_checkpointing = 0.5 (from --compare" in told
-    assert "flash3 is not installed (the folder hopper of FlashAttention's sources).\n     Install it, or" in told
+    message = refused(["step", *(part for setting in settings for part in ("--compare", setting))], capsys)
+    assert "--compare bogus=1: bogus is not a setting." in message
+    assert "Did you mean compile.fullgraph?" in message
+    assert "compile.enable (from --compare compile.enable=true) is not a setting" in message
+    assert "memory.gradient_checkpointing = 0.5 (from --compare" in message
+    assert "flash3 is not installed (the folder hopper of FlashAttention's sources).\n     Install it, or" in message
 
 
 def test_compared_settings_that_contradict_others(capsys):
-    told = refused(["step", "--set", "train.deterministic=true", "--compare", "hardware.cudnn_benchmark=true"], capsys)
-    assert "cuDNN's benchmark chooses by speed" in told
+    message = refused(
+        ["step", "--set", "train.deterministic=true", "--compare", "hardware.cudnn_benchmark=true"], capsys
+    )
+    assert "cuDNN's benchmark chooses by speed" in message
 
 
 @pytest.mark.parametrize("command", ["train", "bench step"])
@@ -74,9 +78,9 @@ def test_an_attention_without_its_package_is_refused_before_the_run(command: str
     assert not (tmp_path / "x").exists()
 
 
-def test_bench_alone_lists_what_there_is(capsys):
-    told = refused([], capsys)
-    assert all(f"{name}: " in told for name in measures.MEASURES)
+def test_bench_without_arguments_lists_the_benchmarks(capsys):
+    message = refused([], capsys)
+    assert all(f"{name}: " in message for name in measures.MEASURES)
     assert "Did you mean step" in refused(["setp"], capsys)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from lora_trainer.jobs.bench_cache import ABOUT, bench_cache
 
 
-def test_every_way_of_reading_is_measured_beside_the_least() -> None:
+def test_every_reader_is_measured_next_to_the_minimum() -> None:
     rows = {row.name: row for row in bench_cache(rounds=2, entries=8)}
     assert list(rows) == ["mapped", "ours", "ours_first", "file_each", "torch_each", "npz_each"]
     assert rows.keys() | {"ratio"} == ABOUT.keys()

@@ -1,4 +1,4 @@
-"""Which part of the machine each of several workers gets."""
+"""The share of the machine of each worker."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lora_trainer.jobs import executors
     ("named", "count", "gpus"),
     [(None, 0, []), (None, 3, ["0", "1", "2"]), ("2,5", 2, ["2", "5"]), ("GPU-a, GPU-b", 2, ["GPU-a", "GPU-b"])],
 )
-def test_gpus_are_named_as_the_user_named_them(named, count, gpus, monkeypatch):
-    """How many there are is the machine's answer, which alone is replaced."""
+def test_gpus_keep_the_names_from_the_user(named, count, gpus, monkeypatch):
+    """Only the number of GPUs is simulated."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if named is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
@@ -20,8 +20,8 @@ def test_gpus_are_named_as_the_user_named_them(named, count, gpus, monkeypatch):
     assert executors.visible_gpus() == gpus
 
 
-def test_workers_take_the_gpus_in_turn_and_share_the_cpu(monkeypatch):
-    """Of a machine with eight cores and two GPUs that are the user's; the rest is as it runs."""
+def test_workers_take_gpus_in_turn_and_share_the_cpu(monkeypatch):
+    """For eight cores and two GPUs; the rest is that of this machine."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(executors, "available_cpus", lambda: 8)

@@ -1,4 +1,4 @@
-"""The queue of a batch: every job once, whoever asks, and whoever dies."""
+"""The queue of a batch: every job once, whichever worker claims it and whichever dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lora_trainer.jobs import queue
 NONE = {"dataset": None, "lora": None}
 
 
-def made(folder: Path, *names: str) -> Path:
+def new_queue(folder: Path, *names: str) -> Path:
     path = folder / queue.FILE
     queue.open_queue(path)
     queue.enlist(path, {name: folder / name for name in names})
@@ -37,7 +37,7 @@ def statuses(path: Path) -> dict[str, str]:
 @given(orders=st.lists(st.sampled_from(["claim", "claim of another", "end"]), max_size=30), count=st.integers(0, 6))
 def test_jobs_are_taken_once_and_in_order(orders, count, tmp_path_factory):
     names = [f"job {number}" for number in range(count)]
-    path = made(tmp_path_factory.mktemp("queue"), *names)
+    path = new_queue(tmp_path_factory.mktemp("queue"), *names)
     taken: list[str] = []
     open_claims: list[str] = []
     for order in orders:
@@ -52,8 +52,8 @@ def test_jobs_are_taken_once_and_in_order(orders, count, tmp_path_factory):
     assert [name for name in names if found[name] == "waiting"] == names[len(taken) :]
 
 
-def test_claimers_side_by_side_never_take_the_same(tmp_path):
-    path = made(tmp_path, *(f"job {number}" for number in range(40)))
+def test_concurrent_claims_never_take_the_same_job(tmp_path):
+    path = new_queue(tmp_path, *(f"job {number}" for number in range(40)))
     taken: dict[int, list[str]] = {0: [], 1: [], 2: []}
 
     def take(who: int) -> None:
@@ -70,8 +70,8 @@ def test_claimers_side_by_side_never_take_the_same(tmp_path):
     assert everything == sorted(f"job {number}" for number in range(40))
 
 
-def test_the_claim_of_a_dead_process_is_given_back(tmp_path, checkout):
-    path = made(tmp_path, "one", "two")
+def test_the_claim_of_a_dead_process_is_released(tmp_path, checkout):
+    path = new_queue(tmp_path, "one", "two")
     program = (
         "import sys, pathlib; from lora_trainer.jobs import queue; print(queue.claim(pathlib.Path(sys.argv[1])).name)"
     )
@@ -93,16 +93,16 @@ def test_the_claim_of_a_dead_process_is_given_back(tmp_path, checkout):
     assert again.name == "two", "the claim of a living process stays"
 
 
-def test_a_number_that_another_process_has_now_is_dead(tmp_path):
-    path = made(tmp_path, "one")
+def test_a_claim_with_a_reused_process_id_is_dead(tmp_path):
+    path = new_queue(tmp_path, "one")
     host, number, started = json.loads(queue.this_process())
     assert queue.claim(path, json.dumps([host, number, started - 1000])) is not None
     queue.give_back_lost(path)
     assert statuses(path) == {"one": "waiting"}
 
 
-def test_a_job_that_takes_every_process_with_it_fails(tmp_path):
-    path = made(tmp_path, "one")
+def test_a_job_that_kills_every_process_fails(tmp_path):
+    path = new_queue(tmp_path, "one")
     host, number, started = json.loads(queue.this_process())
     for _ in range(queue.MOST_DEATHS):
         assert queue.claim(path, json.dumps([host, number, started - 1000])) is not None
@@ -114,8 +114,8 @@ def test_a_job_that_takes_every_process_with_it_fails(tmp_path):
     assert queue.claim(path) is not None
 
 
-def test_another_machine_is_dead_when_it_is_silent(tmp_path, monkeypatch):
-    path = made(tmp_path, "one")
+def test_a_silent_machine_is_dead(tmp_path, monkeypatch):
+    path = new_queue(tmp_path, "one")
     assert queue.claim(path, json.dumps(["elsewhere", 1, 1.0])) is not None
     queue.give_back_lost(path)
     assert statuses(path) == {"one": "running"}
@@ -125,8 +125,8 @@ def test_another_machine_is_dead_when_it_is_silent(tmp_path, monkeypatch):
     assert statuses(path) == {"one": "waiting"}
 
 
-def test_enlisting_again_keeps_what_happened(tmp_path):
-    path = made(tmp_path, "a", "b", "c")
+def test_adding_jobs_again_keeps_their_status(tmp_path):
+    path = new_queue(tmp_path, "a", "b", "c")
     assert queue.claim(path) is not None
     ended(path, "a", "refused", 3)
     queue.enlist(path, {"c": tmp_path / "c", "new": tmp_path / "new", "a": tmp_path / "moved"})
@@ -137,7 +137,7 @@ def test_enlisting_again_keeps_what_happened(tmp_path):
     assert set(statuses(path).values()) == {"waiting"}
 
 
-def test_what_is_no_queue_is_refused(tmp_path):
+def test_a_file_that_is_no_queue_is_refused(tmp_path):
     path = tmp_path / queue.FILE
     path.write_text("hello " * 100, encoding="utf-8")
     with pytest.raises(UsageError, match="cannot be used"):
@@ -150,7 +150,7 @@ def test_what_is_no_queue_is_refused(tmp_path):
 
 
 def test_notes_are_kept(tmp_path):
-    path = made(tmp_path)
+    path = new_queue(tmp_path)
     assert queue.read_note(path, "root") is None
     queue.write_note(path, "root", {"a": [1, "ü"]})
     assert queue.read_note(path, "root") == {"a": [1, "ü"]}

@@ -1,4 +1,4 @@
-"""What people see of a batch."""
+"""The progress table of a batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shown(width: int, jobs: list[QueuedJob], *, one_line: bool) -> list[str]:
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
-def test_the_table_says_how_far_each_job_is():
+def test_the_table_shows_the_progress_of_each_job():
     lines = shown(120, JOBS, one_line=False)
     assert len(lines) == 6
     for row, parts in {
@@ -37,7 +37,7 @@ def test_the_table_says_how_far_each_job_is():
         assert [part for part in parts if part not in lines[row]] == []
 
 
-def test_the_live_table_keeps_one_line_a_job_and_what_matters():
+def test_the_live_table_has_one_line_per_job():
     assert len(shown(70, JOBS, one_line=True)) == 6
     assert [job.name for job in fitting(JOBS, 2)] == ["b[red]irch[/]", "dull"]
     assert fitting(JOBS, 0) == JOBS[1:2]

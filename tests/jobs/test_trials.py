@@ -1,4 +1,4 @@
-"""`bench memory` and its neighbors through the command, on models that are small enough."""
+"""`bench memory` and related benchmarks through the command, on small models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def measured(what: str, capsys: pytest.CaptureFixture[str], *more: str, settings: tuple[str, ...] = THIN) -> Any:
-    """The document of a measurement of a thin public architecture."""
+    """The measurements of a tiny public architecture."""
     chosen = [part for setting in settings for part in ("--set", setting)]
     with patched(unet, "THINNER", 10):
         assert main(["bench", what, "--tiny", "--steps", "2", "--json", *chosen, *more]) == 0
@@ -53,7 +53,7 @@ def test_memory_is_predicted_part_by_part(settings, capsys):
     assert list(rows) == ["weights", "adapter", "optimizer", "activations", "peak"]
     for name, room in {"weights": 0.01, "adapter": 0.01, "activations": 0.1, "peak": 0.05}.items():
         assert rows[name]["ratio"] == pytest.approx(1.0, rel=room), name
-    # The optimizer counts its steps for each tensor, in 512 bytes that weigh much beside so small a LoRA.
+    # The optimizer's step counters, 512 bytes per tensor, are large next to so small a LoRA.
     assert 1.0 <= rows["optimizer"]["ratio"] < 1.2
     parts = sum(row["measured_gib"] for name, row in rows.items() if name != "peak")
     assert rows["peak"]["measured_gib"] == pytest.approx(parts)
@@ -61,7 +61,7 @@ def test_memory_is_predicted_part_by_part(settings, capsys):
     assert "cannot be measured here" in document["notes"][1]
 
 
-def test_memory_of_a_run_of_ones_own(place, capsys):
+def test_memory_of_an_own_run(place, capsys):
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32")
     assert main([arguments[0], "memory", *arguments[1:], "--json", "--steps", "2"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -70,8 +70,8 @@ def test_memory_of_a_run_of_ones_own(place, capsys):
 
 
 @pytest.mark.slow
-def test_batches_grow_until_a_limit_that_the_plan_foresees(capsys):
-    """The plan and what is counted agree on how many fit."""
+def test_batches_grow_until_the_planned_limit(capsys):
+    """The plan and the measurement agree on how many fit."""
     with patched(batch, "MOST_ON_A_PROCESSOR", 2):
         document = measured("batch", capsys, settings=(*THIN, "memory.limit_gib=0.836"))
     rows = {row["name"]: row for row in document["rows"]}
@@ -81,7 +81,7 @@ def test_batches_grow_until_a_limit_that_the_plan_foresees(capsys):
     assert any("as the plan says" in note for note in document["notes"]), document["notes"]
 
 
-def test_attention_is_measured_at_the_sizes_of_the_model(capsys):
+def test_attention_is_measured_at_the_shapes_of_the_model(capsys):
     document = measured("attention", capsys)
     whole = {row["name"]: row for row in document["rows"] if row["shape"] == "all layers"}
     assert {"sdpa", "math"} <= whole.keys()
@@ -95,8 +95,8 @@ def test_attention_is_measured_at_the_sizes_of_the_model(capsys):
 
 
 @pytest.mark.slow
-def test_a_resolution_shows_what_it_brings(place, tmp_path, capsys):
-    enough = replace(place, data=draw_images(tmp_path / "data", 10))  # for one to be held out
+def test_a_resolution_shows_its_gain(place, tmp_path, capsys):
+    enough = replace(place, data=draw_images(tmp_path / "data", 10))  # for one validation image
     arguments = enough.arguments("x", command="bench", memory__weight_dtype="fp32", validation__split=0.1)
     with patched(resolution, "TRAINED", 2):
         assert main([arguments[0], "resolution", *arguments[1:], "--json", "--steps", "2"]) == 0
@@ -108,7 +108,7 @@ def test_a_resolution_shows_what_it_brings(place, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_an_optimization_shows_its_price_beside_its_gain(capsys):
+def test_an_optimization_shows_its_cost_and_its_gain(capsys):
     (row,) = measured("ablation", capsys, "--filter", "checkpointing")["rows"]
     assert row["gain"] == pytest.approx(1 / row["ratio"])
     assert row["loss_most"] == 0.0
@@ -117,14 +117,14 @@ def test_an_optimization_shows_its_price_beside_its_gain(capsys):
 
 
 @pytest.mark.parametrize("optimization", [pytest.param("background", marks=pytest.mark.slow), "fused optimizer"])
-def test_what_is_no_setting_is_measured_too(optimization, capsys):
+def test_optimizations_without_a_setting_are_measured_too(optimization, capsys):
     (row,) = measured("ablation", capsys, "--filter", optimization)["rows"]
     assert row["ratio"] > 0
     assert row["memory_ratio"] is None
     assert row["loss_mean"] is None
 
 
-def test_what_a_cpu_cannot_measure_is_said(capsys):
+def test_measurements_that_need_a_gpu_are_named(capsys):
     document = measured("ablation", capsys, "--filter", "cuDNN")
     assert document["rows"][0]["seconds_median"] is None
     assert "cuDNN benchmark: needs a GPU." in document["notes"]
@@ -139,21 +139,21 @@ def test_processes_are_launched_by_powers_of_two():
 
 
 @pytest.mark.skipif(shutil.which("setsid") is None, reason="by a shell and its job")
-def test_what_takes_too_long_leaves_no_process(tmp_path):
-    """Nor one in a session of its own, as the launcher starts them."""
+def test_a_timeout_leaves_no_process(tmp_path):
+    """Nor one in its own session, as the launcher starts them."""
     file = tmp_path / "number"
     start = "setsid sh -c 'echo $$; exec sleep 60'"  # there at once, also on a busy machine
     with pytest.raises(subprocess.TimeoutExpired):
         scaling.ended(["sh", "-c", f"{start} > {file} & wait"], os.environ, 3.0)
     left = int(file.read_text())
-    with suppress(psutil.NoSuchProcess):  # nobody may be there to take its code
+    with suppress(psutil.NoSuchProcess):  # there may be no parent to reap it
         process, end = psutil.Process(left), time.monotonic() + 300
-        while process.status() != psutil.STATUS_ZOMBIE:  # it dies soon after it is told to
+        while process.status() != psutil.STATUS_ZOMBIE:  # it dies soon after the signal
             assert time.monotonic() < end
             time.sleep(0.05)
 
 
-def test_of_two_ways_each_comes_first_in_turn():
+def test_the_order_of_two_variants_alternates():
     order: list[str] = []
     ways = {"one": lambda number: order.append("one"), "other": lambda number: order.append("other")}
     timed = turns.timed_in_turn(ways, 2, torch.device("cpu"))
@@ -168,7 +168,7 @@ def test_scaling_is_of_a_public_architecture(capsys):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
-def test_two_processes_sum_what_one_does_not(capsys):
+def test_two_processes_measure_the_all_reduce(capsys):
     one, two = measured("scaling", capsys)["rows"]
     assert (one["efficiency"], one["summed_bytes"]) == (1.0, 0)
     assert two["summed_bytes"] > 0
@@ -177,8 +177,8 @@ def test_two_processes_sum_what_one_does_not(capsys):
 
 
 @pytest.mark.parametrize(("together", "met"), [(19.0, True), (18.9, False)])
-def test_scaling_is_judged_by_its_target(together, met, monkeypatch, capsys):
-    """Of 10 samples a second alone; nothing is launched."""
+def test_scaling_is_compared_with_its_target(together, met, monkeypatch, capsys):
+    """For 10 samples per second alone; nothing is launched."""
 
     def launched(child: str, order: object, count: int, *, on_gpus: bool) -> dict[str, Any]:
         figures = {"model": "m", "median": 0.2, "p10": 0.1, "p90": 0.3, "summed": 8}
@@ -194,7 +194,7 @@ def test_scaling_is_judged_by_its_target(together, met, monkeypatch, capsys):
 
 
 def test_gradients_averaged_between_micro_batches_come_to_the_same_sum():
-    """Of this process and another, whose first gradients are known here."""
+    """For this process and another, whose first gradients are known here."""
     own, other = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])], [torch.tensor([7.0, 11.0])]
     summed = []
 
@@ -207,7 +207,7 @@ def test_gradients_averaged_between_micro_batches_come_to_the_same_sum():
     for gradient in sums.averaged_between(learner, own):
         master.grad = gradient.clone() if master.grad is None else master.grad + gradient
     assert [each.tolist() for each in summed] == [[1.0, 2.0]], "the last is left to the step itself"
-    # Both bring the mean once, and what came after it: 2 * (1 + 7) / 2 + 3.
+    # Both add the mean once, and the later gradient: 2 * (1 + 7) / 2 + 3.
     shares = 2 * (master.grad - own[1]) + own[1]
     assert torch.equal(shares, own[0] + other[0] + own[1])
 
@@ -222,18 +222,18 @@ def test_no_sync_is_measured_between_two_processes(capsys):
 
 
 @pytest.mark.slow
-def test_the_table_is_written_row_by_row_and_gone_on_with(tmp_path, capsys):
+def test_the_table_is_written_row_by_row_and_resumed(tmp_path, capsys):
     file = tmp_path / "rows.json"
     arguments = ["bench", "table", "--tiny", "--steps", "2", "--rows", str(file), "--filter"]
     assert main([*arguments, "sd15 512 batch 4"]) == 0
-    said = capsys.readouterr()
-    assert "| sd15 512 batch 4 |" in said.out
-    assert said.err.splitlines() == ["sd15 512 batch 4 …"]
+    output = capsys.readouterr()
+    assert "| sd15 512 batch 4 |" in output.out
+    assert output.err.splitlines() == ["sd15 512 batch 4 …"]
     (first,) = json.loads(file.read_text("utf-8"))["rows"]
     assert main([*arguments, "sd15 512", "--json"]) == 0
-    said = capsys.readouterr()
-    assert said.err.splitlines() == ["sd15 512 …"], "what is there already is not measured again"
-    rows = json.loads(said.out)["rows"]
+    output = capsys.readouterr()
+    assert output.err.splitlines() == ["sd15 512 …"], "what is there already is not measured again"
+    rows = json.loads(output.out)["rows"]
     assert [row["micro"] for row in rows] == [1, 4]
     assert rows[1]["seconds_median"] == first["seconds_median"]
     assert all(len(row["losses"]) == 3 and row["peak_gib"] > 0 for row in rows)  # one more warmed up
@@ -243,7 +243,7 @@ def test_the_table_is_written_row_by_row_and_gone_on_with(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_row_that_fails_says_why_and_costs_no_other(tmp_path):
+def test_a_failed_row_has_a_reason_and_stops_no_other(tmp_path):
     plain = {"data.resolution": 512, "train.effective_batch_size": 1}
     specs = [
         Spec("bad", "sd15", plain | {"lora.target_modules": ("nothing",)}),
@@ -261,7 +261,7 @@ def test_a_row_that_fails_says_why_and_costs_no_other(tmp_path):
     assert table.fill(specs, {}, Asking(), tmp_path / "rows.json", "here", 0.0) == {}, "no time, no row"
 
 
-def test_a_row_that_was_to_be_compiled_is_never_one_that_was_not(tmp_path):
+def test_a_compiled_row_is_never_measured_uncompiled(tmp_path):
     import torch._inductor.config as inductor
 
     spec = Spec("compiled", "sd15", {"data.resolution": 512, "compile.enabled": True})
@@ -273,20 +273,20 @@ def test_a_row_that_was_to_be_compiled_is_never_one_that_was_not(tmp_path):
     assert found["seconds_median"] is None
 
 
-def test_a_process_that_ends_or_hangs_is_a_row_that_failed(tmp_path, monkeypatch):
+def test_a_process_that_dies_or_times_out_is_a_failed_row(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "PRELOADED", [])
     assert table.in_child(end_at_once, (), tmp_path / "row", 60.0) == {"failed": "the process ended with code 9"}
     assert table.in_child(sleep, (), tmp_path / "row", 0.5)["failed"] == "took longer than 0.5 s"
 
 
 @pytest.mark.parametrize(("shapes", "dynamic"), [(MOST_SHAPES, False), (MOST_SHAPES + 1, True)])
-def test_a_row_of_several_sizes_is_built_for_them(shapes, dynamic, tmp_path):
+def test_a_row_with_several_sizes_builds_them_all(shapes, dynamic, tmp_path):
     """Built, and not compiled before its first step."""
     spec = Spec("sizes", "sd15", {"data.resolution": 512, "compile.enabled": True})
     settings = settings_of(spec, Asking(tiny=True), torch.device("cpu"))
-    made = subject.subject_as_asked(settings, tmp_path, tiny=True, shapes=shapes).learner.compiled
-    assert made is not None
-    assert made.dynamic is dynamic
+    blocks = subject.subject_as_asked(settings, tmp_path, tiny=True, shapes=shapes).learner.compiled
+    assert blocks is not None
+    assert blocks.dynamic is dynamic
 
 
 def test_rows_of_a_gpu_are_what_the_plan_chose_for_it():
@@ -299,7 +299,7 @@ def test_rows_of_a_gpu_are_what_the_plan_chose_for_it():
     assert [row.share_of(count, 57, 9) for count in (0, 30, 57)] == [0, 5, 9]
 
 
-def test_rows_are_held_against_one_above_of_the_same_model():
+def test_rows_are_compared_with_an_earlier_row_of_the_same_model():
     names = [spec.name for spec in table.SPECS]
     assert len(set(names)) == len(names)
     family_of = {spec.name: spec.family for spec in table.SPECS}

@@ -1,4 +1,4 @@
-"""Attention: the sizes that a denoiser computes, what works at them, what is fastest, and how it is installed."""
+"""Attention backends: shapes of a denoiser, which work, which is fastest, and installing one in the denoiser."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def choose(wanted: str, order: tuple[str, ...], shapes: tuple[AttentionShape, ..
     return choose_attention(wanted, order, dtype, CPU, shapes)
 
 
-def test_it_falls_back_with_a_reason_and_refuses_when_insisted_on(monkeypatch):
+def test_a_backend_falls_back_with_a_reason_and_is_refused_when_required(monkeypatch):
     monkeypatch.setitem(KINDS, "xformers", broken)
     choice = choose("xformers", ORDER)
     assert choice.name == "sdpa"
@@ -46,7 +46,7 @@ def test_it_falls_back_with_a_reason_and_refuses_when_insisted_on(monkeypatch):
         choose("xformers", ())
 
 
-def test_a_package_that_is_missing_is_named_with_how_it_comes(monkeypatch):
+def test_a_missing_package_is_named_with_its_installation(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(UsageError, match="pip install flash-attn"):
         choose("flash2", ())
@@ -54,7 +54,7 @@ def test_a_package_that_is_missing_is_named_with_how_it_comes(monkeypatch):
     assert "flash2 is not installed" in failure
 
 
-def test_the_installed_xformers_has_no_operator_here_which_is_found_without_a_word(capfd):
+def test_xformers_without_a_kernel_is_detected_silently(capfd):
     pytest.importorskip("xformers")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -65,7 +65,7 @@ def test_the_installed_xformers_has_no_operator_here_which_is_found_without_a_wo
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "expected"),
     [
         (lambda q, k, v: q * float("nan"), "not finite"),
         (lambda q, k, v: q, "off, more than"),
@@ -75,9 +75,9 @@ def test_the_installed_xformers_has_no_operator_here_which_is_found_without_a_wo
         (lambda q, k, v: KINDS["math"](2 * q, k, v), "off, more than"),
     ],
 )
-def test_wrong_values_and_gradients_are_found(monkeypatch, wrong, said):
+def test_wrong_values_and_gradients_are_found(monkeypatch, wrong, expected):
     monkeypatch.setitem(KINDS, "sdpa", wrong)
-    assert said in str(probe("sdpa", torch.float32, CPU, SMALL))
+    assert expected in str(probe("sdpa", torch.float32, CPU, SMALL))
     assert choose("auto", ("sdpa", "math")).name == "math"
 
 
@@ -107,7 +107,7 @@ def test_a_single_wrong_token_among_many_is_found(monkeypatch, dtype, backward):
     assert dtype == torch.float32 or "100.0% off for single tokens, more than 25.0%" in failure
 
 
-def test_memory_that_runs_out_is_a_reason(monkeypatch):
+def test_out_of_memory_is_a_reason(monkeypatch):
     def greedy(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -126,7 +126,7 @@ def test_torchs_own_attention_is_right_at_every_size(shape, dtype):
 
 
 @pytest.mark.parametrize("name", ["flash2", "flash3", "xformers"])
-def test_packages_are_called_with_tokens_before_heads(monkeypatch, name):
+def test_packages_get_tokens_before_heads(monkeypatch, name):
     def tokens_first(query, key, value):
         assert query.shape == (1, 64, 2, 16)
         mixed = KINDS["math"](*(part.transpose(1, 2) for part in (query, key, value))).transpose(1, 2)
@@ -146,7 +146,7 @@ def test_packages_are_called_with_tokens_before_heads(monkeypatch, name):
     assert choose(name, ()).name == name
 
 
-def test_the_fastest_is_the_least_over_all_layers(monkeypatch):
+def test_the_fastest_has_the_least_time_over_all_layers(monkeypatch):
     seconds = {"sdpa": (0.001, 0.004), "math": (0.003, 0.001), "flash": (0.0, 0.0)}
     shapes = (AttentionShape(1, 2, 16, 16, 8, layers=2), AttentionShape(1, 2, 16, 4, 8, layers=1))
 
@@ -160,7 +160,7 @@ def test_the_fastest_is_the_least_over_all_layers(monkeypatch):
     assert choice.name == "sdpa"  # 2 x 1 + 4 ms against 2 x 3 + 1
     assert "sdpa 6.00 ms, math 7.00 ms" in choice.reason
     assert "flash does not run" in "".join(choice.failures)
-    other = torch.tensor([0.1, 0.001, float("inf")])  # another process's
+    other = torch.tensor([0.1, 0.001, float("inf")])  # of another process
     assert fastest_attention(names, torch.float32, CPU, shapes, lambda mine: mine + other).name == "math"
     monkeypatch.setitem(KINDS, "sdpa", broken)
     monkeypatch.setitem(KINDS, "math", broken)
@@ -179,7 +179,7 @@ def test_timing_gives_a_row_for_each_shape_and_name():
 
 
 @pytest.mark.parametrize("family", ["sd15", "sd2", "sdxl"])
-def test_the_sizes_of_a_denoiser_are_those_that_it_computes(family):
+def test_the_attention_shapes_of_a_denoiser_are_those_it_computes(family):
     unet = tiny_unet(family)
     found = shapes_of(
         unet, FAMILIES[family].predict, (2, 4, 16, 8), FAMILIES[family].cond_shapes(dict(unet.config)), torch.float32
@@ -191,13 +191,13 @@ def test_the_sizes_of_a_denoiser_are_those_that_it_computes(family):
     assert not any(parameter.is_meta for parameter in unet.parameters())
 
 
-def test_nothing_of_a_pass_without_data_stays_in_the_denoiser():
-    """Z-Image keeps its table of places from the first pass, and a run on a GPU looks at the sizes before it."""
+def test_a_meta_forward_pass_leaves_nothing_in_the_denoiser():
+    """Z-Image caches its position table in the first pass, and a GPU run checks shapes before that."""
     family, denoiser = FAMILIES["z_image"], tiny_transformer("z_image")
     cond = {"embeds": (4, 64), "padding": (4,)}
     assert shapes_of(denoiser, family.predict, (1, 16, 8, 8), cond, torch.float32)
-    told = {"embeds": torch.randn(1, 4, 64), "padding": torch.zeros(1, 4, dtype=torch.bool)}
-    velocity = family.predict(denoiser, torch.randn(1, 16, 8, 8), torch.tensor([500]), told, torch.zeros(1, 6))
+    conditioning = {"embeds": torch.randn(1, 4, 64), "padding": torch.zeros(1, 4, dtype=torch.bool)}
+    velocity = family.predict(denoiser, torch.randn(1, 16, 8, 8), torch.tensor([500]), conditioning, torch.zeros(1, 6))
     assert velocity.isfinite().all()
 
 
@@ -214,9 +214,9 @@ def flux() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         pooled_projection_dim=6,
         axes_dims_rope=(2, 2, 4),
     )
-    given = {"hidden_states": torch.randn(2, 9, 4), "encoder_hidden_states": torch.randn(2, 5, 12)}
-    given |= {"pooled_projections": torch.randn(2, 6), "timestep": torch.tensor([0.1, 0.7])}
-    return model, given | {"img_ids": torch.rand(9, 3), "txt_ids": torch.zeros(5, 3)}
+    inputs = {"hidden_states": torch.randn(2, 9, 4), "encoder_hidden_states": torch.randn(2, 5, 12)}
+    inputs |= {"pooled_projections": torch.randn(2, 6), "timestep": torch.tensor([0.1, 0.7])}
+    return model, inputs | {"img_ids": torch.rand(9, 3), "txt_ids": torch.zeros(5, 3)}
 
 
 def sd3() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -237,8 +237,8 @@ def sd3() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         dual_attention_layers=(0,),
         qk_norm="rms_norm",
     )
-    given = {"hidden_states": torch.randn(2, 4, 8, 6), "encoder_hidden_states": torch.randn(2, 5, 12)}
-    return model, given | {"pooled_projections": torch.randn(2, 6), "timestep": torch.tensor([10, 700])}
+    inputs = {"hidden_states": torch.randn(2, 4, 8, 6), "encoder_hidden_states": torch.randn(2, 5, 12)}
+    return model, inputs | {"pooled_projections": torch.randn(2, 6), "timestep": torch.tensor([10, 700])}
 
 
 def z_image(lengths: tuple[int, int] = (5, 5)) -> tuple[nn.Module, dict[str, object]]:
@@ -259,42 +259,42 @@ def z_image(lengths: tuple[int, int] = (5, 5)) -> tuple[nn.Module, dict[str, obj
     return model, {"x": images, "t": torch.tensor([0.1, 0.7]), "cap_feats": [torch.randn(n, 12) for n in lengths]}
 
 
-def test_sequences_of_other_lengths_are_masked_whatever_is_installed():
-    model, given = z_image((5, 40))
+def test_sequences_of_other_lengths_are_masked_with_every_backend():
+    model, args = z_image((5, 40))
     install_attention(model, "sdpa")
-    usual = torch.stack(model(**given, return_dict=False)[0])
+    usual = torch.stack(model(**args, return_dict=False)[0])
     install_attention(model, "math")
-    assert torch.allclose(torch.stack(model(**given, return_dict=False)[0]), usual, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(torch.stack(model(**args, return_dict=False)[0]), usual, rtol=1e-4, atol=1e-5)
 
 
 def unet(family: str) -> tuple[nn.Module, dict[str, object]]:
     model = tiny_unet(family)
     width = model.config.cross_attention_dim
-    given = {"sample": torch.randn(2, 4, 8, 16), "timestep": 5, "encoder_hidden_states": torch.randn(2, 7, width)}
+    inputs = {"sample": torch.randn(2, 4, 8, 16), "timestep": 5, "encoder_hidden_states": torch.randn(2, 7, width)}
     if family == "sdxl":
         added = {"text_embeds": torch.randn(2, 16), "time_ids": torch.rand(2, 6)}
-        return model, given | {"added_cond_kwargs": added}
-    return model, given
+        return model, inputs | {"added_cond_kwargs": added}
+    return model, inputs
 
 
 @pytest.mark.parametrize("make", [lambda: unet("sd15"), lambda: unet("sdxl"), sd3, flux, z_image])
-def test_every_installed_attention_gives_the_same_values_and_gradients(make):
+def test_every_installed_backend_has_the_same_values_and_gradients(make):
     torch.manual_seed(0)
-    model, given = make()
+    model, args = make()
     model.double()
-    given = {
+    args = {
         name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for name, value in given.items()
+        for name, value in args.items()
     }
-    given |= {name: [each.double() for each in value] for name, value in given.items() if isinstance(value, list)}
-    if "added_cond_kwargs" in given:
-        given["added_cond_kwargs"] = {name: value.double() for name, value in given["added_cond_kwargs"].items()}
+    args |= {name: [each.double() for each in value] for name, value in args.items() if isinstance(value, list)}
+    if "added_cond_kwargs" in args:
+        args["added_cond_kwargs"] = {name: value.double() for name, value in args["added_cond_kwargs"].items()}
     found = {}
     for name in ("sdpa", "math", "flash", "sdpa"):
         install_attention(model, name)
         model.zero_grad()
-        told = model(**given, return_dict=False)[0]
-        out = torch.stack(told) if isinstance(told, list) else told
+        output = model(**args, return_dict=False)[0]
+        out = torch.stack(output) if isinstance(output, list) else output
         out.square().sum().backward()
         gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         found.setdefault(name, []).append((out.detach(), gradients))
@@ -304,12 +304,12 @@ def test_every_installed_attention_gives_the_same_values_and_gradients(make):
     assert all(torch.equal(a, b) for a, b in zip(usual, again, strict=True)), "diffusers' own is back"
 
 
-def test_what_runs_is_what_was_probed(monkeypatch):
-    model, given = unet("sd15")
+def test_the_probed_backend_is_the_one_that_runs(monkeypatch):
+    model, args = unet("sd15")
     calls = []
     monkeypatch.setitem(KINDS, "flash", lambda q, k, v: calls.append(q.shape) or KINDS["math"](q, k, v))
     install_attention(model, "flash")
-    model(**given)
+    model(**args)
     assert len(calls) == sum(hasattr(module, "to_q") for module in model.modules())
 
 
@@ -323,12 +323,12 @@ def test_an_attention_of_an_unknown_kind_is_refused():
     for module in model.modules():
         if hasattr(module, "set_processor"):
             module.set_processor(Odd())
-    install_attention(model, "sdpa")  # leaves what is there
+    install_attention(model, "sdpa")  # changes nothing
     with pytest.raises(UsageError, match=r"Set hardware\.attention_backend=sdpa"):
         install_attention(model, "math")
 
 
-def test_a_remembered_signature_is_the_one_that_was():
+def test_a_cached_signature_is_unchanged():
     class Processor:
         def __call__(self, attn, hidden_states, attention_mask=None):
             return hidden_states

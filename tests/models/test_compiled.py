@@ -1,6 +1,6 @@
-"""Regions: one compilation for a form and a size, none for looking on, and what is said of it.
+"""Compiled regions: one compilation per shape and size, none for evaluation, and their messages.
 
-Traced by torch's own dynamo and autograd, without its compiler, which `test_inductor.py` asks.
+Traced by torch's dynamo and autograd, without Inductor: `test_inductor.py` tests that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lora_trainer.models.compiled import (
 )
 from lora_trainer.models.lora import inject_lora
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
+pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, while it traces
 REAL = torch.compile
 
 
@@ -60,8 +60,8 @@ class Denoiser(nn.Module):
 
 @pytest.fixture(autouse=True)
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def without_mode(function, *, mode: str, **given):
-        return REAL(function, backend="aot_eager", **given)
+    def without_mode(function, *, mode: str, **args):
+        return REAL(function, backend="aot_eager", **args)
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", without_mode)
@@ -71,37 +71,37 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def denoiser(widths: tuple[int, ...] = (8, 8, 6, 6)) -> Denoiser:
     torch.manual_seed(0)
-    made = Denoiser(widths).requires_grad_(False)
-    inject_lora(made, [f"blocks.{n}.layer" for n in range(len(widths))], rank=2, alpha=2.0, dropout=0.0, seed=0)
+    model = Denoiser(widths).requires_grad_(False)
+    inject_lora(model, [f"blocks.{n}.layer" for n in range(len(widths))], rank=2, alpha=2.0, dropout=0.0, seed=0)
     with torch.no_grad():
-        for name, value in made.named_parameters():
+        for name, value in model.named_parameters():
             if "lora_B" in name:
                 value.normal_()
-    return made
+    return model
 
 
-def gradients(made: Denoiser, x: Tensor, again: bool = False) -> list[Tensor]:
-    made(x, again).square().mean().backward()
-    found = [value.grad.clone() for value in made.parameters() if value.grad is not None]
-    made.zero_grad()
+def gradients(model: Denoiser, x: Tensor, again: bool = False) -> list[Tensor]:
+    model(x, again).square().mean().backward()
+    found = [value.grad.clone() for value in model.parameters() if value.grad is not None]
+    model.zero_grad()
     return found
 
 
-def with_regions(made: Denoiser, **given: bool) -> Compiled:
-    return compile_blocks(made, mode="default", **{"dynamic": False, "fullgraph": True, **given})
+def with_regions(model: Denoiser, **args: bool) -> Compiled:
+    return compile_blocks(model, mode="default", **{"dynamic": False, "fullgraph": True, **args})
 
 
-def test_blocks_of_a_form_share_a_compilation_for_each_size() -> None:
-    plain, made = denoiser(), denoiser()
-    compiled, before = with_regions(made), count().graphs
+def test_equal_blocks_share_a_compilation_for_each_size() -> None:
+    plain, model = denoiser(), denoiser()
+    compiled, before = with_regions(model), count().graphs
     assert (compiled.kinds, compiled.forms) == ({"Block": 4}, 2)
     graphs = []
     for samples in (3, 3, 2, 3):
         x = torch.randn(samples, 8)
-        for found, wanted in zip(gradients(made, x), gradients(plain, x), strict=True):
+        for found, wanted in zip(gradients(model, x), gradients(plain, x), strict=True):
             torch.testing.assert_close(found, wanted)
         graphs.append(count().graphs - before)
-    # Two forms, and the first block's input needs no gradient.
+    # Two block types, and the first block's input needs no gradient.
     assert graphs == [3, 3, 6, 6]
     news = compiled.news()
     assert news is not None
@@ -110,47 +110,47 @@ def test_blocks_of_a_form_share_a_compilation_for_each_size() -> None:
     assert compiled.news() is None
 
 
-def test_looking_on_and_other_values_compile_nothing() -> None:
-    made, x = denoiser((8, 8)), torch.randn(2, 8)
-    with_regions(made)
-    wanted = gradients(made, x)
+def test_evaluation_and_other_values_compile_nothing() -> None:
+    model, x = denoiser((8, 8)), torch.randn(2, 8)
+    with_regions(model)
+    wanted = gradients(model, x)
     before = count().graphs
-    made.eval()
+    model.eval()
     with torch.no_grad():
-        made(x)
-        for name, value in made.named_parameters():
+        model(x)
+        for name, value in model.named_parameters():
             if "lora" in name:
                 torch._foreach_copy_([value], [value.clone()])
-    made.train()
+    model.train()
     for again in (False, True):  # the checkpoint lies around the region
-        assert all(map(torch.equal, gradients(made, x, again), wanted))
+        assert all(map(torch.equal, gradients(model, x, again), wanted))
     assert count().graphs == before
 
 
-def test_one_compilation_serves_all_sizes_where_it_is_dynamic() -> None:
-    made = denoiser((8, 8))
-    with_regions(made, dynamic=True)
-    gradients(made, torch.randn(3, 8))
+def test_a_dynamic_compilation_serves_all_sizes() -> None:
+    model = denoiser((8, 8))
+    with_regions(model, dynamic=True)
+    gradients(model, torch.randn(3, 8))
     before = count().graphs
     for samples in (4, 5, 7):
-        gradients(made, torch.randn(samples, 8))
+        gradients(model, torch.randn(samples, 8))
     assert count().graphs == before
 
 
-def test_turned_off_blocks_run_as_they_are() -> None:
-    made, x = denoiser(), torch.randn(2, 8)
-    compiled, before = with_regions(made), count().graphs
+def test_disabled_compilation_runs_blocks_eagerly() -> None:
+    model, x = denoiser(), torch.randn(2, 8)
+    compiled, before = with_regions(model), count().graphs
     with compiled.off():
-        gradients(made, x)
+        gradients(model, x)
     assert count().graphs == before
     assert compiled.on
 
 
-def test_breaks_are_counted_or_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_breaks_are_counted_or_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Block, "breaks", True)
-    made = denoiser((8,))
-    compiled = with_regions(made, fullgraph=False)
-    gradients(made, torch.randn(2, 8))
+    model = denoiser((8,))
+    compiled = with_regions(model, fullgraph=False)
+    gradients(model, torch.randn(2, 8))
     news = compiled.news()
     assert news is not None
     assert "1 graph break, the first: Call to `torch._dynamo.graph_break()`" in news
@@ -184,11 +184,11 @@ def test_repeated_blocks_are_found_in_the_families() -> None:
     assert kinds(other) == {"JointTransformerBlock"}
 
 
-def test_what_is_compiled_is_kept_where_nobody_else_writes(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_the_compile_cache_is_in_a_private_folder(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path))
     at_the_end = list[tuple[object, ...]]()
     monkeypatch.setattr(compilations.tempfile, "mkdtemp", lambda **_: str(tmp_path / "own"))
-    monkeypatch.setattr(compilations.atexit, "register", lambda *given, **_: at_the_end.append(given))
+    monkeypatch.setattr(compilations.atexit, "register", lambda *args, **_: at_the_end.append(args))
     monkeypatch.setenv(compilations.KEPT_IN, "")
     assert keep_compilations() is None
     folder = tmp_path / "compiled"
@@ -196,9 +196,9 @@ def test_what_is_compiled_is_kept_where_nobody_else_writes(monkeypatch: pytest.M
     assert not folder.stat().st_mode & 0o077
     folder.chmod(0o770)
     monkeypatch.setenv(compilations.KEPT_IN, "")
-    said = keep_compilations()
-    assert said is not None
-    assert "others may write to it" in said
+    messages = keep_compilations()
+    assert messages is not None
+    assert "others may write to it" in messages
     assert compilations.os.environ[compilations.KEPT_IN] != str(folder)
     assert at_the_end == [(compilations.shutil.rmtree, str(tmp_path / "own"))]
     monkeypatch.setenv(compilations.KEPT_IN, "the user's own")
@@ -231,11 +231,11 @@ AROUND = "Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace (please do this
         ("no such instruction", "no such instruction"),
     ],
 )
-def test_of_a_compilers_words_the_line_is_said_that_names_the_fault(message: str, line: str) -> None:
+def test_the_line_with_the_cause_of_a_compiler_error_is_reported(message: str, line: str) -> None:
     assert said_by_the_compiler(RuntimeError(message + AROUND)) == line
 
 
-def test_the_cache_commands_tell_and_prune_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
+def test_the_cache_commands_show_and_prune_compiled_files(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path))
     monkeypatch.setenv(compilations.KEPT_IN, "")
     assert keep_compilations() is None
@@ -248,8 +248,8 @@ def test_the_cache_commands_tell_and_prune_what_is_compiled(monkeypatch: pytest.
     os.utime(outside, (0, 0))
     (folder / "link").symlink_to(outside)
     assert main(["cache", "status"]) == 0
-    assert f"{tmp_path / 'compiled'}: " in (told := capsys.readouterr().out)
-    assert "of compiled blocks" in told
+    assert f"{tmp_path / 'compiled'}: " in (output := capsys.readouterr().out)
+    assert "of compiled blocks" in output
     (tmp_path / "compiled").chmod(0o770)
     assert main(["cache", "prune"]) == 0
     assert (folder / "old").exists()  # others may have put it there
@@ -262,13 +262,13 @@ def test_the_cache_commands_tell_and_prune_what_is_compiled(monkeypatch: pytest.
 
 
 def test_regions_are_given_sequences_in_order_on_a_cpu() -> None:
-    """So an order of sides is no new case to compile, but for images, whose order is wanted."""
-    made, plain = denoiser((8,)), denoiser((8,))
-    with_regions(made)
+    """So the order of sizes compiles nothing new, except for images, where order matters."""
+    model, plain = denoiser((8,)), denoiser((8,))
+    with_regions(model)
     in_order, image = torch.randn(2, 5, 8), torch.randn(2, 3, 4, 8)
     views = [in_order.transpose(1, 2).contiguous().transpose(1, 2), image.to(memory_format=torch.channels_last)]
     for x, view, more in ((in_order, views[0], 0), (image, views[1], 1)):
-        made.blocks[0](x)
+        model.blocks[0](x)
         before = count().graphs
-        torch.testing.assert_close(made.blocks[0](view), plain.blocks[0](x))
+        torch.testing.assert_close(model.blocks[0](view), plain.blocks[0](x))
         assert count().graphs - before == more

@@ -1,4 +1,4 @@
-"""SD3 and FLUX.1 from files: text as diffusers encodes it, latents with scale and shift, predictions as its pipelines ask."""
+"""SD3 and FLUX.1 from files: text embeddings, latents and predictions equal those of diffusers' pipelines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.export.tiny import T5_WIDTH, TRANSFORMERS, t5_tokenizer, tiny_pipelin
 CPU = torch.device("cpu")
 CAPTIONS = ["a red ring on a blue background", "", "ring " * 300]
 TOKENS = {"flux": 512, "flux-schnell": 256}
-# One kind of each family where the others take the same way.
+# One flavor of each family where the others share the code.
 of_each_family = pytest.mark.parametrize("model", ["sd3", "flux"], indirect=True)
 
 
@@ -73,8 +73,8 @@ def encoded_by_diffusers(model: Path, captions: list[str]) -> tuple[torch.Tensor
             length = TOKENS[model.name]
             embeds, pooled, _ = pipeline.encode_prompt(captions, captions, device=CPU, max_sequence_length=length)
         else:
-            given = (captions, captions, captions)
-            embeds, _, pooled, _ = pipeline.encode_prompt(*given, device=CPU, do_classifier_free_guidance=False)
+            args = (captions, captions, captions)
+            embeds, _, pooled, _ = pipeline.encode_prompt(*args, device=CPU, do_classifier_free_guidance=False)
     return embeds, pooled
 
 
@@ -88,8 +88,8 @@ def test_text_is_encoded_as_diffusers_does(model):
     assert {name: tuple(value.shape[1:]) for name, value in encoded.items()} == dict(family.cond_shapes(config))
 
 
-def test_lengths_and_layers_of_text_are_those_that_are_asked_for(model):
-    """As diffusers reads them; in pieces, which diffusers does not know, each as it is alone."""
+def test_text_lengths_and_layers_follow_the_settings(model):
+    """As in diffusers. Each chunk, which diffusers does not support, is encoded as if alone."""
     family, settings = family_of(model), {"t5_tokens": 40}
     if model.name == "sd3-without-t5":
         with pytest.raises(UsageError, match="no T5"):
@@ -98,15 +98,15 @@ def test_lengths_and_layers_of_text_are_those_that_are_asked_for(model):
     if not model.name.startswith("flux"):
         settings |= {"clip_skip": 2}
     bound = family.reading(TextOptions(**settings))
-    told, pipeline = bound.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS), diffusers_own(model)
-    given = (CAPTIONS,) * (2 if model.name.startswith("flux") else 3)
+    cond, pipeline = bound.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS), diffusers_own(model)
+    args = (CAPTIONS,) * (2 if model.name.startswith("flux") else 3)
     more = {} if model.name.startswith("flux") else {"do_classifier_free_guidance": False, "clip_skip": 0}
     length = settings.get("t5_tokens", 256)
     with torch.no_grad():
-        wanted = pipeline.encode_prompt(*given, device=CPU, max_sequence_length=length, **more)[0]
-    assert torch.equal(told["embeds"], wanted)
+        wanted = pipeline.encode_prompt(*args, device=CPU, max_sequence_length=length, **more)[0]
+    assert torch.equal(cond["embeds"], wanted)
     config = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))
-    assert told["embeds"].shape[1:] == bound.cond_shapes(config)["embeds"]
+    assert cond["embeds"].shape[1:] == bound.cond_shapes(config)["embeds"]
     if model.name.startswith("flux"):
         for wrong in ({"clip_skip": 1}, {"clip_tokens": 150}):
             with pytest.raises(UsageError, match="only a summary"):
@@ -120,33 +120,33 @@ def test_lengths_and_layers_of_text_are_those_that_are_asked_for(model):
 
 
 @pytest.mark.parametrize("model", ["sd3"], indirect=True)
-def test_what_is_read_without_t5_is_no_longer_than_clip_reads(model):
+def test_text_without_t5_is_no_longer_than_for_clip(model):
     family = family_of(model)
     assert family.describe(model).caption_tokens == 256
     assert family.reading(TextOptions(without=family.spare_texts)).describe(model).caption_tokens == 77
 
 
-def test_text_encoders_can_be_trained_through_what_they_tell(model):
+def test_text_encoders_get_gradients_through_their_embeddings(model):
     family = family_of(model)
     parts = family.load_texts(model, torch.float32, CPU)
     for name in parts.encoders:
         parts.encoders[name].requires_grad_(True)
     assert {*parts.encoders} <= {*family.text_targets}
-    told = family.encode_text(parts, ["a red ring"], TextOptions())
-    sum(value.sum() for value in told.values()).backward()
+    cond = family.encode_text(parts, ["a red ring"], TextOptions())
+    sum(value.sum() for value in cond.values()).backward()
     for name in parts.encoders:
         assert any(each.grad is not None and each.grad.any() for each in parts.encoders[name].parameters()), name
 
 
-def test_latents_have_the_autoencoders_scale_and_shift(model):
+def test_latents_have_the_scale_and_shift_of_the_vae(model):
     pixels = torch.rand(2, 3, 64, 96, generator=torch.manual_seed(0)) * 2 - 1
     mean, spread = family_of(model).load_encoders(model, torch.float32, CPU).encode_image(pixels)
     pipeline = diffusers_own(model)
     with torch.no_grad():
-        told = pipeline.vae.encode(pixels).latent_dist
+        distribution = pipeline.vae.encode(pixels).latent_dist
     # As the pipeline undoes it: latents / scaling_factor + shift_factor.
-    assert torch.allclose(mean / 0.5 + 0.1, told.mean, atol=1e-5)
-    assert torch.allclose(spread / 0.5, told.std, atol=1e-5)
+    assert torch.allclose(mean / 0.5 + 0.1, distribution.mean, atol=1e-5)
+    assert torch.allclose(spread / 0.5, distribution.std, atol=1e-5)
     facts = family_of(model).describe(model)
     assert mean.shape == (2, facts.latent_channels, 64 // facts.downscale, 96 // facts.downscale)
 
@@ -154,20 +154,20 @@ def test_latents_have_the_autoencoders_scale_and_shift(model):
 @pytest.mark.parametrize(
     "size", [(48, 96), *(pytest.param(size, marks=pytest.mark.slow) for size in ((64, 64), (112, 32)))]
 )
-def test_the_denoiser_is_asked_as_the_pipeline_asks_it(model, size):
-    """On all of its way to an image: at its first time alone, all noise, no scale of the times could be wrong."""
+def test_the_denoiser_gets_the_same_inputs_as_in_the_pipeline(model, size):
+    """At all timesteps: at the first, which is pure noise, no wrong time scale would show."""
     family = family_of(model)
     pipeline = family.make_pipeline(model, torch.float32, CPU)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     times: list[torch.Tensor] = []
     step = pipeline.scheduler.step
 
-    def watch(module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], out: tuple[Any, ...]) -> None:
-        seen.append((given["hidden_states"], out[0]))
+    def watch(module: torch.nn.Module, args: tuple[Any, ...], arguments: dict[str, Any], out: tuple[Any, ...]) -> None:
+        seen.append((arguments["hidden_states"], out[0]))
 
-    def watch_step(velocity: torch.Tensor, time: torch.Tensor, *args: Any, **given: Any) -> Any:
+    def watch_step(velocity: torch.Tensor, time: torch.Tensor, *args: Any, **arguments: Any) -> Any:
         times.append(time)
-        return step(velocity, time, *args, **given)
+        return step(velocity, time, *args, **arguments)
 
     pipeline.transformer.register_forward_hook(watch, with_kwargs=True)
     pipeline.scheduler.step = watch_step
@@ -195,7 +195,7 @@ def test_the_denoiser_is_asked_as_the_pipeline_asks_it(model, size):
 
 
 @pytest.mark.parametrize("sides", [(8, 8), (6, 14), (256, 4)])
-def test_the_cropped_table_of_positions_answers_as_the_whole_one(sides, tmp_path):
+def test_the_cropped_position_table_equals_the_whole_one(sides, tmp_path):
     from diffusers import SD3Transformer2DModel
 
     tiny_pipeline(tmp_path / "tokens", "sd3.5").transformer.save_pretrained(tmp_path / "transformer")
@@ -205,17 +205,19 @@ def test_the_cropped_table_of_positions_answers_as_the_whole_one(sides, tmp_path
     noisy = torch.randn(1, 16, *sides, generator=torch.manual_seed(0))
     cond = {"embeds": torch.ones(1, 5, T5_WIDTH), "pooled": torch.ones(1, 28)}
     with torch.no_grad():
-        told = [sd3.predict(each, noisy, torch.tensor([500]), cond, torch.zeros(1, 6)) for each in (cropped, whole)]
-    assert torch.equal(*told)
+        predictions = [
+            sd3.predict(each, noisy, torch.tensor([500]), cond, torch.zeros(1, 6)) for each in (cropped, whole)
+        ]
+    assert torch.equal(*predictions)
 
 
-def test_the_whole_table_of_positions_never_gets_to_the_device(tmp_path, monkeypatch):
+def test_the_whole_position_table_is_never_on_the_device(tmp_path, monkeypatch):
     tiny_pipeline(tmp_path / "tokens", "sd3.5").transformer.save_pretrained(tmp_path / "transformer")
     moved, real = [], layers._moved
 
-    def seen(found: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+    def seen(found: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
         moved.append(tuple(found.shape))
-        return real(found, *given, **more)
+        return real(found, *args, **more)
 
     monkeypatch.setattr(layers, "_moved", seen)
     sd3.load_transformer(tmp_path, torch.float32, CPU)
@@ -223,7 +225,7 @@ def test_the_whole_table_of_positions_never_gets_to_the_device(tmp_path, monkeyp
     assert [shape[:2] for shape in tables] == [(1, 128 * 128)]
 
 
-def test_a_family_may_read_captions_with_t5_alone(tmp_path):
+def test_a_family_can_encode_captions_with_only_t5(tmp_path):
     tiny_pipeline(tmp_path / "tokens", "flux").save_pretrained(tmp_path / "flux")
     facts = transformer_facts(
         tmp_path / "flux", "x", clips=(), t5="text_encoder_2", t5_tokens=300, per_latent=4, side=128, variant=""
@@ -231,7 +233,7 @@ def test_a_family_may_read_captions_with_t5_alone(tmp_path):
     assert facts.caption_tokens == 300
 
 
-def test_facts_and_names_tell_the_kinds_apart(model):
+def test_facts_and_names_distinguish_the_flavors(model):
     family = family_of(model)
     facts = family.describe(model)
     kinds = {"sd3": "medium", "sd3-without-t5": "medium", "sd3.5": "5-medium", "flux": "dev", "flux-schnell": "schnell"}
@@ -245,7 +247,7 @@ def test_facts_and_names_tell_the_kinds_apart(model):
     assert architecture.endswith(f"-{facts.variant}/lora")
 
 
-def test_words_of_t5_are_cut_padded_and_weighed():
+def test_t5_tokens_are_truncated_padded_and_weighted():
     tokenizer = t5_tokenizer()
     plain = read_t5_tokens(tokenizer, ["a red ring", "a " * 40], 8, CPU)
     theirs = tokenizer(
@@ -259,7 +261,7 @@ def test_words_of_t5_are_cut_padded_and_weighed():
 
 @of_each_family
 @pytest.mark.parametrize(
-    ("file", "values", "said"),
+    ("file", "values", "expected"),
     [
         ("transformer/config.json", {"in_channels": 384}, "takes more than noisy latents"),
         ("transformer/config.json", {"_class_name": "AuraFlowTransformer2DModel"}, "AuraFlowTransformer2DModel"),
@@ -271,14 +273,14 @@ def test_words_of_t5_are_cut_padded_and_weighed():
         ("vae/config.json", {"latents_mean": [0.0] * 16}, "latents_mean"),
     ],
 )
-def test_what_is_no_base_of_the_family_is_refused(model, tmp_path, file, values, said):
+def test_a_folder_without_a_base_model_of_the_family_is_refused(model, tmp_path, file, values, expected):
     other = changed(model, tmp_path, file, **values)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=expected):
         family_of(other).describe(other)
 
 
 @of_each_family
-def test_a_t5_without_its_tokenizers_file_is_refused_with_where_to_get_it(model, tmp_path):
+def test_a_t5_without_its_tokenizer_is_refused_with_where_to_get_it(model, tmp_path):
     other = Path(shutil.copytree(model, tmp_path / "other"))
     words = other / ("tokenizer_2" if model.name.startswith("flux") else "tokenizer_3")
     (words / "tokenizer.json").rename(words / "spiece.model")
@@ -287,7 +289,7 @@ def test_a_t5_without_its_tokenizers_file_is_refused_with_where_to_get_it(model,
     assert "tokenizer.json" in refused.value.problems[0].fix
 
 
-def test_the_schedule_is_what_the_scheduler_says(model):
+def test_the_schedule_is_that_of_the_scheduler(model):
     flow = read_flow_schedule(model)
     assert (flow.steps, flow.dynamic) == (1000, model.name == "flux")
     assert flow.shift == (3.0 if model.name.startswith("sd3") else 1.0)
@@ -298,7 +300,7 @@ def test_the_schedule_is_what_the_scheduler_says(model):
     assert torch.equal(ours.sigmas, theirs.sigmas)
 
 
-def test_text_encoders_that_visit_layer_by_layer_say_the_same(model):
+def test_text_encoders_loaded_layer_by_layer_have_the_same_embeddings(model):
     family = family_of(model)
     whole = family.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS)
     visiting = visiting_text(family, model, torch.float32, CPU)(CAPTIONS)
@@ -306,10 +308,10 @@ def test_text_encoders_that_visit_layer_by_layer_say_the_same(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_text_encoders_that_visit_stay_in_the_files_precision(
+def test_text_encoders_loaded_layer_by_layer_keep_the_files_precision(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A T5 of 8.9 million numbers, 35 MB in fp32, of which a layer at a time has them, and none is copied."""
+    """A T5 with 8.9 million weights, 35 MB in fp32: one layer at a time is loaded, and none is copied."""
     pipeline = tiny_pipeline(tmp_path / "tokens", "flux")
     sizes = {"d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 8, "num_heads": 8}
     torch.manual_seed(0)
@@ -321,25 +323,25 @@ def test_text_encoders_that_visit_stay_in_the_files_precision(
     whole = family.load_encoders(tmp_path / "flux", dtype, CPU).encode_text(CAPTIONS[:2])
     product = torch.nn.Linear.forward
 
-    def watched(layer: torch.nn.Linear, given: torch.Tensor) -> torch.Tensor:
+    def watched(layer: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
         nonlocal most, times
         times += 1
         if times % 10 == 0:
             most = max(most, sum(storages().values()))
-        return product(layer, given)
+        return product(layer, inputs)
 
     monkeypatch.setattr(torch.nn.Linear, "forward", watched)
     with little_garbage():  # what was there before is none of the objects that are looked through
-        told = visiting_text(family, tmp_path / "flux", dtype, CPU)(CAPTIONS[:2])
+        embeds = visiting_text(family, tmp_path / "flux", dtype, CPU)(CAPTIONS[:2])
     file = tmp_path / "flux" / "text_encoder_2" / "model.safetensors"
     assert times > 50
     assert file.stat().st_size < most < 1.2 * file.stat().st_size
-    assert {name: value.dtype for name, value in told.items()} == {name: value.dtype for name, value in whole.items()}
-    assert all(torch.equal(whole[name], told[name]) for name in whole)
+    assert {name: value.dtype for name, value in embeds.items()} == {name: value.dtype for name, value in whole.items()}
+    assert all(torch.equal(whole[name], embeds[name]) for name in whole)
 
 
 def storages() -> dict[int, int]:
-    """Bytes of what the collector's tensors lie in, by its address; what is mapped from one file is one."""
+    """Bytes of all live tensor storages by address. One mapped file counts once."""
     every = (
         each.untyped_storage()
         for each in gc.get_objects()
@@ -348,7 +350,7 @@ def storages() -> dict[int, int]:
     return {each.data_ptr(): each.nbytes() for each in every}
 
 
-def test_images_larger_than_the_table_of_positions_are_refused_before_anything_is_loaded():
+def test_images_larger_than_the_position_table_are_refused_before_loading():
     facts = replace(public_architecture("sd3").facts, largest_side=2048)
     refuse_large(facts, [Bucket(2048, 512), Bucket(1024, 1024)])
     with pytest.raises(UsageError, match="2064 px") as refused:

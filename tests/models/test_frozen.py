@@ -1,4 +1,4 @@
-"""Every part is read layer by layer: what the library's own loading reads, to the bit."""
+"""Every part is read layer by layer, bit-identical to the library's loading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.export.tiny import tiny_vae
 CPU = torch.device("cpu")
 CLIP = {"vocab_size": 99, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 T5 = {"vocab_size": 99, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
-MADE = {
+MODELS = {
     AutoencoderKL: tiny_vae,
     CLIPTextModel: lambda: CLIPTextModel(CLIPTextConfig(**CLIP)),
     CLIPTextModelWithProjection: lambda: CLIPTextModelWithProjection(CLIPTextConfig(**CLIP, projection_dim=8)),
@@ -38,15 +38,15 @@ def same(one: Any, other: Any) -> None:
             assert torch.equal(tensor, theirs[name]), name
 
 
-@pytest.fixture(params=MADE, ids=lambda kind: kind.__name__)
+@pytest.fixture(params=MODELS, ids=lambda kind: kind.__name__)
 def part(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
     torch.manual_seed(0)
-    MADE[request.param]().save_pretrained(tmp_path / "part")
+    MODELS[request.param]().save_pretrained(tmp_path / "part")
     return request.param, tmp_path / "part"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_part_is_what_its_library_reads(part: tuple[Any, Path], dtype: torch.dtype) -> None:
+def test_a_part_equals_what_its_library_reads(part: tuple[Any, Path], dtype: torch.dtype) -> None:
     kind, folder = part
     ours = load_frozen(kind, folder, dtype, CPU)
     same(ours, kind.from_pretrained(folder, dtype=dtype))
@@ -54,8 +54,8 @@ def test_a_part_is_what_its_library_reads(part: tuple[Any, Path], dtype: torch.d
     assert not any(each.requires_grad for each in ours.parameters())
 
 
-def test_tied_weights_are_one(tmp_path: Path) -> None:
-    MADE[T5EncoderModel]().save_pretrained(tmp_path)
+def test_tied_weights_are_shared(tmp_path: Path) -> None:
+    MODELS[T5EncoderModel]().save_pretrained(tmp_path)
     for left in ("shared.weight", "encoder.embed_tokens.weight"):
         tensors = load_file(tmp_path / "model.safetensors")
         words = tensors.pop("shared.weight", tensors.pop("encoder.embed_tokens.weight", None))
@@ -65,7 +65,7 @@ def test_tied_weights_are_one(tmp_path: Path) -> None:
         assert torch.equal(model.shared.weight, words.to(torch.bfloat16))
 
 
-def test_the_first_autoencoders_name_their_attention_otherwise(tmp_path: Path) -> None:
+def test_old_vae_attention_keys_are_renamed(tmp_path: Path) -> None:
     vae = tiny_vae()
     vae.save_pretrained(tmp_path)
     path = tmp_path / "diffusion_pytorch_model.safetensors"
@@ -78,8 +78,8 @@ def test_the_first_autoencoders_name_their_attention_otherwise(tmp_path: Path) -
     same(load_frozen(AutoencoderKL, tmp_path, torch.float32, CPU), vae)
 
 
-def test_weights_that_lie_elsewhere(part: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a part in one file of other names, with rows of fused layers, transposed and with sides of one."""
+def test_weights_in_another_folder(part: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole part in one file with other keys, rows of fused layers, transposed and with sizes of one."""
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
     kind, folder = part
     tensors = load_file(next(folder.glob("*.safetensors")))
@@ -115,8 +115,8 @@ def test_weights_that_lie_elsewhere(part: tuple[Any, Path], tmp_path: Path, monk
     assert fingerprint(laid_out.parent, "part") != first[1]
 
 
-def test_what_caches_go_by_changes_with_what_is_read_alone(tmp_path: Path) -> None:
-    """Other weights, other programs' files and what file managers leave are not."""
+def test_cache_keys_change_only_with_the_files_that_are_read(tmp_path: Path) -> None:
+    """Other weights, files of other programs and of file managers do not count."""
     folder = tmp_path / "text_encoder"
     T5EncoderModel(T5Config(**T5)).save_pretrained(folder, max_shard_size="4KB")
     assert len(list(folder.glob("*.safetensors"))) > 1

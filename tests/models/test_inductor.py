@@ -1,4 +1,4 @@
-"""Compiling by torch's own compiler: every mode, a C++ compiler that is broken, and a fault that is gone round."""
+"""Compiling with Inductor: every mode, a broken C++ compiler, and a workaround for a bug."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lora_trainer.config.schema.machine import CompileMode
 from lora_trainer.models.compiled import compile_blocks, of_the_compiler, said_by_the_compiler
 from lora_trainer.models.lora import inject_lora
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, while it compiles
 
 
 class Block(nn.Module):
@@ -37,8 +37,8 @@ class Denoiser(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, *given: Tensor | None) -> Tensor:
-        result: Tensor = self.block(*given)
+    def forward(self, *args: Tensor | None) -> Tensor:
+        result: Tensor = self.block(*args)
         return result
 
 
@@ -49,7 +49,7 @@ def compiled_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, compiled_in: Path) -> Iterator[None]:
-    """Compiled in a folder of these tests. The C++ compiler is taken at its word, not tried first, which takes longer."""
+    """Compiled in a folder of these tests. The slow trial of the C++ compiler is skipped."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled_in))
     torch._dynamo.reset()
     with inductor.patch({"cpp.vec_isa_ok": True}):
@@ -60,61 +60,61 @@ def fresh(monkeypatch: pytest.MonkeyPatch, compiled_in: Path) -> Iterator[None]:
 def denoiser(block: Callable[[], nn.Module], layers: list[str]) -> Denoiser:
     """The same each time, with a LoRA on those layers of its one block."""
     torch.manual_seed(0)
-    made = Denoiser(block()).requires_grad_(False)
-    inject_lora(made, [f"block.{layer}" for layer in layers], rank=2, alpha=2.0, dropout=0.0, seed=0)
-    for name, value in made.named_parameters():
+    model = Denoiser(block()).requires_grad_(False)
+    inject_lora(model, [f"block.{layer}" for layer in layers], rank=2, alpha=2.0, dropout=0.0, seed=0)
+    for name, value in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(value)
-    return made
+    return model
 
 
-def gradients(made: nn.Module, x: Tensor, *more: Tensor | None) -> list[Tensor]:
-    """Of the first input and of the LoRA."""
+def gradients(model: nn.Module, x: Tensor, *more: Tensor | None) -> list[Tensor]:
+    """The gradients of the first input and of the LoRA."""
     first = x.detach().requires_grad_()
-    made(first, *more).square().mean().backward()
+    model(first, *more).square().mean().backward()
     assert first.grad is not None
-    return [first.grad, *(value.grad for value in made.parameters() if value.grad is not None)]
+    return [first.grad, *(value.grad for value in model.parameters() if value.grad is not None)]
 
 
 @pytest.mark.parametrize("mode", get_args(CompileMode))
 def test_each_mode_compiles_and_computes_what_eager_does(mode: str) -> None:
-    plain, made, x = denoiser(Block, ["layer"]), denoiser(Block, ["layer"]), torch.randn(2, 8)
+    plain, model, x = denoiser(Block, ["layer"]), denoiser(Block, ["layer"]), torch.randn(2, 8)
     wanted = torch._inductor.list_mode_options(mode)
     seen: list[dict[str, object]] = []
 
-    def look(graph: torch.fx.Graph) -> None:
-        """Called by torch for each graph that it compiles: with which settings it does."""
+    def inspect_graph(graph: torch.fx.Graph) -> None:
+        """Called by torch for each graph, to record its settings."""
         seen.append({name: inductor.get_config_copy()[name] for name in wanted})
 
-    with inductor.patch(post_grad_custom_post_pass=look):
-        compiled = compile_blocks(made, mode=mode, dynamic=False, fullgraph=True)
-        for found, eager in zip(gradients(made, x), gradients(plain, x), strict=True):
+    with inductor.patch(post_grad_custom_post_pass=inspect_graph):
+        compiled = compile_blocks(model, mode=mode, dynamic=False, fullgraph=True)
+        for found, eager in zip(gradients(model, x), gradients(plain, x), strict=True):
             torch.testing.assert_close(found, eager)
     assert str(compiled.news()).startswith("compiled 1 graph in ")
     assert seen == [wanted] * 2, "forward and backward"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell script in the place of g++")
-def test_what_a_broken_compiler_says_is_known_to_be_its_word(tmp_path: Path) -> None:
-    """It is there and names its version, as the search for one asks, and then compiles nothing."""
+def test_errors_of_a_broken_compiler_are_recognized(tmp_path: Path) -> None:
+    """It exists and prints its version for the search, and then compiles nothing."""
     broken = tmp_path / "g++"
     broken.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && exec g++ --version\necho "x.cpp:3:1: fatal error: no space" >&2\nexit 1\n',
         encoding="utf-8",
     )
     broken.chmod(0o755)
-    made = denoiser(Block, ["layer"])
+    model = denoiser(Block, ["layer"])
     with inductor.patch({"cpp.cxx": (str(broken),), "fx_graph_cache": False}):
-        compile_blocks(made, mode="default", dynamic=False, fullgraph=True)
+        compile_blocks(model, mode="default", dynamic=False, fullgraph=True)
         with pytest.raises(Exception, match="CppCompileError") as raised:
-            gradients(made, torch.randn(3, 8))
+            gradients(model, torch.randn(3, 8))
     assert of_the_compiler(raised.value)
     assert said_by_the_compiler(raised.value) == "x.cpp:3:1: fatal error: no space"
 
 
 @pytest.mark.slow
 def test_the_gradient_of_a_transposed_view_is_right() -> None:
-    """As U-Nets give it to their first transformer block of a level; docs/tried.md tells what torch makes of it."""
+    """As U-Nets pass it to the first transformer block of a level; see docs/tried.md."""
 
     block = partial(BasicTransformerBlock, 128, 8, 16, cross_attention_dim=768)
     layers = [f"{attention}.{name}" for attention in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v")]

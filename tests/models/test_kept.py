@@ -1,4 +1,4 @@
-"""A kept base is read once, and nothing that is done to what it hands out reaches it."""
+"""A kept base model is read once, and changes to the parts it returns do not reach it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def counted(model: Path, reads: list[str]) -> Any:
-    """The family of a model, saying what it reads from the disk."""
+    """The family of a model, which reports what it reads from the disk."""
     name = model.name
     family = FAMILIES[name]
 
@@ -57,7 +57,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_what_a_job_does_to_a_base_is_gone_with_it(model):
+def test_changes_of_a_job_to_a_base_model_are_undone(model):
     reads: list[str] = []
     family = counted(model, reads)
     untouched = weights(FAMILIES[model.name].load_denoiser(model, torch.float32, CPU))
@@ -91,7 +91,7 @@ def test_twins_share_their_weights(model):
     assert all(one is not other and one.data_ptr() == other.data_ptr() for one, other in pairs)
 
 
-def test_a_pipeline_of_a_kept_base_draws_what_a_fresh_one_draws(model):
+def test_a_pipeline_of_a_kept_base_model_generates_the_same_as_a_fresh_one(model):
     family = counted(model, [])
 
     def drawn(pipeline: Any) -> Any:
@@ -106,7 +106,7 @@ def test_a_pipeline_of_a_kept_base_draws_what_a_fresh_one_draws(model):
         install_attention(part(pipeline, model), "math")
 
 
-def test_another_precision_is_another_base_and_a_full_memory_keeps_one(model, monkeypatch):
+def test_another_precision_is_another_base_model_and_full_memory_keeps_one(model, monkeypatch):
     reads: list[str] = []
     family = counted(model, reads)
     monkeypatch.setattr(kept, "MEMORY_FULL", 101.0)  # percent: never, whatever other programs hold

@@ -55,7 +55,7 @@ def test_facts_come_from_the_configs(model):
     assert facts.caption_tokens == 77
 
 
-def test_encoders_give_scaled_latents_and_text(model):
+def test_encoders_return_scaled_latents_and_text_embeddings(model):
     encoders = SD15.load_encoders(model, torch.float32, CPU)
     mean, spread = encoders.encode_image(torch.zeros(2, 3, 64, 48))
     assert mean.shape == spread.shape == (2, 4, 8, 6)
@@ -65,7 +65,7 @@ def test_encoders_give_scaled_latents_and_text(model):
     assert (encoders.image_key, encoders.text_key) == SD15.encoder_keys(model, torch.float32)
 
 
-def test_encoder_keys_follow_weights_and_precision(model, tmp_path):
+def test_encoder_keys_depend_on_weights_and_precision(model, tmp_path):
     other = copied(model, tmp_path)
     assert SD15.encoder_keys(model, torch.float32) == SD15.encoder_keys(other, torch.float32)
     assert SD15.encoder_keys(model, torch.float32) != SD15.encoder_keys(model, torch.float16)
@@ -105,7 +105,7 @@ def test_unsupported_models_are_refused_with_the_reason(model, tmp_path):
         ("_class_name", "EDMEulerScheduler"),
     ],
 )
-def test_noise_schedules_that_cannot_be_followed_are_refused_by_name(model, tmp_path, key, value):
+def test_unsupported_noise_schedules_are_refused_by_name(model, tmp_path, key, value):
     other = copied(model, tmp_path)
     edit(other / "scheduler" / "scheduler_config.json", **{key: value})
     named = value if isinstance(value, str) else key
@@ -115,7 +115,7 @@ def test_noise_schedules_that_cannot_be_followed_are_refused_by_name(model, tmp_
 
 
 @pytest.mark.parametrize("source", ["EulerDiscreteScheduler", "PNDMScheduler", "UniPCMultistepScheduler"])
-def test_images_are_drawn_on_the_trained_schedule_whatever_the_scheduler(model, tmp_path, source):
+def test_images_are_generated_on_the_trained_schedule_with_any_scheduler(model, tmp_path, source):
     import diffusers
 
     other = copied(model, tmp_path)
@@ -124,9 +124,9 @@ def test_images_are_drawn_on_the_trained_schedule_whatever_the_scheduler(model, 
     )
     scheduler.save_pretrained(other / "scheduler")
     edit(other / "model_index.json", scheduler=["diffusers", source])
-    with heard() as said:
+    with heard() as messages:
         drawn = SD15.make_pipeline(other, torch.float32, CPU).scheduler
-    assert [line for line in said if "scheduler" in line.lower()] == []
+    assert [line for line in messages if "scheduler" in line.lower()] == []
     config = drawn.config
     assert (config.clip_sample, config.set_alpha_to_one, config.steps_offset) == (False, False, 1)
     process = SD15.make_process(other)
@@ -135,7 +135,7 @@ def test_images_are_drawn_on_the_trained_schedule_whatever_the_scheduler(model, 
 
 
 @pytest.mark.parametrize("limit", [None, int(1e30), 500])
-def test_a_tokenizer_without_a_limit_takes_the_text_encoders(model, tmp_path, limit):
+def test_a_tokenizer_without_a_limit_takes_that_of_the_text_encoder(model, tmp_path, limit):
     other = copied(model, tmp_path)
     path = other / "tokenizer" / "tokenizer_config.json"
     edit(path, model_max_length=limit)
@@ -149,7 +149,7 @@ def test_a_tokenizer_without_a_limit_takes_the_text_encoders(model, tmp_path, li
     assert pipeline.encode_prompt("cat " * 200, CPU, 1, False)[0].shape == (1, 77, 32)
 
 
-def test_parts_of_a_pipeline_may_differ_in_variant_and_the_safety_checker_may_be_absent(model, tmp_path):
+def test_parts_may_differ_in_flavor_and_the_safety_checker_may_be_absent(model, tmp_path):
     other = copied(model, tmp_path)
     (other / "text_encoder" / "model.safetensors").rename(other / "text_encoder" / "model.fp16.safetensors")
     edit(
@@ -181,7 +181,7 @@ def test_all_damaged_weights_are_named_at_once(model, tmp_path):
     assert "pickle" in str(caught.value)
 
 
-def test_targets_are_named_sets_or_patterns(model):
+def test_target_modules_are_named_sets_or_patterns(model):
     unet = SD15.load_denoiser(model, torch.float32, CPU)
     attention_only = target_modules(unet, SD15, "attention")
     with_ff = target_modules(unet, SD15, "attention+ff")
@@ -216,7 +216,7 @@ def test_injection_is_repeatable_and_silent(model):
         assert not torch.equal(SD15.predict(unets[0], *inputs), before)
 
 
-def test_checkpointing_counts_blocks_and_leaves_the_prediction(model):
+def test_checkpointing_counts_blocks_and_keeps_the_prediction(model):
     unet = SD15.load_denoiser(model, torch.float32, CPU).train()
     blocks = checkpointable_blocks(unet)
     for count in (0, 2, len(blocks)):

@@ -1,4 +1,4 @@
-"""How captions are read: layers, pieces and lengths, held against diffusers' own functions."""
+"""Caption encoding: layers, chunks and lengths, compared with diffusers."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ def filled(tokenizer: Any, text: str) -> str:
 
 @pytest.fixture(scope="module", params=["sd15", "sd2", "sdxl"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp(request.param)
-    pipeline = tiny_pipeline(made / "tokens", request.param)
+    root = tmp_path_factory.mktemp(request.param)
+    pipeline = tiny_pipeline(root / "tokens", request.param)
     width = pipeline.text_encoder.config.hidden_size
     pipeline.text_encoder = CLIPTextModel(text_config(pipeline.tokenizer, width, layers=LAYERS))
     if request.param == "sdxl":
         second = text_config(pipeline.tokenizer, 24, layers=LAYERS, projection_dim=16)
         pipeline.text_encoder_2 = CLIPTextModelWithProjection(second)
-    pipeline.save_pretrained(made / request.param, safe_serialization=True)
-    return made / request.param
+    pipeline.save_pretrained(root / request.param, safe_serialization=True)
+    return root / request.param
 
 
 def encoders(folder: Path, **options: Any) -> Encoders:
     return FAMILIES[folder.name].reading(TextOptions(**options)).load_encoders(folder, torch.float32, CPU)
 
 
-def said_by_diffusers(folder: Path, prompt: str, clip_skip: int | None) -> torch.Tensor:
+def embeds_of_diffusers(folder: Path, prompt: str, clip_skip: int | None) -> torch.Tensor:
     pipeline = FAMILIES[folder.name].make_pipeline(folder, torch.float32, CPU)
     if folder.name != "sdxl":  # diffusers 0.42 looks for the norm where transformers had it before 5.6
         pipeline.text_encoder.__dict__["text_model"] = pipeline.text_encoder
     with torch.no_grad():
-        told: torch.Tensor = pipeline.encode_prompt(
+        embeds: torch.Tensor = pipeline.encode_prompt(
             prompt, device=CPU, num_images_per_prompt=1, do_classifier_free_guidance=False, clip_skip=clip_skip
         )[0]
-    return told
+    return embeds
 
 
 def test_tokens_are_those_of_the_tokenizer(folder: Path) -> None:
@@ -68,63 +68,63 @@ def test_tokens_are_those_of_the_tokenizer(folder: Path) -> None:
     assert torch.equal(read_tokens(tokenizer, captions, CPU).ids, theirs.input_ids)
 
 
-def test_the_layer_that_is_read_is_that_of_diffusers(folder: Path) -> None:
+def test_the_chosen_layer_is_that_of_diffusers(folder: Path) -> None:
     plain = encoders(folder).encode_text(["a red ring"])["embeds"]
-    assert torch.equal(plain, said_by_diffusers(folder, "a red ring", None))
+    assert torch.equal(plain, embeds_of_diffusers(folder, "a red ring", None))
     own, seen = OWN[folder.name], []
     for layer in range(own, LAYERS + 1):
-        told = encoders(folder, clip_skip=layer).encode_text(["a red ring"])["embeds"]
+        embeds = encoders(folder, clip_skip=layer).encode_text(["a red ring"])["embeds"]
         skipped = layer - own
-        torch.testing.assert_close(told, said_by_diffusers(folder, "a red ring", skipped), rtol=0, atol=1e-6)
-        assert not any(torch.equal(told, other) for other in seen)
-        seen.append(told)
+        torch.testing.assert_close(embeds, embeds_of_diffusers(folder, "a red ring", skipped), rtol=0, atol=1e-6)
+        assert not any(torch.equal(embeds, other) for other in seen)
+        seen.append(embeds)
     assert torch.equal(seen[0], plain)
 
 
-def test_the_summary_is_that_of_the_last_layer_whatever_is_read(folder: Path) -> None:
+def test_the_pooled_embedding_is_always_that_of_the_last_layer(folder: Path) -> None:
     if folder.name == "sdxl":
         plain = encoders(folder).encode_text(["a red ring"])["pooled"]
         assert torch.equal(encoders(folder, clip_skip=3).encode_text(["a red ring"])["pooled"], plain)
 
 
-def test_more_layers_than_there_are_is_refused_with_both_numbers(folder: Path) -> None:
+def test_too_large_a_clip_skip_is_refused_with_both_numbers(folder: Path) -> None:
     for settings in ({"clip_skip": LAYERS + 1}, {"max_sequence_length": 256}):
         config = Config.model_validate({"model": {"path": str(folder)}, "text_encoder": settings})
         with pytest.raises(UsageError) as refused:
             read_model(config)
-        told = str(refused.value)
-        assert ("5" in told and f"has {LAYERS} layers" in told) if "clip_skip" in settings else "no T5" in told
+        message = str(refused.value)
+        assert ("5" in message and f"has {LAYERS} layers" in message) if "clip_skip" in settings else "no T5" in message
     with pytest.raises(UsageError, match="without_t5"):
         read_model(Config.model_validate({"model": {"path": str(folder), "without_t5": True}}))
 
 
-def test_long_captions_are_read_in_pieces(folder: Path) -> None:
-    """Each piece is what its words alone are, and the summary is the first one's, as ComfyUI and A1111 have it."""
+def test_long_captions_are_encoded_in_chunks(folder: Path) -> None:
+    """Each chunk is encoded alone, and the pooled embedding is the first one's, as in ComfyUI and A1111."""
     tokenizer = load_tokenizer(folder, "text_encoder")
     pieces = [filled(tokenizer, text) for text in ("a red ring on a blue field", "a green square", "a blue ring")]
     alone = encoders(folder).encode_text(pieces)
-    told = encoders(folder, clip_tokens=225).encode_text([" ".join((*pieces, "which is cut")), "a red ring"])
-    assert told["embeds"].shape[:2] == (2, 3 * 77)
-    torch.testing.assert_close(told["embeds"][0], alone["embeds"].flatten(0, 1))
+    cond = encoders(folder, clip_tokens=225).encode_text([" ".join((*pieces, "which is cut")), "a red ring"])
+    assert cond["embeds"].shape[:2] == (2, 3 * 77)
+    torch.testing.assert_close(cond["embeds"][0], alone["embeds"].flatten(0, 1))
     short = encoders(folder).encode_text(["a red ring", ""])["embeds"]
-    torch.testing.assert_close(told["embeds"][1], torch.cat([short[0], short[1], short[1]]))
-    if "pooled" in told:
-        torch.testing.assert_close(told["pooled"][0], alone["pooled"][0])
+    torch.testing.assert_close(cond["embeds"][1], torch.cat([short[0], short[1], short[1]]))
+    if "pooled" in cond:
+        torch.testing.assert_close(cond["pooled"][0], alone["pooled"][0])
     family, config = FAMILIES[folder.name].reading(TextOptions(clip_tokens=225)), public_architecture(folder.name)
-    assert family.cond_shapes(config.denoiser)["embeds"][0] == told["embeds"].shape[1]
+    assert family.cond_shapes(config.denoiser)["embeds"][0] == cond["embeds"].shape[1]
 
 
-def test_weights_of_words_stay_with_them_across_pieces(folder: Path) -> None:
-    """A word in the second piece is weighed there, and the first piece stays as it is."""
+def test_prompt_weights_stay_with_their_tokens_across_chunks(folder: Path) -> None:
+    """A token in the second chunk is weighted there, and the first chunk is unchanged."""
     tokenizer = load_tokenizer(folder, "text_encoder")
     first, second = filled(tokenizer, "a red ring on a blue field"), "a green square"
     weighted = ((first, 1.0), (" " + second, 1.3))
-    told = encoders(folder, clip_tokens=150).encode_text([weighted])["embeds"][0]
+    embeds = encoders(folder, clip_tokens=150).encode_text([weighted])["embeds"][0]
     alone = encoders(folder).encode_text([first, ((second, 1.3),)])["embeds"]
-    torch.testing.assert_close(told, alone.flatten(0, 1))
+    torch.testing.assert_close(embeds, alone.flatten(0, 1))
 
 
-def test_how_captions_are_read_is_part_of_the_key(folder: Path) -> None:
+def test_caption_encoding_settings_are_part_of_the_key(folder: Path) -> None:
     family, keys = FAMILIES[folder.name], []
     for options in ({}, {"clip_skip": 2}, {"clip_skip": 3}, {"clip_tokens": 150}):
         image, text = family.reading(TextOptions(**options)).encoder_keys(folder, torch.float32)  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def test_how_captions_are_read_is_part_of_the_key(folder: Path) -> None:
     assert keys[0] == family.encoder_keys(folder, torch.float32)[1]
 
 
-def test_facts_say_how_long_captions_may_be(folder: Path) -> None:
+def test_facts_have_the_maximum_caption_length(folder: Path) -> None:
     def limit(**settings: Any) -> int:
         return read_model(Config.model_validate({"model": {"path": str(folder)}, "text_encoder": settings}))[
             1
@@ -154,7 +154,7 @@ def test_the_plan_of_a_published_model_follows_the_length_of_captions() -> None:
 
 
 def test_the_plan_without_t5_is_that_of_the_stored_profile() -> None:
-    """Zeros stand in its place, so that no size of a step is another, and nothing is traced."""
+    """Zeros replace it, so that no size of a step changes, and nothing is traced."""
     family, architecture = FAMILIES["sd3"], public_architecture("sd3")
     for text in (TextOptions(without=family.spare_texts), TextOptions(without=family.spare_texts, clip_skip=3)):
         assert family.reading(text).cond_shapes(architecture.denoiser) == family.cond_shapes(architecture.denoiser)

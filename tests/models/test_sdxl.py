@@ -1,4 +1,4 @@
-"""SDXL's own: two text encoders, sizes as time ids, a VAE that overflows fp16, schedules without terminal signal."""
+"""SDXL: two text encoders, sizes as time ids, a VAE that overflows fp16, zero-terminal-SNR schedules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def velocity(model: Path, tmp_path: Path) -> Path:
-    """The same model as one that predicts velocity down to no signal at all."""
+    """The same model with v-prediction and zero terminal SNR."""
     other = Path(shutil.copytree(model, tmp_path / "velocity"))
     edit(other / "scheduler" / "scheduler_config.json", prediction_type="v_prediction", rescale_betas_zero_snr=True)
     return other
@@ -54,13 +54,13 @@ def test_text_is_encoded_as_diffusers_does(model):
     assert shapes == SDXL.cond_shapes(UNETS["sdxl"]) == {"embeds": (77, 56), "pooled": (16,)}
 
 
-def test_a_dropped_caption_is_the_empty_one_encoded_not_zeros(model):
+def test_a_dropped_caption_is_the_encoded_empty_one_not_zeros(model):
     empty = SDXL.load_encoders(model, torch.float32, CPU).encode_text([""])
     assert all(bool(value.any()) for value in empty.values())
     assert SDXL.make_pipeline(model, torch.float32, CPU).config.force_zeros_for_empty_prompt
 
 
-def test_sizes_are_what_diffusers_tells_the_model(model):
+def test_time_ids_equal_those_of_diffusers(model):
     """An image of 3:1 in a bucket of at most 2:1 loses its left and right."""
     sample = Sample(Path("wide.png"), "", width=300, height=100, content="0" * 64)
     view = views_of(sample, Framing((64,), 16))[0]
@@ -77,7 +77,7 @@ def test_sizes_are_what_diffusers_tells_the_model(model):
     assert torch.equal(torch.tensor([size_row(sample, view)]), theirs)
 
 
-def test_the_denoiser_is_asked_as_diffusers_asks_it(model):
+def test_the_denoiser_gets_the_same_inputs_as_in_diffusers(model):
     unet = SDXL.load_denoiser(model, torch.float32, CPU)
     seen: list[dict[str, torch.Tensor]] = []
     pipeline = SDXL.make_pipeline(model, torch.float32, CPU)
@@ -98,7 +98,7 @@ def test_the_denoiser_is_asked_as_diffusers_asks_it(model):
     assert torch.equal(ours, theirs)
 
 
-def test_sizes_keep_every_pixel_in_any_precision(model):
+def test_time_ids_are_exact_in_any_precision(model):
     rows = torch.tensor([[3001.0, 1023, 7, 1, 1024, 1008]])
     one = torch.zeros(1, 4, 8, 8)
     micro = MicroBatch(one, one, one, torch.tensor([5]), {"embeds": torch.zeros(1, 77, 56)}, rows, torch.ones(1))
@@ -121,7 +121,7 @@ def overflowing(model: Path, target: Path) -> Path:
     return other
 
 
-def test_an_autoencoder_that_overflows_fp16_encodes_and_draws_finite(model, tmp_path):
+def test_a_vae_that_overflows_fp16_encodes_and_decodes_finite(model, tmp_path):
     other = overflowing(model, tmp_path)
     pixels = torch.rand(2, 3, 64, 64, generator=torch.manual_seed(0)) * 2 - 1
     drawing = {"num_inference_steps": 2, "output_type": "pt"}
@@ -138,13 +138,13 @@ def test_an_autoencoder_that_overflows_fp16_encodes_and_draws_finite(model, tmp_
     assert pipeline.vae.dtype == torch.float16
 
 
-def test_the_name_of_the_cache_follows_the_autoencoders_own_precision(model):
+def test_the_cache_name_depends_on_the_precision_of_the_vae(model):
     image, text = SDXL.encoder_keys(model, torch.float16)
     assert image == SDXL.encoder_keys(model, torch.float32)[0]
     assert text != SDXL.encoder_keys(model, torch.float32)[1]
 
 
-def test_training_and_drawing_share_a_schedule_without_terminal_signal(velocity):
+def test_training_and_sampling_share_a_zero_terminal_snr_schedule(velocity):
     process = SDXL.make_process(velocity)
     assert process.prediction == SDXL.describe(velocity).prediction == "v_prediction"
     assert process.alphas_cumprod[-1] == 0.0
@@ -156,13 +156,13 @@ def test_training_and_drawing_share_a_schedule_without_terminal_signal(velocity)
     assert drawn.images.isfinite().all()
 
 
-def test_epsilon_without_terminal_signal_is_refused_with_the_reason(velocity):
+def test_epsilon_with_zero_terminal_snr_is_refused_with_the_reason(velocity):
     edit(velocity / "scheduler" / "scheduler_config.json", prediction_type="epsilon")
     with pytest.raises(UsageError, match="rescale_betas_zero_snr is true and the model predicts epsilon"):
         SDXL.describe(velocity)
 
 
-def test_drift_is_finite_where_no_signal_is_left(velocity):
+def test_drift_is_finite_at_zero_snr(velocity):
     unet, process = SDXL.load_denoiser(velocity, torch.float32, CPU), SDXL.make_process(velocity)
     cond = SDXL.load_encoders(velocity, torch.float32, CPU).encode_text(["", "a ring"])
     sizes = torch.tensor([[64.0, 64, 0, 0, 64, 64]] * 2)
@@ -176,10 +176,10 @@ def test_drift_is_finite_where_no_signal_is_left(velocity):
     assert visits[0].t == 3
     assert few.alphas_cumprod[3] == 0.0
     assert all(visit.latents.isfinite().all() for visit in visits)
-    assert drift(lambda *given: 1.1 * predict(*given), visits, cond, sizes) == pytest.approx(0.1, rel=1e-3)
+    assert drift(lambda *args: 1.1 * predict(*args), visits, cond, sizes) == pytest.approx(0.1, rel=1e-3)
 
 
-def test_a_model_of_another_construction_is_refused(model, tmp_path):
+def test_a_model_of_another_architecture_is_refused(model, tmp_path):
     other = Path(shutil.copytree(model, tmp_path / "other"))
     edit(other / "unet" / "config.json", addition_embed_type=None)
     with pytest.raises(UsageError, match="no pooled text and sizes"):

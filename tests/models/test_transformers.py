@@ -1,4 +1,4 @@
-"""Families with a transformer by their form: what is predicted, which layers are adapted, which blocks recompute."""
+"""Families with a transformer: predictions, adapted layers, checkpointed blocks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def small(name: str) -> tuple[Family, torch.nn.Module, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_latents_go_in_and_come_out_in_the_same_shape(name):
+def test_latents_keep_their_shape(name):
     family, denoiser, cond = small(name)
     noisy, t = torch.randn(2, 16, 8, 12), torch.tensor([0, 999])
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_latents_go_in_and_come_out_in_the_same_shape(name):
 
 
 class Echo(torch.nn.Module):
-    """Gives back its tokens, and keeps what else it was told."""
+    """Returns its tokens and keeps its other inputs."""
 
     def forward(self, packed, embeds, pooled, t, places, text_places, guidance, return_dict):
         self.received = (t, places, guidance)
@@ -92,7 +92,7 @@ def replace_forward(echo: Echo) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_the_lora_sits_on_both_streams_and_learns(name):
+def test_the_lora_trains_both_streams(name):
     family, denoiser, cond = small(name)
     attention = target_modules(denoiser, family, "attention")
     both = target_modules(denoiser, family, "attention+ff")
@@ -132,7 +132,7 @@ def test_checkpointing_counts_blocks_and_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_thin_one_has_the_same_kinds_of_blocks_and_few_of_each(name):
+def test_a_tiny_model_has_few_blocks_of_each_type(name):
     config = public_architecture(name).denoiser
     with torch.device("meta"):
         whole, thin = (FAMILIES[name].make_denoiser(each) for each in (config, FAMILIES[name].thin(config)))

@@ -1,4 +1,4 @@
-"""Weighted words: what the text encoder says of them is scaled, and nothing else moves."""
+"""Prompt weighting scales the embeddings of the weighted tokens and nothing else."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", params=["sd15", "sdxl"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp(request.param)
-    tiny_pipeline(made / "tokens", request.param).save_pretrained(made / request.param, safe_serialization=True)
-    return made / request.param
+    root = tmp_path_factory.mktemp(request.param)
+    tiny_pipeline(root / "tokens", request.param).save_pretrained(root / request.param, safe_serialization=True)
+    return root / request.param
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def encoders(folder: Path) -> Encoders:
     return FAMILIES[folder.name].load_encoders(folder, torch.float32, CPU)
 
 
-def test_pieces_are_the_same_tokens_as_the_text(folder: Path) -> None:
+def test_chunks_have_the_same_tokens_as_the_text(folder: Path) -> None:
     tokenizer = load_tokenizer(folder, "text_encoder")
     text = "a red ring on a blue field, a ring, " * 9  # longer than the encoder reads
     for whole in ("a red ring on a blue field", "", text):
@@ -43,18 +43,18 @@ def test_pieces_are_the_same_tokens_as_the_text(folder: Path) -> None:
 
 def test_weights_scale_their_words_and_keep_the_mean(encoders: Encoders) -> None:
     weighted = (("a ", 1.0), ("red", 1.4), (" ring", 1.0))
-    told = encoders.encode_text(["a red ring", weighted, "a red ring", (("a red ring", 1.0),)])
-    plain, heavy = told["embeds"][0], told["embeds"][1]
-    assert torch.equal(told["embeds"][2], plain)  # a neighbor in the batch changes nothing
-    torch.testing.assert_close(told["embeds"][3], plain)
-    assert torch.equal(told["embeds"][1], encoders.encode_text(["x", weighted])["embeds"][1])
-    widths = (32, 24) if "pooled" in told else (32,)
+    cond = encoders.encode_text(["a red ring", weighted, "a red ring", (("a red ring", 1.0),)])
+    plain, heavy = cond["embeds"][0], cond["embeds"][1]
+    assert torch.equal(cond["embeds"][2], plain)  # a neighbor in the batch changes nothing
+    torch.testing.assert_close(cond["embeds"][3], plain)
+    assert torch.equal(cond["embeds"][1], encoders.encode_text(["x", weighted])["embeds"][1])
+    widths = (32, 24) if "pooled" in cond else (32,)
     for before, after in zip(plain.split(widths, dim=-1), heavy.split(widths, dim=-1), strict=True):
         torch.testing.assert_close(after.mean(), before.mean())
-        ratio = (after / before).median(dim=-1).values  # one number a token
+        ratio = (after / before).median(dim=-1).values  # one number per token
         assert not torch.allclose(ratio, torch.ones_like(ratio))
         others = ratio[[0, 1, 3, 4]]
         torch.testing.assert_close(others, others[:1].expand_as(others))
         torch.testing.assert_close(ratio[2] / ratio[0], torch.tensor(1.4))
-    if "pooled" in told:
-        assert torch.equal(told["pooled"][0], told["pooled"][1])
+    if "pooled" in cond:
+        assert torch.equal(cond["pooled"][0], cond["pooled"][1])

@@ -1,4 +1,4 @@
-"""New words: what stays as it is, how captions hold them, and that other programs read the files the same."""
+"""Learned tokens: unchanged embeddings, tokens in captions, and files that other programs read alike."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ WORD = "<zobo>"
 
 @pytest.fixture(scope="module", params=["sd15", "sdxl", "sd3", "flux"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp(request.param)
-    tiny_pipeline(made / "tokens", request.param).save_pretrained(made / request.param, safe_serialization=True)
-    return made / request.param
+    root = tmp_path_factory.mktemp(request.param)
+    tiny_pipeline(root / "tokens", request.param).save_pretrained(root / request.param, safe_serialization=True)
+    return root / request.param
 
 
 def texts(folder: Path) -> TextParts:
@@ -41,15 +41,15 @@ def components(folder: Path) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def said(folder: Path, parts: TextParts, *captions: str) -> dict[str, Tensor]:
+def encode(folder: Path, parts: TextParts, *captions: str) -> dict[str, Tensor]:
     return FAMILIES[folder.name].encode_text(parts, captions, PLAIN)
 
 
-def said_by_clip(folder: Path, told: dict[str, Tensor]) -> list[Tensor]:
-    """What T5, which knows no new words, has no part in."""
+def clip_embeds(folder: Path, cond: dict[str, Tensor]) -> list[Tensor]:
+    """The embeddings without T5, which has no learned tokens."""
     if folder.name == "flux":
-        return [told["pooled"]]
-    return [told["embeds"][:, :77], *([told["pooled"]] if "pooled" in told else [])]
+        return [cond["pooled"]]
+    return [cond["embeds"][:, :77], *([cond["pooled"]] if "pooled" in cond else [])]
 
 
 def random_words(folder: Path, parts: TextParts, vectors: int = 3) -> dict[str, dict[str, Tensor]]:
@@ -62,32 +62,32 @@ def random_words(folder: Path, parts: TextParts, vectors: int = 3) -> dict[str, 
     }
 
 
-def test_captions_without_the_word_are_read_as_ever(folder: Path) -> None:
+def test_captions_without_the_token_are_encoded_unchanged(folder: Path) -> None:
     parts = texts(folder)
-    before = said(folder, parts, "a red ring", "")
+    before = encode(folder, parts, "a red ring", "")
     tables = [parts.encoders[name].get_input_embeddings().weight.clone() for name in components(folder)]
     add_words(parts, random_words(folder, parts))
-    after = said(folder, parts, "a red ring", "")
+    after = encode(folder, parts, "a red ring", "")
     assert all(torch.equal(after[name], before[name]) for name in before)
     for name, table in zip(components(folder), tables, strict=True):
         assert torch.equal(parts.encoders[name].get_input_embeddings().known.weight, table)
 
 
-def test_a_word_that_starts_as_others_is_read_as_they_are(folder: Path) -> None:
-    """`<zobo>`, of the embeddings of `red ring`, says what `red ring` says: also in the summary, which is the end's."""
+def test_a_token_initialized_like_others_is_encoded_like_them(folder: Path) -> None:
+    """`<zobo>` with the embeddings of `red ring` encodes like `red ring`, also in the pooled embedding."""
     parts = texts(folder)
     count = len(parts.tokenizers["text_encoder"]("red ring", add_special_tokens=False).input_ids)
-    wanted = said(folder, parts, "a red ring beside a ring")
+    wanted = encode(folder, parts, "a red ring beside a ring")
     text = TextualInversionSection(placeholder_tokens=(WORD,), num_vectors=count, initializer_token="red ring")
     add_words(parts, new_words(parts, components(folder), text))
-    found = said(folder, parts, f"a {WORD} beside a ring")
-    assert said_by_clip(folder, wanted)
-    for one, other in zip(said_by_clip(folder, found), said_by_clip(folder, wanted), strict=True):
+    found = encode(folder, parts, f"a {WORD} beside a ring")
+    assert clip_embeds(folder, wanted)
+    for one, other in zip(clip_embeds(folder, found), clip_embeds(folder, wanted), strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_a_word_is_not_divided_between_two_pieces(folder: Path) -> None:
-    """As A1111 has it, and ComfyUI for words of less than 8 embeddings; in the last piece it is cut as ever."""
+def test_a_token_is_not_split_between_two_chunks(folder: Path) -> None:
+    """As in A1111, and in ComfyUI for tokens of fewer than 8 vectors. The last chunk is truncated."""
     parts = texts(folder)
     add_words(parts, random_words(folder, parts))
     tokenizer = parts.tokenizers["text_encoder"]
@@ -102,7 +102,7 @@ def test_a_word_is_not_divided_between_two_pieces(folder: Path) -> None:
     assert (fits[0][1:77], fits[1][1:3]) == ([*few[1:], *own, end], [a, end])
 
 
-def test_words_start_from_the_mean_where_nothing_is_named(folder: Path) -> None:
+def test_tokens_start_from_the_mean_without_an_initializer(folder: Path) -> None:
     parts = texts(folder)
     started = new_words(
         parts, components(folder), TextualInversionSection(placeholder_tokens=(WORD, "zub"), num_vectors=2)
@@ -113,13 +113,13 @@ def test_words_start_from_the_mean_where_nothing_is_named(folder: Path) -> None:
         torch.testing.assert_close(started["zub"][name][1], mean)
 
 
-def test_only_the_words_get_gradients(folder: Path) -> None:
+def test_only_the_learned_tokens_get_gradients(folder: Path) -> None:
     parts = texts(folder)
     own = add_words(parts, random_words(folder, parts))
     for parameter in own.values():
         parameter.requires_grad_(True)
-    told = FAMILIES[folder.name].encode_text(parts, ["a ring", f"a {WORD} ring"], PLAIN)
-    sum(value.sum() for value in told.values()).backward()  # type: ignore[union-attr]
+    cond = FAMILIES[folder.name].encode_text(parts, ["a ring", f"a {WORD} ring"], PLAIN)
+    sum(value.sum() for value in cond.values()).backward()  # type: ignore[union-attr]
     trained = [each for encoder in parts.encoders.values() for each in encoder.parameters() if each.grad is not None]
     assert {id(each) for each in trained} == {id(each) for each in own.values()}
     for parameter in own.values():
@@ -127,7 +127,7 @@ def test_only_the_words_get_gradients(folder: Path) -> None:
         assert bool(parameter.grad.abs().sum(dim=-1).all())
 
 
-def test_words_go_into_files_and_come_back(folder: Path, tmp_path: Path) -> None:
+def test_learned_tokens_are_written_and_read_back(folder: Path, tmp_path: Path) -> None:
     parts = texts(folder)
     words = random_words(folder, parts) | {"zub": random_words(folder, parts)[WORD]}
     own = {name: parameter.detach() for name, parameter in add_words(parts, words).items()}
@@ -140,7 +140,7 @@ def test_words_go_into_files_and_come_back(folder: Path, tmp_path: Path) -> None
     assert sorted(load_file(paths[0])) == names
 
 
-def test_diffusers_reads_the_words_own_file_as_we_do(folder: Path, tmp_path: Path) -> None:
+def test_diffusers_reads_the_token_file_as_we_do(folder: Path, tmp_path: Path) -> None:
     family = FAMILIES[folder.name]
     if folder.name == "sd3":
         pytest.skip("diffusers loads no embeddings for SD3")
@@ -157,7 +157,7 @@ def test_diffusers_reads_the_words_own_file_as_we_do(folder: Path, tmp_path: Pat
             theirs.load_textual_inversion(
                 {WORD: load_file(path)[key]}, token=WORD, text_encoder=encoder, tokenizer=tokenizer
             )
-    found, prompt = said(folder, texts_of(ours), f"a {WORD} ring"), f"a {WORD} ring"
+    found, prompt = encode(folder, texts_of(ours), f"a {WORD} ring"), f"a {WORD} ring"
     if folder.name == "flux":
         torch.testing.assert_close(found["pooled"], theirs.encode_prompt(prompt, prompt, device=CPU)[1])
         return
@@ -167,7 +167,7 @@ def test_diffusers_reads_the_words_own_file_as_we_do(folder: Path, tmp_path: Pat
         torch.testing.assert_close(found["pooled"], wanted[2])
 
 
-def test_words_that_cannot_be_new_are_refused(folder: Path) -> None:
+def test_existing_tokens_are_refused(folder: Path) -> None:
     parts = texts(folder)
     known = parts.tokenizers["text_encoder"].convert_ids_to_tokens(0)
     with pytest.raises(UsageError, match="already"):

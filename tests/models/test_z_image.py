@@ -1,4 +1,4 @@
-"""Z-Image from files: text as its pipeline encodes it, predictions as its pipeline asks, names of the original."""
+"""Z-Image from files: text embeddings and predictions of its pipeline, and original key names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "z"
 
 
-def test_it_is_known_by_its_pipeline_and_described(model):
+def test_the_family_is_recognized_by_its_pipeline_and_described(model):
     assert detect_family(model) == "z_image"
     facts = FAMILY.describe(model)
     assert (facts.prediction, facts.pixel_step, facts.latent_channels, facts.caption_tokens) == ("flow", 16, 16, 512)
@@ -55,7 +55,7 @@ def test_text_is_encoded_as_the_pipeline_does(model):
     assert int(encoded["padding"][2].sum()) == 0, "what is longer is cut"
 
 
-def test_words_weigh_and_the_chat_around_them_does_not():
+def test_prompt_weights_do_not_apply_to_the_chat_template():
     tokenizer = qwen_tokenizer()
     plain, here = read_chat(tokenizer, ["a red ring"], 64, CPU)
     weighed, same = read_chat(tokenizer, [(("a ", 1.0), ("red ring", 2.0))], 64, CPU)
@@ -67,45 +67,45 @@ def test_words_weigh_and_the_chat_around_them_does_not():
 
 
 @pytest.mark.parametrize("size", [(64, 64), (96, 48)])
-def test_the_denoiser_is_asked_as_the_pipeline_asks_it(model, size):
+def test_the_denoiser_gets_the_same_inputs_as_in_the_pipeline(model, size):
     pipeline = FAMILY.make_pipeline(model, torch.float32, CPU)
-    asked: list[torch.Tensor] = []
-    told: list[torch.Tensor] = []
+    calls: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
     times: list[torch.Tensor] = []
     step = pipeline.scheduler.step
 
     def watch(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        asked.append(torch.stack(args[0]).squeeze(2))
+        calls.append(torch.stack(args[0]).squeeze(2))
 
-    def watch_step(velocity: torch.Tensor, time: torch.Tensor, *args: Any, **given: Any) -> Any:
-        told.append(velocity)
+    def watch_step(velocity: torch.Tensor, time: torch.Tensor, *args: Any, **arguments: Any) -> Any:
+        targets.append(velocity)
         times.append(time)
-        return step(velocity, time, *args, **given)
+        return step(velocity, time, *args, **arguments)
 
     pipeline.transformer.register_forward_pre_hook(watch)
     pipeline.scheduler.step = watch_step
-    given = {"num_inference_steps": 3, "guidance_scale": 0.0, "output_type": "latent"}
-    pipeline("a ring", width=size[0], height=size[1], generator=torch.manual_seed(0), **given)
+    arguments = {"num_inference_steps": 3, "guidance_scale": 0.0, "output_type": "latent"}
+    pipeline("a ring", width=size[0], height=size[1], generator=torch.manual_seed(0), **arguments)
     cond = FAMILY.load_encoders(model, torch.float32, CPU).encode_text(["a ring"])
     transformer = FAMILY.load_denoiser(model, torch.float32, CPU)
     assert times[0] == 1000 > times[1] > times[2] > 0
-    for time, noisy, expected in zip(times, asked, told, strict=True):
+    for time, noisy, expected in zip(times, calls, targets, strict=True):
         with torch.no_grad():
             ours = FAMILY.predict(transformer, noisy, time[None] - 1, cond, torch.zeros(1, 6))
         assert torch.allclose(ours, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("stored", ["fp8", "int8", "nf4"])
-def test_narrow_weights_change_what_is_told_of_a_time_by_little(model, stored):
-    """The transformer makes its time embedding in the type of a layer's weight, which must not be a narrow one."""
+def test_quantized_weights_change_the_time_embedding_little(model, stored):
+    """The transformer computes its time embedding in the dtype of a weight, which must not be quantized."""
     cond = FAMILY.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS[:1])
     noisy, t, sizes = torch.randn(1, 16, 8, 12, generator=torch.manual_seed(0)), torch.tensor([500]), torch.zeros(1, 6)
     wide = FAMILY.load_denoiser(model, torch.float32, CPU)
     narrow = FAMILY.load_denoiser(model, torch.float32, CPU, make_quantizer(stored))
     assert is_narrow(narrow.t_embedder.mlp[0])
     with torch.no_grad():
-        told, expected = (FAMILY.predict(each, noisy, t, cond, sizes) for each in (narrow, wide))
-    assert (told - expected).norm() < 0.3 * expected.norm()
+        predicted, expected = (FAMILY.predict(each, noisy, t, cond, sizes) for each in (narrow, wide))
+    assert (predicted - expected).norm() < 0.3 * expected.norm()
     narrow = FAMILY.load_denoiser(model, torch.bfloat16, CPU, make_quantizer(stored))
     learned = inject_lora(narrow, ["t_embedder.mlp.0"], rank=4, alpha=4.0, dropout=0.0, seed=0)
     for parameter in learned.values():
@@ -116,7 +116,7 @@ def test_narrow_weights_change_what_is_told_of_a_time_by_little(model, stored):
     assert (again.float() - expected).norm() < 0.3 * expected.norm()
 
 
-def test_captions_of_different_lengths_change_nothing_for_each_other(model):
+def test_captions_of_different_lengths_do_not_affect_each_other(model):
     transformer = FAMILY.load_denoiser(model, torch.float32, CPU)
     cond = FAMILY.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS)
     noisy, t = torch.randn(3, 16, 8, 12, generator=torch.manual_seed(0)), torch.tensor([10, 500, 999])
@@ -128,8 +128,8 @@ def test_captions_of_different_lengths_change_nothing_for_each_other(model):
             assert torch.allclose(together[row : row + 1], alone, atol=1e-5)
 
 
-def test_the_layout_holds_every_module_and_is_what_diffusers_makes_of_a_checkpoint():
-    """Each weight by the original's name, fused where the original is, comes back from diffusers' own conversion."""
+def test_the_layout_has_every_module_as_in_diffusers_converter():
+    """Each weight with its original key, fused as in the original, survives diffusers' conversion."""
     weights = tiny_transformer("z_image").state_dict()
     original: dict[str, dict[int, torch.Tensor]] = {}
     for name, weight in weights.items():
@@ -147,15 +147,15 @@ def test_the_layout_holds_every_module_and_is_what_diffusers_makes_of_a_checkpoi
     assert all(torch.equal(back[name], weight) for name, weight in weights.items())
 
 
-def test_what_is_no_base_of_the_family_is_refused(model, tmp_path):
+def test_a_folder_without_a_base_model_of_the_family_is_refused(model, tmp_path):
     other = Path(shutil.copytree(model, tmp_path / "other"))
     (other / "tokenizer" / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match=r"tokenizer\.json is missing"):
         FAMILY.describe(other)
 
 
-def test_kohyas_form_is_read_by_diffusers_with_each_layers_change():
-    """Fused there, and split again by its loader; alpha is another than the rank."""
+def test_diffusers_reads_every_layer_of_the_kohya_format():
+    """Fused in the file, and split again by the loader; alpha differs from the rank."""
     denoiser = tiny_transformer("z_image")
     endings = ("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3")
     plain = random_lora(denoiser, rank=4, alpha=2.0, endings=endings)

@@ -1,4 +1,4 @@
-"""What the console does with long lines: folded at words on a terminal, whole elsewhere."""
+"""Long lines in the console: wrapped at words on a terminal, whole elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINE = f"  note: {'the words of a finding ' * 6}in {PATH} and after it"
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_long_line_is_folded_at_words_on_a_terminal_alone(terminal: bool) -> None:
+def test_a_long_line_is_wrapped_only_on_a_terminal(terminal: bool) -> None:
     page = io.StringIO()
     console = Console(
         file=page, width=80, force_terminal=terminal, color_system=None, highlight=False, markup=False, soft_wrap=True

@@ -1,4 +1,4 @@
-"""The GPU as NVML tells of it: what is made of its readings.
+"""GPU readings from NVML and what follows from them.
 
 The readings alone are made up, at the border of the machine, where the driver would give them; on a GPU the last test
 reads real ones.
@@ -45,19 +45,19 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return fake
 
 
-def test_a_look_has_what_the_gpu_says(nvml):
-    look = open_gpu(CUDA)
-    assert look is not None
-    gpu = look()
+def test_a_reading_has_what_the_gpu_reports(nvml):
+    gpu_reader = open_gpu(CUDA)
+    assert gpu_reader is not None
+    gpu = gpu_reader()
     assert gpu == GPU(0.93, 0.75, 84.0, 210.0, 220.0, 1000.0, 1900.0, 0x4)
     assert str(gpu.throttled).startswith("power limits the GPU to 1000 of 1900 MHz (210 of 220 W)")
     nvml.nvmlDeviceGetPowerUsage = nvml.nvmlDeviceGetMaxClockInfo = refuse
-    assert look() == GPU(0.93, 0.75, 84.0, None, 220.0, 1000.0, None, 0x4)
-    assert look().throttled is None
+    assert gpu_reader() == GPU(0.93, 0.75, 84.0, None, 220.0, 1000.0, None, 0x4)
+    assert gpu_reader().throttled is None
 
 
 @pytest.mark.parametrize(
-    ("gpu", "said"),
+    ("gpu", "expected"),
     [
         (GPU(1.0, 0.5, 92.0, clock=800.0, clock_most=1900.0, reasons=0x20), "heat limits the GPU to 800"),
         (GPU(1.0, 0.5, 92.0, clock=1850.0, clock_most=1900.0, reasons=0x20), None),
@@ -65,11 +65,11 @@ def test_a_look_has_what_the_gpu_says(nvml):
         (GPU(0.0, 0.5, 40.0, clock=300.0, clock_most=1900.0, reasons=0x1), None),  # idle
     ],
 )
-def test_only_lower_clocks_with_a_reason_are_throttling(gpu, said):
-    assert gpu.throttled is None if said is None else str(gpu.throttled).startswith(said)
+def test_only_lower_clocks_with_a_reason_are_throttling(gpu, expected):
+    assert gpu.throttled is None if expected is None else str(gpu.throttled).startswith(expected)
 
 
-def test_without_a_gpu_or_nvml_nothing_is_looked_at(nvml, monkeypatch):
+def test_without_a_gpu_or_nvml_nothing_is_read(nvml, monkeypatch):
     assert open_gpu(torch.device("cpu")) is None
     nvml.nvmlInit = refuse
     assert open_gpu(CUDA) is None
@@ -78,7 +78,7 @@ def test_without_a_gpu_or_nvml_nothing_is_looked_at(nvml, monkeypatch):
     GPUWatch().start(None)
 
 
-def test_the_watch_looks_in_a_thread_until_the_gpu_stops_answering():
+def test_the_monitor_reads_in_a_thread_until_the_gpu_stops_responding():
     looks = iter([GPU(0.5, 0.5, 50.0)] * 3)
     watch = GPUWatch(every=0.001)
     watch.start(lambda: next(looks))
@@ -90,21 +90,21 @@ def test_the_watch_looks_in_a_thread_until_the_gpu_stops_answering():
     assert len(watch.samples) == 3
 
 
-def test_what_the_allocator_holds(monkeypatch):
+def test_the_memory_of_the_allocator(monkeypatch):
     stats = {"allocated_bytes.all.current": 3, "reserved_bytes.all.current": 7, "reserved_bytes.all.peak": 9}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats | {"num_alloc_retries": 2})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=20))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
-    held = gpu_pool(CUDA)
-    assert held is not None
-    assert (held.unused, held.most_reserved, held.limit, held.retries) == (4, 9, 10, 2)
+    memory = gpu_pool(CUDA)
+    assert memory is not None
+    assert (memory.unused, memory.most_reserved, memory.limit, memory.retries) == (4, 9, 10, 2)
     assert gpu_pool(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(
     ("platform", "expandable", "grows"), [("linux", True, True), ("linux", False, False), ("win32", True, False)]
 )
-def test_the_allocator_is_told_before_the_gpu_is_woken(monkeypatch, platform, expandable, grows):
+def test_the_allocator_is_configured_before_the_gpu_is_initialized(monkeypatch, platform, expandable, grows):
     for name in ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -120,7 +120,7 @@ def test_the_allocator_is_told_before_the_gpu_is_woken(monkeypatch, platform, ex
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)
-def test_what_the_user_told_the_allocator_stays(monkeypatch, name):
+def test_allocator_settings_of_the_user_are_kept(monkeypatch, name):
     for each in ALLOCATOR:
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "max_split_size_mb:64")
@@ -132,14 +132,14 @@ def test_what_the_user_told_the_allocator_stays(monkeypatch, name):
 
 
 @pytest.mark.gpu
-def test_a_gpu_that_is_there_is_read() -> None:
+def test_an_available_gpu_is_read() -> None:
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed: pip install nvidia-ml-py")
     device = torch.device("cuda", torch.cuda.current_device())
     kept = torch.zeros(2**24, device=device)
-    look, held = open_gpu(device), gpu_pool(device)
-    assert look is not None
-    assert held is not None
-    assert 0.0 <= look().utilisation <= 1.0
-    assert 0.0 < look().memory <= 1.0
-    assert 0.0 < look().celsius < 120.0
-    assert kept.nbytes <= held.allocated <= held.reserved <= held.most_reserved <= held.limit
+    gpu_reader, allocator = open_gpu(device), gpu_pool(device)
+    assert gpu_reader is not None
+    assert allocator is not None
+    assert 0.0 <= gpu_reader().utilisation <= 1.0
+    assert 0.0 < gpu_reader().memory <= 1.0
+    assert 0.0 < gpu_reader().celsius < 120.0
+    assert kept.nbytes <= allocator.allocated <= allocator.reserved <= allocator.most_reserved <= allocator.limit

@@ -1,4 +1,4 @@
-"""The live line at several widths: what matters most stays."""
+"""The progress line at several widths: the most important parts stay."""
 
 from __future__ import annotations
 

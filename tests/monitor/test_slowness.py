@@ -1,4 +1,4 @@
-"""Slowness: never said of noise, always of a lasting jump, once until it is over; a starving loader likewise."""
+"""Slow steps: never reported for noise, once for each lasting slowdown; likewise for a slow loader."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_noise_is_never_called_slow(seed, usual, spread):
 
 
 @given(st.integers(0, 10**6), st.floats(1e-3, 100.0), st.floats(0.0, 0.15), st.floats(4.0, 100.0))
-def test_a_lasting_jump_is_said_once_and_its_end_too(seed, usual, spread, factor):
+def test_a_lasting_slowdown_and_its_end_are_reported_once(seed, usual, spread, factor):
     quick = noise(seed, 60, usual, spread)
     slow = [factor * seconds for seconds in noise(seed + 1, 60, usual, spread)]
     found = watched([(seconds, 0.0) for seconds in (*quick, *slow, *noise(seed + 2, 60, usual, spread))])[1]
@@ -52,106 +52,108 @@ def test_a_lasting_jump_is_said_once_and_its_end_too(seed, usual, spread, factor
 
 
 @given(st.integers(1, LASTING - 1), st.floats(2.5, 1000.0))
-def test_a_jump_that_does_not_last_is_not_said(count, factor):
+def test_a_short_slowdown_is_not_reported(count, factor):
     steps = [1.0] * 30 + [factor] * count + [1.0] * 30
     assert watched([(seconds, 0.0) for seconds in steps])[1] == []
 
 
-def test_nothing_is_usual_at_first():
+def test_the_first_steps_set_no_usual_time():
     assert watched([(1.0, 0.0)] * (KNOWN - 1) + [(9.0, 0.0)] * (LASTING - 1))[1] == []
 
 
 @given(st.integers(2, 2 * KNOWN), st.floats(3.5, 100.0))
-def test_a_jump_in_the_first_steps_is_said(quick, factor):
+def test_a_slowdown_in_the_first_steps_is_reported(quick, factor):
     steps = [3.0, *[0.3] * quick, *[0.3 * factor] * 30, *[0.3] * 10]
     assert [change for _, change in watched([(seconds, 0.0) for seconds in steps])[1]] == ["slow", "not_slow"]
 
 
-def test_spilling_from_the_fifth_step_on_is_said_as_soon_as_anything_is_usual():
+def test_spilling_from_the_fifth_step_is_reported_once_a_usual_time_is_known():
     pace, found = watched([(0.3, 0.0)] * 5 + [(2.4, 0.0)] * 5)
     assert found == [(9, "slow")]
     assert pace.usual_seconds == 0.3
 
 
-@pytest.mark.parametrize(("used", "spilling", "said"), [(0.97, True, 1), (0.97, False, 0), (0.9, True, 0)])
-def test_a_gpu_that_is_full_from_the_first_step_is_said_once_where_it_may_spill(monkeypatch, used, spilling, said):
+@pytest.mark.parametrize(("used", "spilling", "messages"), [(0.97, True, 1), (0.97, False, 0), (0.9, True, 0)])
+def test_a_gpu_full_from_the_first_step_is_reported_once_if_it_can_spill(monkeypatch, used, spilling, messages):
     monkeypatch.setattr(watches, "gpu_pool", lambda device: None)
     monkeypatch.setattr(watches, "spills", lambda: spilling)
     watch = Watches(CUDA)
     watch.gpu.samples.append(GPU(0.9, used, 60.0))
     found = heard(watch, [30.0] * 30)
-    assert [kind for kind, _ in found] == ["memory"] * said
+    assert [kind for kind, _ in found] == ["memory"] * messages
     assert all("97% full since the start" in message for _, message in found)
 
 
-@pytest.mark.parametrize(("cached", "waited", "said"), [(True, 0.02, True), (False, 0.02, False), (False, 0.06, True)])
-def test_a_starving_loader_is_said_by_its_limit(cached, waited, said):
+@pytest.mark.parametrize(
+    ("cached", "waited", "messages"), [(True, 0.02, True), (False, 0.02, False), (False, 0.06, True)]
+)
+def test_a_slow_loader_is_reported_with_its_limit(cached, waited, messages):
     pace, found = watched([(1.0, waited)] * (2 * WINDOW), cached=cached)
-    assert [change for _, change in found] == ["starved"] * said
+    assert [change for _, change in found] == ["starved"] * messages
     assert pace.waited_share == pytest.approx(waited)
     _, found = watched([(1.0, waited)] * WINDOW + [(1.0, 0.0)] * WINDOW, cached=cached)
-    assert [change for _, change in found] == ["starved", "not_starved"] * said
+    assert [change for _, change in found] == ["starved", "not_starved"] * messages
 
 
-def test_a_wait_that_nobody_notices_is_not_said():
+def test_a_negligible_wait_is_not_reported():
     assert watched([(0.005, 0.0005)] * (2 * WINDOW))[1] == []
 
 
-def test_waits_of_a_short_run_are_not_said():
-    now, said = [0.0], list[tuple[float, str]]()
+def test_waits_of_a_short_run_are_not_reported():
+    now, messages = [0.0], list[tuple[float, str]]()
     watch = Watches(torch.device("cpu"), clock=lambda: now[0])
     for _ in range(4 * WINDOW):
         now[0] += 0.5
-        watch.check(0.5, 0.1, lambda kind, message: said.append((now[0], kind)))
-    assert said == [(UNDER_WAY, "starved")]
+        watch.check(0.5, 0.1, lambda kind, message: messages.append((now[0], kind)))
+    assert messages == [(UNDER_WAY, "starved")]
 
 
 CUDA = torch.device("cuda")
 
 
 def heard(watch: Watches, steps: list[float]) -> list[tuple[str, str]]:
-    said = list[tuple[str, str]]()
+    messages = list[tuple[str, str]]()
     for seconds in steps:
-        watch.check(seconds, 0.0, lambda kind, message: said.append((kind, message)))
-    return said
+        watch.check(seconds, 0.0, lambda kind, message: messages.append((kind, message)))
+    return messages
 
 
 @pytest.mark.parametrize(
-    ("reserved", "used", "told"),
+    ("reserved", "used", "expected"),
     [(7.3, 0.8, "7.3 of 7.4 GiB"), (3.0, 0.99, "other programs"), (3.0, 0.6, "what else runs")],
 )
-def test_what_makes_steps_slow_is_said(monkeypatch, reserved, used, told):
+def test_the_cause_of_slow_steps_is_reported(monkeypatch, reserved, used, expected):
     gib = 2**30
-    held = GpuPool(gib, int(reserved * gib), int(reserved * gib), int(7.4 * gib), 0)
-    monkeypatch.setattr(watches, "gpu_pool", lambda device: held)
+    memory = GpuPool(gib, int(reserved * gib), int(reserved * gib), int(7.4 * gib), 0)
+    monkeypatch.setattr(watches, "gpu_pool", lambda device: memory)
     watch = Watches(CUDA)
     watch.gpu.samples.append(GPU(0.9, used, 60.0))
     ((kind, message), end) = heard(watch, [0.5] * 20 + [30.0] * 20 + [0.5] * 20)
     assert kind == "slow"
     assert "a step takes 30.00 s (usual 0.50 s)" in message
-    assert told in message
+    assert expected in message
     assert end == ("slow", "steps take 0.50 s again")
 
 
-def test_steps_that_are_split_otherwise_are_not_slow():
-    watch, said = Watches(torch.device("cpu")), list[str]()
-    for way, seconds in (("whole", 0.5), ("halves", 30.0), ("whole", 0.5)):
+def test_steps_with_another_split_are_not_slow():
+    watch, messages = Watches(torch.device("cpu")), list[str]()
+    for split, seconds in (("whole", 0.5), ("halves", 30.0), ("whole", 0.5)):
         for _ in range(30):
-            watch.check(seconds, 0.0, lambda kind, message: said.append(kind), way)
-    assert said == []
+            watch.check(seconds, 0.0, lambda kind, message: messages.append(kind), split)
+    assert messages == []
 
 
-def test_heat_is_said_once_until_it_is_over(monkeypatch):
+def test_heat_is_reported_once_until_it_is_over(monkeypatch):
     monkeypatch.setattr(watches, "gpu_pool", lambda device: None)
     watch = Watches(CUDA)
     hot = GPU(0.99, 0.9, 91.0, clock=900.0, clock_most=1800.0, reasons=0x40)
-    said = []
+    messages = []
     cool = GPU(0.9, 0.9, 70.0, clock=1790.0, clock_most=1800.0)
-    for gpu in (hot, hot, cool, hot, cool, hot, cool, cool, hot):  # at the edge it comes and goes
+    for gpu in (hot, hot, cool, hot, cool, hot, cool, cool, hot):  # at the limit it varies
         watch.gpu.samples.append(gpu)
-        said += heard(watch, [0.5, 0.5])
-    assert [kind for kind, _ in said] == ["throttled", "throttled"]
-    assert "900 of 1800 MHz (91 degrees)" in said[0][1]
+        messages += heard(watch, [0.5, 0.5])
+    assert [kind for kind, _ in messages] == ["throttled", "throttled"]
+    assert "900 of 1800 MHz (91 degrees)" in messages[0][1]
 
 
 @pytest.mark.parametrize(
@@ -162,26 +164,26 @@ def test_heat_is_said_once_until_it_is_over(monkeypatch):
         ("win32", "garbage_collection_threshold:0.8", "set train.max_micro_batch_size=1"),
     ],
 )
-def test_fragmented_memory_is_said_when_it_costs_something(monkeypatch, platform, allocator, advice):
-    gib, now, held = 2**30, [0.0], list[GpuPool]()
+def test_fragmented_memory_is_reported_when_it_costs_time(monkeypatch, platform, allocator, advice):
+    gib, now, memory = 2**30, [0.0], list[GpuPool]()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator)
     monkeypatch.setattr(watches.sys, "platform", platform)
-    monkeypatch.setattr(watches, "gpu_pool", lambda device: held[-1])
-    watch, said = Watches(CUDA, clock=lambda: now[0]), list[str]()
+    monkeypatch.setattr(watches, "gpu_pool", lambda device: memory[-1])
+    watch, messages = Watches(CUDA, clock=lambda: now[0]), list[str]()
     for allocated, retries in ((4, 0), (4, 3), (4, 3), (7, 5)):
-        held.append(GpuPool(allocated * gib, 7 * gib, 7 * gib, 8 * gib, retries))
-        said += [message for _, message in heard(watch, [0.5, 0.5])]
+        memory.append(GpuPool(allocated * gib, 7 * gib, 7 * gib, 8 * gib, retries))
+        messages += [message for _, message in heard(watch, [0.5, 0.5])]
         now[0] += CHECK_EVERY
-    (message,) = said
+    (message,) = messages
     assert "3.0 of 8.0 GiB are reserved but not in use" in message
     assert "3 times" in message
     assert advice in message
 
 
-def test_a_cpu_is_known_without_a_gpu():
+def test_cpu_monitoring_works_without_a_gpu():
     with Watches(torch.device("cpu")) as watch:
         assert heard(watch, [0.5] * 20) == []
-    told = watch.summary()
-    assert 0.0 < told["system_memory"] <= 1.0
-    assert all(0.0 <= told[name] <= 1.0 for name in ("io_wait", "cpu") if name in told)
-    assert "utilisation" not in told
+    report = watch.summary()
+    assert 0.0 < report["system_memory"] <= 1.0
+    assert all(0.0 <= report[name] <= 1.0 for name in ("io_wait", "cpu") if name in report)
+    assert "utilisation" not in report

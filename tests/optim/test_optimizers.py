@@ -1,4 +1,4 @@
-"""Optimizers: what decays, whether each learns, and what is said when a library is absent."""
+"""Optimizers: weight decay, learning, and the message for a missing library."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer, schedule_free_weight, set_lr, shares_of
 
-# A rate under which each gets near the minimum below in a few hundred steps.
+# A learning rate with which each gets near the minimum in a few hundred steps.
 RATES = dict.fromkeys(OPTIMIZERS, 0.01) | {"prodigy": 1.0, "adamw_schedulefree": 3e-2}
 LORA_A, LORA_B = "blocks.0.to_q.lora_A.default.weight", "blocks.0.to_q.lora_B.default.weight"
 
 
 def pair(out: int = 12, rank: int = 4, wide: int = 10) -> dict[str, nn.Parameter]:
-    """A LoRA as training starts it: the up projection at 0."""
+    """A LoRA as at the start of training: the up projection is 0."""
     torch.manual_seed(0)
     return {LORA_A: nn.Parameter(torch.randn(rank, wide) * 0.3), LORA_B: nn.Parameter(torch.zeros(out, rank))}
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_each_optimizer_fits_a_low_rank_change(name):
-    """Also one that starts at 0, where an optimizer that scales its rate by the weights stands still."""
+    """Also one that starts at 0, where an optimizer that scales its learning rate by the weights does not move."""
     parameters = pair()
     target = torch.randn(12, 4) @ torch.randn(4, 10) * 0.3
     optimizer = make_optimizer(parameters, OptimizerSection(name=name, learning_rate=RATES[name], weight_decay=0.0))
@@ -47,7 +47,7 @@ def test_each_optimizer_fits_a_low_rank_change(name):
     assert float(error(used[1], used[0])) < 0.1 * first
 
 
-def test_decay_is_for_matrices_and_kernels_alone():
+def test_weight_decay_applies_only_to_matrices_and_kernels():
     shapes = {
         LORA_A: (4, 10),
         "conv.lora_A.default.weight": (4, 10, 3, 3),
@@ -69,8 +69,8 @@ def test_decay_is_for_matrices_and_kernels_alone():
 
 
 @pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"adamw"}))
-def test_every_optimizer_decays_as_told(name):
-    """A decay of 0.1 at a rate of 0.5 takes 5 % from a weight without a gradient; Prodigy's own rate is tiny yet."""
+def test_every_optimizer_applies_its_weight_decay(name):
+    """A decay of 0.1 at a learning rate of 0.5 takes 5 % from a weight without a gradient; Prodigy's is tiny at first."""
     parameters = {"a": nn.Parameter(torch.ones(80, 80))}
     optimizer = make_optimizer(parameters, OptimizerSection(name=name, weight_decay=0.1, learning_rate=0.5))
     parameters["a"].grad = torch.zeros(80, 80)
@@ -84,8 +84,8 @@ def test_every_optimizer_decays_as_told(name):
         assert left == pytest.approx(0.95, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"prodigy"}))  # which knows one rate for all
-def test_every_optimizer_moves_a_group_by_its_share_of_the_rate(name):
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"prodigy"}))  # which has one learning rate for all
+def test_every_optimizer_applies_the_learning_rate_of_a_group(name):
     parameters = {"a": nn.Parameter(torch.zeros(80, 80)), "b": nn.Parameter(torch.zeros(80, 80))}
     section, rates = OptimizerSection(name=name, weight_decay=0.0, learning_rate=1e-2), ((1e-3, {"b"}),)
     optimizer = make_optimizer(parameters, section, rates)
@@ -102,8 +102,8 @@ def test_every_optimizer_moves_a_group_by_its_share_of_the_rate(name):
 
 
 @pytest.mark.parametrize("rates", list(product((1e-2, 5e-3), repeat=4)))
-def test_equal_rates_group_nothing_that_others_would_not(rates):
-    """A checkpoint's groups are those of any rates: the denoiser's, each text encoder's, the words'."""
+def test_equal_learning_rates_form_the_same_groups(rates):
+    """The groups of a checkpoint do not depend on learning rates: denoiser, text encoders, tokens."""
     names = (
         LORA_A,
         "norm.bias",

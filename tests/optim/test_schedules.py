@@ -1,4 +1,4 @@
-"""Schedules: functions of the step within [0, 1], without a jump at the warm-up's end."""
+"""LR schedulers: functions of the step within [0, 1], continuous at the end of warmup."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def shares_of(total: int, **settings: object) -> list[float]:
 
 
 @given(st.sampled_from(sorted(SHAPES)), st.integers(1, 500), st.integers(1, 6), st.floats(0.2, 4.0), st.data())
-def test_rates_stay_in_range_and_rise_through_the_warm_up(name, total, cycles, power, data):
+def test_learning_rates_stay_in_range_and_rise_during_warmup(name, total, cycles, power, data):
     warmup = data.draw(st.one_of(st.none(), st.integers(0, total)))
     settings = {"name": name, "warmup_steps": warmup, "cycles": cycles, "power": power}
     shares = shares_of(total, **settings)
@@ -26,14 +26,14 @@ def test_rates_stay_in_range_and_rise_through_the_warm_up(name, total, cycles, p
     assert all(0.0 <= share <= 1.0 for share in shares)
     assert shares[0] > 0.0
     assert shares[:length] == sorted(shares[:length])
-    # Both sides of the warm-up's end stand at the peak.
+    # Both sides of the end of warmup are at the peak.
     assert all(share == pytest.approx(1.0) for share in shares[max(0, length - 1) : length + 1])
     if name != "cosine_with_restarts":
         assert shares[length:] == sorted(shares[length:], reverse=True)
 
 
 @given(st.integers(2, 6), st.integers(20, 100))
-def test_restarts_fall_and_start_again_as_often_as_asked(cycles, length):
+def test_restarts_happen_as_often_as_set(cycles, length):
     shares = shares_of(cycles * length, name="cosine_with_restarts", cycles=cycles, warmup_steps=0)
     first = shares[:length]
     assert first == sorted(first, reverse=True)
@@ -42,7 +42,7 @@ def test_restarts_fall_and_start_again_as_often_as_asked(cycles, length):
     assert sum(later > earlier + 0.5 for earlier, later in pairwise(shares)) == cycles - 1
 
 
-def test_shapes_stand_where_they_should():
+def test_schedules_have_the_expected_shape():
     def at(step: int, **settings: object) -> float:
         return lr_multiplier(LrSchedulerSection.model_validate({"warmup_steps": 10, **settings}), step, 100)
 
@@ -59,9 +59,9 @@ def test_shapes_stand_where_they_should():
 
 
 @given(st.one_of(st.none(), st.integers(0, 1000)), st.integers(1, 1000), st.sampled_from(sorted(SHAPES)))
-def test_warm_up_is_three_percent_unless_set_and_ten_for_one_cycle(asked, total, name):
-    length = warmup_length(LrSchedulerSection(name=name, warmup_steps=asked), total)
+def test_warmup_is_three_percent_by_default_and_ten_for_one_cycle(settings, total, name):
+    length = warmup_length(LrSchedulerSection(name=name, warmup_steps=settings), total)
     assert 0 <= length <= total
-    if asked is None:
+    if settings is None:
         share = 0.1 if name == "one_cycle" else 0.03
         assert share * total - 1e-9 <= length < share * total + 1

@@ -1,4 +1,4 @@
-"""Bases for the tests of what `--model` names: found by path, less of a checkpoint, and captions encoded."""
+"""Helpers for tests of `--model`: find a base model by path, drop parts of a checkpoint, encode captions."""
 
 from __future__ import annotations
 

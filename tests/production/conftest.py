@@ -13,8 +13,8 @@ from tests.models.single.tiny import tiny_pipeline
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of diffusers, and the same model in one file with its text encoders and VAE."""
+def base_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A diffusers folder, and the same model in one file with its text encoders and VAE."""
     place = tmp_path_factory.mktemp("made")
     pipeline = tiny_pipeline(place / "words", "sdxl")
     pipeline.save_pretrained(place / "folder")
@@ -23,11 +23,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(made / "folder", tmp_path / "folder")
+def folder(base_files: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(base_files / "folder", tmp_path / "folder")
 
 
 @pytest.fixture
-def checkpoint(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tokenizers, "CLIP", made / "words")
-    return Path(shutil.copy(made / "model.safetensors", tmp_path))
+def checkpoint(base_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tokenizers, "CLIP", base_files / "words")
+    return Path(shutil.copy(base_files / "model.safetensors", tmp_path))

@@ -1,4 +1,4 @@
-"""A hub on this machine: the requests that fetching makes, over real sockets."""
+"""A local hub that answers fetch requests over real sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class LocalHub:
-    """`repositories` has the files of each id. `status` answers a path that contains its key; `cut` ends a file early, once."""
+    """`repositories` has the files of each id. `status` is sent for paths with its key; `cut` truncates a file once."""
 
     url: str = ""
     cache: Path = Path()
@@ -29,9 +29,9 @@ class LocalHub:
     status: dict[str, tuple[int, str]] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
     listing: dict[str, Any] = field(default_factory=dict)  # in place of what is true
-    ranged: bool = True  # whether the end of a range, and ranges of checkpoints, are heeded
+    ranged: bool = True  # whether range ends, and ranges of checkpoints, are respected
     headers: dict[str, str] = field(default_factory=dict)  # in place of what is true
-    asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
+    requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
 
     def holds(self, name: str, folder: Path) -> None:
         """Serve a folder as a repository."""
@@ -39,22 +39,22 @@ class LocalHub:
         self.repositories[name] = {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
     def fetched(self) -> list[str]:
-        """The files that were asked for, in order."""
+        """The requested files, in order."""
         return [
             path.partition("/resolve/")[2].partition("/")[2]
-            for how, path, _ in self.asked
+            for how, path, _ in self.requests
             if how == "GET" and "/resolve/" in path
         ]
 
 
 class Answer(BaseHTTPRequestHandler):
-    """What the hub says; `hub` is set by a class made of it."""
+    """The responses of the hub. A subclass sets `hub`."""
 
     hub: LocalHub
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        """Nothing is printed."""
+        """Print nothing."""
 
     def do_HEAD(self) -> None:
         self.answer()
@@ -64,7 +64,7 @@ class Answer(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        self.hub.asked.append((self.command, path, self.headers.get("Range", "")))
+        self.hub.requests.append((self.command, path, self.headers.get("Range", "")))
         for part, (code, error) in self.hub.status.items():
             if part in path:
                 return self.send(code, b"", {"X-Error-Code": error} if error else {})
@@ -107,7 +107,7 @@ class Answer(BaseHTTPRequestHandler):
 
 @contextmanager
 def local_hub(cache: Path) -> Iterator[LocalHub]:
-    """A running hub, asked in place of the real one inside the block, with a cache of its own."""
+    """A running hub that replaces the real one inside the block, with its own cache."""
     hub = LocalHub(cache=cache)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("AnswerOfHub", (Answer,), {"hub": hub}))

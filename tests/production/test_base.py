@@ -1,4 +1,4 @@
-"""Single checkpoints and replaced parts as one folder: what `model.vae` and `model.text_encoders` make of a base."""
+"""Single checkpoints and replaced parts as one folder: `model.vae` and `model.text_encoders`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.models.single.tiny import tiny_pipeline
 from tests.production.base_folders import encoded, found, without
 
 
-def test_what_a_checkpoint_lacks_comes_from_another_folder(folder: Path, checkpoint: Path) -> None:
+def test_missing_parts_of_a_checkpoint_come_from_another_folder(folder: Path, checkpoint: Path) -> None:
     less = without(checkpoint, "conditioner.embedders.1.", "first_stage_model.")
     with pytest.raises(UsageError) as caught:
         found(less)
@@ -41,7 +41,7 @@ def test_what_a_checkpoint_lacks_comes_from_another_folder(folder: Path, checkpo
         assert torch.equal(encoded(laid_out)[name], tensor)
 
 
-def test_what_a_base_has_stays_its_own(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_parts_that_a_base_model_has_are_not_replaced(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
     other = shutil.copytree(folder, tmp_path / "other")
     file = other / "text_encoder" / "model.safetensors"
     write({name: tensor + 1 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
@@ -67,21 +67,21 @@ def test_a_folder_of_text_encoders_without_any_is_refused(folder: Path, tmp_path
             found(folder, text_encoders=place)
 
 
-def test_all_that_is_wrong_with_replaced_parts_is_said_at_once(folder: Path, tmp_path: Path) -> None:
+def test_all_problems_of_replaced_parts_are_reported_at_once(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         found(folder, text_encoders=tmp_path / "lost", vae=tmp_path / "gone")
     assert len(caught.value.problems) == 2
 
 
-def test_a_laid_out_folder_that_vanished_is_made_anew(checkpoint: Path) -> None:
+def test_a_deleted_converted_folder_is_created_again(checkpoint: Path) -> None:
     first = found(checkpoint)
     shutil.rmtree(laid_out_models())
     assert found(checkpoint) == first
     assert FAMILIES["sdxl"].describe(first).family == "sdxl"
 
 
-def test_a_folder_that_leads_elsewhere_is_not_followed(folder: Path, tmp_path: Path) -> None:
-    """A table of places in a stranger's VAE would name any file."""
+def test_a_folder_that_links_elsewhere_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    """A shard index in an untrusted VAE folder could name any file."""
     vae = shutil.copytree(folder / "vae", tmp_path / "vae")
     (vae / "weights.json").write_text('{"version": 1, "files": [["/etc/passwd", 1, 1]], "weights": {}}')
     with pytest.raises(UsageError, match="only read from the cache"):
@@ -89,7 +89,7 @@ def test_a_folder_that_leads_elsewhere_is_not_followed(folder: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("part", ["tokenizer", "scheduler"])
-def test_a_table_of_places_is_not_copied_into_the_cache(folder: Path, tmp_path: Path, part: str) -> None:
+def test_a_shard_index_is_not_copied_into_the_cache(folder: Path, tmp_path: Path, part: str) -> None:
     """There it would be trusted."""
     vae = shutil.copytree(folder / "vae", tmp_path / "vae")
     (folder / part / "weights.json").write_text('{"version": 1, "files": [["/etc/passwd", 1, 1]], "weights": {}}')
@@ -105,7 +105,7 @@ def test_nor_with_a_tokenizer_for_a_checkpoint(folder: Path, checkpoint: Path) -
     assert not (target / "weights.json").exists()
 
 
-def test_a_stray_shard_beside_a_whole_set_is_passed_over(folder: Path) -> None:
+def test_a_stray_shard_next_to_a_complete_set_is_ignored(folder: Path) -> None:
     unet = folder / "unet"
     (file,) = unet.glob("*.safetensors")
     half = file.rename(unet / "diffusion_pytorch_model.fp16.safetensors")
@@ -113,7 +113,7 @@ def test_a_stray_shard_beside_a_whole_set_is_passed_over(folder: Path) -> None:
     assert {place.file for place in places_of_weights(unet).values()} == {half}
 
 
-def test_what_is_laid_out_leaves_with_its_file(
+def test_a_converted_folder_is_removed_with_its_file(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
@@ -128,7 +128,7 @@ def test_what_is_laid_out_leaves_with_its_file(
     assert not gone.exists()
 
 
-def test_an_id_of_a_hub_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_stays_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert absolute("some/model") == "some/model"
     assert absolute("some/model/sd.safetensors") == "some/model/sd.safetensors"
@@ -137,7 +137,7 @@ def test_an_id_of_a_hub_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert absolute("model.safetensors") == str(tmp_path / "model.safetensors")
 
 
-def test_a_folder_too_high_names_the_model_in_it(folder: Path) -> None:
+def test_a_parent_folder_is_refused_with_the_model_in_it(folder: Path) -> None:
     with pytest.raises(UsageError, match=f"Did you mean {folder}"):
         found(folder.parent)
 
@@ -153,8 +153,8 @@ def test_a_checkpoint_named_by_a_relative_path_is_found_from_any_folder(
     assert FAMILIES["sdxl"].describe(first).family == "sdxl"
 
 
-def test_laid_out_folders_do_not_pile_up(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was laid out of a file that is gone leaves when another is laid out, unless it was used today."""
+def test_converted_folders_do_not_pile_up(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The converted folder of a deleted file is removed at the next conversion, unless used today."""
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
     others = [Path(shutil.copy(checkpoint, tmp_path / f"{name}.safetensors")) for name in ("long", "idle", "today")]
     long, idle, today = (found(file) for file in others)
@@ -185,7 +185,7 @@ def test_laid_out_folders_do_not_pile_up(checkpoint: Path, tmp_path: Path, monke
         ("vae/config.json", {"scaling_factor": 0}, "scaling_factor is 0"),
     ],
 )
-def test_a_folder_that_is_another_kind_of_model(folder: Path, file: str, entry: dict[str, object], words: str) -> None:
+def test_a_folder_with_another_kind_of_model(folder: Path, file: str, entry: dict[str, object], words: str) -> None:
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | entry))
     with pytest.raises(UsageError, match=words):
         FAMILIES["sdxl"].describe(found(folder))
@@ -203,17 +203,15 @@ def test_all_parts_that_a_folder_lacks_are_named_at_once(folder: Path) -> None:
     ]
 
 
-def test_an_autoencoder_out_of_another_family_s_checkpoint_is_refused(
-    folder: Path, checkpoint: Path, tmp_path: Path
-) -> None:
-    """Its family tells the scale, which no file does."""
+def test_a_vae_from_a_checkpoint_of_another_family_is_refused(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Its family sets the scale, which no file stores."""
     other = write(unet_checkpoint(tiny_pipeline(tmp_path / "words", "sd15"), "sd15"), tmp_path / "sd.safetensors")
     with pytest.raises(UsageError, match=r"scaling_factor of 0.18215, and the model's own has 0.13025"):
         found(folder, vae=other)
     assert found(folder, vae=checkpoint).is_dir()
 
 
-def test_what_is_no_model_is_told_with_what_is_meant(
+def test_a_path_without_a_model_is_refused_with_a_suggestion(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Bases of a hub and parts of one: fetched, held to their commits, laid out and refused."""
+"""Hub base models and their parts: fetched, pinned to commits, converted and refused."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from tests.production.local_hub import COMMIT, local_hub
 
 
 @pytest.mark.parametrize("ranged", [True, False])
-def test_of_a_checkpoint_of_a_hub_the_header_alone_is_fetched_first(
-    checkpoint: Path, tmp_path: Path, ranged: bool
-) -> None:
+def test_only_the_header_of_a_hub_checkpoint_is_fetched_first(checkpoint: Path, tmp_path: Path, ranged: bool) -> None:
     model = ModelSection(path="some/single/sd.safetensors")
     whole = FAMILIES["sdxl"].describe(found(checkpoint))
     with local_hub(tmp_path / "hf") as hub:
@@ -35,26 +33,26 @@ def test_of_a_checkpoint_of_a_hub_the_header_alone_is_fetched_first(
         hub.repositories["some/single"] = {"sd.safetensors": checkpoint.read_bytes()}
         header = find_base(model, weights=False, say=hub.listing.get)
         assert (header.named, header.commit, header.whole) == ("some/single/sd.safetensors", COMMIT, False)
-        told = FAMILIES["sdxl"].describe(header.folder)
-        assert (told.resolution, told.prediction, told.latent_channels) == (
+        facts = FAMILIES["sdxl"].describe(header.folder)
+        assert (facts.resolution, facts.prediction, facts.latent_channels) == (
             whole.resolution,
             whole.prediction,
             whole.latent_channels,
         )
-        asked = [span for how, _, span in hub.asked if how == "GET" and span]
+        ranges = [span for how, _, span in hub.requests if how == "GET" and span]
         (length,) = struct.unpack("<Q", checkpoint.read_bytes()[:8])
-        assert asked == ["bytes=0-7", f"bytes=8-{7 + length}"]
+        assert ranges == ["bytes=0-7", f"bytes=8-{7 + length}"]
         assert not list((tmp_path / "hf").rglob("sd.safetensors"))
-        hub.asked.clear()
+        hub.requests.clear()
         assert find_base(model, weights=False, say=hub.listing.get) == header
-        assert hub.asked == []
+        assert hub.requests == []
         fetched = find_base(model, say=hub.listing.get)
         assert fetched.whole
         assert fetched.folder != header.folder
         assert find_base(model, weights=False, offline=True) == fetched
 
 
-def test_values_that_tell_a_variant_are_fetched_with_the_header(tmp_path: Path) -> None:
+def test_values_that_identify_a_flavor_are_fetched_with_the_header(tmp_path: Path) -> None:
     norm = "model.diffusion_model.output_blocks.11.1.transformer_blocks.0.norm1.bias"
     reads = "model.diffusion_model.output_blocks.11.1.transformer_blocks.0.attn2.to_k.weight"
     tensors = {norm: torch.linspace(-1, 1, 320), reads: torch.zeros(8, 1024)}
@@ -65,15 +63,15 @@ def test_values_that_tell_a_variant_are_fetched_with_the_header(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\3\4....more", b"\xff" * 20, b"\x08" + bytes(7) + b"no json!" + bytes(9)])
-def test_what_is_no_checkpoint_is_refused_by_its_header(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_is_no_checkpoint_is_refused_by_its_header(tmp_path: Path, data: bytes) -> None:
     with local_hub(tmp_path / "hf") as hub:
         hub.repositories["some/single"] = {"sd.safetensors": data}
         with pytest.raises(UsageError, match=r"^some/single/sd\.safetensors"):
             find_base(ModelSection(path="some/single/sd.safetensors"), weights=False, say=hub.listing.get)
 
 
-def test_a_hubs_checkpoint_is_called_by_its_id(checkpoint: Path, tmp_path: Path) -> None:
-    """Not by the place of the file that stands in for it."""
+def test_a_hub_checkpoint_is_named_by_its_id(checkpoint: Path, tmp_path: Path) -> None:
+    """Not by the path of its placeholder file."""
     lora = write({"unet.x.lora_A.weight": torch.zeros(1)}, tmp_path / "lora.safetensors").read_bytes()
     less = without(checkpoint, "conditioner.embedders.1.", "first_stage_model.").read_bytes()
     for data, count in ((lora, 1), (less, 2)):
@@ -84,9 +82,7 @@ def test_a_hubs_checkpoint_is_called_by_its_id(checkpoint: Path, tmp_path: Path)
         assert [problem.message[:27] for problem in caught.value.problems] == ["some/single/sd.safetensors "] * count
 
 
-def test_a_checkpoint_of_a_hub_and_an_autoencoder_for_a_hubs_model(
-    folder: Path, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_hub_checkpoint_and_a_vae_for_a_hub_model(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
     with local_hub(tmp_path / "hf") as hub:
         hub.repositories["some/single"] = {"old/sd.safetensors": checkpoint.read_bytes()}
         hub.holds("some/model", folder)
@@ -94,7 +90,7 @@ def test_a_checkpoint_of_a_hub_and_an_autoencoder_for_a_hubs_model(
         assert (single.named, single.commit) == ("some/single/old/sd.safetensors", COMMIT)
         replaced = ModelSection(path="some/model", vae=str(folder))
         alone = find_base(replaced, weights=False, say=hub.listing.get)
-        assert not alone.whole  # what is not here cannot be laid out: its configs tell what it is
+        assert not alone.whole  # missing files cannot be converted: the configs describe the model
         whole = find_base(replaced, say=hub.listing.get)
         assert whole.folder.is_relative_to(laid_out_models())
         assert (whole.named, whole.commit, whole.whole) == ("some/model", COMMIT, True)
@@ -104,47 +100,47 @@ def test_a_checkpoint_of_a_hub_and_an_autoencoder_for_a_hubs_model(
 
 
 @pytest.mark.parametrize("inside", ["", "vae/"])
-def test_an_autoencoder_of_a_hub(folder: Path, checkpoint: Path, tmp_path: Path, inside: str) -> None:
-    """A repository that is one, or a whole model's: fetched once, held to its commit, its config before its weights."""
+def test_a_hub_vae(folder: Path, checkpoint: Path, tmp_path: Path, inside: str) -> None:
+    """A VAE repository, or a whole model's: fetched once, pinned to its commit, config before weights."""
     plain = folder / "vae"
     with local_hub(tmp_path / "hf") as hub:
         files = {f"{inside}{path.name}": path.read_bytes() for path in plain.iterdir()}
         hub.repositories["some/vae"] = {**files, "other.safetensors": b"x", "README.md": b"read me"}
         for base in (folder, checkpoint, without(checkpoint, "first_stage_model.")):
             shutil.rmtree(tmp_path / "hf", ignore_errors=True)
-            hub.asked.clear()
+            hub.requests.clear()
             model = ModelSection(path=str(base), vae="some/vae")
-            told = find_base(model, weights=False, say=hub.listing.get)
+            early = find_base(model, weights=False, say=hub.listing.get)
             assert hub.fetched() == [f"{inside}config.json"]
-            assert (told.whole, told.held) == (False, {"vae": f"some/vae@{COMMIT}"})
+            assert (early.whole, early.held) == (False, {"vae": f"some/vae@{COMMIT}"})
             with without_weights():
-                assert FAMILIES["sdxl"].describe(told.folder).latent_channels == 4
+                assert FAMILIES["sdxl"].describe(early.folder).latent_channels == 4
             whole = find_base(model, say=hub.listing.get)
             assert (whole.whole, whole.commit) == (True, None)
             assert hub.fetched()[1:] == [f"{inside}diffusion_pytorch_model.safetensors"]
-            hub.asked.clear()
-            held = ModelSection(path=str(base), vae=f"some/vae@{COMMIT}")
-            assert find_base(held, offline=True) == whole
-            assert hub.asked == []
+            hub.requests.clear()
+            section = ModelSection(path=str(base), vae=f"some/vae@{COMMIT}")
+            assert find_base(section, offline=True) == whole
+            assert hub.requests == []
             assert weights_digest(whole.folder / "vae") == weights_digest(found(base, vae=folder) / "vae")
 
 
-def test_an_autoencoder_in_one_file_of_a_hub(folder: Path, tmp_path: Path) -> None:
+def test_a_hub_vae_in_one_file(folder: Path, tmp_path: Path) -> None:
     (file,) = (folder / "vae").glob("*.safetensors")
     with local_hub(tmp_path / "hf") as hub:
         hub.repositories["some/vae"] = {"one.safetensors": file.read_bytes()}
         model = ModelSection(path=str(folder), vae="some/vae/one.safetensors")
-        told = find_base(model, weights=False, say=hub.listing.get)
-        assert (told.whole, told.held) == (False, {"vae": f"some/vae@{COMMIT}/one.safetensors"})
+        early = find_base(model, weights=False, say=hub.listing.get)
+        assert (early.whole, early.held) == (False, {"vae": f"some/vae@{COMMIT}/one.safetensors"})
         assert not list((tmp_path / "hf").rglob("one.safetensors"))
-        whole = find_base(ModelSection(path=str(folder), vae=told.held["vae"]), say=hub.listing.get)
+        whole = find_base(ModelSection(path=str(folder), vae=early.held["vae"]), say=hub.listing.get)
         assert weights_digest(whole.folder / "vae") == weights_digest(found(folder, vae=file) / "vae")
         for named in ("some/vae", "some/vae@v1"):
             with pytest.raises(UsageError, match=r"holds no vae/.*Name one of its files: some/vae/one.safetensors"):
                 find_base(ModelSection(path=str(folder), vae=named), say=hub.listing.get)
 
 
-def test_an_autoencoder_of_a_hub_that_does_not_fit_is_refused_by_its_config(folder: Path, tmp_path: Path) -> None:
+def test_a_hub_vae_that_does_not_fit_is_refused_by_its_config(folder: Path, tmp_path: Path) -> None:
     with local_hub(tmp_path / "hf") as hub:
         hub.repositories["some/vae"] = {"config.json": b'{"_class_name": "AutoencoderKL", "latent_channels": 16}'}
         hub.repositories["some/vae"] |= {"diffusion_pytorch_model.safetensors": b"never fetched"}
@@ -164,8 +160,8 @@ def test_an_autoencoder_of_a_hub_that_does_not_fit_is_refused_by_its_config(fold
         assert set(hub.fetched()) == {"config.json"}
 
 
-def test_text_encoders_of_a_hub(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
-    """Only what the base lacks is fetched."""
+def test_hub_text_encoders(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Only the missing parts of the base model are fetched."""
     less = without(checkpoint, "conditioner.embedders.1.")
     model = ModelSection(path=str(less), text_encoders="some/model")
     with local_hub(tmp_path / "hf") as hub:
@@ -175,17 +171,17 @@ def test_text_encoders_of_a_hub(folder: Path, checkpoint: Path, tmp_path: Path) 
         laid_out = find_base(model, say=hub.listing.get)
         assert {name.partition("/")[0] for name in hub.fetched()} == {"text_encoder_2", "tokenizer_2"}
         assert laid_out.held == {"text_encoders": f"some/model@{COMMIT}"}
-        hub.asked.clear()
+        hub.requests.clear()
         assert find_base(model, say=hub.listing.get) == laid_out
-        assert hub.asked == []
+        assert hub.requests == []
         for name, tensor in encoded(found(checkpoint)).items():
             assert torch.equal(encoded(laid_out.folder)[name], tensor)
         with pytest.raises(UsageError, match="the model has its own"):
             find_base(ModelSection(path=str(folder), text_encoders="some/model"), say=hub.listing.get)
 
 
-def test_a_fetch_of_shards_that_was_cut_off_is_gone_on_with(folder: Path, tmp_path: Path) -> None:
-    """The index names shards that are not here yet; the configs are read first all the same."""
+def test_an_interrupted_fetch_of_shards_resumes(folder: Path, tmp_path: Path) -> None:
+    """The index names shards that are not fetched yet; the configs are read first anyway."""
     (file,) = (folder / "unet").glob("*.safetensors")
     tensors = load_file(file)
     file.unlink()
@@ -200,7 +196,7 @@ def test_a_fetch_of_shards_that_was_cut_off_is_gone_on_with(folder: Path, tmp_pa
         with pytest.raises(UsageError, match="error 403"):
             find_base(ModelSection(path="some/model"), say=hub.listing.get)
         hub.status.clear()
-        told = find_base(ModelSection(path="some/model"), weights=False, say=hub.listing.get)
+        found = find_base(ModelSection(path="some/model"), weights=False, say=hub.listing.get)
         with without_weights():
-            assert FAMILIES["sdxl"].describe(told.folder).family == "sdxl"
+            assert FAMILIES["sdxl"].describe(found.folder).family == "sdxl"
         assert find_base(ModelSection(path="some/model"), say=hub.listing.get).whole

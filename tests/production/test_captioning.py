@@ -1,4 +1,4 @@
-"""Captions by a model: written where asked, never over one that is there, by local weights alone."""
+"""Captions by a model: written where set, never overwriting, from local weights only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(1)
     model = BlipForConditionalGeneration(config)
-    # A model that always has a word to say: random ones may end at once.
+    # Never ends at once, as random models may.
     torch.nn.init.constant_(model.text_decoder.cls.predictions.bias, 0.0)
     model.text_decoder.cls.predictions.bias.data[WORDS.index("cat")] = 50.0
     model.save_pretrained(folder)
@@ -54,7 +54,7 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tagger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny classifier that is sure of two labels of four."""
+    """A tiny classifier that is confident about two of four labels."""
     folder = tmp_path_factory.mktemp("vit")
     labels = dict(enumerate(["safe", "red_hair", "blue sky", "tree"]))
     config = ViTConfig(
@@ -85,12 +85,12 @@ def test_a_captioner_writes_a_text_for_each_image(writer: Path) -> None:
     assert captioner.describe([Image.new("RGB", (50, 20)), Image.new("RGB", (20, 50))]) == ["cat cat cat cat"] * 2
 
 
-def test_a_tagger_gives_its_surest_labels_first(tagger: Path, tmp_path: Path) -> None:
+def test_a_tagger_writes_its_most_confident_labels_first(tagger: Path, tmp_path: Path) -> None:
     image = [Image.new("RGB", (40, 40))]
     assert load_captioner(tagger, CPU).describe(image) == ["safe, blue sky, red hair"]
     assert load_captioner(tagger, CPU, threshold=0.8).describe(image) == ["safe, blue sky"]
     assert load_captioner(tagger, CPU, threshold=0.99).describe(image) == [""]
-    # A list of tags beside the model rules names; ratings are no tags.
+    # A tag list next to the model sets the names; ratings are no tags.
     named = tmp_path / "named"
     shutil.copytree(tagger, named)
     (named / "selected_tags.csv").write_text(
@@ -99,7 +99,7 @@ def test_a_tagger_gives_its_surest_labels_first(tagger: Path, tmp_path: Path) ->
     assert load_captioner(named, CPU).describe(image) == ["^_^, long hair"]
 
 
-def test_written_where_asked_and_never_over_a_caption(
+def test_captions_are_written_as_requested_and_never_overwrite(
     tagger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, output = tmp_path / "data", tmp_path / "captions"
@@ -114,19 +114,19 @@ def test_written_where_asked_and_never_over_a_caption(
     assert written == ["10_cat/c.txt", "deep/b.jpg.txt", "deep/b.png.txt"]
     assert (output / "10_cat" / "c.txt").read_text("utf-8") == "safe, blue sky, red hair\n"
     assert {path: path.read_bytes() for path in data.rglob("*") if path.is_file()} == before
-    # Again: all is there, and a text that was corrected stays.
+    # Again: all captions exist, and a corrected text stays.
     (output / "10_cat" / "c.txt").write_text("corrected", encoding="utf-8")
     assert main(["caption", str(data), "--model", str(tagger), "--output", str(output)]) == 0
     assert "0 captions written, 5 existed" in capsys.readouterr().out
     assert (output / "10_cat" / "c.txt").read_text("utf-8") == "corrected"
-    # Beside, only when asked.
+    # Next to the images only when set.
     assert main(["caption", str(data), "--model", str(tagger), "--in-place"]) == 0
     assert (data / "a.txt").read_text("utf-8") == "mine"
     assert (data / "10_cat" / "c.txt").read_text("utf-8") == "safe, blue sky, red hair\n"
     assert not (data / "d.txt").exists()
 
 
-def test_a_caption_that_check_refuses_is_left_as_it_is_and_named(
+def test_a_caption_that_check_refuses_is_unchanged_and_named(
     tagger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, output = tmp_path / "data", tmp_path / "captions"
@@ -135,15 +135,15 @@ def test_a_caption_that_check_refuses_is_left_as_it_is_and_named(
     (data / "b.txt").write_bytes(b" \n")
     for place in (["--output", str(output)], ["--in-place"]):
         assert main(["caption", str(data), "--model", str(tagger), *place]) == 0
-        out, said = capsys.readouterr()
+        out, printed = capsys.readouterr()
         assert "1 captions written, 2 existed" in out
-        assert "a.png has a caption file that" in said
-        assert "b.png has an empty caption" in said
+        assert "a.png has a caption file that" in printed
+        assert "b.png has an empty caption" in printed
     assert (data / "a.txt").read_bytes() == b"caf\xe9"
     assert [path.name for path in output.iterdir()] == ["c.txt"]
 
 
-def test_a_name_that_is_too_long_is_left_out_and_the_next_goes_on(tmp_path: Path) -> None:
+def test_a_name_that_is_too_long_is_skipped_and_the_rest_continues(tmp_path: Path) -> None:
     long, longer = "a" * 244, "b" * 250
     draw(tmp_path / f"{long}.png", tmp_path / f"{longer}.png", tmp_path / f"{longer}.jpg", tmp_path / "c.png")
     wanted, existing, _ = find_wanted([tmp_path], None)
@@ -160,9 +160,9 @@ def test_captions_of_an_image_folder_count_as_captions(tmp_path: Path) -> None:
     assert (wanted, existing) == ([Wanted(tmp_path / "b.png", tmp_path / "b.txt")], 1)
 
 
-def test_captions_that_are_not_looked_for_are_never_written_over(tmp_path: Path) -> None:
+def test_unread_captions_are_never_overwritten(tmp_path: Path) -> None:
     draw(tmp_path / "a.png", tmp_path / "b.png")
-    (tmp_path / "a.tags").write_text("mine", encoding="utf-8")  # an ending that only captions.extension tells
+    (tmp_path / "a.tags").write_text("mine", encoding="utf-8")  # an extension that only captions.extension sets
     (tmp_path / "captions.jsonl").write_text('{"file_name": "b.png", "text": "mine"}\n', encoding="utf-8")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     wanted, existing, _ = find_wanted([tmp_path], None)
@@ -171,7 +171,7 @@ def test_captions_that_are_not_looked_for_are_never_written_over(tmp_path: Path)
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_batch_that_does_not_fit_is_halved_and_a_stopped_run_goes_on(tmp_path: Path) -> None:
+def test_a_batch_that_does_not_fit_is_halved_and_a_stopped_run_resumes(tmp_path: Path) -> None:
     draw(*(tmp_path / f"{number}.png" for number in range(5)))
     sizes: list[int] = []
 
@@ -194,34 +194,34 @@ def test_a_batch_that_does_not_fit_is_halved_and_a_stopped_run_goes_on(tmp_path:
     assert max(sizes) == 2
 
 
-def test_a_folder_that_holds_no_captioner_is_one_message(tagger: Path, writer: Path, tmp_path: Path) -> None:
-    def said(folder: Path) -> str:
+def test_a_folder_without_a_captioner_is_one_message(tagger: Path, writer: Path, tmp_path: Path) -> None:
+    def refusal(folder: Path) -> str:
         with pytest.raises(UsageError) as caught:
             load_captioner(folder, CPU)
         assert len(caught.value.problems) == 1
         return str(caught.value)
 
-    assert "no model folder" in said(tmp_path / "none")
+    assert "no model folder" in refusal(tmp_path / "none")
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "config.json is missing" in said(empty)
-    assert "transformers folder" in said(empty)
+    assert "config.json is missing" in refusal(empty)
+    assert "transformers folder" in refusal(empty)
     pickled = tmp_path / "pickled"
     shutil.copytree(tagger, pickled)
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    assert "holds only pytorch_model.bin, a pickle" in said(pickled)
+    assert "holds only pytorch_model.bin, a pickle" in refusal(pickled)
     other = tmp_path / "other"
     shutil.copytree(tagger, other)
     (other / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}', encoding="utf-8")
-    assert "describes no images" in said(other)
+    assert "describes no images" in refusal(other)
     cut = tmp_path / "cut"
     shutil.copytree(writer, cut)
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-40])
-    assert "model.safetensors" in said(cut)
+    assert "model.safetensors" in refusal(cut)
     lacking = tmp_path / "lacking"
     shutil.copytree(writer, lacking)
     shutil.copy(tagger / "model.safetensors", lacking / "model.safetensors")
-    assert "lacks" in said(lacking)
+    assert "lacks" in refusal(lacking)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_folder_that_holds_no_captioner_is_one_message(tagger: Path, writer: P
         ("preprocessor_config.json", {"AutoImageProcessor": "own.Own"}, {"image_processor_type": "Own"}),
     ],
 )
-def test_code_of_a_model_is_neither_run_nor_asked_about(
+def test_code_of_a_model_is_not_run_and_causes_no_prompt(
     name: str,
     auto_map: dict[str, str],
     more: dict[str, str],
@@ -242,26 +242,28 @@ def test_code_of_a_model_is_neither_run_nor_asked_about(
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(tagger, model)
-    for path in model.glob("*CPU*.json"):  # one file, by the name that is asked for first
+    for path in model.glob("*CPU*.json"):  # one file, by the first requested name
         path.rename(model / "preprocessor_config.json")
     described = json.loads((model / name).read_text("utf-8"))
     (model / name).write_text(json.dumps({**described, **more, "auto_map": auto_map}), encoding="utf-8")
     ran = tmp_path / "ran"
     (model / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n", encoding="utf-8")
-    asked: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "yes")
+    calls: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": calls.append(question) or "yes")
     draw(tmp_path / "data" / "a.png")
     assert main(["caption", str(tmp_path / "data"), "--model", str(model), "--in-place"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("code of its own, which is never run") == 1
-    assert "Traceback" not in said
-    assert "bug" not in said
-    assert asked == []
+    output = capsys.readouterr().err
+    assert output.count("code of its own, which is never run") == 1
+    assert "Traceback" not in output
+    assert "bug" not in output
+    assert calls == []
     assert not ran.exists()
     assert not (tmp_path / "data" / "a.txt").exists()
 
 
-def test_wrong_arguments_are_told_before_anything_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_reported_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     draw(tmp_path / "data" / "a.png")
     data = str(tmp_path / "data")
     assert main(["caption", data, "--model", "none"]) == 2
@@ -272,9 +274,9 @@ def test_wrong_arguments_are_told_before_anything_is_read(tmp_path: Path, capsys
         main(["caption", f"{data}/a.png", "--model", "none", "--in-place", "--batch-size", "0", "--threshold", "3"])
         == 2
     )
-    said = capsys.readouterr().err
-    assert "--batch-size 0 is out of range" in said
-    assert "--threshold 3 is out of range" in said
-    assert "--max-tokens" not in said
+    output = capsys.readouterr().err
+    assert "--batch-size 0 is out of range" in output
+    assert "--threshold 3 is out of range" in output
+    assert "--max-tokens" not in output
     assert main(["caption", f"{data}/a.png", "--model", "none", "--in-place"]) == 2
     assert "is not a folder" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Captions of a run: each source by its own rules, what is told of them, and which prompts they become."""
+"""Captions of a run: rules per source, their description, and the prompts from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.recipes.recipe import draw_images
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A source by the run's rules, one by its own, and one of regularization images."""
+    """A source with the run's rules, one with its own, and one of regularization images."""
     root = tmp_path_factory.mktemp("sources")
     for name, written in {"plain": "ring, red, big", "own": "(ring:1.4), {red|blue}", "class": "a ring"}.items():
         folder = draw_images(root / name, count=6)
@@ -61,26 +61,26 @@ def test_each_source_has_its_own_rules(inputs: Inputs) -> None:
     assert {sample.caption for sample in inputs.manifest.samples} >= {"ring, red, big, number 0"}  # as written
 
 
-def test_what_is_told_of_them(config: Config, inputs: Inputs) -> None:
+def test_the_description_of_captions(config: Config, inputs: Inputs) -> None:
     console = Console(width=200)
     with console.capture() as captured:
         show_captions(config, inputs, console, 4)
-    told = captured.get()
-    assert "captions, for example, 10% of the time the empty one:" in told
+    lines = captured.get()
+    assert "captions, for example, 10% of the time the empty one:" in lines
     first = inputs.train[0]
     texts = list(dict.fromkeys(first.texts))
-    assert f"image_0.png: canonical 'zobo, ring, red, big, number 0', trained on {len(texts)} texts:" in told
-    assert all(f"    {text!r}" in told for text in texts[:2])
-    assert f"    … and {len(texts) - 2} more" in told
+    assert f"image_0.png: canonical 'zobo, ring, red, big, number 0', trained on {len(texts)} texts:" in lines
+    assert all(f"    {text!r}" in lines for text in texts[:2])
+    assert f"    … and {len(texts) - 2} more" in lines
     varied = [sample for sample in inputs.train if len(sample.texts) > 1]
     count = len({text for sample in varied for text in sample.texts})
-    size = count * 4 * 77 * 64 / 1e6  # the built-in base's text encoder is 64 wide
-    assert f"texts for each of {len(varied)} captions: {count} texts, {size:.1f} MB" in told
-    assert "captions.keep_tokens does nothing without" in told
-    assert "captions.variants=4 is fewer than the 5 choices of own/image_0.png" in told
+    size = count * 4 * 77 * 64 / 1e6  # the text encoder of the built-in model is 64 wide
+    assert f"texts for each of {len(varied)} captions: {count} texts, {size:.1f} MB" in lines
+    assert "captions.keep_tokens does nothing without" in lines
+    assert "captions.variants=4 is fewer than the 5 choices of own/image_0.png" in lines
 
 
-def test_what_is_shown_of_a_caption_is_what_is_trained() -> None:
+def test_the_shown_caption_is_the_trained_one() -> None:
     plain = Sample(Path("a.png"), "a cat", 8, 8, "0")
     assert caption_told(plain) == ["a.png: trained on 'a cat'"]
     rules = CaptionsSection(wildcards=True, prompt_weighting=True, shuffle=True, keep_tokens=9, variants=8)
@@ -96,12 +96,12 @@ def test_what_is_shown_of_a_caption_is_what_is_trained() -> None:
 def test_a_plan_counts_the_same_texts(config: Config, inputs: Inputs) -> None:
     planned = {sample.path: sample.texts for sample in planned_data(config)[0]}
     trained = {sample.path: sample.texts for sample in inputs.train}
-    both = planned.keys() & trained.keys()  # the split knows of copies where images are looked at, not in a plan
+    both = planned.keys() & trained.keys()  # the split knows copies when images are inspected, not in a plan
     assert len(both) > 9
     assert {path: planned[path] for path in both} == {path: trained[path] for path in both}
 
 
-def test_triggers_of_sources_are_known_where_the_run_has_none(config: Config, inputs: Inputs) -> None:
+def test_trigger_words_of_sources_are_known_when_the_run_has_none(config: Config, inputs: Inputs) -> None:
     plain, own, kept = config.data.sources
     sources = (
         plain,
@@ -120,7 +120,7 @@ def test_triggers_of_sources_are_known_where_the_run_has_none(config: Config, in
     assert triggers(several.model_copy(update={"data": config.data, "captions": CaptionsSection()})) == ()
 
 
-def test_prompts_have_the_trigger_filled_in(config: Config, inputs: Inputs) -> None:
+def test_the_trigger_word_is_inserted_into_prompts(config: Config, inputs: Inputs) -> None:
     assert sample_prompts(config, inputs) == ["zobo at sea"]
     unasked = config.model_copy(update={"sample": config.sample.model_copy(update={"prompts": (), "count": 99})})
     assert set(sample_prompts(unasked, inputs)) == {

@@ -1,6 +1,6 @@
-"""What a GPU without bf16 units makes of the settings: fp16 in place of bf16, also under weights in 8 bits.
+"""Settings chosen for a GPU without bf16: fp16 in its place, also with 8-bit weights.
 
-Of a GPU that is not there only what torch would read from its driver is replaced: its size, what is free, its units.
+The GPU is simulated by replacing what torch reads from its driver: size, free memory, compute capability.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lora_trainer.production.plans.plan import make_plan
 
 
 def put_in_gpu(monkeypatch: pytest.MonkeyPatch, gib: float, free: float | None = None, *, bf16: bool = True) -> None:
-    """Of so many GiB, of which so many are free: all but a twentieth where nothing else is said."""
+    """A GPU with the given total and free GiB; by default 95 % is free."""
     total, left = int(gib * GIB), int((0.95 * gib if free is None else free) * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
@@ -45,12 +45,12 @@ def chosen(family: str, *user: Layer, tier: str = "6gb") -> Choices:
 
 
 @pytest.mark.parametrize(("family", "precision"), [("sd15", "fp16"), ("sdxl", "fp8")])
-def test_an_old_gpu_computes_in_fp16_and_its_own_config_repeats_that(
+def test_an_old_gpu_computes_in_fp16_and_the_saved_config_repeats_it(
     family: str, precision: str, old_gpu: None
 ) -> None:
     first = chosen(family)
     assert (first.precision.value, first.dtype) == (precision, torch.float16)
-    # As a run's config.toml has it: what was decided counts as asked for.
+    # As in a run's config.toml: choices count as set.
     again = chosen(family, Layer("--config", {"memory": {"weight_dtype": precision}}))
     assert (again.precision.value, again.dtype) == (precision, torch.float16)
     assert (again.micro, again.checkpointing) == (first.micro, first.checkpointing)
@@ -58,7 +58,7 @@ def test_an_old_gpu_computes_in_fp16_and_its_own_config_repeats_that(
 
 @pytest.mark.parametrize(("works", "precision"), [(True, "nf4"), (False, "fp8")])
 def test_a_run_and_a_plan_for_its_gpu_agree_on_what_nf4_needs(works, precision, monkeypatch, tmp_path):
-    """A library that is there and does not start is as good as none. Nobody tries it where nf4 would not be chosen."""
+    """An installed library that fails to load counts as missing. It is not tried unless nf4 would be chosen."""
     put_in_gpu(monkeypatch, 11.8)
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
     tried = tmp_path / "tried"
@@ -81,28 +81,28 @@ def test_a_run_and_a_plan_for_its_gpu_agree_on_what_nf4_needs(works, precision, 
 
 
 @given(st.one_of(st.none(), st.floats(1.0, 48.0)), st.floats(2.0, 48.0), st.floats(0.0, 1.0))
-def test_a_capped_process_stays_in_its_gpu_and_what_the_plan_allows_fits_under_the_cap(limit, gpu, free):
+def test_a_capped_process_stays_below_its_cap_and_the_plan_fits_under_it(limit, gpu, free):
     total = int(gpu * GIB)
     alone, crowded = (choices.capped_share(limit, int(part * total), total) for part in (1.0, free))
     assert 0.0 <= crowded <= alone <= LARGEST_SHARE
     assert crowded * total <= max(free * total - choices.LEFT_GIB * GIB, 0.0) + 1.0
-    usable = usable_gib(min(gpu, limit or gpu))  # what the plan gives to torch's allocator
+    usable = usable_gib(min(gpu, limit or gpu))  # the plan's limit for torch's allocator
     assert usable * GIB <= alone * total or alone == 0.0
 
 
-def test_a_crowded_gpu_is_said(monkeypatch):
+def test_a_gpu_in_use_is_reported(monkeypatch):
     caps = []
     put_in_gpu(monkeypatch, 8.0, 4.0)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: caps.append(share))
-    said = choices.cap_memory(Config(), torch.device("cuda"))
-    assert said == "other programs hold 4.0 of the GPU's 8.0 GiB: this run stays under 3.8"
+    message = choices.cap_memory(Config(), torch.device("cuda"))
+    assert message == "other programs hold 4.0 of the GPU's 8.0 GiB: this run stays under 3.8"
     put_in_gpu(monkeypatch, 8.0, 8.0)
     assert choices.cap_memory(Config(), torch.device("cuda")) is None
     assert caps == [pytest.approx(3.8 / 8), pytest.approx(LARGEST_SHARE)]
     assert choices.cap_memory(Config(), torch.device("cpu")) is None
 
 
-def test_a_run_is_planned_for_what_other_programs_leave_of_its_gpu(monkeypatch):
+def test_a_run_is_planned_for_the_free_memory_of_its_gpu(monkeypatch):
     def planned(free: float) -> Choices:
         put_in_gpu(monkeypatch, 12.0, free)
         batch = Layer("--set", {"train": {"effective_batch_size": 16}, "memory": {"weight_dtype": "bf16"}})

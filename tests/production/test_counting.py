@@ -1,4 +1,4 @@
-"""What a log says of how far something is."""
+"""Progress lines in a log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from lora_trainer.production import counting
 
 
-def test_a_log_says_how_long_the_rest_takes_by_what_was_done_since_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remaining_time_follows_from_the_work_since_the_first_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(counting.time, "monotonic", lambda: clock[0])
     log = io.StringIO()

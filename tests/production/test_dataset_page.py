@@ -1,4 +1,4 @@
-"""`check --html`: one page that holds all it shows, whatever the files are called."""
+"""`check --html`: one self-contained page, whatever the file names are."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def page_of(folder: Path, tmp_path: Path) -> tuple[int, str]:
     return code, page.read_text("utf-8")
 
 
-def test_the_page_shows_what_is_wrong_and_loads_nothing(folder: Path, tmp_path: Path) -> None:
+def test_the_page_shows_the_problems_and_loads_nothing(folder: Path, tmp_path: Path) -> None:
     code, page = page_of(folder, tmp_path)
     assert code == 3
     tags = Tags(page).found
@@ -83,7 +83,7 @@ def test_the_page_is_bounded(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     assert "6 more" in page
 
 
-def test_a_good_set_has_a_page_too(tmp_path: Path) -> None:
+def test_a_good_dataset_has_a_page_too(tmp_path: Path) -> None:
     folder = tmp_path / "good"
     folder.mkdir()
     for number in range(6):
@@ -95,7 +95,7 @@ def test_a_good_set_has_a_page_too(tmp_path: Path) -> None:
     assert "<img " not in page
 
 
-def test_a_page_that_cannot_be_written_is_said(folder: Path, tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_reported(folder: Path, tmp_path: Path) -> None:
     from lora_trainer.core.errors import UsageError
 
     (tmp_path / "page.html").mkdir()
@@ -103,26 +103,26 @@ def test_a_page_that_cannot_be_written_is_said(folder: Path, tmp_path: Path) -> 
         page_of(folder, tmp_path)
 
 
-def test_places_to_write_are_judged_at_once_and_before_the_data(folder: Path, tmp_path: Path) -> None:
+def test_output_paths_are_checked_together_and_before_the_data(folder: Path, tmp_path: Path) -> None:
     config = Config.model_validate({"data": {"sources": [{"path": str(folder)}]}})
     other = tmp_path / "notes.html"
     other.write_text("<title>mine</title>", encoding="utf-8")
 
-    def told(page: Path, fix: Path | None = None) -> list[str]:
+    def problems_of_paths(page: Path, fix: Path | None = None) -> list[str]:
         return [problem.message for problem in target_problems(config, page, fix, decode=True)]
 
-    assert "lies in the data" in told(folder / "x.html")[0]
-    assert "There is no folder" in told(tmp_path / "none" / "x.html")[0]
-    assert "is no page of check" in told(other)[0]
-    both = told(tmp_path, folder / "copy")
+    assert "lies in the data" in problems_of_paths(folder / "x.html")[0]
+    assert "There is no folder" in problems_of_paths(tmp_path / "none" / "x.html")[0]
+    assert "is no page of check" in problems_of_paths(other)[0]
+    both = problems_of_paths(tmp_path, folder / "copy")
     assert len(both) == 2
     assert "lies in the data" in both[0]
-    assert told(tmp_path / "page.html") == []
+    assert problems_of_paths(tmp_path / "page.html") == []
     page_of(folder, tmp_path)
-    assert told(tmp_path / "page.html") == []  # its own page is written over
+    assert problems_of_paths(tmp_path / "page.html") == []  # its own page is overwritten
 
 
-def test_a_image_inside_of_a_larger_file_is_shown(tmp_path: Path) -> None:
+def test_an_image_inside_a_larger_file_is_shown(tmp_path: Path) -> None:
     import tarfile
 
     Image.new("RGB", (160, 128), "navy").save(tmp_path / "a.png")

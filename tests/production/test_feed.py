@@ -1,4 +1,4 @@
-"""What a step is fed with is the same wherever the run was resumed, however it is split, on any number of processes."""
+"""The samples of a step do not depend on resuming, splitting or the number of processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LEARNER = cast(
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> CachedData:
-    """Images of two shapes, at two resolutions and mirrored, with three texts each, repeats, and kept ones; one twice."""
+    """Images of two shapes, two resolutions, flipped, with three texts each, repeats and regularization; one twice."""
     folder = tmp_path_factory.mktemp("entries")
     samples = [
         Sample(
@@ -77,7 +77,7 @@ def feeds(data: CachedData, seed: int, effective: int, world: int, most: int) ->
 
 
 def rows(micros: list[MicroBatch]) -> Counter[tuple[bytes, ...]]:
-    """Each sample with all its numbers, as it is trained."""
+    """Each sample with all of its tensors, as trained."""
     found: Counter[tuple[bytes, ...]] = Counter()
     for micro in micros:
         parts = (micro.latents, micro.noise, micro.t, *micro.cond.values(), micro.sizes, micro.weights)
@@ -86,7 +86,7 @@ def rows(micros: list[MicroBatch]) -> Counter[tuple[bytes, ...]]:
 
 
 @given(st.integers(0, 2**40), st.integers(1, 7), st.integers(0, 60), st.integers(1, 4))
-def test_what_is_trained_depends_on_the_step_alone(data, seed, effective, start, most):
+def test_training_samples_depend_only_on_the_step(data, seed, effective, start, most):
     (whole,) = feeds(data, seed, effective, 1, 7)
     steps = [rows(whole.micros(step)) for step in range(start, start + 2)]
     for world in (1, 2, 3):
@@ -99,22 +99,22 @@ def test_what_is_trained_depends_on_the_step_alone(data, seed, effective, start,
 
 
 @given(st.integers(0, 2**40), st.integers(1, 7), st.integers(1, 30))
-def test_the_ledger_counts_what_was_fed(data, seed, effective, steps):
+def test_sample_counts_match_the_samples_fed(data, seed, effective, steps):
     (feed,) = feeds(data, seed, effective, 1, 4)
-    ledger = feed.ledger(steps)
+    counts = feed.ledger(steps)
     micros = [micro for step in range(steps) for micro in feed.micros(step)]
     fed = Counter(float(value) for micro in micros for value in micro.cond["embeds"][:, 0, 0])
     texts = {
         float(10 * n + place): text for n, sample in enumerate(data.samples) for place, text in enumerate(sample.texts)
     }
-    assert {texts.get(value, ""): count for value, count in fed.items()} == ledger.captions
-    assert fed[-1.0] == ledger.dropped
+    assert {texts.get(value, ""): count for value, count in fed.items()} == counts.captions
+    assert fed[-1.0] == counts.dropped
     sizes = Counter("x".join(str(int(side)) for side in (row[5], row[4])) for micro in micros for row in micro.sizes)
-    assert sizes == ledger.buckets
-    assert sum(ledger.times) == sum(map(feed.plan.size, range(steps)))
+    assert sizes == counts.buckets
+    assert sum(counts.times) == sum(map(feed.plan.size, range(steps)))
 
 
-def test_an_entry_that_is_gone_names_its_image(data, tmp_path):
+def test_a_missing_cache_entry_names_its_image(data, tmp_path):
     (feed,) = feeds(CachedData(**{**vars(data), "latents": Store(tmp_path, "latents")}), 0, 1, 1, 1)
     name = data.samples[feed.plan.refs(0)[0].index].path.name
     with pytest.raises(TrainingFailed, match=rf"removed or damaged during the run .*{name}"):

@@ -1,4 +1,4 @@
-"""A model without a ledger is planned with few traces, and chosen for as if all were known."""
+"""A model without a memory profile needs few traces, and its plan is the same as with all."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from tests.production.test_plan import plan_for
     st.floats(2.0, 40.0),
     st.one_of(st.none(), st.integers(1, 6)),
 )
-def test_few_sizes_are_asked_for_and_the_choice_is_that_of_all(
+def test_few_sizes_are_traced_and_the_choice_is_that_of_all(
     family: str, samples: int, limit: float, most: int | None
 ) -> None:
-    """A footprint of a model without a ledger takes seconds."""
+    """The footprint of a model without a memory profile takes seconds."""
     demand = plan_for(family=family, memory__limit_gib=24.0).demand
-    asked, memory_model = set[tuple[Sizes, str]](), demand.memory_model
+    traced, memory_model = set[tuple[Sizes, str]](), demand.memory_model
 
     def footprint(sizes: Sizes, precision: str) -> Footprint:
-        asked.add((sizes, precision))
+        traced.add((sizes, precision))
         return memory_model.footprint(sizes, precision)
 
     few_blocks = replace(memory_model, footprint=footprint, stride=-(-memory_model.blocks // 6))
     demand = replace(demand, samples=samples, limit_gib=limit, max_micro=most, memory_model=few_blocks)
     chosen = choose_fit(demand)
-    few = len({each for each in asked if not each[0].swapped})
+    few = len({each for each in traced if not each[0].swapped})
     every = [
-        way
+        plan
         for precision in demand.precisions
-        for way in (
+        for plan in (
             *_micro_batches(demand, min(samples, most or samples), precision),
             _few_blocks(demand, precision),
         )
     ]
-    fitting = next((way for way in every if way.fits), None)
+    fitting = next((plan for plan in every if plan.fits), None)
     assert chosen == fitting if fitting else (chosen.swapped or not chosen.fits)
     assert few <= 3 * len(demand.precisions) + 8

@@ -1,4 +1,4 @@
-"""What a killed run left in its folder goes when the next one holds it."""
+"""The next run deletes partial files of a killed one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lora_trainer.core.io import remove_unfinished
 from lora_trainer.production.folder import LOCK, is_free
 
 
-def test_what_was_half_written_goes_and_nothing_else(tmp_path: Path) -> None:
+def test_only_partial_files_are_deleted(tmp_path: Path) -> None:
     kept = [tmp_path / name for name in ("run.json", ".lock", "checkpoints/step-000002/state.json", ".hidden")]
     gone = [
         tmp_path / name
@@ -28,7 +28,7 @@ def test_what_was_half_written_goes_and_nothing_else(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints" / ".step-000004.part").exists()
 
 
-def test_a_folder_that_was_never_more_than_claimed_is_free(tmp_path: Path) -> None:
+def test_a_folder_with_only_a_claim_is_free(tmp_path: Path) -> None:
     for name in (LOCK, ".run.json.ab12cd34.part"):
         (tmp_path / name).touch()
     assert is_free(tmp_path)

@@ -1,4 +1,4 @@
-"""Host memory that streaming takes: said by a plan, held against the system by a run."""
+"""Host memory of block swap: shown by a plan, compared with the system by a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SET = {"model": {"family": "flux"}, "memory": {"weight_dtype": "bf16"}}
 RESOLVED = resolve([*preset_layers(["6gb"]).layers, Layer("--set", SET)])
 
 
-def test_a_plan_says_what_streaming_holds_in_host_memory() -> None:
+def test_a_plan_shows_the_host_memory_of_block_swap() -> None:
     """Nearly all of FLUX.1's 22 GiB in bf16; T5's weights stay mapped while captions are encoded."""
     plan = make_plan(RESOLVED)
     assert plan.fit.swapped > 50
@@ -40,7 +40,7 @@ def test_a_plan_says_what_streaming_holds_in_host_memory() -> None:
     assert whole.to_json()["host_gib"] == whole.phases["cache"].host_gib == 0.0
 
 
-def test_a_run_warns_of_host_memory_that_is_scarce_and_is_refused_where_it_cannot_be(monkeypatch) -> None:
+def test_a_run_warns_of_scarce_host_memory_and_is_refused_without_enough(monkeypatch) -> None:
     monkeypatch.setattr(choices, "cuda_memory_gib", lambda: 6.0)
     monkeypatch.setattr(choices, "left_gib", lambda device: 6.0)
 
@@ -62,7 +62,7 @@ def published(family: str, **settings: dict[str, object]) -> Plan:
     return make_plan(resolve([Layer("--set", values)]))
 
 
-def test_without_a_gpu_every_phase_is_counted() -> None:
+def test_without_a_gpu_every_phase_counts_in_host_memory() -> None:
     """FLUX.1 in fp32: 44 GiB of denoiser, and of T5's 18 no more than its largest layer."""
     plan = published("flux")
     hosted = {name: phase.host_gib for name, phase in plan.phases.items()}
@@ -75,8 +75,8 @@ def test_without_a_gpu_every_phase_is_counted() -> None:
     assert half.phases["train"].host_gib < hosted["train"] - 44.0
 
 
-def test_parts_that_are_stored_in_the_precision_stay_mapped(tmp_path: Path) -> None:
-    """A folder's own files say it, part by part."""
+def test_parts_stored_in_the_compute_precision_stay_memory_mapped(tmp_path: Path) -> None:
+    """By the files of the folder, part by part."""
     model = save_tiny_model(tmp_path / "model", "flux")
     facts = FAMILIES["flux"].describe(model)
     size = sum(each.numel() for each in load_file(next((model / "transformer").glob("*.safetensors"))).values())
@@ -87,7 +87,7 @@ def test_parts_that_are_stored_in_the_precision_stay_mapped(tmp_path: Path) -> N
     assert weights_held(FAMILIES["flux"], facts, "nf4") == 0
 
 
-def test_a_plan_says_where_host_memory_is_too_small() -> None:
+def test_a_plan_shows_where_host_memory_is_too_small() -> None:
     plan = published("flux")
     (line,) = host_lines(plan, 64.0)
     assert line.startswith("host memory, without a GPU: up to ")
@@ -96,7 +96,7 @@ def test_a_plan_says_where_host_memory_is_too_small() -> None:
     assert host_lines(published("sd15", memory={"weight_dtype": "bf16", "limit_gib": 24.0}), 64.0) == []
 
 
-def test_a_base_that_no_cpu_holds_is_refused() -> None:
+def test_a_base_model_too_large_for_host_memory_is_refused() -> None:
     assert base_words(2 * GIB, 1, 16 * GIB, 8 * GIB) is None
     assert base_words(0, 1, 1, 0) is None
     assert "of which 1.0 are free" in str(base_words(2 * GIB, 1, 16 * GIB, 1 * GIB))
@@ -106,6 +106,6 @@ def test_a_base_that_no_cpu_holds_is_refused() -> None:
         base_words(8 * GIB, 4, 16 * GIB, 8 * GIB)
 
 
-def test_fewer_large_images_are_drawn_at_once_on_a_cpu() -> None:
+def test_fewer_large_images_are_generated_at_once_on_a_cpu() -> None:
     costs = phase_costs("sdxl")
     assert [drawn_on_a_cpu(side * side, 4, costs) for side in (64, 512, 1024, 2048)] == [8, 8, 2, 1]

@@ -1,4 +1,4 @@
-"""Models of a hub, fetched over real sockets from one on this machine."""
+"""Hub models, fetched over real sockets from a local hub."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def hub(tmp_path: Path) -> Iterator[LocalHub]:
 
 
 def base(
-    path: str = NAME, *, weights: bool = True, offline: bool = False, said: list[str] | None = None, **more: object
+    path: str = NAME, *, weights: bool = True, offline: bool = False, messages: list[str] | None = None, **more: object
 ) -> Base:
     section = ModelSection.model_validate({"path": path, **more})
-    return find_base(section, weights=weights, offline=offline, say=[].append if said is None else said.append)
+    return find_base(section, weights=weights, offline=offline, say=[].append if messages is None else messages.append)
 
 
 def refused(path: str = NAME, **more: object) -> str:
@@ -72,7 +72,7 @@ def refused(path: str = NAME, **more: object) -> str:
     return str(caught.value)
 
 
-def test_only_what_is_needed_is_fetched_and_then_found_without_a_request(hub: LocalHub) -> None:
+def test_only_needed_files_are_fetched_and_later_found_without_a_request(hub: LocalHub) -> None:
     found = base()
     fetched = set(hub.fetched())
     assert fetched == set(FILES) - {
@@ -85,40 +85,40 @@ def test_only_what_is_needed_is_fetched_and_then_found_without_a_request(hub: Lo
     }
     assert {name: (found.folder / name).read_bytes() for name in fetched} == {name: FILES[name] for name in fetched}
     assert (found.commit, found.named, found.whole) == (COMMIT, NAME, True)
-    hub.asked.clear()
+    hub.requests.clear()
     assert base() == found
     assert base(offline=True) == found
     assert base(revision=COMMIT) == found
-    assert hub.asked == []
+    assert hub.requests == []
 
 
-def test_configs_alone_are_fetched_first_and_the_weights_when_they_are_asked_for(hub: LocalHub) -> None:
-    told = base(weights=False)
-    assert not told.whole
+def test_configs_are_fetched_first_and_weights_when_needed(hub: LocalHub) -> None:
+    found = base(weights=False)
+    assert not found.whole
     assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
     assert "text_encoder/ holds no complete set" in refused(offline=True)
-    assert base(weights=False, offline=True) == told
+    assert base(weights=False, offline=True) == found
     whole = base()
-    assert (whole.folder, whole.whole) == (told.folder, True)
+    assert (whole.folder, whole.whole) == (found.folder, True)
     assert base(weights=False).whole
 
 
-def test_a_fetch_that_was_cut_off_goes_on_where_it_ended(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_fetch_resumes(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)
     hub.cut[UNET] = 4000
     assert "error 503" in refused()
     hub.status.clear()
-    hub.asked.clear()
-    said: list[str] = []
-    found = base(said=said)
-    ranges = [asked for how, path, asked in hub.asked if how == "GET" and path.endswith(UNET)]
+    hub.requests.clear()
+    messages: list[str] = []
+    found = base(messages=messages)
+    ranges = [span for how, path, span in hub.requests if how == "GET" and path.endswith(UNET)]
     assert ranges == ["bytes=4000-"]
     assert (found.folder / UNET).read_bytes() == FILES[UNET]
-    assert any("goes on at 4 KB" in line for line in said)
+    assert any("goes on at 4 KB" in line for line in messages)
 
 
-def test_other_bytes_than_the_hub_says_are_not_taken(hub: LocalHub) -> None:
+def test_bytes_that_differ_from_the_hub_digest_are_refused(hub: LocalHub) -> None:
     hub.headers["ETag"] = f'"{"a" * 64}"'
     assert "its sha256 differs" in refused()
     hub.headers.clear()
@@ -137,14 +137,14 @@ def test_other_bytes_than_the_hub_says_are_not_taken(hub: LocalHub) -> None:
         ("/api/", (500, ""), "error 500"),
     ],
 )
-def test_what_the_hub_refuses_is_said_with_what_to_do(
+def test_a_refusal_of_the_hub_is_reported_with_the_fix(
     hub: LocalHub, path: str, status: tuple[int, str], words: str
 ) -> None:
     hub.status[path] = status
     assert words in refused()
 
 
-def test_a_hub_that_is_not_there(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert "cannot be reached" in refused()
 
@@ -162,12 +162,12 @@ def test_offline_makes_no_request(hub: LocalHub, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("problem", [["--frobnicate"], ["--set", "optimizer.learning_rate=20"]])
-def test_what_is_refused_already_asks_no_hub(
+def test_a_refused_config_makes_no_request(
     hub: LocalHub, capsys: pytest.CaptureFixture[str], problem: list[str]
 ) -> None:
     assert main(["train", "--model", "nobody/nothing", "--name", "a", *problem]) == 2
     assert "nobody" not in capsys.readouterr().err
-    assert hub.asked == []
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize("command", [["check", "."], ["validate", "a.safetensors"], ["sample", "a", "--prompt", "b"]])
@@ -176,7 +176,7 @@ def test_every_command_with_a_model_can_be_offline(
 ) -> None:
     assert main([*command, "--model", "nobody/nothing", "--offline"]) == 2
     assert "offline nothing is fetched" in capsys.readouterr().err
-    assert hub.asked == []
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_every_command_with_a_model_can_be_offline(
         ({"model_index.json": b"[]"}, "is not a JSON object"),
     ],
 )
-def test_a_repository_that_is_no_base_is_refused_before_weights_are_fetched(
+def test_a_repository_without_a_base_model_is_refused_before_weights_are_fetched(
     hub: LocalHub, files: dict[str, bytes | None], words: str
 ) -> None:
     if any(name.endswith(".bin") for name in files):
@@ -220,7 +220,7 @@ def test_a_single_checkpoint_of_a_repository(hub: LocalHub) -> None:
     assert hub.fetched() == ["old/deep.safetensors"]
 
 
-def test_a_disk_without_room_is_said_before_anything_is_fetched(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_anything_is_fetched(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "free_bytes", lambda folder: 2000)
     assert "has 2 KB free" in refused()
     assert hub.fetched() == ["model_index.json"]
@@ -229,7 +229,7 @@ def test_a_disk_without_room_is_said_before_anything_is_fetched(hub: LocalHub, m
 @pytest.mark.parametrize(
     "name", ["../../up.json", "unet/../../up.safetensors", "/etc/model.safetensors", "unet\\x.safetensors"]
 )
-def test_names_in_a_listing_lead_nowhere(hub: LocalHub, tmp_path: Path, name: str) -> None:
+def test_file_names_of_a_repository_cannot_leave_the_cache(hub: LocalHub, tmp_path: Path, name: str) -> None:
     hub.repositories[NAME][name] = b"hostile"
     base()
     assert name not in hub.fetched()
@@ -246,14 +246,14 @@ def test_names_in_a_listing_lead_nowhere(hub: LocalHub, tmp_path: Path, name: st
         {"siblings": [{"rfilename": "model_index.json", "size": 10**12}]},
     ],
 )
-def test_answers_that_make_no_sense_are_refused(hub: LocalHub, listing: dict[str, object]) -> None:
+def test_malformed_responses_are_refused(hub: LocalHub, listing: dict[str, object]) -> None:
     hub.listing = listing
     refused()
     assert hub.fetched() == []
 
 
 @pytest.mark.parametrize("headers", [{"ETag": '"../../out"'}, {"X-Repo-Commit": "../../out"}])
-def test_headers_that_lead_elsewhere_are_refused(hub: LocalHub, tmp_path: Path, headers: dict[str, str]) -> None:
+def test_redirecting_headers_are_refused(hub: LocalHub, tmp_path: Path, headers: dict[str, str]) -> None:
     hub.headers = headers
     refused()
     assert not list(tmp_path.rglob("out*"))
@@ -262,31 +262,31 @@ def test_headers_that_lead_elsewhere_are_refused(hub: LocalHub, tmp_path: Path, 
 @pytest.mark.parametrize(
     "path", ["lost", "./some/model", "some/model.safetensors", "C:\\some\\model", "some/model/part"]
 )
-def test_a_path_is_never_looked_for_on_a_hub(hub: LocalHub, path: str) -> None:
+def test_a_path_is_never_requested_from_the_hub(hub: LocalHub, path: str) -> None:
     assert "There is no model at" in refused(path)
-    assert hub.asked == []
+    assert hub.requests == []
 
 
-def test_a_folder_of_the_owner_makes_it_a_mistyped_path(
+def test_an_existing_folder_of_the_owner_makes_an_id_a_mistyped_path(
     hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "some").mkdir()
     monkeypatch.chdir(tmp_path)
     assert "the folder some is here" in refused()
-    assert hub.asked == []
+    assert hub.requests == []
 
 
-def test_a_page_of_the_web_is_told_as_an_id(hub: LocalHub) -> None:
+def test_a_url_is_answered_with_its_id(hub: LocalHub) -> None:
     assert "Name the model as some/model." in refused(f"https://huggingface.co/{NAME}/tree/main")
 
 
 @pytest.mark.parametrize("revision", ["../main", "a b", "-x", "x/../../y"])
-def test_a_revision_that_is_none(hub: LocalHub, revision: str) -> None:
+def test_an_invalid_revision(hub: LocalHub, revision: str) -> None:
     assert "is no branch, tag or commit" in refused(revision=revision)
-    assert hub.asked == []
+    assert hub.requests == []
 
 
-def test_which_weights_are_taken() -> None:
+def test_which_weights_are_chosen() -> None:
     half = {"model.fp16.safetensors"}
     shards = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
     index = {"model.safetensors.index.json"}
@@ -301,7 +301,7 @@ def test_which_weights_are_taken() -> None:
     assert weights_of({"model.non_ema.safetensors", "sd.safetensors", "model.bin"}) == []
 
 
-def test_without_t5_its_weights_are_left_out() -> None:
+def test_without_t5_its_weights_are_skipped() -> None:
     index = {"text_encoder_3": ["transformers", "T5EncoderModel"], "tokenizer_3": ["transformers", "T5TokenizerFast"]}
     assert choose_files((), index, weights=True, without_t5=True).lacking == ()
     assert len(choose_files((), index, weights=True, without_t5=False).lacking) == 3
@@ -312,7 +312,7 @@ def test_without_t5_its_weights_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("commit", ["../../../elsewhere", "", "main"])
-def test_a_cache_that_leads_elsewhere_is_not_followed(hub: LocalHub, tmp_path: Path, commit: str) -> None:
+def test_a_cache_that_links_elsewhere_is_not_followed(hub: LocalHub, tmp_path: Path, commit: str) -> None:
     base()
     (tmp_path / "hf/models--some--model/refs/main").write_text(commit)
     assert "is not in the Hugging Face cache" in refused(offline=True)

@@ -1,4 +1,4 @@
-"""How many images are encoded at once: as the plan counts them, by the model's own VAE."""
+"""The number of images encoded at once, as planned for the model's own VAE."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lora_trainer.production import caching
 from lora_trainer.production.caching import images_together
 
 
-def test_the_models_own_autoencoder_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_models_own_vae_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     costs, pixels = phase_costs("sdxl"), 512 * 512
     encoder, each = encoding_bytes(costs)
     own = SimpleNamespace(**{**vars(costs), "autoencoder": 3 * costs.autoencoder})

@@ -1,4 +1,4 @@
-"""What is hidden from libraries, and where: whole processes, since nothing hidden comes back in one."""
+"""Which libraries are hidden, and where. In whole processes, as hiding cannot be undone in one."""
 
 import gc
 import subprocess
@@ -28,12 +28,12 @@ except ImportError:
 """
 
 
-def test_in_an_own_process_what_is_hidden_is_not_found_and_what_is_imported_stays():
+def test_in_its_own_process_hidden_libraries_are_not_found_and_imported_ones_stay():
     done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "hidden, and found again", done.stderr
 
 
-def test_in_a_process_of_others_nothing_is_hidden():
+def test_in_another_programs_process_nothing_is_hidden():
     hide(["wave"])
     import wave
 
@@ -53,7 +53,7 @@ import bitsandbytes
 
 
 @pytest.mark.parametrize("before", ["", "import diffusers"])
-def test_a_command_harms_no_session_that_it_runs_in(before):
+def test_a_command_does_not_change_the_session_that_calls_it(before):
     program = [sys.executable, "-c", IN_A_SESSION.format(before=before)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -71,7 +71,7 @@ def test_a_command_harms_no_session_that_it_runs_in(before):
         ({"memory": {"weight_dtype": "int8"}}, False, set()),
     ],
 )
-def test_what_a_run_may_use_stays_visible(monkeypatch, settings, gpu, seen):
+def test_libraries_that_a_run_may_use_stay_visible(monkeypatch, settings, gpu, seen):
     found = []
     monkeypatch.setattr(libraries, "hide", found.extend)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
@@ -79,7 +79,7 @@ def test_what_a_run_may_use_stays_visible(monkeypatch, settings, gpu, seen):
     assert set(OPTIONAL) - set(found) == seen
 
 
-def test_garbage_is_looked_for_again_after_imports():
+def test_garbage_collection_is_enabled_again_after_imports():
     with importing():
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -113,6 +113,6 @@ print(chosen.precision.value, type(model[0].base_layer).__name__, is_bitsandbyte
 """
 
 
-def test_what_the_plan_chose_is_found_though_it_is_hidden_from_others():
+def test_a_backend_that_the_plan_chose_is_found_although_hidden():
     done = subprocess.run([sys.executable, "-c", CHOSEN], capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["nf4", "Linear4", "False"], done.stderr

@@ -1,4 +1,4 @@
-"""The trained denoiser makes room for one that draws: by the size of a wide one, however its own weights are stored."""
+"""The trained denoiser leaves the GPU for sampling, by the size of an unquantized one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDE = 2 * 64 * 64  # bytes of the layer below in bf16
 
 @pytest.mark.parametrize("stored", ["bf16", "int8", "nf4"])
 @pytest.mark.parametrize(("usable", "leaves"), [(ROOM_TO_DRAW * WIDE + 1, False), (ROOM_TO_DRAW * WIDE, True)])
-def test_it_leaves_where_a_wide_one_would_not_fit_beside_it(
+def test_the_model_leaves_the_gpu_when_another_does_not_fit_next_to_it(
     monkeypatch: pytest.MonkeyPatch, stored: Precision, usable: float, leaves: bool
 ) -> None:
     if stored == "nf4":

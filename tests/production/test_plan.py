@@ -1,4 +1,4 @@
-"""Plans: every preset is kept, what the user set is kept too, and a refusal names what would fit."""
+"""Plans: every preset and user setting is kept, and a refusal names settings that fit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ALL_COMBINATIONS = 6 * 3 * len(FAMILIES)
 
 
 def plan_for(*presets: str, family: str = "sdxl", **settings: object) -> Plan:
-    """A plan on a family's published model; settings are named with two underscores."""
+    """A plan for a family's published model. Settings have two underscores."""
     values: dict[str, dict[str, object]] = {"model": {"family": family}}
     for name, value in settings.items():
         section, key = name.split("__")
@@ -59,12 +59,12 @@ def test_every_preset_fits_every_family() -> None:
         assert (plan.demand.limit_gib - plan.fit.parts.peak) > 0
 
 
-def test_the_page_of_plans_is_up_to_date(checkout: Path) -> None:
+def test_the_plans_page_is_up_to_date(checkout: Path) -> None:
     current = (checkout / "docs" / "plans.md").read_text("utf-8")
     assert current == plans_page(), "run: lora-trainer plan --all > docs/plans.md"
 
 
-def test_small_gpus_get_less() -> None:
+def test_small_gpus_get_smaller_plans() -> None:
     plans = [plan_for(tier, "speed", data__resolution=1024) for tier in ("6gb", "8gb", "12gb", "24gb")]
     assert [plan.fit.fits for plan in plans] == [True] * 4
     assert plans[0].fit.precision == "fp8"
@@ -73,7 +73,7 @@ def test_small_gpus_get_less() -> None:
     assert plans[3].fit.micro >= plans[2].fit.micro
 
 
-def test_as_few_blocks_as_fit() -> None:
+def test_as_few_swapped_blocks_as_fit() -> None:
     plan = plan_for("8gb", data__resolution=1024)
     fit, demand = plan.fit, plan.demand
     assert 0 < fit.checkpointed < fit.blocks
@@ -92,7 +92,7 @@ def test_as_few_blocks_as_fit() -> None:
         ({"memory__weight_dtype": "fp32"}, {"precision": "fp32"}),
     ],
 )
-def test_what_the_user_set_stands(settings: dict[str, object], expected: dict[str, object]) -> None:
+def test_settings_of_the_user_are_kept(settings: dict[str, object], expected: dict[str, object]) -> None:
     fit = plan_for(family="sdxl", train__effective_batch_size=4, memory__limit_gib=80.0, **settings).fit
     assert {name: getattr(fit, name) for name in expected} == expected
     assert fit.fits
@@ -109,7 +109,7 @@ def test_what_the_user_set_stands(settings: dict[str, object], expected: dict[st
         {"optimizer__name": "prodigy", "lora__rank": 512},
     ],
 )
-def test_a_refusal_names_what_would_fit(settings: dict[str, object]) -> None:
+def test_a_refusal_names_settings_that_fit(settings: dict[str, object]) -> None:
     settings = {"memory__blocks_to_swap": 0, **settings}
     plan = plan_for("6gb", **settings)
     assert not plan.fit.fits
@@ -128,14 +128,14 @@ def test_a_refusal_names_what_would_fit(settings: dict[str, object]) -> None:
     assert plan_for("6gb", **changed).fit.fits, problem.fix
 
 
-def test_a_gpu_that_is_too_small_for_anything_is_told_its_size() -> None:
+def test_a_gpu_that_is_too_small_is_refused_with_its_size() -> None:
     plan = plan_for(memory__limit_gib=0.9, data__resolution=256)
     assert not plan.fit.fits
     assert re.search(r"GPU of \d+ GiB", plan.advice[0])
 
 
 def test_a_phase_that_does_not_fit_is_in_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    """SDXL at 1024 px on 2 GiB: training streams, and encoding one image takes more than there is."""
+    """SDXL at 1024 px on 2 GiB: training swaps blocks, and encoding one image does not fit."""
     plan = plan_for(memory__limit_gib=2.0)
     assert plan.fit.fits
     assert not plan.fits
@@ -160,14 +160,14 @@ def test_any_step_is_covered_and_within_its_limits(samples: int, limit: float, m
     assert (fit.accumulation - 1) * fit.micro < samples <= fit.accumulation * fit.micro
     assert fit.fits == (fit.parts.peak <= LARGEST_SHARE * limit)
     assert fit.fits
-    earlier = next(way for way in ways(demand) if way.fits)
+    earlier = next(option for option in ways(demand) if option.fits)
     assert earlier == fit
 
 
 SD15: Demand = plan_for(family="sd15", memory__limit_gib=80.0).demand
 
 
-def test_parts_grow_with_what_they_hang_on() -> None:
+def test_parts_grow_with_what_they_depend_on() -> None:
     base = parts_of(SD15, 1, 0, "bf16")
     assert parts_of(replace(SD15, rank=64), 1, 0, "bf16").adapter > 3 * base.adapter
     one, four = (parts_of(replace(SD15, optimizer=name), 1, 0, "bf16").optimizer for name in ("lion", "prodigy"))
@@ -183,8 +183,8 @@ def test_parts_grow_with_what_they_hang_on() -> None:
     assert parts_of(SD15, 1, 0, "fp32").weights == pytest.approx(2 * base.weights)
 
 
-def test_narrower_weights_come_before_streaming_and_streaming_last() -> None:
-    """FLUX.1: 8-bit weights where they fit, then 4 bits, then blocks that visit; each as little as needed."""
+def test_quantized_weights_come_before_block_swap() -> None:
+    """FLUX.1: 8-bit weights if they fit, then 4 bits, then block swap; each as little as needed."""
     fits = {limit: plan_for(family="flux", memory__limit_gib=limit).fit for limit in (80.0, 24.0, 12.0, 8.0, 5.0)}
     assert [fit.precision for fit in fits.values()] == ["bf16", "fp8", "nf4", "nf4", "nf4"]
     assert [fit.swapped > 0 for fit in fits.values()] == [False, False, False, True, True]
@@ -198,7 +198,7 @@ def test_narrower_weights_come_before_streaming_and_streaming_last() -> None:
         assert fewer.peak > LARGEST_SHARE * limit >= fit.parts.peak
 
 
-def test_a_set_precision_streams_where_it_must() -> None:
+def test_a_fixed_weight_dtype_swaps_blocks_when_needed() -> None:
     plan = plan_for("12gb", family="flux", memory__weight_dtype="fp8")
     assert (plan.fit.precision, plan.fit.fits) == ("fp8", True)
     assert plan.fit.swapped > 0
@@ -209,7 +209,7 @@ def test_a_set_precision_streams_where_it_must() -> None:
     assert "memory.blocks_to_swap=auto" in alone.advice[0]
 
 
-def test_what_was_asked_for_is_said_and_streamed_blocks_are_not_left_out() -> None:
+def test_a_refusal_names_the_settings_and_the_swapped_blocks() -> None:
     set_by_hand = plan_for("12gb", family="flux", memory__weight_dtype="fp8", memory__gradient_checkpointing=57)
     assert set_by_hand.fit.swapped > 0
     assert set_by_hand.fit.reasons[1] == "asked for"
@@ -221,7 +221,7 @@ def test_what_was_asked_for_is_said_and_streamed_blocks_are_not_left_out() -> No
     assert re.search(r"57 of 57 blocks checkpointed and \d+ of 57 swapped: --set data.resolution=1024", own)
 
 
-def test_each_setting_says_what_it_buys() -> None:
+def test_each_setting_shows_its_gain() -> None:
     plan = plan_for("24gb", family="flux")
     bought = {each.setting: each for each in plan.settings}
     before = plan.fit.parts
@@ -233,12 +233,12 @@ def test_each_setting_says_what_it_buys() -> None:
     assert bought["memory.weight_dtype=nf4"].parts.weights < 0.6 * before.weights
     assert bought[f"memory.blocks_to_swap={plan.fit.swappable}"].parts.weights < 0.1 * before.weights
     assert bought["memory.weight_dtype=bf16"].fits is False
-    said = plan.to_json()["settings"]
-    assert [each["setting"] for each in said] == list(bought)
-    assert set(said[0]) == {"setting", "peak_gib", "tflop", "fits"}
+    options = plan.to_json()["settings"]
+    assert [each["setting"] for each in options] == list(bought)
+    assert set(options[0]) == {"setting", "peak_gib", "tflop", "fits"}
 
 
-def test_the_least_time_is_that_of_the_precision_that_is_computed_in() -> None:
+def test_the_minimum_time_is_that_of_the_compute_precision() -> None:
     def seconds(**settings: object) -> tuple[str, float]:
         found = plan_for(memory__limit_gib=80.0, **settings).to_json()
         return found["computed_in"], found["seconds_per_step_at_least"]["RTX 4090"] / found["train_tflop_per_step"]
@@ -255,19 +255,19 @@ def test_the_least_time_is_that_of_the_precision_that_is_computed_in() -> None:
     assert set(OTHER_TFLOPS) == set(USUAL)
 
 
-def test_a_fit_is_not_claimed_of_an_attention_that_keeps_what_is_not_counted(
+def test_no_fit_is_claimed_for_an_attention_backend_with_uncounted_memory(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = ("--set", "model.family=sdxl", "--set", "hardware.attention_backend=math", "--preset")
-    code, found = run_json(capsys, *asked, "8gb")
+    arguments = ("--set", "model.family=sdxl", "--set", "hardware.attention_backend=math", "--preset")
+    code, found = run_json(capsys, *arguments, "8gb")
     assert (code, found["fits"]) == (0, None)
     assert "hardware.attention_backend=math keeps every score" in str(found["advice"])
-    code, found = run_json(capsys, *asked, "8gb", "--set", "memory.limit_gib=2")
+    code, found = run_json(capsys, *arguments, "8gb", "--set", "memory.limit_gib=2")
     assert (code, found["fits"]) == (2, False)
 
 
-def test_more_samples_at_once_are_no_setting() -> None:
-    """`train.max_micro_batch_size` is a ceiling: to raise it changes nothing of what was chosen below it."""
+def test_a_larger_micro_batch_is_not_a_setting() -> None:
+    """`train.max_micro_batch_size` is a limit: raising it changes no choice below it."""
     fit = plan_for("8gb", train__effective_batch_size=4, memory__gradient_checkpointing=18)
     names = [each.setting for each in fit.settings]
     assert f"{2 * fit.fit.micro} samples at once" in names
@@ -277,7 +277,7 @@ def test_more_samples_at_once_are_no_setting() -> None:
 
 
 @pytest.mark.parametrize("other", [["--json"], ["--explain"], ["--preset", "12gb"], ["--set", "lora.rank=8"]])
-def test_the_page_of_all_plans_is_asked_for_alone(other: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_all_plans_takes_no_other_flag(other: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--all", *other]) == 2
     shown = capsys.readouterr()
     assert "--all writes a Markdown page" in shown.err
@@ -289,8 +289,8 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_an_autoencoder_that_stays_is_counted() -> None:
-    """Without cached latents: 84 M parameters in fp32, and what one image takes while it is encoded."""
+def test_a_resident_vae_is_counted() -> None:
+    """Without cached latents: 84 M parameters in fp32, and the memory to encode one image."""
     cached, fresh = plan_for(), plan_for(cache__latents=False)
     assert fresh.fit.parts.weights - cached.fit.parts.weights == pytest.approx(0.31, abs=0.05)
     assert fresh.fit.parts.activations > cached.fit.parts.activations
@@ -323,20 +323,20 @@ def test_the_peak_of_the_run_is_that_of_its_highest_phase() -> None:
     assert f"peak of the run: {plan.fit.parts.peak:.2f} GiB (train)" in lines(plan)
 
 
-def test_a_folder_named_as_a_family_is_not_taken_for_the_model(
+def test_a_folder_named_like_a_family_is_not_taken_for_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nor does it say how wide the text encoders are that are trained."""
-    asked = ["plan", "--json", "--set", "model.family=sdxl", "--set", "text_encoder.learning_rates=[1e-5]"]
+    """Nor does it set the width of trained text encoders."""
+    arguments = ["plan", "--json", "--set", "model.family=sdxl", "--set", "text_encoder.learning_rates=[1e-5]"]
     monkeypatch.chdir(tmp_path)
-    assert main(asked) == 0
+    assert main(arguments) == 0
     published = capsys.readouterr().out
     (tmp_path / "sdxl" / "text_encoder").mkdir(parents=True)
-    assert main(asked) == 0
+    assert main(arguments) == 0
     assert capsys.readouterr().out == published
 
 
-def test_what_does_not_fit_ends_with_2_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_does_not_fit_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--preset", "6gb", "--set", "model.family=sdxl"]
     arguments += ["--set", "memory.gradient_checkpointing=false", "--set", "memory.blocks_to_swap=0"]
     code, found = run_json(capsys, *arguments)
@@ -349,7 +349,7 @@ def test_what_does_not_fit_ends_with_2_and_says_so(capsys: pytest.CaptureFixture
     assert all(part in shown for part in ("weights", "adapter", "optimizer", "activations", "overhead", "margin"))
 
 
-def test_no_limit_without_a_tier(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_limit_without_a_vram_preset(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run_json(capsys, "--set", "model.family=sd15", "--set", "train.effective_batch_size=6")
     assert (code, found["limit_gib"], found["fits"], found["micro_batch_size"]) == (0, None, True, 6)
 
@@ -365,7 +365,7 @@ def test_a_published_model_is_planned_without_torch() -> None:
     assert json.loads(done.stdout)["fits"]
 
 
-def test_every_phase_fits_the_tier_that_it_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_phase_fits_its_vram_preset(capsys: pytest.CaptureFixture[str]) -> None:
     for tier, side in (("6gb", 768), ("8gb", 768), ("24gb", 1024)):
         assert main(["plan", "--preset", tier, "--set", "model.family=sdxl", "--json"]) == 0
         plan = json.loads(capsys.readouterr().out)
@@ -378,7 +378,7 @@ def test_every_phase_fits_the_tier_that_it_is_planned_for(capsys: pytest.Capture
     assert plan["phases"]["draw"]["placement"] == "everything on the GPU"
 
 
-def test_a_plan_in_a_pipe_says_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_in_a_pipe_names_its_request(capsys: pytest.CaptureFixture[str]) -> None:
     asked = (
         "--preset",
         "8gb",
@@ -390,14 +390,14 @@ def test_a_plan_in_a_pipe_says_what_was_asked(capsys: pytest.CaptureFixture[str]
         "9",
     )
     assert main(["plan", *asked]) == 0
-    said = capsys.readouterr().out
-    assert "bf16 does not fit with 0 blocks checkpointed, as asked for" in said
-    assert "the whole run takes at least" in said
-    assert not [line for line in said.splitlines() if line != line.rstrip()]
+    output = capsys.readouterr().out
+    assert "bf16 does not fit with 0 blocks checkpointed, as asked for" in output
+    assert "the whole run takes at least" in output
+    assert not [line for line in output.splitlines() if line != line.rstrip()]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(8.6e-6, "8.6 µs"), (0.0464, "46 ms"), (3.5, "3.5 s"), (114, "1.9 min"), (7200, "2.0 h")]
+    ("seconds", "expected"), [(8.6e-6, "8.6 µs"), (0.0464, "46 ms"), (3.5, "3.5 s"), (114, "1.9 min"), (7200, "2.0 h")]
 )
-def test_times_are_said_in_fitting_units(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+def test_times_have_fitting_units(seconds: float, expected: str) -> None:
+    assert duration(seconds) == expected

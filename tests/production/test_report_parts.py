@@ -1,4 +1,4 @@
-"""Curves and images of the report: whatever a run left, they stand and nothing that matters is lost."""
+"""Curves and images of the report: robust to any data, without losing what matters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_thinning_keeps_the_ends_and_every_extreme(count: int, seed: int) -> Non
 
 
 @given(SENSIBLE, SENSIBLE)
-def test_ticks_are_round_inside_and_told_apart(one: float, other: float) -> None:
+def test_ticks_are_round_inside_and_distinct(one: float, other: float) -> None:
     low, high = sorted((one, other))
     high = max(high, low * 1.01)
     for ticks in (linear_ticks(low, high), log_ticks(low, high)):
@@ -81,7 +81,7 @@ def test_a_gap_breaks_the_line_and_a_lone_point_is_a_dot() -> None:
     assert "lowest 1 at step 1, highest 5 at step 7" in chart.summary
 
 
-def test_a_mark_outside_the_curve_is_left_out() -> None:
+def test_a_mark_outside_the_curve_is_skipped() -> None:
     marks = [Mark("in", (2.0, 2.0)), Mark("out", (9.0, 2.0))]
     chart = make_chart("key", "Title", [Line("line", over_steps([1.0, 2.0, 3.0]))], marks=marks)
     assert chart is not None
@@ -98,14 +98,14 @@ def test_the_smoothed_curve_starts_at_the_first_value_and_ends_at_a_constant() -
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "expected"),
     [(0.0, "0"), (0.0714, "0.0714"), (1.5e-5, "1.5e-5"), (2400.0, "2,400"), (11.46, "11.5"), (math.nan, "not finite")],
 )
-def test_numbers_as_people_read_them(value: float, told: str) -> None:
-    assert short(value) == told
+def test_numbers_are_readable(value: float, expected: str) -> None:
+    assert short(value) == expected
 
 
-def test_images_fit_into_the_pages_budget(tmp_path: Path) -> None:
+def test_images_fit_the_size_limit_of_the_page(tmp_path: Path) -> None:
     random = Random(0)
     paths = [tmp_path / f"{index}.png" for index in range(3)]
     for path in paths:

@@ -1,4 +1,4 @@
-"""How much room a run needs, before it begins."""
+"""The disk space that a run needs, estimated before it starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def needed(**settings: object) -> int:
     return highest_bytes(config, SHAPES, 0, 0, 2000)
 
 
-def test_what_a_run_keeps_takes_room():
+def test_kept_files_take_disk_space():
     lora = 2 * sum(8 * 320 for _ in SHAPES)
     assert needed(keep_last=4) > needed(keep_last=2)
     assert needed(export_every_n_steps=100) - needed() >= 20 * lora
@@ -25,13 +25,13 @@ def test_what_a_run_keeps_takes_room():
 
 
 @given(st.integers(1, 50), st.integers(0, 200), st.integers(0, 200))
-def test_how_often_a_rhythm_comes_is_counted(every, done, more):
+def test_events_of_an_interval_are_counted(every, done, more):
     total = done + more
     counted = sum(step % every == 0 or step == total for step in range(done + 1, total + 1))
     assert visits(every, done, total) == counted
 
 
-def test_just_enough_is_scarce(tmp_path):
+def test_just_enough_disk_space_is_scarce(tmp_path):
     assert Room(tmp_path, 100, 110).scarce
     assert not Room(tmp_path, 100, 200).scarce
     assert not Room(tmp_path, 100, 90).scarce  # refused

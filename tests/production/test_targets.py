@@ -1,4 +1,4 @@
-"""The report's targets: each beside what was seen, and nothing about what was not."""
+"""The targets of the report: each next to its measurement, if there is one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def targets(folder: Path, **record: Any) -> dict[str, Target]:
     return {target.name: target for target in targets_of(run)}
 
 
-def test_a_gpu_is_judged_by_its_targets(tmp_path):
+def test_a_gpu_is_compared_with_its_targets(tmp_path):
     stalls = {"stall_seconds": {"median": 0.02}}
     found = targets(tmp_path, seen=SEEN, hardware={"device": "cuda:0"}, checkpoints=stalls)
     assert {name: (target.seen, target.met) for name, target in found.items()} == {
@@ -38,7 +38,7 @@ def test_a_gpu_is_judged_by_its_targets(tmp_path):
     assert without["steps wait for data"].met
 
 
-def test_a_cpu_and_an_older_run_have_what_was_seen(tmp_path):
+def test_a_cpu_and_an_older_run_have_measurements_only(tmp_path):
     assert list(targets(tmp_path, seen=SEEN, hardware={"device": "cpu"})) == [
         "system memory",
         "CPU waits for disks",

@@ -1,4 +1,4 @@
-"""What the plan says of text encoders that are trained along, held against what they keep and against the run's own."""
+"""The planned memory of trained text encoders, compared with what they keep and with the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYERS, WIDTH, INNER, RANK = 3, 128, 512, 8
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_what_a_clip_keeps_is_what_it_was_said_to(checkpointed):
+def test_clip_keeps_the_predicted_memory(checkpointed):
     config = CLIPTextConfig(
         vocab_size=99, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=2
     )
@@ -35,12 +35,12 @@ def test_what_a_clip_keeps_is_what_it_was_said_to(checkpointed):
         checkpoint_layers(encoder)
     kept = Kept(encoder)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-        said = encoder(torch.zeros(2, 77, dtype=torch.long))[0].sum()
+        loss = encoder(torch.zeros(2, 77, dtype=torch.long))[0].sum()
         forward = kept.most
-        said.backward()
+        loss.backward()
     sizes = EncoderSize(LAYERS, WIDTH, INNER, rank=RANK, tokens=77)
     expected = 4 * sizes.kept(2, checkpointed=checkpointed)
-    if checkpointed:  # its layers' own come one after the other, where the hooks do not look
+    if checkpointed:  # those of its layers come in turn, outside of the hooks
         expected -= 4 * 2 * 77 * (8 * WIDTH + 3 * INNER + 6 * RANK)
     assert forward == pytest.approx(expected, rel=0.08)
     trained = [tuple(each.shape) for each in encoder.parameters() if each.requires_grad]
@@ -48,7 +48,7 @@ def test_what_a_clip_keeps_is_what_it_was_said_to(checkpointed):
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_what_t5_keeps_is_what_it_was_said_to(checkpointed):
+def test_t5_keeps_the_predicted_memory(checkpointed):
     heads, each, tokens = 2, 32, 96
     config = T5Config(
         vocab_size=99,
@@ -68,12 +68,12 @@ def test_what_t5_keeps_is_what_it_was_said_to(checkpointed):
         checkpoint_layers(encoder)
     kept = Kept(encoder)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-        said = encoder(torch.zeros(2, tokens, dtype=torch.long))[0].sum()
+        loss = encoder(torch.zeros(2, tokens, dtype=torch.long))[0].sum()
         forward = kept.most
-        said.backward()
+        loss.backward()
     sizes = EncoderSize(LAYERS, WIDTH, INNER, attention=heads * each, scores=heads, rank=RANK, tokens=tokens)
     expected = 2 * sizes.kept(2, checkpointed=checkpointed)
-    if checkpointed:  # its layers' own come one after the other, where the hooks do not look
+    if checkpointed:  # those of its layers come in turn, outside of the hooks
         assert forward < expected
         expected -= 2 * 2 * tokens * (8 * WIDTH + 4 * heads * each + 7 * INNER + 7 * RANK)
     assert forward == pytest.approx(expected, rel=0.3 if checkpointed else 0.08)
@@ -92,7 +92,7 @@ def demand_of(family: str, **settings: object):
 
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl", "sd3", "flux"])
-def test_the_plan_counts_them(family):
+def test_the_plan_counts_trained_text_encoders(family):
     rates = (1e-5,) * len(FAMILIES[family].word_texts)
     _, without = demand_of(family)
     resolved, along = demand_of(family, text_encoder__learning_rates=rates, text_encoder__lora_rank=4)
@@ -109,7 +109,7 @@ def test_the_plan_counts_them(family):
 
 
 @pytest.mark.parametrize("family", ["sd3", "flux"])
-def test_t5_is_counted_where_it_is_trained(family):
+def test_t5_is_counted_when_it_is_trained(family):
     _, without = demand_of(family)
     _, along = demand_of(family, text_encoder__learning_rates=(*([0.0] * len(FAMILIES[family].word_texts)), 1e-5))
     less, more = (parts_of(each, 1, 0, "bf16") for each in (without, along))
@@ -118,8 +118,8 @@ def test_t5_is_counted_where_it_is_trained(family):
     assert sum(a * b for a, b in along.texts.shapes) == 24 * 16 * (4 * 2 * 4096 + 3 * (4096 + 10240))
 
 
-def test_a_cpu_holds_t5_where_it_is_trained():
-    """Published in bf16: in fp32 it is brought in, in bf16 it stays mapped."""
+def test_host_memory_holds_t5_when_it_is_trained():
+    """Published in bf16: read into memory for fp32, memory mapped for bf16."""
 
     def training(precision: str, *rates: float) -> float:
         resolved, _ = demand_of("flux", text_encoder__learning_rates=rates, memory__weight_dtype=precision)
@@ -131,10 +131,10 @@ def test_a_cpu_holds_t5_where_it_is_trained():
     assert training("bf16", 1e-5, 1e-5) - training("bf16") < 8.0
 
 
-def test_nothing_is_counted_where_none_is_trained():
+def test_nothing_is_counted_when_no_encoder_is_trained():
     _, without = demand_of("sdxl")
     _, idle = demand_of("sdxl", text_encoder__learning_rates=(0.0, 0.0))
     assert without.texts == idle.texts == TextSizes()
     _, one = demand_of("sdxl", text_encoder__learning_rates=(0.0, 1e-5))
     assert [(each.layers, each.width) for each in one.texts.encoders] == [(32, 1280)]
-    assert sum(one.texts.held.values()) > 8e8  # the other reads captions beside it
+    assert sum(one.texts.held.values()) > 8e8  # the other encodes captions next to it

@@ -26,13 +26,13 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bench(tiny_model: Path, images: Path, shared_cache: Path, tmp_path: Path) -> Bench:
-    """The shared model, data and caches; runs in a folder of the test's own."""
+    """The shared model, data and caches, with a run folder per test."""
     return Bench(tiny_model, images, tmp_path / "runs", shared_cache)
 
 
 @pytest.fixture(scope="session")
 def finished(tiny_model: Path, images: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """A finished run named `first`, judged in brief, to look at only."""
-    made = Bench(tiny_model, images, tmp_path_factory.mktemp("finished"), shared_cache)
-    assert made.run("first", checkpoint__every_n_steps=3, validation__every_n_steps=3, gates__lora_check="lite") == 0
-    return made
+    """A finished run named `first`, briefly evaluated. Read only."""
+    bench = Bench(tiny_model, images, tmp_path_factory.mktemp("finished"), shared_cache)
+    assert bench.run("first", checkpoint__every_n_steps=3, validation__every_n_steps=3, gates__lora_check="lite") == 0
+    return bench

@@ -1,4 +1,4 @@
-"""A tiny random model, a small dataset, and the command run in this process."""
+"""A tiny random model, a small dataset, and the command in this process."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ QUICK = {
     "sample.num_inference_steps": "2",
     "sample.count": "1",
     "sample.every_n_steps": "0",
-    "gates.lora_check": "off",  # it would take most of a tiny run's time; a test of it asks for it by name
-    "train.grace_seconds": "3600",  # a busy machine takes longer for a tiny step than a signal leaves by default
+    "gates.lora_check": "off",  # it takes most of a tiny run's time: tests of it enable it
+    "train.grace_seconds": "3600",  # on a busy machine a tiny step exceeds the default grace time
 }
 
 
@@ -41,7 +41,7 @@ def save_tiny_model(folder: Path, family: str = "sd15") -> Path:
 
 
 def draw_images(folder: Path, count: int = 10) -> Path:
-    """Captioned images of two shapes, so that there are two buckets at 64 px."""
+    """Captioned images of two shapes, for two buckets at 64 px."""
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(count):
         width, height = ((96, 96), (120, 72))[index % 2]
@@ -67,12 +67,12 @@ class Bench:
     def arguments(
         self, name: str, *extra: str, command: str = "train", steps: int = 6, **settings: object
     ) -> list[str]:
-        """The command's arguments. Settings are named with two underscores: `lora__rank=8`; None leaves one out."""
-        given = QUICK | {"cache.dir": str(self.cache)}
-        if command == "produce":  # enforces the gate, which needs its score
-            given["gates.lora_check"] = "full"
-        given |= {key.replace("__", "."): str(value) for key, value in settings.items()}
-        chosen = [part for key, value in given.items() if value != "None" for part in ("--set", f"{key}={value}")]
+        """The command's arguments. Settings have two underscores: `lora__rank=8`. None omits one."""
+        values = QUICK | {"cache.dir": str(self.cache)}
+        if command == "produce":  # enforcing the gate needs its score
+            values["gates.lora_check"] = "full"
+        values |= {key.replace("__", "."): str(value) for key, value in settings.items()}
+        chosen = [part for key, value in values.items() if value != "None" for part in ("--set", f"{key}={value}")]
         places = ["--model", str(self.model), "--data", str(self.data), "--output", str(self.output), "--name", name]
         return [command, *places, "--max-steps", str(steps), *chosen, *extra]
 
@@ -102,14 +102,14 @@ def tensor_bytes(path: Path) -> dict[str, bytes]:
 
 
 def stored_as(lora: Path) -> set[str]:
-    """The types of a file's tensors, without alphas."""
+    """The dtypes of a file's tensors, without alphas."""
     with safe_open(lora, framework="numpy") as file:
         keys = [key for key in file.keys() if not key.endswith(".alpha")]  # noqa: SIM118  safe_open is no dict
         return {file.get_slice(key).get_dtype() for key in keys}
 
 
 def header_of(lora: Path) -> dict[str, str]:
-    """The header of a file in kohya's form, whose ranks and alphas are those of its tensors."""
+    """The header of a file in kohya format. Its ranks and alphas must be those of its tensors."""
     with safe_open(lora, framework="numpy") as file:
         header, keys = dict(file.metadata()), list(file.keys())
         stored = [
@@ -127,7 +127,7 @@ def header_of(lora: Path) -> dict[str, str]:
     for texts, (rank, alpha) in ((True, of_texts), (False, of_denoiser)):
         own = [(dim, float(value)) for of_text, dim, value in stored if of_text == texts]
         assert not own or (rank, alpha) in own
-        assert all(value / dim == alpha / rank for dim, value in own)  # fused layers have the sums of both
+        assert all(value / dim == alpha / rank for dim, value in own)  # fused layers have the sum of both
     return header
 
 
@@ -150,11 +150,11 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def delete_under_a_run(folder: Path) -> None:
-    """As `rm -rf` does: what the run's writing thread renames or makes meanwhile is listed again."""
+    """Like `rm -rf`: lists again what the run's writer thread creates meanwhile."""
     while folder.exists():
         with suppress(OSError):
             shutil.rmtree(folder)
-            return  # it may be made again at once
+            return  # it may be created again at once
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`hardware.attention_backend` of whole runs: the fastest is timed once, said, and kept on resuming."""
+"""`hardware.attention_backend` of whole runs: the fastest is timed once, logged, and kept on resume."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ from tests.recipes.recipe import Bench, record
 
 
 def attention_of(bench: Bench, name: str) -> tuple[str, dict[str, Any]]:
-    """The line that says what was chosen, and the record."""
-    told = record(bench.folder(name))
-    (line,) = [line for line in told["choices"] if line.startswith("attention")]
-    return str(line), told
+    """The line with the chosen backend, and the record."""
+    document = record(bench.folder(name))
+    (line,) = [line for line in document["choices"] if line.startswith("attention")]
+    return str(line), document
 
 
-def test_the_fastest_is_timed_once_and_kept_on_resuming(bench, capsys):
-    """Timed for real, so either may win; what is recorded is then swapped, which a second race would not follow."""
+def test_the_fastest_attention_backend_is_timed_once_and_kept_on_resume(bench, capsys):
+    """Either may win. The recorded choice is then swapped: timing again would not follow it."""
     assert bench.run("timed", steps=1, hardware__attention_backend="fastest") == 0
-    line, told = attention_of(bench, "timed")
-    fastest = told["hardware"]["timed_attention"]
+    line, document = attention_of(bench, "timed")
+    fastest = document["hardware"]["timed_attention"]
     times = {name: float(ms) for name, ms in re.findall(r"(\w+) ([\d.]+) ms", line)}
     assert line.startswith(f"attention {fastest}: forward and backward in all layers: {fastest} ")
     assert {"sdpa", "math"} <= times.keys()
     assert times[fastest] == min(times.values())
     assert "xformers" not in line
-    (left,) = [line for line in told["choices"] if line.startswith("not used for attention")]
+    (left,) = [line for line in document["choices"] if line.startswith("not used for attention")]
     assert "xformers" in left
     assert left not in capsys.readouterr().out, "what is not here is of no concern"
     assert read_toml(bench.folder("timed") / "config.toml")["hardware"]["attention_backend"] == fastest
 
     slower = max(times, key=times.__getitem__)
-    told["hardware"]["timed_attention"] = slower
-    (bench.folder("timed") / "run.json").write_text(json.dumps(told), encoding="utf-8")
+    document["hardware"]["timed_attention"] = slower
+    (bench.folder("timed") / "run.json").write_text(json.dumps(document), encoding="utf-8")
     capsys.readouterr()
     assert bench.run("timed", "--resume", steps=2, hardware__attention_backend="fastest") == 0
     assert f"attention {slower}: the fastest when the run began" in capsys.readouterr().out
-    line, told = attention_of(bench, "timed")
+    line, document = attention_of(bench, "timed")
     assert line.startswith(f"attention {slower}: works")
-    assert told["hardware"]["timed_attention"] == slower
+    assert document["hardware"]["timed_attention"] == slower
 
 
-def test_what_does_not_work_here_is_one_line_of_a_verbose_run(bench, capsys):
+def test_unavailable_backends_are_one_line_of_verbose_output(bench, capsys):
     assert bench.run("verbose", "-v", steps=1, hardware__attention_backend="fastest") == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not used for attention")]
     assert "xformers" in line
 
 
-def test_an_attention_that_cannot_be_had_is_refused_with_what_would_do(bench, capsys):
+def test_an_unavailable_attention_backend_is_refused_with_the_available_ones(bench, capsys):
     assert bench.run("asked", steps=1, hardware__attention_backend="flash3") == 2
-    said = capsys.readouterr().err
-    assert "hardware.attention_backend=flash3" in said
-    assert "Set hardware.attention_backend=auto" in said or "set hardware.attention_backend=auto" in said
+    output = capsys.readouterr().err
+    assert "hardware.attention_backend=flash3" in output
+    assert "Set hardware.attention_backend=auto" in output or "set hardware.attention_backend=auto" in output
 
 
 @pytest.mark.parametrize(("tokens", "device", "tried"), [(64, "cpu", True), (4096, "cpu", False), (64, "cuda", False)])
-def test_what_keeps_every_score_is_timed_where_they_are_few(tokens, device, tried):
+def test_backends_that_store_all_scores_are_timed_only_at_small_sizes(tokens, device, tried):
     shapes = [AttentionShape(1, 8, tokens, tokens, 40)]
     assert ("math" in timed_attentions(Config(), torch.device(device), shapes, torch.float32)) is tried

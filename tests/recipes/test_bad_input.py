@@ -28,24 +28,24 @@ def with_model(bench: Bench, model: Path) -> Bench:
     return Bench(model, bench.data, bench.output, bench.cache)
 
 
-def said_plainly(capsys: pytest.CaptureFixture[str]) -> str:
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err + said.out
-    assert "bug" not in said.err
-    return said.err
+def plain_error(capsys: pytest.CaptureFixture[str]) -> str:
+    output = capsys.readouterr()
+    assert "Traceback" not in output.err + output.out
+    assert "bug" not in output.err
+    return output.err
 
 
 def test_a_folder_without_images(bench, tmp_path, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert with_data(bench, empty).run("none") in (2, 3)
-    assert "empty" in said_plainly(capsys)
+    assert "empty" in plain_error(capsys)
     assert not bench.folder("none").exists()
 
 
-def test_a_folder_that_is_not_there(bench, tmp_path, capsys):
+def test_a_folder_that_does_not_exist(bench, tmp_path, capsys):
     assert with_data(bench, tmp_path / "absent").run("none") == 2
-    assert "absent" in said_plainly(capsys)
+    assert "absent" in plain_error(capsys)
 
 
 @pytest.mark.parametrize("command", ["train", "produce"])
@@ -54,9 +54,9 @@ def test_images_without_captions(command, bench, tmp_path, capsys):
     for caption in sorted(data.glob("*.txt"))[:4]:
         caption.unlink()
     assert with_data(bench, data).run("bare", command=command) == 3
-    said = said_plainly(capsys)
-    assert "4 of 10 files have no caption" in said
-    assert "allow_missing_captions" in said
+    message = plain_error(capsys)
+    assert "4 of 10 files have no caption" in message
+    assert "allow_missing_captions" in message
     assert not bench.folder("bare").exists()
 
 
@@ -65,7 +65,7 @@ def test_half_the_files_broken(bench, tmp_path, capsys):
     for image in sorted(data.glob("*.png"))[:5]:
         image.write_bytes(image.read_bytes()[:200])
     assert with_data(bench, data).run("broken", command="produce") == 3
-    assert "5 of 10 files cannot be read" in said_plainly(capsys)
+    assert "5 of 10 files cannot be read" in plain_error(capsys)
     assert not bench.folder("broken").exists()
 
 
@@ -119,14 +119,14 @@ def test_a_damaged_model(damage, words, bench, tmp_path, capsys):
     shutil.copytree(bench.model, model)
     damage(model)
     assert with_model(bench, model).run("damaged") == 2
-    said = said_plainly(capsys)
-    assert all(word in said for word in words), said
+    message = plain_error(capsys)
+    assert all(word in message for word in words), message
     assert not bench.folder("damaged").exists()
 
 
 def test_no_model_at_all(bench, tmp_path, capsys):
     assert with_model(bench, tmp_path / "nowhere").run("lost") == 2
-    assert "nowhere" in said_plainly(capsys)
+    assert "nowhere" in plain_error(capsys)
 
 
 PICKLE = b"\x80\x02}q\x00."
@@ -143,9 +143,9 @@ def test_a_pickle_is_never_opened(ending, bench, tmp_path, capsys):
         ["sample", str(pickle), *model, "--prompt", "a ring"],
     ):
         assert main(arguments) == 2
-        said = said_plainly(capsys)
-        assert "is a pickle" in said
-        assert "can run code" in said
+        message = plain_error(capsys)
+        assert "is a pickle" in message
+        assert "can run code" in message
     assert not bench.folder("pickled").exists()
 
 
@@ -154,7 +154,7 @@ def test_a_truncated_lora_is_refused_before_its_model_is_read(finished, tmp_path
     half = tmp_path / "half.safetensors"
     half.write_bytes(whole.read_bytes()[:-100])
     assert main(["validate", str(half), "--model", str(finished.model)]) == 2
-    said = said_plainly(capsys)
+    said = plain_error(capsys)
     assert "half.safetensors is cut off" in said
     assert "base model" not in said
 
@@ -163,54 +163,54 @@ def test_a_single_file_that_is_damaged(bench, tmp_path, capsys):
     checkpoint = tmp_path / "model.safetensors"
     checkpoint.write_bytes(b"not one")
     assert with_model(bench, checkpoint).run("single") == 2
-    assert "is empty or was cut off" in said_plainly(capsys)
+    assert "is empty or was cut off" in plain_error(capsys)
 
 
-def test_what_is_wrong_with_data_is_said_once(bench, tmp_path, capsys):
+def test_data_problems_are_printed_once(bench, tmp_path, capsys):
     data = draw_images(tmp_path / "bare")
     for caption in sorted(data.glob("*.txt"))[:4]:
         caption.unlink()
     assert with_data(bench, data).run("bare") == 3
-    said = capsys.readouterr()
-    assert (said.out + said.err).count("no caption") == 2, "one count and its first example"
+    output = capsys.readouterr()
+    assert (output.out + output.err).count("no caption") == 2, "one count and its first example"
 
 
 def test_a_dry_run_of_refused_data_shows_its_plan(bench, tmp_path, capsys):
     data = draw_images(tmp_path / "bare")
     (data / "image_0.txt").unlink()
     assert with_data(bench, data).run("bare", "--dry-run") == 3
-    said = capsys.readouterr()
-    assert "settings that a preset, file or flag set" in said.out
-    assert "1 of 10 files has no caption" in said.err
+    output = capsys.readouterr()
+    assert "settings that a preset, file or flag set" in output.out
+    assert "1 of 10 files has no caption" in output.err
 
 
 def test_a_caption_that_may_be_missing(bench, tmp_path, capsys):
     data = draw_images(tmp_path / "bare")
     (data / "image_0.txt").unlink()
     assert with_data(bench, data).run("bare", "--dry-run", data__allow_missing_captions="true") == 0
-    said = capsys.readouterr().out
-    assert "note: image_0.png has no caption. It is trained on the empty caption" in said
-    assert "allow_missing_captions=true" not in said
+    output = capsys.readouterr().out
+    assert "note: image_0.png has no caption. It is trained on the empty caption" in output
+    assert "allow_missing_captions=true" not in output
 
 
-def test_equal_names_in_two_folders_are_told_apart(bench, tmp_path, capsys):
+def test_equal_names_in_two_folders_are_distinguished(bench, tmp_path, capsys):
     for name in ("cats", "dogs"):
         draw_images(tmp_path / "both" / name)
     assert with_data(bench, tmp_path / "both").run("both", "--dry-run") == 0
-    said = capsys.readouterr().out
-    assert "warning: 10 of 20 files are exact copies of others" in said
-    assert "(first: dogs/image_0.png is the same file as ../cats/image_0.png)" in said
+    output = capsys.readouterr().out
+    assert "warning: 10 of 20 files are exact copies of others" in output
+    assert "(first: dogs/image_0.png is the same file as ../cats/image_0.png)" in output
 
 
-def test_a_cache_folder_that_is_not_there(tmp_path, capsys):
+def test_a_cache_folder_that_does_not_exist(tmp_path, capsys):
     for action in ("status", "prune"):
         assert main(["cache", action, str(tmp_path / "nope")]) == 2
-        assert "There is no folder" in said_plainly(capsys)
+        assert "There is no folder" in plain_error(capsys)
 
 
 def test_steps_and_epochs_together(bench, capsys):
     assert bench.run("both", train__max_epochs=2) == 2
-    said = said_plainly(capsys)
+    said = plain_error(capsys)
     assert "train.max_steps" in said
     assert "train.max_epochs" in said
 
@@ -226,30 +226,30 @@ def test_steps_and_epochs_together(bench, capsys):
         (("--seed", "many"), ("train.seed", "whole number")),
     ],
 )
-def test_a_word_that_is_wrong(extra, words, bench, capsys):
+def test_a_wrong_option_value(extra, words, bench, capsys):
     assert bench.run("wrong", *extra) == 2
-    said = said_plainly(capsys)
+    said = plain_error(capsys)
     assert all(word in said for word in words), said
 
 
 def test_an_output_that_is_a_file(bench, tmp_path, capsys):
     (tmp_path / "runs").write_text("in the way", encoding="utf-8")
     assert bench.run("blocked") == 2
-    assert "cannot be written to" in said_plainly(capsys)
+    assert "cannot be written to" in plain_error(capsys)
 
 
-def test_a_folder_that_is_no_run(bench, capsys):
+def test_a_folder_without_a_run(bench, capsys):
     bench.folder("mine").mkdir(parents=True)
     (bench.folder("mine") / "letter.txt").write_text("dear", encoding="utf-8")
     assert bench.run("mine") == 2
-    assert "is no run" in said_plainly(capsys)
+    assert "is no run" in plain_error(capsys)
     assert [path.name for path in bench.folder("mine").iterdir()] == ["letter.txt"]
 
 
-def test_all_mistakes_are_told_at_once(bench, capsys):
+def test_all_mistakes_are_reported_at_once(bench, capsys):
     extra = ["--preset", "12gbb", "--rank", "8", "--set", "lora.rankk=3", "--set", "optimizer.learning_rate=quick"]
     assert main([*bench.arguments("wrong"), *extra]) == 2
-    said = said_plainly(capsys)
+    said = plain_error(capsys)
     for word in ("12gbb", "12gb", "--rank", "lora.rank", "rankk", "optimizer.learning_rate", "quick"):
         assert word in said, said
     assert not bench.folder("wrong").exists()
@@ -257,18 +257,18 @@ def test_all_mistakes_are_told_at_once(bench, capsys):
 
 def test_a_pattern_that_matches_nothing(bench, capsys):
     assert bench.run("pattern", lora__target_modules="*.no_such_layer") == 2
-    assert "'*.no_such_layer' matches none" in said_plainly(capsys)
+    assert "'*.no_such_layer' matches none" in plain_error(capsys)
     assert not bench.folder("pattern").exists(), "corrected, the same command must run"
 
 
 def test_a_resolution_below_the_models_step(bench, capsys):
-    """The tiny model's step is 16 pixels, the least resolution of the schema 32: no bucket has room at 48 x 16."""
+    """The tiny model's bucket step is 16 px and the minimum resolution 32: no bucket fits 48 x 16."""
     assert bench.run("small", data__resolution=31) == 2
-    assert "data.resolution" in said_plainly(capsys)
+    assert "data.resolution" in plain_error(capsys)
 
 
 def nan_at(step: int) -> Callable[..., torch.Tensor]:
-    """A squared error that is not a number in one step."""
+    """An MSE loss that is NaN in one step."""
     true, calls = loss_module.squared_error, [0]
 
     def squared_error(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -278,7 +278,7 @@ def nan_at(step: int) -> Callable[..., torch.Tensor]:
     return squared_error
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_names_what_is_safe(bench, capsys):
+def test_a_nonfinite_loss_ends_the_run_and_names_what_is_saved(bench, capsys):
     # Steps of one micro-batch, so that the fourth call is the fourth step.
     with patched(loss_module, "squared_error", nan_at(4)):
         assert (
@@ -287,7 +287,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_what_is_safe(bench, ca
             )
             == 5
         )
-    said = said_plainly(capsys)
+    said = plain_error(capsys)
     assert "not finite (loss nan, gradient nan) at step 4" in said
     assert "step-000003 is safe" in said
     assert "optimizer.learning_rate" in said
@@ -302,21 +302,21 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_what_is_safe(bench, ca
     assert record(folder)["status"] == "done"
 
 
-def test_out_of_memory_ends_the_run_and_names_what_is_safe(bench, capsys):
+def test_out_of_memory_ends_the_run_and_names_what_is_saved(bench, capsys):
     def full(*arguments: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     with patched(loss_module, "squared_error", full):
         assert bench.run("full") == 5
-    said = said_plainly(capsys)
+    said = plain_error(capsys)
     assert "memory" in said
     assert "data.resolution" in said
     assert record(bench.folder("full"))["status"] == "failed"
 
 
-def test_a_rate_beyond_reason_trains_or_fails_plainly(bench, capsys):
+def test_an_extreme_learning_rate_trains_or_fails_with_a_message(bench, capsys):
     assert bench.run("wild", optimizer__learning_rate=10) in (0, 5)
-    said_plainly(capsys)
+    plain_error(capsys)
     assert record(bench.folder("wild"))["status"] in ("done", "failed")
 
 
@@ -341,8 +341,8 @@ def test_output_inside_the_data_is_refused(bench, capsys):
     assert not (bench.data / "runs").exists()
 
 
-def test_a_folder_that_another_process_trains_in(bench, capsys):
-    """Held by a process that is alive it is refused, with --resume too; after its end it is free, however it ended."""
+def test_a_folder_in_which_another_process_trains(bench, capsys):
+    """A live process locks it, also against --resume. After any end of that process it is free."""
     folder = bench.folder("held")
     folder.mkdir(parents=True)
     program = "import sys; from filelock import FileLock; lock = FileLock(sys.argv[1]); lock.acquire(); print(1, flush=True); input()"
@@ -352,14 +352,14 @@ def test_a_folder_that_another_process_trains_in(bench, capsys):
         holder.stdout.readline()
         for extra in ((), ("--resume",)):
             assert bench.run("held", *extra) == 2
-            assert "by another process" in said_plainly(capsys)
+            assert "by another process" in plain_error(capsys)
         holder.kill()
     assert bench.run("held", steps=1) == 0
     assert record(folder)["status"] == "done"
 
 
-def test_two_that_start_at_once(bench, capsys):
-    """The second found the folder free, and is refused where it would begin to write."""
+def test_two_runs_that_start_at_once(bench, capsys):
+    """The second finds the folder free and is refused at its first write."""
     true, started = run_module.read_inputs, []
 
     def read_inputs(*arguments, **options):
@@ -371,7 +371,7 @@ def test_two_that_start_at_once(bench, capsys):
 
     with patched(run_module, "read_inputs", read_inputs):
         assert bench.run("twice", steps=2) == 2
-    assert "holds a run already" in said_plainly(capsys)
+    assert "holds a run already" in plain_error(capsys)
     assert record(bench.folder("twice"))["steps"] == 1
 
 
@@ -380,7 +380,7 @@ def test_an_output_that_may_not_be_written_to(bench, capsys):
     bench.output.mkdir()
     bench.output.chmod(0o500)
     assert bench.run("locked") == 2
-    assert "cannot be written to" in said_plainly(capsys)
+    assert "cannot be written to" in plain_error(capsys)
 
 
 def test_a_finished_run_is_not_offered_to_be_resumed(finished, capsys):
@@ -396,7 +396,7 @@ def test_a_negative_cache_limit_is_refused(capsys):
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "a\\b", "two\nlines"])
 def test_a_name_that_leads_elsewhere_is_refused(name, bench, capsys):
     assert bench.run(name) == 2
-    assert "is no name of a folder" in said_plainly(capsys)
+    assert "is no name of a folder" in plain_error(capsys)
     assert not bench.output.exists()
 
 

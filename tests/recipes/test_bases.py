@@ -1,4 +1,4 @@
-"""What `--model` may name, through the real command: a model of a hub, another VAE, and what is refused."""
+"""`--model` through the real command: hub models, another VAE, and refusals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", opened)
 
 
-def test_a_model_of_a_hub_is_its_folder_and_is_gone_on_with_offline(
+def test_a_hub_model_trains_as_its_folder_and_resumes_offline(
     hub: LocalHub, fetched: Bench, finished: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fetched.run("hub", steps=3, checkpoint__every_n_steps=3, validation__every_n_steps=3) == 0
@@ -72,7 +72,7 @@ def test_a_model_of_a_hub_is_its_folder_and_is_gone_on_with_offline(
     assert read_tensor_header(folder / "hub.safetensors")["__metadata__"]["ss_sd_model_name"] == NAME
 
     no_socket(monkeypatch)
-    hub.asked.clear()
+    hub.requests.clear()
     moved = folder.with_name("moved")
     folder.rename(moved)
     assert main(["train", "--config", str(moved / "config.toml"), "--resume", "--offline", "--max-steps", "6"]) == 0
@@ -82,10 +82,10 @@ def test_a_model_of_a_hub_is_its_folder_and_is_gone_on_with_offline(
     assert main(["sample", str(moved / "moved.safetensors"), "--model", NAME, *drawn]) == 0
     assert main(["validate", str(moved / "moved.safetensors"), "--set", "gates.lora=0"]) == 0
     assert f"base model: {NAME} at 0123456789ab" in capsys.readouterr().err
-    assert hub.asked == []
+    assert hub.requests == []
 
 
-def test_plan_and_check_fetch_configs_alone(hub: LocalHub, fetched: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_check_fetch_only_configs(hub: LocalHub, fetched: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", NAME, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == NAME
     assert main(["check", "--model", NAME, str(fetched.data)]) == 0
@@ -99,7 +99,7 @@ def test_plan_and_check_fetch_configs_alone(hub: LocalHub, fetched: Bench, capsy
     assert not fetched.folder("offline").exists()
 
 
-def test_of_a_hubs_checkpoint_plan_and_a_dry_run_fetch_the_header(
+def test_plan_and_a_dry_run_fetch_only_the_header_of_a_hub_checkpoint(
     hub: LocalHub, fetched: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
@@ -110,16 +110,16 @@ def test_of_a_hubs_checkpoint_plan_and_a_dry_run_fetch_the_header(
     assert planned["model"] == "some/single/sd.safetensors"
     single = replace(fetched, model=Path("some/single/sd.safetensors"))
     assert single.run("dry", "--dry-run", steps=1, data__resolution=64) == 0
-    ranges = [span for how, path, span in hub.asked if how == "GET" and "/resolve/" in path]
+    ranges = [span for how, path, span in hub.requests if how == "GET" and "/resolve/" in path]
     assert ranges
     assert all(span.startswith(("bytes=0-7", "bytes=8-")) for span in ranges)
     assert not list((tmp_path / "hf").rglob("sd.safetensors"))
 
 
-def test_weights_of_a_t5_that_is_left_out_stay_on_the_hub(hub: LocalHub, fetched: Bench, tmp_path: Path) -> None:
+def test_weights_of_a_skipped_t5_stay_on_the_hub(hub: LocalHub, fetched: Bench, tmp_path: Path) -> None:
     hub.holds("some/sd3", save_tiny_model(tmp_path, "sd3"))
-    asked = ["--model", "some/sd3", "--set", "model.without_t5=true"]
-    assert main(["check", str(fetched.data), *asked, "--set", "data.resolution=64"]) == 0
+    arguments = ["--model", "some/sd3", "--set", "model.without_t5=true"]
+    assert main(["check", str(fetched.data), *arguments, "--set", "data.resolution=64"]) == 0
     found = find_base(ModelSection(path="some/sd3", without_t5=True), say=lambda line: None)
     assert "text_encoder_3/model.safetensors" not in hub.fetched()
     assert FAMILIES["sd3"].describe(found.folder).family == "sd3"
@@ -132,7 +132,7 @@ def test_bad_data_is_refused_before_weights_are_fetched(hub: LocalHub, fetched: 
     assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
 
 
-def test_a_batch_fetches_its_base_once(hub: LocalHub, fetched: Bench, tmp_path: Path) -> None:
+def test_a_batch_fetches_its_base_model_once(hub: LocalHub, fetched: Bench, tmp_path: Path) -> None:
     for name in ("cedar", "birch"):
         shutil.copytree(fetched.data, tmp_path / "root" / name)
     settings = fetched.arguments("unused", steps=1, gates__dataset=0, gates__lora=0)
@@ -145,7 +145,7 @@ def test_a_batch_fetches_its_base_once(hub: LocalHub, fetched: Bench, tmp_path: 
     assert {record(fetched.folder(name))["model"]["commit"] for name in ("cedar", "birch")} == {COMMIT}
 
 
-def test_another_autoencoder_is_trained_and_drawn_with_and_made_anew(
+def test_a_replaced_vae_is_used_to_train_and_sample_and_is_laid_out_again(
     bench: Bench, finished: Bench, tmp_path: Path
 ) -> None:
     torch.manual_seed(7)
@@ -164,11 +164,11 @@ def test_another_autoencoder_is_trained_and_drawn_with_and_made_anew(
     shutil.rmtree(laid_out_models())
     assert bench.run("vae", "--resume", steps=4, model__vae=tmp_path / "vae", **settings) == 0
     assert bench.run("file", steps=3, model__vae=file, **settings) == 0
-    told = {name: record(bench.folder(name))["choices"] for name in ("vae", "file")}
-    assert f"VAE: {tmp_path / 'vae'}" in told["vae"]
-    assert any(line.startswith(f"VAE: {file} (a file tells no scaling_factor") for line in told["file"])
+    choices = {name: record(bench.folder(name))["choices"] for name in ("vae", "file")}
+    assert f"VAE: {tmp_path / 'vae'}" in choices["vae"]
+    assert any(line.startswith(f"VAE: {file} (a file tells no scaling_factor") for line in choices["file"])
     assert losses(bench.folder("file")) == losses(bench.folder("vae"))[:3]
-    assert bench.run("vae", "--resume", steps=5, **settings) == 2  # it began with another VAE
+    assert bench.run("vae", "--resume", steps=5, **settings) == 2  # it started with another VAE
 
 
 def other_channels(folder: Path) -> Path:
@@ -177,7 +177,7 @@ def other_channels(folder: Path) -> Path:
     return folder
 
 
-def test_an_autoencoder_that_does_not_fit_is_refused_with_both_numbers(
+def test_a_vae_that_does_not_fit_is_refused_with_both_numbers(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -189,15 +189,15 @@ def test_an_autoencoder_that_does_not_fit_is_refused_with_both_numbers(
         (bench.model / "unet/diffusion_pytorch_model.safetensors", ("is no VAE",)),
     ):
         assert bench.run("refused", model__vae=vae) == 2
-        said = capsys.readouterr().err
-        assert all(word in said for word in words), said
+        output = capsys.readouterr().err
+        assert all(word in output for word in words), output
     assert not bench.folder("refused").exists()
 
 
-def test_a_family_that_the_files_are_not_of(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_family_that_does_not_match_the_files(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run("refused", model__family="sdxl", model__revision="v1") == 2
-    said = capsys.readouterr().err
-    assert "is of a hub" in said
+    output = capsys.readouterr().err
+    assert "is of a hub" in output
     assert bench.run("refused", model__family="sdxl") == 2
     assert "is a model of sd15" in capsys.readouterr().err
     for command in (["check", str(bench.data)], ["plan"]):
@@ -205,7 +205,7 @@ def test_a_family_that_the_files_are_not_of(bench: Bench, capsys: pytest.Capture
         assert "no model is named" in capsys.readouterr().err
 
 
-def test_what_is_no_base_is_named(
+def test_paths_that_are_no_base_model_are_named(
     bench: Bench, finished: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     empty = tmp_path / "empty"
@@ -256,10 +256,10 @@ raise SystemExit(code)
         pytest.param("train", False, marks=pytest.mark.slow),
     ],
 )
-def test_a_process_of_its_own_opens_no_socket(
+def test_a_separate_process_opens_no_socket(
     bench: Bench, tiny_model: Path, tmp_path: Path, command: str, offline: bool
 ) -> None:
-    """The environment says so before any library is imported; a model that is here needs no request either way."""
+    """The environment is set before any import. A local model needs no request anyway."""
     model: Path | str = tiny_model
     if offline:  # by its id, from the cache
         with local_hub(tmp_path / "hf") as hub:
@@ -271,14 +271,14 @@ def test_a_process_of_its_own_opens_no_socket(
         words = replace(bench, model=Path(model)).arguments("alone", *(["--offline"] if offline else []), steps=1)
     around = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     around |= {"HF_HUB_CACHE": str(tmp_path / "hf"), "PYTHONPATH": str(CHECKOUT)}
-    asked = [sys.executable, "-c", CLOSED, *words]
-    done = subprocess.run(asked, env=around, capture_output=True, text=True, check=False)
+    whole_command = [sys.executable, "-c", CLOSED, *words]
+    done = subprocess.run(whole_command, env=around, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "a socket was opened" not in done.stderr
     assert f"offline {offline} telemetry False" in done.stdout
 
 
-def test_an_autoencoder_of_a_hub_is_held_to_its_commit(
+def test_a_hub_vae_is_pinned_to_its_commit(
     hub: LocalHub, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(7)
@@ -288,9 +288,9 @@ def test_an_autoencoder_of_a_hub_is_held_to_its_commit(
     assert hub.fetched() == ["config.json"]
     assert bench.run("vae", steps=1, model__vae="some/vae") == 0
     folder = bench.folder("vae")
-    held = f"some/vae@{COMMIT}"
-    assert record(folder)["config"]["model"]["vae"] == held
-    assert tomllib.loads((folder / "config.toml").read_text("utf-8"))["model"]["vae"] == held
+    pinned = f"some/vae@{COMMIT}"
+    assert record(folder)["config"]["model"]["vae"] == pinned
+    assert tomllib.loads((folder / "config.toml").read_text("utf-8"))["model"]["vae"] == pinned
     no_socket(monkeypatch)
     again = ["train", "--config", str(folder / "config.toml"), "--resume", "--offline", "--max-steps", "2"]
     assert main(again) == 0

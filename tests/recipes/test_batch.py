@@ -1,4 +1,4 @@
-"""A batch through the command: every folder gets its LoRA or its reason, and nothing is done twice."""
+"""A batch through the command: every folder gets a LoRA or a reason, and nothing is done twice."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ STEPS = 3
 
 
 class PowerCut(BaseException):
-    """Ends everything where no handler of errors is meant to save anything."""
+    """Ends the process without running error handlers."""
 
 
 @dataclass(frozen=True)
 class Night:
-    """A ROOT, where its runs go, and the command."""
+    """A ROOT, its output folder, and the command."""
 
     root: Path
     output: Path
@@ -38,10 +38,10 @@ class Night:
     cache: Path
 
     def arguments(self, *extra: str, **settings: object) -> list[str]:
-        given = QUICK | {"cache.dir": str(self.cache), "checkpoint.every_n_steps": "1"}
-        given["gates.lora"] = "0"  # nothing is scored
-        given |= {key.replace("__", "."): str(value) for key, value in settings.items()}
-        chosen = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
+        values = QUICK | {"cache.dir": str(self.cache), "checkpoint.every_n_steps": "1"}
+        values["gates.lora"] = "0"  # nothing is scored
+        values |= {key.replace("__", "."): str(value) for key, value in settings.items()}
+        chosen = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
         places = ["--model", str(self.model), "--output", str(self.output)]
         return ["batch", str(self.root), *places, "--max-steps", str(STEPS), *chosen, *extra]
 
@@ -74,7 +74,7 @@ def night(tmp_path: Path, images: Path, tiny_model: Path, shared_cache: Path) ->
 
 @dataclass(frozen=True)
 class Seen:
-    """A night that is over: its code, what was read from the disk, and ROOT before it."""
+    """A finished batch: its exit code, the files it read, and ROOT before it."""
 
     night: Night
     code: int
@@ -84,7 +84,7 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def over(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, images: Path) -> Seen:
-    """Six folders, two of them bad, in caches of their own."""
+    """Six folders, two of them bad, with their own caches."""
     place = tmp_path_factory.mktemp("over")
     root = make_root(place / "root", images, "ash", "birch", "cedar [x]", "elm", "fir")
     (root / "elm" / "lora.toml").write_text("[lora]\nrank = 8\n", encoding="utf-8")
@@ -113,12 +113,12 @@ def over(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, images: Pat
     before = contents(root)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, "sd15", seen)
-        patch.setattr(kept, "MEMORY_FULL", 101.0)  # percent: also where other programs hold all of it
+        patch.setattr(kept, "MEMORY_FULL", 101.0)  # percent: also if other programs use all of it
         code = night.run()
     return Seen(night, code, reads, before)
 
 
-def test_good_folders_are_trained_and_bad_ones_have_their_reason(over):
+def test_good_folders_are_trained_and_bad_ones_have_a_reason(over):
     document, night = over.night.document(), over.night
     assert over.code == document["exit_code"] == 3, "the largest of 0, 2 and 3"
     assert {key: document[key] for key in ("done", "refused", "failed", "waiting")} == {
@@ -145,19 +145,19 @@ def test_good_folders_are_trained_and_bad_ones_have_their_reason(over):
     assert not (night.output / "fir").exists()
 
 
-def test_each_job_is_held_to_the_whole_gate(night):
+def test_the_whole_gate_applies_to_each_job(night):
     (night.root / "ash" / "lora.toml").write_text("[optimizer]\nlearning_rate = 1e-12\n", encoding="utf-8")
     shutil.rmtree(night.root / "cedar")
     gate = Config().gates
-    given = {"gates__lora": gate.lora, "gates__lora_check": gate.lora_check}
-    assert night.run("--max-steps", "6", **given) == 4
+    args = {"gates__lora": gate.lora, "gates__lora_check": gate.lora_check}
+    assert night.run("--max-steps", "6", **args) == 4
     assert night.jobs("status") == {"ash": "refused", "birch": "done"}
     scores = {name: each["lora"] for name, each in night.jobs("scores").items()}
     assert scores["ash"] < gate.lora <= scores["birch"]
     assert "under the gate of 0.90" in night.jobs("reason")["ash"]
 
 
-def test_a_batch_refuses_what_has_not_seen_every_image(night):
+def test_a_batch_refuses_a_lora_that_has_not_seen_every_image(night):
     shutil.rmtree(night.root / "birch")
     shutil.rmtree(night.root / "cedar")
     assert night.run(gates__lora="1e-9", gates__lora_check="lite") == 4
@@ -171,7 +171,7 @@ def test_nothing_is_written_beside_the_images(over):
     assert contents(over.night.root) == over.before
 
 
-def test_a_folders_own_file_has_the_last_word(over):
+def test_a_folders_own_config_takes_precedence(over):
     elm, ash = record(over.night.output / "elm"), record(over.night.output / "ash")
     assert (elm["config"]["lora"]["rank"], elm["origins"]["lora.rank"]) == (8, "lora.toml")
     assert (ash["config"]["lora"]["rank"], ash["origins"]["lora.rank"]) == (4, "--set")
@@ -181,13 +181,13 @@ def test_a_folders_own_file_has_the_last_word(over):
     assert "family preset sdxl" in cedar["origins"].values(), "another model brings its family's settings"
 
 
-def test_the_base_is_read_once_and_caches_are_shared(over):
+def test_the_base_model_is_read_once_and_caches_are_shared(over):
     assert over.reads == ["pipeline"]
     assert "10 latents: 0 reused, 10 rebuilt" in over.night.log("ash")
     assert "10 latents: 10 reused, 0 rebuilt" in over.night.log("elm")
 
 
-def test_a_job_trains_what_a_run_by_itself_trains(over, tmp_path):
+def test_a_job_trains_the_same_as_a_single_run(over, tmp_path):
     night = over.night
     alone = night.arguments("--data", str(night.root / "elm"), "--name", "elm", lora__rank=8)
     alone[alone.index("--output") + 1] = str(tmp_path)
@@ -195,8 +195,8 @@ def test_a_job_trains_what_a_run_by_itself_trains(over, tmp_path):
     assert exported(tmp_path / "elm") == exported(night.output / "elm")
 
 
-def test_a_second_night_does_nothing_until_a_folder_is_mended(over, tmp_path, capsys):
-    # Neither may touch the night that other tests look at.
+def test_a_second_batch_does_nothing_until_a_folder_is_fixed(over, tmp_path, capsys):
+    # Neither may change the batch that other tests read.
     shutil.copytree(over.night.output, tmp_path / "night")
     shutil.copytree(over.night.root, tmp_path / "root")
     night = replace(over.night, root=tmp_path / "root", output=tmp_path / "night")
@@ -239,7 +239,7 @@ def steps_trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return trained
 
 
-def test_a_batch_that_died_trains_nothing_twice(night, steps_trained, monkeypatch):
+def test_a_killed_batch_trains_nothing_twice(night, steps_trained, monkeypatch):
     def die() -> None:
         raise PowerCut
 
@@ -254,7 +254,7 @@ def test_a_batch_that_died_trains_nothing_twice(night, steps_trained, monkeypatc
     assert night.jobs("attempts") == {"ash": 1, "birch": 2, "cedar": 1}
     assert contents(night.output / "ash") == first
     assert "resuming from step-000002" in night.log("birch")
-    # The step that was under way when the power went is the only one that is trained again.
+    # Only the step in progress at the power loss is trained again.
     assert len(steps_trained) == 3 * STEPS + 1
     assert exported(night.output / "birch")["kohya"] == exported(night.output / "ash")["kohya"]
     assert [row["step"] for row in rows(night.output / "birch")] == [1, 2, 3]
@@ -262,7 +262,7 @@ def test_a_batch_that_died_trains_nothing_twice(night, steps_trained, monkeypatc
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGUSR1", 138)])
-def test_a_batch_that_is_told_to_stop_goes_on_later(name, code, night, steps_trained, capsys):
+def test_a_stopped_batch_resumes(name, code, night, steps_trained, capsys):
     with patched(Trackers, "steps", in_run("ash", 1, lambda: os.kill(os.getpid(), getattr(signal, name)))):
         assert night.run() == code
     assert "Go on with --resume" in capsys.readouterr().out
@@ -275,7 +275,7 @@ def test_a_batch_that_is_told_to_stop_goes_on_later(name, code, night, steps_tra
     assert len(steps_trained) == STEPS
 
 
-def test_what_goes_wrong_in_one_job_is_its_own(night):
+def test_an_error_in_one_job_stops_no_other(night):
     from lora_trainer.jobs import worker
 
     true = worker.train
@@ -285,7 +285,7 @@ def test_what_goes_wrong_in_one_job_is_its_own(night):
             raise RuntimeError("broken on purpose")
         return true(resolved, **arguments)
 
-    # Shows when the model is loaded: the run's folder is there already.
+    # Fails when the model is loaded: the run folder exists by then.
     (night.root / "birch" / "lora.toml").write_text('[lora]\ntarget_modules = "nothing.*"\n', encoding="utf-8")
     with patched(worker, "train", train):
         assert night.run() == 2
@@ -303,7 +303,7 @@ def test_what_goes_wrong_in_one_job_is_its_own(night):
 
 
 def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
-    """Batches that are refused as a whole: the arguments and what is said."""
+    """Batches that are refused as a whole: the arguments and the message."""
     empty, mixed, same = tmp_path / "empty", tmp_path / "mixed", tmp_path / "same"
     empty.mkdir()
     draw_images(mixed, 2)
@@ -335,14 +335,14 @@ def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]
     }
 
 
-def test_what_is_wrong_with_all_of_it_is_refused_before_anything(night, tmp_path, capsys):
+def test_errors_that_concern_the_whole_batch_are_refused_first(night, tmp_path, capsys):
     before = contents(tmp_path)
-    for what, (arguments, told) in wrong_root(night, tmp_path).items():
+    for what, (arguments, expected) in wrong_root(night, tmp_path).items():
         before = before | contents(tmp_path)
         assert main(["batch", *arguments]) == 2, what
-        said = capsys.readouterr().err
-        assert told in said, what
-        assert "Traceback" not in said
+        output = capsys.readouterr().err
+        assert expected in output, what
+        assert "Traceback" not in output
         assert contents(tmp_path).keys() == before.keys(), what
     assert main(["batch", str(tmp_path / "absent"), "--executor", "cloud", "--jobs", "0"]) == 2
     assert "3 problems" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Batches of real processes that are killed, stopped and set side by side."""
+"""Batches of real processes: killed, stopped, and run concurrently."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def has_steps(night: Night, name: str, count: int) -> bool:
 
 def finish(night: Night, checkout: Path, *extra: str) -> None:
     process = start(night, checkout, "--resume", *extra)
-    said, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, said
+    printed, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, printed
     for name in ("ash", "birch", "cedar"):
         assert [row["step"] for row in rows(night.output / name)] == list(range(1, STEPS + 1))
     kohya = [exported(night.output / name)["kohya"] for name in ("ash", "birch", "cedar")]
@@ -76,23 +76,23 @@ def test_killed_in_the_third_job(night: Night, checkout: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 138)])
-def test_two_workers_are_told_to_stop(number: str, code: int, night: Night, checkout: Path) -> None:
+def test_a_signal_stops_two_workers(number: str, code: int, night: Night, checkout: Path) -> None:
     process = start(night, checkout, "--jobs", "2")
     until(lambda: has_steps(night, "ash", 3) and has_steps(night, "birch", 3))
     process.send_signal(getattr(signal, number))
-    said, _ = process.communicate(timeout=400)
-    assert process.returncode == code, said
-    assert "Go on with --resume" in said
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == code, output
+    assert "Go on with --resume" in output
     assert night.jobs("status") == {"ash": "stopped", "birch": "stopped", "cedar": "waiting"}
     finish(night, checkout, "--jobs", "2")
     assert night.jobs("attempts") == {"ash": 2, "birch": 2, "cedar": 1}
 
 
-def test_workers_do_not_outlive_a_batch_that_was_killed(night: Night, checkout: Path) -> None:
+def test_workers_do_not_outlive_a_killed_batch(night: Night, checkout: Path) -> None:
     process = start(night, checkout, "--jobs", "2")
     until(lambda: has_steps(night, "ash", 3))
     process.kill()
-    process.communicate(timeout=400)  # ends when the workers have closed what they inherited
+    process.communicate(timeout=400)  # ends when the workers have closed their inherited pipes
     path = night.output / queue.FILE
     until(lambda: all(job.status != "running" for job in queue.read_jobs(path)))
     assert {job.status for job in queue.read_jobs(path)} <= {"stopped", "waiting", "done"}

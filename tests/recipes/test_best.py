@@ -16,8 +16,8 @@ from lora_trainer.production import session
 from tests.recipes.recipe import Bench, exported, patched, record, rows, tensor_bytes
 from tests.recipes.test_resume import at_step, stop
 
-# The second step is best: the rate rises until it and the decay together throw the weights about. Figures are smooth
-# until then, and the same on every CPU to four digits: 1.0789, 1.0755, 1.0704, 1.0723, 1.0730, 1.0892, 1.2215.
+# The second step is best: the learning rate rises until training diverges. Until then the values are smooth and
+# the same on every CPU to four digits: 1.0789, 1.0755, 1.0704, 1.0723, 1.0730, 1.0892, 1.2215.
 HASTY: dict[str, object] = {
     "optimizer__learning_rate": 0.05,
     "optimizer__weight_decay": 80.0,
@@ -30,16 +30,16 @@ HASTY: dict[str, object] = {
 
 @pytest.fixture(scope="module")
 def hasty(tiny_model: Path, images: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    made = Bench(tiny_model, images, tmp_path_factory.mktemp("hasty"), shared_cache)
-    assert made.run("run", **HASTY) == 0
-    return made
+    bench = Bench(tiny_model, images, tmp_path_factory.mktemp("hasty"), shared_cache)
+    assert bench.run("run", **HASTY) == 0
+    return bench
 
 
 def best_files(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("best-*"))
 
 
-def test_the_best_step_is_released_and_recorded(hasty: Bench) -> None:
+def test_the_best_step_is_exported_and_recorded(hasty: Bench) -> None:
     folder = hasty.folder("run")
     losses = {row["step"]: row["loss"] for row in rows(folder, "validation.jsonl")}
     best = min(range(1, 7), key=losses.__getitem__)
@@ -55,15 +55,15 @@ def test_the_best_step_is_released_and_recorded(hasty: Bench) -> None:
     assert trained == sum(map(len, tensor_bytes(folder / "checkpoints/step-000006/adapter.safetensors").values()))
 
 
-def test_the_last_step_is_released_when_asked_for(hasty: Bench, bench: Bench) -> None:
+def test_the_last_step_is_exported_when_requested(hasty: Bench, bench: Bench) -> None:
     assert bench.run("run", **HASTY, checkpoint__export_weights="last") == 0
     assert record(bench.folder("run"))["released"]["step"] == 6
     assert exported(bench.folder("run")) != exported(hasty.folder("run"))
 
 
 @pytest.mark.parametrize("died", [False, True])
-def test_a_stopped_run_releases_the_same_best(died: bool, hasty: Bench, bench: Bench) -> None:
-    """Stopped after the best step, or killed there: then the step is trained again from a checkpoint before it."""
+def test_a_stopped_run_exports_the_same_best_step(died: bool, hasty: Bench, bench: Bench) -> None:
+    """Stopped after the best step, or killed there and resumed from an earlier checkpoint."""
 
     class PowerCut(BaseException):
         pass
@@ -87,7 +87,7 @@ def test_a_stopped_run_releases_the_same_best(died: bool, hasty: Bench, bench: B
     assert ours == theirs
 
 
-def test_best_weights_that_are_damaged_are_named_and_the_last_are_released(bench: Bench) -> None:
+def test_damaged_best_weights_are_named_and_the_last_are_exported(bench: Bench) -> None:
     def spoil() -> None:
         path = next((bench.folder("run") / "checkpoints").glob("best-*"))
         path.write_bytes(path.read_bytes()[:60])
@@ -99,7 +99,7 @@ def test_best_weights_that_are_damaged_are_named_and_the_last_are_released(bench
     assert "cannot be read" in released["reason"]
 
 
-def test_no_validation_releases_the_last(bench: Bench) -> None:
+def test_without_validation_the_last_step_is_exported(bench: Bench) -> None:
     assert bench.run("run", **HASTY | {"validation__split": 0.0}, steps=2) == 0
     released = record(bench.folder("run"))["released"]
     assert (released["step"], released["val_loss"]) == (2, None)
@@ -107,18 +107,18 @@ def test_no_validation_releases_the_last(bench: Bench) -> None:
     assert best_files(bench.folder("run")) == []
 
 
-def test_what_validation_shows_is_said(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_of_validation_are_printed(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run("run", **HASTY, steps=4) == 0
-    said = capsys.readouterr().out
-    assert "step 0: validation loss" in said
-    assert "of the base alone" in said
-    assert "the lowest so far (was" in said
-    assert "step 4: validation loss" in said
-    assert "at step 2)" in said
-    assert "releasing step 2" in said
+    output = capsys.readouterr().out
+    assert "step 0: validation loss" in output
+    assert "of the base alone" in output
+    assert "the lowest so far (was" in output
+    assert "step 4: validation loss" in output
+    assert "at step 2)" in output
+    assert "releasing step 2" in output
 
 
-def test_a_signal_in_the_last_step_leaves_nothing_unmeasured(bench: Bench) -> None:
+def test_a_signal_in_the_last_step_skips_no_validation(bench: Bench) -> None:
     settings = {"optimizer__learning_rate": 3e-3, "validation__every_n_steps": 5}
     assert bench.run("straight", **settings) == 0
     measured = rows(bench.folder("straight"), "validation.jsonl")
@@ -135,9 +135,7 @@ def test_a_signal_in_the_last_step_leaves_nothing_unmeasured(bench: Bench) -> No
     assert record(folder)["released"]["val_loss"] == measured[2]["loss"]
 
 
-def test_a_validation_loss_that_is_no_number_is_never_the_best(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_nan_validation_loss_is_never_the_best(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     measured: Callable[..., torch.Tensor] = session.validation_losses
     calls: list[int] = []
 

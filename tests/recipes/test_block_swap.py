@@ -1,4 +1,4 @@
-"""A whole run whose blocks visit: caches, steps, validation losses, images, gate and files are those of any other run."""
+"""Block swap in a whole run changes no cache, step, validation loss, image, gate or file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.recipes.recipe import exported, losses, record
 pytestmark = pytest.mark.exact
 
 
-def test_a_run_whose_blocks_visit_is_the_same_run(bench, finished, monkeypatch, capsys):
-    """Also where the trained denoiser makes room for images and comes back, and with all other means of memory on."""
+def test_block_swap_does_not_change_the_run(bench, finished, monkeypatch, capsys):
+    """Also when the denoiser leaves the GPU for sampling and returns, and with all other memory settings."""
     monkeypatch.setattr(release, "usable_bytes", lambda *_: 0)
     settings = {
         "memory__blocks_to_swap": 99,
@@ -24,9 +24,9 @@ def test_a_run_whose_blocks_visit_is_the_same_run(bench, finished, monkeypatch, 
         )
         == 0
     )
-    said = capsys.readouterr().out
-    assert "blocks visit the CPU, as if it were a GPU; 99 were asked for, and there are no more" in said
-    assert "memory.offload_activations: nothing to do" in said
+    output = capsys.readouterr().out
+    assert "blocks visit the CPU, as if it were a GPU; 99 were asked for, and there are no more" in output
+    assert "memory.offload_activations: nothing to do" in output
     folder, whole = bench.folder("first"), finished.folder("first")
     assert losses(folder) == losses(whole)
     assert exported(folder) == exported(whole)

@@ -1,4 +1,4 @@
-"""What a second run finds in the caches, and what a dry run shows and leaves alone."""
+"""A second run uses the caches, and a dry run changes nothing."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.recipes.recipe import Bench, contents, draw_images, exported, patched
 
 @pytest.fixture
 def own(bench: Bench, tmp_path: Path) -> Bench:
-    """Images that may be changed, and caches that are empty."""
+    """Images that the test can change, and empty caches."""
     return Bench(bench.model, draw_images(tmp_path / "own"), bench.output, tmp_path / "caches")
 
 
-def test_a_second_run_loads_no_encoder_to_train(own, capsys, monkeypatch):
+def test_a_second_run_loads_no_encoders(own, capsys, monkeypatch):
     family, loads = FAMILIES["sd15"], []
 
     def load_encoders(*arguments: Any) -> Encoders:
@@ -44,7 +44,7 @@ def test_a_second_run_loads_no_encoder_to_train(own, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "10 latents: 10 reused, 0 rebuilt" in shown
     assert "11 texts: 11 reused, 0 rebuilt" in shown
-    # For images, for captions, and for the prompts that judging the file asks in both runs.
+    # For images, captions, and the prompts of the LoRA check in both runs.
     assert (first, len(loads) - first) == (3, 1)
 
 
@@ -65,7 +65,7 @@ def test_only_what_changed_is_built_again(own, capsys):
     assert "11 texts: 11 reused, 0 rebuilt" in shown
 
 
-def test_a_dry_run_of_cache_fills_nothing(own, capsys):
+def test_a_dry_run_of_cache_writes_nothing(own, capsys):
     assert own.run("first", "--dry-run", command="cache") == 0
     assert "10 latents: 0 reused, 10 to build" in capsys.readouterr().out
     assert not own.cache.exists()
@@ -90,8 +90,8 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(own, tmp_path, capsys):
     assert "noise.multires_iterations = 8  (preset quality" in shown
 
 
-def test_data_that_cannot_be_read_any_more_loses_no_step(bench, finished, monkeypatch, capsys):
-    """The entry's file and the fix are said once, what was trained is saved, and --resume goes on."""
+def test_data_that_becomes_unreadable_loses_no_step(bench, finished, monkeypatch, capsys):
+    """The file and the fix are reported once, trained steps are saved, and --resume continues."""
     settings = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3}
     true = feed.read_micro
 
@@ -104,30 +104,30 @@ def test_data_that_cannot_be_read_any_more_loses_no_step(bench, finished, monkey
     with patched(feed, "read_micro", gone):
         assert bench.run("first", **settings) == 5
     assert threading.active_count() == before
-    said = capsys.readouterr()
-    assert (said.out + said.err).count("image_1.png is gone.") == 1
-    assert "step-000004 is safe: --resume goes on from there. Bring it back." in said.out + said.err
+    output = capsys.readouterr()
+    assert (output.out + output.err).count("image_1.png is gone.") == 1
+    assert "step-000004 is safe: --resume goes on from there. Bring it back." in output.out + output.err
     assert bench.run("first", "--resume", **settings) == 0
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
     assert all(0 <= row["data_seconds"] < row["seconds"] for row in rows(bench.folder("first")))
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_built(own, capsys, monkeypatch):
+def test_a_full_disk_is_refused_before_anything_is_built(own, capsys, monkeypatch):
     monkeypatch.setattr(caching, "free_bytes", lambda _: 1000)
     assert own.run("first", command="cache") == 2
-    said = capsys.readouterr().err
-    assert "Filling the caches needs" in said
-    assert "1 KB free" in said
-    assert "cache.dir" in said
+    output = capsys.readouterr().err
+    assert "Filling the caches needs" in output
+    assert "1 KB free" in output
+    assert "cache.dir" in output
     assert not list(own.cache.rglob("*.safetensors"))
 
 
-def test_what_other_processes_have_filled_is_not_asked_of_the_disk_again(own, monkeypatch):
-    """A process that planned before the others filled, and looks at the disk after."""
-    made, true = [], session.plan_caches
-    monkeypatch.setattr(session, "plan_caches", lambda *given: made.append(true(*given)) or made[0])
+def test_disk_space_is_not_required_for_entries_that_others_wrote(own, monkeypatch):
+    """A process that plans before the others write, and checks the disk after."""
+    plans, true = [], session.plan_caches
+    monkeypatch.setattr(session, "plan_caches", lambda *args: plans.append(true(*args)) or plans[0])
     assert own.run("first", command="cache") == 0
-    assert made[0].latents.missing
+    assert plans[0].latents.missing
     monkeypatch.setattr(caching, "free_bytes", lambda _: 1000)
     assert own.run("second", command="cache") == 0
 

@@ -1,4 +1,4 @@
-"""Captions that vary, trained from caches: exact when resumed, shown before training, rebuilt only where they changed."""
+"""Varying captions from caches: exact on resume, shown before training, rebuilt only when changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VARIED = {
 
 @pytest.fixture
 def own(bench: Bench, tmp_path) -> Bench:
-    """Images with tags, which may be changed, and caches that are empty."""
+    """Images with tags that the test can change, and empty caches."""
     data = draw_images(tmp_path / "own", count=6)
     for index, path in enumerate(sorted(data.glob("*.txt"))):
         path.write_text(f"a (ring:1.3), a field, {'one, two' if index else 'zobo, three'}", encoding="utf-8")
@@ -28,14 +28,14 @@ def own(bench: Bench, tmp_path) -> Bench:
 
 
 def texts_of(bench: Bench, capsys, **settings: object) -> str:
-    """The line of the cache of texts, as a dry run shows it."""
+    """The text cache line of a dry run."""
     assert bench.run("asked", "--dry-run", command="cache", **(VARIED | settings)) == 0
     return next(
         line.strip() for line in capsys.readouterr().out.splitlines() if " texts: " in line and "reused" in line
     )
 
 
-def test_six_steps_are_three_and_three_with_captions_that_vary(own, capsys):
+def test_six_steps_equal_three_and_three_with_varying_captions(own, capsys):
     assert own.run("whole", **VARIED) == 0
     shown = capsys.readouterr().out
     assert "captions, for example, 20% of the time the empty one:" in shown
@@ -49,8 +49,8 @@ def test_six_steps_are_three_and_three_with_captions_that_vary(own, capsys):
     whole = record(own.folder("whole"))["ledger"]
     assert whole == record(own.folder("halves"))["ledger"]
     assert whole["captions"]["dropped"] > 0
-    ledger = (own.folder("whole") / "sample_counts.csv").read_text(encoding="utf-8")
-    assert all("zobo" in line for line in ledger.splitlines() if line.startswith("caption,") and "ring" in line)
+    table = (own.folder("whole") / "sample_counts.csv").read_text(encoding="utf-8")
+    assert all("zobo" in line for line in table.splitlines() if line.startswith("caption,") and "ring" in line)
     capsys.readouterr()
 
     first = texts_of(own, capsys)
@@ -60,9 +60,9 @@ def test_six_steps_are_three_and_three_with_captions_that_vary(own, capsys):
     (own.data / "image_0.txt").write_text("a ring, zobo alone, there", encoding="utf-8")
     changed = texts_of(own, capsys)
     built = int(changed.partition(" reused, ")[2].split()[0])
-    assert 1 <= built <= 5  # its variants, and its canonical text where it is held out
+    assert 1 <= built <= 5  # its variants, and its canonical text as a validation image
     assert texts_of(own, capsys, captions__shuffle="false", captions__tag_dropout=0) != changed
     assert own.run("halves", "--resume", steps=7, **(VARIED | {"captions__variants": 5, "captions__dropout": 0.5})) == 2
-    said = capsys.readouterr().err
-    assert "captions.variants was 4 and is now 5" in said
-    assert "captions.dropout was 0.2 and is now 0.5" in said
+    output = capsys.readouterr().err
+    assert "captions.variants was 4 and is now 5" in output
+    assert "captions.dropout was 0.2 and is now 0.5" in output

@@ -1,4 +1,4 @@
-"""Trained, judged and drawn with a single checkpoint: the same numbers as with the folder of the same weights."""
+"""Training, evaluation and sampling with a single-file checkpoint equal those with the same model's folder."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ KINDS = {
 }
 
 
-def made(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Bench, Bench, dict[str, str]]:
-    """The same model as a folder and as a checkpoint, and the settings that the latter needs."""
+def benches_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Bench, Bench, dict[str, str]]:
+    """The same model as a folder and as a checkpoint, and the settings for the checkpoint."""
     monkeypatch.setattr(tokenizers, "CLIP", folder / "words")
     if kind == "z_image":
         pipeline = tiny_z_image(folder / "words")
@@ -50,7 +50,7 @@ def made(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Benc
 
 
 def smaller(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are said to be made for 64 px, at which the gate asks them: a file does not tell."""
+    """Both get a native resolution of 64 px for the gate: a file does not store it."""
 
     def public(name: str) -> Architecture:
         published = public_architecture(name)
@@ -59,7 +59,7 @@ def smaller(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (unet, transformers):
         monkeypatch.setattr(module, "public_architecture", public)
-    for module in (flux, z_image):  # whose configs do not tell either
+    for module in (flux, z_image):  # whose configs do not store it either
         monkeypatch.setattr(module, "SIDE", 8)
     for path in (model / "unet" / "config.json", model / "transformer" / "config.json"):
         if path.exists() and "sample_size" in path.read_text(encoding="utf-8"):
@@ -72,8 +72,8 @@ LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != 
 
 @pytest.mark.exact
 @pytest.mark.parametrize("kind", ["sd15", *LONG])
-def test_a_checkpoint_trains_as_its_folder_does(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, single, more = made(kind, tmp_path, monkeypatch)
+def test_a_checkpoint_trains_like_its_folder(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, single, more = benches_of(kind, tmp_path, monkeypatch)
     settings: dict[str, Any] = {"data__resolution": 64, "gates__lora_check": "lite"}
     assert plain.run("folder", steps=3, **settings) == 0
     assert single.run("single", steps=3, **settings, **more) == 0
@@ -88,21 +88,21 @@ def test_a_checkpoint_trains_as_its_folder_does(kind: str, tmp_path: Path, monke
 
 
 @pytest.mark.slow
-def test_a_file_is_judged_and_drawn_on_a_checkpoint_as_on_its_folder(
+def test_a_lora_is_evaluated_and_sampled_on_a_checkpoint_as_on_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain, single, _ = made("sd15", tmp_path, monkeypatch)
+    plain, single, _ = benches_of("sd15", tmp_path, monkeypatch)
     assert plain.run("folder", steps=3, data__resolution=64) == 0
     lora = shutil.copy(plain.folder("folder") / "folder.safetensors", tmp_path / "alone.safetensors")
     reports, drawn = [], []
     for bench in (plain, single):
         capsys.readouterr()
-        given = ["--model", str(bench.model)]
-        assert main(["validate", str(lora), *given, "--data", str(plain.data), "--json"]) in (0, 4)
+        args = ["--model", str(bench.model)]
+        assert main(["validate", str(lora), *args, "--data", str(plain.data), "--json"]) in (0, 4)
         reports.append(json.loads(capsys.readouterr().out))
         target = tmp_path / f"drawn_{len(drawn)}"
         words = ["--prompt", "a ring", "--num-inference-steps", "2", "--output", str(target)]
-        assert main(["sample", str(lora), *given, *words]) == 0
+        assert main(["sample", str(lora), *args, *words]) == 0
         drawn.append([Image.open(path).tobytes() for path in sorted(target.rglob("*_with*.png"))])
     assert reports[0]["parts"]["integrity"] == 1.0
     assert reports[0]["numbers"]["learning"]["base"] > 0.0

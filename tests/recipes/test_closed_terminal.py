@@ -1,4 +1,4 @@
-"""A run whose terminal is closed saves what it trained."""
+"""A run saves its steps when its terminal is closed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def take_terminal() -> None:
 
 
 def take_terminal_and_stay() -> None:
-    """As under `nohup`: the signal of a closed terminal is ignored."""
+    """As under `nohup`: SIGHUP is ignored."""
     take_terminal()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -40,21 +40,21 @@ def ended_in_a_closed_terminal(arguments: list[str], checkout: Path, prepare: Ca
     command = [sys.executable, "-m", "lora_trainer", *arguments]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=checkout, preexec_fn=prepare)
     os.close(theirs)
-    said, began = b"", time.monotonic()
-    while b"loss 0" not in said and time.monotonic() - began < 300:
+    output, began = b"", time.monotonic()
+    while b"loss 0" not in output and time.monotonic() - began < 300:
         if select.select([ours], [], [], 1.0)[0]:
-            said += os.read(ours, 65536)
+            output += os.read(ours, 65536)
     os.close(ours)
     return process.wait(300)
 
 
-def test_a_run_that_ignores_it_trains_on(bench: Bench, checkout: Path) -> None:
+def test_a_run_that_ignores_sighup_continues(bench: Bench, checkout: Path) -> None:
     arguments = bench.arguments("first", steps=60)
     assert ended_in_a_closed_terminal(arguments, checkout, take_terminal_and_stay) == 0
     assert record(bench.folder("first"))["steps"] == 60
 
 
-def test_a_closed_terminal_saves(bench: Bench, checkout: Path) -> None:
+def test_a_run_saves_when_its_terminal_closes(bench: Bench, checkout: Path) -> None:
     assert ended_in_a_closed_terminal(bench.arguments("first", steps=2000), checkout, take_terminal) == 129
     stopped, folder = record(bench.folder("first")), bench.folder("first")
     assert (stopped["status"], stopped["exit_code"]) == ("stopped", 129)

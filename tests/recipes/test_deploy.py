@@ -1,4 +1,4 @@
-"""`deploy/`: the image has what it is made of and what Kubernetes runs of it. No image is built here."""
+"""`deploy/`: the image's files exist, and Kubernetes runs what the image has. No image is built here."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.recipes.recipe import Bench
 
 
 def instructions(checkout: Path) -> list[tuple[str, str]]:
-    """Of the Dockerfile: each with its words, lines that go on put together."""
+    """The instructions of the Dockerfile, split into words, continued lines joined."""
     text = (checkout / "deploy" / "Dockerfile").read_text("utf-8")
     lines = re.sub(r"^#.*\n", "", text, flags=re.M).replace("\\\n", " ").splitlines()
     return [(name, words.strip()) for name, _, words in (line.partition(" ") for line in lines if line)]
 
 
 def sent_to_the_builder(checkout: Path, name: str) -> bool:
-    """By .dockerignore, whose last word that fits counts."""
+    """By .dockerignore: the last matching pattern counts."""
     lines = (checkout / ".dockerignore").read_text("utf-8").splitlines()
     rules = [line for line in lines if line and not line.startswith("#")]
     return [rule for rule in rules if fnmatch(name, rule.lstrip("!"))][-1].startswith("!")
 
 
-def test_what_the_image_is_built_of_is_there_and_is_sent(checkout: Path) -> None:
+def test_files_of_the_container_image_exist_and_are_sent(checkout: Path) -> None:
     copies = [shlex.split(words) for name, words in instructions(checkout) if name == "COPY"]
     sources = [source for words in copies if not words[0].startswith("--from") for source in words[:-1]]
     assert all((checkout / source).exists() for source in sources), sources
@@ -40,13 +40,13 @@ def test_what_the_image_is_built_of_is_there_and_is_sent(checkout: Path) -> None
     assert {*wheel, *project["project"]["license-files"], "constraints.txt", "pyproject.toml"} == set(sources)
 
 
-def test_kubernetes_runs_what_the_image_has(checkout: Path, bench: Bench, tmp_path: Path, capsys) -> None:
+def test_kubernetes_commands_exist_in_the_image(checkout: Path, bench: Bench, tmp_path: Path, capsys) -> None:
     job = yaml.safe_load((checkout / "deploy" / "kubernetes.yaml").read_text("utf-8"))
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     built = (checkout / "deploy" / "Dockerfile").read_text("utf-8")
     assert f"docker build -f deploy/Dockerfile -t {container['image']} ." in built
-    words = dict(instructions(checkout))  # the last of each name: of the stage that is run
+    words = dict(instructions(checkout))  # the last of each name: that of the final stage
     (program,) = json.loads(words["ENTRYPOINT"])
     project = tomllib.loads((checkout / "pyproject.toml").read_text("utf-8"))["project"]
     assert program in project["scripts"]

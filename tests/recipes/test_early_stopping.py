@@ -1,4 +1,4 @@
-"""A run that stops early, through the command: done, released, and nothing left to do until it is asked for more."""
+"""Early stopping through the command: done, exported, and nothing left to resume unless more steps are set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 from tests.recipes.recipe import Bench, record, rows
 
 
-def test_a_run_that_stopped_early_is_done_and_says_so(bench: Bench, capsys):
+def test_early_stopping_is_reported_and_completes_the_run(bench: Bench, capsys):
     settings: dict[str, object] = {
         "validation__every_n_steps": 1,
         "safeguards__early_stopping": "true",
@@ -26,9 +26,9 @@ def test_a_run_that_stopped_early_is_done_and_says_so(bench: Bench, capsys):
     assert "The training ended after 2 of 6 steps" in page
     capsys.readouterr()
     assert bench.run("early", "--resume", **settings) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "stopped early at step 2" in said
-    assert "safeguards.patience" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "stopped early at step 2" in output
+    assert "safeguards.patience" in output
     assert bench.run("early", "--resume", **settings | {"safeguards__patience": 3}) == 0
     assert record(bench.folder("early"))["steps"] == 4
     steps = [row["step"] for row in rows(bench.folder("early"))]

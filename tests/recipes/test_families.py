@@ -1,4 +1,4 @@
-"""Every family through the same commands: it learns, resumes exactly, and its file loads where people load it."""
+"""Every family through the same commands: it learns, resumes exactly, and its file loads in diffusers."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ LEARNING = {
     "checkpoint__every_n_steps": 3,
     "captions__dropout": 0.3,
 }  # rank 4
-KINDS = {"sd3-without-t5": "sd3", "sd3.5": "sd3", "flux-schnell": "flux"}  # further ones of a family
-AT_1024 = ("flux", "z_image")  # pixels that the gate asks them at, for no config of theirs says less: ten times as long
+KINDS = {"sd3-without-t5": "sd3", "sd3.5": "sd3", "flux-schnell": "flux"}  # other flavors of a family
+AT_1024 = ("flux", "z_image")  # the gate's pixels for them, as no config sets fewer: ten times as slow
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A family's tiny model, and a finished run named `cat` of twelve steps on it."""
     folder = tmp_path_factory.mktemp(request.param, numbered=False)
-    made = Bench(
+    bench = Bench(
         save_tiny_model(folder, request.param), draw_images(folder / "data"), folder / "runs", folder / "cache"
     )
-    assert detect_family(made.model) == KINDS.get(request.param, request.param)
-    check = "off" if detect_family(made.model) in AT_1024 else "lite"
-    assert made.run("cat", steps=12, validation__every_n_steps=12, gates__lora_check=check, **LEARNING) == 0
-    return made
+    assert detect_family(bench.model) == KINDS.get(request.param, request.param)
+    check = "off" if detect_family(bench.model) in AT_1024 else "lite"
+    assert bench.run("cat", steps=12, validation__every_n_steps=12, gates__lora_check=check, **LEARNING) == 0
+    return bench
 
 
 def family_of(bench: Bench) -> str:
@@ -68,8 +68,8 @@ def test_loss_falls(trained):
     assert last["loss"] < first["loss"]
     document = record(trained.folder("cat"))
     assert document["status"] == "done"
-    told = [line for line in document["choices"] if line.startswith("times: ")]
-    assert len(told) == (family_of(trained) not in ("sd15", "sd2", "sdxl"))
+    timestep_choices = [line for line in document["choices"] if line.startswith("times: ")]
+    assert len(timestep_choices) == (family_of(trained) not in ("sd15", "sd2", "sdxl"))
     if family_of(trained) not in AT_1024:
         assert learned(document)
 
@@ -81,13 +81,13 @@ def learned(document: dict[str, Any]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", AT_1024)
-def test_the_gate_measures_what_was_learned_at_1024_px(family, tmp_path):
-    made = Bench(save_tiny_model(tmp_path, family), draw_images(tmp_path / "data"), tmp_path, tmp_path / "cache")
-    assert made.run("cat", steps=12, gates__lora_check="lite", **LEARNING) == 0
-    assert learned(record(made.folder("cat")))
+def test_the_gate_measures_the_lora_at_1024_px(family, tmp_path):
+    bench = Bench(save_tiny_model(tmp_path, family), draw_images(tmp_path / "data"), tmp_path, tmp_path / "cache")
+    assert bench.run("cat", steps=12, gates__lora_check="lite", **LEARNING) == 0
+    assert learned(record(bench.folder("cat")))
 
 
-def test_a_stopped_run_goes_on_exactly(trained):
+def test_a_stopped_run_resumes_exactly(trained):
     settings = {"validation__every_n_steps": 12, **LEARNING}
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         assert trained.run("broken", steps=12, **settings) == 143
@@ -98,7 +98,7 @@ def test_a_stopped_run_goes_on_exactly(trained):
 
 
 @pytest.mark.parametrize("ending", [".safetensors", ".diffusers.safetensors"])
-def test_the_file_loads_whole_in_a_fresh_pipeline_and_leaves_the_base_as_it_was(trained, ending):
+def test_the_file_loads_whole_in_a_fresh_pipeline_and_leaves_the_base_unchanged(trained, ending):
     name = family_of(trained)
     lora = trained.folder("cat") / f"cat{ending}"
     pipeline = FAMILIES[name].make_pipeline(trained.model, torch.float32, CPU)
@@ -122,7 +122,7 @@ def test_the_file_loads_whole_in_a_fresh_pipeline_and_leaves_the_base_as_it_was(
     assert all(torch.equal(base[key], after[key]) for key in base)
 
 
-def test_the_header_names_the_base_as_other_programs_know_it(trained):
+def test_the_header_names_the_base_model_as_other_programs_do(trained):
     expected = {
         "sd15": ("sd_v1", "False", "stable-diffusion-v1/lora", "epsilon"),
         "sd2": ("sd_v2_768_v", "True", "stable-diffusion-v2-768-v/lora", "v"),
@@ -140,41 +140,41 @@ def test_the_header_names_the_base_as_other_programs_know_it(trained):
     assert (header["ss_network_dim"], header["ss_network_alpha"], header["lora_trainer.alpha"]) == ("4", "4.0", "8.0")
 
 
-def test_it_is_refused_on_another_family(trained, tiny_model, tmp_path, capsys):
+def test_a_lora_is_refused_on_another_family(trained, tiny_model, tmp_path, capsys):
     lora, own = str(trained.folder("cat") / "cat.safetensors"), family_of(trained)
     other = save_tiny_model(tmp_path, "sdxl") if own == "sd15" else tiny_model
     for command, code in ((["validate", lora], 4), (["sample", lora, "--prompt", "a ring"], 2)):
         capsys.readouterr()
         assert main([*command, "--model", str(other)]) == code
-        said = capsys.readouterr()
-        assert "trained on another kind of model" in " ".join((said.out + said.err).split())
+        output = capsys.readouterr()
+        assert "trained on another kind of model" in " ".join((output.out + output.err).split())
 
 
-def test_a_model_that_predicts_velocity_down_to_no_signal(tmp_path):
-    """As the velocity models of SDXL are published."""
+def test_a_v_prediction_model_with_zero_terminal_snr(tmp_path):
+    """As in published v-prediction models of SDXL."""
     model = save_tiny_model(tmp_path, "sdxl")
     scheduler = model / "scheduler" / "scheduler_config.json"
     changes = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     scheduler.write_text(json.dumps(json.loads(scheduler.read_text("utf-8")) | changes), encoding="utf-8")
-    made = Bench(model, draw_images(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
-    assert made.run("v", steps=8, validation__every_n_steps=8, loss__min_snr_gamma=5, gates__lora_check="lite") == 0
-    first, last = rows(made.folder("v"), "validation.jsonl")
+    bench = Bench(model, draw_images(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
+    assert bench.run("v", steps=8, validation__every_n_steps=8, loss__min_snr_gamma=5, gates__lora_check="lite") == 0
+    first, last = rows(bench.folder("v"), "validation.jsonl")
     assert last["loss"] < first["loss"]
-    assert record(made.folder("v"))["lora"]["parts"]["integrity"] == 1.0
-    header = header_of(made.folder("v") / "v.safetensors")
+    assert record(bench.folder("v"))["lora"]["parts"]["integrity"] == 1.0
+    header = header_of(bench.folder("v") / "v.safetensors")
     keys = ("ss_base_model_version", "modelspec.prediction_type", "ss_zero_terminal_snr")
     assert tuple(header[key] for key in keys) == ("sdxl_base_v1-0", "v", "True")
 
 
 @pytest.mark.parametrize("family", ["sd3", pytest.param("flux", marks=pytest.mark.slow)])
 def test_text_encoders_too_large_for_a_gpu_are_read_layer_by_layer(family, tmp_path, capsys):
-    """As the plan says, and to the bit as those that stand there whole."""
+    """As planned, and bit for bit as with whole encoders."""
     model, data = save_tiny_model(tmp_path, family), draw_images(tmp_path / "data", 4)
     settings = {"data__resolution": 64, "steps": 2}
-    made = Bench(model, data, tmp_path / "runs", tmp_path / "cache")
-    assert made.run("whole", **settings) == 0
+    bench = Bench(model, data, tmp_path / "runs", tmp_path / "cache")
+    assert bench.run("whole", **settings) == 0
     capsys.readouterr()
-    with patched(caching, "usable_bytes", lambda config, device: 2**30):  # too little for 32 captions at once
-        assert replace(made, cache=tmp_path / "other").run("visiting", **settings) == 0
+    with patched(caching, "usable_bytes", lambda config, device: 2**30):  # too small for 32 captions at once
+        assert replace(bench, cache=tmp_path / "other").run("visiting", **settings) == 0
     assert "text encoders layer by layer, " in capsys.readouterr().out
-    assert losses(made.folder("visiting")) == losses(made.folder("whole"))
+    assert losses(bench.folder("visiting")) == losses(bench.folder("whole"))

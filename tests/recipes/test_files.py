@@ -1,4 +1,4 @@
-"""What a run leaves behind, and what it leaves alone."""
+"""The files of a run, and what it must not change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_run_writes_the_files_of_the_contract(finished):
     assert not [path for path in folder.rglob("*") if path.name.endswith((".part", ".bin", ".pt", ".pkl"))]
 
 
-def test_the_record_says_what_the_run_was(finished):
+def test_the_record_describes_the_run(finished):
     document = record(finished.folder("first"))
     assert document["status"] == "done"
     assert document["exit_code"] == 0
@@ -51,23 +51,23 @@ def test_config_toml_is_the_resolved_config(finished):
     assert set(values) <= {field.alias or name for name, field in Config.model_fields.items()}
 
 
-def test_metrics_have_one_object_for_each_step(finished):
+def test_metrics_have_one_row_per_step(finished):
     metrics = rows(finished.folder("first"))
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert all(set(row) >= FIELDS for row in metrics)
     assert all(row["loss"] > 0.0 and row["grad_norm"] > 0.0 and row["seconds"] > 0.0 for row in metrics)
-    # 9 trained images, 2 a step: the fifth step closes the pass with one image.
+    # 9 trained images, 2 per step: the fifth step ends the epoch with one image.
     assert [row["epoch"] for row in metrics] == [0, 0, 0, 0, 0, 1]
     assert [row["samples"] for row in metrics] == [2, 2, 2, 2, 1, 2]
 
 
-def test_validation_loss_is_measured_before_between_and_at_the_end(finished):
+def test_validation_loss_is_measured_at_the_start_between_and_at_the_end(finished):
     measured = rows(finished.folder("first"), "validation.jsonl")
     assert [row["step"] for row in measured] == [0, 3, 6]
     assert all(row["loss"] > 0.0 for row in measured)
 
 
-def test_both_files_hold_the_same_trained_weights(finished):
+def test_both_formats_hold_the_same_trained_weights(finished):
     files = exported(finished.folder("first"))
     kohya = {name: value for name, value in files["kohya"].items() if not name.endswith(".alpha")}
     assert len(kohya) == len(files["diffusers"]) > 0
@@ -77,7 +77,7 @@ def test_both_files_hold_the_same_trained_weights(finished):
         assert file.metadata()["ss_network_dim"] == "4"
 
 
-def test_the_data_folder_is_left_alone(bench):
+def test_the_data_folder_is_unchanged(bench):
     before = contents(bench.data)
     assert bench.run("clean", steps=1) == 0
     assert contents(bench.data) == before

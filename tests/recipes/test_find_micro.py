@@ -1,4 +1,4 @@
-"""`train.auto_find_micro_batch_size`: how many samples fit is tried before training, without a trace but the number."""
+"""`train.auto_find_micro_batch_size` finds how many samples fit before training and changes nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIVE: dict[str, object] = {"train__effective_batch_size": 5, "steps": 3, "valida
 
 
 @given(limit=st.integers(0, 200), most=st.integers(1, 128))
-def test_the_largest_that_fits_is_found_in_few_tries(limit: int, most: int):
+def test_the_largest_size_that_fits_is_found_in_few_tries(limit: int, most: int):
     tried: list[int] = []
 
     def fits(count: int) -> bool:
@@ -33,12 +33,12 @@ def test_the_largest_that_fits_is_found_in_few_tries(limit: int, most: int):
     assert max(tried) <= max(1, min(most, 2 * limit)), "never far beyond what fits"
 
 
-def short_above(most: int, asked: list[int]) -> Callable[..., Any]:
-    """A squared error that runs out of memory for more than so many samples."""
+def short_above(most: int, calls: list[int]) -> Callable[..., Any]:
+    """An MSE loss that runs out of memory above `most` samples."""
     true = loss_module.squared_error
 
     def squared_error(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        asked.append(len(predicted))
+        calls.append(len(predicted))
         if len(predicted) > most:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return true(predicted, target)
@@ -51,28 +51,28 @@ def chosen(bench: Bench, name: str) -> str:
     return str(line)
 
 
-def test_what_is_found_is_used_recorded_and_leaves_no_trace(bench, monkeypatch, capsys):
-    asked: list[int] = []
+def test_the_found_size_is_used_and_recorded_and_changes_nothing_else(bench, monkeypatch, capsys):
+    calls: list[int] = []
     assert bench.run("plain", train__max_micro_batch_size=3, **FIVE) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(loss_module, "squared_error", short_above(3, asked))
+        patch.setattr(loss_module, "squared_error", short_above(3, calls))
         assert bench.run("found", train__auto_find_micro_batch_size="true", **FIVE) == 0
-    assert asked[:4] == [1, 2, 4, 3]
-    assert max(asked[4:]) == 3
+    assert calls[:4] == [1, 2, 4, 3]
+    assert max(calls[4:]) == 3
     assert exported(bench.folder("found")) == exported(bench.folder("plain"))
     assert chosen(bench, "found") in capsys.readouterr().out
     assert "found by trying up to 5" in chosen(bench, "found")
     assert "4 run out of memory" in chosen(bench, "found")
     assert record(bench.folder("found"))["arithmetic"]["batch"] == 3
     assert read_toml(bench.folder("found") / "config.toml")["train"]["max_micro_batch_size"] == 3
-    # Repeated from its own config, now that there would be room for more.
+    # Repeated from its own config, now with room for more.
     repeated = ["train", "--config", str(bench.folder("found") / "config.toml"), "--name", "again"]
     assert main(repeated) == 0
     assert exported(bench.folder("again")) == exported(bench.folder("found"))
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_what_was_found(bench, monkeypatch):
+def test_a_resumed_run_keeps_the_found_size(bench, monkeypatch):
     settings = FIVE | {"train__auto_find_micro_batch_size": "true", "checkpoint__every_n_steps": 1}
     with monkeypatch.context() as patch:
         patch.setattr(loss_module, "squared_error", short_above(2, []))
@@ -86,11 +86,11 @@ def test_a_resumed_run_keeps_what_was_found(bench, monkeypatch):
 @pytest.mark.slow
 def test_on_a_cpu_free_memory_is_never_filled(bench, monkeypatch):
     once = FIVE | {"steps": 1, "train__auto_find_micro_batch_size": "true"}
-    held = finding.held_by
+    memory = finding.held_by
     needs = {}
 
     def held_by(learner: Any, micro: Any, **named: Any) -> int | None:
-        needs[len(micro.t)] = held(learner, micro, **named)
+        needs[len(micro.t)] = memory(learner, micro, **named)
         return needs[len(micro.t)]
 
     monkeypatch.setattr(finding, "held_by", held_by)
@@ -106,7 +106,7 @@ def test_on_a_cpu_free_memory_is_never_filled(bench, monkeypatch):
     assert max(needs) <= 3, "what would not fit is not even tried"
     assert "would hold" in chosen(bench, "little")
 
-    # Not even one fits, and that is said; the step has its own ways to need less.
+    # Not even one fits, which is reported; the step has its own fallbacks.
     monkeypatch.setattr(finding, "system_memory", lambda: (100, 0))
     assert bench.run("one", **once) == 0
     assert chosen(bench, "one").startswith("micro-batch 1")

@@ -1,4 +1,4 @@
-"""A batch on a disk that is full: its queue, its summary and its jobs' logs wait for room."""
+"""A batch on a full disk: its queue, summary and job logs wait for space."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def night(tmp_path: Path, images: Path, tiny_model: Path, shared_cache: Path) ->
 
 @pytest.fixture(autouse=True)
 def died(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What ended threads; everything looks often."""
+    """The errors that ended threads; polling is fast."""
     found = list[str]()
     monkeypatch.setattr(threading, "excepthook", lambda seen: found.append(repr(seen.exc_value)))
     for module, name in ((disk, "RETRY_EVERY"), (table, "LOOK_EVERY_SECONDS"), (worker, "BEAT_SECONDS")):
@@ -40,7 +40,7 @@ def died(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def quick_job(happens: Callable[[str], None]) -> Callable[..., RunResult]:
-    """In place of a training: a record, a word, and what happens before its last signs of life."""
+    """A stand-in for training: writes a record and a line, then calls a hook before its last heartbeat."""
 
     def train(resolved: Any, *, console: Any, watch: Callable[[Progress], None], **_: Any) -> RunResult:
         config = resolved.config.run
@@ -52,13 +52,13 @@ def quick_job(happens: Callable[[str], None]) -> Callable[..., RunResult]:
         for step in range(1, 4):
             watch(Progress("training", step, 3))
             console.print(f"step {step}")
-        threading.Event().wait(0.3)  # the threads look meanwhile
+        threading.Event().wait(0.3)  # the threads poll meanwhile
         return RunResult(folder, {"scores": {"dataset": 1.0, "lora": 1.0}}, 0)
 
     return train
 
 
-def test_a_batch_waits_for_room(night, capsys, monkeypatch, died):
+def test_a_batch_waits_for_disk_space(night, capsys, monkeypatch, died):
     with small_disk(night.output, "3m") as place:
         monkeypatch.setattr(worker, "train", quick_job(lambda name: fill_up(place) if name == "ash" else None))
         with in_pauses(lambda what: (place / BALLAST).unlink(missing_ok=True)) as pauses:
@@ -66,24 +66,24 @@ def test_a_batch_waits_for_room(night, capsys, monkeypatch, died):
         assert "batch.sqlite" in pauses
         assert night.jobs("status") == {"ash": "done", "birch": "done"}
         assert night.log("birch").splitlines() == ["begun", "step 1", "step 2", "step 3"]
-        told = capsys.readouterr()
-        assert told.out.count("batch.sqlite needs room") == 1
-        assert "What each run saved is safe." in told.out
-        assert "Traceback" not in told.err
+        printed = capsys.readouterr()
+        assert printed.out.count("batch.sqlite needs room") == 1
+        assert "What each run saved is safe." in printed.out
+        assert "Traceback" not in printed.err
     assert not died
 
 
-def test_a_batch_that_found_no_room_ends_with_5_and_goes_on(night, capsys, monkeypatch, died):
+def test_a_batch_without_disk_space_ends_with_5_and_resumes(night, capsys, monkeypatch, died):
     host, number, started = json.loads(queue.this_process())
     gone = json.dumps([host, number, started - 1000])
     with small_disk(night.output, "3m") as place:
         monkeypatch.setattr(worker, "train", quick_job(lambda name: fill_up(place)))
-        with patched(queue, "this_process", lambda: gone):  # as it is when the next one comes
+        with patched(queue, "this_process", lambda: gone):  # as when the next one comes
             assert night.run(checkpoint__wait_minutes=0) == 5
-        told = capsys.readouterr()
-        assert "batch.sqlite needs room, and the disk of" in told.err
-        assert "What each run saved is safe. Free space there, then continue with --resume." in told.err
-        assert "a bug" not in told.err
+        printed = capsys.readouterr()
+        assert "batch.sqlite needs room, and the disk of" in printed.err
+        assert "What each run saved is safe. Free space there, then continue with --resume." in printed.err
+        assert "a bug" not in printed.err
         (place / BALLAST).unlink()
         monkeypatch.setattr(worker, "train", quick_job(lambda name: None))
         assert night.run("--resume", checkpoint__wait_minutes=0) == 0
@@ -91,18 +91,18 @@ def test_a_batch_that_found_no_room_ends_with_5_and_goes_on(night, capsys, monke
     assert not died
 
 
-def test_a_signal_leaves_a_batch_that_waits(night, capsys, monkeypatch, died):
+def test_a_signal_ends_a_batch_that_waits(night, capsys, monkeypatch, died):
     with small_disk(night.output, "3m") as place:
         monkeypatch.setattr(worker, "train", quick_job(lambda name: fill_up(place)))
         with in_pauses(lambda what: os.kill(os.getpid(), signal.SIGTERM)):
             assert night.run() == 143
-        told = capsys.readouterr()
-        assert "Go on with --resume" in told.out
-        assert "Traceback" not in told.err
+        printed = capsys.readouterr()
+        assert "Go on with --resume" in printed.out
+        assert "Traceback" not in printed.err
     assert not died
 
 
-def test_a_log_keeps_what_the_disk_refuses(tmp_path, monkeypatch):
+def test_a_log_keeps_lines_that_the_disk_refuses(tmp_path, monkeypatch):
     write_json(tmp_path / "run.json", {})
     true, refused = worker.append_text, [True]
 

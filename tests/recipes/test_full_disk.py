@@ -1,4 +1,4 @@
-"""A disk that is full, closed or gone under a run: it pauses, goes on by itself, and gives the same bytes."""
+"""A disk that is full, read-only or removed during a run: the run pauses, continues, and writes the same bytes."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ BALLAST = "ballast"
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_model: Path, images: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """A run named `run` that nothing happened to."""
-    made = Bench(tiny_model, images, tmp_path_factory.mktemp("undisturbed"), shared_cache)
-    assert made.run("run", **SETTINGS) == 0
-    return made
+    """An undisturbed run named `run`."""
+    bench = Bench(tiny_model, images, tmp_path_factory.mktemp("undisturbed"), shared_cache)
+    assert bench.run("run", **SETTINGS) == 0
+    return bench
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_images() -> Iterator[None]:
-    """They take half of a run's time, and no file of the run hangs on them."""
+    """They take half of a run's time, and no file depends on them."""
 
     def draw(*_: Any, **__: Any) -> None:
         raise RuntimeError("not drawn here")
@@ -53,7 +53,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def small_disk(place: Path, size: str) -> Iterator[Path]:
-    """A real file system of so many bytes."""
+    """A real file system of the given size in bytes."""
     place.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
@@ -65,7 +65,7 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
 
 
 def fill_up(place: Path) -> None:
-    """Leave no byte."""
+    """Fill the disk completely."""
     with open(place / BALLAST, "wb", buffering=0) as file:
         for size in (2**16, 1):
             with suppress(OSError):
@@ -75,8 +75,8 @@ def fill_up(place: Path) -> None:
 
 @contextmanager
 def at_step(step: int, happens: Callable[[], None]) -> Iterator[None]:
-    """Something happens before a step is trained, counted from 0; once."""
-    true, begun = loop.stand_by, list[int]()  # which begins each step
+    """Call a function once, before a step, counted from 0."""
+    true, begun = loop.stand_by, list[int]()  # called at the start of each step
 
     def stand_by() -> None:
         begun.append(len(begun))
@@ -90,7 +90,7 @@ def at_step(step: int, happens: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def in_pauses(happens: Callable[[str], None]) -> Iterator[list[str]]:
-    """Something happens at the second look of each pause; gives what was said when pauses began."""
+    """Call a function at the second check of each pause. Yields the messages of all pauses."""
     true, waited_for = disk._sleep, list[str]()
 
     def sleep(patience: Any, what: str, *rest: Any) -> None:
@@ -112,15 +112,15 @@ def assert_the_same(bench: Bench, undisturbed: Bench) -> None:
     ]
 
 
-def test_a_full_file_system_pauses_the_run_and_changes_no_byte(bench, undisturbed, capsys):
+def test_a_full_disk_pauses_the_run_and_changes_no_byte(bench, undisturbed, capsys):
     with small_disk(bench.output, "6m") as place:
         with at_step(3, lambda: fill_up(place)), in_pauses(lambda what: (place / BALLAST).unlink()) as pauses:
             assert bench.run("run", **SETTINGS) == 0
-        said = capsys.readouterr()
-        assert "paused" in said.out
-        assert "free" in said.out
-        assert "step-000002 is safe" in said.out
-        assert "the disk accepts writes again" in said.out
+        printed = capsys.readouterr()
+        assert "paused" in printed.out
+        assert "free" in printed.out
+        assert "step-000002 is safe" in printed.out
+        assert "the disk accepts writes again" in printed.out
         assert pauses
         assert_the_same(bench, undisturbed)
         events = [event for event in record(bench.folder("run"))["events"] if event["kind"] == "disk"]
@@ -128,7 +128,7 @@ def test_a_full_file_system_pauses_the_run_and_changes_no_byte(bench, undisturbe
         assert events == [event for event in rows(bench.folder("run"), EVENTS) if event["kind"] == "disk"]
 
 
-def test_a_signal_in_a_pause_of_a_full_file_system_is_recorded(bench):
+def test_a_signal_during_a_full_disk_pause_is_recorded(bench):
     with small_disk(bench.output, "6m") as place:
         with at_step(3, lambda: fill_up(place)), in_pauses(lambda what: os.kill(os.getpid(), signal.SIGTERM)):
             assert bench.run("run", **SETTINGS) == 143
@@ -137,28 +137,28 @@ def test_a_signal_in_a_pause_of_a_full_file_system_is_recorded(bench):
 
 
 @pytest.mark.slow
-def test_a_full_file_system_ends_the_run_when_nobody_waits(bench, undisturbed, capsys):
+def test_a_full_disk_ends_the_run_without_waiting_when_set(bench, undisturbed, capsys):
     with small_disk(bench.output, "6m") as place:
         with at_step(3, lambda: fill_up(place)):
             assert bench.run("run", **SETTINGS, checkpoint__wait_minutes=0) == 5
-        told = capsys.readouterr()
-        said = told.err
-        assert "step-000002 is safe" in said
-        assert "--resume" in said
-        assert "Traceback" not in said
+        printed = capsys.readouterr()
+        errors = printed.err
+        assert "step-000002 is safe" in errors
+        assert "--resume" in errors
+        assert "Traceback" not in errors
         found = record(bench.folder("run"))
         assert (found["status"], found["exit_code"], found["steps"]) == ("failed", 5, 2)
         assert "disk" in found["reason"]
         page = (bench.folder("run") / "report.html").exists()
         assert (found["files"]["report"] is not None) == page
-        assert told.out.count("report.html could not be written") == (0 if page else 1)
+        assert printed.out.count("report.html could not be written") == (0 if page else 1)
         (place / BALLAST).unlink()
         assert bench.run("run", "--resume", **SETTINGS, checkpoint__wait_minutes=0) == 0
         assert_the_same(bench, undisturbed)
 
 
 class Refused:
-    """Each place that files are renamed to is refused so many times."""
+    """Refuses each rename target the given number of times."""
 
     def __init__(self, number: int, times: int = 2) -> None:
         self.number, self.times = number, times
@@ -167,7 +167,7 @@ class Refused:
 
     def __call__(self, source: Any, target: Any) -> None:
         name = Path(target).name
-        if len(Path(name).stem) == 32:  # a shard has a name of its own each time
+        if len(Path(name).stem) == 32:  # a shard has a new name each time
             name = "shard"
         self.tried[name] = self.tried.get(name, 0) + 1
         if self.tried[name] <= self.times and name not in (".step-000002.old",):
@@ -182,17 +182,17 @@ def test_every_file_of_a_run_waits_for_its_disk(number, bench, undisturbed, tmp_
     monkeypatch.setattr(os, "replace", refused)
     assert own.run("run", **SETTINGS) == 0
     monkeypatch.undo()
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in ("run.json", "config.toml", "step-000002", "step-000006", "run.safetensors"):
         assert refused.tried[name] > 2, refused.tried
     assert any(name.startswith("best-") for name in refused.tried)
     for what in ("run.json", "config.toml", "the checkpoint of step 2", "the LoRA", "of the cache"):
-        assert f"{what}" in said
+        assert f"{what}" in output
     assert_the_same(own, undisturbed)
     assert record(own.folder("run"))["status"] == "done"
 
 
-def test_rows_are_neither_torn_nor_doubled(tmp_path):
+def test_rows_are_neither_truncated_nor_duplicated(tmp_path):
     from lora_trainer.core.disk import Patience, patient
     from lora_trainer.monitor.trackers import Trackers, read_lines
 
@@ -215,7 +215,7 @@ def test_rows_are_neither_torn_nor_doubled(tmp_path):
         assert event["kind"] == "disk"
 
 
-def test_tensorboard_alone_ends_no_run(bench, undisturbed, capsys, monkeypatch):
+def test_a_tensorboard_error_ends_no_run(bench, undisturbed, capsys, monkeypatch):
     from lora_trainer.monitor import board
 
     def add(*_: Any) -> None:
@@ -223,36 +223,36 @@ def test_tensorboard_alone_ends_no_run(bench, undisturbed, capsys, monkeypatch):
 
     monkeypatch.setattr(board.Board, "add", add)
     assert bench.run("run", **SETTINGS) == 0
-    said = capsys.readouterr()
-    assert said.out.count("TensorBoard's file cannot be written") == 1
-    assert "Traceback" not in said.err
+    output = capsys.readouterr()
+    assert output.out.count("TensorBoard's file cannot be written") == 1
+    assert "Traceback" not in output.err
     assert_the_same(bench, undisturbed)
 
 
-def test_a_folder_deleted_under_a_run_is_made_again(bench, undisturbed, capsys):
+def test_a_folder_deleted_during_a_run_is_created_again(bench, undisturbed, capsys):
     folder, seen = bench.folder("run"), list[Any]()
 
-    def look() -> None:
+    def check_files() -> None:
         seen.append((record(folder), {path.name for path in folder.iterdir()}))
         seen.append(bench.run("run", "--resume", **SETTINGS))
 
-    with at_step(3, lambda: delete_under_a_run(folder)), at_step(5, look):
+    with at_step(3, lambda: delete_under_a_run(folder)), at_step(5, check_files):
         assert bench.run("run", **SETTINGS) == 0
     (found, names), second = seen
     assert (found["status"], found["exit_code"]) == ("running", None)
     assert found["steps"] >= 3
     assert {"run.json", "config.toml", "logs", ".lock"} <= names
     assert second == 2, "another run was let in"
-    said = capsys.readouterr()
-    assert "was deleted during the run" in said.out
-    assert "by another process" in said.err
+    output = capsys.readouterr()
+    assert "was deleted during the run" in output.out
+    assert "by another process" in output.err
     assert exported(folder) == exported(undisturbed.folder("run"))
     assert record(folder)["status"] == "done"
     assert [row["step"] for row in rows(folder)] == [4, 5, 6]
     assert "was deleted" in record(folder)["events"][0]["message"]
 
 
-def test_parts_deleted_under_a_run_end_nothing(bench, undisturbed):
+def test_files_deleted_during_a_run_do_not_end_it(bench, undisturbed):
     folder = bench.folder("run")
 
     def delete() -> None:
@@ -275,7 +275,7 @@ def test_a_run_without_its_record_is_resumed_from_its_checkpoints(bench, undistu
     assert_the_same(bench, undisturbed)
 
 
-def test_a_folder_in_the_place_of_a_file_is_refused(bench, capsys):
+def test_a_folder_in_place_of_a_file_is_refused(bench, capsys):
     assert bench.run("run", **SETTINGS, steps=2) == 0
     rest = bench.folder("run") / "metrics.jsonl"
     rest.unlink()
@@ -284,7 +284,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused(bench, capsys):
     assert "metrics.jsonl is a folder" in capsys.readouterr().err
 
 
-def test_an_export_that_finds_no_room_is_done_by_resume(bench, undisturbed, capsys, monkeypatch):
+def test_an_export_without_disk_space_is_done_on_resume(bench, undisturbed, capsys, monkeypatch):
     true = os.replace
 
     def refuse(source: Any, target: Any) -> None:
@@ -295,18 +295,18 @@ def test_an_export_that_finds_no_room_is_done_by_resume(bench, undisturbed, caps
     monkeypatch.setattr(os, "replace", refuse)
     assert bench.run("run", **SETTINGS, checkpoint__wait_minutes=0) == 5
     monkeypatch.setattr(os, "replace", true)
-    said = capsys.readouterr().err
-    assert "The LoRA needs" in said
-    assert "step-000006 is safe" in said
-    assert "--resume" in said
+    output = capsys.readouterr().err
+    assert "The LoRA needs" in output
+    assert "step-000006 is safe" in output
+    assert "--resume" in output
     with at_step(0, lambda: pytest.fail("a step was trained twice")):
         assert bench.run("run", "--resume", **SETTINGS, checkpoint__wait_minutes=0) == 0
     assert_the_same(bench, undisturbed)
     assert json.loads((bench.folder("run") / "run.json").read_text())["reason"] is None
 
 
-def test_the_forecast_covers_what_a_run_really_held(bench, monkeypatch):
-    """At each rename, which is when a second copy of something is there, the folder is weighed."""
+def test_the_disk_estimate_covers_the_real_run(bench, monkeypatch):
+    """Measures the folder at each rename, when a second copy exists."""
     from lora_trainer.production import room
 
     folder, weights, forecast = bench.folder("run"), list[int](), list[int]()
@@ -330,7 +330,7 @@ def test_the_forecast_covers_what_a_run_really_held(bench, monkeypatch):
     assert max(weights) - page <= forecast[0] <= 2 * max(weights)
 
 
-def test_a_signal_ends_the_pause_and_says_what_is_not_saved(bench, undisturbed, capsys, monkeypatch):
+def test_a_signal_ends_the_pause_and_reports_what_is_not_saved(bench, undisturbed, capsys, monkeypatch):
     true = os.replace
 
     def refuse(source: Any, target: Any) -> None:
@@ -342,9 +342,9 @@ def test_a_signal_ends_the_pause_and_says_what_is_not_saved(bench, undisturbed, 
     with in_pauses(lambda what: os.kill(os.getpid(), signal.SIGTERM)):
         assert bench.run("run", **SETTINGS) == 143
     monkeypatch.setattr(os, "replace", true)
-    said = capsys.readouterr().out
-    assert "the checkpoint of step 4 is not written" in said
-    assert "step-000002 is safe" in said
+    output = capsys.readouterr().out
+    assert "the checkpoint of step 4 is not written" in output
+    assert "step-000002 is safe" in output
     assert (record(bench.folder("run"))["status"], record(bench.folder("run"))["steps"]) == ("stopped", 2)
     assert bench.run("run", "--resume", **SETTINGS) == 0
     assert_the_same(bench, undisturbed)
@@ -372,8 +372,8 @@ def test_two_runs_where_the_file_system_has_no_locks(bench, capsys, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_disk_taken_away_under_a_run_is_waited_for(bench, undisturbed, tmp_path, capsys):
-    """Nothing is written into the empty mount point meanwhile."""
+def test_a_run_waits_for_a_disk_that_was_removed(bench, undisturbed, tmp_path, capsys):
+    """Nothing is written into the empty mount point."""
     with small_disk(tmp_path / "stick", "20m") as stick:
         bench.output.mkdir(parents=True)
 

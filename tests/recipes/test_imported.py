@@ -1,4 +1,4 @@
-"""A config of another trainer, from its import to the end of its run."""
+"""A config of another trainer, from import to the end of training."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ num_repeats = 0
 
 
 @pytest.mark.skipif(not (BASE_FOLDER / "unet").is_dir(), reason="the base has not been trained yet")
-def test_a_run_of_kohyas_config_to_its_end(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kohya_config_trains_to_the_end(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, ours = tmp_path / "kohya.toml", tmp_path / "ours.toml"
     config.write_text(CONFIG.format(model=BASE_FOLDER.as_posix(), output=bench.output.as_posix()), encoding="utf-8")
     (tmp_path / "data.toml").write_text(DATA.format(images=bench.data.as_posix()), encoding="utf-8")
     assert main(["import", str(config), "--output", str(ours)]) == 0
     assert f"lora-trainer train --config {ours}" in capsys.readouterr().out
-    # As it was imported, but for where caches lie and for the gate and its images, which take most of so short a run.
+    # As imported, except for the cache folder, the gate and its images: those take most of so short a run.
     quick = {"cache.dir": bench.cache, "gates.lora_check": "off"}
     settings = [part for name, value in quick.items() for part in ("--set", f"{name}={value}")]
     assert main(["train", "--config", str(ours), *settings]) == 0

@@ -1,4 +1,4 @@
-"""`convert` and `inspect` as users meet them; and what is no sound LoRA is refused alike by all four commands."""
+"""`convert` and `inspect`, and bad LoRA files that all four commands refuse alike."""
 
 from __future__ import annotations
 
@@ -72,17 +72,17 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_files_are_refused_with_the_reason(kind, command, bench, tmp_path, capsys, monkeypatch):
-    """Before a model is loaded, and with nothing written. NaN is scored 0 by `validate`, which is for such questions."""
+def test_bad_files_are_refused_with_a_reason(kind, command, bench, tmp_path, capsys, monkeypatch):
+    """Before a model is loaded, and nothing is written. Only `validate` accepts NaN, and scores it 0."""
     make, reason = BAD[kind]
     path, out = tmp_path / "bad.safetensors", tmp_path / "out.safetensors"
     make(path)
     monkeypatch.setattr("lora_trainer.evaluation.loading.fresh_pipeline", None)
     code = main(COMMANDS[command](path, bench.model, out))
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert code == (4 if (kind, command) == ("NaN", "validate") else 2)
-    assert re.search(reason, said.err + said.out)
-    assert "Traceback" not in said.err
+    assert re.search(reason, output.err + output.out)
+    assert "Traceback" not in output.err
     assert not out.exists()
 
 
@@ -91,12 +91,12 @@ def test_a_lora_of_another_family_is_refused(command, bench, tmp_path, capsys):
     path = tmp_path / "flux.safetensors"
     saved(WRONG_KIND)(path)
     assert main(COMMANDS[command](path, bench.model, tmp_path / "out")) in (2, 4)
-    said = capsys.readouterr()
-    assert "no module of the model" in said.err + said.out or "another kind" in said.err + said.out
-    assert "Traceback" not in said.err
+    output = capsys.readouterr()
+    assert "no module of the model" in output.err + output.out or "another kind" in output.err + output.out
+    assert "Traceback" not in output.err
 
 
-def test_convert_there_and_back_keeps_every_bit_and_never_overwrites(tmp_path, capsys):
+def test_a_convert_round_trip_keeps_every_bit_and_never_overwrites(tmp_path, capsys):
     modules = {
         f"unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_{each}": LoraPair(
             torch.randn(rank, 32), torch.randn(32, rank), 2.0
@@ -109,9 +109,9 @@ def test_convert_there_and_back_keeps_every_bit_and_never_overwrites(tmp_path, c
     there, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
     assert main(["convert", str(kohya), str(there), "--to", "diffusers"]) == 0
     assert main(["convert", str(there), str(back), "--to", "kohya"]) == 0
-    said = capsys.readouterr()
-    assert said.out.split() == [str(there), str(back)]
-    assert "bit for bit" in said.err
+    output = capsys.readouterr()
+    assert output.out.split() == [str(there), str(back)]
+    assert "bit for bit" in output.err
     one, other = load_file(kohya), load_file(back)
     assert set(one) == set(other)
     assert all(torch.equal(one[key], other[key]) for key in one)
@@ -133,8 +133,8 @@ def test_a_family_with_another_denoiser_is_refused(tmp_path, capsys):
     assert not target.exists()
 
 
-def test_a_folder_tells_what_lies_in_it(tmp_path, capsys):
-    """As peft saves one."""
+def test_a_folder_lists_its_files(tmp_path, capsys):
+    """As saved by PEFT."""
     saved(GOOD)(tmp_path / "adapter_model.safetensors")
     for command in (
         ["inspect", str(tmp_path)],
@@ -144,25 +144,25 @@ def test_a_folder_tells_what_lies_in_it(tmp_path, capsys):
         assert "adapter_model.safetensors" in capsys.readouterr().err
 
 
-def test_another_method_is_named_and_nobody_is_said_to_read_it(tmp_path, capsys):
+def test_another_adapter_method_is_named_and_no_program_is_listed_as_reading_it(tmp_path, capsys):
     path = tmp_path / "dora.safetensors"
     saved(GOOD | {f"{NAME}.dora_scale": (32,)})(path)
     assert main(["inspect", str(path), "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
-    assert told["kind"] == "DoRA"
-    assert {each["reads"] for each in told["clients"]} == {"unknown"}
+    output = json.loads(capsys.readouterr().out)
+    assert output["kind"] == "DoRA"
+    assert {each["reads"] for each in output["clients"]} == {"unknown"}
 
 
-def test_nan_is_told_beside_what_else_is_wrong(tmp_path, capsys):
+def test_nan_is_reported_with_the_other_problems(tmp_path, capsys):
     path = tmp_path / "bad.safetensors"
     saved(GOOD | {"something.else": (1,)}, float("nan"))(path)
     assert main(["convert", str(path), str(tmp_path / "out.safetensors"), "--to", "diffusers"]) == 2
-    told = capsys.readouterr().err
-    assert "unknown key" in told
-    assert "NaN" in told
+    output = capsys.readouterr().err
+    assert "unknown key" in output
+    assert "NaN" in output
 
 
-def test_words_that_cannot_be_written_leave_nothing_behind(tmp_path, capsys):
+def test_learned_tokens_that_cannot_be_written_leave_nothing_behind(tmp_path, capsys):
     source = tmp_path / "words.safetensors"
     words = {f"bundle_emb.{word}.string_to_param.*": torch.ones(2, 8) for word in ("early", "zobo")}
     save_file({key: torch.ones(shape) for key, shape in GOOD.items()} | words, source)
@@ -173,7 +173,7 @@ def test_words_that_cannot_be_written_leave_nothing_behind(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.embedding-zobo.safetensors", source.name]
 
 
-def test_words_beside_a_name_with_brackets_are_not_written_over(tmp_path, capsys):
+def test_learned_tokens_next_to_a_name_with_brackets_are_not_overwritten(tmp_path, capsys):
     source, target = tmp_path / "words.safetensors", tmp_path / "cat[1].safetensors"
     save_file(
         {key: torch.ones(shape) for key, shape in GOOD.items()}
@@ -187,19 +187,19 @@ def test_words_beside_a_name_with_brackets_are_not_written_over(tmp_path, capsys
     assert kept.read_bytes() == b"precious"
 
 
-def test_wrong_arguments_of_convert_come_all_at_once(tmp_path, capsys):
+def test_wrong_arguments_of_convert_are_reported_at_once(tmp_path, capsys):
     arguments = ["convert", "none.safetensors", "out.bin", "--to", "a1111", "--family", "sd9", "--dtype", "int8"]
     assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert all(word in said for word in ("a1111", "sd9", "int8", "out.bin"))
+    output = capsys.readouterr().err
+    assert all(word in output for word in ("a1111", "sd9", "int8", "out.bin"))
 
 
-def test_inspect_tells_what_a_file_holds(tmp_path, capsys):
+def test_inspect_shows_the_content_of_a_file(tmp_path, capsys):
     names = FAMILIES["sdxl"]
     pair = LoraPair(torch.randn(4, 2048) * 0.1, torch.randn(8, 4) * 0.1, 2.0)
     module = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k"
-    told = facts(base_version="sdxl_base_v1-0", architecture="stable-diffusion-xl-v1-base/lora")
-    path, _ = write_lora(tmp_path, "cat", LoraWeights({module: pair}), told)
+    training_facts = facts(base_version="sdxl_base_v1-0", architecture="stable-diffusion-xl-v1-base/lora")
+    path, _ = write_lora(tmp_path, "cat", LoraWeights({module: pair}), training_facts)
     assert names.denoiser_prefix == "unet"
     assert main(["inspect", str(path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -222,8 +222,8 @@ def test_inspect_tells_what_a_file_holds(tmp_path, capsys):
     )
 
 
-def test_inspect_tells_that_diffusers_passes_over_t5(tmp_path, capsys):
-    """sd-scripts trains T5 too; diffusers loads such a file of FLUX.1 without a word about what it leaves out."""
+def test_inspect_reports_that_diffusers_skips_t5(tmp_path, capsys):
+    """sd-scripts can train T5; diffusers loads such a FLUX.1 file and silently skips T5."""
     path = tmp_path / "strange.safetensors"
     t5 = "lora_te3_encoder_block_0_layer_0_SelfAttention_q"
     for family, original in (("flux", "double_blocks_0_img_attn_proj"), ("sd3", "joint_blocks_0_x_block_attn_proj")):
@@ -240,14 +240,14 @@ def test_inspect_tells_that_diffusers_passes_over_t5(tmp_path, capsys):
         assert (found["ComfyUI"]["reads"], found["sd-scripts"]["reads"]) == ("whole", "whole")
         out = tmp_path / f"{family}.safetensors"
         assert main(["convert", str(path), str(out), "--to", "diffusers"]) == 0
-        said = capsys.readouterr()
-        assert "passes over them without a word" in " ".join((said.out + said.err).split())
+        output = capsys.readouterr()
+        assert "passes over them without a word" in " ".join((output.out + output.err).split())
         main(["inspect", str(out), "--json"])
         again = {each["name"]: each for each in json.loads(capsys.readouterr().out)["clients"]}
         assert (again["diffusers"]["reads"], again["ComfyUI"]["reads"]) == ("in part", "in part")
 
 
-def test_inspect_tells_what_is_left_of_a_damaged_file(tmp_path, capsys):
+def test_inspect_shows_what_remains_of_a_damaged_file(tmp_path, capsys):
     path = tmp_path / "cut.safetensors"
     other = NAME.replace("to_q", "to_k")
     save_file(
@@ -262,7 +262,7 @@ def test_inspect_tells_what_is_left_of_a_damaged_file(tmp_path, capsys):
     assert any("half a pair" in finding["message"] for finding in document["findings"])
 
 
-def test_a_file_that_was_cut_behind_its_header_is_told(tmp_path, capsys):
+def test_a_file_truncated_after_its_header_is_reported(tmp_path, capsys):
     path = tmp_path / "cut.safetensors"
     save_file({key: torch.ones(shape) for key, shape in GOOD.items()}, path)
     content = path.read_bytes()
@@ -271,8 +271,8 @@ def test_a_file_that_was_cut_behind_its_header_is_told(tmp_path, capsys):
     assert "cut off" in capsys.readouterr().err
 
 
-def test_what_is_no_lora_by_its_names_is_not_read(tmp_path, capsys):
-    """A base model that was cut off: most of its bytes are holes that nobody should have to read."""
+def test_a_file_without_lora_keys_is_not_read(tmp_path, capsys):
+    """A truncated base model: a sparse file that must not be read whole."""
     path = tmp_path / "base.safetensors"
     size = 1 << 36
     header = json.dumps({"model.w": {"dtype": "F16", "shape": [size], "data_offsets": [0, 2 * size]}}).encode()
@@ -294,7 +294,7 @@ def test_a_lora_in_eight_bits_is_read_in_float32(dtype, tmp_path, capsys):
     assert torch.equal(load_file(target)[f"{NAME}.lora_up.weight"], tensors[f"{NAME}.lora_up.weight"].float())
 
 
-def test_a_file_that_was_changed_is_told(tmp_path, capsys):
+def test_a_changed_file_is_reported(tmp_path, capsys):
     path = tmp_path / "changed.safetensors"
     save_file({key: torch.ones(shape) for key, shape in GOOD.items()}, path, metadata={"sshs_model_hash": "0" * 64})
     assert main(["inspect", str(path)]) == 0

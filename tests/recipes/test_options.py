@@ -1,4 +1,4 @@
-"""Options of noise, loss, optimizer and weights through the command: what they change, and what is refused."""
+"""Noise, loss, optimizer and weight options through the command: their effects and refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.recipes.recipe import Bench, exported, header_of, losses, patched, re
 
 
 def v_model(bench: Bench, folder: Path) -> Bench:
-    """The same bench with a model that predicts velocity."""
+    """The same bench with a v-prediction model."""
     shutil.copytree(bench.model, folder)
     scheduler = folder / "scheduler" / "scheduler_config.json"
     document = json.loads(scheduler.read_text(encoding="utf-8"))
@@ -32,11 +32,11 @@ def v_model(bench: Bench, folder: Path) -> Bench:
     return replace(bench, model=folder)
 
 
-def test_zero_terminal_snr_needs_a_model_that_predicts_velocity(bench, tmp_path, capsys):
+def test_zero_terminal_snr_needs_a_v_prediction_model(bench, tmp_path, capsys):
     assert bench.run("epsilon", noise__zero_terminal_snr="true") == 2
-    said = capsys.readouterr().err
-    assert "noise.zero_terminal_snr = true (from --set): the model predicts epsilon" in said
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert "noise.zero_terminal_snr = true (from --set): the model predicts epsilon" in output
+    assert "Traceback" not in output
     assert not bench.folder("epsilon").exists()
     velocity = v_model(bench, tmp_path / "v")
     settings = {"noise__zero_terminal_snr": "true", "loss__min_snr_gamma": 5, "steps": 2, "gates__lora_check": "lite"}
@@ -50,7 +50,7 @@ def test_zero_terminal_snr_needs_a_model_that_predicts_velocity(bench, tmp_path,
     assert drawn[0] != drawn[1], "drawn on the schedule that was trained on"
 
 
-def test_weights_of_images_multiply_their_loss(bench, tmp_path):
+def test_loss_weights_multiply_the_loss_of_their_images(bench, tmp_path):
     assert bench.run("plain", steps=1) == 0
     data = Path(shutil.copytree(bench.data, tmp_path / "weighted"))
     lines = [json.dumps({"file_name": path.name, "weight": 2.5}) for path in sorted(data.glob("*.png"))]
@@ -64,12 +64,12 @@ def test_weights_of_images_multiply_their_loss(bench, tmp_path):
 @pytest.mark.parametrize(
     "settings", [{"noise__input_perturbation": 0.2}, {"loss__type": "huber", "loss__huber_delta": 0.05}]
 )
-def test_options_of_noise_and_loss_change_the_first_loss(settings, finished, bench):
+def test_noise_and_loss_options_change_the_first_loss(settings, finished, bench):
     assert bench.run("option", steps=1, **settings) == 0
     assert losses(bench.folder("option"))[0] != losses(finished.folder("first"))[0]
 
 
-def test_the_average_is_what_is_exported_and_validated_and_training_is_the_same(finished, bench):
+def test_the_ema_is_exported_and_validated_and_training_is_unchanged(finished, bench):
     assert bench.run("first", train__ema_decay=0.5, checkpoint__every_n_steps=3, validation__every_n_steps=3) == 0
     assert losses(bench.folder("first")) == losses(finished.folder("first"))
     assert exported(bench.folder("first")) != exported(finished.folder("first"))
@@ -81,8 +81,8 @@ def test_the_average_is_what_is_exported_and_validated_and_training_is_the_same(
     assert_exported(bench.folder("first"), kept)
 
 
-def test_a_schedule_free_run_exports_its_average(bench):
-    """The library's own average, asked for after ours was taken."""
+def test_a_schedule_free_run_exports_its_averaged_weights(bench):
+    """The library's own average, read after ours."""
     seen: dict[str, torch.Tensor] = {}
     true = flow.choose_released
 
@@ -109,7 +109,7 @@ def assert_exported(folder: Path, expected: dict[str, torch.Tensor]) -> None:
         assert torch.allclose(pair.delta(), up @ down, atol=2e-3 * float((up @ down).abs().max()))
 
 
-def test_prodigy_takes_a_factor_and_refuses_a_rate(bench, capsys):
+def test_prodigy_takes_a_factor_and_refuses_a_learning_rate(bench, capsys):
     assert bench.run("rate", optimizer__name="prodigy", optimizer__learning_rate=1e-4) == 2
     assert "prodigy finds the learning rate itself" in capsys.readouterr().err
     assert bench.run("factor", steps=2, optimizer__name="prodigy", optimizer__learning_rate=None) == 0
@@ -130,18 +130,18 @@ def test_clipping_by_value_replaces_clipping_by_norm(bench, capsys):
 
 @pytest.mark.parametrize("stabilized", [True, False])
 @pytest.mark.parametrize("rank", [4, 6])
-def test_the_file_changes_each_layer_as_the_network_in_memory_does(stabilized, rank, tmp_path):
-    """Linear layers and convolutions, alpha unlike the rank: the scale is alpha / rank or alpha / sqrt(rank)."""
+def test_the_file_changes_each_layer_like_the_adapter_in_memory(stabilized, rank, tmp_path):
+    """Linear layers and convolutions with alpha other than rank: the scale is alpha / rank or alpha / sqrt(rank)."""
     family, unet = FAMILIES["sd15"], tiny_pipeline(tmp_path).unet.requires_grad_(False)
     names = target_modules(unet, family, ("*.to_q", "*.ff.net.*", "*.resnets.*.conv?", "*.conv_shortcut"))
-    made = inject_lora(unet, names, rank=rank, alpha=2.7, dropout=0.0, seed=1, rank_stabilized=stabilized)
+    adapters = inject_lora(unet, names, rank=rank, alpha=2.7, dropout=0.0, seed=1, rank_stabilized=stabilized)
     with torch.no_grad():
-        for parameter in made.values():
+        for parameter in adapters.values():
             parameter.normal_()
     config = Config.model_validate({"lora": {"rank": rank, "alpha": 2.7, "use_rslora": stabilized}})
-    weights = lora_weights(config, SimpleNamespace(family=family), made)
-    told = facts(alpha=2.7, rank_stabilized=stabilized)
-    for path in write_lora(tmp_path, "cat", weights, told, dtype=torch.float32):
+    weights = lora_weights(config, SimpleNamespace(family=family), adapters)
+    training_facts = facts(alpha=2.7, rank_stabilized=stabilized)
+    for path in write_lora(tmp_path, "cat", weights, training_facts, dtype=torch.float32):
         written = read_lora(path)
         assert len(written.modules) == len(names)
         assert json.loads(written.metadata["ss_network_args"]).get("rank_stabilized", False) is stabilized
@@ -150,7 +150,7 @@ def test_the_file_changes_each_layer_as_the_network_in_memory_does(stabilized, r
             assert torch.allclose(pair.delta(), expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
 
 
-def test_lora_files_hold_the_precision_that_is_asked_for(bench):
+def test_lora_files_have_the_requested_precision(bench):
     settings = {"steps": 2, "lora__alpha": 2.6, "checkpoint__export_every_n_steps": 1, "gates__lora_check": "lite"}
     settings |= {
         "textual_inversion__placeholder_tokens": '["<zobo>"]',
@@ -174,7 +174,7 @@ def test_lora_files_hold_the_precision_that_is_asked_for(bench):
         assert all(torch.equal(tensors[key], wide[key].to(value.dtype)) for key, value in tensors.items()), dtype
 
 
-def test_a_rank_stabilized_run_says_so_and_must_stay_so(bench, capsys):
+def test_use_rslora_is_recorded_and_must_not_change(bench, capsys):
     assert bench.run("stable", steps=2, checkpoint__every_n_steps=1, lora__use_rslora="true", lora__alpha=2) == 0
     header = header_of(bench.folder("stable") / "stable.safetensors")
     assert json.loads(header["ss_network_args"])["rank_stabilized"] is True

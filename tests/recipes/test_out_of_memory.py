@@ -1,4 +1,4 @@
-"""Memory that runs out after the training, or while caches are filled, costs time and nothing else."""
+"""Running out of memory after training, or while caching, costs only time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 def short_of_memory(work: Callable[..., Any]) -> Callable[..., Any]:
-    """The same work, which runs out of memory unless nothing needs to stay on the GPU."""
+    """The same function, out of memory unless nothing else stays on the GPU."""
 
-    def work_or_fail(*given: Any, **named: Any) -> Any:
-        if named["usable"] != 0:
+    def work_or_fail(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["usable"] != 0:
             raise torch.OutOfMemoryError(SHORT)
-        return work(*given, **named | {"usable": None})
+        return work(*args, **kwargs | {"usable": None})
 
     return work_or_fail
 
@@ -36,8 +36,8 @@ def never(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError(SHORT)
 
 
-def test_gate_and_images_are_made_with_less(bench, finished, monkeypatch, capsys):
-    """And the trained denoiser, which makes room for the one that draws, comes back as it was."""
+def test_the_gate_and_samples_use_less_memory(bench, finished, monkeypatch, capsys):
+    """The trained denoiser leaves the GPU for sampling and returns unchanged."""
     rooms, freed = iter([0]), []
     monkeypatch.setattr(release, "usable_bytes", lambda *_: next(rooms, None))
     monkeypatch.setattr(release, "free_memory", freed.append)
@@ -47,13 +47,13 @@ def test_gate_and_images_are_made_with_less(bench, finished, monkeypatch, capsys
     assert bench.run("first", gates__lora_check="lite", **settings) == 0
     assert len(freed) == 2
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
-    said = capsys.readouterr().out
-    assert said.count("out of memory: once more with less on the GPU") == 3
+    output = capsys.readouterr().out
+    assert output.count("out of memory: once more with less on the GPU") == 3
     assert record(bench.folder("first"))["lora"] == record(finished.folder("first"))["lora"]
     assert (bench.folder("first") / "samples" / "before_after.png").is_file()
 
 
-def test_a_lora_that_cannot_be_judged_is_kept_and_can_be_judged_later(bench, monkeypatch):
+def test_a_lora_that_cannot_be_evaluated_is_kept_and_can_be_evaluated_later(bench, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(release, "check_lora", never)
         assert bench.run("first", steps=1, gates__lora_check="lite") == 5
@@ -70,16 +70,16 @@ def test_a_lora_that_cannot_be_judged_is_kept_and_can_be_judged_later(bench, mon
     assert exported(folder) == kept
 
 
-def test_images_are_encoded_fewer_at_once(tiny_model, images, tmp_path, monkeypatch, capsys):
-    """The same caches to rounding; an image that does not fit even alone ends the run with what to change."""
-    family, asked = FAMILIES["sd15"], []
+def test_images_are_encoded_in_smaller_batches(tiny_model, images, tmp_path, monkeypatch, capsys):
+    """The same caches up to rounding. An image that does not fit alone ends the run with the fix."""
+    family, batch_sizes = FAMILIES["sd15"], []
 
     def with_room_for(most: int) -> None:
-        def load_encoders(*given: Any) -> Any:
-            encoders = family.load_encoders(*given)
+        def load_encoders(*args: Any) -> Any:
+            encoders = family.load_encoders(*args)
 
             def encode_image(pixels: torch.Tensor) -> Any:
-                asked.append(len(pixels))
+                batch_sizes.append(len(pixels))
                 if len(pixels) > most:
                     raise torch.OutOfMemoryError(SHORT)
                 return encoders.encode_image(pixels)
@@ -92,26 +92,26 @@ def test_images_are_encoded_fewer_at_once(tiny_model, images, tmp_path, monkeypa
     place = Bench(tiny_model, images, tmp_path / "runs", tmp_path / "none")
     assert main(["cache", *place.arguments("first")[1:]]) == 5
     assert "Out of memory while encoding one image of" in capsys.readouterr().err
-    asked.clear()
+    batch_sizes.clear()
     with_room_for(1)
     place = replace(place, cache=tmp_path / "few")
     assert main(["cache", *place.arguments("first")[1:]]) == 0
     assert len(contents(place.cache)) > 0
-    assert asked[:3] == [4, 2, 1]
+    assert batch_sizes[:3] == [4, 2, 1]
     assert "out of memory: 2 images are encoded at once in place of 4" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_captions_are_encoded_fewer_at_once(tiny_model, images, tmp_path, monkeypatch, capsys):
-    """The same captions to rounding; one that does not fit even alone ends the run with what to do."""
-    family, asked = FAMILIES["sd15"], []
+def test_captions_are_encoded_in_smaller_batches(tiny_model, images, tmp_path, monkeypatch, capsys):
+    """The same embeddings up to rounding. A caption that does not fit alone ends the run with the fix."""
+    family, batch_sizes = FAMILIES["sd15"], []
 
     def with_room_for(most: int) -> None:
-        def load_encoders(*given: Any) -> Any:
-            encoders = family.load_encoders(*given)
+        def load_encoders(*args: Any) -> Any:
+            encoders = family.load_encoders(*args)
 
             def encode_text(captions: Any) -> Any:
-                asked.append(len(captions))
+                batch_sizes.append(len(captions))
                 if len(captions) > most:
                     raise RuntimeError("CUDA error: out of memory")
                 return encoders.encode_text(captions)
@@ -124,11 +124,11 @@ def test_captions_are_encoded_fewer_at_once(tiny_model, images, tmp_path, monkey
     place = Bench(tiny_model, images, tmp_path / "runs", tmp_path / "none")
     assert main(["cache", *place.arguments("first")[1:]]) == 5
     assert "Out of memory while encoding one caption" in capsys.readouterr().err
-    asked.clear()
+    batch_sizes.clear()
     with_room_for(2)
     place = replace(place, cache=tmp_path / "few")
     assert main(["cache", *place.arguments("first")[1:]]) == 0
-    assert max(asked) > 2
+    assert max(batch_sizes) > 2
     assert "captions are encoded at once in place of" in capsys.readouterr().out
     monkeypatch.setitem(FAMILIES, "sd15", family)
     assert place.run("few", steps=2) == 0
@@ -137,12 +137,12 @@ def test_captions_are_encoded_fewer_at_once(tiny_model, images, tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_images_encoded_beside_the_steps_wait_for_memory(bench, monkeypatch):
-    """Without cached latents: tried again when steps leave room, and nothing changes."""
+def test_images_encoded_during_training_wait_for_memory(bench, monkeypatch):
+    """Without cached latents: retried when steps leave room, and nothing changes."""
     family, fails, waited = FAMILIES["sd15"], iter([False, True, True, True, False, True]), []
 
-    def load_encoders(*given: Any) -> Any:
-        encoders = family.load_encoders(*given)
+    def load_encoders(*args: Any) -> Any:
+        encoders = family.load_encoders(*args)
 
         def encode_image(pixels: torch.Tensor) -> Any:
             if next(fails, False):
@@ -161,23 +161,23 @@ def test_images_encoded_beside_the_steps_wait_for_memory(bench, monkeypatch):
     assert exported(bench.folder("short")) == exported(bench.folder("calm"))
 
 
-def test_images_without_memory_while_training_change_no_step(bench, finished, monkeypatch, capsys):
+def test_samples_that_run_out_of_memory_change_no_step(bench, finished, monkeypatch, capsys):
     monkeypatch.setattr(sample_module, "compare", never)
     assert bench.run("first", checkpoint__every_n_steps=3, validation__every_n_steps=3, sample__every_n_steps=2) == 0
-    said = capsys.readouterr().out
-    assert "no images at step 2: Out of memory with nothing left to reduce" in said
+    output = capsys.readouterr().out
+    assert "no images at step 2: Out of memory with nothing left to reduce" in output
     assert losses(bench.folder("first")) == losses(finished.folder("first"))
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
 
 
-def test_a_step_without_memory_is_told_in_the_record_and_the_report(bench, finished, monkeypatch, capsys):
-    """The whole command: one micro-batch runs out, the run goes on, and everybody can read it."""
+def test_an_out_of_memory_step_is_in_the_record_and_the_report(bench, finished, monkeypatch, capsys):
+    """The whole command: one micro-batch runs out of memory, the run continues, and it is reported."""
     fails = iter([False, False, True])
 
-    def squared_error(*given: Any) -> torch.Tensor:
+    def squared_error(*args: Any) -> torch.Tensor:
         if next(fails, False):
             raise torch.OutOfMemoryError(SHORT)
-        return true(*given)
+        return true(*args)
 
     true = loss_module.squared_error
     monkeypatch.setattr(loss_module, "squared_error", squared_error)

@@ -1,4 +1,4 @@
-"""The plan of a model of one's own, fp8 weights in a real run, and choices for a GPU without a GPU."""
+"""The plan of a custom model, fp8 weights in a real run, and GPU choices tested without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.recipes.recipe import Bench, exported, losses, record
 GPU = torch.device("cuda")
 
 
-def test_a_model_of_ones_own_is_traced_once_and_remembered(bench: Bench, capsys, monkeypatch):
+def test_a_custom_model_is_traced_once_and_cached(bench: Bench, capsys, monkeypatch):
     arguments = bench.arguments("planned", "--json", command="plan", memory__weight_dtype=None)
     from lora_trainer.cli.main import main
 
@@ -42,22 +42,22 @@ def test_a_model_of_ones_own_is_traced_once_and_remembered(bench: Bench, capsys,
     assert json.loads(capsys.readouterr().out) == first
 
 
-def test_images_that_train_would_refuse_are_noted(bench: Bench, capsys):
+def test_images_that_training_refuses_are_noted(bench: Bench, capsys):
     from lora_trainer.cli.main import main
 
-    for settings, told in (({}, False), ({"data__resolution": 512}, True)):
+    for settings, is_traced in (({}, False), ({"data__resolution": 512}, True)):
         assert main(bench.arguments("planned", command="plan", **settings)) == 0
-        said = capsys.readouterr().out
-        assert ("10 of 10 images would be enlarged" in said) == told
-        assert "with what published models of its family hold" in said
+        output = capsys.readouterr().out
+        assert ("10 of 10 images would be enlarged" in output) == is_traced
+        assert "with what published models of its family hold" in output
 
 
-def test_settings_are_traced_only_where_asked_for(bench: Bench, capsys, monkeypatch):
-    """Each costs seconds of a large model: a plan of one takes no more traces than its choice needs."""
+def test_settings_are_traced_only_when_requested(bench: Bench, capsys, monkeypatch):
+    """A trace of a large model takes seconds: a plan takes no more traces than it needs."""
     from lora_trainer.training.memory import memory_model
 
     traced, true = [], memory_model.traced_footprint
-    monkeypatch.setattr(memory_model, "traced_footprint", lambda *given: traced.append(given) or true(*given))
+    monkeypatch.setattr(memory_model, "traced_footprint", lambda *args: traced.append(args) or true(*args))
     settings = {"memory__weight_dtype": None, "lora__rank": 6, "memory__limit_gib": 24.0}
     assert bench.run("planned", "--json", command="plan", **settings) == 0
     assert json.loads(capsys.readouterr().out)["settings"] == []
@@ -69,7 +69,7 @@ def test_settings_are_traced_only_where_asked_for(bench: Bench, capsys, monkeypa
 
 
 def bytes_in(folder: Path, *endings: str) -> int:
-    """Of the files below a folder, of all or of those with such names."""
+    """The size of the files in a folder, of all or of the named ones."""
     return sum(
         each.stat().st_size
         for each in folder.rglob("*")
@@ -78,8 +78,8 @@ def bytes_in(folder: Path, *endings: str) -> int:
 
 
 @pytest.mark.parametrize("latents", ["true", "false"])
-def test_the_disk_that_a_run_takes_is_planned(bench: Bench, tmp_path, latents):
-    """Caches within 5 %, never less than there is. A run's folder held one checkpoint more than at the end."""
+def test_the_disk_space_of_a_run_is_planned(bench: Bench, tmp_path, latents):
+    """Caches within 5 %, never too small. The run folder briefly holds one checkpoint more than at the end."""
     settings = {"cache__dir": tmp_path / "cache", "cache__latents": latents, "lora__rank": 16}
     settings |= {"checkpoint__every_n_steps": 2, "checkpoint__keep_last": 2, "data__flip": "true"}
     settings |= {"captions__variants": 3, "captions__shuffle": "true"}
@@ -100,8 +100,8 @@ def test_the_disk_that_a_run_takes_is_planned(bench: Bench, tmp_path, latents):
     assert plan.disk_gib * 2**30 == pytest.approx(cached + needed)
 
 
-def test_a_dry_run_shows_the_memory(bench: Bench, capsys):
-    """Without a GPU in one line, and only where a limit is set that it can be held against."""
+def test_a_dry_run_shows_the_memory_plan(bench: Bench, capsys):
+    """Without a GPU in one line, and only if a limit is set."""
     assert bench.run("dry", "--dry-run") == 0
     assert "memory, on a GPU" not in capsys.readouterr().out
     assert bench.run("dry", "--dry-run", memory__limit_gib=12.0) == 0
@@ -109,7 +109,7 @@ def test_a_dry_run_shows_the_memory(bench: Bench, capsys):
     assert "GiB of 12" in line
 
 
-def test_fp8_weights_train_resume_exactly_and_are_judged_on_the_base(bench: Bench):
+def test_fp8_weights_resume_exactly_and_are_evaluated_on_the_base_model(bench: Bench):
     settings = {"memory__weight_dtype": "fp8", "checkpoint__every_n_steps": 2, "memory__gradient_checkpointing": "true"}
     assert bench.run("narrow", steps=4, gates__lora_check="lite", **settings) == 0
     straight = bench.folder("narrow")
@@ -144,7 +144,7 @@ def test_a_gpu_decides_precision_and_checkpointing(limit, precision, dtype, monk
     assert (found.checkpointing == 0) == (limit == 24.0)
 
 
-def test_a_gpu_refuses_what_was_set_and_does_not_fit():
+def test_a_gpu_refuses_settings_that_do_not_fit():
     with pytest.raises(UsageError, match=r"memory\.gradient_checkpointing=auto"):
         planned_choices(
             demand_on_a_gpu(6.0, gradient_checkpointing=False, blocks_to_swap=0), Choice("bf16", "the preset's"), GPU

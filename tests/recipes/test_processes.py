@@ -1,4 +1,4 @@
-"""Two processes are one: the same samples, the same weights, one record."""
+"""Two processes equal one: the same samples, the same weights, one record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def launch(
     *flags: str,
     script: str = "scripts/train_lora.py",
 ) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch` of the command's arguments, on two processes of the CPU unless a file says other."""
+    """`accelerate launch` of the command, on two CPU processes unless a file sets another."""
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     config = ["--config_file", str(checkout / config_file), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
@@ -45,7 +45,7 @@ def launch(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
-def test_two_processes_train_what_one_trains(bench: Bench, checkout: Path):
+def test_two_processes_train_the_same_as_one(bench: Bench, checkout: Path):
     """Launched by the file for several GPUs on one machine, with every GPU hidden: over gloo, on the CPU."""
     settings: dict[str, object] = {
         "train__effective_batch_size": 3,
@@ -82,7 +82,7 @@ def test_two_processes_train_what_one_trains(bench: Bench, checkout: Path):
 
 @pytest.mark.slow
 def test_processes_stop_at_the_same_step(bench: Bench, checkout: Path):
-    """Each has a clock of its own: were they not to agree, one would wait for the other for ever."""
+    """Each has its own clock: without agreement one would wait forever."""
     ended = launch(checkout, bench.arguments("late", "--max-hours", "1e-9", steps=50))
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert record(bench.folder("late"))["steps"] == 2
@@ -90,8 +90,8 @@ def test_processes_stop_at_the_same_step(bench: Bench, checkout: Path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
-def test_two_processes_killed_and_resumed_are_two_that_were_not(bench: Bench, checkout: Path):
-    """To the bit, whatever the optimizer keeps, dropout among it: each process has masks of its own."""
+def test_two_killed_and_resumed_processes_equal_two_uninterrupted_ones(bench: Bench, checkout: Path):
+    """Bit for bit with every optimizer, and with dropout: each process has its own masks."""
     settings: dict[str, object] = {"optimizer__name": "adamw8bit", "lora__rank": 128, "lora__dropout": 0.1}
     settings |= {"train__effective_batch_size": 3, "checkpoint__every_n_steps": 2, "checkpoint__keep_last": 3}
     assert launch(checkout, bench.arguments("straight", **settings)).returncode == 0
@@ -112,7 +112,7 @@ def outcome_of(bench: Bench, name: str) -> tuple[list[float], dict[str, dict[str
 
 @pytest.mark.slow
 def test_two_machines_are_two_launches(bench: Bench, checkout: Path, tmp_path: Path):
-    """The launch file for several machines, with what is to be filled in, and the CPU in place of GPUs."""
+    """The launch file for several machines, filled in, with CPUs in place of GPUs."""
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
@@ -139,7 +139,7 @@ def test_two_machines_are_two_launches(bench: Bench, checkout: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_two_processes_encode_what_one_encodes(bench: Bench, checkout: Path):
+def test_two_processes_encode_the_same_as_one(bench: Bench, checkout: Path):
     """Without cached latents each process decodes and encodes its own share of a step."""
     settings: dict[str, object] = {"train__effective_batch_size": 3, "cache__latents": "false", "data__flip": "true"}
     ended = launch(checkout, bench.arguments("two", **settings))
@@ -152,8 +152,8 @@ def test_two_processes_encode_what_one_encodes(bench: Bench, checkout: Path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
-def test_two_processes_train_text_encoders_and_words_as_one_does(bench: Bench, checkout: Path):
-    """Each reads the captions of its own samples, with encoders that stay the same in both."""
+def test_two_processes_train_text_encoders_and_tokens_as_one_does(bench: Bench, checkout: Path):
+    """Each encodes the captions of its own samples; the encoders stay the same in both."""
     settings: dict[str, object] = {
         "train__effective_batch_size": 3,
         "validation__every_n_steps": 3,
@@ -201,8 +201,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_one_process_of_two_runs_out_of_memory_and_takes_smaller_parts(bench: Bench, checkout: Path, tmp_path: Path):
-    """It shrinks alone, nobody waits for it in vain, and the weights are those of an undisturbed run to rounding."""
+def test_one_process_of_two_runs_out_of_memory_and_takes_smaller_micro_batches(
+    bench: Bench, checkout: Path, tmp_path: Path
+):
+    """It shrinks alone, no process waits in vain, and the weights equal those of an undisturbed run up to rounding."""
     script = tmp_path / "short.py"
     script.write_text(SHORT_IN_ONE.format(where="step.backward", call=4), encoding="utf-8")
     settings: dict[str, object] = {"train__effective_batch_size": 4, "steps": 12}
@@ -224,7 +226,7 @@ def test_one_process_of_two_runs_out_of_memory_and_takes_smaller_parts(bench: Be
 
 @pytest.mark.slow
 def test_one_process_of_two_runs_out_of_memory_in_its_update(bench: Bench, checkout: Path, tmp_path: Path):
-    """The other has gone on: the run ends, says where and what is safe, and nobody waits for ever."""
+    """The other has continued: the run ends, reports the step and the saved checkpoint, and nobody waits forever."""
     script = tmp_path / "short.py"
     script.write_text(SHORT_IN_ONE.format(where="torch.optim.AdamW.step", call=3), encoding="utf-8")
     ended = launch(

@@ -1,4 +1,4 @@
-"""A production run from Python, as the documents show it, and what it refuses."""
+"""A production run from Python as in the docs, and its refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.recipes.recipe import QUICK, Bench, draw_images, exported, record
 
 
 def settings_of(bench: Bench, **more: object) -> dict[str, object]:
-    """The recipes' quick settings as Python values."""
+    """The quick settings of the recipes as Python values."""
     values = {name: parse_value(text) for name, text in QUICK.items()}
     values |= {"cache.dir": bench.cache, "train.max_steps": 6}
     return values | {key.replace("__", "."): value for key, value in more.items()}
@@ -48,7 +48,7 @@ def test_the_documented_example_runs(bench, tmp_path, monkeypatch, checkout, cap
     assert ("cat.safetensors" in shown) or ("under the gate" in shown)
 
 
-def test_it_trains_what_the_command_trains(finished, bench):
+def test_it_trains_the_same_as_the_command(finished, bench):
     seen: list[Progress] = []
     settings = settings_of(bench, checkpoint__every_n_steps=3, validation__every_n_steps=3, gates__lora_check="lite")
     trainer = ProductionTrainer(
@@ -67,12 +67,12 @@ def test_it_trains_what_the_command_trains(finished, bench):
     assert trainer.train(resume=True).exit_code == 0, "finished: nothing to do"
 
 
-def test_quiet_says_nothing(bench, capsys):
+def test_quiet_prints_nothing(bench, capsys):
     assert trainer_of(bench, "quiet", train__max_steps=1).train().exit_code == 0
     assert capsys.readouterr().out == ""
 
 
-def test_refusals_carry_what_the_gate_found(bench, tmp_path):
+def test_a_refusal_has_the_findings_of_the_gate(bench, tmp_path):
     data = draw_images(tmp_path / "bare")
     for caption in sorted(data.glob("*.txt"))[:4]:
         caption.unlink()
@@ -88,25 +88,25 @@ def test_refusals_carry_what_the_gate_found(bench, tmp_path):
     assert record(idle.folder)["status"] == "refused"
 
 
-def test_all_mistakes_are_told_at_once(bench):
+def test_all_mistakes_are_reported_at_once(bench):
     wrong = {"lora.rank": 0, "lora": {"rank": 4, "rang": 4}, "train": {"max_steps": "ten"}, "learning_rate": 1e-4}
     with pytest.raises(UsageError) as refused:
         ProductionTrainer(bench.model, bench.data, presets="12gbb", settings=wrong)
-    said = str(refused.value)
+    message = str(refused.value)
     for word in ("12gbb", "lora.rank twice", "lora.rang", "train.max_steps", "optimizer.learning_rate"):
-        assert word in said
+        assert word in message
 
 
 def test_nested_settings_and_a_file_are_layers(bench, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text("[lora]\nrank = 8\nalpha = 4.0\n", encoding="utf-8")
     trainer = ProductionTrainer(bench.model, [bench.data], config=file, settings={"lora": {"rank": 2}}, quiet=True)
-    told = {setting.name: (setting.value, setting.origin) for setting in trainer.explain()}
-    assert told["lora.rank"] == (2, "settings")
-    assert told["lora.alpha"] == (4.0, f"config {file}")
-    (source,), origin = told["data.sources"]
+    explained = {setting.name: (setting.value, setting.origin) for setting in trainer.explain()}
+    assert explained["lora.rank"] == (2, "settings")
+    assert explained["lora.alpha"] == (4.0, f"config {file}")
+    (source,), origin = explained["data.sources"]
     assert (source["path"], origin) == (str(bench.data), "data")
-    assert told["optimizer.beta1"][1] == "default"
+    assert explained["optimizer.beta1"][1] == "default"
 
 
 def test_importing_it_loads_no_torch(checkout: Path):

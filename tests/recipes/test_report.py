@@ -1,4 +1,4 @@
-"""`report.html`, made by the real command for every ending of a run."""
+"""`report.html` of the real command for every ending of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOSTILE = '<script>alert("x")</script> & <img src=x onerror=alert(1)> {{ 7 * 7 }
 
 
 class Page(HTMLParser):
-    """A page as a reader gets it: its text, and every element with its attributes. Unclosed elements are an error."""
+    """A parsed page: its text and every element with its attributes. Unclosed elements are an error."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def page_of(folder: Path) -> Page:
     return page
 
 
-def test_a_finished_run_has_its_page(finished: Bench) -> None:
+def test_a_finished_run_has_a_report(finished: Bench) -> None:
     folder = finished.folder("first")
     page, document = page_of(folder), record(folder)
     assert document["files"]["report"] == "report.html"
@@ -99,7 +99,7 @@ def test_a_finished_run_has_its_page(finished: Bench) -> None:
     assert all(choice in page.text for choice in document["choices"])
 
 
-def test_what_was_seen_of_the_machine_is_kept_and_shown(finished: Bench) -> None:
+def test_hardware_measurements_are_saved_and_shown(finished: Bench) -> None:
     found = record(finished.folder("first"))
     assert 0.0 < found["seen"]["system_memory"] <= 1.0
     assert found["memory"]["peak_gib"] > 0.0
@@ -116,7 +116,7 @@ def test_the_page_is_the_same_in_a_moved_folder(finished: Bench, tmp_path: Path,
     assert (moved / "report.html").read_bytes() == before
 
 
-def test_what_is_missing_is_said(finished: Bench, tmp_path: Path) -> None:
+def test_missing_files_are_named(finished: Bench, tmp_path: Path) -> None:
     bare = tmp_path / "first"
     bare.mkdir()
     document = record(finished.folder("first"))
@@ -131,7 +131,7 @@ def test_what_is_missing_is_said(finished: Bench, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"config": 3, "scores": [], "lora": "x", "steps": null}', "{"])
-def test_a_damaged_record_still_makes_a_page_or_is_refused(content: str, tmp_path: Path, capsys) -> None:
+def test_a_damaged_record_still_gives_a_report_or_is_refused(content: str, tmp_path: Path, capsys) -> None:
     (tmp_path / "run.json").write_text(content, encoding="utf-8")
     code = main(["report", str(tmp_path)])
     assert code in (0, 2)
@@ -139,7 +139,7 @@ def test_a_damaged_record_still_makes_a_page_or_is_refused(content: str, tmp_pat
     assert (tmp_path / "report.html").is_file() == (code == 0)
 
 
-def test_the_released_step_is_marked_beside_the_best(finished: Bench, tmp_path: Path) -> None:
+def test_the_exported_step_is_marked_next_to_the_best(finished: Bench, tmp_path: Path) -> None:
     folder = tmp_path / "first"
     shutil.copytree(finished.folder("first"), folder)
     released = {"step": 3, "val_loss": 0.4, "reason": "validation loss was lowest at step 3: 0.4000"}
@@ -159,7 +159,7 @@ def test_the_released_step_is_marked_beside_the_best(finished: Bench, tmp_path: 
     assert "best: step 0 the LoRA: step 3" in page.text
 
 
-def test_numbers_that_are_not_finite_leave_gaps(finished: Bench, tmp_path: Path) -> None:
+def test_nonfinite_numbers_leave_gaps(finished: Bench, tmp_path: Path) -> None:
     folder = tmp_path / "first"
     shutil.copytree(finished.folder("first"), folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
@@ -192,7 +192,7 @@ def test_hostile_captions_and_names_are_text(bench: Bench, tmp_path: Path) -> No
     assert {each.get("name") for each in page.of("input")} == {"scale"}
 
 
-def test_a_failed_run_says_where_and_what_is_safe(bench: Bench) -> None:
+def test_a_failed_run_shows_where_it_failed_and_what_is_saved(bench: Bench) -> None:
     with patched(loss_module, "squared_error", nan_at(4)):
         assert (
             bench.run(
@@ -217,7 +217,7 @@ def test_a_failed_run_says_where_and_what_is_safe(bench: Bench) -> None:
     assert record(folder)["sessions"] == 2
 
 
-def test_the_command_of_a_stopped_run_goes_on_with_it(bench: Bench) -> None:
+def test_the_command_shown_for_a_stopped_run_resumes_it(bench: Bench) -> None:
     with patched(Trackers, "steps", at_step(3, lambda: signal.raise_signal(signal.SIGTERM))):
         assert bench.run("halted", sample__every_n_steps=2, gates__lora_check="lite") == 143
     page = page_of(bench.folder("halted"))
@@ -243,7 +243,7 @@ def test_a_run_that_was_killed_does_not_claim_an_end(finished: Bench, tmp_path: 
     assert "checkpoints/step-000006 is safe" in page.text
 
 
-def test_a_refused_lora_says_so(bench: Bench) -> None:
+def test_a_refused_lora_is_shown_as_refused(bench: Bench) -> None:
     assert bench.run("poor", command="produce", optimizer__learning_rate="1e-12", gates__lora_check="lite") == 4
     page = page_of(bench.folder("poor"))
     assert "The LoRA is refused" in page.text
@@ -251,7 +251,7 @@ def test_a_refused_lora_says_so(bench: Bench) -> None:
     assert "The LoRA has the weights of step 6" in page.text
 
 
-def test_a_page_that_cannot_be_written_costs_nothing(bench: Bench, capsys) -> None:
+def test_a_report_that_cannot_be_written_ends_nothing(bench: Bench, capsys) -> None:
     bench.folder("blocked").mkdir(parents=True)
     from lora_trainer.production import report
 
@@ -285,6 +285,6 @@ def test_runs_are_compared(finished: Bench, tmp_path: Path, capsys) -> None:
 
 def test_folders_without_a_run_are_all_named(tmp_path: Path, capsys) -> None:
     assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    said = capsys.readouterr().err
-    assert str(tmp_path / "a") in said
-    assert str(tmp_path / "b") in said
+    output = capsys.readouterr().err
+    assert str(tmp_path / "a") in output
+    assert str(tmp_path / "b") in output

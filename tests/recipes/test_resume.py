@@ -17,16 +17,16 @@ from tests.recipes.recipe import Bench, contents, draw_images, exported, losses,
 
 pytestmark = pytest.mark.exact
 
-# Through the whole command; every kind of run, stopped at every step, in tests/training/test_exact_resume.py.
+# Through the whole command. tests/training/test_exact_resume.py stops every kind of run at every step.
 KINDS: dict[str, dict[str, object]] = {
-    # A rank that brings the down projections to the size from which state is kept in 8 bits.
+    # A rank at which the down projections are large enough for 8-bit state.
     "adamw8bit": {"optimizer__name": "adamw8bit", "lora__rank": 128},
     "bf16 and average": {"memory__weight_dtype": "bf16", "train__ema_decay": 0.9, "validation__every_n_steps": 1},
 }
 
 
 class PowerCut(BaseException):
-    """Ends a run where no handler of errors is meant to save anything."""
+    """Ends a run without running error handlers."""
 
 
 def at_step(step: int, act: Callable[[], None]) -> Callable[[Trackers, list[dict[str, Any]]], None]:
@@ -42,24 +42,24 @@ def at_step(step: int, act: Callable[[], None]) -> Callable[[Trackers, list[dict
 
 
 def stop(number: int) -> Callable[[Trackers, list[dict[str, Any]]], None]:
-    """A signal that comes between the second step and the third, which is still done."""
+    """A signal between the second step and the third, which still completes."""
     return at_step(2, lambda: os.kill(os.getpid(), number))
 
 
 def assert_same_run(bench: Bench, one: str, other: str) -> None:
-    """The same losses and tensors; `one` and `other` are names, which do not count."""
+    """The same losses and tensors. `one` and `other` are run names, which may differ."""
     assert losses(bench.folder(one)) == losses(bench.folder(other))
     assert exported(bench.folder(one)) == exported(bench.folder(other))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stopped_run_goes_on_exactly(kind, bench):
+def test_a_stopped_run_resumes_exactly(kind, bench):
     settings = KINDS[kind]
     assert bench.run("straight", **settings) == 0
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         assert bench.run("broken", **settings) == 143
     stopped = record(bench.folder("broken"))
-    steps = 2 if "validation__every_n_steps" in settings else 3  # the validation of the second step is given up
+    steps = 2 if "validation__every_n_steps" in settings else 3  # the validation of the second step is aborted
     assert (stopped["status"], stopped["exit_code"], stopped["steps"]) == ("stopped", 143, steps)
     assert bench.run("broken", "--resume", **settings) == 0
     assert [row["step"] for row in rows(bench.folder("broken"))] == [1, 2, 3, 4, 5, 6]
@@ -77,7 +77,7 @@ def test_control_c_saves_and_ends_with_130(finished, bench, capsys):
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
 
 
-def test_a_run_that_died_goes_on_from_its_last_checkpoint(finished, bench):
+def test_a_killed_run_resumes_from_its_last_checkpoint(finished, bench):
     def die() -> None:
         raise PowerCut
 
@@ -90,31 +90,31 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(finished, bench):
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
 
 
-def test_a_damaged_checkpoint_is_passed_over(finished, bench, capsys):
+def test_a_damaged_checkpoint_is_skipped(finished, bench, capsys):
     with patched(Trackers, "steps", at_step(4, lambda: os.kill(os.getpid(), signal.SIGTERM))):
         assert bench.run("first", checkpoint__every_n_steps=3) == 143
     newest = bench.folder("first") / "checkpoints" / "step-000005" / "optimizer.safetensors"
     newest.write_bytes(newest.read_bytes()[:100])
     assert bench.run("first", "--resume", checkpoint__every_n_steps=3) == 0
-    said = capsys.readouterr().out
-    assert "step-000005 is damaged and passed over (optimizer.safetensors is cut off)" in said
-    assert "resuming from step-000003" in said
+    output = capsys.readouterr().out
+    assert "step-000005 is damaged and passed over (optimizer.safetensors is cut off)" in output
+    assert "resuming from step-000003" in output
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
 
 
-def test_what_a_run_decided_for_itself_is_no_change_of_anybodys(bench, capsys):
+def test_settings_that_the_run_chose_are_not_reported_as_changes(bench, capsys):
     assert bench.run("first", steps=2, memory__weight_dtype=None) == 0
     config = bench.folder("first") / "config.toml"
     assert 'weight_dtype = "fp32"' in config.read_text("utf-8")
     capsys.readouterr()
     assert main(["train", "--config", str(config), "--resume", "--max-steps", "3"]) == 0
-    said = capsys.readouterr().out
-    assert [line for line in said.splitlines() if line.startswith("changed: ")] == ["changed: train.max_steps 2 → 3"]
-    assert f"precision fp32: as {config} has it" in said
+    output = capsys.readouterr().out
+    assert [line for line in output.splitlines() if line.startswith("changed: ")] == ["changed: train.max_steps 2 → 3"]
+    assert f"precision fp32: as {config} has it" in output
     assert bench.run("first", "--resume", steps=4, memory__weight_dtype=None) == 0  # the first flags again
-    said = capsys.readouterr().out
-    assert "changed: memory" not in said
-    assert "changed: hardware" not in said
+    output = capsys.readouterr().out
+    assert "changed: memory" not in output
+    assert "changed: hardware" not in output
     assert bench.run("first", "--resume", steps=5, hardware__attention_backend="math") == 0
     assert 'changed: hardware.attention_backend "auto" → "math"' in capsys.readouterr().out
 
@@ -126,7 +126,7 @@ def test_a_finished_run_has_nothing_to_resume(finished, capsys):
     assert record(finished.folder("first")) == before
 
 
-def test_a_finished_run_goes_on_to_more_steps(finished, bench, capsys):
+def test_a_finished_run_resumes_to_more_steps(finished, bench, capsys):
     assert bench.run("first", steps=3, checkpoint__every_n_steps=3) == 0
     assert bench.run("first", "--resume", steps=2, checkpoint__every_n_steps=3) == 0
     assert "nothing to do" in capsys.readouterr().out
@@ -151,12 +151,12 @@ def test_a_folder_in_use_is_refused(bench, capsys):
     bench.folder("stopped").mkdir(parents=True)
     (bench.folder("stopped") / "run.json").write_text('{"status": "stopped", "steps": 3}', encoding="utf-8")
     assert bench.run("stopped") == 2
-    said = capsys.readouterr().err
-    assert "holds a run" in said
-    assert "--resume" in said
+    output = capsys.readouterr().err
+    assert "holds a run" in output
+    assert "--resume" in output
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(bench, capsys):
+def test_a_run_with_only_damaged_checkpoints_is_refused_and_unchanged(bench, capsys):
     assert bench.run("hurt", steps=2, checkpoint__every_n_steps=1) == 0
     folder, checkpoints = bench.folder("hurt"), bench.folder("hurt") / "checkpoints"
     cut, bits = (
@@ -169,11 +169,11 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(be
     before = contents(folder)
     capsys.readouterr()
     assert bench.run("hurt", "--resume", steps=2) == 2
-    told = capsys.readouterr()
-    assert "starting at step 0" not in told.out
-    assert "step-000002 (adapter.safetensors is cut off)" in told.err
-    assert "step-000001 (optimizer.safetensors is not what was written: its checksum differs)" in told.err
-    assert "a new --name" in told.err
+    output = capsys.readouterr()
+    assert "starting at step 0" not in output.out
+    assert "step-000002 (adapter.safetensors is cut off)" in output.err
+    assert "step-000001 (optimizer.safetensors is not what was written: its checksum differs)" in output.err
+    assert "a new --name" in output.err
     assert record(folder) == {"status": "stopped", "steps": 2}
     left = contents(folder)
     for name in before.keys() - {"run.json"}:
@@ -188,24 +188,24 @@ def test_resume_without_a_run_starts_at_the_beginning(bench, capsys):
     assert record(bench.folder("new"))["steps"] == 1
 
 
-def test_settings_that_the_weights_hang_on_must_not_change(bench, capsys):
+def test_settings_that_the_weights_depend_on_must_not_change(bench, capsys):
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         bench.run("changed")
     before = record(bench.folder("changed"))
     assert bench.run("changed", "--resume", lora__rank=8, train__seed=7, optimizer__weight_decay=0.5) == 2
-    said = capsys.readouterr().err
-    assert "lora.rank was 4 and is now 8" in said
-    assert "train.seed was 42 and is now 7" in said
-    assert "optimizer.weight_decay was 0.01 and is now 0.5" in said
-    assert "Traceback" not in said
+    printed = capsys.readouterr().err
+    assert "lora.rank was 4 and is now 8" in printed
+    assert "train.seed was 42 and is now 7" in printed
+    assert "optimizer.weight_decay was 0.01 and is now 0.5" in printed
+    assert "Traceback" not in printed
     other = draw_images(bench.output.parent / "other", count=11)
     assert main([*bench.arguments("changed", "--resume"), "--data", str(other)]) == 2
-    said = capsys.readouterr().err
-    assert f"The images, captions or weights differ: {bench.data} → {bench.data}, {other}." in said
+    printed = capsys.readouterr().err
+    assert f"The images, captions or weights differ: {bench.data} → {bench.data}, {other}." in printed
     assert record(bench.folder("changed")) == before, "a resume that was refused changes nothing"
 
 
-def test_a_moved_run_goes_on(finished, bench):
+def test_a_moved_run_resumes(finished, bench):
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         bench.run("first")
     moved = Bench(bench.model, bench.data, bench.output.parent / "elsewhere", bench.cache)
@@ -229,14 +229,14 @@ def test_another_base_model_is_refused_on_resume(bench, tmp_path, capsys):
     assert "The model's weights differ from those that the run began with." in capsys.readouterr().err
 
 
-def test_the_ledger_is_the_same_after_a_stop_in_the_middle_of_an_epoch(bench, finished, capsys):
+def test_sample_counts_are_the_same_after_a_stop_in_the_middle_of_an_epoch(bench, finished, capsys):
     settings = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3}
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         assert bench.run("first", **settings) == 143
     assert record(bench.folder("first"))["ledger"]["samples"] == 2 * record(bench.folder("first"))["steps"]
     assert bench.run("first", "--resume", **settings) == 0
     whole, resumed = (record(place.folder("first")) for place in (finished, bench))
-    # Five steps an epoch for nine images, the last of one image, and one step more.
+    # Five steps per epoch for nine images, the last with one image, and one more step.
     assert whole["ledger"]["images"] == {"count": 9, "least": 1, "most": 2, "never": 0}
     assert whole["ledger"]["line"] == "every image 1–2 times"
     assert "trained: every image 1–2 times" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Settings that change how a run computes, and what they must not change."""
+"""Settings that change how a run computes, and the results that they must not change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.recipes.recipe import Bench, exported, losses, patched, record
 
 @pytest.mark.parametrize(("micro", "calls"), [(4, (1, 2)), (2, (2, 3)), (1, (4, 4))])
 def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
-    """Four samples of two buckets make one or two micro-batches of four, two or three of two, four of one."""
+    """Four samples of two buckets form one or two micro-batches of four, two or three of two, four of one."""
     seen: list[list[MicroBatch]] = []
     true = fallbacks.train_step
 
@@ -26,8 +26,8 @@ def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
         seen.append(list(micros))
         return true(learner, seen[-1], *others)
 
-    def asked(size: int) -> dict[float, bytes]:
-        """What each sample of the first step was asked, by its first value of noise."""
+    def inputs_by_timestep(size: int) -> dict[float, bytes]:
+        """The timestep and noise of each sample of the first step, by its first noise value."""
         seen.clear()
         with patched(fallbacks, "train_step", train_step):
             assert (
@@ -42,9 +42,9 @@ def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
             for row in range(len(micro.t))
         }
 
-    whole = asked(9)
+    whole = inputs_by_timestep(9)
     assert len(whole) == 4
-    assert asked(micro) == whole
+    assert inputs_by_timestep(micro) == whole
     assert calls[0] <= len(seen[0]) <= calls[1]
     (loss,), (expected,) = losses(bench.folder(f"micro-{micro}")), losses(bench.folder("micro-9"))
     assert loss == pytest.approx(expected, rel=1e-5)
@@ -59,7 +59,7 @@ def test_gradient_checkpointing_changes_nothing(bench):
         )
 
 
-def test_a_model_that_predicts_v(bench, tmp_path):
+def test_a_v_prediction_model(bench, tmp_path):
     model = tmp_path / "v"
     shutil.copytree(bench.model, model)
     scheduler = model / "scheduler" / "scheduler_config.json"
@@ -79,14 +79,14 @@ def test_a_model_that_predicts_v(bench, tmp_path):
         ('["*.attn2.to_k", "*.conv1"]', "resnets_0_conv1", "attn1"),
     ],
 )
-def test_targets_decide_what_is_trained(targets, present, absent, bench):
+def test_target_modules_decide_what_is_trained(targets, present, absent, bench):
     assert bench.run("targets", steps=1, lora__target_modules=targets) == 0
     names = exported(bench.folder("targets"))["kohya"]
     assert any(present in name for name in names)
     assert not any(absent in name for name in names)
 
 
-def test_images_while_training_do_not_change_the_run(finished, bench):
+def test_sampling_while_training_does_not_change_the_run(finished, bench):
     assert bench.run("first", sample__every_n_steps=2, gates__lora_check="lite") == 0
     drawn = {path.name for path in (bench.folder("first") / "samples").iterdir()}
     assert {"step-000002.png", "step-000004.png", "before_after.png"} <= drawn
@@ -94,7 +94,7 @@ def test_images_while_training_do_not_change_the_run(finished, bench):
 
 
 def test_the_config_of_a_run_with_presets_repeats_it(bench):
-    """The tier prefers an attention that this machine may lack: what was used is what the file names."""
+    """The VRAM preset prefers a backend that this machine may lack: the file names the one in use."""
     assert bench.run("tier", "--preset", "12gb,quality", steps=1, memory__weight_dtype=None) == 0
     config = str(bench.folder("tier") / "config.toml")
     assert main(["train", "--config", config, "--name", "again"]) == 0
@@ -103,9 +103,9 @@ def test_the_config_of_a_run_with_presets_repeats_it(bench):
 
 def test_an_untrained_lora_is_refused_and_kept(bench, capsys):
     assert bench.run("idle", command="produce", steps=1, optimizer__learning_rate=1e-12, gates__lora_check="lite") == 4
-    said = capsys.readouterr()
-    assert "under the gate" in said.err
-    assert "Traceback" not in said.err
+    output = capsys.readouterr()
+    assert "under the gate" in output.err
+    assert "Traceback" not in output.err
     document = record(bench.folder("idle"))
     assert (document["status"], document["exit_code"]) == ("refused", 4)
     assert document["scores"]["lora"] <= 0.3
@@ -117,13 +117,13 @@ def test_an_untrained_lora_is_refused_and_kept(bench, capsys):
 
 
 def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
-    """9 of the 10 images are trained, one is held out; an epoch is 5 steps."""
+    """9 of the 10 images are trained, one is for validation; an epoch has 5 steps."""
     unseen = "9 images, 4 samples trained in 2 steps: 5 images were never trained"
     low = {"gates__lora": 1e-9, "gates__lora_check": "lite"}
     assert bench.run("brief", command="produce", steps=2, **low) == 4
-    said = capsys.readouterr()
-    assert unseen in said.err
-    assert "5 steps train each at least once" in said.err
+    output = capsys.readouterr()
+    assert unseen in output.err
+    assert "5 steps train each at least once" in output.err
     folder = bench.folder("brief")
     document = record(folder)
     assert (document["status"], document["exit_code"], document["lora"]["passed"]) == ("refused", 4, False)
@@ -145,7 +145,7 @@ def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
     )
 
 
-def test_the_check_of_the_lora_can_be_cut_short_or_left_out(bench, capsys):
+def test_the_lora_check_can_be_shortened_or_skipped(bench, capsys):
     full, lite, off = (
         {"gates__lora_check": each, "sample__count": 2, "sample__strengths": "[0.5, 1.0]"}
         for each in ("full", "lite", "off")
@@ -173,13 +173,13 @@ def test_an_enforced_gate_needs_a_score(bench, capsys):
     assert bench.run("unmeasured", command="produce", steps=5, gates__lora_check="off", gates__lora=0) == 0
 
 
-def test_old_checkpoints_go(bench):
+def test_old_checkpoints_are_deleted(bench):
     assert bench.run("pruned", checkpoint__every_n_steps=1, checkpoint__keep_last=2) == 0
     kept = sorted(path.name for path in (bench.folder("pruned") / "checkpoints").glob("step-*"))
     assert kept == ["step-000005", "step-000006"]
 
 
-def test_time_that_is_over_ends_the_run_whole(bench, capsys):
+def test_a_time_limit_ends_the_run_cleanly(bench, capsys):
     assert bench.run("hours", "--max-hours", "1e-9", steps=50) == 0
     document = record(bench.folder("hours"))
     assert document["status"] == "done"
@@ -188,7 +188,7 @@ def test_time_that_is_over_ends_the_run_whole(bench, capsys):
     assert (bench.folder("hours") / "hours.safetensors").is_file()
 
 
-def test_too_little_room_for_what_is_written_is_refused_before_training(bench, capsys, monkeypatch):
+def test_too_little_disk_space_is_refused_before_training(bench, capsys, monkeypatch):
     assert bench.run("large", steps=4, checkpoint__every_n_steps=2) == 0
     written = sum(path.stat().st_size for path in bench.folder("large").rglob("*.safetensors"))
     monkeypatch.setattr(room, "free_bytes", lambda _: written // 4)
@@ -206,7 +206,7 @@ def test_too_little_room_for_what_is_written_is_refused_before_training(bench, c
     assert room.room_for(config, bench.folder("full"), shapes, 0, 4).needed > 12 * 64 * 64
 
 
-def test_control_c_before_training_is_no_failure(bench, capsys):
+def test_control_c_before_training_is_not_a_failure(bench, capsys):
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 

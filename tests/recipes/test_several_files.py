@@ -1,4 +1,4 @@
-"""A model whose denoiser and text encoder lie in several files: trained, gone on with, tried in the gate."""
+"""A model with sharded denoiser and text encoder: trained, resumed, evaluated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def in_several_files(model: Path, folder: Path) -> Path:
     return copy
 
 
-def test_a_model_in_several_files_trains_resumes_and_releases_as_in_one(
+def test_a_sharded_model_trains_resumes_and_exports_like_a_single_file(
     finished: Bench, bench: Bench, tmp_path: Path
 ) -> None:
     several = replace(bench, model=in_several_files(bench.model, tmp_path / "model"))

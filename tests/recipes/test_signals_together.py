@@ -1,4 +1,4 @@
-"""Two processes under `accelerate launch`, of which one is told to stop: both leave after the same step."""
+"""A signal to one of two processes under `accelerate launch` stops both after the same step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def ranks(launcher: int) -> dict[int, psutil.Process]:
-    """The processes that a launcher started, by their rank."""
+    """The processes of a launcher, by rank."""
     found = {}
     for process in psutil.Process(launcher).children(recursive=True):
         environment = process.environ()
@@ -30,8 +30,8 @@ def ranks(launcher: int) -> dict[int, psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("told", [0, 1])
-def test_a_signal_to_one_of_two_stops_both(told: int, bench: Bench, checkout: Path) -> None:
+@pytest.mark.parametrize("signaled", [0, 1])
+def test_a_signal_to_one_of_two_stops_both(signaled: int, bench: Bench, checkout: Path) -> None:
     arguments = bench.arguments("two", steps=400, validation__every_n_steps=3)[1:]
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
     script = [str(checkout / "accelerate_configs" / "cpu_2.yaml"), str(checkout / "scripts" / "train_lora.py")]
@@ -50,7 +50,7 @@ def test_a_signal_to_one_of_two_stops_both(told: int, bench: Bench, checkout: Pa
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        ranks(process.pid)[told].send_signal(signal.SIGUSR1)
+        ranks(process.pid)[signaled].send_signal(signal.SIGUSR1)
         _, errors = process.communicate(timeout=300)
     finally:
         if process.poll() is None:

@@ -1,4 +1,4 @@
-"""One run over sources of every kind, together."""
+"""One run with sources of every kind."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.recipes.recipe import Bench, draw_images, exported, record
 
 def lay_out(root: Path) -> Path:
     """A config whose sources are a kohya folder, a tar, a Parquet file, regularization and images with transparency."""
-    made = draw_images(root / "made", 14)
-    drawn = [(path, path.with_suffix(".txt").read_text("utf-8")) for path in sorted(made.glob("*.png"))]
+    images = draw_images(root / "made", 14)
+    drawn = [(path, path.with_suffix(".txt").read_text("utf-8")) for path in sorted(images.glob("*.png"))]
     (root / "2_sks ring").mkdir()
     for path, _ in drawn[:3]:
         path.rename(root / "2_sks ring" / path.name)
@@ -48,7 +48,7 @@ def lay_out(root: Path) -> Path:
     return config
 
 
-def test_a_run_over_mixed_sources_and_again_from_its_record(
+def test_a_run_with_mixed_sources_repeats_from_its_record(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = lay_out(tmp_path / "data")
@@ -66,7 +66,7 @@ def test_a_run_over_mixed_sources_and_again_from_its_record(
     written = record(bench.folder("mixed"))
     assert (written["status"], written["dataset"]["samples"]) == ("done", 14)
     assert {path: path.stat().st_mtime_ns for path in config.parent.rglob("*")} == before
-    monkeypatch.chdir(tmp_path)  # what a run writes down holds from anywhere
+    monkeypatch.chdir(tmp_path)  # a run records absolute paths
     again = str(bench.folder("mixed") / "config.toml")
     assert train("again", "--config", again, steps=2) == 0
     assert train("again", "--config", again, "--resume") == 0

@@ -1,4 +1,4 @@
-"""What a run that was stopped leaves: a record that is true, words that are true, and the command that goes on."""
+"""A stopped run leaves a true record, true messages, and the command that resumes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lora_trainer.production import flow
 from tests.recipes.recipe import Bench, patched, record
 
 
-def told_after(target: Any, name: str) -> Any:
+def signal_after(target: Any, name: str) -> Any:
     real = getattr(target, name)
 
     def called(*arguments: Any, **named: Any) -> Any:
@@ -28,8 +28,8 @@ def told_after(target: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize(("after", "files"), [("train", False), ("export_lora", True)])
-def test_a_signal_after_training_finds_it_recorded(after: str, files: bool, bench: Bench) -> None:
-    with told_after(flow, after):
+def test_a_signal_after_training_finds_the_result_recorded(after: str, files: bool, bench: Bench) -> None:
+    with signal_after(flow, after):
         assert bench.run("first") == 143
     folder, stopped = bench.folder("first"), record(bench.folder("first"))
     assert stopped["seconds"]["train"] > 0.0
@@ -39,39 +39,41 @@ def test_a_signal_after_training_finds_it_recorded(after: str, files: bool, benc
     assert bool(stopped["files"]["kohya"]) == (folder / "first.safetensors").is_file() == files
 
 
-def test_stopped_in_caching(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """How much is kept is said, and how to go on; no page is drawn of nothing."""
+def test_stopped_while_caching(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The kept steps and the resume command are printed; there is no empty report."""
     bench = replace(bench, cache=tmp_path / "empty")
-    with told_after(filling._Filling, "publish"):
+    with signal_after(filling._Filling, "publish"):
         assert bench.run("first", cache__batch_size=1, cache__workers=1) == 143
-    said = capsys.readouterr().out
-    assert "cache: 1 of 10 latents are there and kept" in said
-    assert "cache: 0 of " in said
-    assert "the same command, --name first and --resume" in said
+    output = capsys.readouterr().out
+    assert "cache: 1 of 10 latents are there and kept" in output
+    assert "cache: 0 of " in output
+    assert "the same command, --name first and --resume" in output
     folder = bench.folder("first")
     assert not (folder / "report.html").exists()
     assert record(folder)["files"]["report"] is None
 
 
-def test_what_differs_is_said_once_the_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    with told_after(flow, "train"):
+def test_differences_are_printed_when_the_run_resumes(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    with signal_after(flow, "train"):
         assert bench.run("first", steps=3) == 143
-    said = capsys.readouterr().out
-    assert f"Go on with: lora-trainer train --config {bench.folder('first') / 'config.toml'} --resume" in said
+    output = capsys.readouterr().out
+    assert f"Go on with: lora-trainer train --config {bench.folder('first') / 'config.toml'} --resume" in output
     assert bench.run("first", "--resume", steps=3, lora__rank=8) == 2
     refused = capsys.readouterr()
     assert "lora.rank was 4 and is now 8" in refused.err
     assert "changed:" not in refused.out
     assert bench.run("first", "--resume", steps=4) == 0
-    went_on = capsys.readouterr().out
-    assert "changed: train.max_steps 3 → 4" in went_on
+    printed = capsys.readouterr().out
+    assert "changed: train.max_steps 3 → 4" in printed
     seconds = record(bench.folder("first"))["training"]["seconds"]
-    assert f"4 steps in {seconds:.0f} s" in went_on
+    assert f"4 steps in {seconds:.0f} s" in printed
     assert not interrupt.signalled()
 
 
-def test_a_moved_run_goes_on_where_it_lies(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with told_after(flow, "train"):
+def test_a_moved_run_resumes_in_its_new_folder(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with signal_after(flow, "train"):
         assert bench.run("first", steps=3) == 143
     moved = bench.folder("first").rename(tmp_path / "moved")
     command = ["train", "--config", str(moved / "config.toml"), "--resume", "--max-steps", "4"]

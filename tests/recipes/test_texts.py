@@ -1,4 +1,4 @@
-"""Runs whose captions are read in another way than the model's own."""
+"""Runs with other caption encoding settings than the model's defaults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def header(file: Path) -> dict[str, str]:
     return dict(read_tensor_header(file)[METADATA])
 
 
-def test_long_captions_train_and_the_file_says_how_they_were_read(
+def test_long_captions_train_and_the_file_records_how_they_were_encoded(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench = replace(bench, cache=bench.output / "own_cache")  # others hold captions of 77 states
@@ -39,12 +39,12 @@ def test_long_captions_train_and_the_file_says_how_they_were_read(
     assert header(file)["ss_max_token_length"] == "150"
     capsys.readouterr()
     assert bench.run("long", "--resume", steps=3, text_encoder__max_tokens=75) == 2
-    told = capsys.readouterr().err
-    assert "text_encoder.max_tokens was 150 and is now 75" in told
-    assert "text encoder differs" not in told
+    printed = capsys.readouterr().err
+    assert "text_encoder.max_tokens was 150 and is now 75" in printed
+    assert "text encoder differs" not in printed
 
 
-def test_captions_are_read_as_the_file_was_trained_unless_asked_otherwise() -> None:
+def test_captions_are_encoded_as_in_training_unless_set_otherwise() -> None:
     plain, family = Config(), FAMILIES["sd15"]
     run = Config.model_validate(
         {
@@ -56,12 +56,14 @@ def test_captions_are_read_as_the_file_was_trained_unless_asked_otherwise() -> N
     for config in (read_as_trained(plain, run, {}), read_as_trained(plain, None, own)):
         assert text_options(config, family) == text_options(run, family)
         assert not config.textual_inversion.placeholder_tokens
-    assert read_as_trained(plain, None, {"ss_clip_skip": "2"}) == plain  # of another program, which may ignore it
-    asked = Config.model_validate({"text_encoder": {"clip_skip": 3}})
-    assert read_as_trained(asked, run, own) == asked
+    assert (
+        read_as_trained(plain, None, {"ss_clip_skip": "2"}) == plain
+    )  # of another program, which may ignore this setting
+    set_config = Config.model_validate({"text_encoder": {"clip_skip": 3}})
+    assert read_as_trained(set_config, run, own) == set_config
 
 
-def test_new_words_are_learned_bundled_and_drawn_with(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_tokens_are_learned_bundled_and_used_in_samples(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     words = {
         "textual_inversion__placeholder_tokens": '["<zobo>"]',
         "textual_inversion__num_vectors": 2,
@@ -85,7 +87,7 @@ def test_new_words_are_learned_bundled_and_drawn_with(bench: Bench, capsys: pyte
     assert '"integrity": 1.0' in capsys.readouterr().out
 
 
-def test_a_word_that_no_caption_holds_has_no_file_and_the_summary_says_why(
+def test_a_token_that_no_caption_has_gets_no_file_and_the_summary_tells_why(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = {
@@ -94,17 +96,15 @@ def test_a_word_that_no_caption_holds_has_no_file_and_the_summary_says_why(
         "textual_inversion__learning_rate": 0.1,
     }
     assert bench.run("lacking", steps=1, **words) == 0
-    folder, told = bench.folder("lacking"), capsys.readouterr().out
-    assert "The new word '<zobo>' is untrained" in told
-    assert "The new word '<RING>'" not in told
+    folder, output = bench.folder("lacking"), capsys.readouterr().out
+    assert "The new word '<zobo>' is untrained" in output
+    assert "The new word '<RING>'" not in output
     assert [path.name for path in folder.glob("*embedding*")] == ["lacking.embedding-RING.safetensors"]
     assert "embedding-zobo" not in record(folder)["files"]
     assert "untrained_word" in [finding["code"] for finding in record(folder)["lora"]["findings"]]
 
 
-def test_words_that_no_caption_holds_and_words_that_are_none_are_said(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unused_and_invalid_tokens_are_reported(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(
         [
             "check",
@@ -116,14 +116,14 @@ def test_words_that_no_caption_holds_and_words_that_are_none_are_said(
         ]
     ) in (0, 3)
     assert "No caption holds the new word" in capsys.readouterr().out
-    for tokens, told in (
+    for tokens, expected in (
         ('["a b"]', "without spaces"),
         ('["<zo>", "<ZO>"]', "twice"),
         ('["sks"]', "Write <sks>"),
         ('["<sks"]', "Write <sks>"),
     ):
         assert bench.run("wrong", textual_inversion__placeholder_tokens=tokens) == 2
-        assert told in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
     for setting in (
         {"textual_inversion__initializer_token": "ring"},
         {"textual_inversion__num_vectors": 3},
@@ -138,16 +138,18 @@ def test_words_that_no_caption_holds_and_words_that_are_none_are_said(
     assert "textual_inversion.initializer_token" in capsys.readouterr().err
 
 
-def test_all_that_a_model_refuses_is_said_at_once(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = {"text_encoder__clip_skip": 9, "flow__shift": 3, "text_encoder__learning_rates": "[1e-4, 1e-4, 1e-4]"}
-    assert bench.run("wrong", **asked) == 2
-    told = capsys.readouterr().err
-    assert all(name in told for name in ("text_encoder.clip_skip", "flow.shift", "text_encoder.learning_rates"))
-    assert "3 problems" in told
+def test_all_settings_that_a_model_refuses_are_reported_at_once(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"text_encoder__clip_skip": 9, "flow__shift": 3, "text_encoder__learning_rates": "[1e-4, 1e-4, 1e-4]"}
+    assert bench.run("wrong", **settings) == 2
+    output = capsys.readouterr().err
+    assert all(name in output for name in ("text_encoder.clip_skip", "flow.shift", "text_encoder.learning_rates"))
+    assert "3 problems" in output
 
 
-def test_t5_that_is_left_out_is_never_loaded(tmp_path: Path) -> None:
-    """Nor looked for, as where it was not fetched: what trains, is judged and draws has no T5 then."""
+def test_a_skipped_t5_is_never_loaded(tmp_path: Path) -> None:
+    """It need not exist: training, evaluation and sampling run without T5."""
     tiny_pipeline(tmp_path / "tokens", "sd3").save_pretrained(tmp_path / "sd3", safe_serialization=True)
     shutil.rmtree(tmp_path / "sd3" / "text_encoder_3")
     config = Config.model_validate({"model": {"path": str(tmp_path / "sd3"), "without_t5": True}})
@@ -155,23 +157,23 @@ def test_t5_that_is_left_out_is_never_loaded(tmp_path: Path) -> None:
     assert facts.caption_tokens == 77
     pipeline = family.make_pipeline(facts.path, torch.float32, torch.device("cpu"))
     assert pipeline.text_encoder_3 is None
-    told = family.load_encoders(facts.path, torch.float32, torch.device("cpu")).encode_text(["a ring"])["embeds"]
-    assert told.shape[1] == 77 + 256
-    assert not told[:, 77:].any()
+    embeds = family.load_encoders(facts.path, torch.float32, torch.device("cpu")).encode_text(["a ring"])["embeds"]
+    assert embeds.shape[1] == 77 + 256
+    assert not embeds[:, 77:].any()
     with pytest.raises(UsageError, match="text_encoder_3"):
         read_model(Config.model_validate({"model": {"path": str(tmp_path / "sd3")}}))
 
 
-def test_words_that_the_tokenizer_knows_are_refused_before_any_weight_is_read(
+def test_tokens_that_the_tokenizer_has_are_refused_before_weights_are_read(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def read(*given: object) -> None:
+    def read(*args: object) -> None:
         raise AssertionError("weights are read")
 
     monkeypatch.setattr(layers, "fill_layers", read)
     words = {"textual_inversion__placeholder_tokens": '["<zobo>", "!", "#"]', "captions__trigger_word": "<zobo>"}
     assert bench.run("known", steps=3, **words) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "'!' is a word of the model's tokenizer already" in said
-    assert "'#' is a word" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "'!' is a word of the model's tokenizer already" in output
+    assert "'#' is a word" in output
     assert not bench.folder("known").exists()

@@ -1,4 +1,4 @@
-"""Text encoders trained along through the real command: learned, gone on with, and loaded where people load it."""
+"""Text encoders trained through the real command: they learn, resume, and load in diffusers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ FAMILY_CASES = [pytest.param(name, marks=() if name == "sdxl" else pytest.mark.s
 
 @pytest.fixture(scope="module", params=FAMILY_CASES)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """A family's tiny model, and a finished run named `cat` of twelve steps on it and its text encoders."""
+    """A family's tiny model and a finished twelve-step run named `cat` that also trains its text encoders."""
     folder = tmp_path_factory.mktemp(request.param)
     data = draw_images(folder / "data")
-    made = Bench(save_tiny_model(folder, request.param), data, folder / "runs", folder / "cache")
+    bench = Bench(save_tiny_model(folder, request.param), data, folder / "runs", folder / "cache")
     settings = {
         "text_encoder__learning_rates": RATES[request.param],
         "text_encoder__lora_rank": TEXT_RANK,
@@ -43,11 +43,11 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "captions__dropout": 0.2,
         "gates__lora_check": "lite",
     }
-    assert made.run("cat", steps=12, **settings, **more) == 0
-    return made
+    assert bench.run("cat", steps=12, **settings, **more) == 0
+    return bench
 
 
-def test_loss_falls_and_the_gate_measures_it_with_the_encoders_as_they_became(trained):
+def test_loss_falls_and_the_gate_uses_the_trained_text_encoders(trained):
     first, *_, last = rows(trained.folder("cat"), "validation.jsonl")
     assert last["loss"] < first["loss"]
     document = record(trained.folder("cat"))
@@ -59,7 +59,7 @@ def test_loss_falls_and_the_gate_measures_it_with_the_encoders_as_they_became(tr
 
 
 def deltas_trained(bench: Bench) -> dict[str, torch.Tensor]:
-    """What the run's newest checkpoint changes of each module, by the names of files."""
+    """The weight change of each module in the newest checkpoint, by the names in files."""
     found, _ = newest_valid(bench.folder("cat") / "checkpoints")
     assert found is not None
     masters, deltas = found[1].adapter, {}
@@ -76,7 +76,7 @@ def deltas_trained(bench: Bench) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ending", [".safetensors", ".diffusers.safetensors"])
-def test_both_files_change_a_fresh_pipeline_as_was_trained(trained, ending):
+def test_both_formats_change_a_fresh_pipeline_as_trained(trained, ending):
     family = FAMILIES[detect_family(trained.model)]
     lora = trained.folder("cat") / f"cat{ending}"
     pipeline = family.make_pipeline(trained.model, torch.float32, CPU)
@@ -98,7 +98,7 @@ def test_both_files_change_a_fresh_pipeline_as_was_trained(trained, ending):
         assert float(off.abs().max()) < 1e-4 or float(off.norm() / delta.norm()) < 1e-3, name
 
 
-def test_names_keep_the_part_that_other_programs_look_for(trained):
+def test_keys_keep_the_prefix_that_other_programs_expect(trained):
     header = header_of(trained.folder("cat") / "cat.safetensors")
     with safe_open(trained.folder("cat") / "cat.safetensors", framework="numpy") as file:
         keys = [key for key in file.keys() if "_te" in key]  # noqa: SIM118  safe_open is no dict
@@ -113,7 +113,7 @@ def test_names_keep_the_part_that_other_programs_look_for(trained):
     assert (header["lora_trainer.alpha"], header["lora_trainer.text_encoder_alpha"]) == ("8.0", "6.0")
 
 
-def test_a_finished_run_is_judged_again_from_its_file(trained, capsys):
+def test_a_finished_run_is_evaluated_again_from_its_file(trained, capsys):
     lora = str(trained.folder("cat") / "cat.safetensors")
     data = ["--data", str(trained.data), "--json"]
     assert main(["validate", lora, "--model", str(trained.model), *data]) in (0, 4)
@@ -122,7 +122,7 @@ def test_a_finished_run_is_judged_again_from_its_file(trained, capsys):
     assert document["numbers"]["learning"]["mean"] > 0.0
 
 
-def test_captions_are_cached_for_encoders_alone_that_are_never_trained(trained):
+def test_captions_are_cached_only_for_encoders_that_are_not_trained(trained):
     cached = [path for path in trained.cache.rglob("*.safetensors") if "texts" in str(path)]
     assert bool(cached) == (detect_family(trained.model) == "flux")  # whose T5 is not trained here
 

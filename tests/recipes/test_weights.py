@@ -1,4 +1,4 @@
-"""`checkpoint.export_every_n_steps`: LoRA files along the way, each as the released one would be, kept for good."""
+"""`checkpoint.export_every_n_steps`: intermediate LoRA files equal to a final export, kept for good."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lora_trainer.export.lora_file import read_lora
 from tests.recipes.recipe import Bench, record, tensor_bytes
 
 
-def test_weights_along_the_way_are_whole_named_and_kept(bench: Bench) -> None:
+def test_intermediate_exports_are_whole_named_and_kept(bench: Bench) -> None:
     settings: dict[str, object] = {
         "checkpoint__export_every_n_steps": 2,
         "checkpoint__keep_last": 1,
@@ -24,8 +24,8 @@ def test_weights_along_the_way_are_whole_named_and_kept(bench: Bench) -> None:
     assert read_lora(folder / names[0]).modules
     with safe_open(folder / names[0], framework="numpy") as file:
         assert file.metadata()["ss_steps"] == "2"
-    told = record(folder)["checkpoints"]
-    assert told["written"] >= 1
-    assert told["stall_seconds"]["median"] <= told["stall_seconds"]["max"]
-    assert told["write_seconds"]["max"] > 0
+    checkpoints = record(folder)["checkpoints"]
+    assert checkpoints["written"] >= 1
+    assert checkpoints["stall_seconds"]["median"] <= checkpoints["stall_seconds"]["max"]
+    assert checkpoints["write_seconds"]["max"] > 0
     assert "waiting for checkpoints" in (folder / "report.html").read_text(encoding="utf-8")

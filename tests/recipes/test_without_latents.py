@@ -1,4 +1,4 @@
-"""cache.latents=false: images are read and encoded while training, and nothing else changes."""
+"""`cache.latents=false` encodes images while training and changes nothing else."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ SETTINGS: dict[str, object] = {
 
 @pytest.fixture
 def own(bench: Bench, tmp_path: Path) -> Bench:
-    """Images that may be changed, and caches that are empty."""
+    """Images that the test can change, and empty caches."""
     return Bench(bench.model, draw_images(tmp_path / "own"), bench.output, tmp_path / "caches")
 
 
-def test_the_same_lora_comes_out_whole_resumed_and_split(own: Bench, capsys: pytest.CaptureFixture[str]):
+def test_uninterrupted_resumed_and_split_runs_give_the_same_lora(own: Bench, capsys: pytest.CaptureFixture[str]):
     before = threading.active_count()
     assert own.run("cached", **SETTINGS) == 0
     cached = [load_file(own.folder("cached") / "cached.safetensors"), losses(own.folder("cached"))]
     place = Bench(own.model, own.data, own.output, own.output.parent / "other_caches")
     capsys.readouterr()
     assert place.run("fresh", cache__latents="false", **SETTINGS) == 0
-    said = capsys.readouterr().out
-    assert "1 latent: 0 reused, 1 rebuilt (1 new)" in said, "the validation image alone is cached"
-    assert "the VAE stays loaded" in said
+    printed = capsys.readouterr().out
+    assert "1 latent: 0 reused, 1 rebuilt (1 new)" in printed, "the validation image alone is cached"
+    assert "the VAE stays loaded" in printed
     assert threading.active_count() == before, "no thread is left behind"
 
     fresh = load_file(own.folder("fresh") / "fresh.safetensors")
@@ -55,7 +55,7 @@ def test_the_same_lora_comes_out_whole_resumed_and_split(own: Bench, capsys: pyt
     assert exported(resumed.folder("fresh")) == whole
 
 
-def test_a_image_that_changes_ends_the_run_with_its_name_and_what_was_trained(own: Bench, capsys):
+def test_a_changed_image_ends_the_run_with_its_name_and_the_trained_steps(own: Bench, capsys):
     (own.cache.parent / "later").mkdir()
     settings = {
         "cache__latents": "false",
@@ -72,17 +72,17 @@ def test_a_image_that_changes_ends_the_run_with_its_name_and_what_was_trained(ow
     with patched(Trackers, "steps", at_step(2, change)):
         assert own.run("gone", steps=40, **settings) == 5
     assert threading.active_count() == before
-    said = capsys.readouterr()
-    lines = [line for line in (said.out + said.err).splitlines() if "cannot be read" in line]
+    output = capsys.readouterr()
+    lines = [line for line in (output.out + output.err).splitlines() if "cannot be read" in line]
     assert len(lines) == 1
     assert str(own.data / "image_") in lines[0]
     steps = record(own.folder("gone"))["steps"]
     assert 2 <= steps < 40
-    ledger = record(own.folder("gone"))["ledger"]
-    assert ledger["steps"] == ledger["samples"] == steps
+    counts = record(own.folder("gone"))["ledger"]
+    assert counts["steps"] == counts["samples"] == steps
     table = (own.folder("gone") / "sample_counts.csv").read_text("utf-8")
     assert sum(int(line.split(",")[1]) for line in table.splitlines() if line.startswith("image,")) == steps
-    assert f"step-{steps:06d} is safe" in said.out + said.err
+    assert f"step-{steps:06d} is safe" in output.out + output.err
 
     for image in (own.cache.parent / "later").iterdir():
         image.rename(own.data / image.name)

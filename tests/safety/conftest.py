@@ -1,4 +1,4 @@
-"""A tiny model to be spoilt, copied for each test."""
+"""A tiny model to damage, copied for each test."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def sound_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(sound_model: Path, tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
+    """A copy that a test can damage."""
     return Path(shutil.copytree(sound_model, tmp_path / "model"))

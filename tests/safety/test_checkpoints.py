@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else made or spoilt: passed over with a reason, whatever they hold."""
+"""Untrusted or damaged checkpoints are skipped with a reason, whatever they contain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def rewritten(saved: Path, sealed: bool, **entries: Any) -> None:
-    """Change `state.json`; sealed again, as somebody would who means harm, or of an earlier version without a seal."""
+    """Change `state.json`, and seal it again as an attacker would, or as an older version without a seal."""
     document = {**json.loads((saved / STATE).read_bytes()), **entries}
     document.pop(SEAL)
     if sealed:
@@ -64,7 +64,7 @@ def test_hostile_tensors_are_damage(saved: Path, sealed: bool, data: bytes) -> N
     [b"[" * 100_000, b'{"a":' * 100_000, b"[]", b"5", b"null", b"\xff", b"", b'{"version": "3"}', b'{"version": 2}'],
     ids=["deep", "deep object", "list", "number", "null", "no text", "empty", "version", "nothing else"],
 )
-def test_states_that_are_none(saved: Path, text: bytes) -> None:
+def test_invalid_states(saved: Path, text: bytes) -> None:
     (saved / STATE).write_bytes(text)
     assert "damaged" in refused(lambda: read_checkpoint(saved))
     assert best_step_of(saved) is None
@@ -85,7 +85,7 @@ def test_states_that_are_none(saved: Path, text: bytes) -> None:
         {"state": {"step": 3, "control": {"val_losses": 5}}},
     ],
 )
-def test_states_of_other_kinds(saved: Path, sealed: bool, entries: dict[str, Any]) -> None:
+def test_states_of_other_types(saved: Path, sealed: bool, entries: dict[str, Any]) -> None:
     rewritten(saved, sealed, **entries)
     assert "damaged" in refused(lambda: read_checkpoint(saved))
 

@@ -1,4 +1,4 @@
-"""Config files and values from strangers: one message each, whatever they hold."""
+"""Untrusted config files and values: one message each, whatever they contain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from lora_trainer.cli.main import main
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["train", *arguments, "--explain"]) == 2
     text = capsys.readouterr().err
     assert "Traceback" not in text
@@ -32,20 +32,20 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("data", CONFIGS.values(), ids=CONFIGS)
-def test_a_config_that_is_none(data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_config(data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.toml"
     path.write_bytes(data)
-    assert said(capsys, "--config", str(path))
+    assert error_of(capsys, "--config", str(path))
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_pipe_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "config.toml")
-    assert "regular file" in said(capsys, "--config", str(tmp_path / "config.toml"))
+    assert "regular file" in error_of(capsys, "--config", str(tmp_path / "config.toml"))
 
 
 @pytest.mark.parametrize("value", ["lora.rank=" + "[" * 50_000, "lora.rank=1e999", "run.name=\x1b[31m", "a" * 10_000])
-def test_values_that_are_none(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_values(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "--set", value, "--explain"])
     text = capsys.readouterr()
     assert "bug" not in text.err

@@ -1,4 +1,4 @@
-"""LoRA files from strangers: no pickle, no argument of peft that reads or changes more than the file's own tensors."""
+"""Untrusted LoRA files: no pickle, no PEFT argument that affects more than the file's own tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lora(folder: Path, metadata: str | None = None) -> Path:
     return path
 
 
-def test_a_plain_header_is_taken(tmp_path: Path) -> None:
+def test_a_plain_header_is_accepted(tmp_path: Path) -> None:
     assert read_lora(lora(tmp_path, json.dumps(PLAIN))).modules["unet.mid.to_q"].alpha == 2
 
 
@@ -61,13 +61,13 @@ def test_a_plain_header_is_taken(tmp_path: Path) -> None:
     ],
     ids=lambda entry: next(reversed(entry)),
 )
-def test_what_peft_would_do_beyond_the_files_tensors_is_refused(entry: dict[str, Any], tmp_path: Path) -> None:
+def test_peft_options_beyond_the_tensors_of_the_file_are_refused(entry: dict[str, Any], tmp_path: Path) -> None:
     path = lora(tmp_path, json.dumps({**PLAIN, **entry}))
     assert KEY in refused(lambda: read_lora(path))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]", "5", '{"unet.rank_pattern": 5, "unet.alpha_pattern": 3}'])
-def test_a_header_that_is_none(text: str, tmp_path: Path) -> None:
+def test_an_invalid_header(text: str, tmp_path: Path) -> None:
     path = lora(tmp_path, text)
     assert KEY in refused(lambda: read_lora(path))
 
@@ -95,7 +95,7 @@ def test_a_pickle_is_named_and_never_read(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [640, 896, 1152, 1408])
-def test_a_header_whose_length_begins_as_a_pickle_does_is_read(length: int, tmp_path: Path) -> None:
+def test_a_header_whose_length_looks_like_a_pickle_is_read(length: int, tmp_path: Path) -> None:
     path, tensors = tmp_path / "own.safetensors", {"a": torch.zeros(1)}
     save_file(tensors, path, metadata={"b": ""})
     beside = int.from_bytes(path.read_bytes()[:8], "little")

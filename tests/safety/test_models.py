@@ -1,4 +1,4 @@
-"""Models from strangers: nothing of them is run, fetched or read elsewhere, and nothing they ask for fills the memory."""
+"""Untrusted models: no code runs, nothing is fetched or read elsewhere, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def described(model: Path) -> str:
     return refused(lambda: FAMILY.describe(model))
 
 
-def test_the_sound_model_is_taken(model: Path) -> None:
+def test_a_valid_model_is_accepted(model: Path) -> None:
     assert FAMILY.describe(model).caption_tokens == 77
     for load in (load_unet, load_vae, load_text_encoder):
         assert all(parameter.device == CPU for parameter in load(model, FP32, CPU).parameters())
@@ -67,7 +67,7 @@ def test_the_sound_model_is_taken(model: Path) -> None:
     ids=lambda entry: next(iter(entry)),
 )
 @pytest.mark.parametrize("part", ["unet", "text_encoder"])
-def test_a_config_that_asks_for_code_or_other_files_is_refused(model: Path, part: str, entry: dict[str, Any]) -> None:
+def test_a_config_that_requires_code_or_other_files_is_refused(model: Path, part: str, entry: dict[str, Any]) -> None:
     change(model / part / "config.json", **entry)
     load = {"unet": load_unet, "text_encoder": load_text_encoder}[part]
     assert str(model / part / "config.json") in described(model)
@@ -101,14 +101,14 @@ def test_code_in_the_folder_is_not_run(model: Path) -> None:
         ("vae", {"block_out_channels": [10**6, 10**6]}),
     ],
 )
-def test_a_config_that_asks_for_more_than_its_weights_hold_is_refused_unallocated(
+def test_a_config_larger_than_its_weights_is_refused_before_allocation(
     model: Path, part: str, entry: dict[str, Any]
 ) -> None:
     change(model / part / "config.json", **entry)
     load = {"unet": load_unet, "text_encoder": load_text_encoder, "vae": load_vae}[part]
-    said = refused(lambda: load(model, FP32, CPU))
-    assert "asks for more than" in said
-    assert "the files hold" in said
+    message = refused(lambda: load(model, FP32, CPU))
+    assert "asks for more than" in message
+    assert "the files hold" in message
 
 
 @pytest.mark.parametrize(
@@ -170,15 +170,15 @@ def test_captions_of_a_billion_tokens_are_refused(model: Path) -> None:
     ids=["deep", "deep and cut", "list", "no text", "endless number", "empty", "large"],
 )
 @pytest.mark.parametrize("path", ["unet/config.json", "model_index.json", "tokenizer/tokenizer_config.json"])
-def test_configs_that_are_no_configs(model: Path, path: str, config: bytes) -> None:
+def test_invalid_configs(model: Path, path: str, config: bytes) -> None:
     (model / path).write_bytes(config)
-    said = refused(lambda: detect_family(model)) if path == "model_index.json" else described(model)
-    assert str(model / path) in said
+    message = refused(lambda: detect_family(model)) if path == "model_index.json" else described(model)
+    assert str(model / path) in message
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 @pytest.mark.parametrize("path", ["unet/config.json", "vae/diffusion_pytorch_model.safetensors"])
-def test_a_pipe_in_place_of_a_file_does_not_hang(model: Path, path: str) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_block(model: Path, path: str) -> None:
     (model / path).unlink()
     os.mkfifo(model / path)
     assert "not a regular file" in described(model)
@@ -194,7 +194,7 @@ def test_an_index_cannot_lead_out_of_its_folder(model: Path, target: object) -> 
     assert str(index) in refused(lambda: load_unet(model, FP32, CPU))
 
 
-def test_an_adapter_beside_the_text_encoder_is_not_put_on(model: Path) -> None:
+def test_an_adapter_next_to_the_text_encoder_is_not_loaded(model: Path) -> None:
     (model / "text_encoder/adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
     assert "adapter_config.json" in described(model)
     assert "adapter_config.json" in refused(lambda: load_text_encoder(model, FP32, CPU))
@@ -222,14 +222,14 @@ def test_pickles_are_never_loaded(model: Path, name: str) -> None:
     assert not ran.exists()
 
 
-def test_weights_that_are_missing_are_not_made_up(model: Path) -> None:
+def test_missing_weights_are_not_initialized_at_random(model: Path) -> None:
     path = model / "unet" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(path)
     first = sorted(tensors)[0]
     save_file({name: tensor for name, tensor in tensors.items() if name != first}, path)
-    said = refused(lambda: load_unet(model, FP32, CPU))
-    assert "lacks 1 of its weights" in said
-    assert first in said
+    message = refused(lambda: load_unet(model, FP32, CPU))
+    assert "lacks 1 of its weights" in message
+    assert first in message
 
 
 @pytest.mark.parametrize("words", [b"{", b"[1]", b'{"model": {"type": "BPE"}}', b"\x00" * 64])
@@ -300,8 +300,8 @@ def test_headers_are_checked_before_anything_is_read(model: Path, data: bytes) -
 
 
 @pytest.mark.parametrize("beside", ["weight_scale", "scale_weight", "comfy_quant", "weight_scale_inv", "weight.absmax"])
-def test_weights_that_are_half_of_the_truth_are_refused(model: Path, beside: str) -> None:
-    """Float8 with scales beside it loads without a word in a library, as another model."""
+def test_incomplete_weights_are_refused(model: Path, beside: str) -> None:
+    """A library silently loads float8 with separate scales as another model."""
     path = model / "unet" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(path)
     tensors[f"conv_in.{beside}"] = torch.ones(1)
@@ -317,7 +317,7 @@ def test_too_many_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "1001 tensors" in refused(lambda: tensorfile.read_tensor_header(path))
 
 
-def test_a_table_of_places_in_a_strangers_folder_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_shard_index_in_an_untrusted_folder_is_refused(model: Path, tmp_path: Path) -> None:
     unet = model / "unet"
     secret = shutil.move(unet / "diffusion_pytorch_model.safetensors", tmp_path / "secret.safetensors")
     write_places(unet, {name: Place(secret, name) for name in load_file(secret)})
@@ -327,7 +327,7 @@ def test_a_table_of_places_in_a_strangers_folder_is_refused(model: Path, tmp_pat
     assert "only read from the cache" in described(model)
 
 
-def test_a_checkpoint_that_changed_or_went_is_one_message(
+def test_a_changed_or_deleted_checkpoint_is_one_message(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""Run folders, batches and tables from strangers: what they name stays where it is, and their reports are harmless."""
+"""Untrusted run folders, batches and tables: no access outside their folder, and harmless reports."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ def test_the_report_of_a_strangers_run_is_harmless(
     assert "<script>alert" not in page
     assert "root:" not in page
     assert "\x1b" not in page
-    said = capsys.readouterr()
-    assert "\x1b" not in said.out + said.err
+    output = capsys.readouterr()
+    assert "\x1b" not in output.out + output.err
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "5", "{", "\x00", "null"])
-def test_a_record_that_is_none(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_record(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "run.json").write_text(text, encoding="utf-8")
     assert main(["report", str(folder)]) in (0, 2)
-    said = capsys.readouterr().err
-    assert "bug" not in said
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert "bug" not in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_names_of_runs_stay_in_the_output_folder(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["-rf", "[red]", "<b>", "cat.v2", ".hidden", "x" * LONGEST_NAME])
-def test_names_that_only_look_bad_are_names(name: str, tmp_path: Path) -> None:
+def test_names_that_only_look_dangerous_are_accepted(name: str, tmp_path: Path) -> None:
     config = Config.model_validate({"run": {"output": str(tmp_path), "name": name}})
     folder = run_folder(config)
     assert folder.parent == tmp_path
@@ -120,17 +120,17 @@ def test_a_batch_of_hostile_folders(sound_model: Path, tmp_path: Path, capsys: p
         "1",
     ]
     code = main([*arguments, "--set", f"cache.dir={tmp_path / 'runs' / 'cache'}", "--dry-run"])
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert code in (2, 3)
-    assert "run.offline" in said.out + said.err
-    assert "run.output" in said.out + said.err
-    assert "bug" not in said.err
-    for text in (said.out, said.err):
+    assert "run.offline" in output.out + output.err
+    assert "run.output" in output.out + output.err
+    assert "bug" not in output.err
+    for text in (output.out, output.err):
         assert "\x1b" not in text
     assert {path for path in tmp_path.rglob("*") if "runs" not in path.parts} == before
 
 
-def test_a_table_names_no_other_machine_and_no_impossible_file(tmp_path: Path) -> None:
+def test_a_table_cannot_name_network_or_impossible_paths(tmp_path: Path) -> None:
     data = draw_images(tmp_path / "far" / "away", 2)
     rows = [
         {"file_name": "far/away/image_0.png", "text": "a"},
@@ -159,7 +159,7 @@ def test_a_table_names_no_other_machine_and_no_impossible_file(tmp_path: Path) -
 @pytest.mark.parametrize(
     "start", [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"8BPS\0\1", b"<svg/>", b"%PDF-1.4\n"]
 )
-def test_no_other_program_is_called_for_a_image(start: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_program_is_called_for_an_image(start: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[object] = []
     monkeypatch.setattr("subprocess.Popen", lambda *arguments, **_: called.append(arguments))
     monkeypatch.setattr("subprocess.check_call", lambda *arguments, **_: called.append(arguments))

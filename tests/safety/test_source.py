@@ -1,4 +1,4 @@
-"""What the package's own source may not say: no pickle, no code from data, no shell, nothing that listens."""
+"""The source of the package: no pickle, no code from data, no shell, no listening socket."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ MODULES = {
     "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "webdataset", "http.server",
     "socketserver", "xmlrpc", "requests", "urllib.request", "huggingface_hub", "ftplib", "telnetlib", "xml",
 }  # fmt: skip
-# The one place that makes requests, and what of it reads a header alone.
+# The only module that makes requests, and its part that reads only a header.
 ASK_THE_HUB = {f"lora_trainer/production/bases/{name}.py" for name in ("hub", "hub_header", "hub_refusals")}
-NEEDS = {  # of a call's name, the keyword that must stand in it, and its value
+NEEDS = {  # by the name of a call: a required keyword and its value
     "torch.load": ("weights_only", True),
     "np.load": ("allow_pickle", False),
     "numpy.load": ("allow_pickle", False),
@@ -52,7 +52,7 @@ def dotted(node: ast.expr) -> str:
     return ""
 
 
-def said(call: ast.Call) -> dict[str, object]:
+def keywords_of(call: ast.Call) -> dict[str, object]:
     return {each.arg: each.value.value for each in call.keywords if each.arg and isinstance(each.value, ast.Constant)}
 
 
@@ -63,27 +63,31 @@ def faults(text: str) -> Iterator[str]:
             yield from (f"imports {name}" for name in names if name in MODULES or name.partition(".")[0] in MODULES)
         if not isinstance(node, ast.Call):
             continue
-        name, given = dotted(node.func), said(node)
+        name, keywords = dotted(node.func), keywords_of(node)
         if name in NEVER:
             yield f"{name} {NEVER[name]}"
-        if name in NEEDS and given.get(NEEDS[name][0]) is not NEEDS[name][1]:
+        if name in NEEDS and keywords.get(NEEDS[name][0]) is not NEEDS[name][1]:
             yield f"{name} without {NEEDS[name][0]}={NEEDS[name][1]}"
-        if given.get("shell") is True or given.get("trust_remote_code") is True or given.get("allow_pickle") is True:
+        if (
+            keywords.get("shell") is True
+            or keywords.get("trust_remote_code") is True
+            or keywords.get("allow_pickle") is True
+        ):
             yield f"{name} with shell, trust_remote_code or allow_pickle"
-        if name.endswith(".from_pretrained") and "local_files_only" not in given and not _spreads(node):
+        if name.endswith(".from_pretrained") and "local_files_only" not in keywords and not _spreads(node):
             yield f"{name} without local_files_only"
         if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS_NEVER:
             yield f".{node.func.attr}()"
 
 
 def _spreads(call: ast.Call) -> bool:
-    """`**LOCAL` stands in it, which holds local_files_only and trust_remote_code."""
+    """It has `**LOCAL`, which sets local_files_only and trust_remote_code."""
     return any(
         each.arg is None and isinstance(each.value, ast.Name) and each.value.id == "LOCAL" for each in call.keywords
     )
 
 
-def test_the_source_holds_nothing_that_runs_what_it_reads(checkout: Path) -> None:
+def test_the_source_never_executes_what_it_reads(checkout: Path) -> None:
     found = [
         f"{path.relative_to(checkout)}: {fault}"
         for path in sources(checkout)
@@ -110,5 +114,5 @@ def test_the_source_holds_nothing_that_runs_what_it_reads(checkout: Path) -> Non
         "import urllib.request",
     ],
 )
-def test_the_test_sees_what_it_should(text: str) -> None:
+def test_this_test_detects_violations(text: str) -> None:
     assert list(faults(text))

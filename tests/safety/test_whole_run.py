@@ -1,4 +1,4 @@
-"""One whole run with secrets in the environment, hostile names in its data, and no way to the network."""
+"""One whole run with secrets in the environment, hostile names in its data, and no network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = ("-rf.png", "two\nlines.png", "\x1b[31mred.png", "[red]mark[bold].png", 
 
 @pytest.fixture(scope="module")
 def ran(sound_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bench, str]:
-    """A finished run, and all that it said."""
+    """A finished run and all of its output."""
     folder = tmp_path_factory.mktemp("whole")
     data = draw_images(folder / "people" / "images of Ann")
     for image, name in zip(sorted(data.glob("*.png")), NAMES, strict=False):
@@ -36,10 +36,10 @@ def ran(sound_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Be
         (data / name).with_suffix(".txt").write_text(CAPTION, encoding="utf-8")
     shutil.copytree(sound_model, folder / "model")
     bench = Bench(folder / "model", data, folder / "runs", folder / "cache")
-    asked: list[str] = []
+    calls: list[str] = []
 
     def refuse(*arguments: Any, **_: Any) -> NoReturn:
-        asked.append(repr(arguments))
+        calls.append(repr(arguments))
         raise OSError("no network here")
 
     with pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context() as heard:
@@ -54,7 +54,7 @@ def ran(sound_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Be
         patch.setattr(socket, "getaddrinfo", refuse)
         patch.setattr(socket, "create_connection", refuse)
         patch.setenv("LORA_TRAINER_CACHE", str(folder / "cache"))
-        said = _heard(heard)
+        messages = _heard(heard)
         code = bench.run(
             "own",
             "--offline",
@@ -63,9 +63,9 @@ def ran(sound_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Be
             validation__every_n_steps=1,
             gates__lora_check="full",
         )
-        text = "".join(said)
+        text = "".join(messages)
     assert code == 0, text
-    assert asked == []
+    assert calls == []
     return bench, text
 
 
@@ -73,16 +73,16 @@ def _heard(patch: pytest.MonkeyPatch) -> list[str]:
     import io
     import sys
 
-    said: list[str] = []
+    messages: list[str] = []
 
     class Ear(io.StringIO):
         def write(self, text: str) -> int:
-            said.append(text)
+            messages.append(text)
             return len(text)
 
     patch.setattr(sys, "stdout", Ear())
     patch.setattr(sys, "stderr", Ear())
-    return said
+    return messages
 
 
 def written(bench: Bench) -> dict[Path, bytes]:
@@ -100,13 +100,13 @@ def test_no_secret_of_the_environment_is_written(ran: tuple[Bench, str]) -> None
     assert "s3cret" not in said
 
 
-def test_nothing_said_commands_a_terminal(ran: tuple[Bench, str]) -> None:
+def test_output_has_no_terminal_control_characters(ran: tuple[Bench, str]) -> None:
     _, said = ran
     hostile = {each for each in said if unicodedata.category(each) in ("Cc", "Cf") and each not in "\n\r\t"}
     assert hostile == set()
 
 
-def test_a_shared_lora_tells_no_path_and_no_name_of_the_machine_or_its_user(ran: tuple[Bench, str]) -> None:
+def test_a_shared_lora_has_no_path_machine_name_or_user_name(ran: tuple[Bench, str]) -> None:
     bench, _ = ran
     private = [str(Path.home()), str(bench.output), str(bench.data), "images of Ann", "people", socket.gethostname()]
     for path in bench.folder("own").glob("*.safetensors"):
@@ -117,7 +117,7 @@ def test_a_shared_lora_tells_no_path_and_no_name_of_the_machine_or_its_user(ran:
         assert "onerror" not in header
 
 
-def test_no_page_runs_what_a_name_or_a_caption_holds(ran: tuple[Bench, str]) -> None:
+def test_no_page_executes_names_or_captions(ran: tuple[Bench, str]) -> None:
     bench, _ = ran
     pages = list(bench.folder("own").glob("*.html"))
     assert pages
@@ -144,9 +144,9 @@ def test_no_secret_is_written_by_a_batch(sound_model: Path, tmp_path: Path, monk
         "gates.lora": "0",
         "gates.lora_check": "full",
     }
-    asked = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    arguments = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     places = ["--model", str(sound_model), "--output", str(bench.output), "--max-steps", "1"]
-    assert main(["batch", str(bench.data), *places, *asked]) == 0
+    assert main(["batch", str(bench.data), *places, *arguments]) == 0
     files = written(bench)
     assert bench.output / "batch.json" in files
     assert [path for path, content in files.items() if b"s3cret" in content] == []

@@ -1,4 +1,4 @@
-"""One tiny model of each family and one dataset for all tests of the loop."""
+"""One tiny model of each family and one dataset for all tests of the training loop."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.training.tiny_job import TinyPlace
 
 @pytest.fixture(autouse=True)
 def half_the_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the system's, whatever other programs hold: a run that finds it full tells so among its events."""
+    """Other programs' memory must not matter: a run reports full system memory among its events."""
     monkeypatch.setattr(memory, "system_memory", lambda: (16 * 2**30, 8 * 2**30))
 
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A family's tiny model, made once."""
+    """A family's tiny model, created once."""
     return cache(lambda family: save_tiny_model(tmp_path_factory.mktemp(family), family))
 
 
@@ -37,5 +37,5 @@ def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(tiny_models: Callable[[str], Path], few_images: Path, tiny_cache: Path, tmp_path: Path) -> TinyPlace:
-    """The tiny sd15 and shared caches; runs in a folder of the test's own."""
+    """The tiny sd15 and shared caches, with a run folder per test."""
     return TinyPlace(tiny_models("sd15"), few_images, tmp_path / "runs", tiny_cache)

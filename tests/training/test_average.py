@@ -1,4 +1,4 @@
-"""The average of the weights: its arithmetic, and that looking at it changes nothing."""
+"""EMA: its arithmetic, and that reading it changes nothing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lora_trainer.training.ema import Ema, decay_at
 
 
 @given(st.floats(0.5, 0.9999), st.integers(0, 10**6))
-def test_the_decay_warms_up_to_what_is_asked(decay, step):
+def test_the_ema_decay_warms_up_to_its_setting(decay, step):
     now, later = decay_at(decay, step), decay_at(decay, step + 1)
     assert 0.0 < now <= later <= decay
     assert decay_at(decay, 10**7) == decay
 
 
-def test_the_average_is_the_recursion():
+def test_the_ema_follows_its_recursion():
     values, expected, masters = {"a": torch.zeros(3)}, 0.0, {"a": torch.zeros(3)}
     average = Ema(values, 0.6)
     for step in range(30):
@@ -30,18 +30,18 @@ def test_the_average_is_the_recursion():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_hold_other_weights_for_a_while_only(dtype):
+def test_swapped_in_weights_are_temporary(dtype):
     adapter = make_adapter({"a": nn.Parameter(torch.randn(5)), "b": nn.Parameter(torch.randn(2, 3))}, dtype)
     masters = {name: master.detach().clone() for name, master in adapter.masters.items()}
     copies = {name: copy.detach().clone() for name, copy in adapter.copies.items()}
     other = {name: torch.full_like(master, 0.1) for name, master in masters.items()}
 
-    def look() -> None:
+    def check_weights() -> None:
         with adapter.holding(other):
             assert all(torch.equal(copy, other[name].to(dtype)) for name, copy in adapter.copies.items())
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        look()
+        check_weights()
     assert all(torch.equal(adapter.masters[name], masters[name]) for name in masters)
     assert all(torch.equal(adapter.copies[name], copies[name]) for name in copies)

@@ -1,6 +1,6 @@
-"""Compiled blocks: the same learning, one compilation for a form, and a step that is done again where they fail.
+"""Compiled blocks: the same learning, one compilation per shape, and an eager retry where they fail.
 
-What regions are by themselves is held by `tests/models/test_compiled.py`.
+`tests/models/test_compiled.py` tests the compiled regions alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lora_trainer.training.layout import Layout
 from tests.export.tiny import tiny_unet
 from tests.training.tiny_job import TinyPlace, outcome
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
+pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, while it traces
 
 
 def blocks_of(job: LoopContext) -> Compiled:
@@ -35,13 +35,13 @@ def blocks_of(job: LoopContext) -> Compiled:
     return job.learner.compiled
 
 
-def said(job: LoopContext) -> list[str]:
+def messages_of(job: LoopContext) -> list[str]:
     return [event["message"] for event in read_lines(job.folder / EVENTS) if event["kind"] == "compile"]
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No other test's compilations are used, and neither these nor what compiling sets for the process stay."""
+    """No compilations of other tests are used, and none remain, nor the process settings of compiling."""
     import torch._inductor.config as inductor
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
@@ -53,7 +53,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def one_form(tiny_models: Callable[[str], Path], place: TinyPlace) -> TinyPlace:
-    """A model whose blocks are nearly all of one form: tracing takes longer than training."""
+    """A model with nearly equal blocks: tracing takes longer than training."""
     return replace(place, model=tiny_models("sd3"))
 
 
@@ -71,15 +71,15 @@ def fail(*_: object) -> Tensor:
 def use_compiler(
     monkeypatch: pytest.MonkeyPatch, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
 ) -> None:
-    """torch's own compiling in all but its last part: what is traced is run as it is, with this done to each result.
+    """torch's compilation without its last part: the traced graph runs as it is, and `change` applies to each result.
 
-    So faults of a compiler come through torch's own door for other compilers, at the place where Inductor's would.
+    Faults then come from torch's interface for custom backends, where Inductor's would.
     """
 
     def making(change: Callable[[Tensor], Tensor]) -> Callable[..., Callable[..., object]]:
         def compiled(graph: torch.fx.GraphModule, examples: object) -> Callable[..., object]:
             return make_boxed_func(
-                lambda *given: [change(each) if isinstance(each, Tensor) else each for each in graph(*given)]
+                lambda *args: [change(each) if isinstance(each, Tensor) else each for each in graph(*args)]
             )
 
         return compiled
@@ -87,14 +87,14 @@ def use_compiler(
     backend = aot_autograd(
         fw_compiler=making(forward),
         bw_compiler=making(backward),
-        partition_fn=min_cut_rematerialization_partition,  # as Inductor's: the other one draws other dropout masks
+        partition_fn=min_cut_rematerialization_partition,  # as in Inductor: the other one draws other dropout masks
     )
     true = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, *, mode, **given: true(function, backend=backend, **given))
+    monkeypatch.setattr(torch, "compile", lambda function, *, mode, **args: true(function, backend=backend, **args))
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(fail, as_it_is), (as_it_is, fail)])
-def test_where_it_fails_the_step_is_done_again_without(
+def test_a_step_whose_compilation_fails_is_repeated_eagerly(
     one_form: TinyPlace,
     monkeypatch: pytest.MonkeyPatch,
     forward: Callable[[Tensor], Tensor],
@@ -106,17 +106,17 @@ def test_where_it_fails_the_step_is_done_again_without(
     job = one_form.job("failing", steps=2, checkpoint__every_n_steps=1, **ONE_SIZE)
     state, _ = one_form.train(job)
     assert (state.step, state.fit.eager, blocks_of(job).on) == (2, True, False)
-    assert len(said(job)) == 1
-    assert "no such instruction" in said(job)[0]
+    assert len(messages_of(job)) == 1
+    assert "no such instruction" in messages_of(job)[0]
     for name, value in usual.learner.adapter.masters.items():
         assert torch.equal(value, job.learner.adapter.masters[name])
     again = one_form.job("failing", steps=3, **ONE_SIZE)
-    assert one_form.resume(again)[0].step == 3  # it knows, and says nothing more
-    assert len(said(again)) == 1
+    assert one_form.resume(again)[0].step == 3  # it knows, and reports nothing more
+    assert len(messages_of(again)) == 1
 
 
 @pytest.mark.parametrize(("precision", "factor", "eager"), [("fp32", 1.0, False), ("bf16", 1.2, True)])
-def test_gradients_are_held_against_eagers_before_the_first_step(
+def test_gradients_are_compared_with_eager_before_the_first_step(
     one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, factor: float, eager: bool
 ) -> None:
     settings = ONE_SIZE | {"memory__weight_dtype": precision, "lora__dropout": 0.3, "checkpoint__every_n_steps": 1}
@@ -126,19 +126,19 @@ def test_gradients_are_held_against_eagers_before_the_first_step(
     job = one_form.job("off", steps=1, **settings)
     state, _ = one_form.train(job)
     assert (state.fit.eager, blocks_of(job).on) == (eager, not eager)
-    (line,) = [line for line in said(job) if "gradients are" in line]
+    (line,) = [line for line in messages_of(job) if "gradients are" in line]
     rounding = float(line.partition("rounding gives ")[2][:7])
     assert rounding < {"fp32": 1e-5, "bf16": 0.05}[precision], "a fault much larger than this is found"
     again = one_form.job("off", steps=2, **settings)
     assert one_form.resume(again)[0].fit.eager is eager
-    # Those that fail are not compiled again; those that hold are held against eager's again.
-    assert len([line for line in said(again) if "gradients are" in line]) == (1 if eager else 2)
-    # The check leaves nothing behind: an adapter's values, gradients and draws are as without it.
+    # Failed regions are not compiled again; good ones are compared with eager again.
+    assert len([line for line in messages_of(again) if "gradients are" in line]) == (1 if eager else 2)
+    # The check changes nothing: adapter values, gradients and random numbers are as without it.
     for name, value in usual.learner.adapter.masters.items():
         assert torch.equal(value, again.learner.adapter.masters[name])
 
 
-def test_a_graph_break_ends_the_run_where_none_is_wanted(one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_break_ends_the_run_with_fullgraph(one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers.models.attention import JointTransformerBlock
 
     def breaking(*arguments, **named):
@@ -165,7 +165,7 @@ def test_without_a_compiler_blocks_stay_as_they_are(place: TinyPlace) -> None:
     assert line.endswith("a CPU needs a C++ compiler (g++, clang or MSVC)")
 
 
-def test_the_same_bits_are_wanted_of_the_run_that_asks_for_them_alone(place: TinyPlace) -> None:
+def test_determinism_applies_only_to_the_run_that_sets_it(place: TinyPlace) -> None:
     import torch._inductor.config as inductor
 
     for wanted in (True, False):
@@ -173,18 +173,20 @@ def test_the_same_bits_are_wanted_of_the_run_that_asks_for_them_alone(place: Tin
         assert inductor.deterministic is wanted
 
 
-@pytest.mark.parametrize(("shapes", "dynamic", "said"), [(33, False, True), (32, False, False), (33, "auto", False)])
-def test_sizes_that_are_too_many_to_compile_each_for_itself_are_said(shapes: int, dynamic: object, said: bool) -> None:
+@pytest.mark.parametrize(
+    ("shapes", "dynamic", "messages_of"), [(33, False, True), (32, False, False), (33, "auto", False)]
+)
+def test_too_many_sizes_to_compile_each_are_reported(shapes: int, dynamic: object, messages_of: bool) -> None:
     layout = Layout(torch.float32, "fp32", False, compiled=True, shapes=shapes)
     lines = lines_of(layout, dynamic=dynamic)
-    assert any(line.startswith(f"{shapes} sizes of micro-batch are more") for line in lines) is said
+    assert any(line.startswith(f"{shapes} sizes of micro-batch are more") for line in lines) is messages_of
 
 
 @pytest.mark.parametrize(("precision", "beginnings"), [("bf16", 4), ("fp32", 1)])
-def test_graphs_begin_anew_with_each_micro_batch_where_its_gradients_are_copied_out(
+def test_graphs_start_anew_per_micro_batch_when_gradients_are_copied_out(
     one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, beginnings: int
 ) -> None:
-    """Counted by torch, which counts down. What graphs make of it only a GPU shows."""
+    """Counted by torch, which counts down. Only a GPU shows the effect on CUDA graphs."""
     settings = ONE_SIZE | {"compile__mode": "reduce-overhead", "memory__weight_dtype": precision}
     use_compiler(monkeypatch, as_it_is, as_it_is)
     job = one_form.job(
@@ -200,7 +202,7 @@ def test_graphs_begin_anew_with_each_micro_batch_where_its_gradients_are_copied_
     assert before - MarkStepBox.mark_step_counter == beginnings
 
 
-def test_auto_decides_by_the_steps_of_the_run_and_its_device() -> None:
+def test_auto_decides_by_the_steps_and_the_device_of_the_run() -> None:
     def compiles(device: str, steps: int, **settings: object) -> bool:
         config = resolve([Layer("test", {"compile": settings})]).config
         return compiling_pays(config, torch.device(device), steps)
@@ -212,7 +214,7 @@ def test_auto_decides_by_the_steps_of_the_run_and_its_device() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_for_real_it_learns_the_same_and_resumes_to_the_bit(place: TinyPlace) -> None:
+def test_a_compiled_run_learns_the_same_and_resumes_bit_exactly(place: TinyPlace) -> None:
     settings = {"compile__enabled": True, "checkpoint__every_n_steps": 2}
     usual, straight = place.job("usual", steps=4), place.job("straight", steps=4, **settings)
     place.train(usual)
@@ -220,8 +222,8 @@ def test_compiled_for_real_it_learns_the_same_and_resumes_to_the_bit(place: Tiny
     for name, value in usual.learner.adapter.masters.items():
         torch.testing.assert_close(straight.learner.adapter.masters[name], value, rtol=1e-3, atol=1e-5)
     place.train(place.job("broken", steps=2, **settings))
-    torch._dynamo.reset()  # a process that begins anew reads what is kept
+    torch._dynamo.reset()  # a new process reads the compile cache
     second = place.job("broken", steps=4, **settings)
     place.resume(second)
     assert outcome(straight)["tensors"] == outcome(second)["tensors"]
-    assert "read from the cache" in said(second)[-1]
+    assert "read from the cache" in messages_of(second)[-1]

@@ -1,4 +1,4 @@
-"""What a run changes by itself where it is asked to: decided from its steps, kept in its state, told."""
+"""Safeguards: decided from the steps, kept in the state, and logged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lora_trainer.training.job import LoopContext
 from lora_trainer.training.state import Control, TrainState
 from lora_trainer.training.validation import validation_line
 from tests.training.test_guard import numbers, weights
-from tests.training.tiny_job import TinyPlace, told_in
+from tests.training.tiny_job import TinyPlace, signal_at_step
 
 PLATEAU = SafeguardsSection(reduce_lr_on_plateau=True)
 JUMP = SafeguardsSection(clip_on_loss_spike=True)
@@ -23,36 +23,36 @@ losses = st.floats(0.001, 2.0)
 
 
 def validated(config: SafeguardsSection, val_losses: list[float]) -> tuple[Control, list[tuple[int, str]], float]:
-    """The state, what was decided at which validation, and the factor on the rate."""
-    control, told, rate = Control(), list[tuple[int, str]](), 1.0
+    """The state, the decisions by validation, and the factor on the learning rate."""
+    control, events, rate = Control(), list[tuple[int, str]](), 1.0
     for number, loss in enumerate(val_losses):
         control, decisions = after_validation(config, control, loss, rate)
-        told += [(number, decision.kind) for decision in decisions]
+        events += [(number, decision.kind) for decision in decisions]
         for decision in decisions:
             rate *= decision.rate_factor
-    return control, told, rate
+    return control, events, rate
 
 
 def stepped(
     config: SafeguardsSection, steps: list[float], control: Control | None = None, first: int = 1
 ) -> tuple[Control, list[tuple[int, str]]]:
-    control, told = control or Control(), list[tuple[int, str]]()
+    control, events = control or Control(), list[tuple[int, str]]()
     for step, loss in enumerate(steps, first):
         control, decisions = after_step(config, control, step, loss, loss)
-        told += [(step, decision.kind) for decision in decisions]
-    return control, told
+        events += [(step, decision.kind) for decision in decisions]
+    return control, events
 
 
-def test_a_plateau_halves_the_rate_once_in_its_window():
-    control, told, rate = validated(PLATEAU, [0.5] * 25)
-    assert told == [(9, "plateau"), (19, "plateau")]
+def test_a_plateau_halves_the_learning_rate_once_in_its_window():
+    control, events, rate = validated(PLATEAU, [0.5] * 25)
+    assert events == [(9, "plateau"), (19, "plateau")]
     assert rate == 0.25
     assert control.val_losses == (0.5,) * 5
 
 
 @given(st.lists(losses, min_size=1, max_size=40))
-def test_no_plateau_where_the_loss_moves(val_losses):
-    """The rate falls exactly where the last ten lie closer than a thousandth, since the last fall."""
+def test_no_plateau_while_the_loss_moves(val_losses):
+    """The learning rate falls when the last ten losses since the last drop lie within a thousandth."""
     window: list[float] = []
     expected = 0
     for loss in val_losses:
@@ -63,7 +63,7 @@ def test_no_plateau_where_the_loss_moves(val_losses):
 
 
 @given(st.lists(losses, min_size=1, max_size=40), st.integers(1, 6), st.sampled_from([0.0, 0.05]))
-def test_patience_ends_at_the_first_run_without_gain(val_losses, patience, change):
+def test_patience_ends_after_validations_without_gain(val_losses, patience, change):
     config = SafeguardsSection(early_stopping=True, patience=patience, min_delta=change)
     lowest, without, ends = float("inf"), 0, None
     for number, loss in enumerate(val_losses):
@@ -71,27 +71,27 @@ def test_patience_ends_at_the_first_run_without_gain(val_losses, patience, chang
         lowest, without = (loss, 0) if gained else (lowest, without + 1)
         if without == patience and ends is None:
             ends = number
-    _, told, _ = validated(config, val_losses)
-    assert (told[0] if told else None) == (None if ends is None else (ends, "early_stop"))
+    _, events, _ = validated(config, val_losses)
+    assert (events[0] if events else None) == (None if ends is None else (ends, "early_stop"))
 
 
-def test_far_worse_than_the_base_twice_is_told_once():
-    """And again after it was better in between; NaN is worse, and without a base nothing is said."""
-    control, told = Control(), []
+def test_far_worse_than_the_base_model_twice_is_reported_once():
+    """And again after an improvement. NaN is worse, and without a first loss nothing is reported."""
+    control, events = Control(), []
     for number, loss in enumerate([0.5, 0.44, 0.46, 0.47, 0.48, 0.2, float("nan"), 0.46, 0.46]):
         control, decisions = after_worse(control, loss, 0.3)
-        told += [(number, decision.kind, decision.rate_factor) for decision in decisions]
-    assert told == [(3, "diverging", 1.0), (7, "diverging", 1.0)]
+        events += [(number, decision.kind, decision.rate_factor) for decision in decisions]
+    assert events == [(3, "diverging", 1.0), (7, "diverging", 1.0)]
     assert after_worse(Control(worse=1), 9.0, None) == (Control(), [])
 
 
-def test_a_run_worse_than_its_base_says_so(place: TinyPlace):
-    """Past the warm-up, and after a return to the start too; the run goes on to its end."""
+def test_a_run_worse_than_its_base_model_is_reported(place: TinyPlace):
+    """After warmup, and also after a rollback to the start. The run continues to its end."""
     lines: list[str] = []
     measured = {0: 0.3, 1: 1.2, 2: 1.1, 3: 1.0, 4: 0.9}
     job = place.job("a", steps=4, validation__every_n_steps=1, lr_scheduler__warmup_steps=1)
-    asked = iter(measured.values())
-    state, _ = place.train(replace(job, validate=lambda at_once: next(asked), say=lines.append))
+    losses = iter(measured.values())
+    state, _ = place.train(replace(job, validate=lambda at_once: next(losses), say=lines.append))
     assert (state.step, state.base_val_loss) == (4, 0.3)
     (event,) = [each for each in read_lines(job.folder / EVENTS) if each["kind"] == "diverging"]
     assert event["step"] == 3
@@ -99,7 +99,7 @@ def test_a_run_worse_than_its_base_says_so(place: TinyPlace):
     assert "step 1: validation loss 1.2000, the lowest so far; worse than the base alone (0.3000)" in lines
 
 
-def test_a_line_shows_what_four_digits_hide():
+def test_a_line_shows_differences_beyond_four_digits():
     before = TrainState(step=48, best_val_loss=1.01733, best_step=48)
     now = TrainState(step=50, val_loss=1.01731, best_val_loss=1.01731, best_step=50)
     assert (
@@ -111,36 +111,36 @@ def test_a_line_shows_what_four_digits_hide():
     )
 
 
-def test_a_validation_loss_that_is_not_finite_is_no_gain_and_no_plateau():
-    control, told, rate = validated(PLATEAU, [0.5] * 9 + [float("nan")] * 3)
-    assert (told, rate, control.without_gain) == ([], 1.0, 11)
+def test_a_nonfinite_validation_loss_is_no_gain_and_no_plateau():
+    control, events, rate = validated(PLATEAU, [0.5] * 9 + [float("nan")] * 3)
+    assert (events, rate, control.without_gain) == ([], 1.0, 11)
     assert stopped_early(PATIENT, control)
 
 
-def test_a_jump_of_the_smoothed_loss_clips_harder():
-    control, told = stepped(JUMP, [0.1] * 100 + [0.5] * 100)
-    assert told[0][1] == "jump"
-    assert 100 < told[0][0] < 130
-    assert all(step % 10 == 0 for step, _ in told)
-    assert control.clip_scale == 0.5 ** len(told)
-    # From 0.1 to 0.5 it can grow by half three times, no more.
-    assert 1 <= len(told) <= 3
+def test_a_spike_of_the_smoothed_loss_clips_harder():
+    control, events = stepped(JUMP, [0.1] * 100 + [0.5] * 100)
+    assert events[0][1] == "jump"
+    assert 100 < events[0][0] < 130
+    assert all(step % 10 == 0 for step, _ in events)
+    assert control.clip_scale == 0.5 ** len(events)
+    # From 0.1 to 0.5 it can grow by half at most three times.
+    assert 1 <= len(events) <= 3
 
 
-def test_one_bad_mini_batch_is_no_jump():
-    control, told = stepped(JUMP, [0.1] * 100 + [2.0] + [0.1] * 99)
-    assert (told, control.clip_scale) == ([], 1.0)
+def test_one_bad_mini_batch_is_no_loss_spike():
+    control, events = stepped(JUMP, [0.1] * 100 + [2.0] + [0.1] * 99)
+    assert (events, control.clip_scale) == ([], 1.0)
 
 
 @given(st.lists(losses, min_size=1, max_size=FIRST_JUDGED - 1))
-def test_the_first_steps_judge_nothing(steps):
+def test_the_first_steps_decide_nothing(steps):
     config = SafeguardsSection(clip_on_loss_spike=True, grad_spike_factor=1.5)
     assert stepped(config, steps)[1] == []
 
 
 @given(st.lists(losses, min_size=60, max_size=130), st.data())
-def test_a_stop_between_changes_no_decision(steps, data):
-    """In the middle of every window: the state holds all that decides, also after a way through JSON."""
+def test_a_stop_in_between_changes_no_decision(steps, data):
+    """In the middle of every window: the state holds all it needs, also after a JSON round trip."""
     config = SafeguardsSection(
         clip_on_loss_spike=True,
         loss_spike_ratio=1.05,
@@ -150,21 +150,21 @@ def test_a_stop_between_changes_no_decision(steps, data):
     )
     k = data.draw(st.integers(0, len(steps)))
     straight = stepped(config, steps)
-    half, told = stepped(config, steps[:k])
+    half, events = stepped(config, steps[:k])
     again = TrainState.from_json(TrainState(control=half).to_json()).control
     ended, later = stepped(config, steps[k:], again, first=k + 1)
-    assert (ended, told + later) == straight
+    assert (ended, events + later) == straight
 
 
-def test_a_spike_is_told_and_does_not_become_the_usual():
+def test_a_gradient_spike_is_reported_and_does_not_change_the_usual_norm():
     config = SafeguardsSection(grad_spike_factor=10.0)
-    control, told = stepped(config, [0.1] * 60 + [50.0, 50.0] + [0.1] * 8)
-    assert told == [(61, "spike"), (62, "spike")]
+    control, events = stepped(config, [0.1] * 60 + [50.0, 50.0] + [0.1] * 8)
+    assert events == [(61, "spike"), (62, "spike")]
     assert control.norm_sum < 0.2
 
 
 def scripted(job: LoopContext, val_losses: list[float]) -> LoopContext:
-    """The job with these validation losses in place of measured ones, by the step; the first is of step 0."""
+    """The job with the given validation losses in place of measured ones, by step from 0."""
     place = [0]
     true = job.samples_in
 
@@ -172,20 +172,20 @@ def scripted(job: LoopContext, val_losses: list[float]) -> LoopContext:
         place[0] = step + 1
         return true(step)
 
-    return replace(job, samples_in=samples_in, validate=lambda asked: val_losses[place[0]])
+    return replace(job, samples_in=samples_in, validate=lambda at_once: val_losses[place[0]])
 
 
-def test_a_validation_loss_that_is_not_finite_is_told_and_chooses_nothing(place: TinyPlace):
+def test_a_nonfinite_validation_loss_is_reported_and_decides_nothing(place: TinyPlace):
     job = scripted(place.job("a", steps=2, validation__every_n_steps=1), [float("nan"), 0.9, float("inf")])
     state, _ = place.train(job)
     assert state.best_step == 1
     rows = read_lines(job.folder / EVENTS)
-    told = [(event["step"], event["message"]) for event in rows if event["kind"] == "not_finite"]
-    said = "the validation loss is not finite: no weights are chosen by it"
-    assert told == [(0, said), (2, said)]
+    events = [(event["step"], event["message"]) for event in rows if event["kind"] == "not_finite"]
+    expected = "the validation loss is not finite: no weights are chosen by it"
+    assert events == [(0, expected), (2, expected)]
 
 
-def test_early_stopping_ends_with_the_best(place: TinyPlace):
+def test_early_stopping_exports_the_best(place: TinyPlace):
     settings = {"validation__every_n_steps": 1, "safeguards__early_stopping": True, "safeguards__patience": 2}
     curve = [1.0, 0.9, 0.8, 0.85, 0.8, 0.1, 0.1]
     job = scripted(place.job("a", **settings), curve)
@@ -193,16 +193,16 @@ def test_early_stopping_ends_with_the_best(place: TinyPlace):
     assert (state.step, state.best_step, bool(interrupt)) == (4, 2, False)
     (event,) = read_lines(job.folder / EVENTS)
     assert (event["step"], event["kind"]) == (4, "early_stop")
-    # Stopped and gone on with, it ends at the same step; done, it stays done.
+    # Stopped and resumed, it ends at the same step. A finished run stays finished.
     for step in range(4):
-        place.resume(told_in(scripted(place.job("b", **settings), curve), step))
+        place.resume(signal_at_step(scripted(place.job("b", **settings), curve), step))
     again, _ = place.resume(scripted(place.job("b", **settings), curve))
     assert (again.step, again.best_step, again.control) == (4, 2, state.control)
     more, _ = place.resume(scripted(place.job("a", **settings | {"safeguards__patience": 3}), curve))
     assert (more.step, more.best_step) == (6, 5)
 
 
-def test_a_plateau_shows_in_the_rates_and_survives_a_stop(place: TinyPlace):
+def test_a_plateau_shows_in_the_learning_rates_and_survives_a_stop(place: TinyPlace):
     settings = {
         "validation__every_n_steps": 1,
         "safeguards__reduce_lr_on_plateau": True,
@@ -219,7 +219,7 @@ def test_a_plateau_shows_in_the_rates_and_survives_a_stop(place: TinyPlace):
         (6, "plateau"),
     ]
     for step in (1, 4):
-        place.resume(told_in(scripted(place.job("broken", steps=8, **settings), [0.5] * 9), step))
+        place.resume(signal_at_step(scripted(place.job("broken", steps=8, **settings), [0.5] * 9), step))
     broken = scripted(place.job("broken", steps=8, **settings), [0.5] * 9)
     ended, _ = place.resume(broken)
     assert replace(ended, seconds=0.0) == replace(state, seconds=0.0)
@@ -227,8 +227,8 @@ def test_a_plateau_shows_in_the_rates_and_survives_a_stop(place: TinyPlace):
     assert numbers(broken) == numbers(straight)
 
 
-def test_a_jump_clips_the_steps_after_it(place: TinyPlace):
-    """`clip_scale` is a factor on the bound: a run that has it trains as one with the lower bound."""
+def test_a_loss_spike_clips_the_steps_after_it(place: TinyPlace):
+    """`clip_scale` is a factor on `max_grad_norm`: the run trains as with the lower norm."""
     settings = {"optimizer__name": "lion", "optimizer__max_grad_norm": 1e-3}
     job = place.job("a", **settings)
     calm = replace(job, learner=replace(job.learner, clip=lambda masters, scale: true(masters, scale * 0.5)))

@@ -1,4 +1,4 @@
-"""`train.deterministic`: the same numbers, torch as it was afterwards, and a message that names what cannot."""
+"""`train.deterministic`: equal numbers, torch unchanged afterwards, and a message for unsupported operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.training.tiny_job import TinyPlace, outcome
 
 
 def put(*_: object) -> torch.Tensor:
-    """An operation that has no deterministic form, on a CPU neither."""
+    """An operation without a deterministic implementation, also on a CPU."""
     return torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
 
 
@@ -20,9 +20,11 @@ def test_the_command_names_the_operation_and_the_setting(place: TinyPlace, capsy
     bench = Bench(place.model, place.data, place.folder, place.cache)
     with patched(step, "backward", put):
         assert bench.run("exact", train__deterministic="true") == 5
-    said = capsys.readouterr().err
-    assert "put_ has no form that gives the same bits each time, and train.deterministic asks for nothing else" in said
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert (
+        "put_ has no form that gives the same bits each time, and train.deterministic asks for nothing else" in output
+    )
+    assert "Traceback" not in output
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -34,7 +36,7 @@ def test_on_a_cpu_it_changes_nothing(place: TinyPlace) -> None:
     assert outcome(usual) == outcome(exact)
 
 
-def test_torch_is_asked_for_the_same_bits(tmp_path) -> None:
+def test_torch_is_set_to_deterministic_algorithms(tmp_path) -> None:
     before = torch.backends.cudnn.deterministic
     with only_deterministic(True, tmp_path):
         assert torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""The same bytes wherever in a file, and so in memory, a model's weights begin."""
+"""The same bytes wherever a model's weights start in a file, and so in memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lora_trainer.training.hardware import rounds_alike_anywhere
 from tests.training.tiny_job import TinyPlace, outcome
 
 pytestmark = pytest.mark.exact
-ALIGNED = 64  # bytes: what CPU kernels may choose by
+ALIGNED = 64  # bytes: CPU kernels may depend on this alignment
 SAMPLED = (8, 24, 40)  # in every suite; a header is mostly padded to a multiple of 8
 COMPONENTS = ("unet", "text_encoder", "vae")
 
 
 def moved_weights(model: Path, into: Path, offset: int) -> Path:
-    """The same model; the tensors of each of its files begin `offset` bytes behind a multiple of 64."""
+    """The same model, with the tensors of each file `offset` bytes after a multiple of 64."""
     shutil.copytree(model, into)
     for file in (next((into / part).glob("*.safetensors")) for part in COMPONENTS):
         content = file.read_bytes()
@@ -31,7 +31,7 @@ def moved_weights(model: Path, into: Path, offset: int) -> Path:
 
 
 def trained(place: TinyPlace, tmp_path: Path, offset: int) -> object:
-    """What a run of two steps comes to, with latents and captions encoded anew, and with its weights elsewhere."""
+    """The outcome of a two-step run with new caches and moved weights."""
     model = moved_weights(place.model, tmp_path / f"model_{offset}", offset)
     other = TinyPlace(model, place.data, tmp_path / f"runs_{offset}", tmp_path / f"cache_{offset}")
     job = other.job("run", steps=2, validation__every_n_steps=2)
@@ -42,12 +42,12 @@ def trained(place: TinyPlace, tmp_path: Path, offset: int) -> object:
 @pytest.mark.parametrize(
     "offset", [pytest.param(n, marks=() if n in SAMPLED else pytest.mark.slow) for n in range(1, ALIGNED)]
 )
-def test_a_run_is_the_same_wherever_the_weights_of_its_model_begin(place, tmp_path, offset) -> None:
+def test_memory_addresses_of_the_weights_change_no_run(place, tmp_path, offset) -> None:
     assert trained(place, tmp_path, offset) == trained(place, tmp_path, 0)
 
 
-def test_matrix_products_round_alike_wherever_an_operand_begins() -> None:
-    """Small products are where MKL's kernels choose by address; the program's own probe agrees."""
+def test_memory_addresses_change_no_matmul() -> None:
+    """MKL's kernels depend on addresses for small matmuls. The package's own probe agrees."""
     assert rounds_alike_anywhere()
     memory = torch.empty(2**18, dtype=torch.uint8)
     first = -memory.data_ptr() % ALIGNED

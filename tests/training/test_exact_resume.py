@@ -1,4 +1,4 @@
-"""A run that is stopped after every step and gone on with each time is the run that never stopped, bit for bit."""
+"""A run that is stopped and resumed after every step equals the uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lora_trainer.training import control
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from lora_trainer.training.job import LoopContext
 from tests.recipes.recipe import draw_images
-from tests.training.tiny_job import TinyPlace, looked_at_every, outcome, told_in
+from tests.training.tiny_job import TinyPlace, flush_every, outcome, signal_at_step
 
 pytestmark = pytest.mark.exact
 
-STEPS = 6  # nine images are trained: at two a step an epoch ends with a step of one, the fifth
+STEPS = 6  # nine trained images: at two per step the fifth step of an epoch has one
 Case = dict[str, object]
 
-# Each case is a run of all it names together. Small ones run in every suite, the others with the faults.
+# Each case is one run with all of its settings. Small cases run in every suite, the others in the slow one.
 CASES: dict[str, Case] = {
     "plain": {"checkpoint__every_n_steps": 2, "validation__every_n_steps": 2},
     "adamw8bit": {"optimizer__name": "adamw8bit", "lora__rank": 128, "lr_scheduler__name": "linear"},
@@ -186,19 +186,19 @@ CASES: dict[str, Case] = {
     },
     "uncached": {"cache__latents": False, "data__flip": True, "cache__workers": 2},
 }
-# Lion is gone on with by two processes in test_exact_split; every family by itself in tests/recipes/test_families.py.
+# test_exact_split resumes Lion with two processes; tests/recipes/test_families.py resumes every family.
 QUICK_CASES = ("plain", "adamw8bit", "schedule_free", "fp16", "split", "captions", "texts", "words")
 EVERY_CASE = [pytest.param(name, marks=() if name in QUICK_CASES else pytest.mark.slow) for name in CASES]
 
 
 def several_sources(folder: Path) -> tuple[dict[str, Any], ...]:
-    """Images with masks, weighted and repeated, and images that keep what the model knows. Drawn once."""
+    """Images with masks, weights and repeats, and regularization images. Drawn once."""
     if not folder.exists():
         for path in sorted(draw_images(folder / "masked", 6).glob("*.png")):
             (folder / "masks").mkdir(exist_ok=True)
             with Image.open(path) as image:
                 Image.linear_gradient("L").resize(image.size).save(folder / "masks" / path.name)
-        for path in sorted(draw_images(folder / "kept", 9).glob("*.png"))[:6]:  # those of the other folder
+        for path in sorted(draw_images(folder / "kept", 9).glob("*.png"))[:6]:  # those of the other source
             path.unlink()
             path.with_suffix(".txt").unlink()
     masked = {"path": str(folder / "masked"), "masks": str(folder / "masks"), "loss_weight": 0.5, "repeats": 1.5}
@@ -207,7 +207,7 @@ def several_sources(folder: Path) -> tuple[dict[str, Any], ...]:
 
 @pytest.fixture
 def makes(place: TinyPlace, tiny_models: Callable[[str], Path], tmp_path: Path) -> Callable[..., LoopContext]:
-    """A fresh job of a case, in a folder of a name."""
+    """A fresh job of a case, in a named folder."""
 
     def make(case: str, name: str, **changes: object) -> LoopContext:
         settings = {**CASES[case], **changes}
@@ -224,19 +224,19 @@ def test_stopped_after_every_step(case, place, makes):
     straight = makes(case, "straight")
     place.train(straight)
     for step in range(STEPS):
-        job = told_in(makes(case, "broken"), step)
+        job = signal_at_step(makes(case, "broken"), step)
         state, interrupt = place.resume(job)
         assert state.step == step + 1
         assert interrupt.signal == signal.SIGTERM
-    # After a signal in the last step, this session measures what it came to.
+    # After a signal in the last step, this session measures the result.
     broken = makes(case, "broken")
     place.resume(broken)
     assert outcome(broken) == outcome(straight)
 
 
-def test_stopped_between_two_looks(place, makes, monkeypatch):
-    """Numbers wait, as on a GPU: spikes, jumps and steps left out are those of the straight run wherever it stops."""
-    looked_at_every(3, monkeypatch)
+def test_stopped_between_two_flushes(place, makes, monkeypatch):
+    """Metrics are delayed, as on a GPU: spikes and skipped steps equal those of the uninterrupted run."""
+    flush_every(3, monkeypatch)
     for name, value in {"JUDGED_EVERY": 3, "FIRST_JUDGED": 2}.items():
         monkeypatch.setattr(control, name, value)
     settings = {
@@ -252,7 +252,7 @@ def test_stopped_between_two_looks(place, makes, monkeypatch):
         true, seen = job.micros, 3.0
 
         def micros(step: int) -> list[Any]:
-            """Each step's target is further away than that of the step before; the fifth's is nowhere."""
+            """The target moves further away with each step; that of the fifth is not finite."""
             scale = float("nan") if step == 4 else seen**step
             return [replace(micro, noise=micro.noise * scale) for micro in true(step)]
 
@@ -265,13 +265,13 @@ def test_stopped_between_two_looks(place, makes, monkeypatch):
     assert found["state"].control.clip_scale < 1.0
     for step in range(10):
         broken = losing("broken")
-        place.resume(told_in(broken, step))
+        place.resume(signal_at_step(broken, step))
     place.resume(broken)
     assert outcome(broken) == found
 
 
-def told_in_forward(job: LoopContext, number: int) -> LoopContext:
-    """The same job, to which a signal comes before its `number`th forward pass of training."""
+def stop_in_forward(job: LoopContext, number: int) -> LoopContext:
+    """The same job, with a signal before its `number`th training forward pass."""
     predict, left = job.learner.predict, [number]
 
     def counted(*arguments: Any) -> torch.Tensor:
@@ -283,12 +283,12 @@ def told_in_forward(job: LoopContext, number: int) -> LoopContext:
     return replace(job, learner=replace(job.learner, predict=counted))
 
 
-def test_stopped_inside_of_accumulations(place, makes):
-    """Where there is no time to finish the step it is given up: of its three micro-batches nothing is left."""
+def test_stopped_inside_gradient_accumulation(place, makes):
+    """Without time to finish the step it is aborted: none of its three micro-batches counts."""
     straight = makes("split", "straight")
     place.train(straight)
-    for forward, step in ((2, 0), (5, 1), (6, 2)):  # the last is given up before its third
-        job = told_in_forward(makes("split", "broken", train__grace_seconds=1e-6), forward)
+    for forward, step in ((2, 0), (5, 1), (6, 2)):  # the last is aborted before its third
+        job = stop_in_forward(makes("split", "broken", train__grace_seconds=1e-6), forward)
         state, interrupt = place.resume(job)
         assert interrupt.signal == signal.SIGTERM
         assert state.step == step
@@ -297,12 +297,12 @@ def test_stopped_inside_of_accumulations(place, makes):
     assert outcome(broken) == outcome(straight)
 
 
-def test_gone_on_with_in_another_rhythm_of_checkpoints_and_to_more_steps(place, makes):
-    """A rate that does not hang on the number of steps goes on as if that had been known."""
+def test_resumed_with_another_checkpoint_interval_and_more_steps(place, makes):
+    """A learning rate independent of the number of steps continues as if that had been known."""
     settings = {"validation__every_n_steps": 1, "checkpoint__every_n_steps": 3, "lr_scheduler__warmup_steps": 2}
     straight = makes("plain", "straight", **settings)
     place.train(straight)
-    place.resume(told_in(makes("plain", "broken", **settings, checkpoint__keep_last=1), 1))
+    place.resume(signal_at_step(makes("plain", "broken", **settings, checkpoint__keep_last=1), 1))
     shorter = makes("plain", "broken", **{**settings, "checkpoint__every_n_steps": 1, "train__max_steps": 4})
     assert place.resume(shorter)[0].step == 4
     broken = makes("plain", "broken", **settings)
@@ -323,11 +323,11 @@ USUAL |= {"loss__weighting": "min_snr"}
 
 
 @pytest.mark.parametrize("setting", WORDS)
-def test_every_word_of_a_setting_has_a_case(setting):
+def test_every_choice_of_a_setting_has_a_case(setting):
     assert {case.get(setting, USUAL.get(setting)) for case in CASES.values()} - {None} == set(WORDS[setting])
 
 
-# Sections whose settings change what a step does, and those of them that do it before any step, or in the data's choice.
+# Sections whose settings change a step, and those among them that act before any step or by choosing data.
 OF_A_STEP = ("lora", "optimizer", "lr_scheduler", "noise", "loss", "captions", "data")
 BEFORE_ANY_STEP = {
     "captions.extension",
@@ -339,8 +339,8 @@ BEFORE_ANY_STEP = {
 
 def test_every_setting_that_changes_a_step_has_a_case():
     wanted = {name for name in setting_names() if name.partition(".")[0] in OF_A_STEP} - BEFORE_ANY_STEP
-    given = {"lora.rank", "data.sources", "loss.weighting"}  # of all of them
-    assert wanted - given == {key.replace("__", ".") for case in CASES.values() for key in case} & wanted - given
+    required = {"lora.rank", "data.sources", "loss.weighting"}  # of all of them
+    assert wanted - required == {key.replace("__", ".") for case in CASES.values() for key in case} & wanted - required
 
 
 def test_every_family_has_a_case():
@@ -349,12 +349,12 @@ def test_every_family_has_a_case():
 
 @pytest.mark.parametrize("case", ["adamw8bit", pytest.param("paged_adamw8bit", marks=pytest.mark.slow)])
 def test_8bit_state_is_8bit_before_and_after(case, place, makes):
-    """In a run: as it is written, and as the resumed optimizer holds it."""
+    """In a run: as written, and in the resumed optimizer."""
 
     def kinds(optimizer: torch.optim.Optimizer) -> set[torch.dtype]:
         return {each.dtype for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)}
 
-    first = told_in(makes(case, "a"), 1)
+    first = signal_at_step(makes(case, "a"), 1)
     place.resume(first)
     assert torch.uint8 in kinds(first.learner.optimizer)
     found, _ = newest_valid(first.checkpoints)
@@ -365,7 +365,7 @@ def test_8bit_state_is_8bit_before_and_after(case, place, makes):
 
 
 def test_fp16_overflows_again_where_it_overflowed(place, makes):
-    """The scale halves and the step is left out, before a stop or after one; the scale goes on from there."""
+    """The scale halves and the step is skipped, before or after a stop. The scale continues from there."""
 
     def hot(name: str) -> LoopContext:
         job = makes("fp16", name)
@@ -376,7 +376,7 @@ def test_fp16_overflows_again_where_it_overflowed(place, makes):
     place.train(straight)
     assert straight.learner.scaler.get_scale() < 2.0**26
     for step in (0, 1, 3):
-        place.resume(told_in(hot("broken"), step))
+        place.resume(signal_at_step(hot("broken"), step))
     broken = makes("fp16", "broken")  # its scale comes from the checkpoint
     state, _ = place.resume(broken)
     assert state.skipped > 1

@@ -1,4 +1,4 @@
-"""Rows of metrics and validation after a death in their writing: the same numbers, each once."""
+"""Rows of metrics and validation after a kill while writing: the same numbers, each once."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SETTINGS: dict[str, object] = {"checkpoint__every_n_steps": 2, "validation__ever
 
 
 class PowerCut(BaseException):
-    """Ends a run where no handler of errors is meant to save anything."""
+    """Ends a run without running error handlers."""
 
 
 def cut_in(number: int) -> Callable[[Path, str], None]:
-    """Appending that dies in the middle of a row, at its `number`th call."""
+    """An `append` that dies in the middle of a row, at its `number`th call."""
     left = [number]
 
     def append(path: Path, text: str) -> None:
@@ -40,7 +40,7 @@ def cut_in(number: int) -> Callable[[Path, str], None]:
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=() if n in (5, 8) else pytest.mark.slow) for n in range(1, 1 + WRITES)]
 )
-def test_rows_go_on_after_a_death_in_their_writing(number: int, place: TinyPlace) -> None:
+def test_rows_continue_after_a_kill_while_writing(number: int, place: TinyPlace) -> None:
     straight = place.job("straight", **SETTINGS)
     place.train(straight)
     with patched(trackers, "append_text", cut_in(number)), pytest.raises(PowerCut):

@@ -1,4 +1,4 @@
-"""A step trains the same however it is split: over micro-batches, over processes, over sessions of either."""
+"""A step trains the same however it is split: over micro-batches, processes or sessions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.exact
 STEPS = 6
 
 
-def asked(micros: list[MicroBatch]) -> Counter[tuple[bytes, ...]]:
+def noise_inputs(micros: list[MicroBatch]) -> Counter[tuple[bytes, ...]]:
     """Each sample with its latents, noise and timestep."""
     parts = [(micro.latents, micro.noise, micro.t) for micro in micros]
     return Counter(
@@ -28,14 +28,14 @@ def asked(micros: list[MicroBatch]) -> Counter[tuple[bytes, ...]]:
 
 
 def gradient(job: LoopContext, micros: list[MicroBatch]) -> torch.Tensor:
-    """Of the first step, all parameters in one row."""
+    """The gradients of the first step, in one row."""
     for micro in micros:
         backward(job.learner, micro, 4)
     return torch.cat([master.grad.flatten() for master in job.learner.masters])
 
 
 @pytest.mark.parametrize("rates", [(), (1e-4,)])
-def test_a_step_of_the_builtin_base_is_the_same_in_ones_twos_and_at_once(rates, place: TinyPlace):
+def test_a_step_of_the_builtin_model_is_the_same_for_every_micro_batch_size(rates, place: TinyPlace):
     """In fp32 within 1e-5, with its text encoder trained too; that of tiny random models in float64 within 1e-9 (test_step.py)."""
     here = replace(place, model=BASE_FOLDER)
     common: dict[str, object] = {"train__effective_batch_size": 4, "data__resolution": 64, "data__max_aspect": 1.0}
@@ -43,15 +43,15 @@ def test_a_step_of_the_builtin_base_is_the_same_in_ones_twos_and_at_once(rates, 
     jobs = [here.job(f"by_{most}", steps=1, train__max_micro_batch_size=most, **common) for most in (4, 2, 1)]
     fed = [job.micros(0) for job in jobs]
     assert [[len(micro.latents) for micro in micros] for micros in fed] == [[4], [2, 2], [1, 1, 1, 1]]
-    assert asked(fed[0]) == asked(fed[1]) == asked(fed[2])
+    assert noise_inputs(fed[0]) == noise_inputs(fed[1]) == noise_inputs(fed[2])
     whole, *split = [gradient(job, micros) for job, micros in zip(jobs, fed, strict=True)]
     assert float(whole.norm()) > 0.0
     assert all(float((part - whole).norm() / whole.norm()) < 1e-5 for part in split)
 
 
 def jobs_of(place: TinyPlace, name: str, world: int, **settings: object) -> list[LoopContext]:
-    given = {"train__effective_batch_size": 3, "checkpoint__every_n_steps": 1, "checkpoint__keep_last": 9, **settings}
-    return [place.job(name, steps=STEPS, processes=each, **given) for each in together(world)]
+    args = {"train__effective_batch_size": 3, "checkpoint__every_n_steps": 1, "checkpoint__keep_last": 9, **settings}
+    return [place.job(name, steps=STEPS, processes=each, **args) for each in together(world)]
 
 
 def later_ones_gone(jobs: list[LoopContext], step: int) -> None:
@@ -61,7 +61,7 @@ def later_ones_gone(jobs: list[LoopContext], step: int) -> None:
             path.rename(path.with_name(f"gone-{path.name}-{step}"))
 
 
-# Not bitsandbytes' 8-bit states: its library is not made for threads, which stand for processes here.
+# Not bitsandbytes' 8-bit states: the library is not thread-safe, and threads simulate processes here.
 PARTS: dict[str, dict[str, object]] = {
     "adamw": {"validation__every_n_steps": 2, "captions__shuffle": True, "captions__dropout": 0.3},
     "lion": {"optimizer__name": "lion", "train__ema_decay": 0.9, "memory__weight_dtype": "bf16"},
@@ -79,7 +79,7 @@ EVERY_PART = [pytest.param(name, marks=() if name == "lion" else pytest.mark.slo
 
 
 @pytest.mark.parametrize("kind", EVERY_PART)
-def test_two_processes_gone_on_with_from_any_step_are_two_that_never_stopped(kind, place):
+def test_two_processes_resume_exactly_from_any_step(kind, place):
     straight = jobs_of(place, "straight", 2, **PARTS[kind])
     place.resume_together(straight)
     expected = outcome(straight[0])
@@ -96,11 +96,11 @@ def numbers(job: LoopContext) -> tuple[list[float], torch.Tensor]:
     return [row["loss"] for row in outcome(job)["metrics.jsonl"]], weights
 
 
-# Where a gradient's sign decides, as in Lion, rounding decides now and then.
+# With Lion the sign of a gradient decides, so rounding sometimes matters.
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw", "schedule_free", "texts"])
-def test_a_run_goes_on_with_more_or_fewer_processes(kind, place):
-    """The same samples in the same steps; sums in another order, so the same but for rounding (the built-in base)."""
+def test_a_run_resumes_with_more_or_fewer_processes(kind, place):
+    """The same samples in the same steps, summed in another order: equal up to rounding (built-in model)."""
     here = replace(place, model=BASE_FOLDER)
     settings = {**PARTS[kind], "data__resolution": 64, "optimizer__learning_rate": 1e-3, "validation__every_n_steps": 0}
     alone = jobs_of(here, "alone", 1, **settings)

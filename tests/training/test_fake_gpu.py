@@ -1,9 +1,9 @@
-"""What a GPU would refuse, without a GPU: numbers that lie beside the CPU mixed with numbers that do not.
+"""Finds device errors without a GPU: operations that mix CPU and GPU tensors.
 
-Tensors on the meta device stand for those on a GPU, tensors beside the CPU are what they are. So whoever asks the
-GPU for a number, or forgets to bring a tensor there, is found, through autograd too. What cannot be looked at so: streams, events and
-page-locked memory; the probe of attention and the agreement of compiled blocks, which compare numbers; torch's fused
-AdamW and fp16's scaler, which know real devices alone; 4 and 8 bits by kernels of a GPU.
+Meta tensors simulate those on a GPU; CPU tensors are real. So code that reads a number from the GPU, or forgets to
+move a tensor there, is found, through autograd too. Not covered: streams, events and pinned memory; the attention
+probe and the check of compiled blocks, which compare numbers; torch's fused AdamW and the fp16 scaler, which need
+real devices; 4-bit and 8-bit GPU kernels.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ from tests.recipes.recipe import save_tiny_model
 
 GPU, CPU, BF16 = torch.device("meta"), torch.device("cpu"), torch.bfloat16
 Kind = tuple[Any, Path, Precision, tuple[float, ...]]
-# The family, what its weights are stored in, and the rates of its text encoders: of SD3 T5 is read from the cache, of
-# FLUX.1 it is trained.
+# The family, its weight dtype, and the learning rates of its text encoders: T5 is cached for SD3 and trained for FLUX.1.
 KINDS: dict[str, tuple[str, Precision, tuple[float, ...]]] = {
     "sd15": ("sd15", "bf16", (1e-4,)),
     "sdxl": ("sdxl", "int8", ()),
@@ -51,43 +50,43 @@ KINDS: dict[str, tuple[str, Precision, tuple[float, ...]]] = {
     "flux-schnell": ("flux", "fp8", ()),
     "z_image": ("z_image", "fp8", ()),
 }
-ALIKE = ("sdxl", "sd3.5", "flux-schnell")  # drawn with as another kind is
+ALIKE = ("sdxl", "sd3.5", "flux-schnell")  # sampled like the other flavor
 CAPTIONS = ("a ring", (("a red", 1.0), (" ring", 1.3)))
 CROSSING = ("copy_", "_to_copy", "_foreach_copy_")
-INDEXED = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")  # by numbers of either place
+INDEXED = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")  # by scalars of either device
 SAME_TYPE = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear", "_scaled_dot_product", "embedding_renorm")
 
-SUMS_BESIDE = ("attention_backward", "attention_for_cpu_backward")  # fused: they are given their sums in fp32
+SUMS_BESIDE = ("attention_backward", "attention_for_cpu_backward")  # fused: they get their sums in fp32
 
 
 class FakeGpu(TorchDispatchMode):
-    """Refuses what a GPU refuses: tensors of both places in one operation, and products of two precisions."""
+    """Refuses what a GPU refuses: tensors of both devices in one operation, and matmuls of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[str] = []  # what would wait for a GPU
+        self.reads: list[str] = []  # what would wait for a GPU
 
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        named = named or {}
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         name = function.overloadpacket.__name__
-        met = [leaf for leaf in tree_leaves((given, named)) if isinstance(leaf, Tensor)]
-        here = given[:1] if name in INDEXED else met
+        met = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        here = args[:1] if name in INDEXED else met
         places = {leaf.device for leaf in tree_leaves(here) if isinstance(leaf, Tensor) and leaf.ndim}
         if name not in CROSSING and (len(places) > 1 or (GPU in {leaf.device for leaf in met} and places - {GPU})):
             raise RuntimeError(f"{function}: tensors on the GPU and beside the CPU")
         kinds = {leaf.dtype for leaf in met if leaf.is_floating_point() and leaf.ndim > 1}
         if name.startswith(SAME_TYPE) and not name.endswith(SUMS_BESIDE) and len(kinds) > 1:
             raise RuntimeError(f"{function}: {kinds}")
-        if name == "_local_scalar_dense" and given[0].device == GPU:
-            self.asked.append(name)
-            return 1.0 if given[0].is_floating_point() else int(given[0].dtype == torch.bool)
-        if name == "nonzero" and given[0].device == GPU:
-            self.asked.append(name)
-            return torch.zeros(1, given[0].ndim, dtype=torch.long, device=GPU)
-        if name == "_to_copy" and given[0].device == GPU and named.get("device") == CPU:
-            self.asked.append(name)
-            return torch.ones(given[0].shape, dtype=named.get("dtype") or given[0].dtype)
-        return function(*given, **named)
+        if name == "_local_scalar_dense" and args[0].device == GPU:
+            self.reads.append(name)
+            return 1.0 if args[0].is_floating_point() else int(args[0].dtype == torch.bool)
+        if name == "nonzero" and args[0].device == GPU:
+            self.reads.append(name)
+            return torch.zeros(1, args[0].ndim, dtype=torch.long, device=GPU)
+        if name == "_to_copy" and args[0].device == GPU and kwargs.get("device") == CPU:
+            self.reads.append(name)
+            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        return function(*args, **kwargs)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -117,23 +116,23 @@ def settings(**sections: Any) -> Config:
     return Config.model_validate({"optimizer": {"name": "lion"}, "lora": {"rank": 2}, **sections})
 
 
-def told_of(family: Any, model: Path) -> dict[str, Tensor]:
-    """What the encoders say on the GPU, as the caches give it: beside the CPU."""
-    told = family.load_encoders(model, BF16, GPU).encode_text(CAPTIONS)
-    assert {value.device for value in told.values()} == {GPU}
-    return {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in told.items()}
+def text_embeddings_of(family: Any, model: Path) -> dict[str, Tensor]:
+    """The text embeddings of encoders on the GPU, as the caches return them: on the CPU."""
+    embeds = family.load_encoders(model, BF16, GPU).encode_text(CAPTIONS)
+    assert {value.device for value in embeds.values()} == {GPU}
+    return {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in embeds.items()}
 
 
 def a_batch(family: Any, facts: Any, cond: dict[str, Tensor]) -> Batch:
-    """Two samples as the caches give them."""
+    """Two samples as the caches return them."""
     latents = torch.randn(2, facts.latent_channels, 8, 8)
     refs = tuple(Ref(index, name, 0, 0) for index, name in enumerate("ab"))
     mask = torch.rand(2, 1, 8, 8)
     return Batch(refs, latents, latents.abs(), cond, torch.full((2, 6), 64.0), torch.ones(2), mask, CAPTIONS)
 
 
-def test_a_step_mixes_no_places(gpu: FakeGpu, kind: Kind) -> None:
-    """Loading, LoRA, noise of every kind, masks, loss, backward pass with blocks computed again, clipping and update."""
+def test_a_step_mixes_no_devices(gpu: FakeGpu, kind: Kind) -> None:
+    """Loading, LoRA, every kind of noise, masks, loss, checkpointed backward, clipping and update."""
     family, model, stored, rates = kind
     facts = family.describe(model)
     flow = facts.prediction == "flow"
@@ -150,11 +149,11 @@ def test_a_step_mixes_no_places(gpu: FakeGpu, kind: Kind) -> None:
         attention_asked=False,
         latents=(2, facts.latent_channels, 8, 8),
     )
-    batch = a_batch(family, facts, told_of(family, model))
+    batch = a_batch(family, facts, text_embeddings_of(family, model))
     micro = make_micro_batch(batch, 0, 0, config.noise, built.learner.process)
-    gpu.asked.clear()
+    gpu.reads.clear()
     result = train_step(built.learner, [micro], 2, 1e-4)
-    assert gpu.asked == []
+    assert gpu.reads == []
     assert result.loss.device == result.grad_norm.device == GPU
     assert len(built.learner.optimizer.state) == len(built.learner.masters)
 
@@ -163,8 +162,8 @@ def test_a_step_mixes_no_places(gpu: FakeGpu, kind: Kind) -> None:
     "kind", [pytest.param(k, marks=pytest.mark.slow) if k in ALIKE else k for k in KINDS], indirect=True
 )
 @pytest.mark.usefixtures("gpu")
-def test_images_and_judgement_mix_no_places(kind: Kind) -> None:
-    """The VAE with its scale and shift, validation loss, drift on the base's own way, and drawing's loop."""
+def test_sampling_and_evaluation_mix_no_devices(kind: Kind) -> None:
+    """The VAE with its scale and shift, validation loss, drift of the base model, and the sampling loop."""
     family, model, *_ = kind
     mean, spread = family.load_encoders(model, BF16, GPU).encode_image(torch.zeros(2, 3, 64, 64))
     assert mean.device == spread.device == GPU
@@ -172,10 +171,10 @@ def test_images_and_judgement_mix_no_places(kind: Kind) -> None:
     bring_pipeline(pipeline, family, GPU, None, (64, 64))
     denoiser, process = getattr(pipeline, family.denoiser_prefix), family.make_process(model)
 
-    def predict(*given: Any) -> Tensor:
-        return family.predict(denoiser, *given)
+    def predict(*args: Any) -> Tensor:
+        return family.predict(denoiser, *args)
 
-    cond = told_of(family, model)
+    cond = text_embeddings_of(family, model)
     own = {name: value[0] for name, value in cond.items()}
     one = EncodedSample("a", torch.zeros(mean.shape[1:]), own, torch.ones(6))
     validation_losses(predict, [one], process, seed=0, timesteps=1, device=GPU, dtype=BF16)
@@ -184,11 +183,11 @@ def test_images_and_judgement_mix_no_places(kind: Kind) -> None:
     assert drift(predict, visits[:1], there, sizes) >= 0.0
     with torch.no_grad():
         read = read_prompts(pipeline, family, ["a ring", "blue"])
-        told = prompted(
+        prompts = prompted(
             pipeline, family, read, ["a ring"], "blue" if family.sampling_defaults(model).negative else None
         )
         drawn = pipeline(
-            **told,
+            **prompts,
             generator=[torch.Generator("cpu").manual_seed(1)],
             num_inference_steps=2,
             guidance_scale=4.0,

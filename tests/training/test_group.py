@@ -1,4 +1,4 @@
-"""Two processes of which one is lost: the other is told in time, and waits for one that works."""
+"""If one of two processes is lost, the other is notified in time. It waits for one that works."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and gloo as on Linux")
 
-# Both meet; then the second is lost in the way it is told, and the first waits for it.
+# Both start; then the second is lost in the given way, and the first waits for it.
 PROGRAM = """
 import os, signal, sys, time, torch
 from lora_trainer.training.group import ProcessLost
@@ -57,7 +57,7 @@ def start(checkout: Path, how: str, minutes: float) -> list[subprocess.Popen[str
 @pytest.mark.parametrize(
     ("how", "minutes", "code", "words"),
     [
-        ("SIGKILL", 20.0, 5, "its connection broke"),  # noticed at once, not by its silence
+        ("SIGKILL", 20.0, 5, "its connection broke"),  # noticed at once, not by a timeout
         pytest.param("SIGSTOP", 0.05, 5, "has not been heard of for", marks=pytest.mark.slow),
         pytest.param("works", 0.05, 0, "together", marks=pytest.mark.slow),
     ],
@@ -65,8 +65,8 @@ def start(checkout: Path, how: str, minutes: float) -> list[subprocess.Popen[str
 def test_a_lost_process_ends_the_other(how: str, minutes: float, code: int, words: str, checkout: Path) -> None:
     first, second = start(checkout, how, minutes)
     try:
-        said, errors = first.communicate(timeout=300)
-        assert words in said, errors
+        output, errors = first.communicate(timeout=300)
+        assert words in output, errors
         assert first.returncode == code, errors
         assert "Traceback" not in errors
     finally:

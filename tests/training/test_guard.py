@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite: left out without a trace, gone back from, or the end, and never silent."""
+"""Steps with nonfinite loss or gradient are skipped, rolled back, or end the run, and are always reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
 from lora_trainer.training.guard import weights_are_finite
 from lora_trainer.training.job import LoopContext
 from lora_trainer.training.step import Guard
-from tests.training.tiny_job import OF_THE_CLOCK, TinyPlace, together, told_in
+from tests.training.tiny_job import OF_THE_CLOCK, TinyPlace, signal_at_step, together
 
 NAN = float("nan")
 BAD = 3  # the step, counted from 0, that is not finite
@@ -32,22 +32,22 @@ def guarded(job: LoopContext, guard: Guard) -> LoopContext:
 
 
 def bad_sample(job: LoopContext, *steps: int, row: int = 0) -> LoopContext:
-    """One sample of the last micro-batch of these steps has latents that are not finite."""
+    """One sample of the last micro-batch of these steps has nonfinite latents."""
     true = job.micros
 
     def micros(step: int) -> list[Any]:
-        made = true(step)
+        micros_of_step = true(step)
         if step in steps:
-            latents = made[-1].latents.clone()
+            latents = micros_of_step[-1].latents.clone()
             latents[row] = NAN
-            made[-1] = replace(made[-1], latents=latents)
-        return made
+            micros_of_step[-1] = replace(micros_of_step[-1], latents=latents)
+        return micros_of_step
 
     return replace(job, micros=micros)
 
 
 def bad_loss(job: LoopContext, change: Callable[[Tensor, Tensor], Tensor], *steps: int) -> LoopContext:
-    """In these steps what `change` makes of the samples' losses and the prediction, by the step's noise."""
+    """In these steps, `change` applied to the sample losses and the prediction, by the noise of the step."""
     true, marked = job.learner.loss, set()
 
     def loss(predicted: Tensor, target: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -64,11 +64,11 @@ def nan_without_gradient(losses: Tensor, predicted: Tensor) -> Tensor:
 
 
 def gradient_without_nan(losses: Tensor, predicted: Tensor) -> Tensor:
-    return losses + (predicted.float() * 0.0).abs().sqrt().sum()  # 0, whose slope is infinite
+    return losses + (predicted.float() * 0.0).abs().sqrt().sum()  # 0, where the slope is infinite
 
 
 def overflowing_norm(losses: Tensor, predicted: Tensor) -> Tensor:
-    return losses * 1e30  # loss and entries are finite; the norm's squares are not
+    return losses * 1e30  # loss and entries are finite, the squares of the norm are not
 
 
 WOUNDS: dict[str, Wound] = {
@@ -105,7 +105,7 @@ def events(job: LoopContext, kind: str = "not_finite") -> list[dict[str, Any]]:
 
 
 def optimizer_numbers(job: LoopContext) -> list[Any]:
-    """All of an optimizer's state but zeros, which one that has not stepped yet has not made."""
+    """The nonzero state of an optimizer: before its first step there is no state."""
     state = [value for each in job.learner.optimizer.state.values() for value in each.values()]
     groups = [value for group in job.learner.optimizer.param_groups for key, value in group.items() if key != "params"]
     return [value.tolist() if isinstance(value, Tensor) else value for value in (*state, *groups)]
@@ -127,8 +127,8 @@ QUICK_PAIRS = {
         for wound in WOUNDS
     ],
 )
-def test_three_guards_leave_out_the_same(place: TinyPlace, kind, wound):
-    """Ahead, by the optimizer on the device, or found late and trained again: the same to the bit."""
+def test_three_guards_skip_the_same_steps(place: TinyPlace, kind, wound):
+    """Checked ahead, by the optimizer on the device, or late with retraining: bit for bit the same."""
     ended = {}
     for guard in get_args(Guard):
         job = WOUNDS[wound](place.job(guard, **SETTINGS, **KINDS[kind]), guard)
@@ -144,7 +144,7 @@ def test_three_guards_leave_out_the_same(place: TinyPlace, kind, wound):
 @pytest.mark.parametrize(
     "kind", ["lion", *(pytest.param(each, marks=pytest.mark.slow) for each in ("schedule_free", "prodigy"))]
 )
-def test_other_optimizers_leave_out_the_same(place: TinyPlace, kind):
+def test_other_optimizers_skip_the_same_steps(place: TinyPlace, kind):
     ended = {}
     for guard in ("ahead", "late"):
         job = bad_sample(guarded(place.job(guard, **SETTINGS, **KINDS[kind]), guard), BAD)
@@ -154,8 +154,8 @@ def test_other_optimizers_leave_out_the_same(place: TinyPlace, kind):
 
 
 @pytest.mark.parametrize("guard", ["ahead", "on_device"])
-def test_a_step_left_out_changes_nothing(place: TinyPlace, guard):
-    """Weights, state and the optimizer's own count of steps are those from before."""
+def test_a_skipped_step_changes_nothing(place: TinyPlace, guard):
+    """Weights, state and the optimizer's step count are unchanged."""
     before = guarded(place.job("before", steps=BAD), guard)
     place.train(before)
     after = bad_sample(guarded(place.job("after", steps=BAD + 1, lr_scheduler__warmup_steps=0), guard), BAD)
@@ -184,7 +184,7 @@ def test_samples_are_named_where_only_the_gradient_is_bad(place: TinyPlace):
 
 
 @pytest.mark.parametrize("guard", get_args(Guard))
-def test_too_many_in_a_row_end_the_run(place: TinyPlace, guard):
+def test_too_many_skipped_steps_in_a_row_end_the_run(place: TinyPlace, guard):
     job = bad_sample(guarded(place.job("a", steps=8, safeguards__max_nonfinite_steps=3, **SETTINGS), guard), 1, 3, 4, 5)
     with pytest.raises(TrainingFailed, match=r"not finite in 3 steps in a row, up to step 6\.") as ended:
         place.train(job)
@@ -195,7 +195,7 @@ def test_too_many_in_a_row_end_the_run(place: TinyPlace, guard):
     assert [row["step"] for row in numbers(job)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_stop_saves_what_was_before(place: TinyPlace):
+def test_stop_saves_the_state_before_the_step(place: TinyPlace):
     settings = {
         **SETTINGS,
         "checkpoint__every_n_steps": 100,
@@ -219,8 +219,8 @@ def test_stop_saves_what_was_before(place: TinyPlace):
 
 
 @pytest.mark.parametrize("guard", get_args(Guard))
-def test_rollback_goes_back_with_half_the_rate(place: TinyPlace, guard):
-    """The steps in between are trained again, and the rate stays lower."""
+def test_rollback_halves_the_learning_rate(place: TinyPlace, guard):
+    """The steps in between are trained again, and the learning rate stays lower."""
     seen = [0]
 
     def once(losses: Tensor, predicted: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def test_rollback_goes_back_with_half_the_rate(place: TinyPlace, guard):
     assert "at step" not in events(job)[-1]["message"], "the event says the step"
 
 
-def test_rollback_returns_to_the_start_where_nothing_was_saved(place: TinyPlace):
+def test_rollback_returns_to_the_start_without_a_checkpoint(place: TinyPlace):
     settings = {**SETTINGS, "checkpoint__every_n_steps": 100, "safeguards__max_nonfinite_steps": 2}
     job = bad_sample(place.job("a", safeguards__on_nonfinite="rollback", **settings), BAD)
     with pytest.raises(TrainingFailed, match=r"After 2 returns to an earlier checkpoint .* at step 4 again"):
@@ -247,8 +247,8 @@ def test_rollback_returns_to_the_start_where_nothing_was_saved(place: TinyPlace)
     assert weights(job) == weights(straight)
 
 
-def test_weights_that_are_not_finite_are_gone_back_from(place: TinyPlace):
-    """No step can be left out for them: told apart, whatever the policy."""
+def test_nonfinite_weights_are_rolled_back(place: TinyPlace):
+    """Skipping a step cannot fix them: detected with every policy."""
     job = place.job("a", **SETTINGS)
     ruined = [False]
 
@@ -270,24 +270,24 @@ def test_weights_that_are_not_finite_are_gone_back_from(place: TinyPlace):
     "guard", ["late", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ahead", "on_device"))]
 )
 def test_a_stop_in_between_changes_nothing(place: TinyPlace, guard):
-    """A run with steps left out, stopped and gone on with after each of its steps, is the straight one."""
+    """A run with skipped steps, stopped and resumed after each step, equals the uninterrupted one."""
     straight = bad_sample(guarded(place.job("straight", **SETTINGS), guard), 1, BAD)
     place.train(straight)
     for step in range(6):
         broken = bad_sample(guarded(place.job("broken", **SETTINGS), guard), 1, BAD)
-        place.resume(told_in(broken, step))
+        place.resume(signal_at_step(broken, step))
     place.resume(broken)
     assert weights(broken) == weights(straight)
     assert numbers(broken) == numbers(straight)
 
 
-def test_weights_that_are_not_finite_are_never_saved(place: TinyPlace):
-    """Ruined by an update whose gradient was finite, in the step that a checkpoint follows."""
+def test_nonfinite_weights_are_never_saved(place: TinyPlace):
+    """Ruined by an update with a finite gradient, in the step before a checkpoint."""
     job = place.job("a", safeguards__max_nonfinite_steps=2, **SETTINGS)
     true = job.learner.optimizer.step
 
-    def step(*given: Any) -> None:
-        true(*given)
+    def step(*args: Any) -> None:
+        true(*args)
         if len(numbers(job)) == 3:
             next(iter(job.learner.masters)).data.view(-1)[0] = NAN
 
@@ -298,17 +298,17 @@ def test_weights_that_are_not_finite_are_never_saved(place: TinyPlace):
 
 
 class Reads(TorchDispatchMode):
-    """Counts how often the host asks a device for a number."""
+    """Counts how often the host reads a number from a device."""
 
     count = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), named: Any = None) -> Any:
         self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*given, **(named or {}))
+        return function(*args, **(named or {}))
 
 
 @pytest.mark.parametrize("value", [0.0, 3e38, NAN, math.inf, -math.inf])
-def test_all_weights_are_looked_at_with_one_read(place: TinyPlace, value: float):
+def test_all_weights_are_checked_with_one_read(place: TinyPlace, value: float):
     learner = place.job("a", **SETTINGS).learner
     assert len(learner.masters) > 10
     for master in (learner.masters[0], learner.masters[-1]):
@@ -320,8 +320,8 @@ def test_all_weights_are_looked_at_with_one_read(place: TinyPlace, value: float)
         master.data.copy_(before)
 
 
-def test_an_overflow_of_fp16_is_not_a_loss_that_is_not_finite(place: TinyPlace):
-    """The scaler mends the one and not the other; only the other is told and counted for the policy."""
+def test_an_fp16_overflow_is_not_a_nonfinite_loss(place: TinyPlace):
+    """The scaler handles the overflow; only the nonfinite loss is reported and counted for the policy."""
     job = place.job("a", memory__weight_dtype="fp16", **SETTINGS)
     job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 2.0**30})
     state, _ = place.train(bad_sample(job, 5))
@@ -335,7 +335,7 @@ def test_an_overflow_of_fp16_is_not_a_loss_that_is_not_finite(place: TinyPlace):
     assert [event["step"] for event in events(job)] == [6]
 
 
-def test_a_scale_that_collapses_ends_the_run_with_what_was_good(place: TinyPlace):
+def test_a_collapsed_loss_scale_ends_the_run_with_the_last_good_weights(place: TinyPlace):
     job = place.job("a", memory__weight_dtype="fp16", **SETTINGS)
     job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 1.0})
     job = bad_loss(job, gradient_without_nan, BAD)
@@ -354,8 +354,8 @@ def test_the_three_guards_are_chosen_by_device_and_optimizer():
     assert choose_guard(other, gpu, scaled=True) == "ahead"
 
 
-def test_one_process_with_a_bad_sample_is_all_of_them(place: TinyPlace):
-    """The sum carries it to every process; all leave the same step out, and the main one names another's sample."""
+def test_a_bad_sample_in_one_process_skips_the_step_in_all(place: TinyPlace):
+    """The sum carries it to every process: all skip the same step, and the main one names the sample."""
     alone = bad_sample(place.job("alone", train__effective_batch_size=3, **SETTINGS), 0)
     refs = alone.names_in(0)
     place.train(alone)

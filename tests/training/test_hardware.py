@@ -1,4 +1,4 @@
-"""`[hardware]`: what is set, what gives way, and that one run's settings are not the next one's."""
+"""`[hardware]`: what is set, what is overridden, and that settings do not leak into the next run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lora_trainer.training.hardware import (
 )
 from tests.training.tiny_job import TinyPlace
 
-PROCESSOR, GPU = torch.device("cpu"), torch.device("cuda")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def config(**hardware: object) -> Config:
@@ -40,22 +40,22 @@ def as_before() -> Iterator[None]:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
-def test_onednn_computes_unless_a_run_does_without() -> None:
-    """Also in the next run of the same process; the answers are the same but for rounding."""
+def test_onednn_is_used_unless_disabled() -> None:
+    """Also in the next run of the same process. Results are equal up to rounding."""
     x, weight = torch.randn(4, 8, 32, 32), torch.randn(8, 8, 3, 3)
     answers = []
     for wanted in (True, False, True):
-        set_hardware(config(onednn=wanted), PROCESSOR)
+        set_hardware(config(onednn=wanted), CPU)
         with torch.profiler.profile() as seen:
             answers.append(torch.conv2d(x, weight))
         assert any("mkldnn" in event.key for event in seen.key_averages()) == wanted
     torch.testing.assert_close(answers[1], answers[0], rtol=1e-4, atol=1e-4)
-    assert "oneDNN off" in hardware_note(config(onednn=False), PROCESSOR, last=False, tried=False)
+    assert "oneDNN off" in hardware_note(config(onednn=False), CPU, last=False, tried=False)
 
 
 @pytest.mark.parametrize(("wanted", "exactness", "named"), [(True, "tf32", "high"), (False, "ieee", "highest")])
-def test_products_in_fp32_are_exact_unless_tf32_is_wanted(wanted: bool, exactness: str, named: str) -> None:
-    """By all of torch's names for it: Inductor reads the older ones, which raise where they were set by the newer."""
+def test_fp32_matmuls_are_exact_unless_tf32_is_set(wanted: bool, exactness: str, named: str) -> None:
+    """By all of torch's settings for it: Inductor reads the older ones, which raise if set through the newer."""
     set_hardware(config(tf32=wanted), GPU)
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
     assert products.fp32_precision == exactness
@@ -64,19 +64,19 @@ def test_products_in_fp32_are_exact_unless_tf32_is_wanted(wanted: bool, exactnes
     assert (products.allow_tf32, convolutions.allow_tf32) == (wanted, wanted)
 
 
-def test_cudnn_tries_its_ways_where_sizes_are_few_and_same_bits_were_not_asked_for() -> None:
+def test_cudnn_benchmarks_few_sizes_unless_deterministic() -> None:
     assert try_convolutions(config(), GPU, shapes=8)
     assert torch.backends.cudnn.benchmark
     assert not try_convolutions(config(), GPU, shapes=9)
     assert not torch.backends.cudnn.benchmark
     assert try_convolutions(config(cudnn_benchmark=True), GPU, shapes=9)
     assert not try_convolutions(config(cudnn_benchmark=False), GPU, shapes=1)
-    assert not try_convolutions(config(cudnn_benchmark=True), PROCESSOR, shapes=1)
+    assert not try_convolutions(config(cudnn_benchmark=True), CPU, shapes=1)
     exact = resolve([Layer("test", {"train": {"deterministic": True}})]).config
     assert not try_convolutions(exact, GPU, shapes=1)
 
 
-def test_channels_come_last_for_a_unet_on_a_gpu_or_where_asked_for() -> None:
+def test_channels_last_for_a_unet_on_a_gpu_or_when_set() -> None:
     def unet() -> nn.Module:
         return nn.Sequential(*[nn.Conv2d(4, 4, 3) for _ in range(8)])
 
@@ -87,13 +87,13 @@ def test_channels_come_last_for_a_unet_on_a_gpu_or_where_asked_for() -> None:
     assert set_memory_order(first := unet(), config(), GPU)
     assert last(first)
     assert not set_memory_order(patches, config(), GPU)
-    assert not set_memory_order(second := unet(), config(), PROCESSOR)
+    assert not set_memory_order(second := unet(), config(), CPU)
     assert not last(second)
-    assert set_memory_order(second, config(channels_last=True), PROCESSOR)
+    assert set_memory_order(second, config(channels_last=True), CPU)
     assert "channels last" in hardware_note(config(), GPU, last=True, tried=False)
 
 
-def test_a_run_with_channels_last_learns_the_same_but_for_rounding(place: TinyPlace) -> None:
+def test_channels_last_changes_only_rounding(place: TinyPlace) -> None:
     usual, other = place.job("first", steps=3), place.job("last", steps=3, hardware__channels_last=True)
     place.train(usual)
     place.train(other)
@@ -103,7 +103,7 @@ def test_a_run_with_channels_last_learns_the_same_but_for_rounding(place: TinyPl
         torch.testing.assert_close(other.learner.adapter.masters[name], value, rtol=1e-3, atol=1e-5)
 
 
-def test_products_round_alike_wherever_their_operands_lie() -> None:
+def test_matmuls_round_the_same_at_every_address() -> None:
     assert rounds_alike_anywhere()
 
 

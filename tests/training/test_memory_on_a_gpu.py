@@ -1,4 +1,4 @@
-"""What only a GPU can show of blocks that visit and of activations that wait elsewhere: the same bits in less memory."""
+"""Block swap and activation offloading on a GPU: the same bits in less memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lora_trainer.models.memory.offload import offloaded
 from tests.models.memory.test_block_swap import KINDS, Tried, ask_flux, same, tiny_flux
 
 pytestmark = pytest.mark.gpu
-ALLOCATOR = 2**21  # bytes: blocks of its own size, as torch's allocator takes them
+ALLOCATOR = 2**21  # bytes: torch's allocator gives such tensors their own blocks
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 @pytest.mark.parametrize("kind", ["flux", "sd3", "sdxl"])
-def test_streaming_on_the_gpu_changes_no_bit(gpu: torch.device, kind: str) -> None:
-    """While it is busy, so that copies and computing overlap, and for several numbers of blocks one after the other."""
+def test_block_swap_on_the_gpu_changes_no_bit(gpu: torch.device, kind: str) -> None:
+    """While it is busy, so that copies and computation overlap, for several numbers of blocks."""
     tried = Tried(kind)
     tried.ask = on(gpu, tried.ask)
     move_to_device(tried.denoiser, gpu)
@@ -54,7 +54,7 @@ def test_streaming_on_the_gpu_changes_no_bit(gpu: torch.device, kind: str) -> No
     assert same(tried.step(), expected)
 
 
-def test_two_blocks_stand_on_the_gpu(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_two_blocks_are_on_the_gpu(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, "wide", (partial(tiny_flux, heads=64), ask_flux))
     before = torch.cuda.memory_allocated(gpu)
     tried = Tried("wide")
@@ -63,12 +63,12 @@ def test_two_blocks_stand_on_the_gpu(gpu: torch.device, monkeypatch: pytest.Monk
     swap_blocks(tried.denoiser, len(blocks), gpu)
     move_to_device(tried.denoiser, gpu)
     tried.step()
-    held = torch.cuda.memory_allocated(gpu) - before
+    allocated = torch.cuda.memory_allocated(gpu) - before
     stays = frozen_bytes(tried.denoiser) - freed_by_swapping(tried.denoiser)[-1]
-    assert held < stays + 4 * sum(each.nbytes for each in tried.trained) + ALLOCATOR
+    assert allocated < stays + 4 * sum(each.nbytes for each in tried.trained) + ALLOCATOR
 
 
-def test_activations_that_wait_elsewhere_change_no_bit_and_hold_less(gpu: torch.device) -> None:
+def test_offloaded_activations_change_no_bit_and_save_memory(gpu: torch.device) -> None:
     x = torch.randn(2**20, device=gpu, requires_grad=True)
 
     def chain(start: torch.Tensor) -> torch.Tensor:
@@ -92,12 +92,12 @@ def test_activations_that_wait_elsewhere_change_no_bit_and_hold_less(gpu: torch.
 
 
 def on(device: torch.device, ask: object) -> object:
-    """The same question with all that it brings on the GPU."""
+    """The same prediction with all inputs on the GPU."""
 
-    def asked(denoiser: object) -> torch.Tensor:
-        return ask(lambda *given, **named: denoiser(*moved(given), **moved(named)))  # type: ignore[operator]
+    def prediction_of(denoiser: object) -> torch.Tensor:
+        return ask(lambda *args, **kwargs: denoiser(*moved(args), **moved(kwargs)))  # type: ignore[operator]
 
     def moved(value: object) -> object:
         return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
-    return asked
+    return prediction_of

@@ -1,4 +1,4 @@
-"""No step asks a GPU for a number: every question that would have to wait for it is counted, also those of torch itself."""
+"""No step reads a number from a GPU: every synchronizing call is counted, also torch's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lora_trainer.training.loop import read_steps, training_loop
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import TrainState
-from tests.training.tiny_job import TinyPlace, looked_at_every
+from tests.training.tiny_job import TinyPlace, flush_every
 
 ASKED = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__contains__", "cpu", "numpy")
 ASKED_WITHIN = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "allclose")
@@ -29,17 +29,17 @@ STEPS = 3
 
 
 class Questions(TorchFunctionMode):
-    """The names of all calls that need a tensor's numbers here."""
+    """The names of all calls that read a tensor's numbers on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
         self.within = Within(self.found)
 
-    def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), named: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         self.found += [name] if name in ASKED else []
-        return function(*given, **(named or {}))
+        return function(*args, **(named or {}))
 
     def __enter__(self) -> Self:
         self.within.__enter__()
@@ -56,15 +56,15 @@ class Within(TorchDispatchMode):
         super().__init__()
         self.found = found
 
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), named: Any = None) -> Any:
         name = function.overloadpacket.__name__
         self.found += [name] if name in ASKED_WITHIN else []
-        return function(*given, **(named or {}))
+        return function(*args, **(named or {}))
 
 
 def asked_in_steps(place: TinyPlace, patch: pytest.MonkeyPatch, guard: str, **settings: object) -> list[str]:
-    """What some of the loop's own steps ask where numbers are looked at every tenth step, as on a GPU."""
-    looked_at_every(10, patch)
+    """The reads of some loop steps when metrics are flushed every tenth step, as on a GPU."""
+    flush_every(10, patch)
     settings = {"validation__every_n_steps": 0, "checkpoint__every_n_steps": 100, "validation__split": 0, **settings}
     job = place.job("run", steps=8, **settings)
     job = replace(job, learner=replace(job.learner, guard=guard))
@@ -72,7 +72,7 @@ def asked_in_steps(place: TinyPlace, patch: pytest.MonkeyPatch, guard: str, **se
     with job.writer, closing(prefetch(read_steps(job, 0), 8)) as source:
         ready: list[list[MicroBatch]] = list(source)  # the thread that reads ahead works on the CPU
         states = training_loop(job, TrainState(), iter(ready), reporter, Interrupt())
-        next(states)  # the optimizer makes its state
+        next(states)  # the optimizer creates its state
         with Questions() as questions:
             for _ in range(STEPS):
                 next(states)
@@ -94,20 +94,20 @@ def asked_in_steps(place: TinyPlace, patch: pytest.MonkeyPatch, guard: str, **se
     ids=["fp32", "bf16"],
 )
 @pytest.mark.parametrize("guard", ["on_device", "late"])
-def test_a_step_asks_for_no_number(place, monkeypatch, guard, settings):
+def test_a_step_reads_no_number_from_the_device(place, monkeypatch, guard, settings):
     monkeypatch.setattr(clipping, "is_here", lambda norm: False)  # as on a GPU
     assert asked_in_steps(place, monkeypatch, guard, **settings) == []
 
 
-def test_what_waits_is_seen(place, monkeypatch):
-    """The guard that looks ahead asks for two numbers in a step."""
+def test_waiting_for_the_device_is_detected(place, monkeypatch):
+    """The guard that checks ahead reads two numbers per step."""
     assert asked_in_steps(place, monkeypatch, "ahead").count("__float__") >= 2 * STEPS
 
 
 @pytest.mark.gpu
 def test_the_gpu_is_not_waited_for(place, monkeypatch):
-    """Torch's own eyes: any call that waits for the GPU is an error."""
-    looked_at_every(10, monkeypatch)
+    """By torch's sync debug mode: any call that waits for the GPU is an error."""
+    flush_every(10, monkeypatch)
     job = place.job("run", steps=8, validation__every_n_steps=0, checkpoint__every_n_steps=100, validation__split=0)
     assert job.learner.device.type == "cuda"
     assert job.learner.guard == "on_device"

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the step is the CPU's, it stays under its cap, and attention is probed there."""
+"""On a GPU: steps equal those of the CPU, stay under the memory cap, and attention is probed."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def test_a_run_on_the_gpu_is_the_run_on_the_cpu(place):
-    """fp32, the same draws by position: six steps differ by rounding only."""
+    """fp32 with the same random numbers by position: six steps differ only by rounding."""
     assert place.run("gpu", data__resolution=64) == 0
-    PartialState._reset_state()  # the device is chosen once a process
+    PartialState._reset_state()  # the device is chosen once per process
     with patched(torch.accelerator, "is_available", lambda: False):
         assert place.run("processor", data__resolution=64) == 0
     PartialState._reset_state()
     assert losses(place.folder("gpu")) == pytest.approx(losses(place.folder("processor")), rel=1e-3)
 
 
-def test_the_step_stays_under_the_tier_that_it_is_given(capsys):
+def test_the_step_stays_under_its_vram_preset(capsys):
     arguments = ["bench", "step", "--preset", "6gb", "--set", "model.family=sd15", "--set", "data.resolution=512"]
     assert main([*arguments, "--steps", "2", "--json"]) == 0
     ours = json.loads(capsys.readouterr().out)["rows"][1]
@@ -53,21 +53,21 @@ def test_the_step_stays_under_the_tier_that_it_is_given(capsys):
 
 
 def test_checkpointing_frees_memory_and_keeps_the_losses(capsys):
-    asked = ["--set", "model.family=sd15", "--set", "data.resolution=512", "--steps", "2", "--json"]
+    arguments = ["--set", "model.family=sd15", "--set", "data.resolution=512", "--steps", "2", "--json"]
     ways = ["--compare", "memory.gradient_checkpointing=true", "--set", "memory.gradient_checkpointing=false"]
-    assert main(["bench", "step", *asked, *ways]) == 0
+    assert main(["bench", "step", *arguments, *ways]) == 0
     without, checkpointed = json.loads(capsys.readouterr().out)["rows"]
     assert checkpointed["peak_gib"] < without["peak_gib"]
     assert checkpointed["loss_mean"] < 1e-2
 
 
-def test_memory_is_found_where_it_is_and_activations_wait_elsewhere(capsys):
-    asked = ["--set", "model.family=sd15", "--set", "data.resolution=512", "--steps", "2", "--json"]
-    assert main(["bench", "memory", *asked]) == 0
+def test_offloading_moves_activations_to_host_memory(capsys):
+    arguments = ["--set", "model.family=sd15", "--set", "data.resolution=512", "--steps", "2", "--json"]
+    assert main(["bench", "memory", *arguments]) == 0
     ratios = {row["name"]: row["ratio"] for row in json.loads(capsys.readouterr().out)["rows"]}
     assert all(ratios[part] == pytest.approx(1.0, rel=0.02) for part in ("weights", "adapter"))
     plain = ["--set", "memory.gradient_checkpointing=false"]
-    assert main(["bench", "step", *asked, *plain, "--compare", "memory.offload_activations=true"]) == 0
+    assert main(["bench", "step", *arguments, *plain, "--compare", "memory.offload_activations=true"]) == 0
     without, offloaded = json.loads(capsys.readouterr().out)["rows"]
     assert offloaded["peak_gib"] < without["peak_gib"]
     assert offloaded["loss_mean"] < 1e-2
@@ -97,33 +97,33 @@ def test_more_than_the_cap_raises_and_nothing_spills():
         assert torch.cuda.get_per_process_memory_fraction(device) == pytest.approx(2.0 * 2**30 / total)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(int(2.5 * 2**30), dtype=torch.uint8, device=device)
-        held = gpu_pool(device)
-        assert held is not None
-        assert held.reserved <= held.limit
+        allocator = gpu_pool(device)
+        assert allocator is not None
+        assert allocator.reserved <= allocator.limit
         assert free - torch.cuda.mem_get_info(device)[0] < 2**30
     finally:
         torch.cuda.set_per_process_memory_fraction(before, device)
 
 
-def test_the_gpu_tells_of_itself():
+def test_the_gpu_reports_its_state():
     pytest.importorskip("pynvml")
-    look = open_gpu(torch.device("cuda", torch.cuda.current_device()))
-    assert look is not None
-    gpu = look()
+    gpu_reader = open_gpu(torch.device("cuda", torch.cuda.current_device()))
+    assert gpu_reader is not None
+    gpu = gpu_reader()
     assert 0.0 <= gpu.utilisation <= 1.0
     assert 0.0 < gpu.memory <= 1.0
     assert 0.0 < gpu.celsius < 120.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_fast_attention_passes_its_probe(dtype):
+def test_a_fast_attention_backend_passes_its_probe(dtype):
     shapes = [AttentionShape(2, 8, 1024, keys, size) for size in (40, 64, 80) for keys in (1024, 77)]
     chosen = choose_attention("auto", ("xformers", "sdpa", "math"), dtype, torch.device("cuda"), shapes)
     assert chosen.name in {"xformers", "sdpa"}, chosen.reason
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_fastest_attention_is_timed_by_the_gpu(dtype):
+def test_attention_backends_are_timed_on_the_gpu(dtype):
     shapes = [AttentionShape(1, 10, 4096, keys, 64, layers=10) for keys in (4096, 77)]
     names = tuple(name for name in KINDS if name != "math")
     chosen = fastest_attention(names, dtype, torch.device("cuda"), shapes)
@@ -132,8 +132,8 @@ def test_the_fastest_attention_is_timed_by_the_gpu(dtype):
     assert all(row["failure"] or row["seconds_median"] > 0.0 for row in rows)
 
 
-def test_copies_made_ahead_are_whole_whatever_the_step_is_doing():
-    """Read ahead in a thread, copied in a stream of their own, used while the device is busy, memory used anew."""
+def test_prefetched_copies_are_complete():
+    """Read ahead in a thread, copied in their own stream, used while the device is busy, in reused memory."""
     device = torch.device("cuda", torch.cuda.current_device())
     busy = torch.randn(2048, 2048, device=device)
 
@@ -156,7 +156,7 @@ def test_copies_made_ahead_are_whole_whatever_the_step_is_doing():
     assert [tuple(map(float, each)) for each in sums] == [(float(number),) * 3 for number in range(50)]
 
 
-def test_a_step_that_holds_much_stays_in_locked_memory():
+def test_a_large_step_stays_in_pinned_memory():
     device = torch.device("cuda", torch.cuda.current_device())
     values = torch.zeros(2, 16, 256, 256)
     large = MicroBatch(values, values, values, torch.zeros(2), {}, torch.zeros(2, 6), torch.ones(2))
@@ -166,8 +166,8 @@ def test_a_step_that_holds_much_stays_in_locked_memory():
     assert staged.to(device, torch.bfloat16).latents.device == device
 
 
-def test_encoding_while_training_is_encoding_before(place):
-    """Without cached latents the VAE works beside the step, in a stream of its own."""
+def test_encoding_while_training_equals_encoding_before(place):
+    """Without cached latents the VAE runs during the step, in its own stream."""
     assert place.run("cached", data__resolution=64) == 0
     assert place.run("fresh", data__resolution=64, cache__latents="false") == 0
     assert losses(place.folder("fresh")) == pytest.approx(losses(place.folder("cached")), rel=1e-3)

@@ -1,4 +1,4 @@
-"""A GPU that will never have done what it was given, since another process is lost: nothing is waited for blindly."""
+"""A GPU that never finishes because another process is lost: no wait is unbounded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def patiently(ready: Callable[[], bool]) -> None:
 
 
 class Lost(TrainingFailed):
-    """A real ProcessLost would have this process leave in its own way."""
+    """A real ProcessLost would make this process exit."""
 
     def __init__(self) -> None:
         super().__init__(Problem("Process 1 of 2 has left the run.", "Go on."))
@@ -39,12 +39,12 @@ class Lost(TrainingFailed):
 
 @pytest.fixture
 def hanging(monkeypatch) -> Processes:
-    """One of two, whose GPU waits for the other for ever."""
+    """One of two processes, whose GPU waits for the other forever."""
     monkeypatch.setattr(rooms, "when_done", lambda device: lambda: False)
     return Processes(0, 2, torch.device("cpu"), lambda tensor: tensor, lambda: None, patiently)
 
 
-def test_a_gpu_is_called_as_its_tensors_call_it(monkeypatch):
+def test_a_gpu_has_the_device_name_of_its_tensors(monkeypatch):
     """accelerate names the only GPU `cuda`, which equals no tensor's device."""
     alone = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cuda"))
     monkeypatch.setattr(rooms, "PartialState", lambda **_: alone)
@@ -61,13 +61,13 @@ READS: dict[str, Callable[[LoopContext, Reporter], object]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_nothing_is_read_before_the_gpu_has_done_it(place: TinyPlace, hanging, read):
+def test_nothing_is_read_before_the_gpu_is_done(place: TinyPlace, hanging, read):
     job = replace(place.job("a"), processes=hanging)
     with pytest.raises(Lost):
         READS[read](job, Reporter(None, lambda progress: None, lambda line: None))
 
 
-def test_of_one_process_nothing_waits(monkeypatch):
+def test_a_single_process_never_waits(monkeypatch):
     monkeypatch.setattr(rooms, "when_done", lambda device: lambda: False)
     alone = Processes(0, 1, torch.device("cpu"), None, lambda: None, patiently)
     alone.await_gpu()
@@ -75,23 +75,23 @@ def test_of_one_process_nothing_waits(monkeypatch):
 
 
 class Kept(TorchDispatchMode):
-    """What torch is asked to do."""
+    """Records the operations that torch runs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.asked.append(str(function))
+        self.calls.append(str(function))
         return function(*args, **(kwargs or {}))
 
 
-def test_a_vote_is_written_where_it_is(place: TinyPlace, hanging):
-    """On the device itself: a copy from unlocked memory would wait for the whole step."""
+def test_a_vote_is_written_on_its_device(place: TinyPlace, hanging):
+    """On the device itself: a copy from unpinned memory would wait for the whole step."""
     job = replace(place.job("a"), processes=hanging)
     job = replace(job, learner=replace(job.learner, device=torch.device("meta")))
     with Kept() as kept:
         votes = Stopping(job, Interrupt())._vote(given_up=True)
     assert votes.device.type == "meta"
-    assert {"aten.zeros.default", "aten.fill_.Scalar"} <= set(kept.asked)
-    assert not [name for name in kept.asked if "copy" in name or "lift" in name]
+    assert {"aten.zeros.default", "aten.fill_.Scalar"} <= set(kept.calls)
+    assert not [name for name in kept.calls if "copy" in name or "lift" in name]

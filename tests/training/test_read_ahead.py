@@ -1,4 +1,4 @@
-"""What goes wrong in the thread that reads ahead costs no step that was trained."""
+"""An error in the prefetch thread loses no trained step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SHORT = "CUDA out of memory. Tried to allocate 20.00 MiB."
 
 
 def without_data_of(job: LoopContext, step: int, error: Exception) -> LoopContext:
-    """The same job, whose data of `step`, counted from 0, cannot be made."""
-    made = job.micros
+    """The same job, whose data of `step`, counted from 0, cannot be read."""
+    micros_of_step = job.micros
 
     def micros(at: int) -> list[MicroBatch]:
         if at == step:
             raise error
-        return made(at)
+        return micros_of_step(at)
 
     return replace(job, micros=micros)
 
@@ -40,7 +40,7 @@ def without_data_of(job: LoopContext, step: int, error: Exception) -> LoopContex
         (OSError(5, "Input/output error"), "The system failed in reading the data of step 5 .*Input/output error"),
     ],
 )
-def test_what_was_trained_is_saved_and_the_rest_comes_out_the_same(place: TinyPlace, error: Exception, words: str):
+def test_the_trained_steps_are_saved_and_the_resumed_run_is_the_same(place: TinyPlace, error: Exception, words: str):
     settings: dict[str, Any] = {"steps": 6, "checkpoint__every_n_steps": 100}
     whole = place.job("whole", **settings)
     place.train(whole)
@@ -48,19 +48,19 @@ def test_what_was_trained_is_saved_and_the_rest_comes_out_the_same(place: TinyPl
     with pytest.raises(TrainingFailed, match=f"{words}.*step-000004 is safe"):
         place.train(broken)
     assert [path.name for path in list_checkpoints(broken.checkpoints)] == ["step-000004"]
-    mended = place.job("broken", **settings)
-    place.resume(mended)
-    assert outcome(mended) == outcome(whole)
+    resumed = place.job("broken", **settings)
+    place.resume(resumed)
+    assert outcome(resumed) == outcome(whole)
 
 
-def test_without_memory_to_copy_ahead_the_step_copies_for_itself(monkeypatch: pytest.MonkeyPatch):
-    """On a GPU; this one only says that its memory is full."""
+def test_without_memory_to_prefetch_the_step_copies_for_itself(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU; this one only raises an out-of-memory error."""
 
-    def full(*given: Any) -> MicroBatch:
+    def full(*args: Any) -> MicroBatch:
         raise torch.OutOfMemoryError(SHORT)
 
     for name in ("Stream", "device", "stream"):
-        monkeypatch.setattr(micros_ahead.torch.cuda, name, lambda *given: nullcontext())
+        monkeypatch.setattr(micros_ahead.torch.cuda, name, lambda *args: nullcontext())
     monkeypatch.setattr(MicroBatch, "staged", full)
     values = torch.zeros(2, 4, 8, 8)
     one = MicroBatch(values, values, values, torch.zeros(2), {}, torch.zeros(2, 6), torch.ones(2))
@@ -68,8 +68,8 @@ def test_without_memory_to_copy_ahead_the_step_copies_for_itself(monkeypatch: py
     assert found is one
 
 
-def test_conditioning_that_says_what_counts_stays_beside_the_cpu():
-    """Captions' lengths are asked for in every step; the rest is cast for the model."""
+def test_attention_masks_of_the_conditioning_stay_on_the_cpu():
+    """Caption lengths are read in every step; the rest is cast for the model."""
     values, padding = torch.zeros(2, 4, 8, 8), torch.tensor([[False, True], [False, False]])
     cond = {"embeds": torch.zeros(2, 2, 3), "padding": padding}
     one = MicroBatch(values, values, values, torch.zeros(2), cond, torch.zeros(2, 6), torch.ones(2))
@@ -79,11 +79,11 @@ def test_conditioning_that_says_what_counts_stays_beside_the_cpu():
     assert torch.equal(moved.part(0, 1).cond["padding"], padding[:1])
 
 
-def test_a_sum_without_memory_is_not_taken_for_a_lost_process(monkeypatch: pytest.MonkeyPatch):
-    def full(*given: Any, **named: Any) -> None:
+def test_an_all_reduce_out_of_memory_is_not_taken_for_a_lost_process(monkeypatch: pytest.MonkeyPatch):
+    def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError(SHORT)
 
-    monkeypatch.setattr(processes, "Group", lambda *given: type("Alone", (), {"meet": None, "patiently": None}))
+    monkeypatch.setattr(processes, "Group", lambda *args: type("Alone", (), {"meet": None, "patiently": None}))
     monkeypatch.setattr(processes, "_groups", [])
     monkeypatch.setattr(processes, "all_reduce", full)
     reduce = processes._together(0, 2, torch.device("cpu"), 1.0).reduce

@@ -1,4 +1,4 @@
-"""A run that goes back by itself: where to, and that nothing stays of what it gave up."""
+"""Rollback: which checkpoint it takes, and that nothing remains of the undone steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lora_trainer.training.checkpoints.best import best_files
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, step_of
 from lora_trainer.training.job import LoopContext
 from tests.training.test_guard import bad_sample
-from tests.training.tiny_job import TinyPlace, told_in
+from tests.training.tiny_job import TinyPlace, signal_at_step
 
 SETTINGS: dict[str, object] = {
     "safeguards__on_nonfinite": "rollback",
@@ -27,7 +27,7 @@ SETTINGS: dict[str, object] = {
 
 
 def bad_once(job: LoopContext, step: int) -> LoopContext:
-    """The first visit to a step, counted from 0, is not finite."""
+    """The first try of a step, counted from 0, is not finite."""
     bad, visits = bad_sample(job, step).micros, [0]
 
     def micros(at: int) -> list[Any]:
@@ -41,7 +41,7 @@ def fresh(place: TinyPlace, name: str) -> LoopContext:
     return replace(place.job(name, steps=8, **SETTINGS), sample=lambda state: None)
 
 
-def went_on_from(job: LoopContext) -> list[str]:
+def resumed_from(job: LoopContext) -> list[str]:
     return [
         each["message"].rpartition("the run goes on from ")[2]
         for each in read_lines(job.folder / EVENTS)
@@ -49,15 +49,15 @@ def went_on_from(job: LoopContext) -> list[str]:
     ]
 
 
-def test_what_was_given_up_is_gone_before_a_step_is_trained_again(place: TinyPlace) -> None:
-    """Else a kill just then would have --resume take it; and a best file written anew would be paired with it."""
+def test_rows_of_undone_steps_are_deleted_before_a_step_is_trained_again(place: TinyPlace) -> None:
+    """Otherwise --resume after a kill would take it, and pair it with a new best file."""
     losses = itertools.count(-1, -1)
-    job = replace(bad_once(fresh(place, "a"), 6), validate=lambda asked: float(next(losses)))  # each the best yet
+    job = replace(bad_once(fresh(place, "a"), 6), validate=lambda at_once: float(next(losses)))  # each the best yet
     steps: list[int] = []
     there: list[tuple[list[int], ...]] = []
 
     def samples_in(step: int) -> int:
-        if steps and step <= steps[-1]:  # it went back
+        if steps and step <= steps[-1]:  # it rolled back
             kept = [int(path.stem[-6:]) for path in (job.folder / "weights").iterdir()]
             best = sorted(best_files(job.checkpoints))
             there.append(([step_of(path) for path in list_checkpoints(job.checkpoints)], best, sorted(kept)))
@@ -76,7 +76,7 @@ def test_what_was_given_up_is_gone_before_a_step_is_trained_again(place: TinyPla
     assert [row["step"] for row in read_lines(job.folder / METRICS)] == list(range(1, 9))
 
 
-def test_tensorboard_shows_no_step_that_was_given_up(place: TinyPlace) -> None:
+def test_tensorboard_shows_no_undone_step(place: TinyPlace) -> None:
     job = bad_once(fresh(place, "a"), 6)
     place.train(job)
     shown = EventAccumulator(str(job.folder / "logs"))
@@ -86,7 +86,7 @@ def test_tensorboard_shows_no_step_that_was_given_up(place: TinyPlace) -> None:
     assert [each.step for each in shown.Scalars("validation/loss")] == [0, 2, 4, 6, 8]
 
 
-def test_only_the_runs_own_files_of_later_steps_are_withdrawn(tmp_path) -> None:
+def test_only_the_runs_own_files_of_later_steps_are_deleted(tmp_path) -> None:
     weights = tmp_path / "run" / "weights"
     weights.mkdir(parents=True)
     kept = ("run-step-000004.safetensors", "other-step-000006.safetensors", "run-step-x.safetensors", "run-step-9.txt")
@@ -97,10 +97,10 @@ def test_only_the_runs_own_files_of_later_steps_are_withdrawn(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["another rhythm", "a damaged one"])
-def test_without_a_regular_checkpoint_it_goes_back_to_the_newest(place: TinyPlace, trouble: str) -> None:
-    """And not to the start, which would throw the whole run away."""
+def test_without_a_regular_checkpoint_rollback_takes_the_newest(place: TinyPlace, trouble: str) -> None:
+    """Not to the start, which would discard the whole run."""
     settings: dict[str, object] = {"safeguards__on_nonfinite": "rollback", "validation__every_n_steps": 0}
-    first = told_in(place.job("a", steps=8, checkpoint__every_n_steps=4, **settings), 4)
+    first = signal_at_step(place.job("a", steps=8, checkpoint__every_n_steps=4, **settings), 4)
     place.train(first)
     assert [step_of(path) for path in list_checkpoints(first.checkpoints)] == [5, 4]
     if trouble == "a damaged one":
@@ -108,16 +108,16 @@ def test_without_a_regular_checkpoint_it_goes_back_to_the_newest(place: TinyPlac
     every = 7 if trouble == "another rhythm" else 4
     job = bad_once(place.job("a", steps=8, checkpoint__every_n_steps=every, **settings), 5)
     state, _ = place.resume(job)
-    assert went_on_from(job) == ["step 5"]
+    assert resumed_from(job) == ["step 5"]
     assert (state.step, state.restored) == (8, 1)
     assert [row["step"] for row in read_lines(job.folder / METRICS)] == list(range(1, 9))
 
 
 def test_a_regular_checkpoint_comes_before_a_newer_one(place: TinyPlace) -> None:
-    """A run that was stopped goes back as far as one that was not."""
+    """A stopped run rolls back as far as an uninterrupted one."""
     settings: dict[str, object] = {"safeguards__on_nonfinite": "rollback", "checkpoint__every_n_steps": 4}
-    place.train(told_in(place.job("a", steps=8, **settings), 4))
+    place.train(signal_at_step(place.job("a", steps=8, **settings), 4))
     job = bad_once(place.job("a", steps=8, **settings), 5)
     place.resume(job)
-    assert went_on_from(job) == ["step 4"]
+    assert resumed_from(job) == ["step 4"]
     assert newest_valid(job.checkpoints)[0] is not None

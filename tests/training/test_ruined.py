@@ -1,4 +1,4 @@
-"""After steps that were not finite: what is ruined, how far a run goes back, and what lets it try again."""
+"""After nonfinite steps: what is ruined, how far a run rolls back, and what lets it retry."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from tests.training.tiny_job import TinyPlace
 
 
 def failing(place: TinyPlace, name: str, **settings: object) -> LoopContext:
-    """A run of which steps 4, 5 and 6 are not finite, as far as it comes."""
+    """A run whose steps 4, 5 and 6 are not finite."""
     return bad_sample(place.job(name, **{"safeguards__max_nonfinite_steps": 3, **SETTINGS, **settings}), 3, 4, 5)
 
 
-def test_rollback_goes_further_back_where_the_same_step_fails_again(place: TinyPlace):
-    """And the checkpoint that is written on the way is new, and tried first."""
+def test_rollback_takes_an_older_checkpoint_when_the_same_step_fails_again(place: TinyPlace):
+    """The checkpoint written in between is new, and tried first."""
     began: list[int] = []
     job = place.job(
         "a", safeguards__on_nonfinite="rollback", checkpoint__every_n_steps=1, checkpoint__keep_last=9, steps=7
     )
-    made = job.micros
+    micros_of_step = job.micros
 
     def micros(step: int) -> list[Any]:
         began.append(step)
         ruined = step == 5 and began.count(5) <= 3
-        return bad_sample(replace(job, micros=made), step).micros(step) if ruined else made(step)
+        return bad_sample(replace(job, micros=micros_of_step), step).micros(step) if ruined else micros_of_step(step)
 
     state, _ = place.train(replace(job, micros=micros))
-    told = [each["message"].rsplit("; ", 1)[1] for each in events(job)]
-    assert told == [f"the run goes on from step {step}" for step in (5, 4, 5)]
+    endings = [each["message"].rsplit("; ", 1)[1] for each in events(job)]
+    assert endings == [f"the run goes on from step {step}" for step in (5, 4, 5)]
     assert (state.step, state.restored) == (7, 3)
 
 
-def test_other_settings_let_a_run_fail_anew(place: TinyPlace):
-    """The count of steps in a row goes on with the same settings, and begins anew with a lower rate."""
+def test_other_settings_reset_the_failure_count(place: TinyPlace):
+    """The count of steps in a row continues with the same settings and restarts with a lower learning rate."""
     with pytest.raises(TrainingFailed):
         place.train(failing(place, "a", steps=9))
     with pytest.raises(TrainingFailed, match="in 4 steps in a row, up to step 7"):
@@ -54,8 +54,8 @@ def test_other_settings_let_a_run_fail_anew(place: TinyPlace):
     assert (state.step, state.skipped) == (9, 5)
 
 
-def test_returns_are_forgotten_with_the_settings_they_were_made_by():
-    """A halved rate stays, unless another is asked for."""
+def test_rollbacks_are_forgotten_when_settings_change():
+    """A halved learning rate stays unless another is set."""
     config = Config()
     before = replace(with_settings(TrainState(), config), restored=3, rate_scale=0.5, failed_at=6, returned_to=5)
     assert with_settings(before, config) == before
@@ -64,7 +64,7 @@ def test_returns_are_forgotten_with_the_settings_they_were_made_by():
     assert (after.restored, after.failed_at, after.rate_factor) == (0, 0, before.rate_factor)
     slower = with_settings(before, Config(optimizer=OptimizerSection(learning_rate=1e-5)))
     assert (slower.restored, slower.rate_factor) == (0, 0.5)
-    unknown = replace(before, asked="", asked_rate=None)  # of a checkpoint that an earlier version wrote
+    unknown = replace(before, asked="", asked_rate=None)  # of a checkpoint from an earlier version
     assert with_settings(unknown, config) == before
 
 
@@ -74,15 +74,15 @@ def test_the_checkpoint_from_before_the_failures_is_named(place: TinyPlace):
         place.train(job)
 
 
-@pytest.mark.parametrize(("precision", "said"), [("bf16", "weight_dtype=fp32"), ("fp32", None)])
-def test_the_advice_is_what_the_run_is_not_yet(place: TinyPlace, precision, said):
+@pytest.mark.parametrize(("precision", "expected"), [("bf16", "weight_dtype=fp32"), ("fp32", None)])
+def test_the_advice_names_only_settings_not_yet_in_use(place: TinyPlace, precision, expected):
     job = place.job(precision, memory__weight_dtype=precision, **SETTINGS)
-    assert (remedy(job) == "Lower optimizer.learning_rate.") == (said is None)
-    assert said is None or said in remedy(job)
+    assert (remedy(job) == "Lower optimizer.learning_rate.") == (expected is None)
+    assert expected is None or expected in remedy(job)
 
 
-def test_a_damaged_base_is_said(place: TinyPlace):
-    """No lower rate mends it."""
+def test_a_damaged_base_model_is_reported(place: TinyPlace):
+    """A lower learning rate does not fix it."""
     job = place.job("a", steps=9, safeguards__max_nonfinite_steps=3, **SETTINGS)
     name, weight = next(each for each in job.learner.denoiser.named_parameters() if not each[1].requires_grad)
     with torch.no_grad():
@@ -93,6 +93,6 @@ def test_a_damaged_base_is_said(place: TinyPlace):
     assert "learning_rate" not in str(ended.value)
 
 
-def test_the_line_shows_that_the_newest_steps_were_skipped():
+def test_the_message_names_the_skipped_newest_steps():
     assert step_numbers(Progress("training", 9, 20, loss=0.2, skipped=3), 20)["skipped"] == "skipped=3"
     assert "skipped" not in step_numbers(Progress("training", 9, 20, loss=0.2), 20)

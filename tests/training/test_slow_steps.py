@@ -1,4 +1,4 @@
-"""A run whose steps become slow by something outside of it says so, by its own clock."""
+"""A run reports steps that become slow from an outside cause."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tests.training.tiny_job import TinyPlace
 QUICK = KNOWN + 2  # steps
 
 
-def test_steps_that_take_longer_than_before_are_said_with_both_times(place: TinyPlace) -> None:
-    """What slows them is real: a hook that sleeps in the forward pass, many times as long as the step takes."""
+def test_slow_steps_are_reported_with_both_times(place: TinyPlace) -> None:
+    """A hook really sleeps in the forward pass, many times as long as the step takes."""
     job = place.job("slow", steps=QUICK + LASTING, train__effective_batch_size=1, validation__split=0.0)
-    asked: list[object] = []
+    calls: list[object] = []
 
     def sleep(*_: object) -> None:
-        asked.append(None)
-        if len(asked) > QUICK:
+        calls.append(None)
+        if len(calls) > QUICK:
             time.sleep(0.3)
 
     job.learner.denoiser.register_forward_pre_hook(sleep)
     place.train(job)
-    assert len(asked) == QUICK + LASTING
+    assert len(calls) == QUICK + LASTING
     events = [event for event in read_lines(job.folder / EVENTS) if event["kind"] == "slow"]
     assert events[-1]["step"] == QUICK + LASTING
     assert "a step takes 0." in events[-1]["message"]

@@ -95,7 +95,7 @@ def test_splitting_a_step_changes_rounding_only(unet, bounds):
 
 
 def test_two_processes_sum_to_one(unet):
-    """Each process has its share of the samples; summed gradients equal the whole step's."""
+    """Each process has its share of the samples. Summed gradients equal those of the whole step."""
     learner = make_step_context(unet, torch.float64)
     micro = random_micro(3, torch.float64)
     whole = gradients(learner, [micro], 3)
@@ -118,7 +118,7 @@ def test_a_process_without_samples_still_takes_part(unet):
     assert float(result.loss) == 0.0
 
 
-def test_a_weight_multiplies_its_samples_part(unet):
+def test_a_loss_weight_multiplies_the_loss_of_its_sample(unet):
     learner = make_step_context(unet, torch.float64)
     for parameter in learner.masters:
         parameter.data += 0.01
@@ -131,7 +131,7 @@ def test_a_weight_multiplies_its_samples_part(unet):
 
 
 def test_masks_split_and_stay_on_their_samples(unet):
-    """A mask of ones trains as none does, bit for bit; beside another sample's mask nothing of a sample changes."""
+    """A mask of ones trains like no mask, bit for bit. A mask does not affect other samples."""
     learner = make_step_context(unet, torch.float64)
     for parameter in learner.masters:
         parameter.data += 0.01

@@ -1,4 +1,4 @@
-"""T5 trained along: read anew in each step, whole, and nothing of it left to chance."""
+"""Training T5: encoded in each step, in full and without dropout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rates(here) -> tuple[float, ...]:
     return RATES["sd3" if (here.model / "text_encoder_3").is_dir() else "flux"]
 
 
-def test_its_attention_and_its_feed_forward_layers_learn_what_sd_scripts_trains(here):
+def test_attention_and_feed_forward_layers_train_as_in_sd_scripts(here):
     job = here.job("a", text_encoder__learning_rates=rates(here), text_encoder__lora_rank=2, **SETTINGS)
     found = gradients(lit(job))
     t5 = {name: gradient for name, gradient in found.items() if ".encoder.block." in name}
@@ -36,17 +36,17 @@ def test_its_attention_and_its_feed_forward_layers_learn_what_sd_scripts_trains(
     assert len(names) == len(t5)  # no other encoder learns
 
 
-def test_it_drops_nothing_and_reads_captions_as_those_who_draw_do(here):
+def test_no_dropout_and_captions_are_encoded_as_in_sampling(here):
     cached = here.job("a", **SETTINGS)
     spoken = here.job("b", text_encoder__learning_rates=rates(here), **SETTINGS)
     for one, other in zip(cached.micros(0), spoken.micros(0), strict=True):
         assert not other.cond  # nothing of it is cached
-        said = spoken.learner.texts.encode(other.captions, {})
-        assert said.keys() == one.cond.keys()
-        assert all(torch.allclose(said[name], value, atol=1e-5) for name, value in one.cond.items())
+        embeds = spoken.learner.texts.encode(other.captions, {})
+        assert embeds.keys() == one.cond.keys()
+        assert all(torch.allclose(embeds[name], value, atol=1e-5) for name, value in one.cond.items())
 
 
-def test_a_step_is_the_same_in_ones_and_at_once_and_with_layers_computed_again(here):
+def test_a_step_is_the_same_split_whole_and_recomputed(here):
     def gradient(job) -> torch.Tensor:
         micros = lit(job).micros(0)
         for micro in micros:
@@ -66,7 +66,7 @@ def test_a_step_is_the_same_in_ones_and_at_once_and_with_layers_computed_again(h
     assert torch.equal(again, whole)
 
 
-def test_a_rate_for_an_encoder_that_is_not_there_is_refused(place, tiny_models):
+def test_a_learning_rate_for_a_missing_encoder_is_refused(place, tiny_models):
     family = FAMILIES["sd3"]
     with pytest.raises(UsageError, match=r"text_encoder_3, which model\.without_t5 leaves out"):
         replace(place, model=tiny_models("sd3")).job(

@@ -19,7 +19,7 @@ from tests.training.tiny_job import TinyPlace, outcome
 
 
 def gradients(job: LoopContext, count: int = 2) -> dict[str, torch.Tensor]:
-    """Of the first step, by name."""
+    """The gradients of the first step, by name."""
     for micro in job.micros(0):
         backward(job.learner, micro, count)
     return {
@@ -28,7 +28,7 @@ def gradients(job: LoopContext, count: int = 2) -> dict[str, torch.Tensor]:
 
 
 def lit(job: LoopContext) -> LoopContext:
-    """With up projections that are not zero, so that every gradient says something."""
+    """With nonzero up projections, so that every gradient is meaningful."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for master in job.learner.adapter.masters.values():
@@ -37,8 +37,8 @@ def lit(job: LoopContext) -> LoopContext:
     return job
 
 
-def test_the_denoisers_weights_have_the_names_that_they_had(place):
-    """So that checkpoints of runs without text encoders are read as ever."""
+def test_the_denoisers_weights_keep_their_names(place):
+    """Checkpoints of runs without text encoders are still read."""
     alone, both = place.job("a"), place.job("b", text_encoder__learning_rates=(1e-3,))
     names = list(alone.learner.adapter.masters)
     assert list(both.learner.adapter.masters)[: len(names)] == names
@@ -50,7 +50,7 @@ def test_the_denoisers_weights_have_the_names_that_they_had(place):
     assert set(found[1].adapter) == set(names)
 
 
-def test_each_has_its_rate_after_warm_up_and_schedule(place, tiny_models):
+def test_each_encoder_has_its_own_learning_rate_after_warmup_and_decay(place, tiny_models):
     here = replace(place, model=tiny_models("sdxl"))
     rates = {"text_encoder__learning_rates": (2e-3, 5e-4), "optimizer__learning_rate": 1e-2}
     job = here.job(
@@ -67,7 +67,7 @@ def test_each_has_its_rate_after_warm_up_and_schedule(place, tiny_models):
 
 
 @pytest.mark.parametrize("name", ["adamw", "prodigy", "adamw_schedulefree"])
-def test_a_run_goes_on_with_other_rates_whichever_were_equal(name, place, tiny_models):
+def test_a_run_resumes_with_other_learning_rates(name, place, tiny_models):
     here = replace(place, model=tiny_models("sdxl"))
     fixed = {
         "optimizer__name": name,
@@ -105,14 +105,14 @@ def test_a_run_goes_on_with_other_rates_whichever_were_equal(name, place, tiny_m
     assert len(set(shown.values())) == len(set(rates))
 
 
-def test_a_rate_of_zero_leaves_an_encoder_as_it_is(place, tiny_models):
+def test_a_learning_rate_of_zero_does_not_train_an_encoder(place, tiny_models):
     job = replace(place, model=tiny_models("sdxl")).job("a", text_encoder__learning_rates=(0.0, 1e-3))
     kinds = {name.partition(".")[0] for name in job.learner.adapter.masters if name.startswith("text")}
     assert kinds == {"text_encoder_2"}
 
 
-def test_only_layers_that_are_read_are_trained(place, tiny_models):
-    """SDXL reads the first encoder's last layer but one: what a LoRA on the last one learned would be nothing."""
+def test_only_layers_in_use_are_trained(place, tiny_models):
+    """SDXL uses the second-to-last layer of the first encoder: a LoRA on the last one would learn nothing."""
     job = replace(place, model=tiny_models("sdxl")).job("a", text_encoder__learning_rates=(1e-3, 1e-3))
     found = gradients(lit(job))
     assert found.keys() == job.learner.adapter.masters.keys()
@@ -131,7 +131,7 @@ def test_only_layers_that_are_read_are_trained(place, tiny_models):
         {"memory__blocks_to_swap": 2},
     ],
 )
-def test_gradients_reach_them_through_a_denoiser_that_saves_memory(settings, place):
+def test_gradients_reach_the_encoders_through_gradient_checkpointing(settings, place):
     plain, saving = (
         lit(place.job(name, text_encoder__learning_rates=(1e-3,), **more))
         for name, more in (("a", {}), ("b", settings))
@@ -141,8 +141,8 @@ def test_gradients_reach_them_through_a_denoiser_that_saves_memory(settings, pla
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_captions_are_those_that_a_cached_run_is_trained_on(place):
-    """The same text, dropped or not and weighted or not, at the same place of the same step."""
+def test_captions_equal_those_of_a_cached_run(place):
+    """The same text, with and without dropout and weights, at the same position of the same step."""
     settings = {
         "captions__dropout": 0.4,
         "captions__shuffle": True,
@@ -154,14 +154,14 @@ def test_captions_are_those_that_a_cached_run_is_trained_on(place):
     for step in range(4):
         for one, other in zip(cached.micros(step), spoken.micros(step), strict=True):
             assert not other.cond
-            said = spoken.learner.texts.encode(other.captions, {})
-            assert all(torch.allclose(said[name], value, atol=1e-5) for name, value in one.cond.items())
+            embeds = spoken.learner.texts.encode(other.captions, {})
+            assert all(torch.allclose(embeds[name], value, atol=1e-5) for name, value in one.cond.items())
             assert other.part(0, 1).captions == other.captions[:1]
             weighted += sum(not isinstance(caption, str) for caption in other.captions)
     assert weighted
 
 
-def test_validation_captions_are_read_by_the_encoders_as_they_are(place):
+def test_validation_captions_use_the_current_encoders(place):
     job = place.job("a", text_encoder__learning_rates=(1e-2,), validation__every_n_steps=2)
     before = job.validate(2)
     masters = job.learner.adapter.masters
@@ -173,7 +173,7 @@ def test_validation_captions_are_read_by_the_encoders_as_they_are(place):
     assert all(module.training for module in job.learner.modules)
 
 
-def test_more_rates_than_encoders_that_can_be_trained_are_refused(place):
+def test_more_learning_rates_than_trainable_encoders_are_refused(place):
     with pytest.raises(UsageError, match=r"text_encoder.learning_rates holds 2 rates"):
         place.job("a", text_encoder__learning_rates=(1e-3, 1e-3))
     with pytest.raises(UsageError, match=r"at most 1 rate: --set 'text_encoder.learning_rates=\[0\.002\]'"):
@@ -183,7 +183,7 @@ def test_more_rates_than_encoders_that_can_be_trained_are_refused(place):
 
 @pytest.fixture
 def twice(place: TinyPlace) -> Callable[..., list[dict]]:
-    """What a run leaves with the given settings, and once more."""
+    """The outcome of two runs with the given settings."""
 
     def run(**settings: object) -> list[dict]:
         jobs = [place.job(name, steps=3, **settings) for name in ("a", "b")]
@@ -195,13 +195,13 @@ def twice(place: TinyPlace) -> Callable[..., list[dict]]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_run_in_fewer_bits_keeps_masters_and_repeats_itself(precision, twice):
+def test_a_half_precision_run_keeps_fp32_masters_and_is_reproducible(precision, twice):
     one, other = twice(text_encoder__learning_rates=(1e-3,), memory__weight_dtype=precision, lora__dropout=0.1)
     assert one == other
 
 
-def test_memory_that_runs_out_splits_captions_too(place: TinyPlace, tmp_path: Path):
-    """The step is done again in halves, each with its own captions: the same but for rounding."""
+def test_out_of_memory_splits_captions_too(place: TinyPlace, tmp_path: Path):
+    """The step is repeated in halves, each with its own captions: equal up to rounding."""
     whole, halves = (
         place.job(
             name, steps=1, text_encoder__learning_rates=(1e-3,), train__effective_batch_size=4, data__max_aspect=1.0
@@ -224,8 +224,8 @@ def test_memory_that_runs_out_splits_captions_too(place: TinyPlace, tmp_path: Pa
     assert one == pytest.approx(other, rel=1e-4)
 
 
-def test_new_words_are_trained_at_their_own_rate_and_nothing_else_of_the_encoders(place, tiny_models):
-    """Without a LoRA on the text encoders: the words' embeddings alone, without decay."""
+def test_only_new_tokens_are_trained_and_at_their_own_learning_rate(place, tiny_models):
+    """Without a LoRA on the text encoders: only the token embeddings, without weight decay."""
     here = replace(place, model=tiny_models("sdxl"))
     words = {
         "textual_inversion__placeholder_tokens": ("<zobo>", "<zub>"),

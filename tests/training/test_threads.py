@@ -1,4 +1,4 @@
-"""How many threads compute on the CPU: the user's word, the launcher's, the container's limit, other processes."""
+"""The number of CPU threads: by the user, the launcher, the container limit, other processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE", "ACCELERATE_M
 
 
 def chosen(*command: str, **environment: str) -> int:
-    """What a process of its own chooses, with nothing set but `environment`."""
+    """The choice of a separate process, with only `environment` set."""
     clean = {name: value for name, value in os.environ.items() if name not in USERS}
     program = [sys.executable, *(command or ("-c", CHOICE.format("None")))]
     done = subprocess.run(program, env=clean | environment, capture_output=True, text=True, check=True)
@@ -34,20 +34,20 @@ def test_a_number_in_the_config_counts_up_to_the_available_cpus() -> None:
     assert (more.count, more.reason) == (cpus, f"hardware.threads={cpus + 5}, but {cpus} CPUs are available")
 
 
-def test_a_run_that_the_environment_gave_more_threads_is_repeated_with_them() -> None:
+def test_a_run_with_more_threads_from_the_environment_repeats_with_them() -> None:
     more = available_cpus() + 2
     assert chosen("-c", CHOICE.format(more), OMP_NUM_THREADS=str(more)) == more
     assert chosen("-c", CHOICE.format(more + 1), OMP_NUM_THREADS=str(more)) == more
 
 
-def test_the_users_environment_counts_before_what_a_run_began_with() -> None:
+def test_the_environment_takes_precedence_over_the_recorded_threads() -> None:
     assert chosen("-c", CHOICE.format("None, recorded=2"), OMP_NUM_THREADS="1") == 1
     assert chosen("-c", CHOICE.format("None, recorded=1")) == 1
 
 
 @pytest.fixture
 def chosen_under_the_launcher(tmp_path: Path) -> Callable[..., int]:
-    """What the user sets for a script that `accelerate launch` starts with these flags and variables; 0 for nothing."""
+    """The user's setting for a script that `accelerate launch` starts with these flags and variables. 0 for none."""
     script = tmp_path / "script.py"
     choice = "from lora_trainer.training.threads import choose_threads; found = choose_threads(None)"
     script.write_text(f"{choice}\nprint(found.count if 'NUM_THREADS' in found.reason else 0)", encoding="utf-8")
@@ -60,7 +60,7 @@ def chosen_under_the_launcher(tmp_path: Path) -> Callable[..., int]:
     return choose
 
 
-def test_one_thread_of_the_users_stays_one_under_the_launcher_and_one_of_the_launchers_does_not(
+def test_a_user_setting_of_one_thread_is_kept_and_the_launchers_is_not(
     chosen_under_the_launcher,
 ) -> None:
     assert chosen_under_the_launcher(OMP_NUM_THREADS="1") == 1
@@ -68,14 +68,14 @@ def test_one_thread_of_the_users_stays_one_under_the_launcher_and_one_of_the_lau
     assert chosen_under_the_launcher() == 0, "the launcher's own one thread is not the user's word"
 
 
-def test_mkls_variable_counts_under_the_launcher_too_and_so_does_the_flag_with_dashes(
+def test_mkl_num_threads_and_the_dashed_flag_count_under_the_launcher(
     chosen_under_the_launcher,
 ) -> None:
     assert chosen_under_the_launcher(MKL_NUM_THREADS="1") == 1
     assert chosen_under_the_launcher("--num-cpu-threads-per-process=3") == 3
 
 
-def test_a_variable_of_accelerates_alone_is_no_launch(monkeypatch) -> None:
+def test_an_accelerate_variable_alone_is_no_launch(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert choose_threads(None).count == 4
@@ -108,7 +108,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 @pytest.mark.slow  # the average over a minute needs most of one to rise
 @pytest.mark.skipif(sys.platform != "linux", reason="loads are measured on Linux")
-def test_a_run_leaves_what_others_have_kept_busy_for_a_while() -> None:
+def test_a_run_leaves_cpus_that_others_keep_busy() -> None:
     cpus = available_cpus()
     with busy_processes(cpus):
         deadline = time.monotonic() + 300

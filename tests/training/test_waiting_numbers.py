@@ -1,4 +1,4 @@
-"""Numbers of steps that wait before somebody looks at them, as on a GPU: what is decided does not hang on when."""
+"""Delayed metrics, as on a GPU: decisions do not depend on when they are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.training.test_guard import (
     numbers,
     weights,
 )
-from tests.training.tiny_job import TinyPlace, looked_at_every, told_in
+from tests.training.tiny_job import TinyPlace, flush_every, signal_at_step
 
 RARELY: dict[str, object] = {"checkpoint__every_n_steps": 6, "validation__every_n_steps": 0}
 
@@ -27,11 +27,11 @@ RARELY: dict[str, object] = {"checkpoint__every_n_steps": 6, "validation__every_
 def ended(
     place: TinyPlace, job: LoopContext, *stops: int
 ) -> tuple[str, dict[str, bytes], list[dict[str, Any]], list[str]]:
-    """How a run ends that is stopped after these steps, gone on with each time: words, weights, rows, checkpoints."""
+    """The end of a run stopped and resumed after these steps: messages, weights, rows, checkpoints."""
     words = ""
     try:
         for stop in stops:
-            place.resume(told_in(job, stop))
+            place.resume(signal_at_step(job, stop))
         place.resume(job)
     except TrainingFailed as failed:
         words = failed.problems[0].message
@@ -39,19 +39,19 @@ def ended(
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
-def test_numbers_that_wait_change_nothing(place: TinyPlace, policy, monkeypatch):
-    """Looked at every sixth step, as a GPU is every tenth, with good steps behind a bad one."""
+def test_delayed_metrics_change_nothing(place: TinyPlace, policy, monkeypatch):
+    """Flushed every sixth step, as on a GPU every tenth, with good steps after a bad one."""
     settings = {**RARELY, "steps": 8, "safeguards__on_nonfinite": policy, "safeguards__max_nonfinite_steps": 2}
     at_once = ended(place, bad_sample(place.job("at once", **settings), BAD))
-    looked_at_every(6, monkeypatch)
+    flush_every(6, monkeypatch)
     for guard in get_args(Guard) if policy == "skip" else ("ahead", "late"):
         assert ended(place, bad_sample(guarded(place.job(guard, **settings), guard), BAD)) == at_once
 
 
 @pytest.mark.parametrize("guard", ["on_device", "late", pytest.param("ahead", marks=pytest.mark.slow)])
-def test_too_many_in_a_row_are_too_many_whenever_they_are_seen(place: TinyPlace, guard, monkeypatch):
-    """Good steps behind them hide nothing, and a stop in between moves nothing."""
-    looked_at_every(6, monkeypatch)
+def test_too_many_skipped_in_a_row_end_the_run_whenever_they_are_read(place: TinyPlace, guard, monkeypatch):
+    """Good steps after them hide nothing, and a stop in between moves nothing."""
+    flush_every(6, monkeypatch)
     settings = {**RARELY, "steps": 8, "safeguards__max_nonfinite_steps": 2}
     for name, stops in (("straight", ()), ("stopped", (1,)), ("stopped inside", (2,)), ("stopped late", (4,))):
         job = bad_sample(guarded(place.job(name, **settings), guard), 1, 2)
@@ -62,8 +62,8 @@ def test_too_many_in_a_row_are_too_many_whenever_they_are_seen(place: TinyPlace,
 
 
 @pytest.mark.parametrize("guard", ["ahead", "on_device"])
-def test_a_scale_that_collapsed_is_seen_where_it_did(place: TinyPlace, guard, monkeypatch):
-    looked_at_every(6, monkeypatch)
+def test_a_collapsed_loss_scale_is_reported_at_its_step(place: TinyPlace, guard, monkeypatch):
+    flush_every(6, monkeypatch)
     job = guarded(place.job("a", steps=8, memory__weight_dtype="fp16", **RARELY), guard)
     job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 1.0})
     words, _, rows, checkpoints = ended(place, bad_loss(job, gradient_without_nan, BAD))
@@ -74,8 +74,8 @@ def test_a_scale_that_collapsed_is_seen_where_it_did(place: TinyPlace, guard, mo
 
 
 @pytest.mark.parametrize("guard", ["ahead", "on_device"])
-def test_overflows_in_a_row_are_too_many_whenever_they_are_seen(place: TinyPlace, guard, monkeypatch):
-    looked_at_every(6, monkeypatch)
+def test_too_many_overflows_in_a_row_end_the_run_whenever_they_are_read(place: TinyPlace, guard, monkeypatch):
+    flush_every(6, monkeypatch)
     monkeypatch.setattr("lora_trainer.training.guard.MOST_OVERFLOWS", 2)
     job = guarded(place.job("a", steps=8, memory__weight_dtype="fp16", **RARELY), guard)
     words, _, rows, _ = ended(place, bad_loss(job, gradient_without_nan, 1, 2))
@@ -83,12 +83,12 @@ def test_overflows_in_a_row_are_too_many_whenever_they_are_seen(place: TinyPlace
     assert [row["step"] for row in rows] == [1, 2, 3]
 
 
-# On the device: test_exact_resume's run that is stopped between two looks.
+# On the device: see the run in test_exact_resume that is stopped between two flushes.
 @pytest.mark.parametrize("guard", ["late", pytest.param("on_device", marks=pytest.mark.slow)])
-def test_a_stop_anywhere_between_two_looks_changes_nothing(place: TinyPlace, guard, monkeypatch):
-    looked_at_every(6, monkeypatch)
+def test_a_stop_anywhere_between_two_flushes_changes_nothing(place: TinyPlace, guard, monkeypatch):
+    flush_every(6, monkeypatch)
     straight = ended(place, bad_sample(guarded(place.job("straight", steps=8, **RARELY), guard), 1, 4))
     for step in range(8):
         broken = bad_sample(guarded(place.job("broken", steps=8, **RARELY), guard), 1, 4)
-        place.resume(told_in(broken, step))
+        place.resume(signal_at_step(broken, step))
     assert ended(place, broken)[:3] == straight[:3]

@@ -4,8 +4,8 @@
     job = place.job("a", steps=6, optimizer__name="lion")
     state, interrupt = place.train(job)
 
-`job.learner`, `job.folder` and `job.checkpoints` are there to be looked at; `dataclasses.replace(job, …)` puts
-something else in the place of what the loop calls.
+Inspect `job.learner`, `job.folder` and `job.checkpoints`; replace what the loop calls with
+`dataclasses.replace(job, …)`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lora_trainer.training.processes import Processes
 from lora_trainer.training.state import TrainState
 from tests.recipes.recipe import QUICK, tensor_bytes
 
-# What differs between two runs that are the same: times and memory.
+# What differs between two equal runs: times and memory.
 OF_THE_CLOCK = ("seconds", "data_seconds", "samples_per_second", "memory_gib")
 
 
@@ -60,15 +60,15 @@ class TinyPlace:
     cache: Path
 
     def job(self, name: str, *, steps: int = 6, processes: Processes | None = None, **settings: object) -> LoopContext:
-        """A fresh job in `folder/name`, as the command makes it. Settings as `lora__rank=8`; None leaves one out.
+        """A fresh job in `folder/name`, as the command builds it. Settings as `lora__rank=8`; None omits one.
 
         `processes` makes it the job of one of several.
         """
-        given: dict[str, object] = {**QUICK, "cache.dir": str(self.cache), "data.sources": (str(self.data),)}
-        given |= {"model.path": str(self.model), "run.output": str(self.folder), "run.name": name}
-        given |= {"train.max_steps": steps, **{key.replace("__", "."): value for key, value in settings.items()}}
+        overrides: dict[str, object] = {**QUICK, "cache.dir": str(self.cache), "data.sources": (str(self.data),)}
+        overrides |= {"model.path": str(self.model), "run.output": str(self.folder), "run.name": name}
+        overrides |= {"train.max_steps": steps, **{key.replace("__", "."): value for key, value in settings.items()}}
         values: dict[str, dict[str, Any]] = {}
-        for key, value in given.items():
+        for key, value in overrides.items():
             section, _, setting = key.partition(".")
             if value is not None:
                 values.setdefault(section, {})[setting] = parse_value(value) if isinstance(value, str) else value
@@ -84,7 +84,7 @@ class TinyPlace:
         return prepare(session, fixed_settings(order.config, inputs, session.choices)).job
 
     def train(self, job: LoopContext, start: Checkpoint | None = None) -> tuple[TrainState, Interrupt]:
-        """Run the loop, from a checkpoint where one is given."""
+        """Run the loop, from a checkpoint if set."""
         step = start.state.step if start else -1
         trackers = Trackers(job.folder, resume_step=step) if job.processes.is_main else None
         try:
@@ -94,13 +94,13 @@ class TinyPlace:
                 trackers.close()
 
     def resume(self, job: LoopContext) -> tuple[TrainState, Interrupt]:
-        """Run the loop from the newest checkpoint of the job's folder; from the start where there is none."""
+        """Run the loop from the newest checkpoint of the job's folder, or from the start."""
         found, _ = newest_valid(job.checkpoints)
         return self.train(job, found[1] if found else None)
 
     def resume_together(self, jobs: Sequence[LoopContext]) -> list[TrainState]:
-        """The same for all processes of a run, whose jobs these are."""
-        # Each reads for itself: an optimizer goes on with the tensors that it is given.
+        """The same for the jobs of all processes of a run."""
+        # Each reads its own copy: an optimizer keeps using the tensors that it gets.
         starts = [found[1] if found else None for found, _ in (newest_valid(job.checkpoints) for job in jobs)]
 
         def one(job: LoopContext, start: Checkpoint | None) -> TrainState:
@@ -116,21 +116,21 @@ class TinyPlace:
 
 @dataclass(frozen=True)
 class Together(Processes):
-    """One of several processes that are threads of this one: they sum and wait as real ones do."""
+    """One of several processes simulated by threads: they sum and wait like real ones."""
 
     barrier: threading.Barrier = field(kw_only=True)
 
 
 def together(world: int) -> list[Together]:
-    """The processes of one run. Dropout, which draws from torch's own generator, is not for them."""
-    barrier, given = threading.Barrier(world, timeout=300), dict[int, Tensor]()
+    """The processes of one run. Without dropout, which uses torch's shared generator."""
+    barrier, tensors = threading.Barrier(world, timeout=300), dict[int, Tensor]()
 
     def summing(rank: int) -> Callable[[Tensor], Tensor]:
         def reduce(tensor: Tensor) -> Tensor:
-            given[rank] = tensor
+            tensors[rank] = tensor
             barrier.wait()
-            total = torch.stack([given[each] for each in range(world)]).sum(0)
-            barrier.wait()  # all have read what the next line writes over
+            total = torch.stack([tensors[each] for each in range(world)]).sum(0)
+            barrier.wait()  # all have read what the next line overwrites
             return tensor.copy_(total)
 
         return reduce
@@ -146,26 +146,26 @@ def together(world: int) -> list[Together]:
     return [Together(rank, world, device, summing(rank), wait, patiently, barrier=barrier) for rank in range(world)]
 
 
-def looked_at_every(steps: int, patch: pytest.MonkeyPatch) -> None:
-    """Numbers of steps wait as they do on a GPU, whose own number is ten."""
+def flush_every(steps: int, patch: pytest.MonkeyPatch) -> None:
+    """Delay metrics as on a GPU, which flushes every ten steps."""
     patch.setattr(metrics, "look_every", lambda device: steps)
 
 
-def told_in(job: LoopContext, step: int, number: int = signal.SIGTERM) -> LoopContext:
-    """The same job, to which one signal comes at the beginning of `step`, counted from 0."""
-    asked, told = job.samples_in, list[int]()
+def signal_at_step(job: LoopContext, step: int, number: int = signal.SIGTERM) -> LoopContext:
+    """The same job, with one signal at the start of `step`, counted from 0."""
+    original, signaled = job.samples_in, list[int]()
 
     def samples_in(at: int) -> int:
-        if at == step and not told:  # a run that goes back may meet the step again
-            told.append(at)
+        if at == step and not signaled:  # a run that rolls back may repeat the step
+            signaled.append(at)
             os.kill(os.getpid(), number)
-        return asked(at)
+        return original(at)
 
     return replace(job, samples_in=samples_in)
 
 
 def outcome(job: LoopContext) -> dict[str, Any]:
-    """All that a run leaves, but for what a clock says: two runs that are the same have the same."""
+    """The outcome of a run without times: equal for equal runs."""
     found, _ = newest_valid(job.checkpoints)
     assert found is not None
     newest, checkpoint = found

@@ -1,4 +1,4 @@
-"""What other programs say of flow matching and of text encoders, by their sources."""
+"""Flow matching and text encoder settings of other programs, by their source code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kohya(folder: Path, **keys: object) -> Imported:
 
 
 def drawn(config: Config) -> tuple[Any, ...]:
-    """Distribution, the numbers that it asks for, and the shift."""
+    """The distribution, its parameters, and the shift."""
     flow = config.flow
     numbers = {"uniform": (), "logit_normal": (flow.logit_mean, flow.logit_std), "mode": (flow.mode_scale,)}
     return (flow.timestep_sampling, *numbers[flow.timestep_sampling], flow.shift)
@@ -54,17 +54,17 @@ def drawn(config: Config) -> tuple[Any, ...]:
         ({"clip_g": "g", "training_shift": 2.0}, ("uniform", 2.0)),
     ],
 )
-def test_times_of_kohya(keys: dict[str, object], expected: tuple[Any, ...], tmp_path: Path) -> None:
+def test_timesteps_of_kohya(keys: dict[str, object], expected: tuple[Any, ...], tmp_path: Path) -> None:
     imported = kohya(tmp_path, **keys)
     assert drawn(imported.config) == expected
     assert imported.config.lora.target_modules == "attention+ff"
 
 
-def test_a_diffusion_config_of_kohya_says_nothing_of_times(tmp_path: Path) -> None:
+def test_a_diffusion_config_of_kohya_reports_no_timesteps(tmp_path: Path) -> None:
     assert not {name for name in kohya(tmp_path).settings if name.startswith("flow.")}
 
 
-def test_the_gui_says_by_a_box_which_family_counts(tmp_path: Path) -> None:
+def test_a_checkbox_of_the_gui_selects_the_family(tmp_path: Path) -> None:
     form = {"LoRA_type": "Flux1", "max_resolution": "512,512", "pretrained_model_name_or_path": "m"}
     form |= {"timestep_sampling": "shift", "discrete_flow_shift": 3.1582, "guidance_scale": 1, "ae": "a.safetensors"}
     on = imported_text(tmp_path, "g.json", json.dumps({**form, "flux1_checkbox": True}))
@@ -85,7 +85,7 @@ def test_the_gui_says_by_a_box_which_family_counts(tmp_path: Path) -> None:
         ({"timestep_distribution": "UNIFORM", "dynamic_timestep_shifting": True}, ("uniform", "resolution")),
     ],
 )
-def test_times_of_one_trainer(keys: dict[str, object], expected: tuple[Any, ...], tmp_path: Path) -> None:
+def test_timesteps_of_onetrainer(keys: dict[str, object], expected: tuple[Any, ...], tmp_path: Path) -> None:
     start = {"training_method": "LORA", "base_model_name": "m", "concepts": [{"path": "p"}], "model_type": "FLUX_DEV_1"}
     imported = imported_text(tmp_path, "o.json", json.dumps({**start, **keys}))
     assert drawn(imported.config) == expected
@@ -93,7 +93,7 @@ def test_times_of_one_trainer(keys: dict[str, object], expected: tuple[Any, ...]
     assert not {name for name in other.settings if name.startswith("flow.")}
 
 
-def test_times_of_ai_toolkit_simple_tuner_and_diffusers(tmp_path: Path) -> None:
+def test_timesteps_of_ai_toolkit_simpletuner_and_diffusers(tmp_path: Path) -> None:
     def toolkit(kind: str) -> Config:
         process = {
             "type": "sd_trainer",
@@ -164,7 +164,7 @@ def line_of(imported: Imported, key: str) -> tuple[str, str]:
         ("d.sh", script("z_image"), ("uniform", "model")),
     ],
 )
-def test_times_that_a_program_draws_unless_told_otherwise(
+def test_default_timestep_sampling_of_each_program(
     name: str, text: str, expected: tuple[Any, ...], tmp_path: Path
 ) -> None:
     assert drawn(imported_text(tmp_path, name, text).config) == expected
@@ -173,7 +173,7 @@ def test_times_that_a_program_draws_unless_told_otherwise(
 @pytest.mark.parametrize(
     "text", [toolkit_job("sdxl"), tuner("sdxl"), one_trainer("STABLE_DIFFUSION_15"), script("sdxl")]
 )
-def test_nothing_is_said_of_times_for_a_diffusion_model(text: str, tmp_path: Path) -> None:
+def test_no_timesteps_are_reported_for_a_diffusion_model(text: str, tmp_path: Path) -> None:
     name = "d.sh" if text.startswith("accelerate") else "x.json"
     assert not {each for each in imported_text(tmp_path, name, text).settings if each.startswith("flow.")}
 
@@ -186,8 +186,8 @@ def test_nothing_is_said_of_times_for_a_diffusion_model(text: str, tmp_path: Pat
         (one_trainer("Z_IMAGE", loss_weight_fn="MIN_SNR_GAMMA", offset_noise_weight=0.1), "changed"),
     ],
 )
-def test_what_only_diffusion_has_is_left_out_for_a_flow(text: str, verdict: str, tmp_path: Path) -> None:
-    """A config that kept it could not be trained: it is refused of users."""
+def test_diffusion_only_options_are_skipped_for_a_flow_model(text: str, verdict: str, tmp_path: Path) -> None:
+    """A config that kept it could not be trained: users get an error for it."""
     imported = imported_text(tmp_path, "x.json", text)
     config = imported.config
     assert (config.loss.min_snr_gamma, config.noise.offset) == (None, 0.0)
@@ -208,8 +208,8 @@ def test_kohyas_scripts_for_flows_read_no_noise_options(tmp_path: Path) -> None:
     assert kohya(tmp_path, **options).config.loss.min_snr_gamma == 5.0
 
 
-def test_a_loss_of_clean_latents_is_told_unless_its_weighting_undoes_it(tmp_path: Path) -> None:
-    """kohya's script for SD3, and diffusers' unless told otherwise, multiply the error of the velocity by the time."""
+def test_a_loss_of_clean_latents_is_reported_unless_its_weighting_undoes_it(tmp_path: Path) -> None:
+    """kohya's script for SD3, and diffusers' by default, multiply the velocity error by the time."""
     assert "by its square" in line_of(kohya(tmp_path, clip_g="g"), "weighting_scheme")[1]
     assert line_of(kohya(tmp_path, clip_g="g", weighting_scheme="sigma_sqrt"), "weighting_scheme") == ("mapped", "")
     assert line_of(kohya(tmp_path, clip_g="g", weighting_scheme="cosmap"), "weighting_scheme")[0] == "changed"
@@ -236,7 +236,7 @@ def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "rates"),
     [
-        ({}, (1e-4,)),  # trained unless told otherwise
+        ({}, (1e-4,)),  # trained by default
         ({"text_encoder_lr": 5e-5}, (5e-5,)),
         ({"text_encoder_lr": 5e-5, "sdxl": True}, (5e-5, 5e-5)),
         ({"text_encoder_lr": [5e-5, 1e-5], "sdxl": True}, (5e-5, 1e-5)),
@@ -246,7 +246,7 @@ def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
         ({"ae": "a", "text_encoder_lr": [5e-5, 1e-5]}, (5e-5,)),
         ({"ae": "a", "text_encoder_lr": [5e-5, 1e-5], "network_args": ["train_t5xxl=True"]}, (5e-5, 1e-5)),
         ({"ae": "a", "text_encoder_lr": 5e-5, "network_args": ["train_t5xxl=True"]}, (5e-5, 5e-5)),
-        # of SD3: the last rate of a short list is that of all the rest
+        # of SD3: the last learning rate of a short list applies to the rest
         ({"t5xxl": "t", "clip_g": "g", "text_encoder_lr": [5e-5, 1e-5]}, (5e-5, 1e-5)),
         (
             {"t5xxl": "t", "clip_g": "g", "text_encoder_lr": [5e-5, 1e-5], "network_args": ["train_t5xxl=True"]},
@@ -254,7 +254,9 @@ def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_rates_of_kohyas_text_encoders(keys: dict[str, object], rates: tuple[float, ...], tmp_path: Path) -> None:
+def test_learning_rates_of_kohyas_text_encoders(
+    keys: dict[str, object], rates: tuple[float, ...], tmp_path: Path
+) -> None:
     config = kohya(tmp_path, network_alpha=4, **keys).config
     assert config.text_encoder.learning_rates == rates
     assert config.text_encoder.lora_alpha == (4.0 if rates else None)
@@ -270,7 +272,7 @@ def test_rates_of_kohyas_text_encoders(keys: dict[str, object], rates: tuple[flo
         ({"train_t5xxl": True, "t5xxl_lr": 1e-5}, (5e-5,)),
     ],
 )
-def test_rates_of_t5_of_the_gui(keys: dict[str, object], rates: tuple[float, ...], tmp_path: Path) -> None:
+def test_learning_rate_of_t5_in_the_gui(keys: dict[str, object], rates: tuple[float, ...], tmp_path: Path) -> None:
     start = {"LoRA_type": "Flux1", "max_resolution": "512,512", "noise_offset_type": "Original", "lr_warmup": 0}
     start |= {"pretrained_model_name_or_path": "m", "train_data_dir": "p", "text_encoder_lr": 5e-5}
     assert imported_text(tmp_path, "g.json", json.dumps({**start, **keys})).config.text_encoder.learning_rates == rates
@@ -286,7 +288,7 @@ def test_rates_of_t5_of_the_gui(keys: dict[str, object], rates: tuple[float, ...
         ("Z_IMAGE", ()),
     ],
 )
-def test_rates_of_one_trainers_text_encoders(model: str, rates: tuple[float, ...], tmp_path: Path) -> None:
+def test_learning_rates_of_onetrainers_text_encoders(model: str, rates: tuple[float, ...], tmp_path: Path) -> None:
     start: dict[str, object] = {"training_method": "LORA", "base_model_name": "m", "concepts": [], "model_type": model}
     names = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
     parts = {name: {"train": True, "learning_rate": float(f"{number}e-5")} for number, name in enumerate(names, 1)}
@@ -296,7 +298,7 @@ def test_rates_of_one_trainers_text_encoders(model: str, rates: tuple[float, ...
     assert left == rates[:2]
 
 
-def test_what_text_encoders_read(tmp_path: Path) -> None:
+def test_options_of_text_encoders(tmp_path: Path) -> None:
     text = kohya(tmp_path, clip_skip=2, max_token_length=225).config.text_encoder
     assert (text.clip_skip, text.max_tokens) == (2, 225)
     assert kohya(tmp_path, clip_skip=1, max_token_length=75).config.text_encoder.clip_skip is None
@@ -307,7 +309,7 @@ def test_what_text_encoders_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "verdict", "said"),
+    ("written", "verdict", "expected"),
     [
         ("there.safetensors", "mapped", "a single checkpoint"),
         ("gone.safetensors", "changed", "there is no such folder or file here"),
@@ -315,9 +317,9 @@ def test_what_text_encoders_read(tmp_path: Path) -> None:
         ("owner/name", "mapped", "a model of a hub"),
     ],
 )
-def test_bases(written: str, verdict: str, said: str, tmp_path: Path) -> None:
+def test_bases(written: str, verdict: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "there.safetensors").write_bytes(b"")
     imported = kohya(tmp_path, pretrained_model_name_or_path=written)
     line = next(line for line in imported.lines if line.key == "pretrained_model_name_or_path")
     assert line.verdict == verdict
-    assert said in line.why
+    assert expected in line.why

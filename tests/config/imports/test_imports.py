@@ -1,4 +1,4 @@
-"""Configs of other trainers: each key accounted for, and the result a config of ours that trains as theirs."""
+"""Configs of other trainers: each key is accounted for, and the imported config trains like theirs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ KINDS = {
 
 
 def keys_of(imported: Imported) -> str:
-    """What became of each key, a line for each; a golden beside the file."""
+    """The result of each key, one per line; a golden file is next to the config."""
     lines = []
     for line in imported.lines:
         becomes = json.dumps(line.settings, ensure_ascii=False).replace(str(FILES), "FILES")
@@ -68,12 +68,12 @@ def test_every_key_of_a_realistic_file(name: str) -> None:
     imported = import_file(FILES / name)
     assert imported.format == KINDS[name]
     assert keys_of(imported) == (FILES / f"{name}.keys").read_text("utf-8")
-    # What is written passes our schema and says the same.
+    # The written file passes our schema and has the same settings.
     assert resolve([Layer(name, tomllib.loads(as_toml(imported)))]).config == imported.config
 
 
 def held_at(name: str, document: Mapping[str, Any]) -> list[Any]:
-    """What a TOML holds at `data.flip` or at `data.sources[0, 2].captions.prefix`."""
+    """The values of a TOML at `data.flip` or at `data.sources[0, 2].captions.prefix`."""
     sources, _, key = name.removeprefix("data.sources[").partition("].")
     places = [document["data"]["sources"][int(place)] for place in sources.split(", ")] if key else [document]
     for part in (key or name).split("."):
@@ -82,23 +82,25 @@ def held_at(name: str, document: Mapping[str, Any]) -> list[Any]:
 
 
 def assert_listing_is_written(imported: Imported) -> None:
-    """Each `key -> setting = value` stands in the TOML."""
+    """Each `key -> setting = value` is in the TOML."""
     document = tomllib.loads(as_toml(imported))
     for line in imported.lines:
         for name, value in line.settings.items():
-            for held in held_at(name, document):
+            for held_value in held_at(name, document):
                 if name == "data.sources":
-                    assert all(any(table.items() <= each.items() for each in held) for table in value), line
+                    assert all(any(table.items() <= each.items() for each in held_value) for table in value), line
                 else:
-                    assert (held or None) == (value or None) if value in (None, {}, "") else held == value, line
+                    assert (
+                        (held_value or None) == (value or None) if value in (None, {}, "") else held_value == value
+                    ), line
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_listed_stands_in_the_written_file(name: str) -> None:
+def test_listed_settings_are_in_the_written_file(name: str) -> None:
     assert_listing_is_written(import_file(FILES / name))
 
 
-def test_what_another_key_overrides_is_said_to_be(tmp_path: Path) -> None:
+def test_overridden_keys_are_reported(tmp_path: Path) -> None:
     (tmp_path / "backends.json").write_text(
         json.dumps(
             [
@@ -111,7 +113,7 @@ def test_what_another_key_overrides_is_said_to_be(tmp_path: Path) -> None:
     keys = {"model_family": "sdxl", "lora_type": "standard", "resolution": 256, "checkpointing_steps": 200}
     imported = imported_text(tmp_path, "s.json", json.dumps({**keys, "data_backend_config": "backends.json"}))
     assert_listing_is_written(imported)
-    assert imported.config.data.resolution == 128  # 145 px have that area; buckets stand 64 px apart
+    assert imported.config.data.resolution == 128  # 145 px has that area; the bucket step is 64 px
     lines = {line.key: line for line in imported.lines}
     assert lines["resolution"].verdict == "ignored"
     assert "overridden: data.resolution = 128" in lines["resolution"].why
@@ -122,7 +124,7 @@ def test_what_another_key_overrides_is_said_to_be(tmp_path: Path) -> None:
     assert "one value for all datasets here: 1.0" in lines["backends[1]"].why
 
 
-def test_changes_of_images_that_are_not_done_here_are_no_small_print(tmp_path: Path) -> None:
+def test_unsupported_augmentations_are_reported_prominently(tmp_path: Path) -> None:
     image = {"enable_random_rotate": True, "random_rotate_max_angle": 10.0, "enable_fixed_hue": True}
     off = {"random_hue_max_strength": 0.2, "random_contrast_max_strength": 0.3, "enable_fixed_flip": False}
     imported = imported_text(tmp_path, "c.json", json.dumps([{"path": "p", "image": {**image, **off}, "text": {}}]))
@@ -132,7 +134,7 @@ def test_changes_of_images_that_are_not_done_here_are_no_small_print(tmp_path: P
     assert verdicts["random_contrast_max_strength"] == verdicts["enable_fixed_flip"] == "ignored"
 
 
-def test_masked_training_needs_masks_and_says_it(tmp_path: Path) -> None:
+def test_masked_training_without_masks_is_reported(tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
     document = {
         "training_method": "LORA",
@@ -150,8 +152,8 @@ def test_masked_training_needs_masks_and_says_it(tmp_path: Path) -> None:
     assert imported.config.data.sources[0].masks == str(tmp_path / "p")
 
 
-def test_every_key_that_people_bring_is_known() -> None:
-    said = (
+def test_every_common_key_is_known() -> None:
+    common = (
         "pretrained_model_name_or_path train_data_dir reg_data_dir dataset_config output_dir output_name resolution "
         "train_batch_size max_train_epochs max_train_steps gradient_accumulation_steps learning_rate unet_lr "
         "text_encoder_lr network_module network_dim network_alpha network_dropout network_weights "
@@ -166,7 +168,7 @@ def test_every_key_that_people_bring_is_known() -> None:
         "sample_prompts sample_sampler max_data_loader_n_workers persistent_data_loader_workers "
         "network_args.conv_dim network_args.conv_alpha network_args.loraplus_lr_ratio network_args.block_dims"
     ).split()
-    assert set(said) - set(kohya.RULES) == set()
+    assert set(common) - set(kohya.RULES) == set()
     of_data = (
         "resolution batch_size enable_bucket min_bucket_reso max_bucket_reso bucket_reso_steps bucket_no_upscale "
         "validation_split validation_seed image_dir class_tokens num_repeats is_reg metadata_file caption_extension "
@@ -191,7 +193,7 @@ def test_every_key_that_people_bring_is_known() -> None:
     assert set(of_datasets.split()) - set(aitoolkit_keys.DATASET_RULES) == set()
 
 
-def test_kohya_trains_as_its_own_defaults_say(tmp_path: Path) -> None:
+def test_defaults_of_kohya_are_imported(tmp_path: Path) -> None:
     text = 'pretrained_model_name_or_path = "m"\ntrain_data_dir = "p"\nresolution = 512\n'
     config = imported_text(tmp_path, "k.toml", text).config
     assert config.train.max_steps == 1600
@@ -204,7 +206,7 @@ def test_kohya_trains_as_its_own_defaults_say(tmp_path: Path) -> None:
     assert (config.validation.split, config.checkpoint.export_weights) == (0.0, "last")
 
 
-def test_the_gui_counts_warmup_in_percent_and_epochs_where_no_steps_are(tmp_path: Path) -> None:
+def test_the_gui_counts_warmup_in_percent_and_epochs_without_steps(tmp_path: Path) -> None:
     marks = {"LoRA_type": "Standard", "noise_offset_type": "Original", "lr_scheduler": "cosine", "lr_warmup": 10}
     steps = imported_text(tmp_path, "a.json", json.dumps({**marks, "max_train_steps": 800, "epoch": 3})).config
     assert (steps.train.max_steps, steps.train.max_epochs, steps.lr_scheduler.warmup_steps) == (800, None, 80)
@@ -212,7 +214,7 @@ def test_the_gui_counts_warmup_in_percent_and_epochs_where_no_steps_are(tmp_path
     assert (epochs.train.max_steps, epochs.train.max_epochs, epochs.lr_scheduler.warmup_steps) == (None, 3, None)
 
 
-def test_times_that_a_image_is_seen(tmp_path: Path) -> None:
+def test_total_repeats_of_an_image(tmp_path: Path) -> None:
     backends = [
         {"id": "a", "instance_data_dir": "a", "repeats": 0},
         {"id": "b", "instance_data_dir": "b", "repeats": 9},
@@ -223,21 +225,21 @@ def test_times_that_a_image_is_seen(tmp_path: Path) -> None:
     assert imported_text(tmp_path, "k.toml", text).config.data.sources[0].repeats == 1
 
 
-def test_captions_of_one_source_keep_what_is_said_of_all() -> None:
+def test_captions_of_one_source_keep_the_common_settings() -> None:
     config = import_file(FILES / "aitoolkit.yaml").config
     assert [source.captions and source.captions.trigger_word for source in config.data.sources] == ["sks", "sks"]
 
 
-def test_a_value_that_is_out_of_range_here_is_left_out_and_said(tmp_path: Path) -> None:
+def test_an_out_of_range_value_is_skipped_and_reported(tmp_path: Path) -> None:
     text = 'pretrained_model_name_or_path = "m"\ntrain_data_dir = "p"\nnetwork_dim = 99999\ncaption_dropout_rate = 3\n'
     imported = imported_text(tmp_path, "k.toml", text)
     assert imported.config.lora.rank == 16
-    said = [line.why for line in imported.lines if line.why.startswith("skipped")]
-    assert any("lora.rank = 99999" in why and "at most 4096" in why for why in said)
-    assert any("captions.dropout" in why for why in said)
+    reasons = [line.why for line in imported.lines if line.why.startswith("skipped")]
+    assert any("lora.rank = 99999" in why and "at most 4096" in why for why in reasons)
+    assert any("captions.dropout" in why for why in reasons)
 
 
-def test_a_contradiction_gives_way_and_is_said(tmp_path: Path) -> None:
+def test_a_contradictory_setting_is_dropped_and_reported(tmp_path: Path) -> None:
     text = 'train_data_dir = "p"\noptimizer_type = "AdamWScheduleFree"\nlr_scheduler = "cosine"\nnetwork_dim = 8\n'
     imported = imported_text(tmp_path, "k.toml", text)
     assert (imported.config.optimizer.name, imported.config.lr_scheduler.name) == (
@@ -247,21 +249,21 @@ def test_a_contradiction_gives_way_and_is_said(tmp_path: Path) -> None:
     assert any(line.key == "lr_scheduler" and "averages weights" in line.why for line in imported.lines)
 
 
-def test_no_bucket_is_shorter_than_what_is_trained(tmp_path: Path) -> None:
+def test_no_bucket_is_smaller_than_the_training_size(tmp_path: Path) -> None:
     text = 'train_data_dir = "p"\nnetwork_dim = 8\nresolution = 128\nenable_bucket = true\n'
     imported = imported_text(tmp_path, "k.toml", text)
     assert imported.config.data.bucket_min == 128  # kohya's default of 256 would leave no bucket
     assert any("not more than the training resolution, 128 px" in line.why for line in imported.lines)
 
 
-def test_wrong_kinds_of_values_are_told_together(tmp_path: Path) -> None:
+def test_wrong_types_of_values_are_reported_together(tmp_path: Path) -> None:
     text = 'train_data_dir = "p"\nnetwork_dim = "many"\nlearning_rate = true\nmixed_precision = "fp12"\n'
     with pytest.raises(UsageError) as caught:
         imported_text(tmp_path, "k.toml", text)
-    said = str(caught.value)
-    assert 'network_dim = "many" is not a number' in said
-    assert "learning_rate = true is not a number" in said
-    assert 'mixed_precision = "fp12" is not a precision' in said
+    message = str(caught.value)
+    assert 'network_dim = "many" is not a number' in message
+    assert "learning_rate = true is not a number" in message
+    assert 'mixed_precision = "fp12" is not a precision' in message
 
 
 @pytest.mark.parametrize(
@@ -274,7 +276,7 @@ def test_wrong_kinds_of_values_are_told_together(tmp_path: Path) -> None:
         ('dataset_config = "gone.toml"\nnetwork_dim = 8\noutput_dir = "o"\n', "gone.toml does not exist"),
     ],
 )
-def test_what_cannot_be_imported_is_one_message_and_exit_2(
+def test_a_file_that_cannot_be_imported_is_one_message_and_exit_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
     path = tmp_path / "x"
@@ -294,7 +296,7 @@ def test_secrets_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
         assert "0123456789abcdef" not in out + err
 
 
-def test_the_command_writes_a_new_file_and_never_over_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_new_file_and_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "cat.toml"
     assert main(["import", str(FILES / "kohya_config.toml"), "--output", str(output)]) == 0
     table = capsys.readouterr().out
@@ -317,7 +319,7 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert tomllib.loads(document["toml"])["lora"]["rank"] == document["settings"]["lora.rank"] == 32
 
 
-def test_the_page_of_all_keys_is_what_the_code_says(checkout: Path) -> None:
+def test_the_page_of_all_keys_is_up_to_date(checkout: Path) -> None:
     assert (checkout / "docs" / "import.md").read_text("utf-8") == import_page()
 
 
@@ -345,7 +347,7 @@ def deep(keys: Mapping[str, object]) -> dict[str, Any]:
 
 @settings(max_examples=60)
 @given(st.data())
-def test_whatever_stands_in_a_file_is_read_or_refused_in_words(data: st.DataObject) -> None:
+def test_any_file_is_read_or_refused_with_a_message(data: st.DataObject) -> None:
     source = {"path": "p", "folder_path": "p", "image_dir": "p", "instance_data_dir": "p"}
     subset = {**data.draw(some(kohya_dataset.RULES)), "image_dir": "p"}
     concept = {**deep(data.draw(some(onetrainer_concepts.CONCEPT_RULES))), "path": "p"}
@@ -371,6 +373,6 @@ def test_whatever_stands_in_a_file_is_read_or_refused_in_words(data: st.DataObje
         try:
             imported = finished("any", FILES / "any", read(FILES / "any", document))
         except UsageError:
-            continue  # in words; any other error is a failure
+            continue  # with a message; any other error is a failure
         assert resolve([Layer("any", tomllib.loads(as_toml(imported)))]).config == imported.config
         assert_listing_is_written(imported)

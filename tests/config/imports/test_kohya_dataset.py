@@ -1,4 +1,4 @@
-"""kohya's dataset TOML: as data of this program, and as a part of an import."""
+"""kohya's dataset TOML, as `--data` and as part of an import."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_subset_beats_dataset_beats_general(tmp_path: Path) -> None:
     assert (first.path, second.path) == (str(tmp_path / "a"), str(tmp_path / "b"))
 
 
-def test_what_all_subsets_share_is_said_once(tmp_path: Path) -> None:
+def test_common_settings_of_subsets_are_written_once(tmp_path: Path) -> None:
     text = "[general]\nshuffle_caption = true\nflip_aug = true\n[[datasets]]\nresolution = 640\n"
     path = written(tmp_path, text + '[[datasets.subsets]]\nimage_dir = "a"\n[[datasets.subsets]]\nimage_dir = "b"\n')
     config = resolve([Layer("d", nested(data_file_settings(path, [])))]).config
@@ -64,17 +64,17 @@ def test_what_all_subsets_share_is_said_once(tmp_path: Path) -> None:
     assert config.data.flip
     assert config.data.resolution == 640
     assert all(source.captions is None and source.resolutions is None for source in config.data.sources)
-    # The folder's name means nothing there, so that repeats are always said.
+    # Folder names mean nothing there, so repeats are always written.
     assert [source.repeats for source in config.data.sources] == [1.0, 1.0]
 
 
-def test_a_subset_without_repeats_is_left_out_as_kohya_does(tmp_path: Path) -> None:
+def test_a_subset_without_repeats_is_skipped_as_in_kohya(tmp_path: Path) -> None:
     none = '[[datasets.subsets]]\nimage_dir = "none"\nnum_repeats = 0\n'
     path = written(tmp_path, f'[[datasets]]\n{none}[[datasets.subsets]]\nimage_dir = "a"\nnum_repeats = 2\n')
     resolved = settle([], [Layer("--data", {"data": {"sources": [str(path)]}})])
     assert [source.path for source in resolved.config.data.sources] == [str(tmp_path / "a")]
-    (said,) = [note for note in resolved.notes if "num_repeats" in note]
-    assert 'datasets[0].subsets[0] = "none": num_repeats is less than 1: skipped' in said
+    (warning,) = [note for note in resolved.notes if "num_repeats" in note]
+    assert 'datasets[0].subsets[0] = "none": num_repeats is less than 1: skipped' in warning
     imported = import_file(path)
     assert [source.path for source in imported.config.data.sources] == [str(tmp_path / "a")]
     assert [line.key for line in imported.lines if line.verdict == "ignored"] == ["datasets[0].subsets[0]"]
@@ -127,7 +127,7 @@ def test_every_key_of_a_whole_file() -> None:
     assert small.masks == str(FILE.parent / "masks")
 
 
-def test_data_named_by_a_dataset_toml_is_settled_like_any_other(tmp_path: Path) -> None:
+def test_data_of_a_dataset_toml_is_resolved_like_any_other(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         '[[datasets]]\nbatch_size = 3\ncolor_aug = true\n[[datasets.subsets]]\nimage_dir = "a"\nnum_repeats = 5\n',
@@ -145,7 +145,7 @@ def test_data_named_by_a_dataset_toml_is_settled_like_any_other(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("[[datasets]]\nresolution = 512\n", "names no images"),
         ("[[datasets]]\n[[datasets.subsets]]\nnum_repeats = 2\n", "datasets[0].subsets[0] has no image_dir"),
@@ -161,10 +161,10 @@ def test_data_named_by_a_dataset_toml_is_settled_like_any_other(tmp_path: Path) 
         ),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, text: str, said: str) -> None:
+def test_problems_are_reported(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(UsageError) as caught:
         settle([], [Layer("--data", {"data": {"sources": [str(written(tmp_path, text))]}})])
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_a_damaged_or_hostile_file_is_one_message(tmp_path: Path) -> None:
@@ -180,11 +180,11 @@ def test_a_damaged_or_hostile_file_is_one_message(tmp_path: Path) -> None:
         "h.txt": ("hello", "has no settings"),
         "i.json": (" " * 4_000_001, "at most 4,000,000"),
     }
-    for name, (text, said) in files.items():
+    for name, (text, expected) in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
         with pytest.raises(UsageError) as caught:
             read_document(tmp_path / name)
-        assert said in str(caught.value), name
+        assert expected in str(caught.value), name
         assert len(caught.value.problems) == 1
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(UsageError):

@@ -1,4 +1,4 @@
-"""What keys of other trainers mean there, by their source, and what becomes of them here."""
+"""The meaning of other trainers' keys, by their source code, and their import."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def kohya_with(folder: Path, text: str) -> Imported:
 
 
 def verdict_of(imported: Imported, key: str) -> tuple[str, str]:
-    """What became of a key, and why: of the last line of that key."""
+    """The result of a key and its reason: the last line of that key."""
     line = [line for line in imported.lines if line.key.endswith(key)][-1]
     return line.verdict, line.why
 
 
-def test_masks_of_kohya_count_only_where_they_do_there_and_how_they_differ_is_said(tmp_path: Path) -> None:
+def test_masks_of_kohya_count_as_they_do_there_and_differences_are_reported(tmp_path: Path) -> None:
     masks = 'train_data_dir = "p"\nconditioning_data_dir = "masks"\n'
     for text in (masks, f"{masks}masked_loss = false"):
         off = kohya_with(tmp_path, text)
@@ -65,7 +65,7 @@ def test_masks_of_kohya_count_only_where_they_do_there_and_how_they_differ_is_sa
     assert verdict_of(alpha, "alpha_mask")[0] == "changed"
 
 
-def test_a_config_says_whether_its_data_set_has_masks(tmp_path: Path) -> None:
+def test_a_config_sets_whether_its_dataset_has_masks(tmp_path: Path) -> None:
     subset = '[[datasets.subsets]]\nimage_dir = "a"\nconditioning_data_dir = "masks"\n'
     (tmp_path / "data.toml").write_text(f"[[datasets]]\n{subset}", encoding="utf-8")
     named = 'dataset_config = "data.toml"\n'
@@ -80,7 +80,7 @@ def one_trainer(folder: Path, **more: object) -> Imported:
     return imported_text(folder, "o.json", json.dumps({**start, **more}))
 
 
-def test_the_area_of_a_mask_counts_here_as_one_trainer_has_it_when_asked(tmp_path: Path) -> None:
+def test_the_mask_area_can_count_as_in_onetrainer(tmp_path: Path) -> None:
     key = "normalize_masked_area_loss"
     assert verdict_of(one_trainer(tmp_path, masked_training=True, **{key: True}), key) == ("ignored", "as here")
     for imported in (
@@ -95,7 +95,7 @@ def test_the_area_of_a_mask_counts_here_as_one_trainer_has_it_when_asked(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("text", "of_all", "tags", "whole", "said"),
+    ("text", "of_all", "tags", "whole", "expected"),
     [
         ({"tag_dropout_mode": "RANDOM"}, 0.0, 0.2, 0.0, ""),
         ({}, 0.0, 0.2, 0.0, "all tags but the kept ones at once there"),  # FULL with one tag kept
@@ -104,8 +104,8 @@ def test_the_area_of_a_mask_counts_here_as_one_trainer_has_it_when_asked(tmp_pat
         ({"tag_dropout_mode": "RANDOM WEIGHTED"}, 0.0, 0.2, 0.0, "more often there"),
     ],
 )
-def test_ways_of_one_trainer_to_drop_tags(
-    text: dict[str, object], of_all: float, tags: float, whole: float, said: str, tmp_path: Path
+def test_tag_dropout_modes_of_onetrainer(
+    text: dict[str, object], of_all: float, tags: float, whole: float, expected: str, tmp_path: Path
 ) -> None:
     written = {**text, "tag_dropout_enable": True, "tag_dropout_probability": 0.2}
     encoder = {"dropout_probability": of_all}
@@ -113,12 +113,12 @@ def test_ways_of_one_trainer_to_drop_tags(
     captions = imported.config.captions
     assert (captions.tag_dropout, captions.dropout) == (tags, pytest.approx(whole))
     verdict, why = verdict_of(imported, "text.tag_dropout_probability")
-    assert said in why
-    assert verdict == ("changed" if "there" in said else "mapped")
+    assert expected in why
+    assert verdict == ("changed" if "there" in expected else "mapped")
 
 
 @pytest.mark.parametrize("script", ["train_dreambooth_lora", "train_dreambooth_lora_sdxl", "train_text_to_image_lora"])
-def test_diffusers_crops_anywhere_unless_told(script: str, tmp_path: Path) -> None:
+def test_diffusers_crops_at_random_by_default(script: str, tmp_path: Path) -> None:
     command = f"accelerate launch {script}.py --pretrained_model_name_or_path=m --instance_data_dir=p --rank=8"
     usual = imported_text(tmp_path, "a.sh", f"{command}\n")
     assert usual.config.data.crop == "random"
@@ -146,7 +146,7 @@ def test_epochs_between_checkpoints_of_kohya(text: str, every: int | None, verdi
 @pytest.mark.parametrize(
     ("unit", "steps", "epochs"), [("EPOCH", 500, 3), ("STEP", 3, None), ("MINUTE", 500, None), ("NEVER", 500, None)]
 )
-def test_what_onetrainer_saves_is_counted_as_its_unit_says(unit: str, steps: int, epochs: int, tmp_path: Path) -> None:
+def test_save_intervals_of_onetrainer_follow_their_unit(unit: str, steps: int, epochs: int, tmp_path: Path) -> None:
     for key in ("save_every", "backup_after"):
         kept = one_trainer(tmp_path, **{key: 3, f"{key}_unit": unit}).config.checkpoint
         assert (kept.every_n_steps, kept.every_n_epochs) == (steps, epochs)
@@ -168,7 +168,7 @@ def test_the_precision_of_files_is_that_of_the_original(written: str, ours: str,
     assert verdict_of(imported, "save_precision")[0] == verdict
 
 
-def test_programs_that_write_fp32_unless_asked_otherwise_do_so_here(tmp_path: Path) -> None:
+def test_programs_with_fp32_files_by_default_keep_fp32(tmp_path: Path) -> None:
     assert kohya_with(tmp_path, "").config.checkpoint.export_dtype == "fp32"
     assert one_trainer(tmp_path).config.checkpoint.export_dtype == "fp32"
     assert one_trainer(tmp_path, output_dtype="BFLOAT_16").config.checkpoint.export_dtype == "bf16"
@@ -179,7 +179,7 @@ def test_programs_that_write_fp32_unless_asked_otherwise_do_so_here(tmp_path: Pa
 
 
 @pytest.mark.parametrize("place", ["run/config/examples/flux", "run/config", "run", "elsewhere"])
-def test_data_sets_of_simpletuner_are_looked_for_upwards_and_where_the_command_runs(
+def test_datasets_of_simpletuner_are_found_in_parent_and_working_folders(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, other = tmp_path / "run" / "config" / "examples" / "flux", tmp_path / "elsewhere"
@@ -196,7 +196,7 @@ def test_data_sets_of_simpletuner_are_looked_for_upwards_and_where_the_command_r
 
 
 @pytest.mark.parametrize("named", ["nowhere/sets.json", "/nowhere/sets.json", "~nobody/sets.json", "x" * 5000])
-def test_a_config_whose_data_sets_are_nowhere_is_imported_without(
+def test_a_config_with_missing_datasets_is_imported_without_them(
     named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = {"model_family": "flux", "model_type": "lora", "lora_rank": 7, "data_backend_config": named}
@@ -209,6 +209,6 @@ def test_a_config_whose_data_sets_are_nowhere_is_imported_without(
     assert "name the images with --data" in line["why"]
 
 
-def test_data_sets_of_a_hub_are_left_out_by_name(tmp_path: Path) -> None:
+def test_hub_datasets_are_skipped_and_named(tmp_path: Path) -> None:
     hub = [{"id": "a", "type": "huggingface", "dataset_name": "a/b", "metadata_backend": "huggingface"}]
     assert verdict_of(imported_text(tmp_path, "sets.json", json.dumps(hub)), "backends[0]")[0] == "changed"

@@ -1,4 +1,4 @@
-"""Blocks that visit: the same numbers to the bit, two at a time, in the order in which they run."""
+"""Block swap: bit-identical results, two blocks at a time, in execution order."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor]]] = {
 
 
 class Tried:
-    """A small denoiser of a kind with a LoRA that is not zero."""
+    """A small denoiser of a family with a nonzero LoRA."""
 
     def __init__(self, kind: str, *, stored: Precision = "bf16") -> None:
         torch.manual_seed(0)
@@ -127,7 +127,7 @@ class Tried:
             store_layers(self.denoiser, narrow)
 
     def step(self) -> list[Tensor]:
-        """The prediction and the gradients of a step."""
+        """The prediction and gradients of a step."""
         for each in self.trained:
             each.grad = None
         predicted = self.ask(self.denoiser)
@@ -135,7 +135,7 @@ class Tried:
         return [predicted.detach(), *(each.grad.clone() for each in self.trained)]
 
     def looked_at(self) -> list[Tensor]:
-        """The prediction alone, as when validating."""
+        """Only the prediction, as in validation."""
         self.denoiser.eval()
         try:
             with torch.no_grad():
@@ -150,7 +150,7 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 @contextmanager
 def watched(denoiser: nn.Module) -> Iterator[list[int]]:
-    """How many blocks' memory stands while it computes, after each layer and at each gradient."""
+    """How many blocks are in memory after each layer and at each gradient."""
     counts: list[int] = []
 
     def count(*_: Any) -> None:
@@ -168,8 +168,8 @@ def watched(denoiser: nn.Module) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize(("kind", "stored"), [("flux", "bf16"), ("sd3", "fp8"), ("sdxl", "bf16"), ("sdxl", "int8")])
-def test_streaming_changes_no_bit_and_two_blocks_stand_at_most(kind: str, stored: Precision) -> None:
-    """Checkpointed or not, for several numbers one after the other, in two steps each, and where nothing is trained."""
+def test_block_swap_changes_no_bit_and_loads_at_most_two_blocks(kind: str, stored: Precision) -> None:
+    """With and without checkpointing, for several block counts in turn, two steps each, and without training."""
     tried = Tried(kind, stored=stored)
     denoiser = tried.denoiser
     expected, seen = tried.step(), tried.looked_at()
@@ -199,15 +199,15 @@ def test_blocks_are_listed_in_the_order_in_which_they_run(kind: str) -> None:
     assert len(blocks) >= 3
 
 
-def test_weights_are_copied_one_way_and_no_more_often_than_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is on the GPU at the end of a pass is used by the next one."""
+def test_weights_are_copied_only_to_the_gpu_and_only_as_often_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks on the GPU at the end of a pass are reused by the next one."""
     tried = Tried("sd3")
     swap_blocks(tried.denoiser, 3, CPU)
     guests = tried.denoiser.__dict__[STREAMING].guests
     came: list[int] = []
     for place, guest in enumerate(guests):
         monkeypatch.setattr(
-            guest, "visit", lambda *given, place=place, true=guest.visit: (came.append(place), true(*given))
+            guest, "visit", lambda *args, place=place, true=guest.visit: (came.append(place), true(*args))
         )
     homes = [guest.host.clone() for guest in guests]
     tried.step()
@@ -217,8 +217,8 @@ def test_weights_are_copied_one_way_and_no_more_often_than_they_must(monkeypatch
     assert all(torch.equal(guest.host, home) for guest, home in zip(guests, homes, strict=True))
 
 
-def test_what_is_read_between_steps_is_there() -> None:
-    """State, moves to the CPU and back, and adapters, which never leave the GPU."""
+def test_weights_are_readable_between_steps() -> None:
+    """State, moves to the CPU and back, and adapters, which stay on the GPU."""
     tried, plain = Tried("sdxl"), Tried("sdxl")
     expected = plain.step()
     swap_blocks(tried.denoiser, 99, CPU)
@@ -236,7 +236,7 @@ def test_what_is_read_between_steps_is_there() -> None:
     )
 
 
-def test_a_step_that_was_given_up_midway_leaves_nothing_behind() -> None:
+def test_an_aborted_step_leaves_nothing_on_the_gpu() -> None:
     tried = Tried("flux")
     expected = tried.step()
     swap_blocks(tried.denoiser, 4, CPU)
@@ -253,16 +253,16 @@ def test_a_step_that_was_given_up_midway_leaves_nothing_behind() -> None:
     assert same(tried.looked_at(), expected[:1])
 
 
-def test_a_change_that_runs_out_of_memory_can_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_that_runs_out_of_memory_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = Tried("flux")
     expected = tried.step()
     swap_blocks(tried.denoiser, 2, CPU)
-    true, made = block_swap.SwappedBlock, iter(range(9))
+    true, count = block_swap.SwappedBlock, iter(range(9))
 
-    def guest(*given: Any) -> Any:
-        if next(made):
+    def guest(*args: Any) -> Any:
+        if next(count):
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return true(*given)
+        return true(*args)
 
     monkeypatch.setattr(block_swap, "SwappedBlock", guest)
     with pytest.raises(torch.OutOfMemoryError):
@@ -273,8 +273,8 @@ def test_a_change_that_runs_out_of_memory_can_be_taken_back(monkeypatch: pytest.
     assert same(tried.step(), expected)
 
 
-def test_memory_that_cannot_be_locked_leaves_no_error_to_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA keeps a thread's last error until a launch asks for it, which raises it."""
+def test_a_failed_pinning_leaves_no_error_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps a thread's last error until the next launch raises it."""
     left: list[int] = []
     ones = torch.ones
 
@@ -283,10 +283,10 @@ def test_memory_that_cannot_be_locked_leaves_no_error_to_the_next_kernel(monkeyp
             left.append(2)
             return 2
 
-    def launched(*given: Any, **named: Any) -> Tensor:
+    def launched(*args: Any, **kwargs: Any) -> Tensor:
         if left:
             raise RuntimeError(f"CUDA error {left.pop()}: out of memory")
-        return ones(*given, **named)
+        return ones(*args, **kwargs)
 
     guest = block_swap.SwappedBlock(nn.Linear(8, 8).requires_grad_(False), CPU)
     monkeypatch.setattr(torch.cuda, "cudart", Refuses)
@@ -295,7 +295,7 @@ def test_memory_that_cannot_be_locked_leaves_no_error_to_the_next_kernel(monkeyp
     assert launched(1, device=CPU) == 1
 
 
-def test_memory_order_is_kept() -> None:
+def test_memory_format_is_kept() -> None:
     tried = Tried("sdxl")
     tried.denoiser.to(memory_format=torch.channels_last)
     expected = tried.step()
@@ -307,8 +307,8 @@ def test_memory_order_is_kept() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 70), st.integers(0, 70))
-def test_those_that_visit_are_spread(blocks: int, count: int) -> None:
-    """Every number's are among the next one's, and between two of them lie no more than twice as many as must."""
+def test_swapped_blocks_are_spread_evenly(blocks: int, count: int) -> None:
+    """The blocks of each count are among those of the next, and gaps are at most twice the minimum."""
     order = _spread(blocks)
     assert sorted(order) == list(range(blocks))
     chosen = sorted(order[:count])
@@ -316,21 +316,21 @@ def test_those_that_visit_are_spread(blocks: int, count: int) -> None:
     assert not gaps or max(gaps) <= 2 * -(-blocks // len(chosen))
 
 
-def test_what_stays_on_the_gpu_is_told_without_weights() -> None:
-    """As the plan asks: on the meta device, and less with each block that visits more."""
+def test_resident_memory_is_known_without_weights() -> None:
+    """As in the plan: on the meta device, and less with each swapped block."""
     with torch.device("meta"):
         denoiser = tiny_flux().requires_grad_(False)
     sizes = [frozen_bytes(block) for block in swappable_blocks(denoiser)]
     assert frozen_bytes(denoiser) > sum(sizes)
     visiting = [[*map(frozen_bytes, streamed_blocks(denoiser, count))] for count in range(len(sizes) + 1)]
-    # Two of the largest lie there: one computes while the next one comes.
+    # Two of the largest are there: one computes while the next loads.
     freed = [sum(each) + 2 * (-max(each, default=0) // ALIGNMENT) * ALIGNMENT for each in visiting]
     assert max(0, freed[3]) < freed[4] < freed[5]
     assert freed_by_swapping(denoiser) == [max(0, each) for each in freed]
 
 
 class Line:
-    """A stream that only notes what it is told: `done` is what of the other one's work is known to be over."""
+    """A stream that only records calls. `done` is the other stream's work known to be complete."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -351,8 +351,8 @@ class Line:
 
 
 def test_the_gpu_waits_for_each_copy_and_the_cpu_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order that a GPU needs, told to streams that only note it: copies after what used their memory before,
-    computing after its copy, and a copy under way while a block computes whose next one is not there."""
+    """The order that a GPU needs, on streams that only record it: a copy comes after the last use of its memory, a
+    computation after its copy, and the next block is copied while one computes."""
     tried = Tried("flux")
     expected = tried.step()
     computing, copying, under_way = Line(), Line(), list[int]()
@@ -374,18 +374,16 @@ def test_the_gpu_waits_for_each_copy_and_the_cpu_for_none(monkeypatch: pytest.Mo
         assert same(tried.step(), expected)
     visits.send_away()
     assert computing.waited == set(range(1, copying.events + 1)), "memory was freed that a copy may still write"
-    assert under_way == [1, 1, 1, 1, 0, 0, 1, 1, 1, 0]  # the second step finds its first two blocks there
+    assert under_way == [1, 1, 1, 1, 0, 0, 1, 1, 1, 0]  # the second step finds its first two blocks loaded
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_blocks_visit_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is compiled anew for it; traced by torch's own dynamo and autograd, without its compiler."""
+def test_compiled_blocks_are_swapped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This compiles nothing again. Traced by torch's dynamo and autograd, without Inductor."""
     true = torch.compile
     torch._dynamo.reset()
-    monkeypatch.setattr(
-        torch, "compile", lambda function, *, mode, **given: true(function, backend="aot_eager", **given)
-    )
+    monkeypatch.setattr(torch, "compile", lambda function, *, mode, **args: true(function, backend="aot_eager", **args))
     tried = Tried("sd3")
     compiled = compile_blocks(tried.denoiser, mode="default", dynamic=False, fullgraph=False)
     expected = tried.step()

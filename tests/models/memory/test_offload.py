@@ -1,4 +1,4 @@
-"""Activations in host memory: the same gradients to the bit, and little left on the GPU between the passes."""
+"""Activations in host memory: bit-identical gradients, and little on the GPU between forward and backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _everything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["flux", "sd3", "sdxl"])
 def test_offloading_changes_no_bit(kind: str) -> None:
-    """Checkpointed or not, with blocks that visit, in two steps each."""
+    """With and without checkpointing, with block swap, two steps each."""
     tried = Tried(kind)
     expected = tried.step()
     tried.ask = offloaded(tried.ask, CPU, tried.denoiser)
@@ -36,11 +36,11 @@ def test_offloading_changes_no_bit(kind: str) -> None:
 
 
 def on_gpu(of: Offload) -> list[bool]:
-    """Which of what was sent stands on the GPU."""
+    """The offloaded tensors that are on the GPU."""
     return [(away := ref()) is not None and away.flat is not None for ref in of.order]
 
 
-def test_little_stays_between_the_passes_and_nothing_after_them() -> None:
+def test_little_stays_between_forward_and_backward_and_nothing_after() -> None:
     of, x = Offload(CPU, nn.Identity()), torch.randn(8, 64, requires_grad=True)
     with of.keeping():
         y = x
@@ -98,8 +98,8 @@ def test_weights_and_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("stored", ["bf16", "int8", "nf4"])
-def test_of_blocks_that_visit_and_narrow_layers_nothing_moves_but_activations(stored: Precision) -> None:
-    """Scales are buffers, and lie in one storage with the whole of a block that visits."""
+def test_only_activations_of_swapped_blocks_and_quantized_layers_move(stored: Precision) -> None:
+    """Scales are buffers, in one storage with the rest of a swapped block."""
     if stored == "nf4":
         pytest.importorskip("bitsandbytes")
     tried = Tried("flux", stored=stored)

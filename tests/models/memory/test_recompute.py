@@ -1,4 +1,4 @@
-"""Selective checkpointing: gradients to the bit, and memory and work between none and all."""
+"""Selective checkpointing: bit-identical gradients, with memory and work between none and full."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.models.memory.test_block_swap import CPU, Tried, same
 
 
 @pytest.mark.parametrize(("kind", "stored"), [("flux", "bf16"), ("sd3", "int8"), ("sdxl", "fp8")])
-def test_what_is_kept_changes_no_bit(kind: str, stored: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where blocks visit, whose copies are no part of what is computed again."""
+def test_recomputation_changes_no_bit(kind: str, stored: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with block swap, whose copies are not recomputed."""
     monkeypatch.setattr(recompute, "DEAR", 16)  # for layers as small as these
     tried = Tried(kind, stored=stored)
     expected, work = tried.step(), []
     for chosen in ("full", "selective"):
         checkpoint_blocks(tried.denoiser, 99, chosen)
         assert same(tried.step(), expected)
-        with FlopCounterMode(display=False) as counted:  # this itself has some layers computed otherwise
+        with FlopCounterMode(display=False) as counted:  # this itself changes the computation of some layers
             tried.step()
         work.append(counted.get_total_flops())
     assert work[1] < work[0]
@@ -37,8 +37,8 @@ def test_what_is_kept_changes_no_bit(kind: str, stored: Precision, monkeypatch: 
     assert same(tried.step(), expected)
 
 
-def kept_by(block: nn.Module, *given: torch.Tensor) -> list[str]:
-    """The operators that a backward pass needs not compute again."""
+def kept_by(block: nn.Module, *arguments: torch.Tensor) -> list[str]:
+    """The operators that a backward pass does not recompute."""
     ran: list[str] = []
 
     class Watched(torch.utils._python_dispatch.TorchDispatchMode):
@@ -46,29 +46,29 @@ def kept_by(block: nn.Module, *given: torch.Tensor) -> list[str]:
             ran.append(str(operator))
             return operator(*args, **(kwargs or {}))
 
-    result = recomputing("selective")(block, *given)
+    result = recomputing("selective")(block, *arguments)
     with Watched():
         result.sum().backward()
     return ran
 
 
-def test_dear_results_are_kept_and_cheap_ones_computed_again() -> None:
-    """A product over 512 is kept, one over 16, as an adapter's, is not."""
+def test_expensive_results_are_kept_and_cheap_ones_recomputed() -> None:
+    """A matmul over 512 is kept; one over 16, as in an adapter, is not."""
     wide, narrow = nn.Linear(512, 16), nn.Linear(16, 24)
     ran = kept_by(lambda x: narrow(wide(x).sigmoid()).exp(), torch.randn(8, 512, requires_grad=True))
     assert sum("addmm" in name for name in ran) == 1
     assert any("sigmoid.default" in name for name in ran)
 
 
-def test_products_in_int8_are_computed_again() -> None:
-    """Their numbers take twice the bytes of what comes of them. The second is the backward pass's own."""
+def test_int8_matmuls_are_recomputed() -> None:
+    """Their int32 results take twice the bytes of the output. The second matmul is the backward pass's own."""
     layer = nn.Linear(512, 512).requires_grad_(False)
     store_layers(layer, make_quantizer("int8", products=True))
     ran = kept_by(lambda x: layer(x).sin(), torch.randn(1, 32, 512, requires_grad=True))
     assert sum("_int_mm" in name for name in ran) == 2
 
 
-def test_attention_is_kept() -> None:
+def test_attention_results_are_kept() -> None:
     def block(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(x.exp(), x, x).sin()
 
@@ -78,8 +78,8 @@ def test_attention_is_kept() -> None:
 
 
 @pytest.mark.parametrize("chosen", ["full", "selective"])
-def test_memory_lies_between_none_and_all(chosen: CheckpointingMode) -> None:
-    """Of the published model, by the trace: and with `selective` there is next to no work more than without."""
+def test_memory_lies_between_no_and_full_checkpointing(chosen: CheckpointingMode) -> None:
+    """Of the published model, by the trace. `selective` adds almost no work."""
     architecture: Architecture = public_architecture("sd15")
     subject = make_subject(FAMILIES["sd15"], architecture, rank=16, targets="attention", dtype=torch.bfloat16)
     none, some = (

@@ -1,4 +1,4 @@
-"""Weights stored in 8 bits: near the originals, the same in both directions, and not kept wide by autograd."""
+"""8-bit weights: near the originals, the same in forward and backward, and not saved dequantized by autograd."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def pulled(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @EIGHT
-def test_a_layer_without_data_becomes_as_one_with_it(stored: Precision) -> None:
-    """In one operator for each tensor: a plan narrows hundreds of the widest so."""
+def test_a_meta_layer_is_quantized_like_one_with_data(stored: Precision) -> None:
+    """One operator per tensor: a plan quantizes hundreds of the largest this way."""
     real, empty = nn.Linear(48, 96), nn.Linear(48, 96, device="meta")
     with Operators() as operators:
         store(stored, empty)
@@ -74,7 +74,7 @@ def test_a_layer_computes_with_its_rounded_weight(kind: str, stored: Precision) 
     assert layer.weight.element_size() == 1
     for one, other in ((found, exact), (found_back, exact_back)):
         assert 0 < float((one - other).norm() / other.norm()) < ERRORS[stored]
-    # The very weight that is stored gives the very same numbers in a plain layer.
+    # A plain layer with the dequantized weight gives exactly the same numbers.
     plain = make().requires_grad_(False)
     plain.load_state_dict({"weight": widened(layer.weight, layer.weight_scale, torch.float32), **bias_of(layer)})
     for one, other in zip((found, found_back), pulled(plain, x), strict=True):
@@ -86,7 +86,7 @@ def bias_of(layer: nn.Module) -> dict[str, Tensor]:
 
 
 @EIGHT
-def test_autograd_keeps_the_narrow_weight(stored: Precision) -> None:
+def test_autograd_saves_the_quantized_weight(stored: Precision) -> None:
     layer = nn.Linear(64, 64, bias=False).requires_grad_(False)
     store(stored, layer)
     kept: list[Tensor] = []
@@ -96,7 +96,7 @@ def test_autograd_keeps_the_narrow_weight(stored: Precision) -> None:
 
 
 @EIGHT
-def test_what_is_trained_or_faces_latents_or_is_narrow_already_stays(stored: Precision) -> None:
+def test_trained_input_and_already_quantized_layers_are_not_quantized(stored: Precision) -> None:
     trained, facing_latents = nn.Linear(64, 64), nn.Conv2d(4, 64, 3).requires_grad_(False)
     layer = nn.Linear(64, 64).requires_grad_(False)
     store(stored, trained, facing_latents, layer)
@@ -107,7 +107,7 @@ def test_what_is_trained_or_faces_latents_or_is_narrow_already_stays(stored: Pre
 
 
 @EIGHT
-def test_small_weights_are_as_near_in_fp16(stored: Precision) -> None:
+def test_small_weights_are_as_precise_in_fp16(stored: Precision) -> None:
     layer = nn.Linear(32, 32, bias=False).requires_grad_(False)
     layer.weight.mul_(0.01)
     exact = layer.half().weight.detach().float().clone()
@@ -133,7 +133,7 @@ def test_rows_of_zeros_and_of_very_large_and_small_numbers_stay_finite(stored: P
 
 @EIGHT
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_adapters_on_narrow_layers_are_those_on_wide_ones(stored: Precision, dtype: torch.dtype) -> None:
+def test_adapters_on_quantized_layers_equal_those_on_others(stored: Precision, dtype: torch.dtype) -> None:
     def adapted(*, before: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 48), nn.Conv2d(32, 32, 3)).to(dtype).requires_grad_(False)

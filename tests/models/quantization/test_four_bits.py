@@ -1,4 +1,4 @@
-"""Weights stored in 4 bits: as near as the format allows whatever the width, and not kept wide by autograd."""
+"""4-bit weights: as precise as the format allows at any width, and not saved dequantized by autograd."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stored(*layers: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize(("width", "out"), [(64, 32), (16, 64), (48, 40), (33, 17), (96, 80)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_both_directions_use_the_weight_to_its_error(width: int, out: int, dtype: torch.dtype) -> None:
+def test_forward_and_backward_use_the_weight_within_its_error(width: int, out: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(width, out).to(dtype)
     nn.init.normal_(layer.weight)
@@ -42,7 +42,7 @@ def test_both_directions_use_the_weight_to_its_error(width: int, out: int, dtype
     assert torch.allclose(back.float(), pull.float() @ found, rtol=0.02, atol=0.2)
 
 
-def test_autograd_keeps_the_narrow_weight() -> None:
+def test_autograd_saves_the_quantized_weight() -> None:
     layer = nn.Linear(64, 64, bias=False)
     stored(layer)
     kept: list[Tensor] = []
@@ -57,7 +57,7 @@ def test_a_model_of_convolutions_and_names_and_shapes() -> None:
     assert shapes_of({"unet": model}) == {"unet.0": (48, 32, 3, 3), "unet.1": (64, 4, 3, 3), "unet.2": (32, 64)}
 
 
-def test_an_adapter_on_it_is_made_in_what_is_computed_in() -> None:
+def test_an_adapter_has_the_compute_dtype() -> None:
     model = stored(nn.Linear(64, 32).bfloat16())
     inject_adapter_in_model(LoraConfig(r=4, target_modules=["0"]), model)
     trained = [each for each in model.parameters() if each.requires_grad]

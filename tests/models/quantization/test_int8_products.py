@@ -1,4 +1,4 @@
-"""Products in int8: near the wide ones in both directions, the same however a batch is split, and left where they do not suit."""
+"""Int8 matmuls: near full precision in both directions, independent of batch splits, and skipped where unsupported."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_both_directions_are_near_the_wide_ones(dtype: torch.dtype, bias: bool) -> None:
+def test_forward_and_backward_are_near_full_precision(dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(64, 96, bias=bias).to(dtype)
     x = (torch.randn(2, 24, 64) * torch.logspace(-3, 3, 24)[:, None]).to(dtype)  # rows of very different sizes
     pull = torch.randn(2, 24, 96).to(dtype)
 
     def both() -> tuple[Tensor, Tensor]:
-        given = x.clone().requires_grad_()
-        y = layer(given)
-        return y.detach(), torch.autograd.grad(y, given, pull)[0]
+        inputs = x.clone().requires_grad_()
+        y = layer(inputs)
+        return y.detach(), torch.autograd.grad(y, inputs, pull)[0]
 
     exact = both()
     multiplying(layer)
@@ -56,14 +56,14 @@ def test_a_sample_is_computed_the_same_in_every_batch() -> None:
     assert distance(layer(few)[:2], layer(few[:2])) < 1e-6  # no rows within a sample: never rounded
 
 
-def test_autograd_keeps_the_narrow_weight_and_no_activation() -> None:
+def test_autograd_saves_the_quantized_weight_and_no_activation() -> None:
     layer, kept = multiplying(nn.Linear(64, 64)), list[Tensor]()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         layer(torch.randn(1, 32, 64, requires_grad=True))
     assert sorted(tensor.nbytes for tensor in kept) == [4 * 64, 64 * 64]
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_nonfinite_values_stay_nonfinite() -> None:
     layer = multiplying(nn.Linear(64, 64))
     x = torch.randn(1, 20, 64)
     x[0, 3, 5], x[0, 4, 5] = float("inf"), float("nan")
@@ -71,7 +71,7 @@ def test_what_is_not_finite_stays_so() -> None:
     assert finite.tolist() == [row not in (3, 4) for row in range(20)]
 
 
-def test_sides_that_do_not_suit_are_stored_only() -> None:
+def test_unsupported_shapes_are_quantized_only_in_storage() -> None:
     odd, even = nn.Linear(60, 64), nn.Linear(64, 64)
     model = nn.Sequential(multiplying(odd), multiplying(even))
     assert [type(each) is LinearProduct for each in model] == [False, True]
@@ -79,7 +79,7 @@ def test_sides_that_do_not_suit_are_stored_only() -> None:
     assert model[0](torch.randn(1, 20, 60)).shape == (1, 20, 64)
 
 
-def test_a_device_that_cannot_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_device_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert int8_products(True, "int8", CPU) == (True, None)
     assert int8_products(False, "int8", CPU) == (False, None)
     used, line = int8_products(True, "fp8", CPU)

@@ -1,4 +1,4 @@
-"""Denoisers come layer by layer: the bits that the library reads, and never all of them wide in memory."""
+"""Denoisers load layer by layer: bit-identical to the library, and never all unquantized in memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_weights_are_those_that_the_library_reads(model: Path, dtype: torch.dtype) -> None:
+def test_weights_equal_those_of_the_library(model: Path, dtype: torch.dtype) -> None:
     ours = loaded(model / "unet", dtype)
     assert_same(ours.state_dict(), library(model / "unet", dtype))
     assert not ours.training
@@ -57,7 +57,7 @@ def test_weights_are_those_that_the_library_reads(model: Path, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
-def test_several_files_and_variants(model: Path, tmp_path: Path, variant: str | None) -> None:
+def test_several_files_and_flavors(model: Path, tmp_path: Path, variant: str | None) -> None:
     whole: nn.Module = UNet2DConditionModel.from_pretrained(model / "unet")
     whole.save_pretrained(tmp_path / "unet", max_shard_size="1MB", variant=variant)  # type: ignore[operator]
     assert len(list((tmp_path / "unet").glob("*-of-*.safetensors"))) > 1
@@ -75,7 +75,7 @@ def test_several_files_and_variants(model: Path, tmp_path: Path, variant: str | 
         loaded(tmp_path / "unet")
 
 
-def test_weights_that_are_lacking_or_of_another_shape_are_refused(model: Path, tmp_path: Path) -> None:
+def test_missing_weights_or_other_shapes_are_refused(model: Path, tmp_path: Path) -> None:
     part = shutil.copytree(model / "unet", tmp_path / "unet")
     tensors = load_file(part / NAME)
     save_file({**tensors, "conv_in.bias": torch.zeros(3)}, part / NAME)
@@ -87,8 +87,8 @@ def test_weights_that_are_lacking_or_of_another_shape_are_refused(model: Path, t
         loaded(part)
 
 
-def test_weights_that_are_no_floating_point_are_refused(model: Path, tmp_path: Path) -> None:
-    """From the header, before anything is computed with the model; what the header does not tell, when it is read."""
+def test_weights_that_are_not_floating_point_are_refused(model: Path, tmp_path: Path) -> None:
+    """From the header, before the model is used. What the header does not show is found when it is read."""
     copy = shutil.copytree(model, tmp_path / "model")
     tensors = load_file(copy / "unet" / NAME)
     for dtype in (torch.int8, torch.bool, torch.complex64):
@@ -105,7 +105,7 @@ def test_weights_that_are_no_floating_point_are_refused(model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("stored", ["fp8", "int8"])
-def test_loading_narrow_is_loading_and_narrowing(model: Path, stored: str) -> None:
+def test_quantized_loading_equals_loading_and_quantizing(model: Path, stored: str) -> None:
     at_once, after = loaded(model / "unet", torch.bfloat16, stored), loaded(model / "unet", torch.bfloat16)
     narrow = make_quantizer(stored)  # type: ignore[arg-type]
     assert narrow is not None
@@ -115,7 +115,7 @@ def test_loading_narrow_is_loading_and_narrowing(model: Path, stored: str) -> No
     assert_same(dict(at_once.named_buffers()), dict(after.named_buffers()))
 
 
-def test_a_kept_base_stays_wide_and_whole(model: Path) -> None:
+def test_a_kept_base_model_is_not_quantized(model: Path) -> None:
     family = keep_loaded({"sd15": FAMILY})["sd15"]
     before = {name: tensor.clone() for name, tensor in loaded(model / "unet").state_dict().items()}
     narrow = family.load_denoiser(model, torch.float32, CPU, make_quantizer("int8"))
@@ -123,8 +123,8 @@ def test_a_kept_base_stays_wide_and_whole(model: Path) -> None:
     assert_same(family.load_denoiser(model, torch.float32, CPU).state_dict(), before)
 
 
-def test_layers_that_stay_in_host_memory_are_narrowed_by_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There and back; a layer that is there already goes nowhere."""
+def test_layers_in_host_memory_are_quantized_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the GPU and back. A layer that is already there does not move."""
     went: list[object] = []
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(nn.Linear, "to", lambda layer, device: went.append((device, layer.weight.dtype)))
@@ -136,28 +136,28 @@ def test_layers_that_stay_in_host_memory_are_narrowed_by_the_gpu(monkeypatch: py
     assert len(went) == 2
 
 
-def test_random_layers_are_narrowed_as_they_are_made() -> None:
+def test_random_layers_are_quantized_when_created() -> None:
     wide: list[int] = []
     narrow = make_quantizer("int8")
     assert narrow is not None
-    made: list[nn.Module] = []
+    layers: list[nn.Module] = []
 
     def narrow_and_look(module: nn.Module) -> None:
         narrow(module)
-        wide.append(sum(not each.is_meta and each.is_floating_point() for part in made for each in part.parameters()))
+        wide.append(sum(not each.is_meta and each.is_floating_point() for part in layers for each in part.parameters()))
 
     def make() -> nn.Module:
-        made.extend(nn.Linear(64, 64, bias=False) for _ in range(4))
-        return nn.Sequential(*made)
+        layers.extend(nn.Linear(64, 64, bias=False) for _ in range(4))
+        return nn.Sequential(*layers)
 
     model = with_random_weights(make, torch.bfloat16, CPU, narrow_and_look)
-    assert all(map(is_narrow, made))
+    assert all(map(is_narrow, layers))
     assert max(wide) == 0
     assert not any(each.requires_grad for each in model.parameters())
 
 
 class Toy(nn.Module):
-    """Layers of 8 MB in fp32, and numbers that only its own code knows."""
+    """Layers of 8 MB in fp32, and buffers that only its code creates."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Toy(nn.Module):
         self.register_buffer("places", torch.arange(6.0).reshape(2, 3), persistent=False)
 
 
-def test_memory_holds_the_narrow_model_and_a_few_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_holds_the_quantized_model_and_a_few_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     megabyte, count = 1 << 20, 40
     path = tmp_path / "toy.safetensors"
     save_file({f"layers.{index}.weight": torch.ones(1448, 1448) for index in range(count)}, path)
@@ -184,7 +184,7 @@ def test_memory_holds_the_narrow_model_and_a_few_layers(tmp_path: Path, monkeypa
     fill_layers(toy, {name: Place(path, name) for name in toy.state_dict()}, torch.bfloat16, CPU, narrow_and_look)
     narrow_size = sum(each.nbytes for each in (*toy.parameters(), *toy.buffers()) if not each.is_meta)
     assert 80 * megabyte < narrow_size < 84 * megabyte
-    # What was read of the file last, a layer, and holes in malloc's heap; wide the model has 160 MB, its file 320.
+    # The last read, one layer, and malloc fragmentation; unquantized the model has 160 MB, its file 320.
     assert max(seen) < narrow_size + 90 * megabyte
     layers.fill_the_rest(toy, lambda: Toy(count), CPU)
     assert toy.get_buffer("places").tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -192,7 +192,7 @@ def test_memory_holds_the_narrow_model_and_a_few_layers(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("stored", ["bf16", "int8"])
 def test_a_file_is_mapped_once_however_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str) -> None:
-    """Whether weights stay in it, or only biases would, which are not narrowed."""
+    """Whether weights stay in it, or only biases, which are not quantized."""
     path = tmp_path / "toy.safetensors"
     with torch.device("meta"):
         toy = nn.Sequential(*(nn.Linear(1448, 1448) for _ in range(40)))
@@ -203,8 +203,8 @@ def test_a_file_is_mapped_once_however_large(tmp_path: Path, monkeypatch: pytest
     fill_layers(
         toy, {name: Place(path, name) for name in toy.state_dict()}, torch.bfloat16, CPU, make_quantizer(stored)
     )  # type: ignore[arg-type]
-    held = sum(each.nbytes for each in (*toy.parameters(), *toy.buffers())) if stored != "bf16" else 0
-    assert process.memory_info().vms - before < held + 1.5 * path.stat().st_size
+    stored_bytes = sum(each.nbytes for each in (*toy.parameters(), *toy.buffers())) if stored != "bf16" else 0
+    assert process.memory_info().vms - before < stored_bytes + 1.5 * path.stat().st_size
     assert float(toy[39].bias.sum()) == 1448
 
 

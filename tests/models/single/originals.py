@@ -1,4 +1,4 @@
-"""Tiny models by the names of their first code, made from diffusers' by naming each layer the other way round."""
+"""Tiny models with original key names, converted from diffusers' in reverse."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UNET_ENDS = {
 
 
 def unet_original(unet: Any) -> Tensors:
-    """By the numbers of the first code's rows of blocks."""
+    """By the block numbers of the original code."""
     layers, levels = unet.config.layers_per_block, len(unet.config.block_out_channels)
     names = dict(UNET_ENDS)
     for level in range(levels):
@@ -113,7 +113,7 @@ def clip_original(encoder: Any) -> Tensors:
 
 
 def unet_checkpoint(pipeline: Any, family: str) -> Tensors:
-    """All parts of a pipeline in one table, as the first code of its family saves them."""
+    """All parts of a pipeline in one state dict, as the original code of its family saves them."""
     texts = {
         "sd15": lambda: {"cond_stage_model.transformer.": clip_original(pipeline.text_encoder)},
         "sd2": lambda: {"cond_stage_model.model.": open_clip_original(pipeline.text_encoder, unused_layer=True)},
@@ -214,7 +214,7 @@ def halves_swapped(tensor: Tensor) -> Tensor:
 
 
 def flow_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
-    """All parts in one table, as such checkpoints name them; or the bare transformer, without a prefix."""
+    """All parts in one state dict with original keys, or the bare transformer without a prefix."""
     flux = "Flux" in type(pipeline).__name__
     transformer = (flux_original if flux else sd3_original)(pipeline.transformer)
     if bare:
@@ -242,7 +242,7 @@ def z_image_original(transformer: Any) -> Tensors:
             parts[name] = {0: weight}
         else:
             parts.setdefault(f"{ruled[1]}.{leaf}", {})[ruled[0].part] = weight
-    return {name: torch.cat([given[part] for part in sorted(given)]) for name, given in parts.items()}
+    return {name: torch.cat([tensors[part] for part in sorted(tensors)]) for name, tensors in parts.items()}
 
 
 def z_image_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:

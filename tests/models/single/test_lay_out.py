@@ -1,4 +1,4 @@
-"""A checkpoint in the original layout is the same model as its folder: each tensor, each prediction, by each reader."""
+"""A checkpoint in the original layout equals its folder: each tensor and prediction, by each reader."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 @pytest.fixture(params=VARIANTS)
 def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path, Path]:
-    """A family's name, a folder of diffusers and a checkpoint of the same weights."""
+    """A family's name, a diffusers folder and a checkpoint with the same weights."""
     family, prediction, _ = VARIANTS[request.param]
     terminal = request.param == "sdxl-v"
     pipeline = tiny_pipeline(tmp_path / "words", family, prediction, zero_terminal=terminal)
@@ -73,7 +73,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
-def test_a_checkpoint_is_its_folder(model: tuple[str, Path, Path]) -> None:
+def test_a_checkpoint_equals_its_folder(model: tuple[str, Path, Path]) -> None:
     name, folder, file = model
     assert recognize(file).family == name
     family, laid_out = FAMILIES[name], lay_out(file)
@@ -88,12 +88,12 @@ def test_a_checkpoint_is_its_folder(model: tuple[str, Path, Path]) -> None:
     )
     unet, other = both(family.load_denoiser, folder, laid_out)
     same(unet.state_dict(), other.state_dict())
-    read, told = both(family.load_encoders, folder, laid_out)
+    read, expected = both(family.load_encoders, folder, laid_out)
     captions = ["a red square on a white background", "", "blue (circle)!"]
-    cond, same_cond = read.encode_text(captions), told.encode_text(captions)
+    cond, same_cond = read.encode_text(captions), expected.encode_text(captions)
     same(cond, same_cond)
     pixels = torch.rand(1, 3, 64, 64) * 2 - 1
-    for a, b in zip(read.encode_image(pixels), told.encode_image(pixels), strict=True):
+    for a, b in zip(read.encode_image(pixels), expected.encode_image(pixels), strict=True):
         assert torch.equal(a, b)
     noisy, t, sizes = torch.randn(3, 4, 16, 16), torch.tensor([3, 500, 900]), torch.full((3, 6), 128.0)
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_a_checkpoint_is_its_folder(model: tuple[str, Path, Path]) -> None:
     assert torch.equal(first.alphas_cumprod, second.alphas_cumprod)
 
 
-def test_places_are_those_of_diffusers_own_converters(model: tuple[str, Path, Path]) -> None:
+def test_key_mappings_are_those_of_diffusers_converters(model: tuple[str, Path, Path]) -> None:
     name, _, file = model
     laid_out, family = lay_out(file), FAMILIES[name]
     unet = family.load_denoiser(laid_out, torch.float32, CPU)
@@ -116,7 +116,7 @@ def test_places_are_those_of_diffusers_own_converters(model: tuple[str, Path, Pa
 
 @pytest.fixture(params=FLOWS)
 def flow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Any, Path]:
-    """A family's name, its pipeline and a folder of diffusers."""
+    """A family's name, its pipeline and a diffusers folder."""
     pipeline = tiny_flow_pipeline(tmp_path / "words", request.param)
     pipeline.save_pretrained(tmp_path / "folder")
     monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
@@ -124,7 +124,7 @@ def flow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("bare", [False, True], ids=["whole", "bare"])
-def test_a_flow_s_checkpoint_is_its_folder(flow: tuple[str, Any, Path], tmp_path: Path, bare: bool) -> None:
+def test_a_flow_checkpoint_equals_its_folder(flow: tuple[str, Any, Path], tmp_path: Path, bare: bool) -> None:
     name, pipeline, folder = flow
     last = "tokenizer_2" if name == "flux" else "tokenizer_3"
     parts: dict[str, Path | None] = {last: folder / last}
@@ -143,12 +143,12 @@ def test_a_flow_s_checkpoint_is_its_folder(flow: tuple[str, Any, Path], tmp_path
     )
     denoiser, other = both(family.load_denoiser, folder, laid_out)
     same(denoiser.state_dict(), other.state_dict())
-    read, told = both(family.load_encoders, folder, laid_out)
+    read, expected = both(family.load_encoders, folder, laid_out)
     captions = ["a red ring on a background", ""]
-    cond, same_cond = read.encode_text(captions), told.encode_text(captions)
+    cond, same_cond = read.encode_text(captions), expected.encode_text(captions)
     same(cond, same_cond)
     pixels = torch.rand(1, 3, 64, 64) * 2 - 1
-    for a, b in zip(read.encode_image(pixels), told.encode_image(pixels), strict=True):
+    for a, b in zip(read.encode_image(pixels), expected.encode_image(pixels), strict=True):
         assert torch.equal(a, b)
     noisy, t, sizes = torch.randn(2, 16, 8, 8), torch.tensor([3, 900]), torch.full((2, 6), 64.0)
     with torch.no_grad():
@@ -161,7 +161,7 @@ def test_a_flow_s_checkpoint_is_its_folder(flow: tuple[str, Any, Path], tmp_path
     assert {key: one[key] for key in two if key in one} == {key: two[key] for key in two if key in one}
 
 
-def test_places_of_sd3_are_those_of_diffusers_own_converter(flow: tuple[str, Any, Path], tmp_path: Path) -> None:
+def test_key_mappings_of_sd3_are_those_of_diffusers_converter(flow: tuple[str, Any, Path], tmp_path: Path) -> None:
     name, pipeline, _ = flow
     if name == "flux":
         pytest.skip("its converter knows the published width only")
@@ -170,8 +170,8 @@ def test_places_of_sd3_are_those_of_diffusers_own_converter(flow: tuple[str, Any
     same(dict(pipeline.transformer.state_dict()), found)
 
 
-def test_rows_of_flux_are_those_of_diffusers_own_converter(tmp_path: Path) -> None:
-    """Of each layer of the published width its rows' numbers, in one column."""
+def test_rows_of_flux_are_those_of_diffusers_converter(tmp_path: Path) -> None:
+    """The row numbers of each layer of the published width, in one column."""
     with torch.device("meta"):
         model = FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True)
         shapes = {name: tensor.shape for name, tensor in flux_original(model).items()}
@@ -195,7 +195,7 @@ def test_weights_of_other_types_are_cast(stored: torch.dtype, tmp_path: Path, mo
     same(unet.state_dict(), {name: each.to(stored).float() for name, each in pipeline.unet.state_dict().items()})
 
 
-def test_it_is_laid_out_once_for_each_state_of_the_file(model: tuple[str, Path, Path]) -> None:
+def test_a_checkpoint_is_converted_once_per_version_of_the_file(model: tuple[str, Path, Path]) -> None:
     _, _, file = model
     first = lay_out(file)
     stamp = (first / "model_index.json").stat().st_mtime_ns
@@ -206,7 +206,7 @@ def test_it_is_laid_out_once_for_each_state_of_the_file(model: tuple[str, Path, 
     assert lay_out(file) != first
 
 
-def test_several_at_once_lay_out_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_convert_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = tiny_pipeline(tmp_path / "words", "sd15")
     monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
     file = write(unet_checkpoint(pipeline, "sd15"), tmp_path / "model.safetensors")
@@ -216,7 +216,7 @@ def test_several_at_once_lay_out_one_folder(tmp_path: Path, monkeypatch: pytest.
     assert [path.name for path in laid_out_models().iterdir()] == [folders.pop().name]
 
 
-def test_a_weight_that_is_lacking_is_named_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_weight_is_named_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = unet_checkpoint(tiny_pipeline(tmp_path / "words", "sd15"), "sd15")
     monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
     del tensors["model.diffusion_model.middle_block.1.norm.bias"]
@@ -229,10 +229,10 @@ def test_a_weight_that_is_lacking_is_named_with_its_file(tmp_path: Path, monkeyp
 
 
 @pytest.mark.exact
-def test_a_quantized_text_encoder_is_lacking_and_comes_from_elsewhere(
+def test_a_quantized_text_encoder_counts_as_missing_and_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in files of SD3.5 whose T5 is in float8 with scales: as it is stored it would be another encoder."""
+    """As in SD3.5 files with T5 in float8 with scales: without the scales it would be another encoder."""
     pipeline = tiny_flow_pipeline(tmp_path / "words", "sd3")
     monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
     pipeline.save_pretrained(tmp_path / "folder")
@@ -247,12 +247,12 @@ def test_a_quantized_text_encoder_is_lacking_and_comes_from_elsewhere(
     assert lacking_parts(scaled) == {"text_encoder_3", "tokenizer_3"}
     with pytest.raises(UsageError, match=r"holds text_encoder_3 quantized \(fp8 with scales.*model.without_t5"):
         lay_out(scaled, {"tokenizer_3": tmp_path / "folder" / "tokenizer_3"})
-    given = {part: tmp_path / "folder" / part for part in ("text_encoder_3", "tokenizer_3")}
-    read, told = both(FAMILIES["sd3"].load_encoders, plain, lay_out(scaled, given))
-    same(read.encode_text(["a ring"]), told.encode_text(["a ring"]))
+    replaced = {part: tmp_path / "folder" / part for part in ("text_encoder_3", "tokenizer_3")}
+    read, expected = both(FAMILIES["sd3"].load_encoders, plain, lay_out(scaled, replaced))
+    same(read.encode_text(["a ring"]), expected.encode_text(["a ring"]))
 
 
-def test_flux_as_comfyui_saves_it_has_other_names_of_norms(tmp_path: Path) -> None:
+def test_flux_checkpoints_of_comfyui_have_other_norm_names(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True)
         shapes = {
@@ -266,7 +266,7 @@ def test_flux_as_comfyui_saves_it_has_other_names_of_norms(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "left_out", ["middle_block.1.", "input_blocks.5.1.transformer_blocks.1.", "output_blocks.1.1.transformer_blocks.1."]
 )
-def test_a_unet_with_blocks_left_out_is_refused(left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unet_with_missing_blocks_is_refused(left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SSD-1B and Vega are such."""
     tensors = unet_checkpoint(tiny_pipeline(tmp_path / "words", "sdxl"), "sdxl")
     monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
@@ -278,7 +278,7 @@ def test_a_unet_with_blocks_left_out_is_refused(left_out: str, tmp_path: Path, m
 
 @pytest.mark.exact
 def test_sd3_reads_no_projection_of_its_first_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As diffusers' converter, which puts ones on the diagonal whatever the file holds."""
+    """As in diffusers' converter, which always puts ones on the diagonal."""
     pipeline = tiny_flow_pipeline(tmp_path / "words", "sd3")
     monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
     pipeline.save_pretrained(tmp_path / "folder")
@@ -288,8 +288,8 @@ def test_sd3_reads_no_projection_of_its_first_encoder(tmp_path: Path, monkeypatc
     tensors["text_encoders.clip_l.transformer.text_projection.weight"] = torch.randn(width, width)
     other = lay_out(write(tensors, tmp_path / "other.safetensors"), parts)
     texts, family = ["a ring"], FAMILIES["sd3"]
-    read, told = both(family.load_encoders, plain, other)
-    same(read.encode_text(texts), told.encode_text(texts))
+    read, expected = both(family.load_encoders, plain, other)
+    same(read.encode_text(texts), expected.encode_text(texts))
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_sd3_reads_no_projection_of_its_first_encoder(tmp_path: Path, monkeypatc
         ("sd3", f"text_encoders.t5xxl.transformer.{BIAS}"),
     ],
 )
-def test_text_encoders_with_damaged_sides_are_named(
+def test_text_encoders_with_damaged_shapes_are_named(
     family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flow = family == "sd3"
@@ -316,7 +316,7 @@ def test_text_encoders_with_damaged_sides_are_named(
             lay_out(file, parts)
 
 
-def test_nothing_heavy_is_needed(tmp_path: Path) -> None:
+def test_no_heavy_import_is_needed(tmp_path: Path) -> None:
     file = write(unet_checkpoint(tiny_pipeline(tmp_path / "words", "sd15"), "sd15"), tmp_path / "model.safetensors")
     program = (
         "import sys; from pathlib import Path; from lora_trainer.models import FAMILIES;"
@@ -328,7 +328,7 @@ def test_nothing_heavy_is_needed(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_vocabulary_is_clips(tmp_path: Path) -> None:
+def test_the_vocabulary_is_that_of_clip(tmp_path: Path) -> None:
     tokenizers.copy_tokenizer("clip_l", None, tmp_path / "one")
     tokenizers.copy_tokenizer("open_clip_g", None, tmp_path / "two")
     one, two = (CLIPTokenizer.from_pretrained(tmp_path / name) for name in ("one", "two"))

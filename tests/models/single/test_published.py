@@ -1,4 +1,4 @@
-"""Checkpoints of published models, as headers over empty files: their forms, counted, and nothing of them read."""
+"""Checkpoints of published models as headers of sparse files: shapes are counted, nothing is read."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def unet(family: str) -> Tensors:
 
 
 def clip(kind: Any = CLIPTextModel, **config: int) -> nn.Module:
-    made: nn.Module = kind(CLIPTextConfig(vocab_size=49408, **config))
-    return made
+    encoder: nn.Module = kind(CLIPTextConfig(vocab_size=49408, **config))
+    return encoder
 
 
 def published(family: str) -> Tensors:
@@ -153,7 +153,7 @@ def test_published_models_have_the_published_number_of_weights(
     facts, public = FAMILIES[family].describe(laid_out), public_architecture(family).facts
     assert (facts.latent_channels, facts.downscale) == (public.latent_channels, public.downscale)
     assert (facts.pixel_step, facts.caption_tokens) == (public.pixel_step, public.caption_tokens)
-    if family != "sd2":  # whose variant is told by values
+    if family != "sd2":  # its flavor depends on values
         assert facts.resolution == public.resolution
     built = json.loads((laid_out / "unet" / "config.json").read_text(encoding="utf-8"))
     with torch.device("meta"):

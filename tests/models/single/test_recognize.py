@@ -1,4 +1,4 @@
-"""Files that are no base are named for what they are, from their header alone."""
+"""Files that are no base model are recognized from their header alone."""
 
 from __future__ import annotations
 
@@ -86,37 +86,37 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("said", "shapes"), OTHERS.items(), ids=OTHERS)
-def test_what_is_no_base_is_named(said: str, shapes: dict[str, list[int]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("expected", "shapes"), OTHERS.items(), ids=OTHERS)
+def test_paths_that_are_no_base_model_are_named(expected: str, shapes: dict[str, list[int]], tmp_path: Path) -> None:
     path = file_of(tmp_path / "given.safetensors", shapes)
-    assert said in refused(path)
+    assert expected in refused(path)
 
 
 def test_whole_numbers_are_quantized(tmp_path: Path) -> None:
     assert "is quantized" in refused(file_of(tmp_path / "x.safetensors", FLUX, "I8", 1))
 
 
-def test_variants_are_told_apart(tmp_path: Path) -> None:
-    def given(shapes: dict[str, list[int]]) -> Path:
+def test_flavors_are_distinguished(tmp_path: Path) -> None:
+    def checkpoint(shapes: dict[str, list[int]]) -> Path:
         return file_of(tmp_path / "x.safetensors", shapes)
 
     wide = "model.diffusion_model.output_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
-    assert recognize(given(UNET)).family == "sd15"
-    assert recognize(given(UNET)).prediction == "epsilon"
-    assert recognize(given({**UNET, wide: [8, 1024]})).family == "sd2"
+    assert recognize(checkpoint(UNET)).family == "sd15"
+    assert recognize(checkpoint(UNET)).prediction == "epsilon"
+    assert recognize(checkpoint({**UNET, wide: [8, 1024]})).family == "sd2"
     xl = {**UNET, wide: [8, 2048], "model.diffusion_model.label_emb.0.0.weight": [8, 8]}
-    assert recognize(given(xl)).family == "sdxl"
-    velocity = recognize(given({**xl, "v_pred": [1], "ztsnr": [1]}))
+    assert recognize(checkpoint(xl)).family == "sdxl"
+    velocity = recognize(checkpoint({**xl, "v_pred": [1], "ztsnr": [1]}))
     assert (velocity.prediction, velocity.zero_terminal) == ("v_prediction", True)
-    assert recognize(given(FLUX)).variant == "schnell"
-    assert recognize(given({**FLUX, "guidance_in.in_layer.weight": [2, 8]})).variant == "dev"
+    assert recognize(checkpoint(FLUX)).variant == "schnell"
+    assert recognize(checkpoint({**FLUX, "guidance_in.in_layer.weight": [2, 8]})).variant == "dev"
     bare = {f"model.diffusion_model.{name}": shape for name, shape in FLUX.items()}
-    assert recognize(given(bare)).family == "flux"
-    assert recognize(given({"joint_blocks.0.x_block.attn.qkv.weight": [6, 2]})).family == "sd3"
+    assert recognize(checkpoint(bare)).family == "flux"
+    assert recognize(checkpoint({"joint_blocks.0.x_block.attn.qkv.weight": [6, 2]})).family == "sd3"
 
 
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_velocity_is_told_by_a_norm_of_any_type(stored: str, tmp_path: Path) -> None:
+def test_v_prediction_is_recognized_by_a_norm_of_any_type(stored: str, tmp_path: Path) -> None:
     wide = "model.diffusion_model.output_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
     tensors = {name: torch.zeros(shape) for name, shape in {**UNET, wide: [8, 1024]}.items()}
     for spread, prediction in ((0.05, "epsilon"), (0.2, "v_prediction")):
@@ -126,7 +126,7 @@ def test_velocity_is_told_by_a_norm_of_any_type(stored: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
-def test_numbers_of_eight_bits_are_those_of_torch(form: str) -> None:
+def test_fp8_numbers_are_those_of_torch(form: str) -> None:
     every = torch.arange(256, dtype=torch.uint8)
     read = torch.tensor(_numbers(bytes(range(256)), "F8_E4M3" if "e4" in form else "F8_E5M2"))
     theirs = every.view(getattr(torch, form)).float()
@@ -147,16 +147,18 @@ def test_pickles_and_damage_are_named(tmp_path: Path) -> None:
     assert "empty" in refused(path)
 
 
-def test_all_that_a_checkpoint_lacks_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_missing_parts_of_a_checkpoint_are_reported_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     with pytest.raises(UsageError) as caught:
         lay_out(file_of(tmp_path / "flux.safetensors", FLUX))
-    said = str(caught.value)
+    message = str(caught.value)
     for lacking in ("text_encoder (", "text_encoder_2 (", "no VAE", "T5 without its tokenizer"):
-        assert lacking in said
-    assert "model.text_encoders" in said
-    assert "model.vae" in said
+        assert lacking in message
+    assert "model.text_encoders" in message
+    assert "model.vae" in message
     assert not list((tmp_path / "cache" / "models").iterdir())
 
 
@@ -173,7 +175,7 @@ ODD = st.sampled_from(
 
 @given(st.dictionaries(NAMES | ODD, st.lists(st.sampled_from([0, 1, 4, 64, 768, 1024]), max_size=4), max_size=12))
 @settings(max_examples=80, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_names_and_sides_of_strangers_are_a_message_or_a_model(tmp_path: Path, shapes: dict[str, list[int]]) -> None:
+def test_arbitrary_keys_and_shapes_are_a_message_or_a_model(tmp_path: Path, shapes: dict[str, list[int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
         patch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -182,7 +184,7 @@ def test_names_and_sides_of_strangers_are_a_message_or_a_model(tmp_path: Path, s
 
 
 def test_a_projection_of_terabytes_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SD3's first encoder gets one of its own width squared."""
+    """SD3's first encoder gets a square projection of its own width."""
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
     begin = "text_encoders.clip_l.transformer.text_model"
     wide = {f"{begin}.embeddings.token_embedding.weight": [1, 1_000_000]}

@@ -1,4 +1,4 @@
-"""Text encoders as single files, as ComfyUI keeps them: recognized by their keys, and the same as those of a folder."""
+"""Single-file text encoders as in ComfyUI: recognized by their keys, and equal to those of a folder."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A FLUX.1 in one bare file, its folder of diffusers, and its text encoders as files."""
+def model_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bare FLUX.1 file, its diffusers folder, and its text encoders as files."""
     place = tmp_path_factory.mktemp("made")
     pipeline = tiny_flow_pipeline(place / "words", "flux-dev")
     pipeline.save_pretrained(place / "folder")
@@ -41,14 +41,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def files(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files(model_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tokenizers, "CLIP", made / "words")
-    return shutil.copytree(made / "files", tmp_path / "files")
+    monkeypatch.setattr(tokenizers, "CLIP", model_files / "words")
+    return shutil.copytree(model_files / "files", tmp_path / "files")
 
 
-def laid_out(made: Path, texts: Path) -> Path:
-    named = {"path": made / "flux.safetensors", "text_encoders": texts, "vae": made / "folder"}
+def laid_out(model_files: Path, texts: Path) -> Path:
+    named = {"path": model_files / "flux.safetensors", "text_encoders": texts, "vae": model_files / "folder"}
     return find_base(ModelSection.model_validate({key: str(value) for key, value in named.items()})).folder
 
 
@@ -64,56 +64,56 @@ def scaled(tensors: Tensors) -> Tensors:
     return found
 
 
-def test_files_are_the_encoders_of_a_folder(made: Path, files: Path) -> None:
-    """Of several of one kind the one that was narrowed least; what is quantized or no text encoder is passed over."""
+def test_files_are_the_encoders_of_a_folder(model_files: Path, files: Path) -> None:
+    """Among several of one kind the most precise is used. Quantized and other files are skipped."""
     t5 = load_file(files / "t5xxl.safetensors")
     write({name: each.to(torch.float8_e4m3fn) for name, each in t5.items()}, files / "t5xxl_fp8.safetensors")
     write(scaled(t5), files / "t5xxl_fp8_scaled.safetensors")
     write({"a.b": torch.ones(10**5)}, files / "other.safetensors")
     (files / "broken.safetensors").write_bytes(b"PK\3\4 and more of a pickle")
-    one, two = encoded(made / "folder"), encoded(laid_out(made, files))
+    one, two = encoded(model_files / "folder"), encoded(laid_out(model_files, files))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_quantized_or_damaged_file_is_the_reason_where_no_other_serves(made: Path, files: Path) -> None:
+def test_a_quantized_or_damaged_file_is_the_reason_without_another(model_files: Path, files: Path) -> None:
     path = files / "t5xxl.safetensors"
     write(scaled(load_file(path)), path)
     with pytest.raises(UsageError, match=r"t5xxl\.safetensors is quantized \(fp8 with scales"):
-        laid_out(made, files)
+        laid_out(model_files, files)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UsageError, match=r"t5xxl\.safetensors is cut off"):
-        laid_out(made, files)
+        laid_out(model_files, files)
     path.unlink()
     with pytest.raises(UsageError, match=r"holds no text_encoder_2 .* or its \.safetensors file"):
-        laid_out(made, files)
+        laid_out(model_files, files)
 
 
-def test_two_files_of_one_size_are_asked_about(made: Path, files: Path) -> None:
+def test_two_files_of_one_size_are_ambiguous(model_files: Path, files: Path) -> None:
     shutil.copy(files / "clip_l.safetensors", files / "clip_other.safetensors")
     with pytest.raises(
         UsageError, match=r"clip_l\.safetensors and .*clip_other\.safetensors may both be text_encoder\."
     ):
-        laid_out(made, files)
+        laid_out(model_files, files)
 
 
-def test_one_file_may_be_named(made: Path, files: Path, tmp_path: Path) -> None:
-    whole = load_file(made / "flux.safetensors")
+def test_one_file_may_be_named(model_files: Path, files: Path, tmp_path: Path) -> None:
+    whole = load_file(model_files / "flux.safetensors")
     clip = load_file(files / "clip_l.safetensors")
     whole |= {f"text_encoders.clip_l.transformer.{name}": each for name, each in clip.items()}
     file = write(whole, tmp_path / "with_clip.safetensors")
     hub = tmp_path / "hub" / "models--black-forest-labs--FLUX.1-dev" / "snapshots" / "0"
-    shutil.copytree(made / "folder" / "tokenizer_2", hub / "tokenizer_2")
+    shutil.copytree(model_files / "folder" / "tokenizer_2", hub / "tokenizer_2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-        named = {"path": file, "text_encoders": files / "t5xxl.safetensors", "vae": made / "folder"}
+        named = {"path": file, "text_encoders": files / "t5xxl.safetensors", "vae": model_files / "folder"}
         found = find_base(ModelSection.model_validate({key: str(value) for key, value in named.items()})).folder
-    one, two = encoded(made / "folder"), encoded(found)
+    one, two = encoded(model_files / "folder"), encoded(found)
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_checkpoint_s_header_is_read_once(made: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once to tell what it is, once more for all its parts."""
+def test_a_checkpoint_s_header_is_read_once(model_files: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once to recognize it, once more for all of its parts."""
     read: list[Path] = []
 
     def counted(path: Path) -> dict[str, object]:
@@ -123,8 +123,8 @@ def test_a_checkpoint_s_header_is_read_once(made: Path, files: Path, monkeypatch
     for module in (recognize_file, places):
         monkeypatch.setattr(module, "read_tensor_header", counted)
     places._read_once.cache_clear()
-    found = laid_out(made, files)
-    assert read == [made / "flux.safetensors"]
+    found = laid_out(model_files, files)
+    assert read == [model_files / "flux.safetensors"]
     for _ in range(2):
         FAMILIES["flux"].describe(found)
-    assert read.count(made / "flux.safetensors") == 2
+    assert read.count(model_files / "flux.safetensors") == 2

@@ -1,4 +1,4 @@
-"""A checkpoint of Z-Image is the same model as its folder; alone or with its text encoder and VAE."""
+"""A Z-Image checkpoint equals its folder, alone or with its text encoder and VAE."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Any:
-    made = tiny_z_image(tmp_path / "words")
-    made.save_pretrained(tmp_path / "folder")
-    return made
+    tiny = tiny_z_image(tmp_path / "words")
+    tiny.save_pretrained(tmp_path / "folder")
+    return tiny
 
 
 @pytest.mark.parametrize("bare", [False, True], ids=["whole", "bare"])
-def test_a_checkpoint_is_its_folder(pipeline: Any, bare: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_equals_its_folder(pipeline: Any, bare: bool, tmp_path: Path) -> None:
     folder, tensors = tmp_path / "folder", z_image_checkpoint(pipeline, bare=bare)
     parts: dict[str, Path | None] = {"tokenizer": folder / "tokenizer"}
     if bare:
@@ -49,34 +49,34 @@ def test_a_checkpoint_is_its_folder(pipeline: Any, bare: bool, tmp_path: Path) -
     assert recognize(file).family == "z_image"
     assert lacking_parts(recognize(file)) == ({"text_encoder", "tokenizer"} if bare else {"tokenizer"})
     section = ModelSection(path=str(file), text_encoders=str(folder), vae=str(folder / "vae"))
-    said: list[str] = []
-    settle([], [Layer("--model", {"model": section.model_dump(exclude_none=True)})], say=said.append)
-    assert [("Turbo" in line, file.name in line) for line in said] == [(True, True)]
+    messages: list[str] = []
+    settle([], [Layer("--model", {"model": section.model_dump(exclude_none=True)})], say=messages.append)
+    assert [("Turbo" in line, file.name in line) for line in messages] == [(True, True)]
     laid_out = lay_out(file, parts)
     assert FAMILY.describe(laid_out).variant == "turbo"
     ours, theirs = (FAMILY.load_denoiser(each, torch.float32, CPU) for each in (laid_out, folder))
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     assert all(torch.equal(weight, theirs.state_dict()[name]) for name, weight in ours.state_dict().items())
-    read, told = (FAMILY.load_encoders(each, torch.float32, CPU) for each in (folder, laid_out))
-    cond, same = (each.encode_text(["a red ring", ""]) for each in (read, told))
+    read, expected = (FAMILY.load_encoders(each, torch.float32, CPU) for each in (folder, laid_out))
+    cond, same = (each.encode_text(["a red ring", ""]) for each in (read, expected))
     assert all(torch.equal(cond[name], same[name]) for name in cond)
     pixels = torch.rand(1, 3, 64, 64) * 2 - 1
-    assert torch.equal(read.encode_image(pixels)[0], told.encode_image(pixels)[0])
+    assert torch.equal(read.encode_image(pixels)[0], expected.encode_image(pixels)[0])
     noisy, t = torch.randn(2, 16, 8, 8), torch.tensor([3, 900])
     with torch.no_grad():
         first, second = (FAMILY.predict(each, noisy, t, cond, torch.zeros(2, 6)) for each in (ours, theirs))
     assert torch.equal(first, second)
 
 
-def test_without_the_language_model_what_lacks_is_said_at_once(pipeline: Any, tmp_path: Path) -> None:
+def test_without_the_language_model_all_missing_parts_are_reported_at_once(pipeline: Any, tmp_path: Path) -> None:
     file = write(z_image_original(pipeline.transformer), tmp_path / "model.safetensors")
     with pytest.raises(UsageError) as refused:
         lay_out(file)
-    said = " ".join(problem.message for problem in refused.value.problems)
-    assert all(part in said for part in ("text_encoder", "VAE", "Qwen3 without its tokenizer"))
+    messages = " ".join(problem.message for problem in refused.value.problems)
+    assert all(part in messages for part in ("text_encoder", "VAE", "Qwen3 without its tokenizer"))
 
 
-def test_base_and_turbo_are_told_by_the_setting_or_the_name(pipeline: Any, tmp_path: Path) -> None:
+def test_base_and_turbo_are_distinguished_by_the_setting_or_the_name(pipeline: Any, tmp_path: Path) -> None:
     """Published schedulers: shift 6 and 3."""
     folder, tensors = tmp_path / "folder", z_image_checkpoint(pipeline)
     for name, variant, shift, noted in (
@@ -101,7 +101,7 @@ def flux_file(folder: Path) -> Path:
     return write({f"{name}.weight": torch.ones(64, 64) for name in names}, folder / "flux.safetensors")
 
 
-def test_the_published_transformer_is_told_by_its_form(tmp_path: Path) -> None:
+def test_the_published_transformer_is_recognized_by_its_shapes(tmp_path: Path) -> None:
     with torch.device("meta"):
         tensors = z_image_original(FAMILY.make_denoiser(public_architecture("z_image").denoiser))
     part = z_image_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)

@@ -1,4 +1,4 @@
-"""Tiny models with what no checkpoint tells as in published ones: sizes of heads, groups of norms, scales, schedules."""
+"""Tiny models with published values for what checkpoints do not store: head sizes, norm groups, scales, schedules."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ UNETS["sdxl"] |= {"use_linear_projection": True, "sample_size": 128}
 
 
 def tiny_unet(family: str) -> UNet2DConditionModel:
-    """With published counts of heads and groups, which no file tells."""
+    """With published counts of heads and groups, which no file stores."""
     usual = {
         "sample_size": 64,
         "layers_per_block": 2,
@@ -128,7 +128,7 @@ FLOWS: dict[str, dict[str, Any]] = {
 
 
 def tiny_flow_pipeline(folder: Path, kind: str) -> Any:
-    """SD3 and FLUX.1, of the kinds of `FLOWS`."""
+    """SD3 and FLUX.1, of the flavors in `FLOWS`."""
     torch.manual_seed(0)
     tokenizer, words = make_tokenizer(folder), t5_tokenizer()
     t5_config = T5Config(vocab_size=len(words), feed_forward_proj="gated-gelu", d_model=256, d_kv=64, num_heads=2)
@@ -171,7 +171,7 @@ def tiny_flow_pipeline(folder: Path, kind: str) -> Any:
 
 
 def tiny_z_image(folder: Path) -> Any:
-    """With the published places and sizes of heads, which no file tells."""
+    """With published positions and head sizes, which no file stores."""
     vae = tiny_flow_pipeline(folder, "flux-dev").vae
     sizes = {"dim": 128, "n_heads": 1, "n_kv_heads": 1, "n_layers": 2, "n_refiner_layers": 1, "cap_feat_dim": T5_WIDTH}
     return ZImagePipeline(

@@ -1,4 +1,4 @@
-"""Checkpoints: what is written is what is read, and what is damaged is passed over."""
+"""Checkpoints are read back as written, and damaged ones are skipped."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def types_of(optimizer: torch.optim.Optimizer) -> set[torch.dtype]:
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_optimizer_goes_on_exactly_where_it_stopped(name, tmp_path):
+def test_the_optimizer_resumes_exactly(name, tmp_path):
     optimizer, parameters = trained_optimizer(name)
     path = save_checkpoint(tmp_path, checkpoint_of(optimizer))
     read = read_checkpoint(path)
@@ -87,7 +87,7 @@ def test_8bit_state_is_8bit_before_and_after(name, tmp_path):
     assert torch.uint8 in types_of(fresh)
 
 
-def test_flatten_keeps_every_kind_of_value():
+def test_flatten_keeps_every_type_of_value():
     value = {
         0: {"a": torch.ones(2), "b": [1, 2.5, None, (True, "x"), float("inf")]},
         "nested": {"c": {"d": torch.zeros(1)}},
@@ -100,7 +100,7 @@ def test_flatten_keeps_every_kind_of_value():
 
 
 def two_checkpoints(folder: Path) -> tuple[Path, Path]:
-    """Of steps 3 and 6, with an average."""
+    """Checkpoints of steps 3 and 6, with an EMA."""
     optimizer, _ = trained_optimizer("adamw")
     older, newer = (replace(checkpoint_of(optimizer, step), average={"a": torch.randn(3)}) for step in (3, 6))
     return save_checkpoint(folder, older), save_checkpoint(folder, newer)
@@ -119,7 +119,7 @@ FILES = ("adapter.safetensors", "optimizer.safetensors", "average.safetensors", 
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_every_flipped_bit_is_noticed(file, tmp_path):
+def test_every_flipped_bit_is_detected(file, tmp_path):
     older, newer = two_checkpoints(tmp_path)
     whole = (newer / file).read_bytes()
     stride = max(1, len(whole) * 8 // 600)
@@ -133,7 +133,7 @@ def test_every_flipped_bit_is_noticed(file, tmp_path):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_cut_at_every_byte_is_noticed(file, tmp_path):
+def test_truncation_at_every_byte_is_detected(file, tmp_path):
     older, newer = two_checkpoints(tmp_path)
     whole = (newer / file).read_bytes()
     for length in range(0, len(whole), max(1, len(whole) // 300)):
@@ -153,7 +153,7 @@ def test_files_of_two_checkpoints_are_not_mixed(file, tmp_path):
     assert_noticed(tmp_path, older, newer)
 
 
-def test_a_file_in_anothers_place_and_a_folder_with_anothers_name_are_noticed(tmp_path):
+def test_swapped_files_and_a_wrong_folder_name_are_detected(tmp_path):
     older, newer = two_checkpoints(tmp_path)
     shutil.copy(newer / "adapter.safetensors", newer / "average.safetensors")
     assert_noticed(tmp_path, older, newer)
@@ -162,7 +162,7 @@ def test_a_file_in_anothers_place_and_a_folder_with_anothers_name_are_noticed(tm
     assert_noticed(tmp_path, older, newer)
 
 
-def test_a_newer_version_is_refused_with_the_reason_and_not_passed_over(tmp_path):
+def test_a_newer_version_is_refused_with_a_reason_and_not_skipped(tmp_path):
     _, newer = two_checkpoints(tmp_path)
     document = json.loads((newer / "state.json").read_text())
     del document["sha256"]
@@ -195,7 +195,7 @@ def test_earlier_versions_are_read(version, tmp_path):
     assert torch.equal(read.optimizer["state"][0]["exp_avg"], written.optimizer["state"][0]["exp_avg"])
 
 
-def test_a_checkpoint_set_aside_for_another_of_its_step_is_found_again(tmp_path):
+def test_a_checkpoint_that_was_moved_aside_for_its_replacement_is_found_again(tmp_path):
     older, newer = two_checkpoints(tmp_path)
     newer.rename(tmp_path / ".step-000006.old")
     found, damaged = newest_valid(tmp_path)
@@ -204,7 +204,7 @@ def test_a_checkpoint_set_aside_for_another_of_its_step_is_found_again(tmp_path)
     assert older.exists()
 
 
-def test_best_weights_are_read_only_as_they_were_written(tmp_path):
+def test_best_weights_are_read_only_if_unchanged(tmp_path):
     weights = {"a": torch.randn(3), "b": torch.randn(2, 2).bfloat16()}
     save_best(tmp_path, 4, weights)
     save_best(tmp_path, 8, {name: value + 1 for name, value in weights.items()})
@@ -234,7 +234,7 @@ def test_pruning_keeps_the_newest(tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000010", "step-000002"]
 
 
-def test_pruning_never_deletes_what_was_just_written(tmp_path):
+def test_pruning_never_deletes_the_checkpoint_just_written(tmp_path):
     """Damaged checkpoints of later steps would otherwise count as the newest ones."""
     optimizer, _ = trained_optimizer("adamw")
     for step in (50, 100, 500, 1000):
@@ -243,7 +243,7 @@ def test_pruning_never_deletes_what_was_just_written(tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000100"]
 
 
-def test_a_disk_that_refuses_leaves_the_old_one_and_says_so(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_old_checkpoint_and_is_reported(tmp_path, monkeypatch):
     optimizer, _ = trained_optimizer("adamw")
     save_checkpoint(tmp_path, checkpoint_of(optimizer, 3))
 
@@ -256,15 +256,15 @@ def test_a_disk_that_refuses_leaves_the_old_one_and_says_so(tmp_path, monkeypatc
     assert [path.name for path in sorted(Path(tmp_path).iterdir())] == ["step-000003"]
 
 
-def test_a_death_in_the_middle_of_pruning_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+def test_a_kill_while_pruning_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
     optimizer, _ = trained_optimizer("adamw")
     for step in (1, 2, 3):
         save_checkpoint(tmp_path, checkpoint_of(optimizer, step))
     true, removed = os.unlink, []
 
-    def unlink(*given: Any, **named: Any) -> None:
-        true(*given, **named)
-        removed.append(given)
+    def unlink(*args: Any, **kwargs: Any) -> None:
+        true(*args, **kwargs)
+        removed.append(args)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "unlink", unlink)
@@ -277,8 +277,8 @@ def test_a_death_in_the_middle_of_pruning_leaves_no_half_checkpoint(tmp_path, mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
 
 
-def test_a_reader_beside_the_writer_sees_a_checkpoint_at_every_moment_and_changes_nothing(tmp_path, monkeypatch):
-    """`kept` and a pause's message read while another thread replaces a checkpoint of the same step."""
+def test_a_concurrent_reader_always_sees_a_checkpoint_and_changes_nothing(tmp_path, monkeypatch):
+    """`kept` and the message of a pause read while another thread replaces a checkpoint of the same step."""
     optimizer, _ = trained_optimizer("adamw")
     save_checkpoint(tmp_path, checkpoint_of(optimizer, 3))
     newer = replace(checkpoint_of(optimizer, 3), settings={"x": 2})
@@ -296,15 +296,15 @@ def test_a_reader_beside_the_writer_sees_a_checkpoint_at_every_moment_and_change
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
 
 
-def test_a_reader_that_a_writer_overtakes_reads_what_the_writer_left(tmp_path, monkeypatch):
+def test_a_reader_overtaken_by_a_writer_reads_the_newer_checkpoint(tmp_path, monkeypatch):
     optimizer, _ = trained_optimizer("adamw")
     path = save_checkpoint(tmp_path, checkpoint_of(optimizer, 3))
     true, overtaken = checkpoint.read_sealed, []
 
-    def read_sealed(*given: Any) -> dict[str, torch.Tensor]:
+    def read_sealed(*args: Any) -> dict[str, torch.Tensor]:
         if not overtaken:
             overtaken.append(save_checkpoint(tmp_path, replace(checkpoint_of(optimizer, 3), settings={"x": 2})))
-        return true(*given)
+        return true(*args)
 
     monkeypatch.setattr(checkpoint, "read_sealed", read_sealed)
     assert read_checkpoint(path).settings == {"x": 2}

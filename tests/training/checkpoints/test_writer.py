@@ -1,4 +1,4 @@
-"""Writing beside the loop: what is handed over reaches the disk, the newest always, and what goes wrong is heard."""
+"""Background writing: the newest snapshot always reaches the disk, and errors reach the loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ kinds = st.sampled_from(["checkpoint", "best", "weights"])
 
 
 @given(st.lists(kinds, min_size=1, max_size=12))
-def test_the_newest_of_each_kind_waits_and_little_else(handed: list[Kind]) -> None:
+def test_the_writer_queues_only_the_newest_of_each_kind(handed: list[Kind]) -> None:
     items = [Item(kind, lambda: None, {}) for kind in handed]
     waiting: list[Item] = []
     for item in items:
@@ -47,14 +47,14 @@ def test_the_newest_of_each_kind_waits_and_little_else(handed: list[Kind]) -> No
     for kind in {"checkpoint", "best"} & set(handed):
         newest = max(index for index, each in enumerate(handed) if each == kind)
         assert any(item is items[newest] for item in waiting)
-    if "checkpoint" in handed:  # the best that it names is there before it
+    if "checkpoint" in handed:  # the best weights that it names exist before it
         at = max(index for index, each in enumerate(handed) if each == "checkpoint")
         named = [index for index, each in enumerate(handed[:at]) if each == "best"]
         assert not named or any(item is items[named[-1]] for item in waiting)
 
 
 class Gate:
-    """A disk that is busy until it is opened."""
+    """A disk that blocks until it is released."""
 
     def __init__(self) -> None:
         self.open, self.began = threading.Event(), threading.Event()
@@ -69,7 +69,7 @@ class Gate:
         return write
 
 
-def test_one_waits_a_newer_one_replaces_it_and_the_last_is_written() -> None:
+def test_a_newer_snapshot_replaces_the_queued_one_and_the_last_is_written() -> None:
     gate = Gate()
     with Writer() as writer:
         writer.put("checkpoint", gate.write("1"), {})
@@ -88,7 +88,7 @@ def test_one_waits_a_newer_one_replaces_it_and_the_last_is_written() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "writer"]
 
 
-def test_buffers_are_used_again_but_never_those_of_what_is_to_be_written() -> None:
+def test_buffers_are_reused_but_never_those_of_queued_snapshots() -> None:
     gate = Gate()
     sets: list[dict[str, torch.Tensor]] = [{"a": torch.zeros(1)} for _ in range(3)]
     with Writer() as writer:
@@ -106,7 +106,7 @@ def refuse() -> None:
     raise TrainingFailed(Problem("The disk refuses."))
 
 
-def test_what_goes_wrong_is_raised_in_the_loop_once() -> None:
+def test_a_write_error_is_raised_in_the_loop_once() -> None:
     with Writer() as writer:
         writer.put("checkpoint", refuse, {})
         with pytest.raises(TrainingFailed, match="refuses"):
@@ -126,7 +126,7 @@ def test_what_goes_wrong_is_raised_in_the_loop_once() -> None:
             writer.put("checkpoint", refuse, {})
             raise KeyError
 
-    with pytest.raises(KeyError):  # the loop's own end counts
+    with pytest.raises(KeyError):  # the end of the loop counts
         ends_otherwise()
 
 
@@ -150,7 +150,7 @@ def test_a_snapshot_does_not_change_with_the_weights(place: TinyPlace) -> None:
     assert taken[0].average is not None
 
 
-def test_a_slow_disk_skips_some_and_loses_nothing(place: TinyPlace) -> None:
+def test_a_slow_disk_skips_some_checkpoints_and_loses_nothing(place: TinyPlace) -> None:
     settings: dict[str, object] = {
         "checkpoint__every_n_steps": 1,
         "validation__every_n_steps": 1,
@@ -179,14 +179,14 @@ def test_a_slow_disk_skips_some_and_loses_nothing(place: TinyPlace) -> None:
     assert all(read_best(slow.checkpoints, step) is not None for step in named if step)
 
 
-def test_a_disk_that_refuses_ends_the_run_at_the_next_step_at_the_latest(place: TinyPlace) -> None:
+def test_a_full_disk_ends_the_run_by_the_next_step(place: TinyPlace) -> None:
     job = place.job("run", steps=40, checkpoint__every_n_steps=2)
-    asked: list[int] = []
+    calls: list[int] = []
 
     def samples_in(step: int) -> int:
-        asked.append(step)
+        calls.append(step)
         job.writer._changed.acquire()
-        job.writer._changed.wait_for(lambda: not job.writer._busy, timeout=300)  # as slow a loop as a real one
+        job.writer._changed.wait_for(lambda: not job.writer._busy, timeout=300)  # a loop as slow as a real one
         job.writer._changed.release()
         return job.samples_in(step)
 
@@ -195,10 +195,10 @@ def test_a_disk_that_refuses_ends_the_run_at_the_next_step_at_the_latest(place: 
 
     with patched(saving, "save_checkpoint", full), pytest.raises(TrainingFailed, match="full"):
         place.train(replace(job, samples_in=samples_in))
-    assert max(asked) <= 3
+    assert max(calls) <= 3
 
 
-def test_a_stop_never_takes_the_place_of_a_regular_checkpoint(place: TinyPlace) -> None:
+def test_a_checkpoint_of_a_stop_never_replaces_a_regular_one(place: TinyPlace) -> None:
     job = place.job("run", steps=6, checkpoint__every_n_steps=4, checkpoint__keep_last=1)
     with job.writer:
         for step in (4, 5, 6):
@@ -207,7 +207,7 @@ def test_a_stop_never_takes_the_place_of_a_regular_checkpoint(place: TinyPlace) 
     settle(job)
 
 
-def test_images_come_after_the_checkpoint_of_their_step(place: TinyPlace) -> None:
+def test_samples_come_after_the_checkpoint_of_their_step(place: TinyPlace) -> None:
     job = place.job("run", steps=4, checkpoint__every_n_steps=4, sample__every_n_steps=2)
     there: list[list[int]] = []
     drawn = replace(
@@ -225,8 +225,8 @@ def test_epochs_between_checkpoints(place: TinyPlace) -> None:
     assert {step_of(path) for path in list_checkpoints(job.checkpoints)} == {4, 8, 12} | epochs
 
 
-def test_what_a_checkpoint_holds_the_loop_up_counts_from_its_beginning(place: TinyPlace) -> None:
-    """With the look at the weights, and with the wait for those that are written first."""
+def test_the_time_a_checkpoint_blocks_the_loop_counts_from_its_start(place: TinyPlace) -> None:
+    """With the check of the weights and the wait for earlier snapshots."""
     job, clock = place.job("a", checkpoint__every_n_steps=2), [100.0]
 
     def settle() -> None:

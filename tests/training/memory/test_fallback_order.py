@@ -1,4 +1,4 @@
-"""Which numbers of blocks a step that is short of memory may take, and what of them is set by the user."""
+"""The fallbacks of a step that runs out of memory, and the user's settings among them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lora_trainer.models.memory.checkpointing import checkpointed_blocks
 from lora_trainer.training.memory.oom_fallback import swap_fallbacks, swapped
 from lora_trainer.training.state import OomFallback
 from tests.training.memory.test_fit import FOUR, in_forward
-from tests.training.tiny_job import TinyPlace, told_in
+from tests.training.tiny_job import TinyPlace, signal_at_step
 
 
-def test_a_resumed_run_that_is_to_spare_more_does(place: TinyPlace):
-    """Than it found for itself when memory ran out: what is set now, where that is more."""
+def test_a_resumed_run_can_save_more_memory(place: TinyPlace):
+    """The current setting applies if it saves more than the fallback found earlier."""
     settings = FOUR | {"train__effective_batch_size": 1, "steps": 6}
     short = in_forward(place.job("more", **settings), lambda call: call == 1)
-    stopped, _ = place.train(told_in(short, 3))
+    stopped, _ = place.train(signal_at_step(short, 3))
     assert stopped.fit.checkpointed is not None
     again = place.job("more", memory__blocks_to_swap=3, memory__gradient_checkpointing="true", **settings)
     state, _ = place.resume(again)
@@ -30,7 +30,7 @@ def test_a_resumed_run_that_is_to_spare_more_does(place: TinyPlace):
     assert (swapped(fewer, OomFallback(swapped=3)), swapped(again, OomFallback(swapped=2))) == (3, 3)
 
 
-def test_a_cpu_streams_only_where_it_is_asked_to(place: TinyPlace):
+def test_a_cpu_swaps_blocks_only_when_set(place: TinyPlace):
     job = place.job("plain", **FOUR)
     assert swap_fallbacks(job) == [0]
     gpu = replace(job, learner=replace(job.learner, device=torch.device("cuda")))

@@ -1,4 +1,4 @@
-"""Memory that runs out in a step: the same samples in smaller parts, told, and grown back after a while."""
+"""A step out of memory repeats the same samples in smaller micro-batches, logs it, and grows back later."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lora_trainer.training.memory.oom_fallback import agreed
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.validation import MOST_ASKED_AT_ONCE
-from tests.training.tiny_job import TinyPlace, outcome, together, told_in
+from tests.training.tiny_job import TinyPlace, outcome, signal_at_step, together
 
 pytestmark = pytest.mark.exact
 
@@ -44,11 +44,11 @@ class ShortBackward(torch.autograd.Function):
 
 
 def counted(fails: Callable[[int], bool], work: Callable[..., Any], error: Exception | None = None) -> Any:
-    """The same work, which runs out of memory in some of its calls, counted from 0, after it was half done."""
+    """The same function, which runs out of memory halfway through some of its calls, counted from 0."""
     calls = iter(range(10**9))
 
-    def work_or_fail(*given: Any, **named: Any) -> Any:
-        done = work(*given, **named)
+    def work_or_fail(*args: Any, **kwargs: Any) -> Any:
+        done = work(*args, **kwargs)
         if fails(next(calls)):
             raise error or torch.OutOfMemoryError(SHORT)
         return done
@@ -63,8 +63,8 @@ def in_forward(job: LoopContext, fails: Callable[[int], bool], error: Exception 
 def in_backward(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
     calls, true = iter(range(10**9)), job.learner.predict
 
-    def predict(*given: Any) -> Tensor:
-        predicted = true(*given)
+    def predict(*args: Any) -> Tensor:
+        predicted = true(*args)
         short: Tensor = ShortBackward.apply(predicted)  # type: ignore[no-untyped-call]
         return short if fails(next(calls)) else predicted
 
@@ -76,19 +76,19 @@ def in_clipping(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
 
 
 def in_update(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
-    """After the weights were changed, so that a step simply done again would be wrong."""
+    """After the weights changed, so that simply repeating the step would be wrong."""
     job.learner.optimizer.step = counted(fails, job.learner.optimizer.step)  # type: ignore[method-assign]
     return job
 
 
 def on_gpu(job: LoopContext, room: int) -> LoopContext:
-    """A GPU on which a step of so many samples fits."""
+    """A GPU with room for `room` samples."""
     true = job.learner.predict
 
-    def predict(*given: Any) -> Tensor:
-        if len(given[2]) > room:
+    def predict(*args: Any) -> Tensor:
+        if len(args[2]) > room:
             raise torch.OutOfMemoryError(SHORT)
-        return true(*given)
+        return true(*args)
 
     return replace(job, learner=replace(job.learner, predict=predict))
 
@@ -99,7 +99,7 @@ def events(job: LoopContext) -> list[tuple[int, str]]:
 
 
 def trained(job: LoopContext) -> dict[str, Any]:
-    """What the steps left, whatever was said of them."""
+    """The results of the steps, without events."""
     found = outcome(job)
     return {name: found[name] for name in ("step", "tensors", "optimizer", METRICS)}
 
@@ -108,13 +108,13 @@ FIRST = [in_forward, in_backward, in_clipping, in_update]
 
 
 @pytest.mark.parametrize("place_of", FIRST)
-def test_a_first_step_without_memory_is_done_in_halves(place: TinyPlace, place_of: Callable[..., LoopContext]):
-    """Bit for bit the run that was split so from its start, wherever in the step memory ran out."""
-    asked = place.job("asked", steps=4, train__max_micro_batch_size=2, **FOUR)
-    place.train(asked)
+def test_a_first_step_out_of_memory_is_split_in_halves(place: TinyPlace, place_of: Callable[..., LoopContext]):
+    """Bit for bit the run with that split from the start, wherever memory ran out."""
+    planned = place.job("asked", steps=4, train__max_micro_batch_size=2, **FOUR)
+    place.train(planned)
     short = place_of(place.job("short", steps=4, **FOUR), lambda call: call == 0)
     state, _ = place.train(short)
-    assert trained(short) == trained(asked)
+    assert trained(short) == trained(planned)
     assert state.fit == OomFallback(micro=2)
     ((step, message),) = events(short)
     assert step in (0, 1)
@@ -132,19 +132,19 @@ def test_a_first_step_without_memory_is_done_in_halves(place: TinyPlace, place_o
         MemoryError(),
     ],
 )
-def test_memory_is_short_in_other_words_too(place: TinyPlace, error: Exception):
+def test_other_out_of_memory_messages_are_recognized(place: TinyPlace, error: Exception):
     short = in_forward(place.job("short", steps=1, **FOUR), lambda call: call == 0, error)
     assert place.train(short)[0].fit.micro == 2
 
 
-def test_another_error_is_not_taken_for_it(place: TinyPlace):
+def test_another_error_is_not_taken_for_out_of_memory(place: TinyPlace):
     broken = in_forward(place.job("broken", steps=1, **FOUR), lambda call: call == 0, RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
         place.train(broken)
 
 
 @pytest.mark.slow
-def test_fp16_takes_a_step_again_that_was_unscaled_already(place: TinyPlace):
+def test_fp16_repeats_a_step_whose_gradients_were_already_unscaled(place: TinyPlace):
     settings = FOUR | {"memory__weight_dtype": "fp16", "steps": 2}
     asked = place.job("asked", train__max_micro_batch_size=2, **settings)
     place.train(asked)
@@ -154,13 +154,13 @@ def test_fp16_takes_a_step_again_that_was_unscaled_already(place: TinyPlace):
     assert trained(short) == trained(asked)
 
 
-def test_an_update_that_ran_out_is_done_again_from_the_last_checkpoint(place: TinyPlace):
+def test_an_update_out_of_memory_is_repeated_from_the_last_checkpoint(place: TinyPlace):
     calm = place.job("calm", **FOUR)
     place.train(calm)
     short = in_update(place.job("short", **FOUR), lambda call: call == 4)
     state, _ = place.train(short)
     assert events(short)[0][1].endswith("the run goes on from step 3")
-    # The same three steps, then the same again from there in halves.
+    # The same three steps, then the rest in halves.
     rows, calm_rows = (read_lines(each.folder / METRICS) for each in (short, calm))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["loss"] for row in rows[:3]] == [row["loss"] for row in calm_rows[:3]]
@@ -170,8 +170,8 @@ def test_an_update_that_ran_out_is_done_again_from_the_last_checkpoint(place: Ti
     assert trained(short)["tensors"] == trained(halves)["tensors"]
 
 
-def test_blocks_are_checkpointed_when_one_sample_does_not_fit(place: TinyPlace):
-    """And that changes not one bit."""
+def test_gradient_checkpointing_is_enabled_when_one_sample_does_not_fit(place: TinyPlace):
+    """This changes no bit."""
     settings = FOUR | {"train__effective_batch_size": 1, "steps": 4}
     calm = place.job("calm", **settings)
     place.train(calm)
@@ -184,7 +184,7 @@ def test_blocks_are_checkpointed_when_one_sample_does_not_fit(place: TinyPlace):
     assert trained(short) == trained(calm)
 
 
-def test_nothing_left_to_reduce_saves_what_was_trained(place: TinyPlace):
+def test_a_run_with_no_fallback_left_saves_what_was_trained(place: TinyPlace):
     short = in_forward(place.job("short", **FOUR | {"checkpoint__every_n_steps": 100}), lambda call: call >= 9)
     with pytest.raises(TrainingFailed, match="nothing left to reduce") as failed:
         place.train(short)
@@ -201,16 +201,16 @@ def test_nothing_left_to_reduce_saves_what_was_trained(place: TinyPlace):
     assert outcome(short)["step"] == 6
 
 
-def test_a_run_grows_back_and_waits_twice_as_long_after_a_failed_try(place: TinyPlace):
+def test_the_micro_batch_grows_back_and_waits_twice_as_long_after_a_failed_try(place: TinyPlace):
     settings = FOUR | {"memory__oom_recovery_steps": 2, "steps": 9}
     short = on_gpu(place.job("short", **settings), room=2)
     place.train(short)
-    told = [(step, "trying" in message) for step, message in events(short)]
-    assert told == [(1, False), (3, True), (4, False), (8, True), (8, False)]
+    tries = [(step, "trying" in message) for step, message in events(short)]
+    assert tries == [(1, False), (3, True), (4, False), (8, True), (8, False)]
 
 
 @pytest.mark.slow
-def test_a_run_that_fits_again_trains_as_planned(place: TinyPlace):
+def test_a_run_that_fits_again_returns_to_its_plan(place: TinyPlace):
     settings = FOUR | {"memory__oom_recovery_steps": 2, "train__effective_batch_size": 1, "steps": 9}
     short = in_forward(place.job("short", **settings), lambda call: call in (0, 1))
     state, _ = place.train(short)
@@ -219,21 +219,21 @@ def test_a_run_that_fits_again_trains_as_planned(place: TinyPlace):
     assert [step for step, _ in events(short)] == [1, 1, 3, 5]
 
 
-def test_a_run_that_was_short_of_memory_is_resumed_to_the_bit(place: TinyPlace):
-    """Stopped after any step, on the same GPU: the same steps in the same parts, and the same tries to grow."""
+def test_a_run_that_was_out_of_memory_resumes_bit_exactly(place: TinyPlace):
+    """Stopped after any step, on the same GPU: the same micro-batches and the same tries to grow."""
     settings = FOUR | {"memory__oom_recovery_steps": 2, "steps": 8, "checkpoint__every_n_steps": 100}
     whole = on_gpu(place.job("whole", **settings), room=2)
     place.train(whole)
     for stop in (2, 4, 7):
         name = f"stopped_{stop}"
-        place.train(told_in(on_gpu(place.job(name, **settings), room=2), stop - 1))
+        place.train(signal_at_step(on_gpu(place.job(name, **settings), room=2), stop - 1))
         again = on_gpu(place.job(name, **settings), room=2)
         place.resume(again)
         assert outcome(again) == outcome(whole), stop
 
 
-def asked_on_gpu(job: LoopContext, room: int) -> LoopContext:
-    """A GPU on which no more than so many validation samples fit."""
+def validated_on_gpu(job: LoopContext, room: int) -> LoopContext:
+    """A GPU with room for `room` validation samples."""
     true = job.validate
     assert true is not None
 
@@ -245,12 +245,12 @@ def asked_on_gpu(job: LoopContext, room: int) -> LoopContext:
     return replace(job, validate=validate)
 
 
-def test_a_validation_without_memory_is_asked_in_smaller_parts(place: TinyPlace):
-    """The same losses, to rounding; the size of the parts is kept, also by a resumed run, bit for bit."""
+def test_a_validation_out_of_memory_uses_smaller_micro_batches(place: TinyPlace):
+    """The same losses up to rounding. A resumed run keeps the micro-batch size, bit for bit."""
     settings = FOUR | {"validation__every_n_steps": 2}
     calm = place.job("calm", **settings)
     place.train(calm)
-    whole = asked_on_gpu(place.job("whole", **settings), room=1)
+    whole = validated_on_gpu(place.job("whole", **settings), room=1)
     state, _ = place.train(whole)
     assert [step for step, _ in events(whole)] == [0, 0]
     assert "2 questions at once in place of 4" in events(whole)[0][1]
@@ -259,13 +259,13 @@ def test_a_validation_without_memory_is_asked_in_smaller_parts(place: TinyPlace)
     assert len(measured) == 4
     assert measured == pytest.approx(expected, rel=1e-5)
     assert trained(whole) == trained(calm)
-    place.train(told_in(asked_on_gpu(place.job("stopped", **settings), room=1), 3))
-    again = asked_on_gpu(place.job("stopped", **settings), room=1)
+    place.train(signal_at_step(validated_on_gpu(place.job("stopped", **settings), room=1), 3))
+    again = validated_on_gpu(place.job("stopped", **settings), room=1)
     place.resume(again)
     assert outcome(again) == outcome(whole)
 
 
-def test_a_validation_that_fits_in_no_way_saves_what_was_trained(place: TinyPlace):
+def test_a_validation_that_never_fits_saves_what_was_trained(place: TinyPlace):
     asked = iter(range(100))
     job = place.job("short", **FOUR | {"validation__every_n_steps": 2, "checkpoint__every_n_steps": 100})
     true = job.validate
@@ -282,8 +282,8 @@ def test_a_validation_that_fits_in_no_way_saves_what_was_trained(place: TinyPlac
     assert newest_valid(job.checkpoints)[0] is not None
 
 
-def test_of_two_processes_one_shrinks_alone(place: TinyPlace):
-    """Nobody waits for it in vain; ten steps later both take the smaller parts, which is said once."""
+def test_one_of_two_processes_shrinks_its_micro_batch_alone(place: TinyPlace):
+    """No process waits in vain. Ten steps later both use the smaller micro-batches, reported once."""
     settings = FOUR | {"steps": 11}
     calm = [place.job("calm", processes=each, **settings) for each in together(2)]
     place.resume_together(calm)
@@ -300,8 +300,8 @@ def test_of_two_processes_one_shrinks_alone(place: TinyPlace):
     assert mine == pytest.approx(theirs, rel=1e-3)
 
 
-def test_of_two_processes_one_whose_update_fails_does_not_try_alone(place: TinyPlace):
-    """The other has gone on: what the two would sum from there would be of different steps."""
+def test_one_of_two_processes_does_not_retry_its_update_alone(place: TinyPlace):
+    """The other has continued: from there the two would sum gradients of different steps."""
     first, second = (place.job("short", processes=each, **FOUR) for each in together(2))
     with pytest.raises(TrainingFailed, match="Process 0: Out of memory while the weights were changed, at step 3"):
         place.resume_together([in_update(first, lambda call: call == 2), second])
@@ -313,8 +313,8 @@ def in_the_sum(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
 
 
 @pytest.mark.parametrize("place_of", [in_the_sum, in_clipping])
-def test_of_two_processes_one_without_memory_for_the_sum_saves_and_leaves(place: TinyPlace, place_of: Any):
-    """It cannot try alone either, but its weights are still those of the step before."""
+def test_one_of_two_processes_out_of_memory_in_the_all_reduce_saves_and_leaves(place: TinyPlace, place_of: Any):
+    """It cannot retry alone either, but its weights are still those of the step before."""
     first, second = (place.job("short", processes=each, **FOUR) for each in together(2))
     with pytest.raises(
         TrainingFailed, match="Process 0: Out of memory while gradients were summed or clipped, at step 3"
@@ -323,8 +323,8 @@ def test_of_two_processes_one_without_memory_for_the_sum_saves_and_leaves(place:
     assert [path.name for path in list_checkpoints(first.checkpoints)] == ["step-000002"]
 
 
-def test_blocks_visit_when_all_are_checkpointed_already(place: TinyPlace):
-    """More and more of them, as the last that can be done, and back again; and that changes not one bit."""
+def test_blocks_are_swapped_when_all_are_already_checkpointed(place: TinyPlace):
+    """More and more of them, as the last fallback, and back again. This changes no bit."""
     settings = FOUR | {
         "train__effective_batch_size": 1,
         "steps": 8,
@@ -337,15 +337,15 @@ def test_blocks_visit_when_all_are_checkpointed_already(place: TinyPlace):
     short = in_forward(place.job("short", memory__oom_recovery_steps=3, **settings), lambda call: call in (2, 3, 4))
     state, _ = place.train(short)
     blocks = len(swappable_blocks(short.learner.denoiser))
-    told = [message.split(" in place of ")[0].split(" and ")[-1] for _, message in events(short)]
+    swaps = [message.split(" in place of ")[0].split(" and ")[-1] for _, message in events(short)]
     assert [step for step, _ in events(short)] == [3, 3, 3, 6]
-    assert told == [f"{count} streamed" for count in (-(-blocks // 4), -(-blocks // 2), blocks, -(-blocks // 2))]
+    assert swaps == [f"{count} streamed" for count in (-(-blocks // 4), -(-blocks // 2), blocks, -(-blocks // 2))]
     assert (state.fit.swapped, state.fit.checkpointed) == (-(-blocks // 2), None)
     assert swapped_count(short.learner.denoiser) == state.fit.swapped
     assert trained(short) == trained(calm)
 
 
-def test_a_run_whose_blocks_visit_is_resumed_to_the_bit(place: TinyPlace):
+def test_a_run_with_block_swap_resumes_bit_exactly(place: TinyPlace):
     settings = FOUR | {
         "train__effective_batch_size": 1,
         "steps": 6,
@@ -354,7 +354,7 @@ def test_a_run_whose_blocks_visit_is_resumed_to_the_bit(place: TinyPlace):
     }
     whole = in_forward(place.job("whole", **settings), lambda call: call == 1)
     place.train(whole)
-    place.train(told_in(in_forward(place.job("stopped", **settings), lambda call: call == 1), 3))
+    place.train(signal_at_step(in_forward(place.job("stopped", **settings), lambda call: call == 1), 3))
     again = place.job("stopped", **settings)
     state, _ = place.resume(again)
     assert swapped_count(again.learner.denoiser) == state.fit.swapped
@@ -362,8 +362,8 @@ def test_a_run_whose_blocks_visit_is_resumed_to_the_bit(place: TinyPlace):
     assert outcome(again) == outcome(whole)
 
 
-def test_a_gpu_without_room_to_grow_goes_on_as_before(place: TinyPlace, monkeypatch: pytest.MonkeyPatch):
-    """Blocks that were to stay again may not find room on the GPU: the step is done with them visiting."""
+def test_a_gpu_without_room_to_grow_continues_unchanged(place: TinyPlace, monkeypatch: pytest.MonkeyPatch):
+    """If blocks find no room to stay on the GPU again, the step keeps swapping them."""
     settings = FOUR | {
         "train__effective_batch_size": 1,
         "steps": 6,
@@ -379,19 +379,19 @@ def test_a_gpu_without_room_to_grow_goes_on_as_before(place: TinyPlace, monkeypa
     assert [("trying" in message) for _, message in events(short)][:3] == [False, True, False]
 
 
-def test_a_checkpoint_without_streaming_is_read():
+def test_a_checkpoint_without_block_swap_is_read():
     fit = TrainState(fit=OomFallback(micro=2)).to_json()
     del fit["fit"]["swapped"]
     assert TrainState.from_json(fit).fit == OomFallback(micro=2)
 
 
-def test_of_two_processes_both_take_the_fewest_that_stay(place: TinyPlace):
-    """Of processes whose micro-batches and checkpointed blocks are alike, the one that streams most says how many."""
+def test_two_processes_agree_on_the_fewest_resident_blocks(place: TinyPlace):
+    """Among processes with equal micro-batches and checkpointing, the largest number of swapped blocks counts."""
     settings = FOUR | {"memory__blocks_to_swap": 1, "memory__gradient_checkpointing": "true"}
     jobs = [place.job("short", processes=each, **settings) for each in together(2)]
-    given = [OomFallback(), OomFallback(swapped=3, since=7, failed=1)]
+    fallbacks = [OomFallback(), OomFallback(swapped=3, since=7, failed=1)]
     reporters = [Reporter(None, unwatched, lambda line: None) for _ in jobs]
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda job, fit, reporter: agreed(job, fit, 10, reporter), jobs, given, reporters))
-    assert found == [given[1]] * 2
+        found = list(pool.map(lambda job, fit, reporter: agreed(job, fit, 10, reporter), jobs, fallbacks, reporters))
+    assert found == [fallbacks[1]] * 2
     assert swapped_count(jobs[0].learner.denoiser) == 3

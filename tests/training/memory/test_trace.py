@@ -1,4 +1,4 @@
-"""What offloading leaves on a GPU, by a trace: against a step that is really taken."""
+"""The traced memory of offloading, compared with a real step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def subject_of(place: TinyPlace, *, products: bool = False) -> Subject:
 
 
 def really_held(learner: StepContext, subject: Subject, *, offloaded: bool) -> int:
-    """Bytes at the peak of a step on the CPU, beside the weights; what is away is not counted."""
+    """Peak bytes of a step on the CPU without the weights. Offloaded tensors do not count."""
     account = Counted()
     frozen, adapter = own_tensors(learner)
     for tensor in (*frozen, *adapter):
@@ -55,12 +55,12 @@ def really_held(learner: StepContext, subject: Subject, *, offloaded: bool) -> i
 
 
 @pytest.mark.parametrize("checkpointed", [0, 2])
-def test_a_trace_says_what_offloading_leaves_on_a_gpu(place: TinyPlace, monkeypatch, checkpointed):
-    """Nothing moves that is smaller than the least; of the rest only what is on its way stands."""
+def test_a_trace_shows_what_offloading_leaves_on_a_gpu(place: TinyPlace, monkeypatch, checkpointed):
+    """Tensors below `least` bytes stay; of the others only those in transfer count."""
     subject, learner = subject_of(place), place.job("traced").learner
     checkpoint_blocks(learner.denoiser, checkpointed)
 
-    def held(least: int, *, offloaded: bool) -> int:
+    def moved_bytes(least: int, *, offloaded: bool) -> int:
         monkeypatch.setattr(offload, "LEAST_BYTES", least)
         found = trace(
             subject, micro=MICRO, height=SIDE, width=SIDE, checkpointed=checkpointed, offloaded=offloaded
@@ -68,15 +68,15 @@ def test_a_trace_says_what_offloading_leaves_on_a_gpu(place: TinyPlace, monkeypa
         assert found == pytest.approx(really_held(learner, subject, offloaded=offloaded), rel=0.05)
         return found
 
-    whole = held(64, offloaded=False)
-    assert held(2**30, offloaded=True) == whole
-    most, some = held(64, offloaded=True), held(2**17, offloaded=True)
+    whole = moved_bytes(64, offloaded=False)
+    assert moved_bytes(2**30, offloaded=True) == whole
+    most, some = moved_bytes(64, offloaded=True), moved_bytes(2**17, offloaded=True)
     assert most < some < whole
     assert most < 0.5 * whole
 
 
 @pytest.mark.parametrize(("checkpointed", "chosen"), [(0, "full"), (99, "full"), (99, "selective")])
-def test_a_trace_counts_what_products_in_int8_hold(place: TinyPlace, checkpointed, chosen):
+def test_a_trace_counts_the_memory_of_int8_matmuls(place: TinyPlace, checkpointed, chosen):
     subject, learner = subject_of(place, products=True), place.job("products").learner
     store_layers(learner.denoiser, make_quantizer("int8", products=True))
     checkpoint_blocks(learner.denoiser, checkpointed, chosen)

@@ -1,4 +1,4 @@
-"""The two data sets of new subjects: complete, varied, small, and drawn by the script."""
+"""The two datasets of new subjects: complete, varied, small, and drawn by the script."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ BOTH = pytest.mark.parametrize(("name", "folder"), [("zobo", DATA_FOLDER), ("fun
 
 
 def opened(path: Path) -> Image.Image:
-    with Image.open(path) as picture:
-        return picture.convert("RGB")
+    with Image.open(path) as image:
+        return image.convert("RGB")
 
 
 @BOTH
-def test_pictures_and_captions(name: str, folder: Path) -> None:
-    pictures = sorted(folder.glob("*.webp"))
-    assert len(pictures) == 24
-    captions = [picture.with_suffix(".txt").read_text(encoding="utf-8").strip() for picture in pictures]
+def test_images_and_captions(name: str, folder: Path) -> None:
+    images = sorted(folder.glob("*.webp"))
+    assert len(images) == 24
+    captions = [image.with_suffix(".txt").read_text(encoding="utf-8").strip() for image in images]
     assert all(name in caption.split() or caption.startswith(f"{name},") for caption in captions)
-    sizes = [opened(picture).size for picture in pictures]
+    sizes = [opened(image).size for image in images]
     assert len(set(sizes)) == 4
     assert all(192 <= side <= 320 for size in sizes for side in size)
-    assert len({hashlib.sha256(picture.read_bytes()).digest() for picture in pictures}) == 24
+    assert len({hashlib.sha256(image.read_bytes()).digest() for image in images}) == 24
     assert sum(file.stat().st_size for file in folder.iterdir()) < 300_000
 
 
 @BOTH
-def test_subject_is_none_of_the_shapes_the_base_knows(name: str, folder: Path) -> None:
-    seen = [judge(opened(picture)).shape for picture in sorted(folder.glob("*.webp"))]
+def test_the_subject_is_no_shape_of_the_base_model(name: str, folder: Path) -> None:
+    seen = [judge(opened(image)).shape for image in sorted(folder.glob("*.webp"))]
     assert seen.count("none") >= 20
 
 

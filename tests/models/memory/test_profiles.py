@@ -1,4 +1,4 @@
-"""Stored ledgers against published figures, and against traces of the real modules at sizes that were not stored."""
+"""Stored memory profiles against published figures, and against traces of the real modules at other sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REFERENCE = [
 
 
 def live(found: Footprint) -> float:
-    """GiB of base, adapter with its fp32 masters, and activations."""
+    """GiB of the base model, the adapter with fp32 masters, and activations."""
     return (found.weights + 3 * found.copies + found.gradients + found.activations) / GIB
 
 
@@ -91,14 +91,14 @@ def test_a_stored_profile_is_what_a_trace_finds(targets, rank, micro, side, bloc
 @pytest.mark.parametrize(("family", "blocks"), [("sd2", (0, 9, 25)), ("sdxl", (0, 5, 18))])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("targets", ["attention", "attention+ff"])
-def test_the_other_ledgers_are_what_traces_find(family, targets, precision, blocks):
+def test_the_other_profiles_are_what_traces_find(family, targets, precision, blocks):
     for count in blocks:
         agrees(family, targets, 24, 1, (96, 96), count, precision)
         agrees(family, targets, 64, 2, (128, 112), count, precision)
 
 
-def test_sd35_meets_the_reference_where_it_is_told_the_same(monkeypatch):
-    """Which had half as much text, and the table of positions whole and in fp32."""
+def test_sd35_meets_the_reference_with_equal_inputs(monkeypatch):
+    """The reference had half as much text, and the whole position table in fp32."""
     monkeypatch.setattr("lora_trainer.models.sd3.LARGEST_SIDE", 384)
     monkeypatch.setattr("lora_trainer.models.sd3.T5_TOKENS", 77)
     for blocks, gib, tflop in ((0, 12.10, 26.5), (24, 5.70, 37.8)):
@@ -112,7 +112,7 @@ def test_sd35_meets_the_reference_where_it_is_told_the_same(monkeypatch):
     ("family", "targets", "blocks", "precision"),
     [("flux", "attention", 28, "bf16"), ("sd3", "attention+ff", 5, "nf4")],
 )
-def test_between_stored_counts_memory_lies_on_a_line_or_under_it(family, targets, blocks, precision):
+def test_memory_between_stored_counts_is_at_most_linear(family, targets, blocks, precision):
     sizes = Sizes(24, 2, 96 * 112, blocks)
     memory_model = stored_memory_model(public_architecture(family), targets)
     assert memory_model is not None
@@ -121,8 +121,8 @@ def test_between_stored_counts_memory_lies_on_a_line_or_under_it(family, targets
         traced(family, targets, sizes, (96, 112), precision=precision),
     )
     assert predicted.weights == pytest.approx(found.weights, rel=0.002)
-    held = found.activations
-    assert held * 0.995 <= predicted.gradients + predicted.activations <= held * 1.03
+    activation_bytes = found.activations
+    assert activation_bytes * 0.995 <= predicted.gradients + predicted.activations <= activation_bytes * 1.03
     assert predicted.flops == pytest.approx(found.flops, rel=0.005)
 
 
@@ -132,7 +132,7 @@ def test_between_stored_counts_memory_lies_on_a_line_or_under_it(family, targets
 )
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "nf4"])
-def test_the_ledgers_of_transformers_are_what_traces_find(family, blocks, recompute, precision):
+def test_the_profiles_of_transformers_are_what_traces_find(family, blocks, recompute, precision):
     for count in blocks:
         sizes = Sizes(16, 1, 128 * 128, count, recompute)
         memory_model = stored_memory_model(public_architecture(family), "attention")
@@ -144,16 +144,16 @@ def test_the_ledgers_of_transformers_are_what_traces_find(family, blocks, recomp
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_narrower_storage_and_each_visiting_block_frees_the_gpu(family):
+def test_quantization_and_each_swapped_block_free_gpu_memory(family):
     memory_model = stored_memory_model(public_architecture(family), "attention")
     assert memory_model is not None
-    held = {
+    stored_bytes = {
         name: memory_model.footprint(Sizes(16, 1, 64**2, 0), name) for name in ("fp32", "bf16", "fp8", "int8", "nf4")
     }
-    weights = [each.weights for each in held.values()]
+    weights = [each.weights for each in stored_bytes.values()]
     assert weights == sorted(weights, reverse=True)
     assert weights[3] == pytest.approx(weights[2], rel=0.01)
-    for name in held:
+    for name in stored_bytes:
         visiting = [
             memory_model.footprint(Sizes(16, 1, 64**2, 0, swapped=k), name).weights
             for k in range(memory_model.swappable + 1)
@@ -164,16 +164,16 @@ def test_each_narrower_storage_and_each_visiting_block_frees_the_gpu(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_more_blocks_never_need_more_memory(family, precision):
-    ledger = stored_profile(family, "attention", precision)
-    assert ledger is not None
+def test_more_swapped_blocks_never_need_more_memory(family, precision):
+    profile = stored_profile(family, "attention", precision)
+    assert profile is not None
     for micro, side in ((1, 64), (1, 128), (4, 96)):
-        peaks = [ledger.footprint(Sizes(32, micro, side**2, count)).activations for count in range(ledger.blocks + 1)]
+        peaks = [profile.footprint(Sizes(32, micro, side**2, count)).activations for count in range(profile.blocks + 1)]
         assert all(later <= earlier * 1.015 for earlier, later in pairwise(peaks))
         assert peaks[-1] < 0.4 * peaks[0]
 
 
-def test_only_the_published_architecture_has_a_ledger():
+def test_only_the_published_architecture_has_a_memory_profile():
     published = public_architecture("sdxl")
     config = {**published.denoiser, "_class_name": "UNet2DConditionModel", "sample_size": 96, "class_embed_type": None}
     assert is_published(replace(published, denoiser=config))

@@ -20,7 +20,7 @@ SAMPLES = [
 KEPT = [replace(SAMPLES[n], path=Path(f"kept_{n}.png"), regularization=True, source=3) for n in range(4)]
 
 
-def ledger_of(plan: StepPlan, steps: int, share: float = 0.3) -> SampleCounts:
+def counts_of(plan: StepPlan, steps: int, share: float = 0.3) -> SampleCounts:
     def text_of(ref: Ref, step: int) -> str | None:
         if position_uniform(plan.seed, "drop", step, ref.id, ref.occurrence) < share:
             return None
@@ -30,43 +30,43 @@ def ledger_of(plan: StepPlan, steps: int, share: float = 0.3) -> SampleCounts:
 
 
 @given(st.integers(1, 7), st.integers(0, 2**40), st.integers(0, 60), st.integers(0, 30), st.booleans())
-def test_a_run_that_was_stopped_and_went_on_is_counted_as_one(effective, seed, steps, more, regularised):
+def test_a_stopped_and_resumed_run_counts_as_one(effective, seed, steps, more, regularised):
     plan = plan_steps([*SAMPLES, *(KEPT if regularised else [])], effective, seed)
-    ledger = ledger_of(plan, steps)
+    counts = counts_of(plan, steps)
     trained = Counter(ref.index for step in range(steps) for ref in plan.refs(step))
-    assert list(ledger.times) == [trained[index] for index in range(len(plan.samples))]
-    assert sum(ledger.buckets.values()) == sum(ledger.captions.values()) == trained.total()
-    assert ledger.captions.get("", 0) == ledger.dropped
-    later = ledger_of(plan, steps + more)
-    assert all(now >= before for now, before in zip(later.times, ledger.times, strict=True))
-    assert sum(later.times) - sum(ledger.times) == sum(plan.size(step) for step in range(steps, steps + more))
+    assert list(counts.times) == [trained[index] for index in range(len(plan.samples))]
+    assert sum(counts.buckets.values()) == sum(counts.captions.values()) == trained.total()
+    assert counts.captions.get("", 0) == counts.dropped
+    later = counts_of(plan, steps + more)
+    assert all(now >= before for now, before in zip(later.times, counts.times, strict=True))
+    assert sum(later.times) - sum(counts.times) == sum(plan.size(step) for step in range(steps, steps + more))
 
 
-def test_the_line_and_the_file_say_what_was_trained(tmp_path: Path):
+def test_the_line_and_the_file_count_what_was_trained(tmp_path: Path):
     plan = plan_steps([*SAMPLES[0:4:3], *KEPT, replace(SAMPLES[6], caption='a "b",\nc')], 2, 0)
     steps = 3 * plan.steps_per_epoch
-    ledger = ledger_of(plan, steps, 0.0)
-    # Three images an epoch, and as many places for the four that are kept.
-    assert ledger.line == "every image 3 times, every regularization image 2–3 times"
-    dropped = ledger_of(plan, steps, 1.0)
+    counts = counts_of(plan, steps, 0.0)
+    # Three images per epoch, and as many positions for the four regularization images.
+    assert counts.line == "every image 3 times, every regularization image 2–3 times"
+    dropped = counts_of(plan, steps, 1.0)
     assert dropped.line.endswith("; captions dropped 100.0 %")
     assert dropped.to_json()["captions"] == {"texts": 1, "dropped": 18, "dropped_share": 1.0}
-    assert ledger_of(plan, 1).to_json()["images"] == {"count": 7, "least": 0, "most": 1, "never": 5}
-    assert ledger_of(plan, 1).line.startswith("every ")
-    assert ", but 5 of 7 never" in ledger_of(plan, 1).line
-    with open(tmp_path / write_sample_counts(tmp_path, ledger), encoding="utf-8", newline="") as file:
+    assert counts_of(plan, 1).to_json()["images"] == {"count": 7, "least": 0, "most": 1, "never": 5}
+    assert counts_of(plan, 1).line.startswith("every ")
+    assert ", but 5 of 7 never" in counts_of(plan, 1).line
+    with open(tmp_path / write_sample_counts(tmp_path, counts), encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert {row["name"]: int(row["times"]) for row in rows if row["kind"] == "caption"} == ledger.captions
-    assert [int(row["times"]) for row in rows if row["kind"] in ("image", "regularization")] == list(ledger.times)
-    assert {row["name"]: int(row["times"]) for row in rows if row["kind"] == "bucket"} == ledger.buckets
+    assert {row["name"]: int(row["times"]) for row in rows if row["kind"] == "caption"} == counts.captions
+    assert [int(row["times"]) for row in rows if row["kind"] in ("image", "regularization")] == list(counts.times)
+    assert {row["name"]: int(row["times"]) for row in rows if row["kind"] == "bucket"} == counts.buckets
 
 
 @given(st.integers(1, 7), st.integers(0, 2**40), st.integers(0, 60), st.booleans())
-def test_weights_that_have_not_seen_every_image_are_told_with_the_least_that_would(effective, seed, steps, regularised):
+def test_weights_that_have_not_seen_every_image_name_the_minimum_steps(effective, seed, steps, regularised):
     """Every image of every source counts, however many repeats it has; regularization images do not."""
     plan = plan_steps([*SAMPLES, *(KEPT if regularised else [])], effective, seed)
     found = never_trained(plan, steps, steps)
-    times = ledger_of(plan, steps).times[: len(SAMPLES)]
+    times = counts_of(plan, steps).times[: len(SAMPLES)]
     assert (found is None) == (0 not in times)
     if found is None:
         return
@@ -78,7 +78,7 @@ def test_weights_that_have_not_seen_every_image_are_told_with_the_least_that_wou
     assert never_trained(plan, least, least) is None
 
 
-def test_weights_of_an_early_step_name_the_training_that_came_after():
+def test_weights_of_an_early_step_name_the_later_training():
     plan = plan_steps(SAMPLES, 2, 0)
     found = never_trained(plan, 1, 100)
     assert found is not None
