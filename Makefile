@@ -1,17 +1,17 @@
-# Every target makes its own environment first, in .venv, and only when something changed.
+# Every target first brings its environment in .venv up to date.
 PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-gpu demo test check format slow faults test-matrix
 
 help:
-	@echo "make setup      make .venv and install the package with what it needs"
+	@echo "make setup      make .venv and install the package and its requirements"
 	@echo "make setup-gpu  the same, with xformers and NVML for NVIDIA GPUs"
-	@echo "make demo       produce the built-in example: check, train, score, images; fails if refused"
+	@echo "make demo       train the built-in example: check, train, score, images; fails if a gate refuses it"
 	@echo "make test       run the tests"
 	@echo "make check      lint, format, types, imports"
 	@echo "make slow       run the tests that take too long for make test (an hour on two cores)"
 	@echo "make faults     run the long fault suite and print its table (an hour on two cores)"
-	@echo "make test-matrix  run the tests of exactness under other instruction sets and threads"
+	@echo "make test-matrix  run the exactness tests with other instruction sets and numbers of threads"
 
 setup:
 	@scripts/setup_environment.sh
@@ -19,7 +19,7 @@ setup:
 setup-gpu: setup
 	@$(PYTHON) -m pip install --quiet -c constraints.txt xformers nvidia-ml-py
 
-# As on a GPU of 12 GB, with both gates enforced: a refused LoRA fails. Each demo has a folder of its own.
+# With the settings of a 12 GB GPU and both gates enforced. Each demo has a folder of its own.
 demo: setup
 	@.venv/bin/lora-trainer demo --preset 12gb --output runs
 

@@ -1,11 +1,11 @@
-"""What reading and decoding many images costs, beside the plain library doing the same.
+"""Measure what reading and decoding many images costs, beside the plain library doing the same.
 
     python scripts/bench_check.py --images 100000
 
 Draws that many JPEGs of 96 to 256 pixels with captions into a folder of their own (or takes
-`--data DIR`), then prints wall and CPU time of each way, its ratio to the plain one,
-and the load of the machine. Caches go to a temporary folder: the first reading is a cold one
-for us, the files themselves are in the system's memory for all ways.
+`--data DIR`), then prints wall and CPU time of each row, its ratio to the plain one,
+and the load of the machine. Caches are in a temporary folder, so our first read is cold;
+the files themselves are in the system's memory for every row.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def draw(root: Path, count: int, first: int = 0) -> None:
         (folder / f"{number:07d}.txt").write_text(f"image {number} of shapes over noise", "utf-8")
 
 
-def drawn(root: Path, count: int) -> None:
-    """All images, drawn by all CPUs."""
+def draw_all(root: Path, count: int) -> None:
+    """Draw all images on all CPUs."""
     share = -(-count // workers.processors())
     with ThreadPoolExecutor(workers.processors()) as pool:
         list(pool.map(lambda first: draw(root, min(share, count - first), first), range(0, count, share)))
 
 
-def seconds() -> float:
-    """CPU seconds of this process and of those that it started and that have ended."""
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of its ended child processes."""
     workers._close_all()
     spent = psutil.Process().cpu_times()
     return float(spent.user + spent.system + spent.children_user + spent.children_system)
@@ -69,9 +69,9 @@ def seconds() -> float:
 
 def timed(name: str, do: Callable[[], object], plain: tuple[float, float] | None = None) -> tuple[float, float]:
     """Run it, print a row and return (wall, CPU) seconds."""
-    busy, begun = seconds(), time.perf_counter()
+    cpu_before, begun = cpu_seconds(), time.perf_counter()
     do()
-    wall, spent = time.perf_counter() - begun, seconds() - busy
+    wall, spent = time.perf_counter() - begun, cpu_seconds() - cpu_before
     ratios = "" if plain is None else f"{wall / plain[0]:8.2f} {spent / plain[1]:8.2f}"
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     print(f"{name:34} {wall:9.1f} {spent:9.1f} {ratios:17} {load:6.1f}", flush=True)
@@ -95,8 +95,8 @@ def plain_decode(path: Path) -> None:
         image.load()
 
 
-def on_all_processors(do: Callable[[Path], object], paths: Sequence[Path]) -> None:
-    """Pillow lets go of the interpreter while it decodes."""
+def on_all_cpus(do: Callable[[Path], object], paths: Sequence[Path]) -> None:
+    """In threads: Pillow releases the GIL while it decodes."""
     with ThreadPoolExecutor(workers.processors()) as pool:
         for _ in pool.map(do, paths, chunksize=64):
             pass
@@ -117,7 +117,7 @@ def measure(root: Path, most_decoded: int) -> None:
     timed("ours: again", list_all, plain)
     picked = samples[:most_decoded]
     print(f"{len(picked):,} of them decoded in full")
-    plain = timed("plain: Image.load in threads", lambda: on_all_processors(plain_decode, [s.path for s in picked]))
+    plain = timed("plain: Image.load in threads", lambda: on_all_cpus(plain_decode, [s.path for s in picked]))
     timed("ours: decoded and measured", lambda: look_at(picked), plain)
     timed("ours: again", lambda: look_at(picked), plain)
     peak = psutil.Process().memory_info().rss / 2**20
@@ -126,15 +126,15 @@ def measure(root: Path, most_decoded: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", type=int, default=100_000)
-    parser.add_argument("--decode", type=int, default=10_000, help="how many of them are decoded in full")
-    parser.add_argument("--data", type=Path, help="images of your own in place of drawn ones")
+    parser.add_argument("--images", type=int, default=100_000)
+    parser.add_argument("--decode", type=int, default=10_000, help="how many of them to decode in full")
+    parser.add_argument("--data", type=Path, help="your own images instead of drawn ones")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench_check_") as scratch:
         os.environ["LORA_TRAINER_CACHE"] = str(Path(scratch) / "cache")
         root = arguments.data or Path(scratch) / "images"
         if arguments.data is None:
-            drawn(root, arguments.images)
+            draw_all(root, arguments.images)
             time.sleep(2.5)  # a file written just now is not remembered
         measure(root, arguments.decode)
     return 0

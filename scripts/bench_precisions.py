@@ -1,9 +1,9 @@
-"""What each precision of the frozen base costs in learning: the same run of the built-in data, side by side.
+"""Measure what each precision of the frozen base model costs in learning: the same run, side by side.
 
     python scripts/bench_precisions.py FOLDER --steps 150 --seeds 42 7
 
-Prints, for each precision, the validation loss at the start and along the run for each seed, its distance from that of
-fp32, and the error of the untouched denoiser's prediction against fp32; `spread` is what another seed changes.
+Prints for each precision and seed the validation losses of the run and their distance from fp32, and the prediction error
+of the untouched denoiser against fp32. `spread` is what another seed changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lora_trainer.production.session import open_session, prepare
 from lora_trainer.production.settings import settle
 from lora_trainer.training.loop import train
 
-WAYS: dict[str, dict[str, object]] = {
+VARIANTS: dict[str, dict[str, object]] = {
     "fp32": {},
     "bf16": {"memory.weight_dtype": "bf16"},
     "fp8": {"memory.weight_dtype": "fp8"},
@@ -38,14 +38,18 @@ WAYS: dict[str, dict[str, object]] = {
 }
 
 
-def validation_losses(folder: Path, way: str, seed: int, steps: int, every: int) -> dict[int, float]:
-    """Validation loss by step of one run: the loop alone, without gate and images."""
-    name = f"{way.replace(', ', '-')}-{seed}"
-    given: dict[str, object] = {"memory.weight_dtype": "fp32", **WAYS[way], "validation.every_n_steps": every}
-    given |= {"train.seed": seed, "train.max_steps": steps, "run.output": str(folder), "run.name": name}
-    given |= {"model.path": str(BASE_FOLDER), "data.sources": (str(DATA_FOLDER),), "sample.every_n_steps": 0}
+def validation_losses(folder: Path, variant: str, seed: int, steps: int, every: int) -> dict[int, float]:
+    """Validation loss by step of one run of the training loop, without gate and images."""
+    name = f"{variant.replace(', ', '-')}-{seed}"
+    settings: dict[str, object] = {
+        "memory.weight_dtype": "fp32",
+        **VARIANTS[variant],
+        "validation.every_n_steps": every,
+    }
+    settings |= {"train.seed": seed, "train.max_steps": steps, "run.output": str(folder), "run.name": name}
+    settings |= {"model.path": str(BASE_FOLDER), "data.sources": (str(DATA_FOLDER),), "sample.every_n_steps": 0}
     values: dict[str, dict[str, object]] = {}
-    for key, value in (given | {"cache.dir": str(folder / "cache")}).items():
+    for key, value in (settings | {"cache.dir": str(folder / "cache")}).items():
         section, _, setting = key.partition(".")
         values.setdefault(section, {})[setting] = value
     resolved = settle([], [Layer("bench", values)])
@@ -64,35 +68,36 @@ def validation_losses(folder: Path, way: str, seed: int, steps: int, every: int)
 
 @torch.no_grad()
 def prediction_errors() -> dict[str, float]:
-    """Relative error of the untouched denoiser's prediction against fp32, over noise levels; weights stored, by way."""
+    """Relative error of the untouched denoiser's prediction against fp32, over noise levels, by variant."""
     found: dict[str, torch.Tensor] = {}
-    for way, settings in WAYS.items():
+    for variant, settings in VARIANTS.items():
         stored = settings.get("memory.weight_dtype", "fp32")
         dtype = torch.float32 if stored == "fp32" else torch.bfloat16
-        narrow = make_quantizer(stored, products="memory.int8_matmul" in settings)
-        denoiser = FAMILY.load_denoiser(BASE_FOLDER, dtype, torch.device("cpu"), narrow)
+        quantize = make_quantizer(stored, products="memory.int8_matmul" in settings)
+        denoiser = FAMILY.load_denoiser(BASE_FOLDER, dtype, torch.device("cpu"), quantize)
         width = int(denoiser.config.cross_attention_dim)
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(8, 4, 16, 16, generator=generator).to(dtype)
         embeds = torch.randn(8, 77, width, generator=generator).to(dtype)
         t = torch.linspace(20, 980, 8).long()
-        found[way] = FAMILY.predict(denoiser, x, t, {"embeds": embeds}, torch.zeros(8, 6)).float()
+        found[variant] = FAMILY.predict(denoiser, x, t, {"embeds": embeds}, torch.zeros(8, 6)).float()
     exact = found["fp32"]
-    return {way: float((each - exact).norm() / exact.norm()) for way, each in found.items()}
+    return {variant: float((each - exact).norm() / exact.norm()) for variant, each in found.items()}
 
 
-def printed(results: dict[str, dict[int, dict[int, float]]], errors: dict[str, float]) -> None:
+def print_results(results: dict[str, dict[int, dict[int, float]]], errors: dict[str, float]) -> None:
     seeds = list(results["fp32"])
     last = max(results["fp32"][seeds[0]])
     spread = statistics.pstdev([results["fp32"][seed][last] for seed in seeds]) if len(seeds) > 1 else float("nan")
     print(f"spread of fp32 over seeds at step {last}: {spread:.5f}")
-    for way, runs in results.items():
+    for variant, runs in results.items():
         apart = [abs(runs[seed][last] - results["fp32"][seed][last]) for seed in runs]
         curves = "; ".join(
             f"seed {seed}: " + " ".join(f"{loss:.5f}" for _, loss in sorted(run.items())) for seed, run in runs.items()
         )
         print(
-            f"{way}: prediction error {errors[way]:.4f}, {curves}, apart from fp32 at most {max(apart):.5f}", flush=True
+            f"{variant}: prediction error {errors[variant]:.4f}, {curves}, apart from fp32 at most {max(apart):.5f}",
+            flush=True,
         )
 
 
@@ -102,9 +107,12 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     results = {
-        way: {seed: validation_losses(asked.folder, way, seed, asked.steps, asked.every) for seed in asked.seeds}
-        for way in WAYS
+        variant: {
+            seed: validation_losses(arguments.folder, variant, seed, arguments.steps, arguments.every)
+            for seed in arguments.seeds
+        }
+        for variant in VARIANTS
     }
-    printed(results, prediction_errors())
+    print_results(results, prediction_errors())

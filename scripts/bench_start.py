@@ -1,12 +1,17 @@
-"""What it takes from the start of a process to the end of its first step, and the memory at the end of its tenth.
+"""Measure the time from the start of a process to the end of its first step, and its memory after ten steps.
 
     python scripts/bench_start.py --rounds 5
 
-Whole processes in turn: `bare` is a script that imports torch, diffusers and peft, loads the same model, puts the same
-LoRA on it and trains on what lies ready, nothing else; `bare_hidden` the same with the optional libraries hidden that
-no step needs; `ours` is `lora-trainer train` with warm caches, from its config to its step, `ours_validated` with the
-validation loss of the base before it, as is the default. Both write a line when a step is done; a step's time is when
-that line is seen. Memory is the most that lay in RAM until then (VmHWM). Linux only.
+Runs whole processes in turn:
+
+- `bare`: a script that imports torch, diffusers and peft, loads the same model, injects the same LoRA and trains on
+  ready-made tensors
+- `bare_hidden`: the same, with the optional libraries hidden that no step needs
+- `ours`: `lora-trainer train` with warm caches, from reading its config to the step
+- `ours_validated`: the same with the validation loss of the base model before the first step, which is the default
+
+Each process writes a line after a step; the step's time is when that line is seen. Memory is the peak in RAM until then
+(VmHWM). Linux only.
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ with open(done, "a", buffering=1) as lines:
 
 @dataclass(frozen=True)
 class Start:
-    """Of one process: wall seconds and CPU seconds to the end of its first step, MiB at the end of its tenth."""
+    """One process: wall and CPU seconds to the end of its first step, peak MiB after STEPS steps."""
 
     wall: float
     cpu: float
@@ -65,18 +70,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--big", action="store_true", help="a U-Net of 30 M weights at 256 px in place of the built-in base"
+        "--big", action="store_true", help="a U-Net of 30 M weights at 256 px instead of the built-in base model"
     )
-    parser.add_argument("--only", default="", help="rows, by comma; `bare` is always there")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--only", default="", help="rows, separated by commas; `bare` is always measured")
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        ways = commands(Path(folder), big=asked.big)
-        only = asked.only.split(",") if asked.only else list(ways)
-        ways = {name: way for name, way in ways.items() if name in ("bare", *only)}
-        started: dict[str, list[Start]] = {name: [] for name in ways}
-        for turn in range(asked.rounds + 1):  # the first fills caches, ours and the system's
-            for name, command in ways.items():
-                found = one_start(command, Path(folder) / f"{name}-{turn}")
+        rows = commands(Path(folder), big=options.big)
+        only = options.only.split(",") if options.only else list(rows)
+        rows = {name: command for name, command in rows.items() if name in ("bare", *only)}
+        started: dict[str, list[Start]] = {name: [] for name in rows}
+        for turn in range(options.rounds + 1):  # the first round fills our caches and the system's
+            for name, command in rows.items():
+                found = start_once(command, Path(folder) / f"{name}-{turn}")
                 if turn:
                     started[name].append(found)
                 print(
@@ -87,11 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def commands(folder: Path, *, big: bool) -> dict[str, list[str]]:
-    """How each way is started: `DONE` stands for the file that it writes lines to, `OUT` for the folder of a run."""
+    """The command of each row. `DONE` is replaced by the file that it writes lines to, `OUT` by the run's folder."""
     from lora_trainer.builtin import BASE_FOLDER
     from lora_trainer.core.imports import OPTIONAL
 
-    model = big_model(BASE_FOLDER, folder / "model") if big else BASE_FOLDER
+    model = write_big_model(BASE_FOLDER, folder / "model") if big else BASE_FOLDER
     side = (256 if big else 128) // 8
     own = [sys.executable, "-m", "lora_trainer", "train", "--preset", PRESET, "--model", str(model), "--output", "OUT"]
     own += ["--name", "run", "--max-steps", "1000", "--set", "sample.every_n_steps=0", "--set", f"lora.rank={RANK}"]
@@ -106,8 +111,8 @@ def commands(folder: Path, *, big: bool) -> dict[str, list[str]]:
     }
 
 
-def big_model(base: Path, folder: Path) -> Path:
-    """The built-in base with a U-Net of 30 M random weights, for 256 px. Returns the folder."""
+def write_big_model(base: Path, folder: Path) -> Path:
+    """Write the built-in base model with a U-Net of 30 M random weights, for 256 px, and return its folder."""
     import shutil
 
     import torch
@@ -123,15 +128,15 @@ def big_model(base: Path, folder: Path) -> Path:
     return folder
 
 
-def one_start(command: Sequence[str], folder: Path) -> Start:
-    """Start it, wait for its first and its tenth step, and end it."""
+def start_once(command: Sequence[str], folder: Path) -> Start:
+    """Start the process, wait for its first and its last measured step, and end it."""
     folder.mkdir()
     own = "OUT" in command
     done = folder / "run" / "metrics.jsonl" if own else folder / "done"
-    words = [{"OUT": str(folder), "DONE": str(done)}.get(word, word) for word in command]
-    with (folder / "said").open("wb") as said:
+    arguments = [{"OUT": str(folder), "DONE": str(done)}.get(part, part) for part in command]
+    with (folder / "output").open("wb") as output:
         began = time.perf_counter()
-        process = subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT)
         try:
             wait_for(process, done, 1, folder)
             wall, cpu = time.perf_counter() - began, cpu_seconds(process.pid)
@@ -143,11 +148,11 @@ def one_start(command: Sequence[str], folder: Path) -> Start:
 
 
 def wait_for(process: subprocess.Popen[bytes], file: Path, lines: int, folder: Path) -> None:
-    """Wait until the file holds so many lines."""
+    """Wait until the file has this many lines."""
     until = time.monotonic() + LIMIT
     while not file.is_file() or file.read_bytes().count(b"\n") < lines:
         if process.poll() is not None or time.monotonic() > until:
-            raise SystemExit(f"{' '.join(process.args[:6])} made no step:\n{(folder / 'said').read_text()[-2000:]}")  # type: ignore[index]
+            raise SystemExit(f"{' '.join(process.args[:6])} finished no step:\n{(folder / 'said').read_text()[-2000:]}")  # type: ignore[index]
         time.sleep(0.005)
 
 
@@ -157,23 +162,23 @@ def cpu_seconds(pid: int) -> float:
 
 
 def peak(pid: int) -> float:
-    """The most that ever lay in RAM, in MiB."""
+    """Peak memory in RAM, in MiB."""
     status = Path(f"/proc/{pid}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1024
 
 
 def show(started: Mapping[str, Sequence[Start]]) -> None:
-    """A table: medians, the ratio to `bare` in the same round with its spread, and memory over `bare`'s."""
+    """Print medians, the ratios to `bare` in the same round with their spread, and the memory over `bare`'s."""
     print("row               wall s   CPU s   wall over bare: median, least, most   CPU over bare     MiB   over bare")
     bare = started["bare"]
     for name, found in started.items():
         wall = sorted(own.wall / least.wall for own, least in zip(found, bare, strict=True))
         cpu = statistics.median(own.cpu / least.cpu for own, least in zip(found, bare, strict=True))
-        held = statistics.median(each.mebibytes for each in found)
-        more = held - statistics.median(each.mebibytes for each in bare)
+        memory = statistics.median(each.mebibytes for each in found)
+        more = memory - statistics.median(each.mebibytes for each in bare)
         figures = f"{statistics.median(e.wall for e in found):7.2f} {statistics.median(e.cpu for e in found):7.2f}"
         ratios = f"{statistics.median(wall):13.3f}, {wall[0]:.3f}, {wall[-1]:.3f} {cpu:24.3f}"
-        print(f"{name:16} {figures} {ratios} {held:12.0f} {more:+9.0f}")
+        print(f"{name:16} {figures} {ratios} {memory:12.0f} {more:+9.0f}")
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
 
 

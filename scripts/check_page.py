@@ -1,8 +1,8 @@
-"""The image of a dataset's page in the README: a set with one of most faults, its page, and what a browser shows.
+"""Write docs/check.png, the README's screenshot of a `check` page: a dataset with most kinds of faults.
 
-    python scripts/check_page.py --keep DIR     and docs/check.png is made anew
+    python scripts/check_page.py --keep DIR
 
-Needs chromium. The page and the set stay in DIR.
+Needs chromium. The page and the dataset stay in DIR.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SIZE = (1280, 1918)
 IMAGE = Path(__file__).parents[1] / "docs" / "check.png"
 
 
-def faulty(folder: Path) -> None:
-    """Of twenty good images one is cut short, two are blurred, and others have one fault each."""
+def write_faulty(folder: Path) -> None:
+    """Write twenty good images, then truncate one, blur two and give others one fault each."""
     paths = good(folder)
     paths[0].write_bytes(paths[0].read_bytes()[:5000])
     Image.open(paths[1]).resize((560, 600)).save(paths[2])
@@ -40,16 +40,16 @@ def soft(image: Image.Image) -> Image.Image:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--keep", type=Path, metavar="DIR", required=True, help="an empty folder for the set and its page"
+        "--keep", type=Path, metavar="DIR", required=True, help="an empty folder for the dataset and its page"
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE", default=IMAGE)
+    parser.add_argument("--image", type=Path, metavar="FILE", default=IMAGE)
     arguments = parser.parse_args()
     data, page = arguments.keep / "faulty", arguments.keep / "check.html"
-    faulty(data)
+    write_faulty(data)
     command(["check", str(data), "--html", str(page)])
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        sys.exit("There is no chromium.")
+        sys.exit("chromium was not found. Install it.")
     shot = arguments.keep / "shot.png"
     options = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={SIZE[0]},{SIZE[1]}"]
     subprocess.run([browser, *options, f"--screenshot={shot}", page.resolve().as_uri()], check=True, timeout=60)

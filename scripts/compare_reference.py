@@ -1,9 +1,9 @@
-"""Print the planner's table against published figures, as it stands in docs/memory.md.
+"""Print the memory planner's table against published figures, as docs/memory.md has it.
 
     python scripts/compare_reference.py
 
-Base, adapter with its fp32 masters, and activations, of one step with a LoRA of rank 16 on attention, bf16; from the
-stored ledgers, in a second.
+One step with a LoRA of rank 16 on attention, bf16: base model, adapter with its fp32 masters, and activations. It reads
+the stored memory profiles and takes a second.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from lora_trainer.models.family import public_architecture
 from lora_trainer.models.memory.profiles import Footprint, Sizes, stored_memory_model
 
 GIB = 2**30
-DOWNSCALE = 8  # pixels of a place of the latents
-# Computed apart from this code on meta tensors: live GiB and TFLOP without checkpointing and with all blocks.
+DOWNSCALE = 8  # pixels on a side of one latent
+# Computed without this code, on meta tensors: live GiB and TFLOP without checkpointing and with all blocks.
 FIGURES = [
     ("sd15", 512, 1, (2.39, 1.83), (1.72, 2.32)),
     ("sdxl", 768, 1, (7.89, 5.20), (7.5, 10.8)),
@@ -25,7 +25,7 @@ FIGURES = [
 
 
 def live(found: Footprint) -> float:
-    """GiB of base, adapter with its fp32 masters, and activations."""
+    """GiB of base model, adapter with its fp32 masters, and activations."""
     return (found.weights + 3 * found.copies + found.gradients + found.activations) / GIB
 
 
@@ -45,7 +45,9 @@ def main() -> None:
             ([each.flops / 1e12 for each in steps], tflop, 1),
         ):
             cells.append(" / ".join(f"{size:.{places}f}" for size in sizes))
-            cells.append(" / ".join(f"{size / told - 1:+.1%}" for size, told in zip(sizes, known, strict=True)))
+            cells.append(
+                " / ".join(f"{size / reference - 1:+.1%}" for size, reference in zip(sizes, known, strict=True))
+            )
         print(f"| {' | '.join(cells)} |")
 
 

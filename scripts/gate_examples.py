@@ -1,7 +1,7 @@
-"""Datasets of our own making, good and bad, with their scores and findings: the table in docs/scores.md.
+"""Draw good and bad datasets and print their scores and findings: the table in docs/scores.md.
 
 python scripts/gate_examples.py             print the table
-python scripts/gate_examples.py --keep DIR  write the sets there, to look at
+python scripts/gate_examples.py --keep DIR  keep the datasets there, to inspect them
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def color(draw: np.random.Generator) -> tuple[int, int, int]:
 
 
 def photo(width: int, height: int, seed: int) -> Image.Image:
-    """Noise whose power falls with frequency as in photographs, and a dozen sharp things before it."""
+    """Noise whose power falls with frequency as in photographs, with a dozen sharp shapes on top."""
     draw = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None, :])
     frequency[0, 0] = np.inf
@@ -49,7 +49,7 @@ def photo(width: int, height: int, seed: int) -> Image.Image:
 
 
 def drawing(width: int, height: int, seed: int) -> Image.Image:
-    """Flat areas with outlines, softened a little by scaling, as much of drawn art is."""
+    """Flat areas with outlines, softened a little by scaling, as in much drawn art."""
     draw = np.random.default_rng(seed)
     image = Image.new("RGB", (2 * width, 2 * height), color(draw))
     pen = ImageDraw.Draw(image)
@@ -61,7 +61,7 @@ def drawing(width: int, height: int, seed: int) -> Image.Image:
 
 
 def good(folder: Path, make: Make = photo, count: int = COUNT) -> list[Path]:
-    """Images of several shapes, each with its own caption."""
+    """Write images of several shapes, each with its own caption."""
     folder.mkdir(parents=True)
     paths = []
     for number in range(count):
@@ -73,8 +73,8 @@ def good(folder: Path, make: Make = photo, count: int = COUNT) -> list[Path]:
     return paths
 
 
-def changed(paths: list[Path], change: Callable[[Image.Image], Image.Image], each: int = 2) -> None:
-    """Every other image in place of itself, or with `each` of 1 all of them."""
+def change_images(paths: list[Path], change: Callable[[Image.Image], Image.Image], each: int = 2) -> None:
+    """Change every other image in place; with `each=1` change all of them."""
     for path in paths[::each]:
         change(Image.open(path).convert("RGB")).save(path, compress_level=1)
 
@@ -136,55 +136,55 @@ def misnamed(paths: list[Path]) -> None:
 SETS: dict[str, Callable[[Path], object]] = {
     "good photographs": lambda folder: good(folder),
     "good drawings with flat areas": lambda folder: good(folder, drawing),
-    "good, a little soft (Gaussian of 1 pixel)": lambda folder: changed(good(folder, drawing), lambda each: each.filter(ImageFilter.GaussianBlur(1))),
+    "good, a little soft (Gaussian of 1 pixel)": lambda folder: change_images(good(folder, drawing), lambda each: each.filter(ImageFilter.GaussianBlur(1))),
     "four good ones": lambda folder: good(folder, count=4),
     "half of the files cut short": lambda folder: cut_short(good(folder)),
     "half without a caption": lambda folder: without_captions(good(folder)),
-    "half enlarged more than twice": lambda folder: changed(good(folder), lambda each: each.resize((200, 200))),
-    "half enlarged 1.3 times": lambda folder: changed(good(folder), lambda each: each.resize((400, 400))),
-    "half blurred (Gaussian of 3 pixels)": lambda folder: changed(good(folder), lambda each: each.filter(ImageFilter.GaussianBlur(3))),
-    "half enlarged before, 5 times": lambda folder: changed(good(folder), enlarged),
-    "half saved as JPEG 10 before": lambda folder: changed(good(folder), worn),
-    "half with black bars": lambda folder: changed(good(folder), boxed),
-    "half of one color": lambda folder: changed(good(folder), lambda each: Image.new("RGB", each.size, "navy")),
+    "half enlarged more than twice": lambda folder: change_images(good(folder), lambda each: each.resize((200, 200))),
+    "half enlarged 1.3 times": lambda folder: change_images(good(folder), lambda each: each.resize((400, 400))),
+    "half blurred (Gaussian of 3 pixels)": lambda folder: change_images(good(folder), lambda each: each.filter(ImageFilter.GaussianBlur(3))),
+    "half enlarged before, 5 times": lambda folder: change_images(good(folder), enlarged),
+    "half saved as JPEG 10 before": lambda folder: change_images(good(folder), worn),
+    "half with black bars": lambda folder: change_images(good(folder), boxed),
+    "half of one color": lambda folder: change_images(good(folder), lambda each: Image.new("RGB", each.size, "navy")),
     "half copies of one": lambda folder: copied(good(folder)),
     "half one image in other sizes": lambda folder: saved_again(good(folder)),
     "half with garbled captions": lambda folder: garbled(good(folder)),
-    "one blurred": lambda folder: changed(good(folder), lambda each: each.filter(ImageFilter.GaussianBlur(3)), COUNT),
+    "one blurred": lambda folder: change_images(good(folder), lambda each: each.filter(ImageFilter.GaussianBlur(3)), COUNT),
     "one with the caption asdf": lambda folder: typed(good(folder), 1),
-    "all blurred": lambda folder: changed(good(folder), lambda each: each.filter(ImageFilter.GaussianBlur(3)), 1),
-    "all saved as JPEG 8 before": lambda folder: changed(good(folder), lambda each: worn(each, 8), 1),
-    "all with black bars": lambda folder: changed(good(folder), boxed, 1),
+    "all blurred": lambda folder: change_images(good(folder), lambda each: each.filter(ImageFilter.GaussianBlur(3)), 1),
+    "all saved as JPEG 8 before": lambda folder: change_images(good(folder), lambda each: worn(each, 8), 1),
+    "all with black bars": lambda folder: change_images(good(folder), boxed, 1),
     "all with the caption asdf": lambda folder: typed(good(folder), COUNT),
-    "all enlarged 1.3 times": lambda folder: changed(good(folder), lambda each: each.resize((400, 400)), 1),
+    "all enlarged 1.3 times": lambda folder: change_images(good(folder), lambda each: each.resize((400, 400)), 1),
     "half with a wrong ending": lambda folder: misnamed(good(folder)),
 }  # fmt: skip
 
 
-def judged(folder: Path) -> DataReport:
-    """As `check` judges it for a model of 512 pixels with a step of 64."""
+def evaluate(folder: Path) -> DataReport:
+    """Check the dataset for a model of 512 pixels and buckets in steps of 64."""
     manifest, found = read_manifest([folder])
     return check_dataset(manifest, found, framings=[Framing((SIDE,), 64)], caption_limit=77)
 
 
 def row(name: str, report: DataReport) -> str:
-    """The set's line of the table."""
+    """The dataset's line of the table."""
     counts = Counter((finding.severity, finding.code) for finding in report.findings)
-    told = [f"{count} {severity}{'s' * (count > 1)} `{code}`" for (severity, code), count in sorted(counts.items())]
+    findings = [f"{count} {severity}{'s' * (count > 1)} `{code}`" for (severity, code), count in sorted(counts.items())]
     verdict = "passes" if report.passed else "refused"
-    return f"| {name} | {report.score:.3f} | {verdict} | {', '.join(told) or 'none'} |"
+    return f"| {name} | {report.score:.3f} | {verdict} | {', '.join(findings) or 'none'} |"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="an empty folder for the sets")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="an empty folder for the datasets")
     kept = parser.parse_args().keep
     print(f"| set of {COUNT} | score | verdict | findings |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         for name, make in SETS.items():
             folder = (kept or Path(scratch)) / name.replace(" ", "_").replace(",", "").replace("(", "").replace(")", "")
             make(folder)
-            print(row(name, judged(folder)), flush=True)
+            print(row(name, evaluate(folder)), flush=True)
     return 0
 
 

@@ -1,9 +1,9 @@
-"""What a cache of many images costs: files, disk, memory, start-up. Entries are made up; nothing is encoded.
+"""Measure what a cache of many images costs: files, disk, memory, start-up. Its entries are fake: nothing is encoded.
 
     python scripts/measure_caches.py --entries 100000 --side 16 --folder scratch
 
-`--side` is the latents' side: 64 is an image of 512 px at 128 KiB an entry. Times are CPU seconds, memory is what the
-process holds beside files (Linux).
+`--side` is the side of the latents: 64 is an image of 512 px, 128 KiB an entry. Times are CPU seconds, memory is that of
+the process without mapped files (Linux).
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ SIZES = ((1200, 1000), (1000, 1200), (1024, 1024), (1600, 1000), (900, 1600))
 READS = 20_000
 
 
-def held() -> float:
-    """Memory of this process beside mapped files, in MB."""
+def anonymous_mb() -> float:
+    """Memory of this process without mapped files, in MB."""
     gc.collect()
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Anonymous"))
 
 
-def told(what: str, work: Callable[[], object]) -> object:
-    """Do something and print what it took."""
-    before, began, used = held(), time.perf_counter(), time.process_time()
+def report_cost(what: str, work: Callable[[], object]) -> object:
+    """Do the work and print its time and memory."""
+    before, began, used = anonymous_mb(), time.perf_counter(), time.process_time()
     found = work()
     seconds, cpu = time.perf_counter() - began, time.process_time() - used
-    print(f"{what}: {cpu:.2f} CPU s, {seconds:.2f} s, {held() - before:+.0f} MB", flush=True)
+    print(f"{what}: {cpu:.2f} CPU s, {seconds:.2f} s, {anonymous_mb() - before:+.0f} MB", flush=True)
     return found
 
 
-def shown(count: int, side: int) -> list[tuple[Sample, View]]:
+def make_items(count: int, side: int) -> list[tuple[Sample, View]]:
     samples = [
         Sample(
             Path(f"set/{number:07d}.jpg"),
@@ -60,7 +60,7 @@ def shown(count: int, side: int) -> list[tuple[Sample, View]]:
     return [(sample, views[0]) for sample, views in zip(samples, plan.views, strict=True)]
 
 
-def fill(plan: CachePlan[tuple[Sample, View]], batch: int = 16) -> int:
+def fill_cache(plan: CachePlan[tuple[Sample, View]], batch: int = 16) -> int:
     def encode(places: list[int], prepared: list[int]) -> dict[str, Tensor]:
         bucket = plan.items[places[0]][1].fit.bucket
         latents = torch.full((len(prepared), 4, bucket.height // 8, bucket.width // 8), 0.5)
@@ -79,24 +79,24 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    before = held()
-    items = shown(arguments.entries, arguments.side)
-    print(f"samples and views themselves: {held() - before:+.0f} MB")
+    before = anonymous_mb()
+    items = make_items(arguments.entries, arguments.side)
+    print(f"samples and views themselves: {anonymous_mb() - before:+.0f} MB")
 
     def plan() -> CachePlan[tuple[Sample, View]]:
         return plan_latents(items, arguments.folder, "encoder", torch.float32)
 
     first = plan()
     if first.missing:
-        told(f"filling {len(first.missing)} in batches of 16", lambda: fill(first))
-    again = told("planning with all there", plan)
+        report_cost(f"filling {len(first.missing)} in batches of 16", lambda: fill_cache(first))
+    again = report_cost("planning with everything cached", plan)
     assert isinstance(again, CachePlan)
     assert not again.missing
     store = Store(arguments.folder, "latents", again.keys)
-    told("the first entry", lambda: store.read(again.keys[-1]))
+    report_cost("the first entry", lambda: store.read(again.keys[-1]))
     draw = random.Random(0)
     drawn = [draw.randrange(len(again.keys)) for _ in range(READS)]
-    told(f"{READS} entries at random", lambda: [store.read(again.keys[place]) for place in drawn] and None)
+    report_cost(f"{READS} entries at random", lambda: [store.read(again.keys[place]) for place in drawn] and None)
     print("\n".join(cache_status(arguments.folder).lines))
 
 

@@ -1,10 +1,10 @@
-"""Record tensor hashes and losses of many tiny runs, to hold a change of the code against what was before it.
+"""Record tensor hashes and losses of many tiny runs, to compare the code before and after a change.
 
     python scripts/record_runs.py before.json
     python scripts/record_runs.py after.json --against before.json
 
-Runs every family with every training preset straight through, resumed in its middle and with its steps split, and
-every family in two processes. Both files must come from the same machine. Ends with 1 if a run differs.
+Runs every family with every training preset: straight through, resumed in the middle, and with split steps; then every
+family in two processes. Both files must come from the same machine. Ends with 1 if a run differs.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def summary(folder: Path) -> dict[str, Any]:
     return {"tensors": hashes, "losses": losses(folder), "validation": validation}
 
 
-def launched(bench: Bench, name: str, preset: str) -> None:
-    """The same run in two processes."""
+def run_two_processes(bench: Bench, name: str, preset: str) -> None:
+    """Run it in two processes."""
     arguments = bench.arguments(name, "--preset", preset, steps=STEPS, **SETTINGS)
     config = str(CHECKOUT / "accelerate_configs" / "cpu_2.yaml")
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config]
@@ -69,7 +69,7 @@ def launched(bench: Bench, name: str, preset: str) -> None:
 
 
 def record_family(family: str, root: Path) -> dict[str, dict[str, Any]]:
-    """Every run of one family, by name."""
+    """Summaries of every run of one family, by name."""
     model = save_tiny_model(root / family, family)
     data = root / "data"
     bench = Bench(model, data if data.is_dir() else draw_images(data), root / family / "runs", root / "cache")
@@ -85,7 +85,7 @@ def record_family(family: str, root: Path) -> dict[str, dict[str, Any]]:
         run(f"{preset} resumed", preset, steps=2)
         run(f"{preset} resumed", preset, "--resume")
         run(f"{preset} split", preset, **SPLIT)
-    launched(bench, "two processes", "balanced")
+    run_two_processes(bench, "two processes", "balanced")
     found[f"{family} two processes"] = summary(bench.folder("two processes"))
     return found
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv in the checkout, or brings it up to date; says nothing when nothing is to be done.
+# Make .venv in the checkout or bring it up to date; silent when nothing changed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -32,7 +32,7 @@ install() {
 }
 
 echo "Installing what the package needs; the first time this takes some minutes"
-# By exact version and alone: a range would let pip weigh every build of torch that it knows.
+# The exact version, by itself: with a range pip would try every build of torch.
 install "$(grep '^torch==' constraints.txt)"
 install --constraint constraints.txt --editable '.[dev]'
 touch "$stamp"

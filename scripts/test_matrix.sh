@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests of exactness under other instruction sets and numbers of threads: one line each, then a failure if any failed.
+# Run the exactness tests with other instruction sets and numbers of threads: one line each; fails if any fails.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,8 +11,8 @@ for setting in \
     "MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41"; do
     log=$(mktemp)
     workers=logical
-    case $setting in OMP_NUM_THREADS=[2-9]*) workers=0 ;; esac  # its threads have the cores to themselves
-    # shellcheck disable=SC2086  # a setting may be several
+    case $setting in OMP_NUM_THREADS=[2-9]*) workers=0 ;; esac  # its threads need all cores
+    # shellcheck disable=SC2086  # one entry may hold several variables
     if env $setting .venv/bin/python -m pytest -q -m "exact and not slow" -n "$workers" --dist worksteal >"$log" 2>&1; then
         printf '%-75s %s\n' "$setting" "$(tail -n 1 "$log")"
     else

@@ -17,13 +17,13 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def stop_with_launcher() -> None:
-    """Get SIGTERM when `accelerate launch` ends: it does not pass signals on, and an orphan would train on unseen."""
+    """Get SIGTERM when `accelerate launch` ends: it does not pass signals on, and an orphan would keep training."""
     if sys.platform == "linux" and launched():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def stay_on_this_machine() -> None:
-    """Processes of one machine talk over its loopback: gloo would listen on the address that the host's name has."""
+    """Make processes of one machine use its loopback: gloo would listen on the address of the host's name."""
     if sys.platform == "linux" and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

@@ -2,7 +2,7 @@
 
     python scripts/write_config_docs.py
 
-A test holds the file equal to what this writes.
+A test compares the file with what this writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ rank = 32
 min_snr_gamma = "none"
 ```
 
-The same for one run is `--set lora.rank=32`. TOML has no word for an empty value, so `"none"` empties a setting whose
+The same for one run is `--set lora.rank=32`. TOML has no empty value, so `"none"` empties a setting whose
 type says "empty"; a folder of that name is written `./none`. `--explain` shows every setting, its value and the layer
 that set it.
 """
@@ -40,7 +40,7 @@ that set it.
 TABLES = {"SourceSection": "[below](#one-source-of-data)", "CaptionsSection": "[captions](#captions)"}
 SOURCES = """### One source of data
 
-`--data FOLDER` names a source and nothing more. In a file a source can say how it differs from the rest:
+`--data FOLDER` names a source and nothing more. A config file can set options for one source:
 
 ```toml
 [[data.sources]]
@@ -85,7 +85,7 @@ def _row(section: str, key: str, entry: dict[str, Any]) -> str:
 
 
 def type_in_words(entry: dict[str, Any]) -> str:
-    """A JSON schema's type with its limits, as a reader wants it."""
+    """A JSON schema's type with its limits, in plain words."""
     if "anyOf" in entry:
         return ", or ".join(type_in_words(choice) for choice in entry["anyOf"])
     if "enum" in entry:
@@ -101,7 +101,7 @@ def type_in_words(entry: dict[str, Any]) -> str:
 
 
 def _plain(limit: float) -> str:
-    """`1` for 1.0: a limit is read by people."""
+    """`1` for 1.0."""
     return str(int(limit)) if float(limit).is_integer() else str(limit)
 
 

@@ -1,6 +1,6 @@
-"""The fault suite's table, printed and written to docs/faults.md: `python scripts/write_fault_table.py RESULTS`.
+"""Print the fault suite's table and write it to docs/faults.md: `python scripts/write_fault_table.py RESULTS`.
 
-Ends with 1 where any try went wrong, or where there is none.
+Exits with 1 if any try went wrong, or if there are no tries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.table import Table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "faults.md"
 COLUMNS = ("fault", "where", "tried", "lost", "same bytes", "wrong", "notes")
-# How a fault begins, in the order of the table; others come last.
+# The first words of faults, in the order of the table; other faults come last.
 ORDER = (
     "SIGKILL",
     "power cut",
@@ -38,39 +38,39 @@ ORDER = (
 )
 INTRODUCTION = """# What can be lost
 
-`make faults` wrote this table. Each try is a run of 4 steps with a checkpoint every 2 that is disturbed, looked at and
-gone on with. What stands on the disk under its name must be whole, no failure may come without a message or with a
-traceback, `--resume` must end with 0, and nothing half written may stay behind.
+`make faults` wrote this table. Each try disturbs a run of 4 steps with a checkpoint every 2 steps, inspects
+its folder and resumes it. Every file under its final name must be complete, every failure must have a message and no
+traceback, `--resume` must exit with 0, and no partly written file may be left.
 
-- *lost*: the most steps that had to be trained again after one try, because of it.
-- *same bytes*: tries after which both LoRA files, the losses and the validation losses are those of a run that nothing
-  disturbed, to the byte. Where that is not to be had, the notes say what was asked for instead.
-- *wrong*: tries that ended as they must not.
+- *lost*: the most steps that one try had to train again.
+- *same bytes*: tries whose LoRA files, losses and validation losses are byte-identical to those of an undisturbed run.
+  Where that is impossible, the notes say what was required instead.
+- *wrong*: tries with another result.
 
 Operations on the disk (write, open, flush, rename, mkdir, unlink, truncate) are counted below Python, SQLite and
-safetensors, in the calls to the C library (`tests/faults/disk.c`). SIGKILL leaves what the system had taken; a power cut
-is simulated: SIGKILL, and what was not flushed is gone. Runs are forked from a process that has imported everything, but
-for "a real command". Neither gate nor images are made where the fault comes before them.
+safetensors, in the calls to the C library (`tests/faults/disk.c`). SIGKILL keeps what the system has taken; a power cut
+is simulated by SIGKILL and the loss of everything that was not flushed. Runs are forked from a process that has imported
+everything, except for "a real command". The gate and the images are skipped where the fault comes before them.
 
-What the table does not show: the thread that writes and the loop take turns as the system lets them, so that "every" is
-every number of an operation, and two tries may meet the same one. A run of 4 steps never deletes an old checkpoint; that
-is tested by itself (`tests/training/checkpoints/test_checkpoint.py`). Several processes: `tests/recipes/test_processes.py`.
+The system decides how the writing thread and the loop interleave. So "every" means every number of an operation, and two
+tries may hit the same one. A run of 4 steps never deletes an old checkpoint; `tests/training/checkpoints/test_checkpoint.py`
+tests that. `tests/recipes/test_processes.py` tests several processes.
 """
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows that tests wrote, those of one fault added up, in the order of the table."""
+    """The rows that the tests wrote, one for each fault, in the order of the table."""
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
     rows.sort(key=lambda row: (place_of(row["fault"]), row["fault"], row["where"]))
-    return [added_up(list(group)) for _, group in groupby(rows, key=lambda row: row["fault"])]
+    return [merge_rows(list(group)) for _, group in groupby(rows, key=lambda row: row["fault"])]
 
 
 def place_of(fault: str) -> int:
     return next((at for at, start in enumerate(ORDER) if fault.startswith(start)), len(ORDER))
 
 
-def added_up(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several rows as one."""
+def merge_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Rows of one fault as one row."""
     several = len(rows) > 1
     return {
         "fault": rows[0]["fault"],
@@ -88,13 +88,13 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def total(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return added_up(rows) | {"fault": "all", "where": f"{len(rows)} faults", "notes": ""}
+    return merge_rows(rows) | {"fault": "all", "where": f"{len(rows)} faults", "notes": ""}
 
 
 def last_sentence(rows: Sequence[dict[str, Any]]) -> str:
     most = max(rows, key=lambda row: row["lost"])
     return (
-        f"The largest thing lost in {sum(row['tries'] for row in rows)} tries: {most['lost']} steps, trained again, with"
+        f"The largest loss in {sum(row['tries'] for row in rows)} tries: {most['lost']} steps trained again, with"
         f" checkpoints every 2 ({most['fault']})."
     )
 
@@ -110,7 +110,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
 def main(folder: Path) -> int:
     rows = read_rows(folder)
     if not rows:
-        print("no test told a row", file=sys.stderr)
+        print("no test wrote a row: run `make faults`", file=sys.stderr)
         return 1
     table = Table(*COLUMNS, title="The fault suite", show_footer=False)
     for row in rows:

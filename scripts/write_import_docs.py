@@ -2,7 +2,7 @@
 
     python scripts/write_import_docs.py
 
-A test holds the file equal to what this writes.
+A test compares the file with what this writes.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ lora-trainer import kohya.toml --output cat.toml
 lora-trainer train --config cat.toml
 ```
 
-The kind of file is told by what stands in it. Every key is listed, in this order: keys that are not known; keys that
-change in meaning (how); defaults of the other trainer that differ from ours, written out so that the run is the same;
-keys that are ignored (why); keys that mean the same here. `--json` gives all of it as one document. The TOML names
-behind each setting the key that it comes from. An existing file is never overwritten.
+The command recognizes the kind of file by its content. It lists every key, in this order: unknown keys; keys whose
+meaning changes (how); defaults of the other trainer that differ from ours, written out so that the run is the same;
+ignored keys (why); keys that mean the same here. `--json` prints all of it as one document. In the TOML a comment behind
+each setting names the key that it comes from. An existing file is never overwritten.
 
-A setting below is named `source.flip` where each dataset has its own. The listing names where it stands in the TOML:
-`data.flip` where all datasets agree, else `data.sources[1].flip`. What another key overrides is said to be overridden.
+A setting is called `source.flip` below where each dataset has its own. The command prints its place in the TOML:
+`data.flip` where all datasets agree, else `data.sources[1].flip`. It names keys that another key overrides.
 
-Relative paths are looked for from the file's folder and the two above it, since these programs are started from the root
-of their checkout. A value that is out of range here is left out and said; settings that contradict each other here
-(a schedule beside a schedule-free optimizer) give way and are said. Values of keys that hold passwords are not shown.
+Relative paths are looked up from the file's folder and the two above it, because these programs are started from the root
+of their checkout. A value that is out of range here is skipped and reported; so are settings that contradict each other
+here (a schedule with a schedule-free optimizer). Values of keys that hold passwords are not shown.
 
-Only plain values are read: a YAML tag that would make an object is refused, and so are files above 4 MB and aliases
-that multiply beyond 100,000 values. One thing no import can carry over: all layers of a part's LoRA have one rank here.
+Only plain values are read: YAML tags that create objects are refused, and so are files above 4 MB and aliases that expand
+beyond 100,000 values. One thing cannot be imported: all layers of a model part have the same LoRA rank here.
 
-How times of flow matching are drawn (docs/flow.md) is carried over where it is the same here. Programs that take the n-th
-of their scheduler's timesteps count from noise, so the mean of their logits changes its sign.
-Scripts for SD3 whose loss is of clean latents count a time by its square; that is said, and `sigma_sqrt` undoes it exactly.
-What only diffusion has (min-SNR, noise offset, multi-resolution noise, zero terminal SNR) is left out of configs for flows.
+Timestep sampling of flow matching (docs/flow.md) is imported where it is the same here. Programs that take the n-th of
+their scheduler's timesteps count from noise, so the mean of their logits changes its sign. SD3 scripts that compute the
+loss on clean latents weight a timestep by its square; the command reports it, and `sigma_sqrt` undoes it exactly. Options
+that only diffusion has (min-SNR, noise offset, multi-resolution noise, zero terminal SNR) are skipped for flow models.
 
-`--data dataset.toml` reads a kohya dataset TOML without any import, and refuses keys that it does not know.
+`--data dataset.toml` reads a kohya dataset TOML without any import, and refuses unknown keys.
 """
 TABLES: tuple[tuple[str, str, Mapping[str, Rule], Mapping[str, Any]], ...] = (
     ("kohya config", "`train_network.py --config_file`: section names mean nothing.", kohya.RULES, kohya.DEFAULTS),
     (
         "kohya dataset TOML",
-        "A subset beats its dataset, which beats general. What all subsets share is said once; the rest in sources.",
+        "A subset overrides its dataset, which overrides general. Values that all subsets share are written once, the rest in sources.",
         kohya_dataset.RULES,
         kohya_dataset.DEFAULTS,
     ),
@@ -82,7 +82,7 @@ TABLES: tuple[tuple[str, str, Mapping[str, Rule], Mapping[str, Any]], ...] = (
     ),
     (
         "SimpleTuner datasets",
-        "`multidatabackend.json`. `repeats: 0` means seen once, which is 1 here.",
+        "`multidatabackend.json`. `repeats: 0` means once, which is 1 here.",
         simpletuner_keys.BACKEND_RULES,
         simpletuner_keys.BACKEND_DEFAULTS,
     ),

@@ -1,14 +1,13 @@
-"""Write `lora_trainer/models/ledgers/FAMILY.json`: the memory of a published model's training step, by traces.
+"""Trace a published model's training step and write its memory to `lora_trainer/models/memory_profiles/FAMILY.json`.
 
     python scripts/write_memory_profiles.py sd15 sd2 sdxl sd3 flux z_image
 
-It takes minutes for each family and needs neither weights nor a GPU. Run it again when the trainer's step, the way of
-checkpointing, diffusers or peft change what is kept in memory: tests that trace say so.
+It takes minutes for each family and needs neither weights nor a GPU. Run it again when the training step, checkpointing,
+diffusers or peft change what stays in memory: tests that trace a step then fail.
 
-For some numbers of checkpointed blocks the step is traced once, at sizes that share no factor with any width of a
-model. So a tensor's bytes say by their factors what they are a product of, and those where text and image stand side
-by side say it by a factor of the sum. Of all moments those are kept that are the largest somewhere in the range of
-`RANGE`.
+The step is traced once for each stored number of checkpointed blocks, at sizes that share no factor with any width of the
+model. So the factors of a tensor's bytes show which sizes it is a product of; where text and image are joined, a factor
+of their sum shows it. Of all moments, those that are the peak somewhere in `RANGE` are kept.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ from lora_trainer.training.memory.trace import Split, Subject, make_subject, tra
 FOLDER = Path(__file__).resolve().parents[1] / "lora_trainer" / "models" / "memory_profiles"
 TARGETS = ("attention", "attention+ff")
 STORED: dict[str, Precision] = {"half": "bf16", "fp8": "fp8", "int8": "int8", "nf4": "nf4"}
-STRIDE = 8  # between numbers of blocks that are alike
+STRIDE = 8  # between traced numbers of blocks of the same kind
 RANK, MICRO, SIDES = 29, 19, (13, 17)
-# Sides of latents are halved several times, so they are multiples of 8, and some transformers fill up their tokens to
-# multiples of 32, so one is of 16; the area's factors are those of SIDES.
+# U-Nets halve the sides of the latents several times, so both are multiples of 8. Some transformers pad their tokens to
+# multiples of 32, so one is a multiple of 16. The area's prime factors are those of SIDES.
 HEIGHT, WIDTH = 16 * SIDES[0], 8 * SIDES[1]
 AREA = SIDES[0] * SIDES[1]
-# (rank, micro, area) by the power in which each stands in a size, as `Sizes.terms` orders them.
+# Powers of (rank, micro, area) in a size, in the order of `Sizes.terms`.
 KINDS = {(0, 0, 0): 0, (1, 0, 0): 1, (0, 1, 0): 2, (1, 1, 0): 3, (0, 1, 1): 4, (1, 1, 1): 5, (0, 1, 2): 6}
 RANGE = tuple(product((1, 4, 16, 64, 128, 256), (1, 2, 4, 8, 16), (32**2, 64**2, 96**2, 128**2, 192**2)))
 
 
 def split_of(family: str) -> Split:
-    """What a number of bytes or operations is a multiple of, as the kinds of `Sizes.terms` and their shares."""
+    """A function that splits a number of bytes or operations into kinds of `Sizes.terms` and their shares."""
     texts = FAMILIES[family].cond_shapes(public_architecture(family).denoiser)["embeds"][0]
-    tokens = HEIGHT * WIDTH // 4  # of a transformer, whose patches are two places wide
+    tokens = HEIGHT * WIDTH // 4  # of a transformer, whose patches are two latents wide
     together, share = largest_prime(tokens + texts), tokens / (tokens + texts)
 
     @cache
@@ -60,7 +59,7 @@ def split_of(family: str) -> Split:
         rank, micro = int(size % RANK == 0), int(size % MICRO == 0)
         area = 2 if size % AREA**2 == 0 else int(size % AREA == 0)
         both = (2 if size % together**2 == 0 else int(size % together == 0)) if transformer else 0
-        # A table of positions stands once for all samples, which no kind says: taken for one of each sample.
+        # All samples share one table of positions. No kind expresses that, so it counts once for each sample.
         factor = 1 if micro else MICRO
         if both == 2:
             parts = {(rank, 1, 2): share**2, (rank, 1, 1): 2 * share * (1 - share), (rank, 1, 0): (1 - share) ** 2}
@@ -88,7 +87,7 @@ def largest_prime(number: int) -> int:
 def step(
     subject: Subject, checkpointed: int, recompute: CheckpointingMode, split: Split
 ) -> tuple[list[list[int]], list[int]]:
-    """The moments that can be the peak and the operations, with so many blocks checkpointed."""
+    """The moments that can be the peak, and the operations, with `checkpointed` blocks."""
     traced = trace(
         subject,
         micro=MICRO,
@@ -106,14 +105,14 @@ def step(
 
 
 def largest_somewhere(moments: np.ndarray) -> list[list[int]]:
-    """The moments that hold most at one point of RANGE at least, in bytes."""
+    """The moments, in bytes, that are the largest at one point of RANGE or more."""
     points = np.array([Sizes(*point, 0).terms for point in RANGE], dtype=float)
     kept = sorted(set((moments @ points.T).argmax(axis=0).tolist()))
     return [[math.ceil(value) for value in moments[index].tolist()] for index in kept]
 
 
 def counts_of(subject: Subject, *, few: bool) -> list[int]:
-    """For which numbers of checkpointed blocks to trace: all of a U-Net's, and where the kind of block changes."""
+    """The numbers of checkpointed blocks to trace: every one of a U-Net, else each STRIDE-th and where the kind changes."""
     blocks = checkpointable_blocks(subject.denoiser)
     if subject.family.denoiser_prefix == "unet" and not few:
         return list(range(len(blocks) + 1))
@@ -126,7 +125,7 @@ def counts_of(subject: Subject, *, few: bool) -> list[int]:
 
 
 def steps_of(family: str, targets: str, stored: Precision) -> tuple[dict[str, Any], list[list[int]]]:
-    """What is held, as JSON values, for both ways to recompute; and the adapted layers."""
+    """The step's memory in both checkpointing modes, as JSON values; and the adapted layers."""
     subject = subject_of(family, targets, stored)
     split, found = split_of(family), {}
     for recompute in get_args(CheckpointingMode):
@@ -153,7 +152,7 @@ def subject_of(family: str, targets: str, stored: Precision) -> Subject:
 
 
 def stored_as(family: str, stored: Precision) -> dict[str, Any]:
-    """The bytes of all weights, and those that are not on the GPU while blocks visit it."""
+    """The bytes of all weights, and those that block swap removes from the GPU."""
     subject = subject_of(family, "attention", stored)
     return {"weights": subject.weights, "freed": subject.freed}
 
@@ -164,12 +163,12 @@ def layers_of(shapes: list[tuple[int, ...]]) -> list[list[int]]:
     return [[*pair, pairs.count(pair)] for pair in sorted(set(pairs))]
 
 
-def write_sample_counts(family: str) -> None:
-    """Trace everything and write the family's file."""
+def write_memory_profile(family: str) -> None:
+    """Trace every case and write the family's file."""
     architecture = public_architecture(family)
     with torch.device("meta"):
         config = dict(FAMILIES[family].make_denoiser(architecture.denoiser).config)  # type: ignore[arg-type]
-    config |= architecture.denoiser  # a table of positions is built smaller than it is stored
+    config |= architecture.denoiser  # the model builds a smaller table of positions than the file has
     document: dict[str, Any] = {
         "config": {key: value for key, value in sorted(config.items()) if not key.startswith("_")},
         "told": sorted(key for key in architecture.denoiser if key != "sample_size"),
@@ -186,4 +185,4 @@ def write_sample_counts(family: str) -> None:
 if __name__ == "__main__":
     quieten_libraries()
     for name in sys.argv[1:]:
-        write_sample_counts(name)
+        write_memory_profile(name)
