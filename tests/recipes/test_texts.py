@@ -115,7 +115,7 @@ def test_words_that_no_caption_holds_and_words_that_are_none_are_said(
             'textual_inversion.placeholder_tokens=["<zobo>"]',
         ]
     ) in (0, 3)
-    assert "No caption holds the new word" in capsys.readouterr().out
+    assert "No caption contains the learned token" in capsys.readouterr().out
     for tokens, told in (
         ('["a b"]', "without spaces"),
         ('["<zo>", "<ZO>"]', "twice"),
