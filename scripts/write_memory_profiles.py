@@ -164,7 +164,7 @@ def layers_of(shapes: list[tuple[int, ...]]) -> list[list[int]]:
     return [[*pair, pairs.count(pair)] for pair in sorted(set(pairs))]
 
 
-def write_sample_counts(family: str) -> None:
+def write_memory_profile(family: str) -> None:
     """Trace everything and write the family's file."""
     architecture = public_architecture(family)
     with torch.device("meta"):
@@ -172,7 +172,7 @@ def write_sample_counts(family: str) -> None:
     config |= architecture.denoiser  # a table of positions is built smaller than it is stored
     document: dict[str, Any] = {
         "config": {key: value for key, value in sorted(config.items()) if not key.startswith("_")},
-        "told": sorted(key for key in architecture.denoiser if key != "sample_size"),
+        "set": sorted(key for key in architecture.denoiser if key != "sample_size"),
         "stored": {name: stored_as(family, stored) for name, stored in STORED.items()},
         "targets": {},
     }
@@ -186,4 +186,4 @@ def write_sample_counts(family: str) -> None:
 if __name__ == "__main__":
     quieten_libraries()
     for name in sys.argv[1:]:
-        write_sample_counts(name)
+        write_memory_profile(name)

@@ -81,7 +81,7 @@ def document(found: Inspected) -> dict[str, Any]:
         "scales": {f"{scale:g}": count for scale, count in sorted(found.scales.items())},
         "alphas": sorted({pair.alpha for pair in found.weights.modules.values()}),
         "dtypes": dict(found.dtypes),
-        "words": list(found.words),
+        "words": list(found.learned_tokens),
         "components": {
             name: {"modules": part.modules, "norm": part.norm, "blocks": dict(part.blocks)}
             for name, part in found.components.items()
@@ -107,8 +107,8 @@ def lines(found: Inspected) -> Iterator[str]:
     yield f"  rank       {_counted(found.ranks)}"
     yield f"  scale      {_counted(found.scales)} (alpha / rank)"
     yield f"  stored as  {_counted(found.dtypes)}"
-    if found.words:
-        yield f"  words      {', '.join(found.words)}"
+    if found.learned_tokens:
+        yield f"  words      {', '.join(found.learned_tokens)}"
     for told, real in found.hashes.values():
         yield f"  checksum   {'is right' if told == real else 'is wrong: the file was changed after it was written'}"
     for name, part in found.components.items():

@@ -1,4 +1,4 @@
-"""The loss of each sample: an error, and what a timestep counts."""
+"""The loss of each sample: an error and a weight by timestep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Error = Callable[..., Tensor]
 
 
 def make_loss(config: LossSection, process: Process) -> Loss:
-    """The training loss that the settings ask for. A mask in [0, 1] says where it counts, 0 as `unmasked_weight`."""
+    """The configured training loss. A mask in [0, 1] weighs the places, 0 as `unmasked_weight`."""
     error = ERRORS[config.type](config)
     gamma = config.min_snr_gamma
 

@@ -1,4 +1,4 @@
-"""What an image shows, in words or tags, by a model in a local folder: safetensors only, no network, no code of its own.
+"""Describe images in sentences or tags with a model in a local folder: safetensors only, no network, no code of its own.
 
 Two kinds: models that write a sentence from an image alone (BLIP, GIT, an image encoder with a text
 decoder), and classifiers with many labels, which give tags.
@@ -33,7 +33,7 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Captioner:
-    """`describe` gives one text for each RGB image; an empty one where the model has nothing to say."""
+    """`describe` gives one text for each RGB image, which may be empty."""
 
     kind: Literal["captions", "tags"]
     describe: Callable[[Sequence[Image.Image]], list[str]]
@@ -121,7 +121,7 @@ def _tagger(folder: Path, device: torch.device, threshold: float, held: int) -> 
 
 
 def _surest(shares: Sequence[float], labels: Sequence[str], threshold: float) -> list[str]:
-    """Labels of at least `threshold`, the surest first; those without a name are left out."""
+    """Labels of at least `threshold`, the surest first; those without a name are skipped."""
     order = sorted(range(len(labels)), key=lambda place: (-shares[place], place))
     return [labels[place] for place in order if shares[place] >= threshold and labels[place]]
 

@@ -1,6 +1,6 @@
-"""Optimizers by name, over fp32 parameters in groups: with weight decay and without, at each rate.
+"""Optimizers by name, over fp32 parameters in groups: with weight decay and without, at each learning rate.
 
-The rate comes from outside, set before each step; groups with a rate of their own have a share of it.
+`set_lr` sets the learning rate before each step; groups with one of their own scale with it.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ UNDECAYED = ("lora_magnitude_vector", "trainable_tokens", "token_embedding")
 
 def decays(name: str, parameter: Tensor) -> bool:
     """Whether weight decay applies: to matrices and kernels, not to biases, norms, DoRA magnitudes and tokens."""
-    return parameter.ndim > 1 and not any(word in name for word in UNDECAYED)
+    return parameter.ndim > 1 and not any(part in name for part in UNDECAYED)
 
 
 def make_optimizer(
-    parameters: Mapping[str, nn.Parameter], config: OptimizerSection, rates: Rates = ()
+    parameters: Mapping[str, nn.Parameter], config: OptimizerSection, other_lrs: Rates = ()
 ) -> torch.optim.Optimizer:
     """The optimizer that `optimizer.name` means. Raises UsageError when its library does not load."""
     return OPTIMIZERS[config.name](
         [
             {"params": params, "weight_decay": decay, "lr": share * config.learning_rate}
-            for share, decay, params in grouped(parameters, config, rates)
+            for share, decay, params in grouped(parameters, config, other_lrs)
         ],
         config,
     )
 
 
 def grouped(
-    parameters: Mapping[str, nn.Parameter], config: OptimizerSection, rates: Rates
+    parameters: Mapping[str, nn.Parameter], config: OptimizerSection, other_lrs: Rates
 ) -> list[tuple[float, float, list[nn.Parameter]]]:
-    """(share of the rate, weight decay, parameters): those at the rate itself, then those of each of `rates`.
+    """(share of the learning rate, weight decay, parameters): first the main group, then those of each of `other_lrs`.
 
-    Equal rates make no common group: a checkpoint holds the groups, and rates may change at a resume.
+    Equal learning rates do not share a group: a checkpoint stores the groups, and they may change at a resume.
     """
-    apart = {name for _, names in rates for name in names}
-    owned = [(config.learning_rate, parameters.keys() - apart), *rates]
+    apart = {name for _, names in other_lrs for name in names}
+    owned = [(config.learning_rate, parameters.keys() - apart), *other_lrs]
     found: list[tuple[float, float, list[nn.Parameter]]] = []
-    for rate, names in owned:
+    for lr, names in owned:
         own = {name: each for name, each in parameters.items() if name in names}
         decayed = [parameter for name, parameter in own.items() if decays(name, parameter)]
         others = [parameter for name, parameter in own.items() if not decays(name, parameter)]
-        share = rate / config.learning_rate
+        share = lr / config.learning_rate
         found += [(share, decay, each) for each, decay in ((decayed, config.weight_decay), (others, 0.0)) if each]
     return found
 
 
-def shares_of(parameters: Mapping[str, nn.Parameter], config: OptimizerSection, rates: Rates) -> tuple[float, ...]:
-    """What each group of the optimizer takes of the rate."""
-    return tuple(share for share, _, _ in grouped(parameters, config, rates))
+def shares_of(parameters: Mapping[str, nn.Parameter], config: OptimizerSection, other_lrs: Rates) -> tuple[float, ...]:
+    """Each group's share of the learning rate."""
+    return tuple(share for share, _, _ in grouped(parameters, config, other_lrs))
 
 
 def adamw(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
@@ -86,28 +86,28 @@ def paged_adamw8bit(groups: Groups, config: OptimizerSection) -> torch.optim.Opt
 def adafactor(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
     """Adafactor (arXiv:1804.04235) without momentum: squares of gradients kept as rows and columns.
 
-    The rate is used as it is. transformers' form is taken because torch's always scales it by
-    the size of the weights, which is nothing for up projections that start at 0.
+    The learning rate is used as it is. transformers' version is used because torch's always scales
+    it by the size of the weights, which is 0 for up projections at the start.
     """
     kind = from_library("transformers.optimization", "Adafactor", config.name)
     return kind(groups, lr=config.learning_rate, scale_parameter=False, relative_step=False)
 
 
 def lion(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
-    """Lion (arXiv:2302.06675): the sign of a momentum. Wants a third to a tenth of AdamW's rate."""
+    """Lion (arXiv:2302.06675): the sign of a momentum. Needs a third to a tenth of AdamW's learning rate."""
     kind = from_library("pytorch_optimizer", "Lion", config.name)
     return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
 
 
 def prodigy(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
-    """Prodigy (arXiv:2306.06101): finds the rate itself; ours is a factor on it, 1.0 as a rule."""
+    """Prodigy (arXiv:2306.06101): finds the learning rate itself; ours is a factor on it, usually 1.0."""
     kind = from_library("pytorch_optimizer", "Prodigy", config.name)
     betas = (config.beta1, config.beta2)
     return kind(groups, lr=config.learning_rate, betas=betas, bias_correction=True, safeguard_warmup=True)
 
 
 def schedule_free(groups: Groups, config: OptimizerSection) -> torch.optim.Optimizer:
-    """Schedule-free AdamW (arXiv:2405.15682): trains at one point, and is used at an average of all (`averaged`)."""
+    """Schedule-free AdamW (arXiv:2405.15682): trains at one point, and evaluates at an average (`averaged`)."""
     kind = from_library("pytorch_optimizer", "ScheduleFreeAdamW", config.name)
     return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
 
@@ -141,18 +141,18 @@ def from_library(module: str, name: str, wanted: str) -> Callable[..., torch.opt
     return kind
 
 
-def set_lr(optimizer: torch.optim.Optimizer, rate: float, shares: Sequence[float] = ()) -> None:
-    """Set the rate of every group, or its share of it."""
+def set_lr(optimizer: torch.optim.Optimizer, lr: float, shares: Sequence[float] = ()) -> None:
+    """Set the learning rate of every group, times its share."""
     for group, share in zip(optimizer.param_groups, shares or (1.0,) * len(optimizer.param_groups), strict=True):
-        group["lr"] = rate * share
+        group["lr"] = lr * share
 
 
 @torch.no_grad()
 def averaged(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
-    """What a schedule-free optimizer's parameter is used at, outside of training; the parameter stays as it is.
+    """A schedule-free parameter's value for evaluation; the parameter stays as it is.
 
     x = (y - (1 - beta1) z) / beta1 (arXiv:2405.15682, eq. 8). The library's own `eval()` and `train()` do
-    this in place and back, and rounding would then hang on how often a run is looked at.
+    this in place and back, so that rounding would depend on how often a run is evaluated.
     """
     state = optimizer.state.get(parameter, {})
     if "z" not in state:

@@ -1,4 +1,4 @@
-"""Bytes of optimizer state by arithmetic, so that memory is known before anything is built. No torch."""
+"""Compute the bytes of optimizer state, so that memory is known before anything is built. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def two_in_8_bits(shape: Shape) -> list[int]:
 
 
 def factored(shape: Shape) -> list[int]:
-    """Rows and columns of the squares in place of all of them (arXiv:1804.04235), and the size of the weights."""
+    """Row and column sums of the squared gradients in place of all (arXiv:1804.04235), and the size of the weights."""
     size = math.prod(shape)
     squares = [4 * size] if len(shape) < 2 else [4 * (size // shape[-1]), 4 * (size // shape[-2])]
     return [*squares, NUMBER]
@@ -49,5 +49,5 @@ def optimizer_state_bytes(name: str, shapes: Iterable[Shape]) -> int:
 
 
 def optimizer_state_on_gpu(name: str, shapes: Iterable[Shape]) -> int:
-    """The same as a GPU's allocator holds it: each tensor takes whole pieces of ROUNDING bytes."""
+    """The same as a GPU's allocator holds it: each tensor takes a multiple of ROUNDING bytes."""
     return sum(-(-size // ROUNDING) * ROUNDING for shape in shapes for size in STATE_TENSORS[name](shape))

@@ -133,10 +133,12 @@ def read_model(
     with known_as(base.places), contextlib.nullcontext() if base.whole else without_weights():
         facts = _described((family, plain), base.folder, problems)
     if config.textual_inversion.placeholder_tokens and base.whole:
-        from lora_trainer.models.words import refuse_words  # loads torch, which most settings need not here
+        from lora_trainer.models.textual_inversion import (
+            check_learned_tokens,  # loads torch, which most settings need not here
+        )
 
         with gathering(problems):
-            refuse_words(base.folder, family.word_texts, config.textual_inversion)
+            check_learned_tokens(base.folder, family.word_texts, config.textual_inversion)
     if facts is None:
         raise UsageError(problems)
     with gathering(problems):

@@ -21,8 +21,8 @@ from lora_trainer.models.compiled import (
     WITH_GRAPHS,
     Compiled,
     compile_blocks,
-    of_the_compiler,
-    said_by_the_compiler,
+    compiler_message,
+    is_compiler_error,
     why_not,
 )
 from lora_trainer.training.agreement import agreement
@@ -91,7 +91,7 @@ def done_compiled(
             if compiled.fullgraph and type(error).__name__ in ("Unsupported", "FailOnRecompileLimitHit"):
                 message = f"compile.fullgraph: a block cannot be compiled whole ({first_line(error)})."
                 raise TrainingFailed(Problem(message, "Set compile.fullgraph=false.")) from error
-            reason = said_by_the_compiler(error)
+            reason = compiler_message(error)
         if reason is None:
             if compiled.on and (news := compiled.news()) is not None:
                 reporter.event(state.step + 1, "compile", news)
@@ -126,7 +126,7 @@ def failed_by_it(error: Exception) -> bool:
     """Whether the step can be done again without compiling, and may go better then."""
     if isinstance(error, OomDuringUpdate | OomDuringAllReduce | UserError) or is_out_of_memory(error):
         return False
-    return of_the_compiler(error)
+    return is_compiler_error(error)
 
 
 def with_compiling(job: LoopContext, fit: OomFallback) -> OomFallback:

@@ -20,7 +20,7 @@ from lora_trainer.data.buckets import Bucket
 from lora_trainer.jobs.turns import little_garbage
 from lora_trainer.models import FAMILIES, sd3
 from lora_trainer.models.drawing import prompted, read_prompts
-from lora_trainer.models.encoders import visiting_text
+from lora_trainer.models.encoders import offloaded_text
 from lora_trainer.models.family import Family, TextOptions, public_architecture
 from lora_trainer.models.flow_schedule import read_flow_schedule
 from lora_trainer.models.folder import detect_family
@@ -301,7 +301,7 @@ def test_the_schedule_is_what_the_scheduler_says(model):
 def test_text_encoders_that_visit_layer_by_layer_say_the_same(model):
     family = family_of(model)
     whole = family.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS)
-    visiting = visiting_text(family, model, torch.float32, CPU)(CAPTIONS)
+    visiting = offloaded_text(family, model, torch.float32, CPU)(CAPTIONS)
     assert all(torch.equal(whole[name], visiting[name]) for name in whole)
 
 
@@ -330,7 +330,7 @@ def test_text_encoders_that_visit_stay_in_the_files_precision(
 
     monkeypatch.setattr(torch.nn.Linear, "forward", watched)
     with little_garbage():  # what was there before is none of the objects that are looked through
-        told = visiting_text(family, tmp_path / "flux", dtype, CPU)(CAPTIONS[:2])
+        told = offloaded_text(family, tmp_path / "flux", dtype, CPU)(CAPTIONS[:2])
     file = tmp_path / "flux" / "text_encoder_2" / "model.safetensors"
     assert times > 50
     assert file.stat().st_size < most < 1.2 * file.stat().st_size

@@ -25,7 +25,7 @@ def test_a_run_whose_blocks_visit_is_the_same_run(bench, finished, monkeypatch, 
         == 0
     )
     said = capsys.readouterr().out
-    assert "blocks visit the CPU, as if it were a GPU; 99 were asked for, and there are no more" in said
+    assert "blocks (on the CPU, as if it were a GPU); 99 were requested" in said
     assert "memory.offload_activations: nothing to do" in said
     folder, whole = bench.folder("first"), finished.folder("first")
     assert losses(folder) == losses(whole)

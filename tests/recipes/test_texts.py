@@ -172,6 +172,6 @@ def test_words_that_the_tokenizer_knows_are_refused_before_any_weight_is_read(
     words = {"textual_inversion__placeholder_tokens": '["<zobo>", "!", "#"]', "captions__trigger_word": "<zobo>"}
     assert bench.run("known", steps=3, **words) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "'!' is a word of the model's tokenizer already" in said
+    assert "'!' is already a token of the model" in said
     assert "'#' is a word" in said
     assert not bench.folder("known").exists()
