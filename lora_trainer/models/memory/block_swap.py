@@ -149,7 +149,7 @@ def _frozen(block: nn.Module) -> list[Tensor]:
 
 
 class SwappedBlock:
-    """One block's frozen tensors, side by side in host memory; on the GPU only while `visiting`."""
+    """One block's frozen tensors, side by side in host memory; on the GPU only while `is_loaded`."""
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         self.block, self.device, self.is_loaded = block, device, False
