@@ -173,5 +173,5 @@ def test_words_that_the_tokenizer_knows_are_refused_before_any_weight_is_read(
     assert bench.run("known", steps=3, **words) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "'!' is already a token of the model" in said
-    assert "'#' is a word" in said
+    assert "'#' is already a token" in said
     assert not bench.folder("known").exists()
