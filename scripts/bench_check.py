@@ -26,8 +26,8 @@ import psutil
 from PIL import Image, ImageDraw
 
 from lora_trainer.data.images import workers
+from lora_trainer.data.images.decode import measure_images
 from lora_trainer.data.images.images import IMAGE_ENDINGS
-from lora_trainer.data.images.look import look_at
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
 
@@ -55,8 +55,8 @@ def draw(root: Path, count: int, first: int = 0) -> None:
 
 def draw_all(root: Path, count: int) -> None:
     """Draw all images on all CPUs."""
-    share = -(-count // workers.processors())
-    with ThreadPoolExecutor(workers.processors()) as pool:
+    share = -(-count // workers.usable_cpus())
+    with ThreadPoolExecutor(workers.usable_cpus()) as pool:
         list(pool.map(lambda first: draw(root, min(share, count - first), first), range(0, count, share)))
 
 
@@ -97,7 +97,7 @@ def plain_decode(path: Path) -> None:
 
 def on_all_cpus(do: Callable[[Path], object], paths: Sequence[Path]) -> None:
     """In threads: Pillow releases the GIL while it decodes."""
-    with ThreadPoolExecutor(workers.processors()) as pool:
+    with ThreadPoolExecutor(workers.usable_cpus()) as pool:
         for _ in pool.map(do, paths, chunksize=64):
             pass
 
@@ -105,7 +105,7 @@ def on_all_cpus(do: Callable[[Path], object], paths: Sequence[Path]) -> None:
 def measure(root: Path, most_decoded: int) -> None:
     paths = sorted(path for path in root.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS)
     size = sum(path.stat().st_size for path in paths) / max(1, len(paths)) / 1024
-    print(f"{len(paths):,} images of {size:.1f} KiB on average; {workers.processors()} CPUs")
+    print(f"{len(paths):,} images of {size:.1f} KiB on average; {workers.usable_cpus()} CPUs")
     print(f"{'':34} {'wall s':>9} {'CPU s':>9} {'wall':>8} {'CPU':>8} {'load':>6}")
     samples: list[Sample] = []
 
@@ -118,8 +118,8 @@ def measure(root: Path, most_decoded: int) -> None:
     picked = samples[:most_decoded]
     print(f"{len(picked):,} of them decoded in full")
     plain = timed("plain: Image.load in threads", lambda: on_all_cpus(plain_decode, [s.path for s in picked]))
-    timed("ours: decoded and measured", lambda: look_at(picked), plain)
-    timed("ours: again", lambda: look_at(picked), plain)
+    timed("ours: decoded and measured", lambda: measure_images(picked), plain)
+    timed("ours: again", lambda: measure_images(picked), plain)
     peak = psutil.Process().memory_info().rss / 2**20
     print(f"memory of this process: {peak:.0f} MiB")
 

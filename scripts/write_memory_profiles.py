@@ -171,7 +171,7 @@ def write_memory_profile(family: str) -> None:
     config |= architecture.denoiser  # the model builds a smaller table of positions than the file has
     document: dict[str, Any] = {
         "config": {key: value for key, value in sorted(config.items()) if not key.startswith("_")},
-        "told": sorted(key for key in architecture.denoiser if key != "sample_size"),
+        "set": sorted(key for key in architecture.denoiser if key != "sample_size"),
         "stored": {name: stored_as(family, stored) for name, stored in STORED.items()},
         "targets": {},
     }

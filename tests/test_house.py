@@ -26,7 +26,7 @@ TORCH_FREE = (
     "lora_trainer.data.images.images",
     "lora_trainer.data.manifest",
     "lora_trainer.data.images.jobs",
-    "lora_trainer.data.images.look",
+    "lora_trainer.data.images.decode",
     "lora_trainer.data.images.measures",
     "lora_trainer.data.sample",
     "lora_trainer.data.images.scan",

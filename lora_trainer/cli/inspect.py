@@ -81,7 +81,7 @@ def document(found: Inspected) -> dict[str, Any]:
         "scales": {f"{scale:g}": count for scale, count in sorted(found.scales.items())},
         "alphas": sorted({pair.alpha for pair in found.weights.modules.values()}),
         "dtypes": dict(found.dtypes),
-        "learned_tokens": list(found.words),
+        "learned_tokens": list(found.learned_tokens),
         "components": {
             name: {"modules": part.modules, "norm": part.norm, "blocks": dict(part.blocks)}
             for name, part in found.components.items()
@@ -107,8 +107,8 @@ def lines(found: Inspected) -> Iterator[str]:
     yield f"  rank       {_counted(found.ranks)}"
     yield f"  scale      {_counted(found.scales)} (alpha / rank)"
     yield f"  stored as  {_counted(found.dtypes)}"
-    if found.words:
-        yield f"  tokens     {', '.join(found.words)}"
+    if found.learned_tokens:
+        yield f"  tokens     {', '.join(found.learned_tokens)}"
     for recorded, real in found.hashes.values():
         yield f"  checksum   {'is right' if recorded == real else 'is wrong: the file was changed after it was written'}"
     for name, part in found.components.items():

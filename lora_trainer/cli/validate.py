@@ -83,11 +83,11 @@ def _evaluate(path: Path, config: Config, measured: Samples) -> LoraReport:
     from lora_trainer.evaluation.lora_check import LORA_CHECKS, check_lora, refused_unloaded
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.models.family import Encoders
-    from lora_trainer.models.lora_files import read_lora_with_words
+    from lora_trainer.models.lora_files import read_lora_with_tokens
     from lora_trainer.production.choices import ENCODER_DTYPE, choose_precision, computed_in, usable_bytes
 
     family, facts = read_model(config)
-    if report := refused_unloaded(read_lora_with_words(path), facts.path, family, config.gates.lora):
+    if report := refused_unloaded(read_lora_with_tokens(path), facts.path, family, config.gates.lora):
         return report
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

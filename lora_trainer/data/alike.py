@@ -57,7 +57,7 @@ class Alike:
 
 
 def find_alike(seen: Sequence[Seen]) -> Alike:
-    """Compare all images by their hashes. Each place stands in at most one group; all are in order."""
+    """Compare all images by their hashes. Each place is in at most one group; all are in order."""
     usable = [place for place, each in enumerate(seen) if each.broken is None and each.spread >= LEAST_SPREAD]
     if len(usable) < 2:
         return Alike()
@@ -126,16 +126,16 @@ def _alike(
     return first[agree], second[agree]
 
 
-def _candidates(hashes: NDArray[np.uint64], asked: NDArray[np.uint64]) -> Iterator[tuple[Places, Places]]:
-    """Places (of `hashes`, of `asked`) whose hashes share a band up to one bit, in chunks."""
+def _candidates(hashes: NDArray[np.uint64], queries: NDArray[np.uint64]) -> Iterator[tuple[Places, Places]]:
+    """Places (of `hashes`, of `queries`) whose hashes share a band up to one bit, in chunks."""
     masks = np.array([0, *(1 << bit for bit in range(BAND))], dtype=np.uint64) << np.uint64(64 - BAND)
     for shift in range(0, 64, BAND):
         turned = _turned(hashes, shift)
         order = np.argsort(turned, kind="stable")
         ranked = turned[order]
         edges = np.searchsorted(ranked >> np.uint64(64 - BAND), np.arange((1 << BAND) + 1, dtype=np.uint64))
-        for begin in range(0, len(asked), CHUNK):
-            chunk = _turned(asked[begin : begin + CHUNK], shift)
+        for begin in range(0, len(queries), CHUNK):
+            chunk = _turned(queries[begin : begin + CHUNK], shift)
             for mask in masks:
                 keys = chunk ^ mask
                 bands = (keys >> np.uint64(64 - BAND)).astype(np.int64)
@@ -149,7 +149,7 @@ def _candidates(hashes: NDArray[np.uint64], asked: NDArray[np.uint64]) -> Iterat
 
 
 def _turned(hashes: NDArray[np.uint64], shift: int) -> NDArray[np.uint64]:
-    """The hashes turned round so that the band at `shift` stands at the top."""
+    """The hashes rotated so that the band at `shift` is at the top."""
     left = np.uint64((64 - BAND - shift) % 64)
     return (hashes << left) | (hashes >> np.uint64((64 - int(left)) % 64)) if left else hashes
 
@@ -171,7 +171,7 @@ def _groups(leaders: Places) -> tuple[tuple[int, ...], ...]:
 
 
 def _paired(group: Places, hashes: NDArray[np.uint64], thumbs: NDArray[np.uint8]) -> int:
-    """How many pairs a group gives. The first that is alike is mostly near, so each looks ahead in growing steps."""
+    """How many pairs a group has. The first alike is mostly near, so each searches ahead in growing steps."""
     own, free, pairs = hashes[group], np.ones(len(group), dtype=bool), 0
     for place in range(len(group)):
         begin, width = place + 1, 8

@@ -1,7 +1,7 @@
 """Aspect buckets: pure arithmetic on sizes in pixels.
 
-A bucket is a size that images of similar shape are brought to, so that they can stand
-in one tensor. Every bucket's area is at most resolution², its sides are multiples of
+A bucket is a size that images of similar shape are resized and cropped to, so that they fit
+into one tensor. Every bucket's area is at most resolution², its sides are multiples of
 `step`, and no image is ever dropped.
 """
 
@@ -29,7 +29,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class ResizeCrop:
-    """How an image is brought to its bucket: resize to cover, then cut out from (left, top)."""
+    """How an image is fitted to its bucket: resize to cover, then crop from (left, top)."""
 
     resized_width: int
     resized_height: int
@@ -122,7 +122,7 @@ def nearest_bucket(width: int, height: int, ranked: Ranked) -> Bucket:
 def fit_to(width: int, height: int, bucket: Bucket, place: tuple[float, float] = (0.5, 0.5)) -> ResizeCrop:
     """The smallest resize with the same aspect that covers the bucket, and the crop.
 
-    `place` says where in its room the crop lies, across and down: (0, 0) is the top left, (1, 1) the bottom right.
+    `place` is the position of the crop, across and down: (0, 0) is the top left, (1, 1) the bottom right.
     """
     scale = max(bucket.width / width, bucket.height / height)
     resized_width = max(bucket.width, round(width * scale))

@@ -23,8 +23,8 @@ from functools import lru_cache, partial
 
 from lora_trainer.config.schema import CaptionsSection
 from lora_trainer.core.randomness import position_turn, position_uniform
+from lora_trainer.data.prompt_weights import plain
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.weighted_words import plain
 from lora_trainer.data.wildcards import Pick, filled
 
 TRIGGER = "[trigger]"
@@ -35,9 +35,9 @@ OPENING, CLOSING = "([", ")]"
 class Texts:
     """What becomes of a written caption.
 
-    `canonical` has the first of all choices, its tags in their order, none left out, no
-    weights: images are drawn with it and validation losses measured. `variants` are what is
-    trained, in turn; one where nothing varies.
+    `canonical` has the first of all choices, all of its tags in their order, no weights: it is
+    used to generate images and to measure validation losses. `variants` are trained in turn; one
+    where nothing varies.
     """
 
     canonical: str
@@ -65,12 +65,12 @@ def canonical_text(sample: Sample, rules: Sequence[CaptionsSection]) -> str:
 
 
 def _first(written: str, rules: CaptionsSection) -> str:
-    """The first of all choices, with nothing shuffled or left out."""
+    """The first of all choices, with nothing shuffled or dropped."""
     return _whole(_filled(written, rules, lambda count, place: 0), rules)
 
 
 def has_trigger(text: str, trigger: str | None) -> bool:
-    """Whether a word stands in a text as a word of its own, large letters or small; true without one."""
+    """Whether a text contains the trigger as a word of its own, in any case; true without a trigger."""
     if not trigger:
         return True
     return _pattern(trigger).search(text) is not None
@@ -126,7 +126,7 @@ def _tags(text: str, rules: CaptionsSection) -> _Tags:
 
 
 def _split(text: str, rules: CaptionsSection) -> list[str]:
-    """A text at its separators, but not inside of the brackets of weighted words."""
+    """A text split at its separators, but not inside of prompt-weighting brackets."""
     found = text.split(rules.separator)
     if rules.prompt_weighting:
         whole: list[str] = []
@@ -155,7 +155,7 @@ def _whole(text: str, rules: CaptionsSection) -> str:
 
 
 def _variants(written: str, rules: CaptionsSection) -> list[str]:
-    """All texts that are trained; what is drawn hangs on the caption and the number of the text."""
+    """All texts that are trained; random draws depend on the caption and the number of the text."""
     name = hashlib.sha256(written.encode("utf-8", "surrogatepass")).hexdigest()[:32]
     splits = rules.shuffle or rules.tag_dropout
     found: list[str] = []
@@ -195,28 +195,30 @@ def _free(tags: Sequence[str], name: str, rules: CaptionsSection, number: int) -
 
 @lru_cache(maxsize=64)
 def _missing(count: int, name: str, variants: int, share: float) -> list[list[int]]:
-    """The variants that leave out each of so many tags: its share of them, on average where that is no whole number."""
+    """The variants that drop each of so many tags: its share of them, on average where that is no whole number."""
     orders = _orders(variants, count, name, "tag_dropout")
-    shares = _words(count, name, "tag_share")
+    shares = _hash_values(count, name, "tag_share")
     return [order[: int(variants * share + word / 2**32)] for order, word in zip(orders, shares, strict=True)]
 
 
 @lru_cache(maxsize=64)
 def _orders(count: int, rounds: int, *position: int | str) -> list[list[int]]:
     """The numbers below `count` in so many orders that the position draws; more rounds leave the first ones as they are."""
-    words = _words(count * rounds, *position)
+    values = _hash_values(count * rounds, *position)
     numbers = range(count)
-    return [sorted(numbers, key=words[first : first + count].__getitem__) for first in range(0, len(words), count or 1)]
+    return [
+        sorted(numbers, key=values[first : first + count].__getitem__) for first in range(0, len(values), count or 1)
+    ]
 
 
-def _words(count: int, *position: int | str) -> tuple[int, ...]:
+def _hash_values(count: int, *position: int | str) -> tuple[int, ...]:
     """Numbers below 2^32 that the position draws: one hash for all, as captions are many."""
     text = "\x1f".join(map(str, position)).encode("utf-8", "surrogatepass")
     return struct.unpack(f">{count}I", hashlib.shake_128(text).digest(4 * count))
 
 
 def settled(samples: Sequence[Sample], rules: Sequence[CaptionsSection]) -> tuple[Sample, ...]:
-    """The samples with canonical captions and their variants; `rules` stand in the order of the data's sources.
+    """The samples with canonical captions and their variants; `rules` are in the order of the data's sources.
 
     Regularization images show the model's own idea of a class, so they get no trigger.
     """
@@ -240,7 +242,7 @@ def canonical(sample: Sample) -> Sample:
 
 
 def lacks_trigger(sample: Sample, rules: Sequence[CaptionsSection]) -> bool:
-    """Whether the trigger must be put in front of a written caption: it stands nowhere in it."""
+    """Whether the trigger must be put in front of a written caption, which lacks it."""
     if sample.source >= len(rules):
         return False
     own = rules_of(sample, rules)
@@ -262,18 +264,18 @@ def most_choices(sample: Sample, rules: Sequence[CaptionsSection]) -> int:
 
 
 def rules_of(sample: Sample, rules: Sequence[CaptionsSection]) -> CaptionsSection:
-    """What holds for a sample's caption."""
+    """The caption settings of a sample's source."""
     found = rules[sample.source]
     return found.model_copy(update={"trigger_word": None}) if sample.regularization and found.trigger_word else found
 
 
-def variant_taken(sample: Sample, visit: int, seed: int, views: int = 1) -> int:
-    """Which of its variants a sample is trained on at a visit: each in turn, so that all are used equally often.
+def variant_taken(sample: Sample, seen_before: int, seed: int, views: int = 1) -> int:
+    """Which of its variants a sample is trained on after so many uses: each in turn, so all are used equally often.
 
     With `views` versions of the image in turn beside it, each variant meets each of them.
     """
     count = len(sample.texts)
-    return position_turn(count, visit + visit // math.lcm(count, views), seed, "caption", sample.id)
+    return position_turn(count, seen_before + seen_before // math.lcm(count, views), seed, "caption", sample.id)
 
 
 def drops_caption(rules: CaptionsSection, seed: int, step: int, epoch: int, place: tuple[str, int]) -> bool:

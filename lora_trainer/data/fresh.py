@@ -1,4 +1,4 @@
-"""Latents made when they are asked for, in place of cached ones: images decoded ahead by threads, then encoded."""
+"""Latents encoded on demand, in place of cached ones: threads decode images ahead, then they are encoded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Fresh:
     """
 
     def __init__(self, place: Place, encode: EncodeImage, workers: int, dtype: torch.dtype = torch.float32) -> None:
-        """`place` says what a place of a step shows; with no workers images are decoded when they are asked for."""
+        """`place` returns the sample and view of a ref; with no workers images are decoded when they are read."""
         self.place = place
         self._encode: EncodeImage | None = encode
         self._dtype = dtype
@@ -36,7 +36,7 @@ class Fresh:
         self._next: deque[Ref] = deque()
 
     def expect(self, refs: Iterable[Ref]) -> None:
-        """Decode these next, in their order, at most MOST_AHEAD ahead; whatever else was begun is given up."""
+        """Decode these next, in their order, at most MOST_AHEAD ahead; all other decoding is canceled."""
         wanted = dict.fromkeys(refs)
         for ref in [ref for ref in self._begun if ref not in wanted]:
             self._begun.pop(ref).cancel()
@@ -58,7 +58,7 @@ class Fresh:
         entry = {name: tensor[0].cpu() for name, tensor in encode_shown([shown], self._encode, self._dtype).items()}
         if not all(bool(torch.isfinite(tensor).all()) for tensor in entry.values()):
             message = f"The encoder gave values that are not finite for {self.place(ref)[0].path}."
-            raise TrainingFailed(Problem(message, "Look at the image, or remove it."))
+            raise TrainingFailed(Problem(message, "Check the image, or remove it."))
         return entry
 
     def close(self) -> None:

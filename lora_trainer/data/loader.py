@@ -1,4 +1,4 @@
-"""From places in a step to tensors: cached latents and texts of a micro-batch, read ahead."""
+"""The data loader: cached latents and texts of a micro-batch, read ahead."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.caches.store import Store
 from lora_trainer.data.captions import drops_caption, variant_taken
 from lora_trainer.data.fresh import Fresh
+from lora_trainer.data.prompt_weights import WeightedText, spoken
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
 from lora_trainer.data.views import View, turn_of
-from lora_trainer.data.weighted_words import Pieces, spoken
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class CachedData:
-    """Samples with where their tensors lie. The four sequences stand in one order.
+    """Samples and the cache keys of their tensors. The four sequences have one order.
 
     `latent_keys` has a key for each of a sample's `views`. `prior_weight` is a factor on the
-    loss of regularization samples. `fresh` makes latents in place of `latents`, and keys, where it is set.
-    `spoken`: captions go along, since text encoders are trained; without `text_keys` nothing of them is cached then.
+    loss of regularization samples. `fresh`, where set, encodes latents in place of `latents` and keys.
+    `spoken`: batches carry captions, since text encoders are trained; without `text_keys` no text is cached then.
     """
 
     samples: Sequence[Sample]
@@ -71,10 +71,10 @@ class CachedData:
         sample = self.samples[ref.index]
         if drops_caption(self.captions[sample.source], seed, step, epoch, (ref.id, ref.occurrence)):
             return None
-        return variant_taken(sample, ref.visit, seed, len(self.views[ref.index]))
+        return variant_taken(sample, ref.seen_before, seed, len(self.views[ref.index]))
 
-    def caption(self, ref: Ref, step: int, epoch: int, seed: int) -> str | Pieces:
-        """The same text as text encoders are asked for it."""
+    def caption(self, ref: Ref, step: int, epoch: int, seed: int) -> str | WeightedText:
+        """The same text, as the text encoders read it."""
         sample, number = self.samples[ref.index], self.text(ref, step, epoch, seed)
         text = "" if number is None else sample.texts[number]
         return spoken(text) if sample.weighted else text
@@ -86,7 +86,7 @@ class CachedData:
 
 @dataclass(frozen=True)
 class Batch:
-    """B samples of one bucket as they were cached, before anything random but which text is taken."""
+    """B samples of one bucket as they were cached, before any random draw but the choice of the text."""
 
     refs: tuple[Ref, ...]
     mean: Tensor  # [B, C, h, w], scaled latents
@@ -95,7 +95,7 @@ class Batch:
     sizes: Tensor  # [B, 6] float32: original height, width, crop top, left, target height, width; pixels
     weights: Tensor  # [B] float32
     mask: Tensor | None = None  # [B, 1, h, w] in [0, 1], 1 for samples without one; None where none has one
-    captions: tuple[str | Pieces, ...] = ()  # B, where text encoders are trained
+    captions: tuple[str | WeightedText, ...] = ()  # B, where text encoders are trained
 
     @property
     def places(self) -> tuple[tuple[str, int], ...]:
@@ -129,7 +129,7 @@ def read_micro(data: CachedData, refs: Sequence[Ref], step: int, epoch: int, see
 
 
 def size_row(sample: Sample, view: View) -> tuple[float, ...]:
-    """What SDXL is told of an image's size (arXiv:2307.01952, 2.2): six numbers, in pixels."""
+    """SDXL's time ids of an image (arXiv:2307.01952, 2.2): six numbers, in pixels."""
     bucket = view.fit.bucket
     row = (sample.height, sample.width, *view.crop, bucket.height, bucket.width)
     return tuple(float(value) for value in row)
@@ -151,10 +151,10 @@ _END = object()
 
 
 def prefetch(source: Iterator[Item], depth: int = 2) -> Generator[Item, None, None]:
-    """The same items, made up to `depth` ahead in a thread of their own.
+    """The same items, prepared up to `depth` ahead in a thread of their own.
 
     What the source raises is raised here, in its place, once. Closing the generator stops the
-    thread, at the latest when the item that is being made is ready, and closes the source in it.
+    thread, at the latest when the item in preparation is ready, and closes the source in it.
     """
     ready: queue.Queue[object] = queue.Queue(maxsize=max(1, depth))
     stopped = threading.Event()

@@ -24,7 +24,7 @@ from lora_trainer.data.images.jobs import Facts
 from lora_trainer.data.images.scan import read_headers
 from lora_trainer.data.images.workers import Progress
 from lora_trainer.data.sample import Manifest, Mask, Sample, Span
-from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.found import Found, Reading, SourceRequest
 from lora_trainer.data.sources.masks import judged_alpha, judged_mask
 from lora_trainer.data.sources.places import find_overlaps, places_of
 from lora_trainer.data.sources.read import read_source
@@ -44,8 +44,8 @@ def read_manifest(
 ) -> tuple[Manifest, tuple[Finding, ...]]:
     """Read all sources; images that cannot be read become findings, not samples.
 
-    `captions` rules how captions are looked for where a source does not say. Raises UsageError,
-    all problems at once, for a source that is missing, given twice or holds no image.
+    `captions` are the caption settings of sources without their own. Raises UsageError,
+    all problems at once, for a source that is missing, named twice or holds no image.
     """
     with _no_collecting():
         return _read_manifest(sources, allow_missing_captions, captions, progress)
@@ -53,7 +53,7 @@ def read_manifest(
 
 @contextlib.contextmanager
 def _no_collecting() -> Iterator[None]:
-    """Hundreds of thousands of small values are made here and none in circles: looking for some takes a quarter more time."""
+    """Switch off garbage collection: there are no cycles here, and it takes a quarter more time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -70,28 +70,28 @@ def _read_manifest(
     progress: Progress | None,
 ) -> tuple[Manifest, tuple[Finding, ...]]:
     reading = Reading(allow_missing_captions)
-    asked = [asked_for(number, source, captions or CaptionsSection()) for number, source in enumerate(sources)]
-    given = [(each, places_of(each, reading)) for each in asked]
-    find_overlaps(given, reading)
-    if not asked:
-        reading.problem("No data was given.", "Name a folder of images with --data.")
-    found = [(each, read_source(places, each, reading)) for each, places in given]
-    if not reading.problems and all(each.section.is_reg for each in asked):
-        reading.problem("All data is regularization.", "Name what is to be learned, too.")
+    requests = [request_source(number, source, captions or CaptionsSection()) for number, source in enumerate(sources)]
+    located = [(each, places_of(each, reading)) for each in requests]
+    find_overlaps(located, reading)
+    if not requests:
+        reading.problem("There is no data.", "Name a folder of images with --data.")
+    found = [(each, read_source(places, each, reading)) for each, places in located]
+    if not reading.problems and all(each.section.is_reg for each in requests):
+        reading.problem("All data is regularization.", "Add a source of images to train on.")
     if reading.problems:
         raise UsageError(reading.problems)
     samples = _samples(found, reading, progress)
     return Manifest(samples, tuple(reading.notes)), tuple(reading.findings)
 
 
-def asked_for(number: int, source: SourceSection | Path, captions: CaptionsSection) -> Asked:
-    """A source with the captions' settings that rule it: its own, else those of all."""
+def request_source(number: int, source: SourceSection | Path, captions: CaptionsSection) -> SourceRequest:
+    """A source with its caption settings: its own, else those of all."""
     section = SourceSection.model_construct(path=str(source)) if isinstance(source, Path) else source
-    return Asked(number, section, section.captions or captions)
+    return SourceRequest(number, section, section.captions or captions)
 
 
 def _samples(
-    found: Sequence[tuple[Asked, Sequence[Found]]], reading: Reading, progress: Progress | None
+    found: Sequence[tuple[SourceRequest, Sequence[Found]]], reading: Reading, progress: Progress | None
 ) -> tuple[Sample, ...]:
     """Every image whose header can be read, in the order of the sources; each file is read once."""
     places: dict[Place, None] = {}
@@ -101,32 +101,32 @@ def _samples(
             if each.mask is not None and each.mask.path is not None:
                 places[each.mask.path, each.mask.span] = None
     facts = dict(zip(places, read_headers(list(places), progress), strict=True))
-    told: set[Place] = set()
+    reported: set[Place] = set()
     samples = []
-    for asked, images in found:
+    for request, images in found:
         for each in images:
             read = facts[each.path, each.span]
             if not isinstance(read, BrokenImageError):
-                samples.append(_sample(each, read, asked, facts, reading))
-            elif (each.path, each.span) not in told:
-                told.add((each.path, each.span))
+                samples.append(_sample(each, read, request, facts, reading))
+            elif (each.path, each.span) not in reported:
+                reported.add((each.path, each.span))
                 reading.find(read.code, "error", read.message, read.fix, each.path)
     return tuple(samples)
 
 
 def _sample(
-    found: Found, read: Facts, asked: Asked, facts: dict[Place, Facts | BrokenImageError], reading: Reading
+    found: Found, read: Facts, request: SourceRequest, facts: dict[Place, Facts | BrokenImageError], reading: Reading
 ) -> Sample:
     sample = Sample(
         found.path,
-        _caption_of(found, asked, reading),
+        _caption_of(found, request, reading),
         read.width,
         read.height,
         read.content,
         found.repeats,
-        _weight_of(found, asked, reading),
-        asked.number,
-        asked.section.is_reg,
+        _weight_of(found, request, reading),
+        request.number,
+        request.section.is_reg,
         found.span,
         found.mask,
         own_caption=found.caption is not None,
@@ -144,9 +144,9 @@ def _sample(
     return judged_mask(named, (mask.width, mask.height), reading)
 
 
-def _weight_of(found: Found, asked: Asked, reading: Reading) -> float:
-    """The weight that a table gives times the source's; a finding where no loss can be multiplied by it."""
-    weight, own = found.weight, asked.section.loss_weight
+def _weight_of(found: Found, request: SourceRequest, reading: Reading) -> float:
+    """The table's weight times the source's; a finding where it is no number of at least 0."""
+    weight, own = found.weight, request.section.loss_weight
     if weight is None:
         return own
     if isinstance(weight, int | float) and not isinstance(weight, bool):
@@ -154,30 +154,30 @@ def _weight_of(found: Found, asked: Asked, reading: Reading) -> float:
             whole = float(weight) * own
             if math.isfinite(whole) and whole >= 0.0:
                 return whole
-    told = repr(weight) if len(repr(weight)) < MOST_WEIGHT_SHOWN else f"{repr(weight)[:MOST_WEIGHT_SHOWN]}…"
+    text = repr(weight) if len(repr(weight)) < MOST_WEIGHT_SHOWN else f"{repr(weight)[:MOST_WEIGHT_SHOWN]}…"
     fix = "Write a number of at least 0; 1 is usual."
-    reading.find("bad_weight", "error", f"has the weight {told}.", fix, found.path)
+    reading.find("bad_weight", "error", f"has the weight {text}.", fix, found.path)
     return own
 
 
-def _caption_of(found: Found, asked: Asked, reading: Reading) -> str:
-    given = (found.caption, asked.section.default_caption, found.folder_caption)
-    text = next((each for each in given if each is not None), None)
-    caption = tidy(text or "", keep_lines=asked.captions.wildcards)
+def _caption_of(found: Found, request: SourceRequest, reading: Reading) -> str:
+    candidates = (found.caption, request.section.default_caption, found.folder_caption)
+    text = next((each for each in candidates if each is not None), None)
+    caption = tidy(text or "", keep_lines=request.captions.wildcards)
     if caption or found.path in reading.reported:
         return caption
     message, code = (
         ("has an empty caption.", "empty_caption") if text is not None else ("has no caption.", "missing_caption")
     )
     severity: Severity = "note" if reading.allow_missing_captions else "error"
-    ending = asked.ending or ".txt"
+    ending = request.ending or ".txt"
     fix = f"Write one into {found.path.stem}{ending} or set data.allow_missing_captions=true."
     if found.instead:
-        message = f"has no {found.path.stem}{ending}, as captions.extension asks, but {found.instead}."
+        message = f"has no {found.path.stem}{ending}, as captions.extension requires, but {found.instead}."
         fix = "Set captions.extension to what is there, or remove it."
     elif found.table is not None:
-        fix = f"{found.table.name} lies here: name it as captions_file of the source, or as --data. Else {fix[0].lower()}{fix[1:]}"
+        fix = f"{found.table.name} is here: name it as captions_file of the source, or as --data. Else {fix[0].lower()}{fix[1:]}"
     if reading.allow_missing_captions:
-        fix = f"It is trained on the empty caption, as data.allow_missing_captions asks; or write {found.path.stem}{ending}."
+        fix = f"It trains on the empty caption (data.allow_missing_captions=true); or write {found.path.stem}{ending}."
     reading.find(code, severity, message, fix, found.path)
     return caption

@@ -1,4 +1,4 @@
-"""The values that data travels as: a sample and a manifest."""
+"""The dataset's values: a sample and a manifest."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Sample:
     `path` names the image; its bytes are that file's, or, inside of a larger file, those of
     `span`. `caption` is as it was written, or, once captions are settled, the canonical text with
     `variants` beside it: what is trained, in turn; `weighted` says that their brackets are weights;
-    `written` is the caption as it stands in the dataset, once settled; without `own_caption` it is that of its
+    `written` is the caption as it is in the dataset, once settled; without `own_caption` it is that of its
     source or folder, not written for this image.
     `width` and `height` are as the image is seen, after EXIF rotation. `content` is the hex sha256 of the image file's bytes. `repeats` is
     how often an epoch shows it, 0.5 means every other epoch. `weight` multiplies its loss.
     `source` counts the data's sources from 0. Regularization samples keep the model's own idea
-    of a class: they are never held out.
+    of a class: they are never used for validation.
     """
 
     path: Path
@@ -62,7 +62,7 @@ class Sample:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What is trained, in turn."""
+        """The captions that are trained, in turn."""
         return self.variants or (self.caption,)
 
     @property

@@ -26,9 +26,9 @@ TextOf = Callable[[Ref, int], str | None]  # of a sample in a step; None where i
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """What `steps` steps trained. `times` stands in the order of the samples.
+    """What `steps` steps trained. `times` are in the order of the samples.
 
-    `captions` counts texts as the model was given them, `dropped` the samples that were trained
+    `captions` counts texts as the model read them, `dropped` the samples that were trained
     on the empty caption in place of their own.
     """
 
@@ -42,7 +42,7 @@ class SampleCounts:
     @property
     def line(self) -> str:
         """`every image 12-13 times, regularization 3 times; captions dropped 10.2 %`."""
-        told = []
+        parts = []
         for name, kept in (("image", False), ("regularization image", True)):
             times = [
                 count
@@ -50,14 +50,14 @@ class SampleCounts:
                 if sample.regularization == kept and count
             ]
             if times:
-                told.append(f"every {name} {_range(times)} {'time' if max(times) == 1 else 'times'}")
+                parts.append(f"every {name} {_range(times)} {'time' if max(times) == 1 else 'times'}")
         if never := self.times.count(0):
-            told.append(f"but {never} of {len(self.times)} never")
+            parts.append(f"but {never} of {len(self.times)} never")
         share = self.dropped / max(sum(self.times), 1)
-        return ", ".join(told) + (f"; captions dropped {share:.1%}".replace("%", " %") if self.dropped else "")
+        return ", ".join(parts) + (f"; captions dropped {share:.1%}".replace("%", " %") if self.dropped else "")
 
     def to_json(self) -> dict[str, Any]:
-        """The summary that stands in the run's record; the whole is in the file."""
+        """The summary for the run's record; the file has all counts."""
         total = sum(self.times)
         return {
             "steps": self.steps,
@@ -101,9 +101,9 @@ def count_trained(plan: StepPlan, steps: int, bucket_of: BucketOf, text_of: Text
 
 
 def never_trained(plan: StepPlan, released: int, trained: int) -> Finding | None:
-    """The error of weights that have not seen every image: those of step `released`, of a run of `trained` steps.
+    """The error for a LoRA that has not seen every image: that of step `released`, of a run of `trained` steps.
 
-    Images that are held out are not in the plan, and regularization images need not all be seen.
+    Validation images are not in the plan, and regularization images need not all be seen.
     """
     images = {index for index, sample in enumerate(plan.samples) if not sample.regularization}
     waiting, times, step = set(images), 0, 0
@@ -121,7 +121,7 @@ def never_trained(plan: StepPlan, released: int, trained: int) -> Finding | None
         f"{counted(len(images), 'image')}, {counted(times, 'sample')} trained in {counted(released, 'step')}:"
         f" {counted(never, 'image was', 'images were')} never trained (first: {first})."
     )
-    fix = f"{step} steps train each at least once: set train.max_steps higher, or leave it out for train.total_repeats."
+    fix = f"{step} steps train each at least once: set train.max_steps higher, or remove it for train.total_repeats."
     if trained >= step:
         fix = (
             f"Validation loss was lowest at step {released} of {trained}: lower optimizer.learning_rate,"
@@ -130,16 +130,16 @@ def never_trained(plan: StepPlan, released: int, trained: int) -> Finding | None
     return Finding(NEVER_TRAINED, "error", message, fix)
 
 
-def write_sample_counts(folder: Path, ledger: SampleCounts) -> str:
-    """Write the whole as a table of kind, times and name; its file's name. Raises OSError."""
+def write_sample_counts(folder: Path, counts: SampleCounts) -> str:
+    """Write all counts as a table of kind, times and name; its file's name. Raises OSError."""
     with (
         atomic_path(folder / FILE) as path,
         open(path, "w", encoding="utf-8", errors="backslashreplace", newline="") as file,
     ):
         table = csv.writer(file, lineterminator="\n")
         table.writerow(("kind", "times", "name"))
-        for sample, count in zip(ledger.samples, ledger.times, strict=True):
+        for sample, count in zip(counts.samples, counts.times, strict=True):
             table.writerow(("regularization" if sample.regularization else "image", count, sample.path))
-        table.writerows(("caption", count, text) for text, count in sorted(ledger.captions.items()))
-        table.writerows(("bucket", count, bucket) for bucket, count in ledger.buckets.items())
+        table.writerows(("caption", count, text) for text, count in sorted(counts.captions.items()))
+        table.writerows(("bucket", count, bucket) for bucket, count in counts.buckets.items())
     return FILE

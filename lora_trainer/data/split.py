@@ -1,4 +1,4 @@
-"""The held-out split: which images are kept for validation."""
+"""The validation split: which images are kept for validation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def split_validation(
     Chosen by a hash of the content and the seed: the split of a dataset does not depend on names or
     order, a new image moves at most as many as the count changes and one more, and
     copies of one image stay on one side. So do images that look the same, mirrored or not: `kin` leads
-    from a content to the one that stands for all that look like it. Regularization images are all trained
-    on, and so is what looks like one of them.
+    from a content to the first of those that look like it. Regularization images are all trained
+    on, and so are images that look like one of them.
     """
     leaders = kin or {}
     groups: dict[str, set[str]] = {}
@@ -40,9 +40,9 @@ def split_validation(
             left -= len(group)
         if left == 0:
             break
-    held = [not sample.regularization and sample.content in chosen for sample in samples]
-    train = tuple(sample for sample, out in zip(samples, held, strict=True) if not out)
-    validation = tuple(sample for sample, out in zip(samples, held, strict=True) if out)
+    is_held = [not sample.regularization and sample.content in chosen for sample in samples]
+    train = tuple(sample for sample, out in zip(samples, is_held, strict=True) if not out)
+    validation = tuple(sample for sample, out in zip(samples, is_held, strict=True) if out)
     return train, validation
 
 

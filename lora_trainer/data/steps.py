@@ -1,4 +1,4 @@
-"""Steps as positions: which samples stand in which step, as pure functions of (seed, step).
+"""Steps as positions: which samples are in which step, as pure functions of (seed, step).
 
 A step is a list of samples fixed before it is split into micro-batches or over
 processes, so neither changes what is learned. An epoch is every sample as often as its
@@ -29,37 +29,37 @@ class Ref:
 
     `index` is the sample's index in the list that the plan was made of. `occurrence`
     counts earlier places of the same content in the same step, so that an image which
-    stands twice gets different noise. Random draws use (step, id, occurrence). `visit`
-    counts how often the run saw this sample before: what is taken in turn goes by it.
+    occurs twice gets different noise. Random draws use (step, id, occurrence). `seen_before`
+    counts how often the run used this sample before: variants take turns by it.
     """
 
     index: int
     id: str
     occurrence: int
-    visit: int = 0
+    seen_before: int = 0
 
 
 @dataclass(frozen=True)
 class Group:
-    """Samples that are seen equally often: `seen` places of an epoch go round through them.
+    """Samples that are seen equally often: they share `seen` places of an epoch in turn.
 
     With `seen` a multiple of their number each epoch has every one of them equally often;
-    otherwise an epoch goes on where the last one ended, and none is ever left out.
+    otherwise an epoch continues where the last one ended, and none is ever skipped.
     """
 
     indices: tuple[int, ...]
     seen: int
 
     def place(self, epoch: int, number: int) -> tuple[int, int]:
-        """(index, visit) of one of the `seen` places of an epoch."""
-        visit, place = divmod(epoch * self.seen + number, len(self.indices))
-        return self.indices[place], visit
+        """(index, seen_before) of one of the `seen` places of an epoch."""
+        seen_before, place = divmod(epoch * self.seen + number, len(self.indices))
+        return self.indices[place], seen_before
 
 
 def make_groups(samples: Sequence[Sample], seed: int) -> tuple[Group, ...]:
-    """How often an epoch sees whom: by the samples' repeats; regularization samples as often as all others.
+    """How often an epoch sees each sample: by its repeats; regularization samples as often as all others.
 
-    Samples go by what they are, so their names, their order and the order of sources change no step.
+    Samples are sorted by content, so their names, their order and the order of sources change no step.
     """
     trained: dict[float, list[int]] = {}
     kept: list[int] = []
@@ -77,12 +77,12 @@ def make_groups(samples: Sequence[Sample], seed: int) -> tuple[Group, ...]:
 
 
 def _order_key(sample: Sample) -> tuple[object, ...]:
-    """Copies that are shown or captioned differently are told apart as far as their sources differ."""
+    """Copies with other views or captions are distinguished as far as their sources differ."""
     return sample.facts, sample.variants, sample.source
 
 
 def _group(indices: Sequence[int], seen: int, seed: int) -> Group:
-    if seen % len(indices):  # whose turn comes first must not hang on names
+    if seen % len(indices):  # who is first must not depend on names
         indices = [indices[place] for place in _shuffled(len(indices), seed, "turns", len(indices))]
     return Group(tuple(indices), seen)
 
@@ -117,9 +117,9 @@ class StepPlan:
         refs = []
         for position in order[place * self.effective : (place + 1) * self.effective].tolist():
             number = bisect.bisect_right(self.bounds, position) - 1
-            index, visit = self.groups[number].place(epoch, position - self.bounds[number])
+            index, seen_before = self.groups[number].place(epoch, position - self.bounds[number])
             name = self.samples[index].id
-            refs.append(Ref(index, name, seen[name], visit))
+            refs.append(Ref(index, name, seen[name], seen_before))
             seen[name] += 1
         return tuple(refs)
 
@@ -143,7 +143,7 @@ def plan_steps(samples: Sequence[Sample], effective: int, seed: int) -> StepPlan
 
 
 def share(refs: Sequence[Ref], rank: int, world: int) -> tuple[Ref, ...]:
-    """What one of `world` processes takes of a step; empty when the step has fewer samples."""
+    """The samples of a step for one of `world` processes; empty when the step has fewer samples."""
     return tuple(refs[rank::world])
 
 
@@ -223,7 +223,7 @@ class StepArithmetic:
 def step_arithmetic(
     samples: Sequence[Sample], effective: int, lengths: Lengths, *, max_micro: int | None = None, processes: int = 1
 ) -> StepArithmetic:
-    """Count the steps of a run over the samples that are trained on (held-out ones not among them)."""
+    """Count the steps of a run over the samples that are trained on, without validation images."""
     passes = sum(group.seen for group in make_groups(samples, seed=0))
     trained = [sample for sample in samples if not sample.regularization]
     prior = passes - sum(group.seen for group in make_groups(trained, seed=0))
@@ -244,7 +244,7 @@ def step_arithmetic(
 
 
 def micro_shapes(steps: StepArithmetic, buckets: int) -> int:
-    """How many sizes of micro-batches a run meets at most, where its samples stand in so many buckets."""
+    """How many sizes of micro-batches a run has at most, where its samples are in so many buckets."""
     if buckets != 1:
         return buckets * steps.batch
 

@@ -1,4 +1,4 @@
-"""Views: the ways in which an image is shown to the model. No torch, no image is opened.
+"""Views: how an image is cropped, flipped and recolored for the model. No torch, no image is opened.
 
 A view is a bucket with the part that is cut out for it, mirrored or not, its colors
 changed or not. Which views an image has depends on its size, its content and the
@@ -38,7 +38,7 @@ CENTER = (0.5, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One way to show an image: what is cut out, then mirrored, then recolored. Color 0 is as it is."""
+    """One version of an image: cropped, then flipped, then recolored. Color 0 is as it is."""
 
     fit: ResizeCrop
     flip: bool = False
@@ -55,7 +55,7 @@ class View:
 
 @dataclass(frozen=True)
 class Framing:
-    """What the settings say of a source's images. Lengths in pixels; `resolutions` stand largest first.
+    """The size, crop and color settings of a source's images. Lengths in pixels; `resolutions`: largest first.
 
     `crops` counts the places that are cut out, `colors` the changed versions beside the image's own.
     """
@@ -85,9 +85,9 @@ def framing_of(data: DataSection, own: int, pixel_step: int, source: SourceSecti
 
     Raises UsageError, all problems at once, for sides that no bucket can have.
     """
-    said = source or SourceSection(path="any")
-    resolutions = said.resolutions or data.resolutions or (data.resolution or own,)
-    crop = said.crop or data.crop
+    own_settings = source or SourceSection(path="any")
+    resolutions = own_settings.resolutions or data.resolutions or (data.resolution or own,)
+    crop = own_settings.crop or data.crop
     framing = Framing(
         resolutions=tuple(sorted(set(resolutions), reverse=True)),
         step=data.bucket_step or pixel_step,
@@ -97,8 +97,8 @@ def framing_of(data: DataSection, own: int, pixel_step: int, source: SourceSecti
         allow_upscale=data.allow_small_images,
         no_upscale=data.bucket_no_upscale,
         crops=data.crop_variants if crop == "random" else 1,
-        flip=data.flip if said.flip is None else said.flip,
-        colors=data.color_variants if said.color_variants is None else said.color_variants,
+        flip=data.flip if own_settings.flip is None else own_settings.flip,
+        colors=data.color_variants if own_settings.color_variants is None else own_settings.color_variants,
     )
     if problems := _wrong(framing, pixel_step):
         raise UsageError(problems)
@@ -143,7 +143,7 @@ def _wrong(framing: Framing, pixel_step: int) -> list[Problem]:
 
 
 def notes_on(framings: Sequence[Framing]) -> tuple[str, ...]:
-    """What is trained in place of a resolution that is no multiple of the step."""
+    """The size that is trained in place of a resolution that is no multiple of the step."""
     odd = {
         (resolution, framing.step)
         for framing in framings
@@ -212,7 +212,7 @@ def plain_fits(width: int, height: int, framing: Framing) -> tuple[ResizeCrop, .
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Where every sample goes: `views` stands in the order of the samples, the plain view of each first."""
+    """The buckets of every sample: `views` are in the order of the samples, the plain view of each first."""
 
     views: tuple[tuple[View, ...], ...]
 
@@ -247,11 +247,11 @@ def plan_views(samples: Sequence[Sample], framings: Sequence[Framing]) -> Bucket
 
 
 def plan_plain(samples: Sequence[Sample], framings: Sequence[Framing]) -> BucketPlan:
-    """Every sample with its plain view alone: what is judged, and what validation images are asked at."""
+    """Every sample with its plain view alone: for the dataset check and for validation images."""
     fits = (plain_fits(sample.width, sample.height, framings[sample.source])[0] for sample in samples)
     return BucketPlan(tuple((View(fit),) for fit in fits))
 
 
 def turn_of(ref: Ref, count: int, seed: int) -> int:
     """Which of a sample's `count` views a place of a step uses: each in turn, so all are used equally often."""
-    return position_turn(count, ref.visit, seed, "view", ref.id)
+    return position_turn(count, ref.seen_before, seed, "view", ref.id)

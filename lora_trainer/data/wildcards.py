@@ -1,18 +1,18 @@
 """Wildcards of a caption: `a {red|blue} ball` is one of two texts.
 
     {a|b|c}      one of them; each may hold further wildcards
-    {a}          what stands inside, as in kohya's scripts
+    {a}          its contents, as in kohya's scripts
     {{ and }}    literal braces outside of a wildcard, as in kohya's scripts
     \\{ \\| \\}     literal anywhere
 
-A brace without its partner stands for itself, and so does `{}`.
+A brace without its partner is an ordinary character, and so is `{}`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-Pick = Callable[[int, int], int]  # (number of choices, where the wildcard stands) -> which is taken
+Pick = Callable[[int, int], int]  # (number of choices, position of the wildcard) -> which is taken
 
 ESCAPED = ("\\{", "\\}", "\\|")
 
@@ -47,7 +47,7 @@ def _plain(text: str, start: int, end: int, pick: Pick, *, outside: bool) -> str
 
 
 def _bars(text: str, start: int, end: int) -> list[int]:
-    """Where the opening brace at `start`, its bars and its closing brace stand; empty when it has no partner or inside."""
+    """Positions of the brace at `start`, its bars and its closing brace; empty when it has no partner or contents."""
     found, depth, place = [start], 0, start
     while place < end:
         if text[place : place + 2] in ESCAPED:

@@ -1,4 +1,4 @@
-"""The loss of each sample: an error, times what its timestep counts."""
+"""The loss of each sample: an error times a weight by timestep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Error = Callable[..., "Tensor"]
 
 
 def make_loss(config: LossSection, process: Process) -> Loss:
-    """The training loss that the settings ask for. A mask in [0, 1] says where it counts, 0 as `unmasked_weight`."""
+    """The configured training loss. A mask in [0, 1] weighs the places, 0 as `unmasked_weight`."""
     error, weight = ERRORS[config.type](config), WEIGHTINGS[config.weighting](config, process)
 
     def loss(predicted: Tensor, target: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -45,7 +45,7 @@ def training_noise(
 def perturbed(noise: Tensor, more: Tensor, strength: float) -> Tensor:
     """Noise [B, C, h, w] to mix into the latents, with `more` of the same shape added to it (arXiv:2301.11706, alg. 2).
 
-    The target stays made of the unperturbed noise: the model meets inputs as wrong as its own predictions make them.
+    The target keeps the unperturbed noise: the model trains on inputs with errors like those of its own predictions.
     """
     return noise + strength * more
 

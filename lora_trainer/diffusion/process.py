@@ -19,8 +19,8 @@ class Process:
     """Variance-preserving diffusion (DDPM, arXiv:2006.11239, eq. 4), or a rectified flow (arXiv:2209.03003).
 
     `alphas_cumprod` [T] is the share of signal left at each timestep: of its energy in diffusion, of its amplitude in
-    a flow, which goes straight from the latents to the noise. `times` are those it is trained at; of a model as its
-    folder says it, their shift is its scheduler's.
+    a flow, which is a straight line from the latents to the noise. `times` is the distribution of training times; for a
+    model folder, their shift is its scheduler's.
     """
 
     alphas_cumprod: Tensor
@@ -66,7 +66,7 @@ class Process:
         return signal * noisy - spread * prediction, signal * prediction + spread * noisy
 
     def snr(self, t: Tensor) -> Tensor:
-        """Signal-to-noise ratio [B] at t [B]. Raises ValueError for a flow, whose options never ask for one."""
+        """Signal-to-noise ratio [B] at t [B]. Raises ValueError for a flow, whose options never need one."""
         if self.prediction == "flow":
             raise ValueError("a flow is not weighed by a signal-to-noise ratio")
         alpha = self.alphas_cumprod.to(t.device, torch.float32)[t]
@@ -87,7 +87,7 @@ def linear_alphas(steps: int, beta_start: float, beta_end: float) -> Tensor:
 def zero_terminal_alphas(alphas_cumprod: Tensor) -> Tensor:
     """The schedule shifted and stretched so that its last timestep holds no signal at all (arXiv:2305.08891, alg. 1).
 
-    [T] -> [T]; the first value stays. Only a model that predicts velocity can be asked at
+    [T] -> [T]; the first value stays. Only a model that predicts velocity can be trained at
     signal 0: there the noise is the whole input, and predicting it teaches nothing.
     """
     signal = alphas_cumprod.sqrt()
@@ -101,6 +101,6 @@ def flow_signal(steps: int) -> Tensor:
 
 
 def usual_process(prediction: Prediction) -> Process:
-    """The process of published models, for measuring where there is no folder that says so."""
+    """The process of published models, for measurements without a model folder."""
     flows = prediction == "flow"
     return Process(flow_signal(USUAL_STEPS) if flows else scaled_linear_alphas(USUAL_STEPS, 0.00085, 0.012), prediction)

@@ -1,4 +1,4 @@
-"""Which timestep a sample is trained or validated at.
+"""The timesteps that samples are trained or validated at.
 
 A time lies in [0, 1], 1 where nothing is left of the image; a process cuts times into timesteps.
 """
@@ -24,7 +24,7 @@ class Shift:
     """How far a flow's times are moved towards noise: t' = s t / (1 + (s - 1) t) (arXiv:2403.03206, eq. 23).
 
     Large images keep more of their signal under the same noise, so they need more of it. s is `factor`, or with
-    `by_size` exp(mu), with mu on the line through `mus` at `tokens` of an image, as FLUX.1 is drawn. A token is
+    `by_size` exp(mu), with mu on the line through `mus` at `tokens` of an image, as FLUX.1 is sampled. A token is
     `patch` latents high and wide.
     """
 
@@ -63,7 +63,7 @@ class Times:
         return shifted(self._unshifted(draw), self.shift.of(size))
 
     def describe(self, size: tuple[int, int]) -> str:
-        """For people: the distribution, and the shift for latents of this height and width."""
+        """The distribution, and the shift for latents of this height and width, for the log."""
         numbers = {
             "logit_normal": f" (mean {self.logit_mean:g}, spread {self.logit_spread:g})",
             "mode": f" {self.mode_scale:g}",
@@ -100,7 +100,7 @@ def mode(draw: float, scale: float) -> float:
 
 
 def flow_times(flow: FlowSection, own: Shift) -> Times:
-    """What the settings ask for, of a model whose scheduler says `own`."""
+    """The configured times, of a model whose scheduler's shift is `own`."""
     if flow.shift == "model":
         shift = own
     elif flow.shift == "resolution":
@@ -119,7 +119,7 @@ def drawn_timesteps(draws: Sequence[float], times: Times, timesteps: int, size: 
 def stratified_timesteps(count: int, timesteps: int) -> list[int]:
     """The middles of `count` equal parts of the schedule, so that a mean covers all of it.
 
-    Runs are measured at these whatever times they are trained at: a run that draws easy times is not flattered, and
-    losses compare between runs whose `[flow]` differs.
+    Validation uses these whatever the training times: training at easy times does not lower the loss, and losses
+    compare between runs whose `[flow]` differs.
     """
     return [int((index + 0.5) * timesteps / count) for index in range(count)]

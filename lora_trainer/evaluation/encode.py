@@ -13,7 +13,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.validation_loss import EncodedSample
-from lora_trainer.models.encoders import visiting_text
+from lora_trainer.models.encoders import offloaded_text
 from lora_trainer.models.family import Caption, Encoders, Family, ModelFacts
 from lora_trainer.models.memory.phases import captions_at_once, captions_on_a_cpu, costs_of
 
@@ -33,7 +33,7 @@ def text_reader(
     else:
         in_turn, together = captions_at_once(dtype.itemsize, costs, usable)
     if in_turn:
-        encode = visiting_text(family, facts.path, dtype, device)
+        encode = offloaded_text(family, facts.path, dtype, device)
     else:
         encode = family.load_encoders(facts.path, dtype, device).encode_text
 

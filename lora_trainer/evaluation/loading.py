@@ -57,7 +57,7 @@ def heard() -> Iterator[list[str]]:
 def load_onto(pipeline: Any, lora: Path) -> list[str]:
     """Load a LoRA into a pipeline; return what the libraries complained of: ignored or missing keys, or a file refused.
 
-    New words in the file, which diffusers does not know, are left out of it: `models/words.py` adds them.
+    New words in the file, which diffusers does not know, are left out of it: `models/textual_inversion.py` adds them.
     """
     if any(key.startswith(EMBEDDING) for key in read_tensor_header(lora)):
         rest = {key: tensor for key, tensor in load_file(lora).items() if not key.startswith(EMBEDDING)}

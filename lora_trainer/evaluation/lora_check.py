@@ -58,7 +58,7 @@ from lora_trainer.evaluation.validation_loss import (
 )
 from lora_trainer.export.weights import LoraWeights, adaptable_modules
 from lora_trainer.models.family import Family, ModelFacts
-from lora_trainer.models.lora_files import read_lora_with_words
+from lora_trainer.models.lora_files import read_lora_with_tokens
 from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
 
 GATE = 0.9
@@ -101,7 +101,7 @@ def check_lora(
     Raises UsageError when the file is no LoRA that can be read at all.
     """
     device = device or torch.device("cpu")
-    weights = read_lora_with_words(lora)
+    weights = read_lora_with_tokens(lora)
     if refused := refused_unloaded(weights, base, family, gate):
         return refused
     encoding = device if usable != 0 else torch.device("cpu")
@@ -125,7 +125,7 @@ def check_lora(
     places = max([(facts.resolution // facts.downscale) ** 2, *(sample.latents[0].numel() for sample in samples)])
     placed = bring_denoiser(denoiser, family, device, usable, places)
     if placed.resident is not None:
-        progress(f"judging with {placed.words}")
+        progress(f"judging with {placed.description}")
     in_all, of_drift = answers(len(prompts), len(samples), timesteps), answers(len(prompts), 0, timesteps)
     predict = partial(in_parts, watched(partial(family.predict, denoiser), in_all, watch))
     progress(f"measuring drift on unrelated prompts: {of_drift} answers of the model at {facts.resolution} px")

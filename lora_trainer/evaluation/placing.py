@@ -11,7 +11,7 @@ from torch import nn
 from lora_trainer.core.errors import memory_may_run_out
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.drawing import texts_of
-from lora_trainer.models.encoders import visit, widen
+from lora_trainer.models.encoders import offload_layers, widen
 from lora_trainer.models.family import Family
 from lora_trainer.models.memory.phases import (
     TILE,
@@ -67,7 +67,7 @@ def bring_pipeline(
         tile(pipeline.vae)
     if not placed.in_turn:
         pipeline.to(device)
-    each = visit if placed.in_turn or (device.type == "cpu" and widened_in_turn(widened)) else widen
+    each = offload_layers if placed.in_turn or (device.type == "cpu" and widened_in_turn(widened)) else widen
     for part in stored:
         each(part, dtype, device)
     if not placed.in_turn:

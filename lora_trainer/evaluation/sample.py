@@ -31,9 +31,9 @@ from lora_trainer.evaluation.sheet import Group, Row, contact_sheet, save_image
 from lora_trainer.export.weights import LoraWeights, shapes_of
 from lora_trainer.models.drawing import prompted, read_prompts, texts_of
 from lora_trainer.models.family import Family
-from lora_trainer.models.lora_files import read_lora_with_words
+from lora_trainer.models.lora_files import read_lora_with_tokens
 from lora_trainer.models.memory.phases import DRAWN_AT_ONCE, drawn_on_a_cpu, phase_costs
-from lora_trainer.models.words import Words, add_words, from_embeddings
+from lora_trainer.models.textual_inversion import LearnedTokens, add_learned_tokens, from_embeddings
 
 SHORT_NAME = 40  # characters of a file's name in the sheet's heading
 Progress = Callable[[int, int], None]
@@ -83,7 +83,7 @@ def compare(
     None means no limit. Returns the recipe. Raises UsageError when the file cannot be read or does not fit the base.
     """
     device = device or torch.device("cpu")
-    weights = read_lora_with_words(lora)
+    weights = read_lora_with_tokens(lora)
     if problems := misfits_by_config(weights, family, base):
         raise UsageError(in_short(problems))
     where.folder.mkdir(parents=True, exist_ok=True)  # what is in its way is found before the base is loaded
@@ -97,7 +97,7 @@ def compare(
         pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config, **changes)
     placed = bring_pipeline(pipeline, family, device, usable, drawing.size)
     if placed.in_turn:
-        say(f"drawing with {placed.words}")
+        say(f"drawing with {placed.description}")
     pixels = drawing.size[0] * drawing.size[1]
     fitting = drawn_on_a_cpu(pixels, torch.float32.itemsize, phase_costs(family.name))
     at_once = at_once or (1 if device.type == "cuda" else fitting)
@@ -132,7 +132,7 @@ def _draw_columns(
     progress: Progress,
 ) -> None:
     """The untouched base first, then one strength after the other; each image is a file as soon as it is there."""
-    words: Words = from_embeddings(weights.embeddings, family.word_texts)
+    words: LearnedTokens = from_embeddings(weights.embeddings, family.word_texts)
     texts_change = bool(words) or any(name.startswith("text_encoder") for name in weights.modules)
     columns: list[float | None] = [None, *drawing.strengths]
     done, total = 0, len(rows) * len(columns)
@@ -142,7 +142,7 @@ def _draw_columns(
         if strength == 0:  # nothing of the file, its words neither
             known = where
         if strength and words:
-            add_words(texts_of(pipeline, place), words)
+            add_learned_tokens(texts_of(pipeline, place), words)
             words = {}
         with at_strength(pipeline, strength):
             if known is None and (not read or texts_change):

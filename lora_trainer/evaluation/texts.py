@@ -13,9 +13,9 @@ from lora_trainer.evaluation.loading import free_memory, without_lora
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models.drawing import texts_of
-from lora_trainer.models.encoders import visit
+from lora_trainer.models.encoders import offload_layers
 from lora_trainer.models.family import Caption, Family, TextParts
-from lora_trainer.models.words import add_words, from_embeddings
+from lora_trainer.models.textual_inversion import add_learned_tokens, from_embeddings
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ def encode_with(
         if name in family.word_texts:
             encoder.to(device)
         else:  # it is as it was stored
-            visit(encoder, dtype, device)
+            offload_layers(encoder, dtype, device)
     with without_lora(pipeline):
         without = _encode(family, parts, prompts, known, dtype)
-    add_words(parts, from_embeddings(weights.embeddings, family.word_texts))
+    add_learned_tokens(parts, from_embeddings(weights.embeddings, family.word_texts))
     with_lora = _encode(family, parts, prompts, known, dtype)
     for name in family.word_texts:
         parts.encoders[name].to("cpu")

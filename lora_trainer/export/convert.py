@@ -1,4 +1,4 @@
-"""A LoRA file from one form into another, exactly: the new file is held against the old one before it takes its name."""
+"""Convert a LoRA file between formats, exactly: the new file is compared with the old one before it gets its name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lora_trainer.export import kohya as kohya_form
 from lora_trainer.export.earlier import EARLIER, Earlier, earlier_of, remembered, restored
 from lora_trainer.export.keys import KOHYA_ALPHA
 from lora_trainer.export.layout import Names
-from lora_trainer.export.lora_file import write_tensors, write_words
+from lora_trainer.export.lora_file import write_learned_tokens, write_tensors
 from lora_trainer.export.metadata import with_hashes
 from lora_trainer.export.reading import some, values, weights_of
 from lora_trainer.export.weights import LoraPair, LoraWeights
@@ -38,7 +38,7 @@ OF_ONE_FORM = (
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written. `difference` is the largest of any module's update, as a share of it; 0 is none at all."""
+    """The written files. `difference` is the largest of any module's update, as a share of it; 0 is none at all."""
 
     paths: tuple[Path, ...]
     modules: int
@@ -83,17 +83,17 @@ def convert(
         again = weights_of(target.name, back, header, families)
         difference = _difference(source, again, to)
 
-    words: list[Path] = []
+    token_files: list[Path] = []
     if to == "diffusers" and weights.embeddings:
         kept = next(iter(weights.embeddings.values())).dtype
-        words = write_words(target.parent, target.stem, weights, dtype=kept)
+        token_files = write_learned_tokens(target.parent, target.stem, weights, dtype=kept)
     try:
         write_tensors(target, tensors, header, hold)
     except BaseException:
-        for path in words:
+        for path in token_files:
             path.unlink(missing_ok=True)
         raise
-    return Converted((target, *words), len(source.modules), difference, tuple(notes))
+    return Converted((target, *token_files), len(source.modules), difference, tuple(notes))
 
 
 def _of_others(weights: LoraWeights, names: Names) -> list[Problem]:
@@ -103,8 +103,8 @@ def _of_others(weights: LoraWeights, names: Names) -> list[Problem]:
     ]
     if not others:
         return []
-    told = f"{counted(len(others), 'module')} of the LoRA belong to no part of {names.family} ({some(others)})."
-    return [Problem(told, "Is --family right?")]
+    message = f"{counted(len(others), 'module')} of the LoRA belong to no part of {names.family} ({some(others)})."
+    return [Problem(message, "Is --family right?")]
 
 
 def _cast(weights: LoraWeights, dtype: torch.dtype | None) -> LoraWeights:
@@ -115,8 +115,8 @@ def _cast(weights: LoraWeights, dtype: torch.dtype | None) -> LoraWeights:
     }
     cast = replace(weights, modules=modules)
     if bad := cast.not_finite():
-        told = f"{len(bad)} modules are too large for {str(dtype).removeprefix('torch.')} (first: {bad[0]})."
-        raise UsageError(Problem(told, "Leave --dtype out, or take bf16 or fp32."))
+        message = f"{len(bad)} modules are too large for {str(dtype).removeprefix('torch.')} (first: {bad[0]})."
+        raise UsageError(Problem(message, "Remove --dtype, or use bf16 or fp32."))
     return cast
 
 
@@ -137,11 +137,11 @@ def _to_kohya(
     if not names.layout and len(alphas) > len({prefix for prefix, _ in alphas}):
         notes.append(
             "alpha differs between modules, and no power of two makes it one: diffusers takes the commonest for all "
-            "of this form's modules, so that its strength differs. Give it the file in diffusers' form."
+            "of this form's modules, so that its strength differs. Use the file in diffusers' form there."
         )
     header = {**metadata, **ranks}
     if not {"ss_base_model_version", "ss_v2"} & set(metadata):
-        # A1111 takes any header that says nothing of its base for one of SD1.
+        # A1111 takes any header that does not name its base model for one of SD1.
         header.pop(EARLIER, None)
         return tensors, header, notes
     return tensors, with_hashes(tensors, header), notes
@@ -150,21 +150,21 @@ def _to_kohya(
 def _to_diffusers(
     weights: LoraWeights, metadata: Mapping[str, str], back: Earlier | None
 ) -> tuple[dict[str, Tensor], dict[str, str], list[str]]:
-    """A power of two goes into up; any other scale stays in the header, where no rounding touches it."""
+    """A power of two is folded into up; any other scale stays in the header, without rounding."""
     modules = {name: pair if back else _folded_exactly(pair) for name, pair in weights.modules.items()}
     ready = replace(weights, modules=modules)
     kept = [name for name, pair in modules.items() if pair.scale != 1.0]
     notes = []
     if t5 := [name for name in modules if ".encoder.block." in name]:
         notes.append(
-            f"{len(t5)} modules are on T5: diffusers' load_lora_weights passes over them without a word "
+            f"{len(t5)} modules are on T5: diffusers' load_lora_weights skips them without a message "
             "(docs/text.md says how to load them there). ComfyUI and sd-scripts read kohya's form whole."
         )
     if kept:
         notes.append(
             f"{len(kept)} modules keep their alpha in the header, "
             f"{'where the file had it before' if back else 'since their scale is no power of two'}: diffusers reads it; "
-            "ComfyUI does not and would take scale 1 of this file. Give it the file in kohya's form."
+            "ComfyUI does not and would use scale 1 for this file. Use the file in kohya's form there."
         )
     adapter = {diffusers_form.ADAPTER_METADATA_KEY: diffusers_form.adapter_metadata(ready)}
     return diffusers_form.diffusers_tensors(ready), {**metadata, "format": "pt", **adapter}, notes
@@ -184,7 +184,7 @@ def _folded_exactly(pair: LoraPair) -> LoraPair:
 
 
 def _difference(source: LoraWeights, again: LoraWeights, to: Form) -> float:
-    """The largest difference of any module's update, as a share of it. Raises OSError beyond what rounding explains."""
+    """The largest difference of any module's update, as a share of it. Raises OSError beyond rounding errors."""
     ours, theirs = ({name for name, pair in each.modules.items() if _changes(pair)} for each in (source, again))
     # A part of a fused layer that had no pair comes back with one of zeros where the others share their down.
     if (lost := ours - set(again.modules)) or (more := theirs - set(source.modules)):

@@ -1,4 +1,4 @@
-"""The form that diffusers' `load_lora_weights` reads: lora_A and lora_B by module, alpha in the header."""
+"""The format that diffusers' `load_lora_weights` reads: lora_A and lora_B by module, alpha in the header."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lora_trainer.export.weights import LoraWeights
 
 ADAPTER_METADATA_KEY = "lora_adapter_metadata"  # diffusers.loaders.lora_base.LORA_ADAPTER_METADATA_KEY
 
-# Arguments of peft's LoraConfig that only describe the file's own tensors; every other one may read or change more.
+# Arguments of peft's LoraConfig that only describe the file's own tensors; all others may read or change more.
 DESCRIBING = frozenset(
     "r lora_alpha rank_pattern alpha_pattern target_modules exclude_modules lora_dropout bias fan_in_fan_out use_rslora "
     "layers_to_transform layers_pattern peft_type peft_version task_type inference_mode revision auto_mapping "
@@ -25,7 +25,7 @@ DESCRIBING = frozenset(
 UNSET = {"megatron_core": ("megatron.core",), "init_lora_weights": (True, "gaussian")}  # as peft writes them
 NUMBERED = re.compile(r"(^|\.)\d+\.")  # inside a block: no other module's name ends so
 PLAIN = re.compile(r"[\w.-]+")
-REPEATED_GROUP = re.compile(r"\)\s*[*+{]|[*+}][*+]")  # what lets a pattern take for ever
+REPEATED_GROUP = re.compile(r"\)\s*[*+{]|[*+}][*+]")  # patterns that could run forever
 
 
 def diffusers_tensors(weights: LoraWeights) -> dict[str, Tensor]:
@@ -65,12 +65,12 @@ def adapter_metadata(weights: LoraWeights) -> str:
 
 
 def _whole(name: str) -> str:
-    """A key that peft matches with this module alone: it takes `proj_out` for the end of each block's `proj_out` too."""
+    """A key that peft matches with this module alone: plain `proj_out` would match each block's `proj_out` too."""
     return name if NUMBERED.search(name) else f"^{name}"
 
 
 def _targets(names: list[str]) -> list[str] | str:
-    """What peft puts a LoRA on: names, or one pattern where a name could be the end of others."""
+    """peft's target modules: names, or one pattern where a name could be the end of others."""
     if all(NUMBERED.search(name) for name in names):
         return names
     return "|".join(f"(.*\\.)?{re.escape(name)}" if NUMBERED.search(name) else re.escape(name) for name in names)
@@ -83,23 +83,23 @@ def _number(alpha: float) -> int | float:
 def alphas(
     metadata: Mapping[str, str], ranks: Mapping[str, int], peft_config: Mapping[str, Any] | None = None
 ) -> dict[str, float]:
-    """The alpha of each module as diffusers would take it: from the header's JSON, else alpha = rank.
+    """The alpha of each module as diffusers would read it: from the header's JSON, else alpha = rank.
 
-    Where the header says nothing, `peft_config` counts for all components. A rank-stabilized scale, alpha / sqrt(rank),
-    is told as the alpha that makes alpha / rank of it. Raises ValueError when the JSON cannot be read.
+    Without a header entry, `peft_config` counts for all components. A rank-stabilized scale, alpha / sqrt(rank), is
+    returned as the alpha whose alpha / rank is the same. Raises ValueError when the JSON cannot be read.
     """
     document = _document(metadata)
     found: dict[str, float] = {}
     for module, rank in ranks.items():
         component, _, rest = module.partition(".")
 
-        def told(key: str, component: str = component) -> Any:
+        def setting(key: str, component: str = component) -> Any:
             return document.get(f"{component}.{key}") if document else (peft_config or {}).get(key)
 
-        alpha = _by_pattern(told("alpha_pattern") or {}, rest, told("lora_alpha"))
+        alpha = _by_pattern(setting("alpha_pattern") or {}, rest, setting("lora_alpha"))
         if alpha is None:
             alpha = rank
-        found[module] = float(alpha) * (math.sqrt(rank) if told("use_rslora") else 1.0)
+        found[module] = float(alpha) * (math.sqrt(rank) if setting("use_rslora") else 1.0)
     return found
 
 
@@ -115,7 +115,7 @@ def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
 
 @cache
 def _matcher(key: str) -> re.Pattern[str] | None:
-    """None for a plain name. Raises ValueError for what is no pattern."""
+    """The pattern of a key; None for a plain name. Raises ValueError for an invalid pattern."""
     if PLAIN.fullmatch(key):
         return None
     try:
@@ -135,10 +135,10 @@ def _document(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def reaching_further(metadata: Mapping[str, str]) -> list[str]:
-    """What of the header's JSON would make peft import, read or change more than the file's own tensors.
+    """Keys of the header's JSON that would make peft import, read or change more than the file's own tensors.
 
-    diffusers hands all of it to peft's LoraConfig, whose arguments name modules to import, files to read and ways to
-    change the base itself (PiSSA, OLoRA, CorDA). Raises ValueError when the JSON cannot be read.
+    diffusers hands all of it to peft's LoraConfig, whose arguments name modules to import, files to read and methods that
+    change the base model itself (PiSSA, OLoRA, CorDA). Raises ValueError when the JSON cannot be read.
     """
     return reaching_in(_document(metadata))
 
@@ -148,18 +148,18 @@ def reaching_in(document: Mapping[str, Any]) -> list[str]:
     found = []
     for name, value in document.items():
         key = name.rpartition(".")[2]
-        describes = key in DESCRIBING or not _says_something(value) or value in UNSET.get(key, ())
+        describes = key in DESCRIBING or not _is_set(value) or value in UNSET.get(key, ())
         if not describes or any(REPEATED_GROUP.search(pattern) for pattern in _patterns(key, value)):
             found.append(name)
     return found
 
 
-def _says_something(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     """False for null, false, and for tables that hold nothing else."""
-    return any(map(_says_something, value.values())) if isinstance(value, dict) else value not in (None, False, [], "")
+    return any(map(_is_set, value.values())) if isinstance(value, dict) else value not in (None, False, [], "")
 
 
 def _patterns(key: str, value: Any) -> Iterator[str]:
-    """What peft matches against names of modules."""
+    """Patterns that peft matches against names of modules."""
     if key.endswith(("_pattern", "_modules")):
         yield from (each for each in ([value] if isinstance(value, str) else value or ()) if isinstance(each, str))

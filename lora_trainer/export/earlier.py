@@ -1,6 +1,6 @@
-"""What a converted file says of the form that it had before, so that the way back gives the same tensors and alphas.
+"""A header entry of converted files with their earlier format, so that converting back gives the same tensors and alphas.
 
-A power of two moves between alpha and a tensor without rounding, but nothing in a file tells that it did.
+A power of two moves between alpha and a tensor without rounding, but the tensors do not show that it did.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from lora_trainer.export.weights import LoraPair, LoraWeights
 
 EARLIER = "lora_trainer.earlier"  # header: form and alphas before the file was converted
-FLOAT32 = 1e-6  # relative: alpha stands in kohya's form as float32
+FLOAT32 = 1e-6  # relative: kohya's form stores alpha as float32
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Earlier:
 
 
 def earlier_of(metadata: Mapping[str, str]) -> Earlier | None:
-    """What a header says; None where it says nothing that can be read."""
+    """The entry of a header; None where there is none that can be read."""
     try:
         document = json.loads(metadata.get(EARLIER) or "null")
         alphas = {str(name): float(alpha) for name, alpha in document["alphas"].items()}

@@ -1,6 +1,6 @@
-"""LoRA on fused layers: parts that diffusers keeps apart, joined into one pair and taken apart again, both exactly.
+"""LoRA on fused layers: join the pairs of separate diffusers layers into one pair, and split it again, both exactly.
 
-Parts with their own down projections stand block-diagonally: down `[sum of ranks, in]`, up with zeros outside of each
+Parts with their own down projections are block-diagonal: down `[sum of ranks, in]`, up with zeros outside of each
 part's rows and columns. A pair that was trained on the fused layer shares its down projection among all parts.
 """
 
@@ -21,13 +21,13 @@ from lora_trainer.export.weights import LoraPair
 def join(parts: Mapping[int, LoraPair], rules: Sequence[Rule]) -> LoraPair:
     """One pair of the fused layer of the pairs of its parts; parts without a pair get rows of zeros.
 
-    Raises ValueError when the parts' sizes do not stand in the layer's shares.
+    Raises ValueError when the parts' sizes do not match the layer's shares.
     """
     shares = rules[0].shares
     first = next(iter(parts))
     unit = parts[first].up.shape[0] // shares[first]
     if any(pair.up.shape[0] != unit * shares[part] or pair.down.ndim != 2 for part, pair in parts.items()):
-        raise ValueError("the parts' sizes do not stand in the shares of the fused layer")
+        raise ValueError("the parts' sizes do not match the shares of the fused layer")
     swapped = {rule.part: rule.swapped for rule in rules}
     scale = Counter(pair.scale for pair in parts.values()).most_common(1)[0][0]
     ups = {part: _swap(_rescaled(pair, scale), swapped[part]) for part, pair in parts.items()}
@@ -49,7 +49,7 @@ def join(parts: Mapping[int, LoraPair], rules: Sequence[Rule]) -> LoraPair:
 
 
 def split(pair: LoraPair, rules: Sequence[Rule], ranks: Sequence[int] | None = None) -> dict[int, LoraPair]:
-    """The pairs of a fused layer's parts. `ranks` are those that the file's header tells, 0 for parts without a pair.
+    """The pairs of a fused layer's parts. `ranks` are those in the file's header, 0 for parts without a pair.
 
     Where the columns of up belong to one part each, a part gets its own rows of down; else all share them.
     Raises ValueError when the layer's rows cannot be divided.
@@ -75,13 +75,13 @@ def split(pair: LoraPair, rules: Sequence[Rule], ranks: Sequence[int] | None = N
 
 
 def turned(pair: LoraPair, rule: Rule) -> LoraPair:
-    """The pair of a layer that the original has by itself, with the halves of the last block's norm in the other order."""
+    """The pair of a layer that is not fused in the original, with the halves of the last block's norm swapped."""
     last = pair.down.ndim == 2 and pair.up.shape[0] == 2 * pair.down.shape[1]
     return LoraPair(pair.down, _swap(pair.up, True), pair.alpha) if rule.last_swapped and last else pair
 
 
-def told_ranks(parts: Mapping[int, LoraPair], joined: LoraPair, rules: Sequence[Rule]) -> list[int] | None:
-    """The ranks that a header must tell, since the tensors alone do not; None where they do."""
+def ranks_for_header(parts: Mapping[int, LoraPair], joined: LoraPair, rules: Sequence[Rule]) -> list[int] | None:
+    """The ranks that the header must hold, where the tensors do not show them; else None."""
     back = split(joined, rules)
     if {part: pair.rank for part, pair in back.items()} == {part: pair.rank for part, pair in parts.items()}:
         return None
@@ -94,8 +94,8 @@ def _spans(used: Sequence[Tensor], ranks: Sequence[int] | None) -> dict[int, tup
     columns = used[0].shape[0]
     taken = [part for part, mask in enumerate(used) if bool(mask.any())]
     if not taken or int(torch.stack(list(used)).sum(dim=0).max()) > 1:
-        told = ranks is not None and sum(ranks) == columns and not taken
-        return _by_widths(dict(enumerate(ranks)), used) if told and ranks is not None else None
+        ranks_fit = ranks is not None and sum(ranks) == columns and not taken
+        return _by_widths(dict(enumerate(ranks)), used) if ranks_fit and ranks is not None else None
     candidates = [dict(enumerate(ranks))] if ranks is not None and len(ranks) == len(used) else []
     candidates += [
         dict.fromkeys(parts, columns // len(parts)) for parts in (taken, range(len(used))) if columns % len(parts) == 0

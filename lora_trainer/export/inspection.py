@@ -1,4 +1,4 @@
-"""What a LoRA file holds, told as far as it can be read: also of files that are damaged, or that other programs wrote."""
+"""Inspect a LoRA file as far as it can be read, also files that are damaged or of other programs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Inspected:
-    """A file, looked at. `style` is how the file names its modules; `hashes` are as told and as found."""
+    """The content of a file. `style` is how the file names its modules; `hashes` are (recorded, computed)."""
 
     path: Path
     kind: str  # `LoRA`, `rank-stabilized LoRA`, …
@@ -56,13 +56,13 @@ class Inspected:
     errors: Sequence[Problem] = ()  # programs would load the file wrongly, or not at all
     warnings: Sequence[Problem] = ()
     tensors: int = 0
-    alpha_keys: bool = False  # alpha stands in tensors of its own
+    alpha_keys: bool = False  # alpha has tensors of its own
     numbered: bool = False  # the first text encoder's keys have a number, as where there are several
-    words: Sequence[str] = field(default=())
+    learned_tokens: Sequence[str] = field(default=())
 
 
 def inspect(path: Path, families: Sequence[Names]) -> Inspected:
-    """Look at a LoRA file. Raises UsageError for what is no LoRA at all, saying what it is."""
+    """Inspect a LoRA file. Raises UsageError for other files, saying what they are."""
     problems: list[Problem] = []
     peft_config, whole = None, True
     try:
@@ -77,7 +77,7 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
         (tensors, metadata), whole = salvaged, False
     found = collect(path.name, tensors, metadata, families, peft_config)
     if not found.weights.modules and not found.form:
-        raise UsageError(problems or found.problems)  # damage hides what would be there
+        raise UsageError(problems or found.problems)  # damage may hide the LoRA
     problems += found.problems
     pairs = found.weights.modules
     problems += _values(path, found.weights)
@@ -99,12 +99,12 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
         tensors=len(tensors),
         alpha_keys=any(key.endswith(".alpha") for key in tensors),
         numbered=any(key.startswith(NUMBERED) for key in tensors),
-        words=sorted({name.partition(".")[0] for name in found.weights.embeddings}),
+        learned_tokens=sorted({name.partition(".")[0] for name in found.weights.embeddings}),
     )
 
 
 def _salvaged(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-    """The tensors that lie whole in a damaged file, if its header can be read; None where nothing can."""
+    """The complete tensors of a damaged file, if its header can be read; else None."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -134,10 +134,10 @@ def _kind(metadata: Mapping[str, str], weights: LoraWeights) -> str:
     rank_stabilized = '"rank_stabilized": true' in metadata.get("ss_network_args", "") or bool(
         re.search(r'"use_rslora": true', metadata.get("lora_adapter_metadata", ""))
     )
-    told = "rank-stabilized LoRA" if rank_stabilized else "LoRA"
+    kind = "rank-stabilized LoRA" if rank_stabilized else "LoRA"
     if any(pair.down.ndim == 4 and pair.down.shape[-1] > 1 for pair in weights.modules.values()):
-        told += " with convolutions"
-    return f"{told} and learned words" if weights.embeddings else told
+        kind += " with convolutions"
+    return f"{kind} and learned tokens" if weights.embeddings else kind
 
 
 def _style(keys: Sequence[str], found: Collected) -> str:
@@ -205,7 +205,7 @@ def _components(pairs: Mapping[str, LoraPair]) -> dict[str, Component]:
 
 
 def _order(block: str) -> list[tuple[int, str]]:
-    """Blocks as they are passed: down, middle, up; numbers by their value."""
+    """Blocks in the order of the forward pass: down, middle, up; numbers by their value."""
     places = {"down_blocks": "0", "mid_block": "1", "up_blocks": "2", "transformer_blocks": "0"}
     return [(int(part), "") if part.isdigit() else (0, places.get(part, part)) for part in block.split(".")]
 
@@ -224,22 +224,23 @@ def _doubts(path: Path, pairs: Mapping[str, LoraPair], hashes: Mapping[str, tupl
     if dead and len(dead) < len(pairs):
         doubts.append(Problem(f"{len(dead)} of {len(pairs)} modules are zero ({some(dead)}).", "They learned nothing."))
     if zero := [name for name, pair in pairs.items() if pair.alpha == 0]:
-        told = f"alpha is 0 for {len(zero)} modules ({some(zero)})."
-        doubts.append(Problem(told, "ComfyUI and diffusers take it as it is, sd-scripts as alpha = rank."))
-    for name, (told, found) in hashes.items():
-        if told != found:
+        message = f"alpha is 0 for {len(zero)} modules ({some(zero)})."
+        doubts.append(Problem(message, "ComfyUI and diffusers take it as it is, sd-scripts as alpha = rank."))
+    for name, (recorded, found) in hashes.items():
+        if recorded != found:
             doubts.append(
                 Problem(
-                    f"{name} says {told[:12]}, the content gives {found[:12]}.", "It was changed after it was written."
+                    f"{name} is {recorded[:12]}, the content's hash is {found[:12]}.",
+                    "It was changed after it was written.",
                 )
             )
     return doubts
 
 
 def _hashes(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """`sshs_model_hash` as the header tells it and as the bytes after the header give it."""
-    told = metadata.get("sshs_model_hash", "")
-    if not told:
+    """`sshs_model_hash`: as the header records it, and computed from the bytes after the header."""
+    recorded = metadata.get("sshs_model_hash", "")
+    if not recorded:
         return {}
     read_tensor_header(path)
     digest = hashlib.sha256()
@@ -248,4 +249,4 @@ def _hashes(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[str, str
         while part := file.read(HASHED_AT_ONCE):
             digest.update(part)
     found = digest.hexdigest()
-    return {"sshs_model_hash": (told, found[: len(told)] if told else found)}
+    return {"sshs_model_hash": (recorded, found[: len(recorded)] if recorded else found)}

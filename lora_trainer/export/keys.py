@@ -1,9 +1,9 @@
-"""Names of LoRA weights: what the keys of a file stand for, whichever program wrote it, and kohya's names of modules.
+"""Names of LoRA weights: the modules of a file's keys, whichever program wrote it, and kohya's names of modules.
 
 A module is named as diffusers names it, with its component first:
 `unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q`. A kohya name is the
-component's kohya prefix and the rest with dots turned into underscores, so the way back
-needs to know which underscores belong to a name: that is what `COMPOUND` lists.
+component's kohya prefix and the rest with dots turned into underscores. To restore the dots,
+`COMPOUND` lists the names that have underscores of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lora_trainer.export.layout import Names, Rule, rules_of_original, rules_of_
 # Components of a pipeline with one text encoder and the prefix of each in kohya's files.
 KOHYA_PREFIXES: Mapping[str, str] = {"unet": "lora_unet", "text_encoder": "lora_te"}
 ONE_TEXT_ENCODER = Names("a U-Net with one text encoder", "unet", KOHYA_PREFIXES)
-DENOISER = "denoiser"  # stands for `unet` or `transformer` until the family is known
+DENOISER = "denoiser"  # placeholder for `unet` or `transformer` until the family is known
 # Every prefix that is read, of names without dots and of names with dots. Where there are two text encoders, kohya
 # numbers both; the third is T5.
 COMPONENT_OF_PREFIX: Mapping[str, str] = {
@@ -45,14 +45,14 @@ COMPONENT_OF_DOTTED: Mapping[str, str] = {
     "t5.": "text_encoder_3",
 }
 PEFT = "base_model.model."
-NUMBERED = "lora_te1"  # how the keys of the first of several text encoders begin in kohya's form
+NUMBERED = "lora_te1"  # prefix of the first of several text encoders in kohya's form
 
 # Entries of a header that only this program writes.
 OWN_VERSION, T5_TOKENS, WITHOUT = "lora_trainer.version", "lora_trainer.t5_tokens", "lora_trainer.without_t5"
 
 DIFFUSERS_DOWN, DIFFUSERS_UP = ".lora_A.weight", ".lora_B.weight"
 KOHYA_DOWN, KOHYA_UP, KOHYA_ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
-EMBEDDING = "bundle_emb."  # a word that was learned: `bundle_emb.WORD.clip_l`
+EMBEDDING = "bundle_emb."  # a learned token: `bundle_emb.WORD.clip_l`
 
 _ENDINGS = re.compile(
     r"(?P<name>.+?)(?:"
@@ -63,7 +63,7 @@ _ENDINGS = re.compile(
     r"|\.(?P<alpha>alpha))"
 )
 
-# Parts of module names that hold underscores of their own, in U-Nets (diffusers' and the first code's), transformers,
+# Parts of module names with underscores of their own, in U-Nets (diffusers' and the first code's), transformers,
 # CLIP and T5.
 COMPOUND = frozenset(
     "down_blocks up_blocks mid_block transformer_blocks single_transformer_blocks to_q to_k to_v to_out to_add_out "
@@ -78,7 +78,7 @@ _LONGEST = max(name.count("_") for name in COMPOUND) + 1
 # diffusers does not know SDXL's size embedding by its own name in kohya's form, only by the first SDXL code's.
 SPECIAL: Mapping[str, str] = {"add_embedding.linear_1": "label_emb_0_0", "add_embedding.linear_2": "label_emb_0_2"}
 
-ORIGINAL = 2  # what a name of the original counts, where one of diffusers' counts 1
+ORIGINAL = 2  # the score of a name of the original, where one of diffusers' has 1
 
 _UNET = re.compile(r"(?:down_blocks|up_blocks|mid_block|conv_in|conv_out|time_embedding|add_embedding)(?:\.|$)")
 # The first code of SD1.x and SDXL: two residual blocks at each of three or four sizes.
@@ -93,7 +93,7 @@ _CLIP_BEFORE = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": 
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a file: the module's name there, which tensor of it, and the form that is written so."""
+    """A key of a file: the module's name there, which tensor of it, and the format that writes it so."""
 
     name: str
     part: str  # `down`, `up`, `mid` or `alpha`
@@ -102,14 +102,14 @@ class Key:
 
 @dataclass(frozen=True)
 class Found:
-    """What a module's name in a file stands for: one module of diffusers, or the parts of a fused one by `rules`."""
+    """The meaning of a module's name in a file: one module of diffusers, or the parts of a fused one by `rules`."""
 
     modules: tuple[str, ...]
     rules: tuple[Rule, ...] = ()
 
 
 def read_key(key: str) -> Key | None:
-    """What a key of a LoRA file holds; None for a key of no form."""
+    """A key of a LoRA file, parsed; None for an unknown key."""
     match = _ENDINGS.fullmatch(key)
     if match is None:
         return None
@@ -124,7 +124,7 @@ def read_key(key: str) -> Key | None:
 
 
 def resolve(names: Iterable[str], families: Sequence[Names], hint: str = "") -> tuple[dict[str, Found], Names | None]:
-    """The modules that a file's names stand for, and the family whose names they are; names of no family are left out.
+    """The modules of a file's names, and the family whose names they are; names of no family are skipped.
 
     `hint` is text of the header: where names fit several families, the one that it names.
     """
@@ -140,12 +140,12 @@ def _family_of(sides: Iterable[tuple[str, str]], families: Sequence[Names], hint
     rests = [rest for component, rest in sides if not component.startswith("text_encoder") and not _is_unet(rest)]
     known = [(family, [_match(rest, family) for rest in rests]) for family in families if family.layout]
     most = max((sum(matches) for _, matches in known), default=0)
-    if not most:  # of text encoders alone the header tells
+    if not most:  # of text encoders alone, the header decides
         return next((family for family, _ in known if not rests and family.family in hint), None), False
     best = [(family, matches) for family, matches in known if sum(matches) == most]
-    told = [each for each in best if each[0].family in hint] or best
-    family, matches = told[0]
-    return family, len(told) == 1 and (all(matches) or ORIGINAL in matches)
+    named = [each for each in best if each[0].family in hint] or best
+    family, matches = named[0]
+    return family, len(named) == 1 and (all(matches) or ORIGINAL in matches)
 
 
 def _match(rest: str, family: Names) -> int:
@@ -169,7 +169,7 @@ def _side(name: str) -> tuple[str, str]:
         for prefix in sorted(COMPONENT_OF_PREFIX, key=len, reverse=True):
             if name.startswith(prefix + "_"):
                 return COMPONENT_OF_PREFIX[prefix], name.removeprefix(prefix + "_")
-        return DENOISER, name  # a layer outside of all blocks, of a file whose names have no beginning
+        return DENOISER, name  # a layer outside of all blocks, of a file whose names have no prefix
     rest = name.removeprefix(PEFT)
     for prefix, component in COMPONENT_OF_DOTTED.items():
         if rest.startswith(prefix):
@@ -207,7 +207,7 @@ def _text_module(component: str, rest: str, family: Names | None) -> str:
 
 
 def _diffusers(rest: str) -> str:
-    """A name with its dots, and without what diffusers put between before it used peft."""
+    """A name with its dots, and without the parts that diffusers inserted before it used peft."""
     named = _with_dots(rest)
     return f"{named}.0" if named.endswith(".to_out") else named
 
@@ -258,12 +258,12 @@ def kohya_name(module: str, prefixes: Mapping[str, str] = KOHYA_PREFIXES) -> str
 
 def dotted(underscored: str) -> str:
     """Put the dots back, taking the longest known compound at each place."""
-    words = underscored.split("_")
+    names = underscored.split("_")
     parts: list[str] = []
     at = 0
-    while at < len(words):
-        for length in range(min(_LONGEST, len(words) - at), 0, -1):
-            part = "_".join(words[at : at + length])
+    while at < len(names):
+        for length in range(min(_LONGEST, len(names) - at), 0, -1):
+            part = "_".join(names[at : at + length])
             if length == 1 or part in COMPOUND:
                 break
         parts.append(part)

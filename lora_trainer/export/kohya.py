@@ -1,6 +1,6 @@
-"""kohya's form, which ComfyUI, A1111, Forge and sd-scripts load: lora_down, lora_up and alpha by module.
+"""kohya's format, which ComfyUI, A1111, Forge and sd-scripts load: lora_down, lora_up and alpha by module.
 
-A transformer's modules go by the names of the original code, where one layer may hold several of diffusers'.
+A transformer's modules have the names of the original code, where one layer may hold several of diffusers'.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_trainer.export.fused import join, told_ranks, turned
+from lora_trainer.export.fused import join, ranks_for_header, turned
 from lora_trainer.export.keys import (
     EMBEDDING,
     KOHYA_ALPHA,
@@ -27,12 +27,12 @@ from lora_trainer.export.keys import (
 from lora_trainer.export.layout import Names, Rule, rule_of
 from lora_trainer.export.weights import LoraPair, LoraWeights
 
-FUSED_RANKS = "lora_trainer.fused"  # header: ranks of the parts of fused layers whose tensors do not tell them
+FUSED_RANKS = "lora_trainer.fused"  # header: ranks of the parts of fused layers whose tensors do not show them
 T5_PREFIX = "lora_te3"  # as ComfyUI and sd-scripts have it, for every family
 
 
 def kohya_pairs(weights: LoraWeights, names: Names = ONE_TEXT_ENCODER) -> tuple[dict[str, LoraPair], dict[str, str]]:
-    """The pairs by kohya's names, fused where the original's layers are, and what the header must tell of them.
+    """The pairs by kohya's names, fused where the original's layers are, and the header entries that they need.
 
     Raises ValueError for modules whose kohya name would not lead back to them.
     """
@@ -49,7 +49,7 @@ def kohya_pairs(weights: LoraWeights, names: Names = ONE_TEXT_ENCODER) -> tuple[
             name = _plain_name(module, names)
             pairs[name] = pair
         meant.setdefault(name, []).append(module)
-    told = {}
+    fused = {}
     for name, placed in layers.items():
         rules = [rule for rule, _ in placed.values()]
         parts = {part: weights.modules[module] for part, (_, module) in placed.items()}
@@ -57,30 +57,30 @@ def kohya_pairs(weights: LoraWeights, names: Names = ONE_TEXT_ENCODER) -> tuple[
             pairs[name] = turned(parts[0], rules[0])
             continue
         pairs[name] = join(parts, rules)
-        if ranks := told_ranks(parts, pairs[name], _all_rules(names, rules[0])):
-            told[name] = ranks
+        if ranks := ranks_for_header(parts, pairs[name], _all_rules(names, rules[0])):
+            fused[name] = ranks
     found, _ = resolve(meant, [names])
     lost = [module for name, modules in meant.items() for module in modules if not _leads_back(found, name, module)]
     if lost:
         raise ValueError(f"no unambiguous kohya name for {', '.join(lost[:3])}: add them to the family's layout")
-    return pairs, {FUSED_RANKS: json.dumps(told, sort_keys=True)} if told else {}
+    return pairs, {FUSED_RANKS: json.dumps(fused, sort_keys=True)} if fused else {}
 
 
 def kohya_tensors(
     weights: LoraWeights, names: Names = ONE_TEXT_ENCODER, *, as_they_are: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The file's tensors: down `[r, in]`, up `[out, r]`, alpha a 0-dim float32; and what its header must tell.
+    """The file's tensors: down `[r, in]`, up `[out, r]`, alpha a 0-dim float32; and the header entries that they need.
 
     `as_they_are` keeps alphas that differ between modules, also where they could be one.
     Raises ValueError as `kohya_pairs` does.
     """
-    pairs, told = kohya_pairs(weights if as_they_are else one_alpha(weights, names), names)
+    pairs, fused = kohya_pairs(weights if as_they_are else one_alpha(weights, names), names)
     tensors: dict[str, Tensor] = {}
     for name, pair in pairs.items():
         tensors[name + KOHYA_DOWN] = pair.down.contiguous()
         tensors[name + KOHYA_UP] = pair.up.contiguous()
         tensors[name + KOHYA_ALPHA] = torch.tensor(pair.alpha, dtype=torch.float32)
-    return tensors | {EMBEDDING + word: tensor for word, tensor in weights.embeddings.items()}, told
+    return tensors | {EMBEDDING + word: tensor for word, tensor in weights.embeddings.items()}, fused
 
 
 def one_alpha(weights: LoraWeights, names: Names) -> LoraWeights:
@@ -107,7 +107,7 @@ def _with_alpha(pair: LoraPair, alpha: float) -> LoraPair:
 
 
 def fused_ranks(metadata: Mapping[str, str]) -> dict[str, list[int]]:
-    """What a header tells of the ranks of fused layers' parts; of what cannot be read, nothing: the tensors tell more."""
+    """The ranks of fused layers' parts in a header; empty where it cannot be read, and the tensors decide."""
     try:
         document: Any = json.loads(metadata.get(FUSED_RANKS) or "{}")
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Names of the original layout: how a family's first code, ComfyUI and kohya's scripts call what diffusers calls otherwise.
+"""Names of the original layout: a family's first code, ComfyUI and kohya's scripts have other names than diffusers.
 
 A layout is a table of rules. Each pairs a module of diffusers with the whole or a part of a module of the original:
 there one fused layer may hold what diffusers keeps in several. The same table reads single-file checkpoints and
@@ -15,11 +15,11 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Rule:
-    """One module. `{}` stands for a number, the same ones in the same order on both sides.
+    """One module. `{}` is a number, the same ones in the same order on both sides.
 
     The original's rows are divided by `shares`, in their order; this module is share `part`. `(1, 1, 1)` is a fused
-    qkv. `swapped`: the original keeps the two halves of the rows the other way round (scale and shift of a norm).
-    `last_swapped`: so it does in the last block alone, whose layer gives two such halves of what it takes in.
+    qkv. `swapped`: the original has the two halves of the rows in the other order (scale and shift of a norm).
+    `last_swapped`: the same in the last block alone, whose layer outputs two such halves.
     """
 
     ours: str  # `transformer_blocks.{}.attn.to_k`
@@ -34,14 +34,14 @@ Layout = tuple[Rule, ...]
 
 
 def fused(original: str, *ours: str, shares: tuple[int, ...] = ()) -> Layout:
-    """The rules of one fused layer: `fused("blocks.{}.qkv", "blocks.{}.to_q", …)`; equal shares unless given."""
+    """The rules of one fused layer: `fused("blocks.{}.qkv", "blocks.{}.to_q", …)`; equal shares by default."""
     sizes = shares or (1,) * len(ours)
     return tuple(Rule(name, original, part, sizes) for part, name in enumerate(ours))
 
 
 @dataclass(frozen=True)
 class Names:
-    """How LoRA files call the modules of one family.
+    """The names of one family's modules in LoRA files.
 
     `denoiser` is the component's name in diffusers' form; `prefixes` begin each component's keys in kohya's. `also` are
     names that are read and never written.
@@ -57,7 +57,7 @@ class Names:
 def rules_of_original(layout: Layout, name: str) -> tuple[tuple[Rule, ...], tuple[str, ...]] | None:
     """The rules of a module by the original's name, with dots or with underscores in their place, and its numbers.
 
-    They come in the order of their parts. None when the layout has no such module.
+    They are in the order of their parts. None when the layout has no such module.
     """
     for rules, pattern in _index(layout, "original", "." in name).get(_shape_of(name), ()):
         if match := pattern.fullmatch(name):

@@ -27,9 +27,9 @@ from lora_trainer.export.metadata import TrainingFacts, header, with_hashes
 from lora_trainer.export.reading import some, weights_of
 from lora_trainer.export.weights import LoraWeights, check_keys, folded
 
-ONE_ENCODER_SLOT = "string_to_param.*"  # what a word is called inside a file, of one text encoder
+ONE_ENCODER_SLOT = "string_to_param.*"  # a token's name inside a file, of one text encoder
 MOST_CONFIG_BYTES = 1 << 20
-PEFT_CONFIG = "adapter_config.json"  # what peft writes beside its file: without it nothing tells alpha
+PEFT_CONFIG = "adapter_config.json"  # peft's config beside its file, the only place of alpha
 
 
 def write_lora(
@@ -53,32 +53,34 @@ def write_lora(
     if shapes is not None and (problems := check_keys(ready, shapes)):
         raise TrainingFailed(problems)
     one_alpha = kohya_form.one_alpha(ready, names)
-    kohya, told = kohya_form.kohya_tensors(one_alpha, names)
+    kohya, fused = kohya_form.kohya_tensors(one_alpha, names)
     diffusers = diffusers_form.diffusers_tensors(ready)
     adapter = {diffusers_form.ADAPTER_METADATA_KEY: diffusers_form.adapter_metadata(ready)}
     kohya_path, diffusers_path = folder / f"{name}.safetensors", folder / f"{name}.diffusers.safetensors"
-    write_tensors(kohya_path, kohya, with_hashes(kohya, header(facts, one_alpha) | told))
+    write_tensors(kohya_path, kohya, with_hashes(kohya, header(facts, one_alpha) | fused))
     write_tensors(diffusers_path, diffusers, {**header(facts, ready), "format": "pt", **adapter})
     return kohya_path, diffusers_path
 
 
-def write_words(folder: Path, name: str, weights: LoraWeights, *, dtype: torch.dtype = torch.float16) -> list[Path]:
-    """Write each learned word as a file of its own, `NAME.embedding-WORD.safetensors`, as ComfyUI, A1111 and diffusers load it.
+def write_learned_tokens(
+    folder: Path, name: str, weights: LoraWeights, *, dtype: torch.dtype = torch.float16
+) -> list[Path]:
+    """Write each learned token as a file of its own, `NAME.embedding-WORD.safetensors`, as ComfyUI, A1111 and diffusers load it.
 
-    The embeddings of the only text encoder are called `emb_params`, others as they are called in the LoRA (`clip_l`, `t5`).
+    The embeddings of the only text encoder are called `emb_params`, others as in the LoRA (`clip_l`, `t5`).
     """
-    words: dict[str, dict[str, Tensor]] = {}
+    tokens: dict[str, dict[str, Tensor]] = {}
     for key, tensor in folded(LoraWeights({}, embeddings=weights.embeddings), dtype).embeddings.items():
-        word, _, slot = key.partition(".")
-        words.setdefault(word, {})["emb_params" if slot == ONE_ENCODER_SLOT else slot] = tensor
+        token, _, slot = key.partition(".")
+        tokens.setdefault(token, {})["emb_params" if slot == ONE_ENCODER_SLOT else slot] = tensor
     paths: list[Path] = []
     try:
-        for word, tensors in words.items():
-            plain = re.sub(r"[^\w-]", "", word) or "word"
+        for token, tensors in tokens.items():
+            plain = re.sub(r"[^\w-]", "", token) or "word"
             path = folder / f"{name}.embedding-{plain}.safetensors"
             if path in paths:
                 path = folder / f"{name}.embedding-{plain}-{len(paths) + 1}.safetensors"
-            write_tensors(path, tensors, {"name": word, "format": "pt"})
+            write_tensors(path, tensors, {"name": token, "format": "pt"})
             paths.append(path)
     except BaseException:
         for path in paths:
@@ -87,17 +89,17 @@ def write_words(folder: Path, name: str, weights: LoraWeights, *, dtype: torch.d
     return paths
 
 
-def words_beside(path: Path) -> dict[str, Tensor]:
-    """The learned words that lie beside a LoRA in diffusers' form, as `write_words` wrote them. Raises UsageError."""
+def read_learned_tokens(path: Path) -> dict[str, Tensor]:
+    """The learned tokens beside a LoRA in diffusers' form, as written by `write_learned_tokens`. Raises UsageError."""
     stems = dict.fromkeys((path.stem, path.stem.removesuffix(".diffusers")))
     found: dict[str, Tensor] = {}
     for file in (
         each for stem in stems for each in sorted(path.parent.glob(f"{glob.escape(stem)}.embedding-*.safetensors"))
     ):
         tensors, metadata = open_tensors(file)
-        word = metadata.get("name", file.stem.partition(".embedding-")[2])
+        token = metadata.get("name", file.stem.partition(".embedding-")[2])
         for slot, tensor in tensors.items():
-            found[f"{word}.{ONE_ENCODER_SLOT if slot == 'emb_params' else slot}"] = tensor
+            found[f"{token}.{ONE_ENCODER_SLOT if slot == 'emb_params' else slot}"] = tensor
     return found
 
 
@@ -114,7 +116,7 @@ def write_tensors(
     with atomic_path(path) as temporary:
         try:
             save_file({key: _own(tensor) for key, tensor in tensors.items()}, temporary, metadata=dict(metadata))
-        except SafetensorError as error:  # whose message alone says that it is the disk's
+        except SafetensorError as error:  # only its message shows that it is a disk error
             raise OSError(refusal(error) or errno.EIO, str(error), str(path)) from error
         back = load_file(temporary)
         if set(back) != set(tensors) or not all(torch.equal(back[key], tensors[key]) for key in tensors):
@@ -128,9 +130,9 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def read_lora(path: Path, families: Sequence[Names] = ()) -> LoraWeights:
-    """Read a LoRA that any program wrote, its form detected from its keys; `families` are those whose names are known.
+    """Read a LoRA of any program, its format detected from its keys; `families` are those whose names are known.
 
-    NaN is read as it stands (`LoraWeights.not_finite` names it). Raises UsageError, with all
+    NaN is kept (`LoraWeights.not_finite` names it). Raises UsageError, with all
     problems at once, for a missing file, pickle, damage, half a pair, a wrong shape, an
     unknown key, a mixture of forms, or a method other than LoRA.
     """
@@ -147,7 +149,7 @@ def beside(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
     try:
         document = read_json_object(config, MOST_CONFIG_BYTES)
     except (TextError, OSError) as error:
-        raise UsageError(Problem(f"{config} cannot be read: {error}.", "Copy it again, or take it away.")) from None
+        raise UsageError(Problem(f"{config} cannot be read: {error}.", "Copy it again, or remove it.")) from None
     if reaching := diffusers_form.reaching_in(document):
         raise _refused(config, f"asks for more than the file's own weights ({some(reaching)}).", "Export a plain LoRA.")
     return document
@@ -168,7 +170,7 @@ def open_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if path.suffix.lower() != ".safetensors":
         # diffusers would try to read such a file as a pickle, whatever it holds.
         raise _refused(path, "does not end in .safetensors.", "Name a .safetensors file.")
-    read_tensor_header(path)  # damage in words, before a library reads it
+    read_tensor_header(path)  # raises a clear error for damage, before a library reads it
     try:
         with safe_open(path, framework="pt") as opened:
             metadata = dict(opened.metadata() or {})
@@ -187,7 +189,9 @@ def refuse_reaching(path: Path, metadata: Mapping[str, str]) -> None:
     except (ValueError, TypeError):
         raise _refused(path, f"has a header entry {key} that cannot be read.", "Export it again.") from None
     if reaching:
-        fix = "Programs would read other files, run code or change the base by it: export it again as a plain LoRA."
+        fix = (
+            "Programs would read other files, run code or change the base model by it: export it again as a plain LoRA."
+        )
         raise _refused(path, f"asks in {key} for more than its own weights ({some(reaching)}).", fix)
 
 

@@ -1,4 +1,4 @@
-"""The header of a LoRA file: what other programs and people read. All values are strings.
+"""The header of a LoRA file, for other programs and people. All values are strings.
 
 Deterministic: the same facts give the same header; dates come from the caller.
 """
@@ -18,13 +18,13 @@ from torch import Tensor
 from lora_trainer.export.keys import OWN_VERSION, T5_TOKENS, WITHOUT
 from lora_trainer.export.weights import LoraPair, LoraWeights
 
-PLAIN_TOKENS = 75  # of which programs say nothing
+PLAIN_TOKENS = 75  # the default, which programs do not record
 LEGACY_FROM, LEGACY_BYTES = 0x100000, 0x10000
 
 
 @dataclass(frozen=True)
 class FlowFacts:
-    """At which times a flow was trained. `shift` is a factor, or None for one that grows with the image."""
+    """The training times of a flow. `shift` is a factor, or None for one that grows with the image."""
 
     timesteps: str
     logit_mean: float
@@ -35,7 +35,7 @@ class FlowFacts:
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What a run knows of itself when it writes its LoRA.
+    """The facts of a run for the header of its LoRA.
 
     `started` and `finished` are seconds since 1970. `dataset_dirs` and `tag_frequency` hold
     folder names and captions; leave them empty to keep these private.
@@ -90,7 +90,7 @@ class TrainingFacts:
     max_tokens: int = PLAIN_TOKENS  # of a caption, that CLIP read
     t5_tokens: int | None = None
     without_t5: bool = False
-    text_rates: tuple[float, ...] = ()  # of the LoRA on each text encoder, 0 for those left as they are
+    text_rates: tuple[float, ...] = ()  # learning rate of the LoRA on each text encoder, 0 for untrained ones
     text_alpha: float | None = None  # of the training, on text encoders
     flow: FlowFacts | None = None
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (width, height) -> samples

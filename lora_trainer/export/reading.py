@@ -1,4 +1,4 @@
-"""The tensors of a LoRA file become weights by diffusers' names, whichever program wrote them, or are refused.
+"""Read the tensors of a LoRA file of any program as weights by diffusers' names, or refuse them.
 
 Exact where the file holds LoRA, rank-stabilized LoRA or LoRA on convolutions; every other method is named.
 """
@@ -23,7 +23,7 @@ from lora_trainer.export.layout import Names
 from lora_trainer.export.weights import LoraPair, LoraWeights
 
 SHOWN = 3  # names listed in one message
-OTHER_METHODS = {  # beginnings or ends of what stands behind a module's name
+OTHER_METHODS = {  # beginnings or ends of the part after a module's name
     ".dora_scale": "DoRA",
     ".lora_magnitude_vector": "DoRA",
     ".lokr_": "LoKr",
@@ -53,11 +53,11 @@ OTHER_FILES = (  # by a beginning of any key, the surest first
     ("model.diffusion_model.", "a base model"),
     ("first_stage_model.", "a VAE (VAE)"),
     ("cond_stage_model.", "a text encoder"),
-    ("bundle_emb.", "a set of learned words"),
-    ("emb_params", "a learned word (textual inversion)"),
-    ("clip_g", "a learned word (textual inversion)"),
-    ("clip_l", "a learned word (textual inversion)"),
-    ("string_to_param", "a learned word (textual inversion)"),
+    ("bundle_emb.", "a set of learned tokens"),
+    ("emb_params", "a learned token (textual inversion)"),
+    ("clip_g", "a learned token (textual inversion)"),
+    ("clip_l", "a learned token (textual inversion)"),
+    ("string_to_param", "a learned token (textual inversion)"),
     ("decoder.up", "a VAE (VAE)"),
     ("quant_conv.", "a VAE (VAE)"),
     ("encoder.block.", "a text encoder (T5)"),
@@ -84,10 +84,10 @@ def other_method(keys: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Collected:
-    """What of a file can be read, and all that is wrong with it. `names` are the file's, with what each stands for."""
+    """The readable part of a file, and all its problems. `names` are the file's, with the meaning of each."""
 
     weights: LoraWeights
-    form: str  # a key of FORMS, or "" where nothing tells
+    form: str  # a key of FORMS, or "" where it is unknown
     names: Mapping[str, Found]
     problems: tuple[Problem, ...]
 
@@ -99,7 +99,7 @@ def weights_of(
     families: Sequence[Names] = (),
     peft_config: Mapping[str, Any] | None = None,
 ) -> LoraWeights:
-    """The weights that a file's tensors hold; `file` is its name in messages, `peft_config` what lies beside it.
+    """The weights of a file's tensors; `file` is its name in messages, `peft_config` the config beside it.
 
     Raises UsageError with all problems at once for another method than LoRA, a mixture of forms, half a pair, wrong
     shapes, and unknown keys.
@@ -111,11 +111,11 @@ def weights_of(
 
 
 def values(file: str, weights: LoraWeights) -> list[Problem]:
-    """What is wrong with the numbers of a file whose names and shapes are right: NaN, infinity."""
+    """Problems of the numbers of a file whose names and shapes are right: NaN, infinity."""
     if not (bad := weights.not_finite()):
         return []
-    told = f"{file} holds NaN or infinity in {counted(len(bad), 'module')} ({some(bad)})."
-    return [Problem(told, "Train it again with a lower learning rate.")]
+    message = f"{file} holds NaN or infinity in {counted(len(bad), 'module')} ({some(bad)})."
+    return [Problem(message, "Train it again with a lower learning rate.")]
 
 
 def collect(
@@ -125,12 +125,14 @@ def collect(
     families: Sequence[Names] = (),
     peft_config: Mapping[str, Any] | None = None,
 ) -> Collected:
-    """Whatever of a file's tensors can be read as `weights_of` reads them, with all that is wrong beside it."""
-    words = {key.removeprefix(EMBEDDING): _wide(tensor) for key, tensor in tensors.items() if key.startswith(EMBEDDING)}
+    """As `weights_of`, but of the readable tensors, with the problems of the others."""
+    embeddings = {
+        key.removeprefix(EMBEDDING): _wide(tensor) for key, tensor in tensors.items() if key.startswith(EMBEDDING)
+    }
     keys = {key: read for key in tensors if not key.startswith(EMBEDDING) and (read := read_key(key))}
     forms = sorted({read.form for read in keys.values()} - {""})
     if whole := _wrong_kind(file, list(tensors), keys, forms):
-        return Collected(LoraWeights({}, metadata, words), forms[0] if len(forms) == 1 else "", {}, (whole,))
+        return Collected(LoraWeights({}, metadata, embeddings), forms[0] if len(forms) == 1 else "", {}, (whole,))
     problems: list[Problem] = []
     unknown = sorted(key for key in tensors if key not in keys and not key.startswith(EMBEDDING))
     if unknown:
@@ -141,13 +143,13 @@ def collect(
     found, family = resolve(halves, families, " ".join(metadata.get(key, "") for key in HINTS).lower())
     if foreign := sorted(set(halves) - set(found)):
         fix = f"Known beginnings: {', '.join(COMPONENT_OF_PREFIX)}. Was it made for another kind of model?"
-        told = f"{file} holds {counted(len(foreign), 'name')} of unknown parts ({some(foreign)})."
-        problems.append(Problem(told, fix))
+        message = f"{file} holds {counted(len(foreign), 'name')} of unknown parts ({some(foreign)})."
+        problems.append(Problem(message, fix))
     pairs = _pairs(file, {name: parts for name, parts in halves.items() if name in found}, problems)
     alphas = {} if "kohya" in forms else _header_alphas(file, metadata, peft_config, found, pairs, problems)
     pairs = {name: _with_alpha(pair, halves[name], alphas.get(name)) for name, pair in pairs.items()}
     modules = _modules(file, pairs, found, fused_ranks(metadata), problems)
-    weights = LoraWeights(modules, metadata, words, family.family if family else None)
+    weights = LoraWeights(modules, metadata, embeddings, family.family if family else None)
     return Collected(weights, forms[0] if forms else "", found, tuple(problems))
 
 
@@ -209,28 +211,28 @@ def _pairs(file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list
                 down = torch.einsum("rskl,si->rikl", mid.float(), down.float().flatten(1))
         if not fits or (up.ndim == 4 and up.shape[2:] != (1, 1)):
             shapes = f"down {list(down.shape)} and up {list(up.shape)}"
-            told = f"{file} has {shapes} for {name}: [r, in] and [out, r] go together."
-            problems.append(Problem(told, "Export it again."))
+            message = f"{file} has {shapes} for {name}: [r, in] and [out, r] go together."
+            problems.append(Problem(message, "Export it again."))
         elif unread := [tensor.dtype for tensor in (down, up) if tensor.dtype not in WIDE]:
-            told = f"{file} holds {str(unread[0]).removeprefix('torch.')} for {name}."
-            problems.append(Problem(told, "Export it in fp16, bf16 or fp32."))
+            message = f"{file} holds {str(unread[0]).removeprefix('torch.')} for {name}."
+            problems.append(Problem(message, "Export it in fp16, bf16 or fp32."))
         elif "alpha" in parts and parts["alpha"].numel() != 1:
-            told = f"{file} has an alpha of shape {list(parts['alpha'].shape)} for {name}, in place of one number."
-            problems.append(Problem(told, "Export it again."))
+            message = f"{file} has an alpha of shape {list(parts['alpha'].shape)} for {name}, in place of one number."
+            problems.append(Problem(message, "Export it again."))
         else:
             pairs[name] = LoraPair(down, up, float(down.shape[0]))
     return pairs
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """A tensor that can be computed with: eight bits hold nothing that float32 does not."""
+    """A tensor that can be computed with: float32 holds every value of eight bits."""
     return tensor.float() if tensor.dtype in NARROW else tensor
 
 
-def _with_alpha(pair: LoraPair, parts: Mapping[str, Tensor], told: float | None) -> LoraPair:
+def _with_alpha(pair: LoraPair, parts: Mapping[str, Tensor], alpha: float | None) -> LoraPair:
     if "alpha" in parts:
         return LoraPair(pair.down, pair.up, float(parts["alpha"].float().reshape(-1)[0]))
-    return pair if told is None else LoraPair(pair.down, pair.up, told)
+    return pair if alpha is None else LoraPair(pair.down, pair.up, alpha)
 
 
 def _header_alphas(
@@ -241,7 +243,7 @@ def _header_alphas(
     pairs: Mapping[str, LoraPair],
     problems: list[Problem],
 ) -> dict[str, float]:
-    """The alpha of each name as diffusers, or peft, would take it."""
+    """The alpha of each name as diffusers, or peft, would read it."""
     module = {name: found[name].modules[0] for name in pairs}
     try:
         alphas = diffusers_form.alphas(metadata, {module[name]: pair.rank for name, pair in pairs.items()}, peft_config)
@@ -275,6 +277,6 @@ def _modules(
                 twice.append(place.modules[part])
             modules[place.modules[part]] = each
     if twice:
-        told = f"{file} names {counted(len(twice), 'module')} twice, in two ways ({some(sorted(twice))})."
-        problems.append(Problem(told, "Programs take one of them: export it again."))
+        message = f"{file} names {counted(len(twice), 'module')} twice, by two names ({some(sorted(twice))})."
+        problems.append(Problem(message, "Programs take one of them: export it again."))
     return modules

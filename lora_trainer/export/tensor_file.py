@@ -1,6 +1,6 @@
-"""Files of tensors that say in their header what their content must be: safetensors notices no flipped bit by itself.
+"""Tensor files with a digest in their header: safetensors alone does not notice a flipped bit.
 
-Any program that reads safetensors reads them. The digest is of everything else in the file: the label, the names,
+Any program that reads safetensors reads them. The digest covers everything else in the file: the label, the names,
 types and shapes, and the bytes of the tensors.
 """
 
@@ -44,7 +44,7 @@ class DamagedFile(ValueError):
 def write_sealed(path: Path, tensors: Mapping[str, Tensor], label: str) -> str:
     """Write tensors of the CPU's memory, flushed to the disk; the digest. Raises OSError.
 
-    `label` is told again when the file is read, so that a file cannot stand in another's place.
+    `label` must be the same when the file is read, so that one file cannot replace another.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that none lies across its size
     entries: dict[str, Any] = {}
@@ -53,7 +53,7 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], label: str) -> str:
         begin, end = end, end + tensors[name].nbytes
         kind = CODES[tensors[name].dtype]
         entries[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
-    digest = hashlib.sha256(_sealed_words(label, entries))
+    digest = hashlib.sha256(_sealed_bytes(label, entries))
     for name in names:
         digest.update(_bytes(tensors[name]))
     sealed = digest.hexdigest()
@@ -69,7 +69,7 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], label: str) -> str:
 def read_sealed(path: Path, label: str, digest: str | None = None) -> dict[str, Tensor]:
     """The tensors of a file, in memory of their own. Raises OSError, and DamagedFile when anything differs.
 
-    `digest` is what the file must have. A file without any, of an earlier version, is read where none is asked for.
+    `digest` is what the file must have. A file without any, of an earlier version, is read where none is expected.
     """
     return dict(_entries(path, label, digest))
 
@@ -81,10 +81,10 @@ def verify_sealed(path: Path, label: str, digest: str) -> None:
 
 
 def _entries(path: Path, label: str, wanted: str | None) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor as it is read; what differs is known after the last."""
+    """Each tensor as it is read; the digest is checked after the last."""
     with open(path, "rb") as file:
         entries, metadata = _read_header(file, label)
-        digest = hashlib.sha256(_sealed_words(label, entries))
+        digest = hashlib.sha256(_sealed_bytes(label, entries))
         for name, entry in entries.items():
             tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
             place = memoryview(_bytes(tensor))
@@ -100,7 +100,7 @@ def _entries(path: Path, label: str, wanted: str | None) -> Iterator[tuple[str, 
 
 
 def _read_header(file: BinaryIO, label: str) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """The entries in the order of their bytes, and the metadata. Raises DamagedFile for what is not sound."""
+    """The entries in the order of their bytes, and the metadata. Raises DamagedFile for an invalid header."""
     size = os.fstat(file.fileno()).st_size
     length, name = int.from_bytes(file.read(8), "little"), Path(file.name).name
     if size < 8 or size - 8 < length <= LARGEST_HEADER:
@@ -137,7 +137,7 @@ def _header(label: str, digest: str, entries: Mapping[str, Any]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _sealed_words(label: str, entries: Mapping[str, Any]) -> bytes:
+def _sealed_bytes(label: str, entries: Mapping[str, Any]) -> bytes:
     return json.dumps([label, entries]).encode("utf-8")
 
 

@@ -50,8 +50,8 @@ class LoraPair:
 class LoraWeights:
     """All updates by module name (component first: `unet.mid_block…`), with the file's header if read from one.
 
-    `embeddings` are words that were learned, by `WORD.clip_l` (or `WORD.string_to_param.*`), as [tokens, width].
-    `family` is the one whose names the file has, where the names tell.
+    `embeddings` are learned tokens, by `WORD.clip_l` (or `WORD.string_to_param.*`), as [tokens, width].
+    `family` is the one whose names the file has, where that is clear.
     """
 
     modules: Mapping[str, LoraPair]
@@ -60,9 +60,9 @@ class LoraWeights:
     family: str | None = None
 
     def not_finite(self) -> list[str]:
-        """Names of modules, and of learned words, that hold NaN or infinity."""
-        words = [name for name, tensor in self.embeddings.items() if not bool(tensor.isfinite().all())]
-        return [name for name, pair in self.modules.items() if not pair.finite] + words
+        """Names of modules, and of learned tokens, that hold NaN or infinity."""
+        embeddings = [name for name, tensor in self.embeddings.items() if not bool(tensor.isfinite().all())]
+        return [name for name, pair in self.modules.items() if not pair.finite] + embeddings
 
 
 def weights_from_peft(
@@ -72,7 +72,7 @@ def weights_from_peft(
 
     `alpha` is one number, or one per module name without the component; None means alpha = rank.
     Reads the keys of `get_peft_model_state_dict` and of a model's own `state_dict`, in which the
-    adapter's name stands before `weight`. Raises ValueError for half a pair.
+    adapter's name comes before `weight`. Raises ValueError for half a pair.
     """
     pattern = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight")
     halves: dict[str, dict[str, Tensor]] = {}
@@ -108,12 +108,12 @@ def folded(weights: LoraWeights, dtype: torch.dtype = torch.float16) -> LoraWeig
         first = f"{len(bad)} of {len(weights.modules)} LoRA modules hold NaN or infinity (first: {bad[0]})."
         raise TrainingFailed(Problem(first, "Lower optimizer.learning_rate and train again."))
     modules = {name: _folded_pair(pair, dtype) for name, pair in weights.modules.items()}
-    words = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in weights.embeddings.items()}
-    result = replace(weights, modules=modules, embeddings=words)
+    embeddings = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in weights.embeddings.items()}
+    result = replace(weights, modules=modules, embeddings=embeddings)
     bad = result.not_finite()
     if bad:
         first = f"{len(bad)} LoRA modules are too large for {str(dtype).removeprefix('torch.')} (first: {bad[0]})."
-        raise TrainingFailed(Problem(first, "The training has run away: lower optimizer.learning_rate."))
+        raise TrainingFailed(Problem(first, "The training diverged: lower optimizer.learning_rate."))
     return result
 
 
@@ -131,7 +131,7 @@ def _folded_pair(pair: LoraPair, dtype: torch.dtype) -> LoraPair:
 
 
 def check_keys(weights: LoraWeights, module_shapes: Mapping[str, tuple[int, ...]]) -> list[Problem]:
-    """What of a LoRA does not fit a model: `module_shapes` maps module names to weight shapes `(out, in, …)`."""
+    """Where a LoRA does not fit a model: `module_shapes` maps module names to weight shapes `(out, in, …)`."""
     problems = []
     for name, pair in weights.modules.items():
         shape = module_shapes.get(name)

@@ -1,4 +1,4 @@
-"""The VAE of every family: what its config says, and images to scaled latents."""
+"""The VAE of every family: facts from its config, and images to scaled latents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_LEVELS, MOST_CHANNELS = 8, 1024
 def vae_facts(folder: Path) -> tuple[int, int]:
     """(channels of the latents, pixels per latent along a side), from the config. Raises UsageError.
 
-    Refused is one of another kind, one that shifts each channel by itself, and one whose scale is none.
+    Refuses other classes, a shift of each channel by itself, and a scale that is no number above 0.
     """
     if (kind := read_config(folder, "vae/config.json").get("_class_name", "AutoencoderKL")) != "AutoencoderKL":
         message = f"{folder}/vae is a {str(kind)[:80]}, not an AutoencoderKL."
@@ -67,9 +67,9 @@ def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def drawing_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The VAE in the precision that it bears, whatever the latents come in."""
+    """The VAE in a precision that it can decode in, whatever the latents' dtype."""
     vae = load_vae(folder, vae_dtype(folder, dtype), device)
-    # A pipeline hands latents on in the denoiser's precision.
+    # A pipeline passes latents in the denoiser's precision.
     first = vae.decoder if vae.post_quant_conv is None else vae.post_quant_conv
     first.register_forward_pre_hook(lambda _, latents: (latents[0].to(vae.dtype), *latents[1:]))
     return vae
@@ -101,7 +101,7 @@ def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Te
 def load_whole_image_encoder(
     folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """For the families of 1024 px: in the precision that the VAE bears, an image at a time."""
+    """For the families of 1024 px: in a precision that the VAE can encode in, an image at a time."""
     vae = load_vae(folder, vae_dtype(folder, dtype), device)
     vae.enable_slicing()  # at 1024 px each image takes gigabytes
     return image_encoder(vae, device)

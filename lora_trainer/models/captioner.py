@@ -1,4 +1,4 @@
-"""What an image shows, in words or tags, by a model in a local folder: safetensors only, no network, no code of its own.
+"""Describe images in sentences or tags with a model in a local folder: safetensors only, no network, no code of its own.
 
 Two kinds: models that write a sentence from an image alone (BLIP, GIT, an image encoder with a text
 decoder), and classifiers with many labels, which give tags.
@@ -33,7 +33,7 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Captioner:
-    """`describe` gives one text for each RGB image; an empty one where the model has nothing to say."""
+    """`describe` gives one text for each RGB image, which may be empty."""
 
     kind: Literal["captions", "tags"]
     describe: Callable[[Sequence[Image.Image]], list[str]]
@@ -47,12 +47,12 @@ def load_captioner(folder: Path, device: torch.device, *, threshold: float = 0.3
     if not folder.is_dir():
         raise UsageError(Problem(f"There is no model folder at {folder}.", EXPECTED))
     config = read_config(folder, "config.json", expected=EXPECTED)
-    held = check_part(folder)
+    stored_numbers = check_part(folder)
     architectures = [str(name) for name in config.get("architectures") or ()]
     try:
         if any(name.endswith("ForImageClassification") for name in architectures):
-            return _tagger(folder, device, threshold, held)
-        return _writer(folder, config, device, most_tokens, held)
+            return _tagger(folder, device, threshold, stored_numbers)
+        return _writer(folder, config, device, most_tokens, stored_numbers)
     except UsageError:
         raise
     except Exception as error:  # transformers raises every kind for a folder that is not what it expects
@@ -64,19 +64,23 @@ def load_captioner(folder: Path, device: torch.device, *, threshold: float = 0.3
         raise UsageError(Problem(f"{folder} ({named}) cannot be loaded: {reason}.", EXPECTED)) from error
 
 
-def _load(kind: Any, folder: Path, device: torch.device, held: int) -> Any:
-    """A model with all of its weights, of which its files hold `held` numbers. Raises UsageError when they lack some."""
+def _load(kind: Any, folder: Path, device: torch.device, stored_numbers: int) -> Any:
+    """A model with all of its weights. Raises UsageError when its files, with `stored_numbers` numbers, lack some."""
     from transformers import AutoConfig
 
     check_size(
-        lambda: kind.from_config(AutoConfig.from_pretrained(folder, **LOCAL), trust_remote_code=False), held, folder
+        lambda: kind.from_config(AutoConfig.from_pretrained(folder, **LOCAL), trust_remote_code=False),
+        stored_numbers,
+        folder,
     )
     model, found = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **LOCAL)
     refuse_lacking(folder, found["missing_keys"])
     return model.to(device).eval()
 
 
-def _writer(folder: Path, config: dict[str, Any], device: torch.device, most_tokens: int, held: int) -> Captioner:
+def _writer(
+    folder: Path, config: dict[str, Any], device: torch.device, most_tokens: int, stored_numbers: int
+) -> Captioner:
     import torch
     from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -90,7 +94,7 @@ def _writer(folder: Path, config: dict[str, Any], device: torch.device, most_tok
         raise UsageError(Problem(message, "Name one that describes an image by itself, such as BLIP or GIT."))
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **LOCAL)
     tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
-    model = _load(AutoModelForImageTextToText, folder, device, held)
+    model = _load(AutoModelForImageTextToText, folder, device, stored_numbers)
 
     def describe(images: Sequence[Image.Image]) -> list[str]:
         pixels = processor(images=list(images), return_tensors="pt")["pixel_values"].to(device)
@@ -101,12 +105,12 @@ def _writer(folder: Path, config: dict[str, Any], device: torch.device, most_tok
     return Captioner("captions", describe)
 
 
-def _tagger(folder: Path, device: torch.device, threshold: float, held: int) -> Captioner:
+def _tagger(folder: Path, device: torch.device, threshold: float, stored_numbers: int) -> Captioner:
     import torch
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **LOCAL)
-    model = _load(AutoModelForImageClassification, folder, device, held)
+    model = _load(AutoModelForImageClassification, folder, device, stored_numbers)
     labels = _labels(folder, model.config.id2label)
     together = model.config.problem_type == "multi_label_classification" or (folder / TAGS).exists()
 
@@ -121,7 +125,7 @@ def _tagger(folder: Path, device: torch.device, threshold: float, held: int) -> 
 
 
 def _surest(shares: Sequence[float], labels: Sequence[str], threshold: float) -> list[str]:
-    """Labels of at least `threshold`, the surest first; those without a name are left out."""
+    """Labels of at least `threshold`, the surest first; those without a name are skipped."""
     order = sorted(range(len(labels)), key=lambda place: (-shares[place], place))
     return [labels[place] for place in order if shares[place] >= threshold and labels[place]]
 

@@ -1,7 +1,7 @@
-"""What CLIP text encoders say of captions: which layer is read, in how many pieces; the same for every family.
+"""CLIP text embeddings: which layer is read, in how many chunks; the same for every family.
 
 Layers are counted as the AUTOMATIC1111 web UI, ComfyUI and kohya's scripts count them: 1 is the last, 2 the one before.
-diffusers' `clip_skip` counts what is left out beyond the model's own layer: 1 less for SD1.x and SD2.x, 2 less for
+diffusers' `clip_skip` counts the layers skipped beyond the model's own: 1 less for SD1.x and SD2.x, 2 less for
 SDXL and SD3, which read the last layer but one by themselves.
 """
 
@@ -25,34 +25,34 @@ LAST, LAST_BUT_ONE = 1, 2
 
 
 @dataclass(frozen=True)
-class Told:
-    """What an encoder says of B captions: `states` [B, L, D] of their tokens, `pooled` [B, P] of their first piece."""
+class ClipOutput:
+    """The output for B captions: `states` [B, L, D] of their tokens, `pooled` [B, P] of their first chunk."""
 
     states: Tensor
     pooled: Tensor
 
 
-def ask_clip(
+def encode_clip(
     parts: TextParts, name: str, captions: Sequence[Caption], options: TextOptions, *, own: int, normed: bool
-) -> Told:
-    """Ask the encoder `name`; `own` is the layer that the model reads where `clip_skip` says nothing.
+) -> ClipOutput:
+    """Encode with `name`; `own` is the layer that the model reads where `clip_skip` is not set.
 
     `normed` puts the layer through the encoder's final norm. The summary is always that of the last layer.
     """
-    tokens = read_tokens(parts.tokenizers[name], captions, parts.device, options.pieces)
+    tokens = read_tokens(parts.tokenizers[name], captions, parts.device, options.chunks)
     encoder: Any = parts.encoders[name]
     layer = options.clip_skip or own
     deeper = layer > LAST or not normed
-    said = encoder(tokens.ids, output_hidden_states=True) if deeper else encoder(tokens.ids)
-    states = said.hidden_states[-layer] if deeper else said.last_hidden_state
+    output = encoder(tokens.ids, output_hidden_states=True) if deeper else encoder(tokens.ids)
+    states = output.hidden_states[-layer] if deeper else output.last_hidden_state
     if deeper and normed:
         states = getattr(encoder, "text_model", encoder).final_layer_norm(states)  # transformers 5.6 moved it
-    summary = said.text_embeds if "text_embeds" in said else said.pooler_output
-    return Told(tokens.weigh(states), tokens.first(summary))
+    summary = output.text_embeds if "text_embeds" in output else output.pooler_output
+    return ClipOutput(tokens.weigh(states), tokens.first(summary))
 
 
 def check_clip(folder: Path, names: Sequence[str], options: TextOptions, *, t5: bool = False) -> None:
-    """Raise UsageError, all problems at once, for options that these encoders cannot follow; `t5`: it stands beside them."""
+    """Raise UsageError, all problems at once, for options that these encoders cannot follow; `t5`: the model has one."""
     problems = []
     for name in names:
         layers = read_config(folder, f"{name}/config.json").get("num_hidden_layers")

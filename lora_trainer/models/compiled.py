@@ -1,8 +1,8 @@
-"""The denoiser's repeated blocks compiled in place: the adapter inside each region, the checkpoint around it.
+"""Compile the denoiser's repeated blocks in place: the adapter inside each region, the checkpoint around it.
 
-A region is a form of block: a class and the shapes of its weights, which are inputs of what is compiled, so that all
+A region is a form of block: a class and the shapes of its weights, which are inputs of the compiled code, so that all
 blocks of a form share one compilation for each size of micro-batch. Without gradients (validation losses, images)
-blocks run as they are: a second compilation of each, for the little that is done so, would not be earned back.
+blocks run uncompiled: a second compilation of each would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lora_trainer.core.findings import counted
 
 # Repeated too, though diffusers lists them for no model: the convolutions of U-Nets, and blocks of two streams.
 UNLISTED = ("ResnetBlock2D", "BasicTransformerBlock", "JointTransformerBlock")
-MOST_SHAPES = 8  # of micro-batches that are compiled each for itself; with more there is one compilation for all
+MOST_SHAPES = 8  # of micro-batches with a compilation of their own; with more there is one for all
 MOST_COMPILATIONS = 4 * MOST_SHAPES  # of one form: a first block needs no gradient of its input, memory may run out
 MOST_OF_A_CLASS = 1024
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # modes that record CUDA graphs, which hold addresses of weights
@@ -49,7 +49,7 @@ class Compiled:
 
     @property
     def line(self) -> str:
-        """For people, before anything is compiled."""
+        """One line for the log, before anything is compiled."""
         kinds = " and ".join(f"{count} {kind}" for kind, count in self.kinds.items())
         sizes = "one compilation for all sizes" if self.dynamic else "each size for itself"
         return f"compiled: {kinds} in {counted(self.forms, 'form')}, {sizes}, mode {self.mode}"
@@ -61,12 +61,12 @@ class Compiled:
         return type(block).forward(block, *arguments, **named)
 
     def begin_step(self) -> None:
-        """Tell CUDA graphs that nothing which they gave so far is needed any more."""
+        """Mark a step for CUDA graphs: earlier outputs are no longer needed."""
         if self.on and self.mode in WITH_GRAPHS:
             torch.compiler.cudagraph_mark_step_begin()
 
     def news(self) -> str | None:
-        """What was compiled since this was last asked; None where nothing was."""
+        """What was compiled since the last call; None where nothing was."""
         now, before = count(), self.last_count or Count()
         self.last_count = now
         if now.graphs == before.graphs:
@@ -125,7 +125,7 @@ def count() -> Count:
 
 
 def repeated_blocks(denoiser: nn.Module) -> list[nn.Module]:
-    """The blocks that a denoiser is made of over and over."""
+    """The repeated blocks of a denoiser."""
     names = {*UNLISTED, *(getattr(denoiser, "_repeated_blocks", None) or ())}
     return [module for module in denoiser.modules() if type(module).__name__ in names]
 
@@ -138,7 +138,7 @@ def form_of(block: nn.Module) -> Hashable:
 def compile_blocks(denoiser: nn.Module, *, mode: str, dynamic: bool, fullgraph: bool) -> Compiled:
     """Compile each repeated block at its first call; call this when the adapter is injected and weights are stored.
 
-    Hooks on a block stay outside its region, so that what they fetch is there when it runs.
+    Hooks on a block stay outside its region, so that weights which they load are there when it runs.
     """
     import torch._dynamo
 
@@ -147,7 +147,7 @@ def compile_blocks(denoiser: nn.Module, *, mode: str, dynamic: bool, fullgraph: 
     limits.recompile_limit = max(limits.recompile_limit, MOST_COMPILATIONS)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MOST_OF_A_CLASS)
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        options["isolate_recompiles"] = True  # a block looks among compilations of its own form alone
+        options["isolate_recompiles"] = True  # a block only searches the compilations of its own form
     compiled = Compiled(mode, dynamic, fullgraph, last_count=count())
     regions: dict[Hashable, Callable[..., Any]] = {}
     for block in repeated_blocks(denoiser):
@@ -161,7 +161,7 @@ def compile_blocks(denoiser: nn.Module, *, mode: str, dynamic: bool, fullgraph: 
 
 
 def why_not(denoiser: nn.Module, device: torch.device) -> str | None:
-    """What stands in the way of compiling, as far as it shows before it is tried; with what helps."""
+    """Why compiling cannot work, as far as that shows beforehand, with the fix; None where it may."""
     if not repeated_blocks(denoiser):
         return "this model has no repeated blocks that are known"
     if device.type == "cuda":
@@ -177,8 +177,8 @@ def why_not(denoiser: nn.Module, device: torch.device) -> str | None:
     return None
 
 
-def of_the_compiler(error: BaseException) -> bool:
-    """Whether an error was raised by the compiler or in what it made, by the code that it came through."""
+def is_compiler_error(error: BaseException) -> bool:
+    """Whether an error came from the compiler or from compiled code, by its traceback."""
     trace = error.__traceback__
     while trace is not None:
         if any(part in trace.tb_frame.f_code.co_filename.replace("\\", "/") for part in COMPILERS):
@@ -187,8 +187,8 @@ def of_the_compiler(error: BaseException) -> bool:
     return False
 
 
-def said_by_the_compiler(error: BaseException) -> str:
-    """The line of a compiler's error that names what is wrong: torch puts its own words and commands around it."""
+def compiler_message(error: BaseException) -> str:
+    """The line of a compiler's error that names the cause: torch puts its own text and commands around it."""
     text = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]
     _, ran, output = text.partition("\nOutput:\n")  # of a C++ compiler
     lines = [line.strip() for line in (output if ran else text).splitlines()]

@@ -1,4 +1,4 @@
-"""A family's pipeline told what to draw through the family's own reading of captions."""
+"""Prompts for a family's pipeline, encoded as captions are in training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXT_ENCODER, TOKENIZER = "text_encoder", "tokenizer"
 
 
 def texts_of(pipeline: Any, place: torch.device | None = None) -> TextParts:
-    """The pipeline's text encoders, with what a LoRA adds to them, and their tokenizers; those that it lacks are left out."""
+    """The pipeline's text encoders, with a LoRA on them if any, and their tokenizers; those that it lacks are skipped."""
     parts = {name: part for name, part in sorted(pipeline.components.items()) if part is not None}
     encoders = {name: part for name, part in parts.items() if name.startswith(TEXT_ENCODER)}
     tokenizers = {
@@ -29,9 +29,9 @@ def texts_of(pipeline: Any, place: torch.device | None = None) -> TextParts:
 def read_prompts(
     pipeline: Any, family: Family, prompts: Sequence[str], place: torch.device | None = None
 ) -> dict[str, dict[str, Tensor]]:
-    """What the text encoders say of each prompt, [1, ...], each read by itself: its neighbors change nothing.
+    """The text embeddings of each prompt, [1, ...], each encoded by itself: its neighbors change nothing.
 
-    `place` is where the encoders compute when their layers visit it.
+    `place` is the device that the encoders compute on when their layers are offloaded.
     """
     parts = texts_of(pipeline, place)
     return {prompt: family.encode_text(parts, [prompt], family.text) for prompt in dict.fromkeys(prompts)}
@@ -49,7 +49,7 @@ def prompted(
     prompts: Sequence[str],
     negative: str | None,
 ) -> dict[str, Any]:
-    """The pipeline's arguments for a batch of prompts; `negative` None where nothing shall be left out of images."""
+    """The pipeline's arguments for a batch of prompts; `negative` is None without a negative prompt."""
     import torch
 
     def together(chosen: Sequence[str]) -> dict[str, Tensor]:

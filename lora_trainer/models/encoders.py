@@ -1,4 +1,4 @@
-"""How a family's parts for images and captions become its `load_encoders`."""
+"""Build a family's `load_encoders` from its functions for images and captions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def encoders_from(
     load_image_encoder: LoadImageEncoder, load_texts: LoadTexts, encode_text: EncodeText, encoder_keys: EncoderKeys
 ) -> LoadEncoders:
-    """A family's `load_encoders`: each kind is loaded when it is first asked, and asked without gradients."""
+    """A family's `load_encoders`: each kind is loaded when it is first used, and runs without gradients."""
 
     def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device, text: TextOptions = PLAIN, /) -> Encoders:
         import torch
@@ -51,18 +51,18 @@ def encoders_from(
     return load_encoders
 
 
-def visiting_text(
+def offloaded_text(
     family: Family, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Callable[[Sequence[Caption]], dict[str, Tensor]]:
     """The family's `encode_text` with encoders that stay mapped in the file's own precision.
 
-    Their layers visit the device one by one and take `dtype` there, so that what is encoded is the same to the bit.
+    Their layers are loaded on the device one by one and take `dtype` there: the embeddings are the same to the bit.
     """
     import torch
 
     parts = family.load_texts(folder, None, torch.device("cpu"), family.text.without)
     for encoder in parts.encoders.values():
-        visit(encoder, dtype, device)
+        offload_layers(encoder, dtype, device)
     parts = replace(parts, place=device)
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ def visiting_text(
 
 
 def widen(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Bring a frozen module that is as it was stored to a device, where its numbers take `dtype`."""
+    """Move a frozen module in its stored precision to a device, where its numbers take `dtype`."""
     import torch
 
     wide = set(kept_wide(type(module), dtype))
@@ -88,15 +88,15 @@ def widen(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
                 part._buffers[name] = moved
 
 
-def visit(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Let the layers of a frozen module in host memory visit the device one by one, where their numbers take `dtype`."""
+def offload_layers(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Keep a frozen module in host memory and load its layers on the device one by one, in `dtype` (CPU offload)."""
     import torch
     from accelerate import cpu_offload
 
     wide, stored = set(kept_wide(type(module), dtype)), module.state_dict()
     types = {name: dtype if wide.isdisjoint(name.split(".")) else torch.float32 for name in stored}
     types |= {name: tensor.dtype for name, tensor in stored.items() if not tensor.is_floating_point()}
-    for name, tensor in stored.items():  # a layer is asked for its type before its weights come
+    for name, tensor in stored.items():  # a layer's dtype is read before its weights are loaded
         owner, _, last = name.rpartition(".")
         empty = torch.empty_like(tensor, dtype=types[name], device="meta")
         is_parameter = last in (layer := module.get_submodule(owner))._parameters
@@ -105,7 +105,7 @@ def visit(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
 
 
 class _Brought(Mapping[str, "Tensor"]):
-    """Stored tensors, each brought to a device and to its type when it is asked for: fewer bytes go there than stay."""
+    """Stored tensors, each moved to a device and cast there when it is read, so that fewer bytes are copied."""
 
     def __init__(self, stored: Mapping[str, Tensor], types: Mapping[str, torch.dtype], device: torch.device) -> None:
         self.stored, self.types, self.device = stored, types, device

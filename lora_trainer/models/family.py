@@ -1,4 +1,4 @@
-"""What the trainer knows of a model family: facts and functions, nothing else.
+"""A model family: facts and functions, nothing else.
 
 The seam law: outside `models/`, latents are `[B, C, h, w]` and always scaled. Packing,
 position ids, time ids, latent scale and shift stay in the family's own file.
@@ -25,15 +25,15 @@ if TYPE_CHECKING:  # facts are read without torch
     from lora_trainer.diffusion.process import Process
     from lora_trainer.models.quantization.store import Narrow
 
-USUAL_FAMILY = "sd15"  # the built-in base's, and what is assumed where no model is named
-Caption = str | tuple[tuple[str, float], ...]  # text, or pieces of it with the weight of each
-PIECE = 75  # tokens of a caption that CLIP reads at once, beside start and end
+USUAL_FAMILY = "sd15"  # of the built-in base model, and the default where no model is named
+Caption = str | tuple[tuple[str, float], ...]  # text, or its parts with the weight of each
+CHUNK = 75  # tokens of a caption that CLIP reads at once, without start and end
 PREDICTIONS = ("epsilon", "v_prediction")  # of models with a noise schedule
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model's config files say, read without torch."""
+    """Facts from a model's config files, read without torch."""
 
     path: Path
     family: str
@@ -56,7 +56,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What memory and time hang on, without weights: facts and the denoiser's config."""
+    """What memory and time depend on, without weights: facts and the denoiser's config."""
 
     facts: ModelFacts
     denoiser: Mapping[str, Any]
@@ -85,8 +85,8 @@ class Encoders:
     """The frozen encoders, as two functions and the names of their weights.
 
     `encode_image`: pixels [B, 3, H, W] in [-1, 1] -> (mean, spread), each [B, C, h, w],
-    of the scaled latents' posterior. `encode_text`: B captions, as text or as pieces with
-    weights -> tensors with B first.
+    of the scaled latents' posterior. `encode_text`: B captions, as text or as weighted
+    parts -> tensors with B first.
     """
 
     encode_image: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -97,10 +97,10 @@ class Encoders:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How captions become conditioning, where that is not the model's own way.
+    """Options of text encoding that differ from the model's defaults.
 
-    `clip_skip` counts CLIP's layers from the end, 1 the last. `clip_tokens` are read in pieces of 75. `without` names
-    text encoders that are left out.
+    `clip_skip` counts CLIP's layers from the end, 1 the last. `clip_tokens` are read in chunks of 75. `without` names
+    text encoders that are not used.
     """
 
     clip_skip: int | None = None
@@ -109,36 +109,36 @@ class TextOptions:
     without: tuple[str, ...] = ()
 
     @property
-    def pieces(self) -> int:
-        """How many pieces CLIP reads a caption in."""
-        return self.clip_tokens // PIECE
+    def chunks(self) -> int:
+        """How many chunks CLIP reads a caption in."""
+        return self.clip_tokens // CHUNK
 
     @property
     def key(self) -> str:
-        """What the options add to the name of what encoders say: nothing where they are the model's own way."""
+        """The options' part of the key of text embeddings: nothing where they are the defaults."""
         if self == PLAIN:
             return ""
-        said = ",".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))
-        return f"-{sha256(said.encode()).hexdigest()[:16]}"
+        values = ",".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))
+        return f"-{sha256(values.encode()).hexdigest()[:16]}"
 
     def longest(self, own: int) -> int:
-        """The longest caption in tokens, start and end among them, where the model's own way reads `own`."""
-        longest = self.t5_tokens or (min(own, PIECE + 2) if self.without else own)
-        return longest if self.pieces == 1 else max(longest, PIECE * self.pieces + 2)
+        """The longest caption in tokens, start and end among them, where the model's default is `own`."""
+        longest = self.t5_tokens or (min(own, CHUNK + 2) if self.without else own)
+        return longest if self.chunks == 1 else max(longest, CHUNK * self.chunks + 2)
 
 
 PLAIN = TextOptions()
 
 
 def refuse_options(folder: Path, options: TextOptions) -> None:
-    """For families that read captions in one way. Raises UsageError for options."""
+    """For families without text options. Raises UsageError for any."""
     raise UsageError(Problem(f"{folder} reads captions in one way only.", "Remove the settings of [text_encoder]."))
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """How a model is drawn with: the sampler steps that are usual, whether a guidance scale means anything to it, and
-    whether it can be told what not to draw."""
+    """How images are generated with a model: its usual steps, whether it uses a guidance scale, and whether it
+    uses a negative prompt."""
 
     steps: int = 25
     guided: bool = True
@@ -151,19 +151,19 @@ def usual_sampling(folder: Path) -> SamplingDefaults:
 
 
 def prompt_embeds(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None) -> dict[str, Any]:
-    """The arguments of most pipelines for what `encode_text` gave of the prompts, and of what shall not be drawn."""
-    told: dict[str, Any] = {f"{'pooled_' if name == 'pooled' else ''}prompt_embeds": cond[name] for name in cond}
+    """The arguments of most pipelines for the text embeddings of prompts and of negative prompts."""
+    arguments: dict[str, Any] = {f"{'pooled_' if name == 'pooled' else ''}prompt_embeds": cond[name] for name in cond}
     for name, value in (negative or {}).items():
-        told[f"negative_{'pooled_' if name == 'pooled' else ''}prompt_embeds"] = value
-    return told
+        arguments[f"negative_{'pooled_' if name == 'pooled' else ''}prompt_embeds"] = value
+    return arguments
 
 
 @dataclass(frozen=True)
 class TextParts:
     """Text encoders in memory and their tokenizers, both by the component's name: `text_encoder`, `text_encoder_2`.
 
-    `place` is where they compute, for encoders whose layers visit a GPU: their weights do not say it. `width` is that of
-    the text which the denoiser takes, where it may be wider than what the encoders say; 0 where it is not.
+    `place` is the device they compute on, for encoders with offloaded layers: their weights do not say it. `width` is
+    that of the denoiser's text input, where it may be wider than the embeddings; 0 where it is not.
     """
 
     encoders: Mapping[str, nn.Module]
@@ -185,9 +185,9 @@ LoadImageEncoder = Callable[[Path, "torch.dtype", "torch.device"], Callable[["Te
 
 
 class LoadTexts(Protocol):
-    """Loads a folder's text encoders, frozen, on a device, but for those of `without` that it works without.
+    """Loads a folder's text encoders, frozen, on a device, but for those of `without` that it can do without.
 
-    Without `dtype` they keep the file's own precision, and on a CPU stay mapped: to be held, not asked.
+    Without `dtype` they keep the file's own precision, and on a CPU stay mapped: to be offloaded, not run as they are.
     """
 
     def __call__(
@@ -196,7 +196,7 @@ class LoadTexts(Protocol):
 
 
 class LoadEncoders(Protocol):
-    """Loads a folder's encoders, frozen, on a device: VAE and text encoders each when they are first asked."""
+    """Loads a folder's encoders, frozen, on a device: VAE and text encoders each when they are first used."""
 
     def __call__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, text: TextOptions = PLAIN, /
@@ -216,7 +216,7 @@ class CondShapes(Protocol):
 
 
 class LoadDenoiser(Protocol):
-    """Loads the denoiser of a folder, frozen, on a device; `narrow` stores each layer in fewer bits as it comes."""
+    """Loads the denoiser of a folder, frozen, on a device; `narrow` quantizes each layer as it is loaded."""
 
     def __call__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None, /
@@ -227,25 +227,25 @@ class LoadDenoiser(Protocol):
 class Family:
     """A model family as a bundle of callables.
 
-    `load_texts` and `encode_text` are what `load_encoders` is made of (`encoders.encoders_from`): the second keeps gradients, so
-    that text encoders can be trained, and draws with those of a pipeline. `text_targets` are the patterns of modules
-    that a LoRA on each text encoder may change; those without stay as they are. `layout` pairs names of diffusers with
-    those of the original code, and is empty where LoRA files of all programs use diffusers' own; `also` are names that LoRA
-    files are read by and never written.
-    Large ones among the text encoders are `cached_texts`: what they say is cached and they leave memory, unless they are trained.
-    `joined_text` of (what `encode_text` gives without them, what it gave with all before) is the first with what they said
-    of the same captions; None where there are none. The others, of CLIP, are `word_texts`: they can learn new words.
+    `load_texts` and `encode_text` are the parts of `load_encoders` (`encoders.encoders_from`): the second keeps
+    gradients, so that text encoders can be trained, and runs those of a pipeline too. `text_targets` are the patterns of
+    modules for a LoRA on each text encoder; encoders without patterns are not trained. `layout` pairs names of diffusers
+    with those of the original code, and is empty where LoRA files of all programs use diffusers' own; `also` are names
+    that are read in LoRA files and never written.
+    `cached_texts` are the large text encoders: their embeddings are cached and they leave memory, unless they are trained.
+    `joined_text` adds their cached embeddings (second argument) to those of the other encoders (first); None where there
+    are none. The others, of CLIP, are `word_texts`: textual inversion can train tokens of theirs.
     `check_text` raises UsageError for options that the text encoders of a folder cannot follow; `spare_texts` are
-    encoders that the model works without.
+    encoders that the model can do without.
     `lora_targets` maps `attention` and `attention+ff` to patterns of module names.
-    `make_denoiser` builds from a config on torch's current default device (`meta` costs
-    nothing), with random weights; `thin` makes of a config one with the same kinds of
-    blocks and a few percent of the weights, as `thinness` says in words. `cond_shapes` gives, for a denoiser's config, the shapes
-    of what `encode_text` returns for one caption. `base_names` are what LoRA files call the
-    base: `ss_base_model_version` and `modelspec.architecture`. `make_pipeline` leaves text encoders
-    that no LoRA is on as they are stored (`evaluation/placing.py` widens them). `sampling_defaults` says how a folder's model is drawn with, and
-    `prompted` what of `encode_text` its pipeline is called with. `lora_readers` are the programs that were seen to read the
-    family's LoRA files whole, each with the style of their names, and `passed_over` the modules that they leave out then.
+    `make_denoiser` builds from a config on torch's current default device (`meta` costs nothing), with random weights;
+    `thin` reduces a config to the same kinds of blocks with a few percent of the weights, as `thinness` describes.
+    `cond_shapes` gives, for a denoiser's config, the shapes of `encode_text`'s tensors for one caption. `base_names` are
+    the base model's names in LoRA files: `ss_base_model_version` and `modelspec.architecture`. `make_pipeline` leaves
+    text encoders without a LoRA in their stored precision (`evaluation/placing.py` widens them). `sampling_defaults`
+    are a folder's defaults for generating images, and `prompted` the pipeline's arguments from `encode_text`.
+    `lora_readers` are the programs that were seen to read the family's LoRA files whole, each with the style of their
+    names, and `passed_over` the modules that they skip then.
     """
 
     name: str
@@ -280,45 +280,45 @@ class Family:
     passed_over: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # program -> beginnings of modules
 
     def text_rates(self, rates: Sequence[float]) -> dict[str, float]:
-        """The rate of each text encoder that is trained, by component, of `text_encoder.learning_rates`.
+        """The learning rate of each trained text encoder, by component, from `text_encoder.learning_rates`.
 
         Raises UsageError for one that cannot be trained.
         """
         names = tuple(self.text_targets)
         if any(rates[len(names) :]):
-            told = f"text_encoder.learning_rates holds {counted(len(rates), 'rate')}, and of the text encoders of {self.name} "
+            message = f"text_encoder.learning_rates holds {counted(len(rates), 'rate')}, and of the text encoders of {self.name} "
             if not names:
                 why = "none can be trained: no LoRA is trained on a language model, where diffusers reads none."
-                raise UsageError(Problem(told + why, "Leave text_encoder.learning_rates empty."))
+                raise UsageError(Problem(message + why, "Leave text_encoder.learning_rates empty."))
             from lora_trainer.config.toml import shown
 
-            fix = f"Give at most {counted(len(names), 'rate')}: --set 'text_encoder.learning_rates={shown(rates[: len(names)])}'"
-            raise UsageError(Problem(f"{told}these can be trained: {', '.join(names)}.", fix))
+            fix = f"Set at most {counted(len(names), 'rate')}: --set 'text_encoder.learning_rates={shown(rates[: len(names)])}'"
+            raise UsageError(Problem(f"{message}these can be trained: {', '.join(names)}.", fix))
         trained = {name: rate for name, rate in zip(names, rates, strict=False) if rate}
-        if left_out := [name for name in trained if name in self.text.without]:
-            message = f"text_encoder.learning_rates has a rate for {left_out[0]}, which model.without_t5 leaves out."
+        if skipped := [name for name in trained if name in self.text.without]:
+            message = f"text_encoder.learning_rates has a rate for {skipped[0]}, which model.without_t5 skips."
             raise UsageError(Problem(message, "Set its rate to 0, or remove model.without_t5."))
         return trained
 
     @property
     def word_texts(self) -> tuple[str, ...]:
-        """Its CLIP text encoders, which new words can be added to."""
+        """Its CLIP text encoders, which textual inversion can train tokens of."""
         return tuple(name for name in self.text_targets if name not in self.cached_texts)
 
     def left_in_cache(self, changed: Collection[str]) -> tuple[str, ...]:
-        """Of `cached_texts` those that nobody needs once captions are read, where `changed` encoders are trained."""
+        """Those of `cached_texts` that are not needed once captions are cached, where `changed` encoders are trained."""
         return tuple(name for name in self.cached_texts if name not in changed)
 
     def encode_captions(
         self, parts: TextParts, captions: Sequence[Caption], known: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """The conditioning of B captions, with gradients, by the encoders of `parts` as they are now.
+        """The text embeddings of B captions, with gradients, by the encoders of `parts` as they are now.
 
-        `known` is what `encode_text` gave for these captions with all encoders, where some are not among the parts.
+        `known` are the embeddings of these captions by all encoders, where some are not among the parts.
         """
-        said = self.encode_text(parts, captions, self.text)
+        encoded = self.encode_text(parts, captions, self.text)
         whole = all(name in parts.encoders for name in self.cached_texts)
-        return said if self.joined_text is None or whole else self.joined_text(said, known)
+        return encoded if self.joined_text is None or whole else self.joined_text(encoded, known)
 
     def reading(self, text: TextOptions) -> Family:
         """The same family, whose encoders read captions by these options wherever they are loaded.

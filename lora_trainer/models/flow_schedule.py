@@ -1,4 +1,4 @@
-"""The flow that a model was trained with, read from its scheduler's config for training and drawing alike."""
+"""The flow that a model was trained with, read from its scheduler's config, for training and for generating images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 MOST_STEPS, MOST_TOKENS, LARGEST_SHIFT = 100_000, 1 << 20, 100.0
-# What draws at other times than a plain rectified flow with a shift; each is off where it is not named.
+# Options that sample at other times than a plain rectified flow with a shift; each is off where it is not named.
 OTHER_TIMES = (
     "invert_sigmas",
     "shift_terminal",
@@ -30,9 +30,9 @@ OTHER_TIMES = (
 
 @dataclass(frozen=True)
 class FlowSchedule:
-    """A rectified flow (arXiv:2403.03206) and how far its times are shifted towards noise while drawing.
+    """A rectified flow (arXiv:2403.03206) and how far its times are shifted towards noise while sampling.
 
-    `shift` is the factor for every size of image. Where `dynamic` is true, it is exp(mu) instead, and mu goes straight from
+    `shift` is the factor for every size of image. Where `dynamic` is true, it is exp(mu) instead, and mu is linear from
     `base_shift` at `base_tokens` tokens of an image to `max_shift` at `max_tokens`.
     """
 
@@ -68,7 +68,7 @@ def _problems(config: Mapping[str, Any], path: Path) -> list[Problem]:
         message = f"{path}: the scheduler is {kind or 'nameless'}; a model of flow matching has {SCHEDULER}."
         return [Problem(message, "Put back the scheduler that the model came with.")]
     problems = [
-        Problem(f"{path}: {key} is {config[key]!r}, which draws in a way that cannot be followed.", "Remove it.")
+        Problem(f"{path}: {key} is {config[key]!r}, which is not supported.", "Remove it.")
         for key in OTHER_TIMES
         if config.get(key)
     ]
@@ -86,7 +86,7 @@ def _problems(config: Mapping[str, Any], path: Path) -> list[Problem]:
 
 
 def make_process(folder: Path) -> Process:
-    """The process for training and measuring, with the model's own shift. Raises UsageError as `read_flow_schedule`."""
+    """The process for training and validation, with the model's own shift. Raises UsageError as `read_flow_schedule`."""
     from lora_trainer.diffusion.process import Process, flow_signal
     from lora_trainer.diffusion.timesteps import Shift, Times
 
@@ -96,7 +96,7 @@ def make_process(folder: Path) -> Process:
 
 
 def make_scheduler(folder: Path) -> FlowMatchEulerDiscreteScheduler:
-    """The scheduler for drawing, on the same flow, shifted as the model says. Raises UsageError as `read_flow_schedule`."""
+    """The scheduler for sampling, on the same flow, with the model's shift. Raises UsageError as `read_flow_schedule`."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     flow = read_flow_schedule(folder)

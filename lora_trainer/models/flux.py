@@ -1,7 +1,7 @@
 """FLUX.1: a transformer of 12 billion weights on latents packed by two (arXiv:2403.03206 describes its blocks).
 
-Two kinds, told apart by the transformer's config: `dev` is told a guidance, which was distilled into it; `schnell` is
-not, reads half the text and draws in four steps.
+Two kinds, which differ in the transformer's config: `dev` has a guidance input, which was distilled into it; `schnell`
+has none, reads half the text and samples in four steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule, fused
 from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype
-from lora_trainer.models.clip import LAST, ask_clip, check_clip
+from lora_trainer.models.clip import LAST, check_clip, encode_clip
 from lora_trainer.models.encoders import encoders_from
 from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, SamplingDefaults, TextOptions, TextParts
 from lora_trainer.models.flow_schedule import make_process, make_scheduler
@@ -33,7 +33,7 @@ CLIP, T5 = "text_encoder", "text_encoder_2"
 DEV_TOKENS, SCHNELL_TOKENS = 512, 256
 SIDE = 128  # of the latents that the model was made for
 TIMESTEPS = 1000
-GUIDANCE = 1.0  # what a distilled model is told while it is trained: as if it were not guided
+GUIDANCE = 1.0  # input of a distilled model while it is trained: as if it were not guided
 THINNER_HEADS, FEWER_LAYERS = 12, 6
 THINNESS = "a twelfth of its width and a sixth of its layers"
 ATTENTION = tuple(f"*transformer_blocks.*.attn.{name}" for name in STREAMS)
@@ -109,7 +109,7 @@ def describe(folder: Path) -> ModelFacts:
 
 
 def _tokens(config: Mapping[str, Any]) -> int:
-    """How much text the transformer was trained to read."""
+    """How many tokens the transformer was trained to read."""
     return DEV_TOKENS if config.get("guidance_embeds") else SCHNELL_TOKENS
 
 
@@ -147,27 +147,25 @@ def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOpti
 
     `pooled` alone of parts without T5.
     """
-    told = ask_clip(parts, CLIP, captions, PLAIN, own=LAST, normed=True)
+    output = encode_clip(parts, CLIP, captions, PLAIN, own=LAST, normed=True)
     if T5 not in parts.encoders:
-        return {"pooled": told.pooled}
+        return {"pooled": output.pooled}
     tokenizer = parts.tokenizers[T5]
     words = read_t5_tokens(tokenizer, captions, options.t5_tokens or tokenizer.model_max_length, parts.device)
-    return {"embeds": words.weigh(parts.encoders[T5](words.ids)[0]), "pooled": told.pooled}
+    return {"embeds": words.weigh(parts.encoders[T5](words.ids)[0]), "pooled": output.pooled}
 
 
-def joined_text(told: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """CLIP's summary as it is now, and T5's states as they were."""
-    return {**known, **told}
+def joined_text(current: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """CLIP's new summary, and T5's cached states."""
+    return {**known, **current}
 
 
 def check_text(folder: Path, options: TextOptions) -> None:
-    """Of CLIP only the summary is read: of its last layer, of one piece."""
-    asked = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.pieces > 1 else None}
+    """Only CLIP's summary is used: of its last layer, of one chunk."""
+    rejected = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.chunks > 1 else None}
     problems = [
-        Problem(
-            f"text_encoder.{name}={value}: FLUX.1 takes only a summary from CLIP; T5 reads the words.", "Remove it."
-        )
-        for name, value in asked.items()
+        Problem(f"text_encoder.{name}={value}: FLUX.1 takes only a summary from CLIP; T5 reads the text.", "Remove it.")
+        for name, value in rejected.items()
         if value is not None
     ]
     if problems:
@@ -176,7 +174,7 @@ def check_text(folder: Path, options: TextOptions) -> None:
 
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Guidance, where the model knows it, is told to it: it is asked once for each step, and never what not to draw."""
+    """Guidance is an input of the model, where it has one: one forward pass a step, and no negative prompt."""
     guided = bool(read_config(folder, "transformer/config.json").get("guidance_embeds"))
     return SamplingDefaults(steps=50 if guided else 4, guided=guided, negative=False)
 
@@ -225,7 +223,7 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
 
 
 def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """diffusers' pipeline of the untouched base, for drawing images."""
+    """diffusers' pipeline of the base model, for generating images."""
     from diffusers import FluxPipeline
 
     texts = _texts(folder, dtype, None, device)

@@ -37,7 +37,7 @@ LARGEST_NUMBER = 10**8  # in a config; the largest honest ones are sizes of voca
 COPY = "Copy or download the model again."
 UNQUANTISED = "Get it in float16, bfloat16, float32 or plain float8; memory.weight_dtype narrows it."
 READ = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-# Ends of names that stand beside weights which are not what is stored: whoever leaves them out has another model.
+# Ends of the names of scales and the like: without them the stored weights are another model.
 QUANTIZED = (
     (".bitsandbytes__nf4", "bitsandbytes in 4 bits"),
     (".bitsandbytes__fp4", "bitsandbytes in 4 bits"),
@@ -55,7 +55,7 @@ NEVER_READ = (
     *(".bin", ".bin.index.json", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".pb", ".pt", ".pth"),
     *(".md", ".db", ".ini"),
 )
-# What makes a library read other files than those that were checked, fetch code or run it.
+# Keys that make a library read other files than those that were checked, fetch code or run it.
 UNTRUSTED = ("quantization_config", "transformers_weights")
 ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation")
 EXPECTED = "Expected a diffusers folder: model_index.json beside unet/, vae/, text_encoder/, tokenizer/, scheduler/."
@@ -88,7 +88,7 @@ def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def named_parts(folder: Path, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of the parts that model_index.json does not say are left out (`null`, or `[null, null]`)."""
+    """The parts that model_index.json does not set to `null` or `[null, null]`."""
     index = read_config(folder, "model_index.json")
     return tuple(name for name in names if index.get(name) not in (None, [None, None]))
 
@@ -103,14 +103,14 @@ def whole_number(path: Path, config: Mapping[str, Any], key: str, least: int, mo
     value = config.get(key)
     if type(value) is not int or not least <= value <= most:
         shown = repr(value)[:40]
-        raise UsageError(Problem(f"{path}: {key} is {shown}; a whole number from {least} to {most} is meant.", COPY))
+        raise UsageError(Problem(f"{path}: {key} is {shown}; it must be a whole number from {least} to {most}.", COPY))
     return value
 
 
 def detect_family(folder: Path, origin: str = "--model") -> str:
     """The family of a model folder, by its pipeline class and text width.
 
-    Raises UsageError for what cannot be trained; `origin` is what the folder was named by.
+    Raises UsageError for models that cannot be trained; `origin` is the flag or setting that names the folder.
     """
     if not folder.exists():
         raise UsageError(Problem(f"There is no model at {folder}.", f"Check {origin}."))
@@ -133,7 +133,7 @@ def weights_files(folder: Path) -> list[Path]:
 
 
 def weights_digest(folder: Path) -> str:
-    """A hash of a component's weights: of one file its own, of several all of theirs. Raises UsageError."""
+    """A hash of all of a component's weights. Raises UsageError."""
     if is_laid_out(folder):
         return places_digest(read_places(folder))
     digests = [remembered_sha256(path) for path in weights_files(folder)]
@@ -174,7 +174,7 @@ def places_of_weights(folder: Path) -> dict[str, Place]:
 
 
 def _complete_set(folder: Path) -> list[str]:
-    """The set of weights that is taken of a folder, as of a hub's listing; empty where no names are usual."""
+    """The set of weights that is read from a folder, as of a hub's listing; empty where no names are known."""
     return weights_of([path.name for path in folder.iterdir()]) if folder.is_dir() else []
 
 
@@ -196,7 +196,7 @@ _CONFIGS_ALONE: ContextVar[bool] = ContextVar("configs alone", default=False)
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Inside the block a part whose weights are not here is told by its config; weights that are here are checked."""
+    """Inside the block a part may lack its weights and is known by its config; weights that are here are checked."""
     token = _CONFIGS_ALONE.set(True)
     try:
         yield
@@ -231,7 +231,7 @@ def check_part(folder: Path) -> int:
         stored = stored_weights(read_places(folder))
         refuse_quantized(folder, {name: entry["dtype"] for name, entry in stored.items()})
     elif not (files := sorted(folder.glob("*.safetensors"))) and not _CONFIGS_ALONE.get():
-        _first_of_weights(folder)  # says what is there in place of weights
+        _first_of_weights(folder)  # raises, naming what is there in place of weights
     if (adapter := folder / "adapter_config.json").exists():
         raise UsageError(Problem(f"{adapter} would put other weights onto these.", "Delete it, or merge the adapter."))
     for index in folder.glob("*.safetensors.index.json") if weights_are_here(folder) else ():
@@ -309,8 +309,8 @@ def fingerprint(folder: Path, *components: str) -> str:
         taken = set(_complete_set(folder / component))
         for path in sorted((folder / component).iterdir()):
             if path.is_file() and _is_read(path.name, taken):
-                # A table of places tells of files and times; the weights themselves are what counts.
-                told = weights_digest(path.parent) if path.name == WEIGHTS else remembered_sha256(path)
-                line = f"{component}/{path.name}:{told}\n"
+                # A table of places depends on files and times; only the weights themselves count.
+                digest_of_file = weights_digest(path.parent) if path.name == WEIGHTS else remembered_sha256(path)
+                line = f"{component}/{path.name}:{digest_of_file}\n"
                 digest.update(line.encode("utf-8", "surrogatepass"))  # a name need not be UTF-8
     return digest.hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""One part of a model built from its config and filled from its files, after what it holds and asks for was checked."""
+"""Load one part of a model: build it from its config and fill it from its files, after both were checked."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from lora_trainer.models.quantization.store import Narrow
 
-# Tied weights stand once in a file and twice in a model.
-MOST_TIMES_HELD = 2
+# Tied weights are once in a file and twice in a model.
+MOST_TIMES_STORED = 2
 # Parts of names that transformers has put into its modules' names, or taken out, since files were written.
 PREFIXES = ("text_model", "model")
 SHOWN_OF_REASON = 200  # characters
@@ -36,19 +36,19 @@ def load_frozen(
     narrow: Narrow | None = None,
     crop: Callable[[nn.Module, dict[str, Place]], None] | None = None,
 ) -> Any:
-    """One part of a model, frozen, in eval mode, brought in layer by layer; `narrow` stores each in fewer bits.
+    """One part of a model, frozen, in eval mode, loaded layer by layer; `narrow` quantizes each.
 
-    `kind` is a class of diffusers or transformers. What is read is what its own `from_pretrained` reads, to the bit; without
-    `dtype` as it is stored. `crop` may make the model smaller, and its places, before anything is read.
+    `kind` is a class of diffusers or transformers. The weights are those of its own `from_pretrained`, to the bit; without
+    `dtype` they keep the stored precision. `crop` may make the model and its places smaller before anything is read.
     Raises UsageError for a part that `check_part` refuses, whose config asks for more than its weights hold, which lacks weights
     (a library would fill them with random numbers), or which the library cannot build.
     """
     from lora_trainer.models.quantization.layers import fill_layers, fill_the_rest
 
-    held = check_part(folder)
+    stored_numbers = check_part(folder)
     places = places_of_weights(folder)
     try:
-        model = check_size(lambda: _empty(kind, folder), held, folder)
+        model = check_size(lambda: _empty(kind, folder), stored_numbers, folder)
         places = _as_named(model, places)
         refuse_lacking(folder, set(model.state_dict()) - set(places))
         if crop is not None:
@@ -72,9 +72,11 @@ def _as_named(model: nn.Module, places: Mapping[str, Place]) -> dict[str, Place]
             for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
                 if name not in found and other in places:
                     found[name] = places[other]
-    held = model.state_dict(keep_vars=True)
-    known = {id(held[name]): place for name, place in found.items() if name in held}
-    return {name: known[id(own)] for name, own in held.items() if id(own) in known}  # tied weights stand once in a file
+    tensors = model.state_dict(keep_vars=True)
+    known = {id(tensors[name]): place for name, place in found.items() if name in tensors}
+    return {
+        name: known[id(own)] for name, own in tensors.items() if id(own) in known
+    }  # tied weights are once in a file
 
 
 def kept_wide(kind: Any, dtype: torch.dtype | None) -> tuple[str, ...]:
@@ -84,7 +86,7 @@ def kept_wide(kind: Any, dtype: torch.dtype | None) -> tuple[str, ...]:
     return tuple(getattr(kind, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else ()
 
 
-def load_words(kind: Any, folder: Path) -> Any:
+def load_tokenizer_folder(kind: Any, folder: Path) -> Any:
     """A tokenizer. Raises UsageError for one that cannot be loaded."""
     try:
         return kind.from_pretrained(folder, local_files_only=True)
@@ -117,20 +119,20 @@ def empty_text_encoder(folder: Path) -> nn.Module:
         raise _as_usage(error, folder) from error
 
 
-def check_size(build: Callable[[], nn.Module], held: int, folder: Path) -> nn.Module:
-    """What `build` makes, without memory. Raises UsageError when the `held` numbers of its weights cannot fill it.
+def check_size(build: Callable[[], nn.Module], stored_numbers: int, folder: Path) -> nn.Module:
+    """The model from `build`, without memory. Raises UsageError when the `stored_numbers` of its weights cannot fill it.
 
-    It is given up where it passes the limit: a config of a few bytes may ask for terabytes.
+    Building stops at the limit: a config of a few bytes may ask for terabytes.
     """
     import torch
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
-    asked, limit = 0, MOST_TIMES_HELD * held
+    needed, limit = 0, MOST_TIMES_STORED * stored_numbers
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        nonlocal asked
-        asked += 0 if parameter is None else parameter.numel()
-        if asked > limit:
+        nonlocal needed
+        needed += 0 if parameter is None else parameter.numel()
+        if needed > limit:
             raise _TooLargeError
 
     hook = register_module_parameter_registration_hook(count)
@@ -138,7 +140,7 @@ def check_size(build: Callable[[], nn.Module], held: int, folder: Path) -> nn.Mo
         with torch.device("meta"):
             return build()
     except _TooLargeError:
-        message = f"{folder / 'config.json'} asks for more than {asked:,} weights; the files hold {held:,}."
+        message = f"{folder / 'config.json'} asks for more than {needed:,} weights; the files hold {stored_numbers:,}."
         raise UsageError(Problem(message, COPY)) from None
     finally:
         hook.remove()
@@ -160,7 +162,7 @@ def _called(folder: Path) -> str:
 
 
 def _as_usage(error: Exception, folder: Path) -> Exception:
-    """A library's complaint as the user's; running out of memory stays what it is."""
+    """A library's error as a UsageError; running out of memory stays what it is."""
     reason = printable(" ".join(str(error).split())[:SHOWN_OF_REASON])
     if is_out_of_memory(error):
         return error

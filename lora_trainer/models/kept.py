@@ -1,8 +1,8 @@
-"""Bases kept in memory from job to job, and handed out so that no job can change them.
+"""Keep base models in memory between jobs, so that no job can change them.
 
-What is kept stays in system memory and is never used itself. A caller gets a twin: modules of
-its own over the same weights, which the CPU shares and a GPU copies. So a LoRA that is
-put on a twin, a precision or an attention that is chosen for it, are gone with it.
+The kept model stays in system memory and is never used itself. A caller gets a twin: modules of
+its own over the same weights, which the CPU shares and a GPU copies. So a twin's LoRA, precision
+and attention backend are gone with it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lora_trainer.models.family import Family
 from lora_trainer.models.quantization.layers import place_layers
 from lora_trainer.models.quantization.store import Narrow
 
-MEMORY_FULL = 70.0  # percent in use from which another base takes the place of those that are kept
+MEMORY_FULL = 70.0  # percent in use from which another base model replaces the kept ones
 CPU = torch.device("cpu")
 
 Bases = dict[tuple[str, Path, torch.dtype], Any]  # family, folder, precision -> pipeline on the CPU
 
 
 def keep_loaded(families: Mapping[str, Family]) -> dict[str, Family]:
-    """The same families, reading each base from the disk once for each precision.
+    """The same families, reading each base model from the disk once for each precision.
 
-    The bases live as long as the families that are returned. Encoders for the caches are read
-    each time: they are wanted only when something is missing, in a precision of their own.
+    The models live as long as the returned families. Encoders for the caches are read each
+    time: they are needed only when entries are missing, in a precision of their own.
     """
     bases: Bases = {}
     return {

@@ -21,7 +21,7 @@ def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str
     """Names of the modules that a `lora.target_modules` value means. Raises UsageError when a pattern finds none.
 
     A value is `attention`, `attention+ff`, or patterns (`*.attn2.to_k`) of linear and
-    convolution modules. Modules that change nothing are left out.
+    convolution modules. Modules that change nothing are skipped.
     """
     unread = unread_modules(denoiser)
     adaptable = [
@@ -45,7 +45,7 @@ def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str
 
 
 def unread_modules(denoiser: nn.Module) -> set[str]:
-    """Names of modules whose output reaches nothing: where an attention's text ends (SD3's last), its text asks no more."""
+    """Names of modules whose output is unused: the text queries of an attention whose text output is dropped (SD3's last)."""
     return {
         f"{name}.add_q_proj" for name, module in denoiser.named_modules() if getattr(module, "context_pre_only", None)
     }
@@ -77,17 +77,17 @@ def inject_lora(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, denoiser, adapter_name=ADAPTER)
-    for module in denoiser.modules():  # models that look at a layer see the adapter's, around the narrow one
+    for module in denoiser.modules():  # models that inspect a layer see the adapter's, around the quantized one
         if is_narrow(base := getattr(module, "base_layer", None)):
             setattr(module, COMPUTED_IN, getattr(base, COMPUTED_IN))
     return {name: parameter for name, parameter in denoiser.named_parameters() if parameter.requires_grad}
 
 
 class SummedLinear(Linear):  # type: ignore[misc]  # peft is untyped
-    """A linear layer with one adapter and nothing else on it; whatever else is asked of it, peft does.
+    """A linear layer with one adapter and nothing else on it; peft handles all other cases.
 
-    peft multiplies the update by its scale and adds it in operations of their own, each of which reads and writes
-    [M, out]. Here one product adds onto the base's output: base [M, out] + scale * small [M, rank] up [out, rank]^T
+    peft multiplies the update by its scale and adds it in two operations, each of which reads and writes [M, out].
+    Here one matmul adds onto the base layer's output: base [M, out] + scale * small [M, rank] up [out, rank]^T
     (arXiv:2106.09685, section 4.1).
     """
 
@@ -103,7 +103,7 @@ class SummedLinear(Linear):  # type: ignore[misc]  # peft is untyped
 
 
 def sum_updates(denoiser: nn.Module) -> None:
-    """Let the adapted linear layers add their update in one sum. A layer changes its class and stays the same object."""
+    """Make the adapted linear layers add their update in one matmul. A layer changes its class, not its identity."""
     for module in denoiser.modules():
         if type(module) is Linear:
             module.__class__ = SummedLinear

@@ -1,4 +1,4 @@
-"""Which program reads which LoRA file whole, by the style of its names and the family: looked at with their own code."""
+"""Which program reads which LoRA file whole, by the style of its names and the family: tested with their own code."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Reads = Literal["whole", "in part", "not", "unknown"]
 PROGRAMS = ("diffusers", "ComfyUI", "A1111, Forge", "sd-scripts")
 KOHYA = ("kohya", "kohya, first code")
 T5 = ".encoder.block."  # in the names of its modules
-WORDS = "it passes over the learned words"
+PASSES_OVER_TOKENS = "it passes over the learned tokens"
 
 
 @dataclass(frozen=True)
 class Client:
-    """What a program makes of a file, and why where that is less than the whole."""
+    """How much of a file a program reads, and why where that is not all."""
 
     name: str
     reads: Reads
@@ -30,7 +30,7 @@ class Client:
 
 
 def clients(file: Inspected) -> list[Client]:
-    """diffusers, ComfyUI, A1111 with Forge, and sd-scripts; of a file that is not sound nothing is known."""
+    """diffusers, ComfyUI, A1111 with Forge, and sd-scripts; unknown for a damaged file."""
     if file.errors:
         return [Client(name, "unknown", "the file is not sound") for name in PROGRAMS]
     family = _family(file)
@@ -54,9 +54,9 @@ def of_t5(file: Inspected) -> int:
 
 def _diffusers_without_t5(file: Inspected, family: Family | None) -> Client:
     name = "diffusers"
-    if file.words:
+    if file.learned_tokens:
         return Client(
-            name, "not", "it refuses files with learned words inside; convert --to diffusers writes them apart"
+            name, "not", "it refuses files with learned tokens inside; convert --to diffusers writes them apart"
         )
     if file.style == "diffusers":
         return _diffusers_own(file, family)
@@ -85,7 +85,7 @@ def _diffusers_own(file: Inspected, family: Family | None) -> Client:
 def _comfyui(file: Inspected, family: Family | None) -> Client:
     name = "ComfyUI"
     if family is None:  # a text encoder's names are the same for all
-        return Client(name, "whole" if file.style in (*KOHYA, "original") and not file.words else "unknown")
+        return Client(name, "whole" if file.style in (*KOHYA, "original") and not file.learned_tokens else "unknown")
     if file.style in ("diffusers", "no prefix") and _has_unet(file):
         return Client(name, "in part", "it loads a part of these names with a line in its log; convert --to kohya")
     if file.style == "XLabs":
@@ -98,7 +98,9 @@ def _comfyui(file: Inspected, family: Family | None) -> Client:
         )
     if file.style == "diffusers" and (t5 := of_t5(file)):
         return Client(name, "in part", f"it passes over T5's {t5} modules by these names; convert --to kohya")
-    return Client(name, "in part" if file.words else "whole", WORDS if file.words else "")
+    return Client(
+        name, "in part" if file.learned_tokens else "whole", PASSES_OVER_TOKENS if file.learned_tokens else ""
+    )
 
 
 def _webui(file: Inspected) -> Client:
@@ -118,15 +120,15 @@ def _sd_scripts(file: Inspected, family: Family | None) -> Client:
         if file.style == "kohya":
             return Client(name, "unknown")  # a family that it does not run
         return Client(name, "not", f"it does not know {_named(file)} for this family; convert --to kohya")
-    if file.words:
-        return Client(name, "in part", WORDS)
+    if file.learned_tokens:
+        return Client(name, "in part", PASSES_OVER_TOKENS)
     if file.numbered and family.kohya_prefixes.get("text_encoder", NUMBERED) != NUMBERED:
         return Client(name, "in part", "it knows the one text encoder without a number; convert --to kohya")
     return _of_the_rest(file, family, name)
 
 
 def _of_the_rest(file: Inspected, family: Family, name: str) -> Client:
-    """Whole, but for modules that the program leaves out without a word."""
+    """Whole, but for modules that the program skips without a message."""
     left_out = () if "diffusers' names" in file.style else family.passed_over.get(name, ())
     passed = [module for module in file.weights.modules if left_out and module.partition(".")[2].startswith(left_out)]
     if passed:

@@ -1,4 +1,4 @@
-"""LoRA files of every family, read by the names that each family gives its modules."""
+"""LoRA files of every family, read by each family's names of modules."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def names_of(family: Family) -> Names:
-    """How LoRA files call the family's modules."""
+    """The names of the family's modules in LoRA files."""
     return Names(family.name, family.denoiser_prefix, family.kohya_prefixes, family.layout, family.also)
 
 
 def all_names() -> list[Names]:
-    """Every family's names, as those who read files of any family need them."""
+    """Every family's names, to read files of any family."""
     return [names_of(family) for family in FAMILIES.values()]
 
 
@@ -38,35 +38,35 @@ def read_lora(path: Path) -> LoraWeights:
     return with_family(lora_file.read_lora(path, all_names()))
 
 
-def read_lora_with_words(path: Path) -> LoraWeights:
-    """The same, with the learned words that lie beside a file which has none itself, as one in diffusers' form."""
-    from lora_trainer.export.lora_file import words_beside
+def read_lora_with_tokens(path: Path) -> LoraWeights:
+    """The same, with the learned tokens that lie beside a file which has none itself, as one in diffusers' form."""
+    from lora_trainer.export.lora_file import read_learned_tokens
 
     weights = read_lora(path)
-    return weights if weights.embeddings else replace(weights, embeddings=words_beside(path))
+    return weights if weights.embeddings else replace(weights, embeddings=read_learned_tokens(path))
 
 
 def with_family(weights: LoraWeights) -> LoraWeights:
-    """The same weights, their family named if names, header or shapes tell it."""
+    """The same weights, with their family if names, header or shapes identify it."""
     return (
         weights
         if weights.family
-        else replace(weights, family=_told(weights) or _by_text(weights) or _by_shape(weights))
+        else replace(weights, family=_by_header(weights) or _by_text(weights) or _by_shape(weights))
     )
 
 
 def convert_lora(
     path: Path, target: Path, to: Form, *, family: str | None = None, dtype: torch.dtype | None = None
 ) -> Converted:
-    """Write a LoRA file in another form; its header is completed with what programs choose a base by.
+    """Write a LoRA file in another format; its header is completed with the base model's names.
 
-    Raises UsageError for what is no LoRA, for what the form cannot hold, and where only `family` would tell the names.
+    Raises UsageError for a file that is no LoRA, for content that the format cannot hold, and where `family` is needed.
     """
     from lora_trainer.core.tensorfile import read_tensor_header
     from lora_trainer.export.convert import convert
     from lora_trainer.export.earlier import earlier_of
 
-    weights = read_lora_with_words(path) if to == "kohya" else read_lora(path)
+    weights = read_lora_with_tokens(path) if to == "kohya" else read_lora(path)
     keys = list(read_tensor_header(path))
     form: Form = "kohya" if any(key.endswith(KOHYA_DOWN) for key in keys) else "diffusers"
     earlier = earlier_of(weights.metadata)
@@ -77,43 +77,43 @@ def convert_lora(
 
 
 def _names_for(path: Path, weights: LoraWeights, family: str | None, numbered: bool) -> Names:
-    if told := family or weights.family:
-        return names_of(FAMILIES[told])
+    if known := family or weights.family:
+        return names_of(FAMILIES[known])
     components = {module.partition(".")[0] for module in weights.modules}
-    for names in all_names():  # U-Nets of unknown size: those with as many text encoders go by the same names
-        told_so = not numbered or names.prefixes.get("text_encoder") == NUMBERED
-        if names.denoiser == "unet" and components <= set(names.prefixes) and told_so:
+    for names in all_names():  # U-Nets of unknown size: those with as many text encoders have the same names
+        numbering_fits = not numbered or names.prefixes.get("text_encoder") == NUMBERED
+        if names.denoiser == "unet" and components <= set(names.prefixes) and numbering_fits:
             return names
-    told = f"{path.name} does not tell which family of models it is for."
-    raise UsageError(Problem(told, f"Name it: --family {'|'.join(FAMILIES)}."))
+    message = f"{path.name} does not tell which family of models it is for."
+    raise UsageError(Problem(message, f"Name it: --family {'|'.join(FAMILIES)}."))
 
 
 def _with_base(weights: LoraWeights, family: str) -> LoraWeights:
-    """The header completed with what programs choose a base by, as far as it is the same for all models of the family."""
+    """The header completed with the base model's names, as far as all models of the family share them."""
     if weights.family is None or "ss_base_model_version" in weights.metadata:
         return weights
     facts = public_architecture(family).facts
     kinds = [replace(facts, variant=variant) for variant in (facts.variant, "")]
     kinds += [replace(facts, prediction=prediction) for prediction in PREDICTIONS]
-    versions, architectures = (set(told) for told in zip(*map(FAMILIES[family].base_names, kinds), strict=True))
+    versions, architectures = (set(values) for values in zip(*map(FAMILIES[family].base_names, kinds), strict=True))
     base = {
         "ss_v2": str(all(version.startswith("sd_v2") for version in versions)),
         "ss_network_module": "networks.lora",
     }
-    for key, told in (("ss_base_model_version", versions), ("modelspec.architecture", architectures)):
-        base |= {key: told.pop()} if len(told) == 1 else {}
+    for key, values in (("ss_base_model_version", versions), ("modelspec.architecture", architectures)):
+        base |= {key: values.pop()} if len(values) == 1 else {}
     return replace(weights, metadata={**base, **weights.metadata})
 
 
-def _told(weights: LoraWeights) -> str | None:
-    """The family whose base the header names, if it has such a denoiser."""
-    told = weights.metadata.get("ss_base_model_version", "")
+def _by_header(weights: LoraWeights) -> str | None:
+    """The family whose base model the header names, if the file has such a denoiser."""
+    version_of_file = weights.metadata.get("ss_base_model_version", "")
     denoisers = {module.partition(".")[0] for module in weights.modules if not module.startswith("text_encoder")}
     for name, family in FAMILIES.items():
-        if not told or not denoisers <= {family.denoiser_prefix}:
+        if not version_of_file or not denoisers <= {family.denoiser_prefix}:
             continue
         version, _ = family.base_names(public_architecture(name).facts)
-        if told.startswith(version) or version.startswith(told):
+        if version_of_file.startswith(version) or version.startswith(version_of_file):
             return name
     return None
 
@@ -157,7 +157,7 @@ def _by_text(weights: LoraWeights) -> str | None:
 
 
 def inspect_lora(path: Path) -> Inspected:
-    """What a LoRA file holds, and for which family. Raises UsageError for what is no LoRA, saying what it is."""
+    """The content and family of a LoRA file. Raises UsageError for other files, saying what they are."""
     from lora_trainer.export.inspection import inspect
 
     found = inspect(path, all_names())

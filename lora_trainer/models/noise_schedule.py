@@ -1,4 +1,4 @@
-"""The noise schedule that a model was trained with, read from its scheduler's config for training and drawing alike."""
+"""The noise schedule that a model was trained with, read from its scheduler's config, for training and for sampling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SHAPES = ("scaled_linear", "linear")
 MOST_STEPS = 100_000
-OTHER_PROCESSES = ("EDM", "FlowMatch")  # beginnings of schedulers that noise in another way
+OTHER_PROCESSES = ("EDM", "FlowMatch")  # beginnings of the names of schedulers with another process
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,7 @@ def _problems(config: Mapping[str, Any], where: Path) -> list[Problem]:
     kind = str(config.get("_class_name", ""))
     shape, prediction = config.get("beta_schedule", "scaled_linear"), config.get("prediction_type", "epsilon")
     if kind.startswith(OTHER_PROCESSES):
-        problems.append(
-            Problem(f"{where}: {kind} noises in a way that cannot be followed.", "Use a model with a DDPM schedule.")
-        )
+        problems.append(Problem(f"{where}: {kind} is not supported.", "Use a model with a DDPM schedule."))
     if shape not in SHAPES:
         problems.append(Problem(f"{where}: noise schedule {shape!r}.", f"Supported: {', '.join(SHAPES)}."))
     if prediction not in PREDICTIONS:
@@ -68,15 +66,15 @@ def _problems(config: Mapping[str, Any], where: Path) -> list[Problem]:
             Problem(
                 f"{where}: rescale_betas_zero_snr is true and the model predicts epsilon; at the last timestep its "
                 "input is the noise itself, so there is nothing to learn.",
-                "Such models predict velocity: mend prediction_type to v_prediction, or rescale_betas_zero_snr to false.",
+                "Such models predict velocity: set prediction_type to v_prediction, or rescale_betas_zero_snr to false.",
             )
         )
     problems += _number_problems(config, where)
     if config.get("trained_betas") is not None:
         problems.append(
             Problem(
-                f"{where}: trained_betas gives a noise schedule of its own, which cannot be followed yet.",
-                "Use a model whose schedule is given by beta_start, beta_end and beta_schedule.",
+                f"{where}: trained_betas sets a noise schedule of its own, which is not supported yet.",
+                "Use a model whose schedule is set by beta_start, beta_end and beta_schedule.",
             )
         )
     return problems
@@ -89,9 +87,9 @@ def _number_problems(config: Mapping[str, Any], where: Path) -> list[Problem]:
     start, end = config.get("beta_start", 0.00085), config.get("beta_end", 0.012)
     problems = []
     if type(steps) is not int or not 2 <= steps <= MOST_STEPS:
-        problems.append(Problem(f"{where}: num_train_timesteps is {steps!r}; 2 to {MOST_STEPS} are meant.", copy))
+        problems.append(Problem(f"{where}: num_train_timesteps is {steps!r}, must be 2 to {MOST_STEPS}.", copy))
     if not all(isinstance(each, int | float) for each in (start, end)) or not 0 < start <= end < 1:
-        problems.append(Problem(f"{where}: betas from {start!r} to {end!r}; 0 < start <= end < 1 is meant.", copy))
+        problems.append(Problem(f"{where}: betas from {start!r} to {end!r}, must be 0 < start <= end < 1.", copy))
     return problems
 
 
@@ -106,7 +104,7 @@ def make_process(folder: Path) -> Process:
 
 
 def make_scheduler(folder: Path) -> DDIMScheduler:
-    """The scheduler for drawing, on the same schedule. Raises UsageError as `read_noise_schedule`."""
+    """The scheduler for sampling, on the same schedule. Raises UsageError as `read_noise_schedule`."""
     from diffusers import DDIMScheduler
 
     schedule = read_noise_schedule(folder)
@@ -118,7 +116,7 @@ def make_scheduler(folder: Path) -> DDIMScheduler:
         beta_schedule=schedule.shape,
         prediction_type=schedule.prediction,
         rescale_betas_zero_snr=schedule.zero_terminal,
-        # Without signal at the end, drawing must begin at the very last timestep (arXiv:2305.08891, 3.3).
+        # Without signal at the end, sampling must begin at the very last timestep (arXiv:2305.08891, 3.3).
         timestep_spacing="trailing" if schedule.zero_terminal else "leading",
         clip_sample=False,
         set_alpha_to_one=False,

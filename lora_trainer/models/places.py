@@ -1,4 +1,4 @@
-"""Where the weights of a part lie, when they lie elsewhere: the table that a laid-out folder holds in place of weights.
+"""Where the weights of a part are, when they are elsewhere: the table that a laid-out folder holds in place of weights.
 
 A single checkpoint, or a model of which one part was replaced, becomes a folder in the user's cache with configs and
 tokenizers as files and a `weights.json` for each part. It says for each weight by diffusers' name in which file, under
@@ -31,8 +31,8 @@ VERSION = 1
 MOST_TABLE_BYTES = 1 << 26
 READ_AT_ONCE = 1 << 24  # bytes, of a file that is hashed
 SHOWN_OF_NAME = 80
-DAY = 86400.0  # seconds, after which what is half made is nobody's
-KEPT_DAYS = 90  # that what nothing uses is kept
+DAY = 86400.0  # seconds, after which half-written folders are abandoned
+KEPT_DAYS = 90  # unused folders are kept so long
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Place:
     """One weight in a file. What is stored there is cut to `rows` (pairs of first and last but one, all where none),
     in that order, then loses its sides of 1 at the end (`squeezed`), then its two sides change places (`transposed`).
 
-    `middle` (stored, kept) is for loading alone, and stands in no table: of a square of positions [1, stored x stored, D]
+    `middle` (stored, kept) is for loading alone, and is in no table: of a square of positions [1, stored x stored, D]
     only the middle [1, kept x kept, D] is read.
     """
 
@@ -130,7 +130,7 @@ def is_laid_out(folder: Path) -> bool:
 
 
 def write_places(folder: Path, places: Mapping[str, Place]) -> None:
-    """Write the table of a part. Files are known again by their path, good from any folder, size and time of change."""
+    """Write the table of a part. Files are identified by their absolute path, size and time of change."""
     files = sorted({place.file for place in places.values()})
     numbers = {file: number for number, file in enumerate(files)}
     rows = {
@@ -200,7 +200,7 @@ def _header_of(file: Path) -> Mapping[str, Any]:
     try:
         return _read_once(file, _state(file))
     except OSError:
-        return read_tensor_header(file)  # which puts it into words
+        return read_tensor_header(file)  # which raises a clear error
 
 
 @lru_cache(maxsize=4)
@@ -214,7 +214,7 @@ def numbers_of(stored: Mapping[str, Mapping[str, Any]]) -> int:
 
 
 def places_digest(places: Mapping[str, Place]) -> str:
-    """A hash of the weights themselves, whatever file they lie in; remembered while the files are the same."""
+    """A hash of the weights themselves, whatever file they are in; remembered while the files are unchanged."""
     stored = stored_weights(places)
     rows = [
         [name, entry["dtype"], list(entry["shape"]), place.key, [*place.rows], place.squeezed, place.transposed]
@@ -224,8 +224,8 @@ def places_digest(places: Mapping[str, Place]) -> str:
     digests = []
     for file in files:
         own = [(name, stored[name]["data_offsets"]) for name in sorted(places) if places[name].file == file]
-        told = hashlib.sha256(repr((own, rows)).encode("utf-8", "surrogatepass")).hexdigest()
-        digests.append(remembered_digest(file, told, lambda path, own=own: _hashed(path, own)))  # type: ignore[misc]
+        key = hashlib.sha256(repr((own, rows)).encode("utf-8", "surrogatepass")).hexdigest()
+        digests.append(remembered_digest(file, key, lambda path, own=own: _hashed(path, own)))  # type: ignore[misc]
     names = [[*row[:3], *row[4:]] for row in rows]
     return hashlib.sha256(repr((names, digests)).encode("utf-8", "surrogatepass")).hexdigest()
 

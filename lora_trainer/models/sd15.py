@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.keys import KOHYA_PREFIXES
 from lora_trainer.models.autoencoder import image_encoder, load_vae
-from lora_trainer.models.clip import LAST, ask_clip, check_clip
+from lora_trainer.models.clip import LAST, check_clip, encode_clip
 from lora_trainer.models.encoders import encoders_from
 from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, TextOptions, TextParts
 from lora_trainer.models.folder import SD2_TEXT_WIDTH, fingerprint, read_config
@@ -67,8 +67,8 @@ def load_texts(
 
 
 def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
-    """B captions -> `embeds` [B, 77 for each piece, D]: the text encoder's last state, or that of an earlier layer, normed."""
-    return {"embeds": ask_clip(parts, "text_encoder", captions, options, own=LAST, normed=True).states}
+    """B captions -> `embeds` [B, 77 for each chunk, D]: the text encoder's last state, or that of an earlier layer, normed."""
+    return {"embeds": encode_clip(parts, "text_encoder", captions, options, own=LAST, normed=True).states}
 
 
 def check_text(folder: Path, options: TextOptions) -> None:
@@ -87,7 +87,7 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
 
 
 def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """diffusers' pipeline of the untouched base, for drawing images."""
+    """diffusers' pipeline of the base model, for generating images."""
     from diffusers import StableDiffusionPipeline
 
     pipeline = StableDiffusionPipeline(
@@ -105,7 +105,7 @@ def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
 
 
 def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
-    return {"embeds": (CLIP_TOKENS * text.pieces, int(config["cross_attention_dim"]))}
+    return {"embeds": (CLIP_TOKENS * text.chunks, int(config["cross_attention_dim"]))}
 
 
 def base_names(facts: ModelFacts) -> tuple[str, str]:

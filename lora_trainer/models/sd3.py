@@ -1,6 +1,6 @@
 """Stable Diffusion 3 and 3.5: a transformer that reads images and text side by side (arXiv:2403.03206).
 
-Three text encoders: two of CLIP and T5, without which the model works, too.
+Three text encoders: two of CLIP and T5, which is optional.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.export.layout import Rule, fused
 from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype
-from lora_trainer.models.clip import LAST_BUT_ONE, ask_clip, check_clip
+from lora_trainer.models.clip import LAST_BUT_ONE, check_clip, encode_clip
 from lora_trainer.models.encoders import encoders_from
 from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, SamplingDefaults, TextOptions, TextParts
 from lora_trainer.models.flow_schedule import make_process, make_scheduler
@@ -95,12 +95,12 @@ def describe(folder: Path) -> ModelFacts:
     )
     table = whole_number(path, config, "pos_embed_max_size", 1, MOST_SIDE)
     clips = [read_config(folder, f"{name}/config.json") for name in CLIPS]
-    width, given = config["joint_attention_dim"], sum(clip.get("hidden_size", 0) for clip in clips)
+    width, provided = config["joint_attention_dim"], sum(clip.get("hidden_size", 0) for clip in clips)
     refuse_widths(
         folder, "a summary", config.get("pooled_projection_dim"), sum(clip.get("projection_dim", 0) for clip in clips)
     )
-    if given > width:  # less is padded
-        refuse_widths(folder, "text", width, given)
+    if provided > width:  # less is padded
+        refuse_widths(folder, "text", width, provided)
     if t5:
         refuse_widths(folder, "text", width, read_config(folder, f"{T5}/config.json").get("d_model"))
     return replace(facts, largest_side=_cropped(table) * facts.pixel_step)
@@ -114,7 +114,7 @@ def _variant(config: Mapping[str, Any]) -> str:
 
 
 def text_encoders(folder: Path) -> tuple[str, ...]:
-    """Those that the model has: T5 may be left out."""
+    """Those that the model has: T5 is optional."""
     return (*CLIPS, *named_parts(folder, (T5,)))
 
 
@@ -128,7 +128,7 @@ def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /)
 def load_texts(
     folder: Path, dtype: torch.dtype | None, device: torch.device, without: Collection[str] = (), /
 ) -> TextParts:
-    """The text encoders, frozen, on the device, and their tokenizers; T5 where the model has it and it is wanted."""
+    """The text encoders, frozen, on the device, and their tokenizers; T5 where the model has it and uses it."""
     return _texts(folder, dtype, dtype, device, without)
 
 
@@ -151,15 +151,15 @@ def load_clips(folder: Path, dtype: torch.dtype | None, device: torch.device) ->
 
 
 def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
-    """B captions -> `embeds` [B, 77 for each piece + 256, D]: both CLIPs' last state but one, or another layer's, side by
+    """B captions -> `embeds` [B, 77 for each chunk + 256, D]: both CLIPs' last state but one, or another layer's, side by
     side and padded to T5's width, then T5's. Without T5 there are zeros in its place.
 
-    `pooled` [B, P]: both CLIPs' projected summaries of the first piece.
+    `pooled` [B, P]: both CLIPs' projected summaries of the first chunk.
     """
     import torch
 
-    told = [ask_clip(parts, name, captions, options, own=LAST_BUT_ONE, normed=False) for name in CLIPS]
-    clip = torch.cat([each.states for each in told], dim=-1)
+    outputs = [encode_clip(parts, name, captions, options, own=LAST_BUT_ONE, normed=False) for name in CLIPS]
+    clip = torch.cat([each.states for each in outputs], dim=-1)
     size = options.t5_tokens or T5_TOKENS
     if T5 in parts.encoders and T5 not in options.without:
         words = read_t5_tokens(parts.tokenizers[T5], captions, size, parts.device)
@@ -167,16 +167,16 @@ def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOpti
     else:
         long = clip.new_zeros(len(captions), size, parts.width)
     padded = torch.nn.functional.pad(clip, (0, long.shape[-1] - clip.shape[-1]))
-    return {"embeds": torch.cat([padded, long], dim=-2), "pooled": torch.cat([each.pooled for each in told], dim=-1)}
+    return {"embeds": torch.cat([padded, long], dim=-2), "pooled": torch.cat([each.pooled for each in outputs], dim=-1)}
 
 
-def joined_text(told: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """CLIP's states as they are now, and T5's as they were, in place of zeros."""
+def joined_text(current: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """CLIP's new states, and T5's cached ones in place of zeros."""
     import torch
 
-    embeds = told["embeds"]
-    said = (embeds.detach() != 0).any(dim=-1, keepdim=True)
-    return {**told, "embeds": torch.where(said, embeds, known["embeds"].to(embeds.dtype))}
+    embeds = current["embeds"]
+    has_text = (embeds.detach() != 0).any(dim=-1, keepdim=True)
+    return {**current, "embeds": torch.where(has_text, embeds, known["embeds"].to(embeds.dtype))}
 
 
 def check_text(folder: Path, options: TextOptions) -> None:
@@ -184,7 +184,7 @@ def check_text(folder: Path, options: TextOptions) -> None:
 
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
-    """As the authors of the medium model draw."""
+    """As the authors of the medium model sample."""
     return SamplingDefaults(steps=40)
 
 
@@ -197,7 +197,7 @@ def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
 
 
 def _cropped(side: int) -> int:
-    """A table that is cropped to its very middle answers the same at every size that is left."""
+    """The side to crop to: the middle of the table gives the same positions for every size that still fits."""
     return LARGEST_SIDE if side > LARGEST_SIDE and side % 2 == 0 else side
 
 
@@ -211,7 +211,7 @@ def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, nar
 
 
 def crop_positions(model: nn.Module, places: dict[str, Place]) -> None:
-    """Keep of an empty transformer's table of positions the middle, before it is read: the whole never gets to a GPU."""
+    """Keep the middle of an empty transformer's table of positions, before it is read: the whole never gets to a GPU."""
     table: Any = model.pos_embed
     side = int(table.pos_embed_max_size)
     kept = _cropped(side)
@@ -230,7 +230,7 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
 
 
 def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """diffusers' pipeline of the untouched base, for drawing images."""
+    """diffusers' pipeline of the base model, for generating images."""
     from diffusers import StableDiffusion3Pipeline
 
     texts = _texts(folder, dtype, None, device)
@@ -248,7 +248,7 @@ def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
 
 def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
     return {
-        "embeds": (CLIP_TOKENS * text.pieces + (text.t5_tokens or T5_TOKENS), int(config["joint_attention_dim"])),
+        "embeds": (CLIP_TOKENS * text.chunks + (text.t5_tokens or T5_TOKENS), int(config["joint_attention_dim"])),
         "pooled": (int(config["pooled_projection_dim"]),),
     }
 

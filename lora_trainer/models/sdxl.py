@@ -1,4 +1,4 @@
-"""Stable Diffusion XL: two CLIP text encoders, a U-Net that is told of sizes and crop (arXiv:2307.01952)."""
+"""Stable Diffusion XL: two CLIP text encoders, a U-Net with time ids of sizes and crop (arXiv:2307.01952)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype
-from lora_trainer.models.clip import LAST_BUT_ONE, ask_clip, check_clip
+from lora_trainer.models.clip import LAST_BUT_ONE, check_clip, encode_clip
 from lora_trainer.models.encoders import encoders_from
 from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, TextOptions, TextParts
 from lora_trainer.models.folder import fingerprint, read_config
@@ -49,8 +49,8 @@ def describe(folder: Path) -> ModelFacts:
     refuse_other_texts(folder, TEXT_ENCODERS)
     takes = unet.get("projection_class_embeddings_input_dim")
     gives = read_config(folder, f"{TEXT_ENCODERS[1]}/config.json").get("projection_dim") or 0
-    if takes != (given := SIZE_NUMBERS * unet.get("addition_time_embed_dim", 0) + gives):
-        message = f"{folder}: the U-Net takes a summary with sizes {takes} wide, {TEXT_ENCODERS[1]} gives {given}."
+    if takes != (provided := SIZE_NUMBERS * unet.get("addition_time_embed_dim", 0) + gives):
+        message = f"{folder}: the U-Net takes a summary with sizes {takes} wide, {TEXT_ENCODERS[1]} gives {provided}."
         raise UsageError(Problem(message, "Use the text encoders that the model came with."))
     return facts
 
@@ -70,13 +70,13 @@ def load_texts(
 
 
 def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
-    """B captions -> `embeds` [B, 77 for each piece, D], both encoders' last state but one, or another layer's, side by side;
-    `pooled` [B, P], the second one's projected summary of the first piece.
+    """B captions -> `embeds` [B, 77 for each chunk, D], both encoders' last state but one, or another layer's, side by side;
+    `pooled` [B, P], the second one's projected summary of the first chunk.
     """
     import torch
 
-    told = [ask_clip(parts, name, captions, options, own=LAST_BUT_ONE, normed=False) for name in TEXT_ENCODERS]
-    return {"embeds": torch.cat([each.states for each in told], dim=-1), "pooled": told[-1].pooled}
+    outputs = [encode_clip(parts, name, captions, options, own=LAST_BUT_ONE, normed=False) for name in TEXT_ENCODERS]
+    return {"embeds": torch.cat([each.states for each in outputs], dim=-1), "pooled": outputs[-1].pooled}
 
 
 def check_text(folder: Path, options: TextOptions) -> None:
@@ -100,7 +100,7 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
 
 
 def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """diffusers' pipeline of the untouched base, for drawing images."""
+    """diffusers' pipeline of the base model, for generating images."""
     from diffusers import StableDiffusionXLPipeline
 
     index = read_config(folder, "model_index.json")
@@ -121,11 +121,11 @@ def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
 def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
     sizes = SIZE_NUMBERS * int(config["addition_time_embed_dim"])
     pooled = int(config["projection_class_embeddings_input_dim"]) - sizes
-    return {"embeds": (CLIP_TOKENS * text.pieces, int(config["cross_attention_dim"])), "pooled": (pooled,)}
+    return {"embeds": (CLIP_TOKENS * text.chunks, int(config["cross_attention_dim"])), "pooled": (pooled,)}
 
 
 def base_names(facts: ModelFacts) -> tuple[str, str]:
-    """The same for models that predict velocity: programs know these by `modelspec.prediction_type`."""
+    """The same names for models that predict velocity: programs detect these by `modelspec.prediction_type`."""
     return "sdxl_base_v1-0", "stable-diffusion-xl-v1-base/lora"
 
 

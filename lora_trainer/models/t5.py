@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.folder import tokenizer_of
-from lora_trainer.models.frozen import load_frozen, load_words
-from lora_trainer.models.weighting import Tokens, words_of
+from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
+from lora_trainer.models.weighting import Tokens, tokens_of
 
 if TYPE_CHECKING:
     import torch
 
     from lora_trainer.models.family import Caption
 
-# What sd-scripts puts a LoRA on: all that multiplies.
+# sd-scripts puts a LoRA on these: all linear layers.
 T5_TARGETS = tuple(
     f"encoder.block.*.{name}" for name in (*(f"SelfAttention.{part}" for part in "qkvo"), "DenseReluDense.w*")
 )
@@ -30,7 +30,7 @@ def load_t5(folder: Path, text_encoder: str, dtype: torch.dtype | None, device: 
 
 
 def check_t5_tokenizer(folder: Path, text_encoder: str) -> None:
-    """Raise UsageError unless the tokenizer's file is there: the library would make up one of no words."""
+    """Raise UsageError unless the tokenizer's file is there: the library would build one without a vocabulary."""
     words = folder / tokenizer_of(text_encoder)
     if (words / "tokenizer.json").is_file():
         return
@@ -45,19 +45,19 @@ def load_t5_tokenizer(folder: Path, text_encoder: str, longest: int) -> Any:
     from transformers import T5TokenizerFast
 
     check_t5_tokenizer(folder, text_encoder)
-    tokenizer = load_words(T5TokenizerFast, folder / tokenizer_of(text_encoder))
+    tokenizer = load_tokenizer_folder(T5TokenizerFast, folder / tokenizer_of(text_encoder))
     tokenizer.model_max_length = longest
     return tokenizer
 
 
 def read_t5_tokens(tokenizer: Any, captions: Sequence[Caption], size: int, device: torch.device) -> Tokens:
-    """The captions as `size` tokens each: words, end, padding. Padding is read like words, as diffusers does."""
+    """The captions as `size` tokens each: text, end, padding. Padding is read like text, as in diffusers."""
     import torch
 
     rows: list[list[int]] = []
     weights: list[torch.Tensor | None] = []
     for caption in captions:
-        words = words_of(tokenizer, caption)[: size - 1]
+        words = tokens_of(tokenizer, caption)[: size - 1]
         padding = size - len(words) - 1
         rows.append([*(token for token, _ in words), tokenizer.eos_token_id, *[tokenizer.pad_token_id] * padding])
         factors = torch.tensor([*(weight for _, weight in words), *[1.0] * (padding + 1)])

@@ -1,4 +1,4 @@
-"""What the families with a transformer on patches of two by two latents share: facts from the configs, text parts, checks."""
+"""Shared by the families with a transformer on patches of two by two latents: facts from the configs, text parts, checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def transformer_config(folder: Path, kind: str, needs: tuple[str, ...]) -> dict[
     config = read_config(folder, "transformer/config.json", needs)
     if config.get("_class_name") != kind:
         message = f"{folder}/transformer is a {config.get('_class_name') or 'nameless part'}, not a {kind}."
-        raise UsageError(Problem(message, "Use a text-to-image base of the family; model.family chooses the family."))
+        raise UsageError(Problem(message, "Use a text-to-image base model; model.family chooses the family."))
     return config
 
 
@@ -41,7 +41,7 @@ def transformer_facts(
     """Facts from the config files. `per_latent` input channels of the transformer are one of the latents. Either CLIPs or T5
     read captions, or both.
 
-    `side`: of the latents that the model was made for. Raises UsageError when a part is missing, damaged or of another kind.
+    `side`: of the latents that the model was trained for. Raises UsageError when a part is missing, damaged or of another kind.
     """
     config = read_config(folder, "transformer/config.json", ("in_channels",))
     channels, downscale = vae_facts(folder)
@@ -53,7 +53,7 @@ def transformer_facts(
     if config["in_channels"] != per_latent * channels:
         message = f"{folder} takes more than noisy latents ({config['in_channels']} input channels in place of {per_latent * channels})"
         raise UsageError(
-            Problem(f"{message}: a model for inpainting, control or editing.", "Use the text-to-image base.")
+            Problem(f"{message}: a model for inpainting, control or editing.", "Use the text-to-image base model.")
         )
     return ModelFacts(
         path=folder,
@@ -68,8 +68,8 @@ def transformer_facts(
     )
 
 
-def refuse_widths(folder: Path, what: str, asked: object, given: object) -> None:
-    """Raise UsageError where the transformer asks for text of another width than the encoders give."""
-    if asked != given:
-        message = f"{folder}: the transformer takes {what} {asked} wide, the text encoders give {given}."
+def refuse_widths(folder: Path, what: str, expected: object, provided: object) -> None:
+    """Raise UsageError where the transformer's text width is not that of the encoders."""
+    if expected != provided:
+        message = f"{folder}: the transformer takes {what} {expected} wide, the text encoders give {provided}."
         raise UsageError(Problem(message, "Use the text encoders that the model came with."))

@@ -1,4 +1,4 @@
-"""What the families with a U-Net share: facts from the configs, frozen parts, the VAE, the LoRA's targets."""
+"""Shared by the families with a U-Net: facts from the configs, frozen parts, the VAE, the LoRA's targets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.autoencoder import levels, vae_facts
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import check_components, read_config, tokenizer_of, whole_number
-from lora_trainer.models.frozen import load_frozen, load_words
+from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
 from lora_trainer.models.noise_schedule import read_noise_schedule
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ LARGEST_SIDE = 1024
 ATTENTION = tuple(f"*.attentions.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 FEED_FORWARD = tuple(f"*.attentions.*.{name}" for name in ("ff.net.0.proj", "ff.net.2"))
 CLIP_TARGETS = tuple(f"*.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"))
-LORA_READERS = (  # which program reads LoRA files of U-Nets whole, in which style
+LORA_READERS = (  # programs that read LoRA files of U-Nets whole, with the style
     "diffusers: kohya",
     "diffusers: old diffusers",
     "diffusers: old diffusers, by layer",
@@ -41,8 +41,8 @@ LORA_READERS = (  # which program reads LoRA files of U-Nets whole, in which sty
     "sd-scripts: kohya",
 )
 PASSED_OVER = {"sd-scripts": ("conv_in", "conv_out", "time_embedding.", "add_embedding.")}
-# Of a config: other things that a U-Net is told, such as images (unCLIP, IP-Adapter) or a guidance (LCM).
-TOLD_MORE = ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim")
+# Config keys of other inputs of a U-Net, such as images (unCLIP, IP-Adapter) or a guidance (LCM).
+MORE_INPUTS = ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim")
 LORA_TARGETS = {"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)}
 
 
@@ -78,22 +78,24 @@ def _refuse_more_than_text(folder: Path, unet: Mapping[str, Any], channels: int)
         message = (
             f"{folder} is a model for inpainting, depth or editing ({reads} input channels in place of {channels})."
         )
-        raise UsageError(Problem(message, "Use the text-to-image base that it was made from."))
-    told = [key for key in TOLD_MORE if unet.get(key) is not None]
+        raise UsageError(Problem(message, "Use the text-to-image base model that it was made from."))
+    unknown = [key for key in MORE_INPUTS if unet.get(key) is not None]
     if unet.get("addition_embed_type") not in (None, "text_time"):
-        told.append("addition_embed_type")
-    if told:
-        message = f"{folder}: the U-Net is told more than noise and text ({told[0]} is {str(unet[told[0]])[:40]!r})."
-        raise UsageError(Problem(message, "Use the text-to-image base that it was made from."))
+        unknown.append("addition_embed_type")
+    if unknown:
+        message = (
+            f"{folder}: the U-Net has inputs besides noise and text ({unknown[0]} is {str(unet[unknown[0]])[:40]!r})."
+        )
+        raise UsageError(Problem(message, "Use the text-to-image base model that it was made from."))
 
 
 def refuse_other_texts(folder: Path, names: Sequence[str] = ("text_encoder",)) -> None:
-    """Raise UsageError for text encoders that say something of another width than the U-Net reads."""
+    """Raise UsageError where the text encoders' width is not the U-Net's text width."""
     widths = [read_config(folder, f"{name}/config.json").get("hidden_size") for name in names]
     reads = read_config(folder, "unet/config.json").get("cross_attention_dim")
     if isinstance(reads, int) and reads != sum(width for width in widths if isinstance(width, int)):
-        given = " + ".join(map(str, widths))
-        message = f"{folder}: the U-Net takes text {reads} wide, the text encoders give {given}."
+        provided = " + ".join(map(str, widths))
+        message = f"{folder}: the U-Net takes text {reads} wide, the text encoders give {provided}."
         raise UsageError(Problem(message, "Use the text encoders that the model came with."))
 
 
@@ -101,11 +103,11 @@ def caption_tokens(folder: Path, text_encoder: str) -> int:
     """The longest caption in tokens, start and end among them: what tokenizer and text encoder both take."""
     encoder = read_config(folder, f"{text_encoder}/config.json")
     tokenizer = read_config(folder, f"{tokenizer_of(text_encoder)}/tokenizer_config.json")
-    # A tokenizer without a limit of its own says nothing, or 1e30.
+    # A tokenizer without a limit of its own has no value here, or 1e30.
     limits = (tokenizer.get("model_max_length"), encoder.get("max_position_embeddings"))
     tokens = min(CLIP_TOKENS if not isinstance(limit, int | float) else limit for limit in limits)
     if not LEAST_TOKENS <= tokens <= MOST_TOKENS:
-        message = f"{folder}: captions of {text_encoder} would have {tokens:.6g} tokens; {LEAST_TOKENS} to {MOST_TOKENS} are meant."
+        message = f"{folder}: captions of {text_encoder} would have {tokens:.6g} tokens, must be {LEAST_TOKENS} to {MOST_TOKENS}."
         raise UsageError(Problem(message, "Copy or download the model again."))
     return int(tokens)
 
@@ -120,7 +122,7 @@ def load_unet(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Na
 def load_tokenizer(folder: Path, text_encoder: str) -> Any:
     from transformers import CLIPTokenizer
 
-    tokenizer = load_words(CLIPTokenizer, folder / tokenizer_of(text_encoder))
+    tokenizer = load_tokenizer_folder(CLIPTokenizer, folder / tokenizer_of(text_encoder))
     tokenizer.model_max_length = caption_tokens(folder, text_encoder)
     return tokenizer
 

@@ -1,4 +1,4 @@
-"""Which files of a part are its weights: names alone decide, a hub's listing or a folder's. Standard library only."""
+"""Which files of a part are its weights, by their names alone, on a hub or in a folder. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VARIANTS = ("", "fp16", "bf16")  # plain weights before those of half the bytes
 
 
 def weights_of(names: Collection[str]) -> list[str]:
-    """One complete set of weights among a part's files, plain before narrow; empty where there is none."""
+    """One complete set of weights among a part's files, full precision first; empty where there is none."""
     sets: dict[tuple[str, str], dict[tuple[int, int], str]] = {}
     for name in sorted(names):
         if found := _WEIGHTS.fullmatch(name):

@@ -1,9 +1,9 @@
-"""Captions to tokens, in pieces as long as a text encoder reads, and words that weigh more or less than others.
+"""Captions to tokens, in chunks as long as a text encoder reads, with prompt weighting.
 
-Long captions are read as the AUTOMATIC1111 web UI and ComfyUI read them: every 75 tokens are a piece with a start and an
-end of its own, pieces are encoded one by one, and what is said of them stands side by side, 77 states for each. Weights
-are those of the web UI: each token's hidden state is multiplied by its weight, then all of its piece by one number that
-brings back their mean. Start, end and padding weigh 1, and so does the pooled summary, which is that of the first piece.
+Long captions are read as the AUTOMATIC1111 web UI and ComfyUI read them: every 75 tokens are a chunk with a start and an
+end of its own, chunks are encoded one by one, and their states are concatenated, 77 for each. Weights are those of the
+web UI: each token's hidden state is multiplied by its weight, then all of its chunk by one number that restores their
+mean. Start, end and padding weigh 1, and so does the pooled summary, which is that of the first chunk.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
     from lora_trainer.models.family import Caption
 
-AROUND = 2  # start and end of a piece
+AROUND = 2  # start and end of a chunk
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """B captions in `pieces` of L tokens each, padded or cut. `weights` are None where every word of a piece weighs 1."""
+    """B captions in `chunks` of L tokens each, padded or truncated. `weights` are None where every token weighs 1."""
 
-    ids: Tensor  # [B * pieces, L], on the device
-    weights: tuple[Tensor | None, ...]  # B * pieces times [L] float32, on the device
-    pieces: int = 1
+    ids: Tensor  # [B * chunks, L], on the device
+    weights: tuple[Tensor | None, ...]  # B * chunks times [L] float32, on the device
+    chunks: int = 1
 
     def weigh(self, states: Tensor) -> Tensor:
-        """Hidden states [B * pieces, L, D] -> [B, pieces * L, D], with the words weighed; rows without weights stay."""
+        """Hidden states [B * chunks, L, D] -> [B, chunks * L, D], weighted; rows without weights stay."""
         import torch
 
         if any(weights is not None for weights in self.weights):
@@ -41,11 +41,11 @@ class Tokens:
                     for row, weights in zip(states, self.weights, strict=True)
                 ]
             )
-        return states.reshape(len(states) // self.pieces, -1, states.shape[-1])
+        return states.reshape(len(states) // self.chunks, -1, states.shape[-1])
 
     def first(self, summaries: Tensor) -> Tensor:
-        """Summaries of pieces [B * pieces, P] -> those of each caption's first piece [B, P]."""
-        return summaries[:: self.pieces]
+        """Summaries of chunks [B * chunks, P] -> those of each caption's first chunk [B, P]."""
+        return summaries[:: self.chunks]
 
 
 def _weighed(states: Tensor, weights: Tensor) -> Tensor:
@@ -55,50 +55,50 @@ def _weighed(states: Tensor, weights: Tensor) -> Tensor:
     wide = states.float()
     weighed = wide * weights[:, None]
     before, after = wide.mean(), weighed.mean()
-    # Chosen on the device, which nobody waits for; a divisor of 0 would make gradients of nothing.
+    # Chosen on the device, without a wait; a divisor of 0 would make the gradients nan.
     divisor = torch.where(after == 0, torch.ones_like(after), after)
     return (weighed * torch.where(after == 0, torch.ones_like(after), before / divisor)).to(states.dtype)
 
 
-def read_tokens(tokenizer: Any, captions: Sequence[Caption], device: torch.device, pieces: int = 1) -> Tokens:
-    """The captions as a text encoder takes them; what is longer than all pieces is cut."""
+def read_tokens(tokenizer: Any, captions: Sequence[Caption], device: torch.device, chunks: int = 1) -> Tokens:
+    """The captions as tokens of a text encoder; longer captions are truncated."""
     import torch
 
     size = int(tokenizer.model_max_length)
     room = size - AROUND
-    ids = torch.full((len(captions) * pieces, size), tokenizer.pad_token_id)
+    ids = torch.full((len(captions) * chunks, size), tokenizer.pad_token_id)
     ids[:, 0] = tokenizer.bos_token_id
-    learned = learned_words(tokenizer)
+    learned = learned_tokens(tokenizer)
     weights: list[Tensor | None] = []
     for number, caption in enumerate(captions):
-        for piece, own in enumerate(_in_pieces(words_of(tokenizer, caption, learned), room, pieces, learned)):
-            row, end = ids[number * pieces + piece], len(own) + 1
+        for chunk, own in enumerate(_in_chunks(tokens_of(tokenizer, caption, learned), room, chunks, learned)):
+            row, end = ids[number * chunks + chunk], len(own) + 1
             row[1:end] = torch.tensor([token for token, _ in own], dtype=ids.dtype)
             row[end] = tokenizer.eos_token_id
             factors = torch.ones(size)
             factors[1:end] = torch.tensor([weight for _, weight in own])
             weights.append(None if isinstance(caption, str) else factors.to(device))
-    return Tokens(ids.to(device), tuple(weights), pieces)
+    return Tokens(ids.to(device), tuple(weights), chunks)
 
 
-def _in_pieces(
-    words: list[tuple[int, float]], room: int, pieces: int, learned: Mapping[int, Sequence[int]]
+def _in_chunks(
+    tokens: list[tuple[int, float]], room: int, chunks: int, learned: Mapping[int, Sequence[int]]
 ) -> list[list[tuple[int, float]]]:
-    """The tokens of each piece. A learned word that a piece has no room for stands whole in the next, where there is one."""
+    """The tokens of each chunk. Learned tokens of one name are not split between chunks, but moved to the next one."""
     found, start = [], 0
-    for _ in range(pieces - 1):
+    for _ in range(chunks - 1):
         end = start + room
-        cut = (at for at, (token, _) in enumerate(words[start:end], start) if at + len(learned.get(token, ())) > end)
+        cut = (at for at, (token, _) in enumerate(tokens[start:end], start) if at + len(learned.get(token, ())) > end)
         end = next(cut, end)
-        found.append(words[start:end])
+        found.append(tokens[start:end])
         start = end
-    return [*found, words[start : start + room]]
+    return [*found, tokens[start : start + room]]
 
 
-def words_of(
+def tokens_of(
     tokenizer: Any, caption: Caption, learned: Mapping[int, Sequence[int]] = MappingProxyType({})
 ) -> list[tuple[int, float]]:
-    """A caption's tokens with the weight of each, without start and end; in place of a `learned` word all its tokens."""
+    """A caption's tokens with the weight of each, without start and end; a `learned` token becomes all of its own."""
     parts = ((caption, 1.0),) if isinstance(caption, str) else caption
     return [
         (each, weight)
@@ -108,13 +108,13 @@ def words_of(
     ]
 
 
-def learned_words(tokenizer: Any) -> dict[int, tuple[int, ...]]:
-    """The tokens of each word that was added with several embeddings: `<zobo>`, `<zobo>_1`, …, by the first of them."""
+def learned_tokens(tokenizer: Any) -> dict[int, tuple[int, ...]]:
+    """Learned tokens with several embeddings: `<zobo>`, `<zobo>_1`, …, by the first of them."""
     added: dict[str, int] = tokenizer.added_tokens_encoder
     found = {}
-    for word, first in added.items():
+    for token_name, first in added.items():
         tokens = [first]
-        while (more := added.get(f"{word}_{len(tokens)}")) is not None:
+        while (more := added.get(f"{token_name}_{len(tokens)}")) is not None:
             tokens.append(more)
         if len(tokens) > 1:
             found[first] = tuple(tokens)

@@ -1,6 +1,6 @@
 """Z-Image: a transformer of 6 billion weights that reads images and text as one sequence (arXiv:2511.22699).
 
-Its text encoder is a language model, Qwen3, asked as in a chat; captions keep their own lengths.
+Its text encoder is a language model, Qwen3, with the caption as a chat message; captions keep their own lengths.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from lora_trainer.models.encoders import encoders_from
 from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, SamplingDefaults, TextOptions, TextParts
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
 from lora_trainer.models.folder import check_components, fingerprint, read_config
-from lora_trainer.models.frozen import load_frozen, load_words
+from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
 from lora_trainer.models.transformer import PATCH, refuse_widths, transformer_config
-from lora_trainer.models.weighting import Tokens, words_of
+from lora_trainer.models.weighting import Tokens, tokens_of
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from lora_trainer.models.quantization.store import Narrow
 
-QWEN, WORDS = "text_encoder", "tokenizer"
+QWEN, TOKENIZER = "text_encoder", "tokenizer"
 TOKENS = 512  # of a caption, the chat's own among them
-SIDE = 128  # of the latents that the model was made for
+SIDE = 128  # of the latents that the model was trained for
 TIMESTEPS = 1000
 TURBO_SHIFT = 3.0  # of its scheduler, where the base has 6
 THINNER_HEADS, FEWER_LAYERS = 10, 6
@@ -64,12 +64,12 @@ def describe(folder: Path) -> ModelFacts:
     channels, downscale = vae_facts(folder)
     read_flow_schedule(folder)
     check_components(folder, ("transformer", "vae", QWEN))
-    if not (folder / WORDS / "tokenizer.json").is_file():
-        fix = f"Copy the tokenizer of the model, or of Qwen3, to {folder / WORDS}."
-        raise UsageError(Problem(f"{folder / WORDS / 'tokenizer.json'} is missing.", fix))
+    if not (folder / TOKENIZER / "tokenizer.json").is_file():
+        fix = f"Copy the tokenizer of the model, or of Qwen3, to {folder / TOKENIZER}."
+        raise UsageError(Problem(f"{folder / TOKENIZER / 'tokenizer.json'} is missing.", fix))
     if config["in_channels"] != channels or config.get("siglip_feat_dim") is not None:
         message = f"{folder} takes more than noisy latents: a model for control or editing."
-        raise UsageError(Problem(message, "Use the text-to-image base."))
+        raise UsageError(Problem(message, "Use the text-to-image base model."))
     qwen = read_config(folder, f"{QWEN}/config.json")
     refuse_widths(folder, "text", config["cap_feat_dim"], qwen.get("hidden_size"))
     return ModelFacts(
@@ -86,18 +86,18 @@ def describe(folder: Path) -> ModelFacts:
 
 
 def is_turbo(folder: Path) -> bool:
-    """Whether it is the model that draws in nine steps without guidance. Nothing else in the configs tells them apart."""
+    """Whether it is Turbo, which samples in nine steps without guidance. Nothing else in the configs differs."""
     return read_flow_schedule(folder).shift <= TURBO_SHIFT
 
 
 def check_text(folder: Path, options: TextOptions) -> None:
-    """There is no CLIP whose layer or pieces could be chosen."""
-    asked = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.pieces > 1 else None}
+    """Raise UsageError for CLIP's options: the model has no CLIP."""
+    rejected = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.chunks > 1 else None}
     problems = [
         Problem(
             f"text_encoder.{name}={value}: Z-Image reads captions with a language model, not with CLIP.", "Remove it."
         )
-        for name, value in asked.items()
+        for name, value in rejected.items()
         if value is not None
     ]
     if problems:
@@ -109,16 +109,16 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
 
 
 def prompted(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None) -> dict[str, Any]:
-    """The pipeline's arguments: each caption's words in their own length; guidance away from the caption itself is none."""
-    told = _cut(cond["embeds"], cond["padding"])
+    """The pipeline's arguments: each caption's states in their own length. Without a negative prompt it is the caption."""
+    embeds = _cut(cond["embeds"], cond["padding"])
     return {
-        "prompt_embeds": told,
-        "negative_prompt_embeds": told if negative is None else _cut(negative["embeds"], negative["padding"]),
+        "prompt_embeds": embeds,
+        "negative_prompt_embeds": embeds if negative is None else _cut(negative["embeds"], negative["padding"]),
     }
 
 
 def _cut(embeds: Tensor, padding: Tensor) -> list[Tensor]:
-    """The words of each caption [n, D], at least one."""
+    """The states of each caption [n, D], at least one."""
     if padding.is_meta:
         return list(embeds)
     lengths = [max(1, count) for count in (padding < 0.5).sum(1).tolist()]
@@ -128,7 +128,7 @@ def _cut(embeds: Tensor, padding: Tensor) -> list[Tensor]:
 def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
     """Names of the image and the text encoders' weights, without loading them."""
     image = f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}"
-    return image, f"{fingerprint(folder, QWEN, WORDS)}-{dtype}{text.key}"
+    return image, f"{fingerprint(folder, QWEN, TOKENIZER)}-{dtype}{text.key}"
 
 
 def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _: Collection[str] = (), /) -> TextParts:
@@ -136,24 +136,24 @@ def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _:
     from transformers import Qwen2TokenizerFast, Qwen3Model
 
     encoder = load_frozen(Qwen3Model, folder / QWEN, dtype, device)
-    return TextParts({QWEN: encoder}, {QWEN: load_words(Qwen2TokenizerFast, folder / WORDS)})
+    return TextParts({QWEN: encoder}, {QWEN: load_tokenizer_folder(Qwen2TokenizerFast, folder / TOKENIZER)})
 
 
 def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
-    """B captions -> `embeds` [B, T, D]: the last state but one; `padding` [B, T], bool: where there are no words.
+    """B captions -> `embeds` [B, T, D]: the last state but one; `padding` [B, T], bool: where there is no text.
 
-    As bool it stays beside the CPU while training, where `predict` asks for lengths without waiting for a GPU.
+    As bool it stays on the CPU while training, so that `predict` reads lengths without waiting for a GPU.
     """
     import torch
 
-    tokens, words = read_chat(parts.tokenizers[QWEN], captions, options.t5_tokens or TOKENS, parts.device)
-    told = parts.encoders[QWEN](input_ids=tokens.ids, attention_mask=words, output_hidden_states=True)
-    states = tokens.weigh(told.hidden_states[-2])
-    return {"embeds": states.masked_fill(~words[..., None], 0.0), "padding": torch.logical_not(words)}
+    tokens, mask = read_chat(parts.tokenizers[QWEN], captions, options.t5_tokens or TOKENS, parts.device)
+    output = parts.encoders[QWEN](input_ids=tokens.ids, attention_mask=mask, output_hidden_states=True)
+    states = tokens.weigh(output.hidden_states[-2])
+    return {"embeds": states.masked_fill(~mask[..., None], 0.0), "padding": torch.logical_not(mask)}
 
 
 def read_chat(tokenizer: Any, captions: Sequence[Caption], size: int, device: torch.device) -> tuple[Tokens, Tensor]:
-    """The captions as what a user says in a chat, cut to `size` tokens; and where there are words [B, size], bool."""
+    """The captions as a user's chat messages, truncated to `size` tokens; and where there is text [B, size], bool."""
     import torch
 
     ids = torch.full((len(captions), size), tokenizer.pad_token_id)
@@ -161,13 +161,13 @@ def read_chat(tokenizer: Any, captions: Sequence[Caption], size: int, device: to
     weights: list[Tensor | None] = []
     for row, caption in enumerate(captions):
         plain = isinstance(caption, str)
-        around = _said(tokenizer, caption if isinstance(caption, str) else MARK)
-        pieces = ((around, 1.0),) if plain else _between(around, cast("Any", caption))
-        words = words_of(tokenizer, pieces)[:size]
-        ids[row, : len(words)] = torch.tensor([token for token, _ in words])
-        here[row, : len(words)] = True
+        around = _chat(tokenizer, caption if isinstance(caption, str) else MARK)
+        parts = ((around, 1.0),) if plain else _between(around, cast("Any", caption))
+        tokens = tokens_of(tokenizer, parts)[:size]
+        ids[row, : len(tokens)] = torch.tensor([token for token, _ in tokens])
+        here[row, : len(tokens)] = True
         factors = torch.ones(size)
-        factors[: len(words)] = torch.tensor([weight for _, weight in words])
+        factors[: len(tokens)] = torch.tensor([weight for _, weight in tokens])
         weights.append(None if plain else factors.to(device))
     return Tokens(ids.to(device), tuple(weights)), here.to(device)
 
@@ -175,16 +175,16 @@ def read_chat(tokenizer: Any, captions: Sequence[Caption], size: int, device: to
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
-def _said(tokenizer: Any, text: str) -> str:
-    """The chat in which the user says the text and the model is to answer."""
+def _chat(tokenizer: Any, text: str) -> str:
+    """The chat with the text as the user's message, before the model's reply."""
     chat = [{"role": "user", "content": text}]
     return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, enable_thinking=True))
 
 
-def _between(around: str, pieces: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    """Weighed pieces in place of the mark, with the rest of the chat around them."""
+def _between(around: str, parts: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    """The weighted parts in place of the mark, with the rest of the chat around them."""
     before, _, after = around.partition(MARK)
-    return ((before, 1.0), *pieces, (after, 1.0))
+    return ((before, 1.0), *parts, (after, 1.0))
 
 
 def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
@@ -202,20 +202,20 @@ def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, nar
 
 
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
-    """The velocity [B, 16, h, w] at t [B] under the words of cond["embeds"] [B, T, D], which cond["padding"] [B, T] tells.
+    """The velocity [B, 16, h, w] at t [B] under cond["embeds"] [B, T, D] without cond["padding"] [B, T].
 
     The model's own time runs from noise, 0, to the image, 1, and its velocity with it.
     """
     import torch
 
-    words = _cut(cond["embeds"], cond["padding"])
+    text = _cut(cond["embeds"], cond["padding"])
     images = list(noisy.unsqueeze(2).unbind(0))
-    velocity = denoiser(images, (TIMESTEPS - 1 - t) / TIMESTEPS, words, return_dict=False)[0]
+    velocity = denoiser(images, (TIMESTEPS - 1 - t) / TIMESTEPS, text, return_dict=False)[0]
     return -torch.stack(velocity).squeeze(2)
 
 
 def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """diffusers' pipeline of the untouched base, for drawing images."""
+    """diffusers' pipeline of the base model, for generating images."""
     from diffusers import ZImagePipeline
 
     texts = load_texts(folder, None, device)

@@ -1,4 +1,4 @@
-"""Gradients held within bounds before the update."""
+"""Gradient clipping before the update."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def clip_by_norm(parameters: Sequence[nn.Parameter], scale: float = 1.0, *, larg
 
 
 def clip_by_value(parameters: Sequence[nn.Parameter], scale: float = 1.0, *, largest: float) -> Tensor:
-    """Hold each entry of each gradient within ± `scale * largest`."""
+    """Clamp each entry of each gradient to ± `scale * largest`."""
     norm = gradient_norm(parameters)
     torch.nn.utils.clip_grad_value_(parameters, scale * largest)
     return norm
 
 
 def is_here(norm: Tensor) -> bool:
-    """Looking at the norm costs nothing on a CPU, and a multiplication by one as much as half of all this."""
+    """Whether the norm is on a CPU: reading it is free there, and saves a multiplication by one that costs half of this."""
     return norm.device.type == "cpu"
 
 

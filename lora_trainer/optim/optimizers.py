@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from lora_trainer.config.schema import OptimizerSection
 
 Groups = list[dict[str, Any]]
-Rates = Sequence[
-    tuple[float, Collection[str]]
-]  # learning rates that are not `optimizer.learning_rate`, and whose they are by name
+Rates = Sequence[tuple[float, Collection[str]]]  # learning learning rates that are not, and whose they are by name
 
 
 @dataclass(frozen=True)
@@ -55,26 +53,28 @@ def decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim > 1 and not any(word in name for word in UNDECAYED)
 
 
-def make_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerSection, rates: Rates = ()) -> Optimizer:
+def make_optimizer(
+    parameters: Mapping[str, nn.Parameter], config: OptimizerSection, other_lrs: Rates = ()
+) -> Optimizer:
     """The optimizer that `optimizer.name` means. Raises UsageError when its library does not load."""
     return OPTIMIZERS[config.name].build(
         [
             {"params": params, "weight_decay": decay, "lr": share * config.learning_rate}
-            for share, decay, params in grouped(parameters, config, rates)
+            for share, decay, params in grouped(parameters, config, other_lrs)
         ],
         config,
     )
 
 
 def grouped(
-    parameters: Mapping[str, nn.Parameter], config: OptimizerSection, rates: Rates
+    parameters: Mapping[str, nn.Parameter], config: OptimizerSection, other_lrs: Rates
 ) -> list[tuple[float, float, list[nn.Parameter]]]:
-    """(share of the rate, weight decay, parameters): those at the rate itself, then those of each of `rates`.
+    """(share of the rate, weight decay, parameters): those at the rate itself, then those of each of `other_lrs`.
 
-    Equal rates make no common group: a checkpoint holds the groups, and rates may change at a resume.
+    Equal other_lrs make no common group: a checkpoint holds the groups, and other_lrs may change at a resume.
     """
-    apart = {name for _, names in rates for name in names}
-    owned = [(config.learning_rate, parameters.keys() - apart), *rates]
+    apart = {name for _, names in other_lrs for name in names}
+    owned = [(config.learning_rate, parameters.keys() - apart), *other_lrs]
     found: list[tuple[float, float, list[nn.Parameter]]] = []
     for rate, names in owned:
         own = {name: each for name, each in parameters.items() if name in names}
@@ -85,9 +85,9 @@ def grouped(
     return found
 
 
-def shares_of(parameters: Mapping[str, nn.Parameter], config: OptimizerSection, rates: Rates) -> tuple[float, ...]:
+def shares_of(parameters: Mapping[str, nn.Parameter], config: OptimizerSection, other_lrs: Rates) -> tuple[float, ...]:
     """What each group of the optimizer takes of the rate."""
-    return tuple(share for share, _, _ in grouped(parameters, config, rates))
+    return tuple(share for share, _, _ in grouped(parameters, config, other_lrs))
 
 
 def adamw(groups: Groups, config: OptimizerSection) -> Optimizer:
@@ -152,10 +152,10 @@ def from_library(module: str, name: str, wanted: str) -> Callable[..., Optimizer
     return kind
 
 
-def set_lr(optimizer: Optimizer, rate: float, shares: Sequence[float] = ()) -> None:
+def set_lr(optimizer: Optimizer, lr: float, shares: Sequence[float] = ()) -> None:
     """Set the rate of every group, or its share of it."""
     for group, share in zip(optimizer.param_groups, shares or (1.0,) * len(optimizer.param_groups), strict=True):
-        group["lr"] = rate * share
+        group["lr"] = lr * share
 
 
 def schedule_free_weight(optimizer: Optimizer, parameter: nn.Parameter) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from lora_trainer.config.schema import LrSchedulerSection
 
-# (share of the steps after the warm-up that are done, in [0, 1], settings) -> share of the peak rate
+# (share of the steps after the warm-up that are done, in [0, 1], settings) -> share of the peak learning rate
 Shape = Callable[[float, LrSchedulerSection], float]
 
 
@@ -42,7 +42,7 @@ SHAPES: dict[str, Shape] = {
     "one_cycle": cosine,
 }
 WARMUP_SHARE, ONE_CYCLE_WARMUP_SHARE = 0.03, 0.1
-ONE_CYCLE_START = 1.0 / 25.0  # of the peak rate, as in torch's OneCycleLR
+ONE_CYCLE_START = 1.0 / 25.0  # of the peak learning rate, as in torch's OneCycleLR
 
 
 def warmup_length(config: LrSchedulerSection, total_steps: int) -> int:
@@ -54,7 +54,7 @@ def warmup_length(config: LrSchedulerSection, total_steps: int) -> int:
 
 
 def lr_multiplier(config: LrSchedulerSection, step: int, total_steps: int) -> float:
-    """The share of the peak rate, in [0, 1], for `step` counted from 0.
+    """The share of the peak learning rate, in [0, 1], for `step` counted from 0.
 
     Rises over the warm-up, to 1 at its last step, then follows the shape over the remaining
     steps. The rise is a line whose first step is not 0; one_cycle's is half a cosine wave

@@ -34,7 +34,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.validation_loss import EncodedSample
-from lora_trainer.models.encoders import visiting_text
+from lora_trainer.models.encoders import offloaded_text
 from lora_trainer.models.family import Encoders
 from lora_trainer.models.memory.phases import (
     captions_at_once,
@@ -159,7 +159,7 @@ def fill_caches(
         def encode_text(captions: Sequence[Caption]) -> Mapping[str, Tensor]:
             if in_turn and not visiting:
                 say(f"text encoders layer by layer, {counted(together, 'caption')} at once")
-                visiting.append(visiting_text(inputs.family, inputs.facts.path, choices.encoder_dtype, device))
+                visiting.append(offloaded_text(inputs.family, inputs.facts.path, choices.encoder_dtype, device))
             return visiting[0](captions) if in_turn else encoders().encode_text(captions)
 
         fill_texts(

@@ -16,7 +16,7 @@ from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import Problem, UsageError, memory_may_run_out
 from lora_trainer.core.io import write_text
 from lora_trainer.data.images.images import BrokenImageError, load_rgb
-from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.found import Found, Reading, SourceRequest
 from lora_trainer.data.sources.read import read_source
 
 Watch = Callable[[int, int], None]  # (done, of)
@@ -90,7 +90,7 @@ def _images(folder: Path, number: int) -> tuple[list[Found], dict[Path, str]]:
     reading = Reading(allow_missing_captions=True)
     # With a caption of its own, a source does not fall back on the names of kohya folders.
     section = SourceSection(path=str(folder), default_caption="")
-    found = read_source([folder], Asked(number, section, CaptionsSection()), reading)
+    found = read_source([folder], SourceRequest(number, section, CaptionsSection()), reading)
     if reading.problems:
         raise UsageError(reading.problems)
     unreadable = {each.path: each.message for each in reading.findings if each.path in reading.reported}

@@ -22,7 +22,7 @@ from lora_trainer.core.io import write_text
 from lora_trainer.data.sample_counts import FILE as LEDGER
 from lora_trainer.data.sample_counts import never_trained, write_sample_counts
 from lora_trainer.evaluation.report import LoraReport
-from lora_trainer.export.lora_file import write_words
+from lora_trainer.export.lora_file import write_learned_tokens
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.monitor.events import Event
 from lora_trainer.monitor.memory import gpu_pool, highest_memory_gib
@@ -243,7 +243,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
         kohya, diffusers = write_with_retry(
             "the LoRA", folder, export, lora_bytes(config, weight_shapes(built.learner))
         )
-        write = partial(write_words, folder, name, replace(weights, embeddings=embeddings), dtype=stored)
+        write = partial(write_learned_tokens, folder, name, replace(weights, embeddings=embeddings), dtype=stored)
         words = write_with_retry("new words", folder, write, 0)
         files = {**record.files, "kohya": kohya.name, "diffusers": diffusers.name}
         files |= {path.stem.removeprefix(f"{name}."): path.name for path in words}

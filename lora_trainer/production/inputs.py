@@ -133,10 +133,12 @@ def read_model(
     with known_as(base.places), contextlib.nullcontext() if base.whole else without_weights():
         facts = _described((family, plain), base.folder, problems)
     if config.textual_inversion.placeholder_tokens and base.whole:
-        from lora_trainer.models.words import refuse_words  # loads torch, which most settings need not here
+        from lora_trainer.models.textual_inversion import (
+            check_learned_tokens,  # loads torch, which most settings need not here
+        )
 
         with gathering(problems):
-            refuse_words(base.folder, family.word_texts, config.textual_inversion)
+            check_learned_tokens(base.folder, family.word_texts, config.textual_inversion)
     if facts is None:
         raise UsageError(problems)
     with gathering(problems):
@@ -203,8 +205,8 @@ def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tupl
             allow_upscale=config.data.allow_small_images,
             caption_limit=facts.caption_tokens,
             rules=caption_rules(config),
-            words=config.textual_inversion.placeholder_tokens,
-            word_vectors=config.textual_inversion.num_vectors,
+            learned_tokens=config.textual_inversion.placeholder_tokens,
+            num_vectors=config.textual_inversion.num_vectors,
             gate=config.gates.dataset,
             decode=decode,
             progress=count("images decoded"),

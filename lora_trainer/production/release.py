@@ -34,7 +34,7 @@ from lora_trainer.export.weights import LoraWeights, weights_from_peft
 from lora_trainer.models.family import Family
 from lora_trainer.models.lora_files import names_of
 from lora_trainer.models.memory.block_swap import move_to_device
-from lora_trainer.models.words import to_embeddings
+from lora_trainer.models.textual_inversion import to_embeddings
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.production.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.production.counting import JUDGED, counting

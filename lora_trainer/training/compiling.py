@@ -15,7 +15,7 @@ from lora_trainer.models.compiled import (
     WITH_GRAPHS,
     Compiled,
     compile_blocks,
-    of_the_compiler,
+    is_compiler_error,
     why_not,
 )
 from lora_trainer.training.agreement import agreement
@@ -76,7 +76,7 @@ def failed_by_it(error: Exception) -> bool:
     """Whether the step can be done again without compiling, and may go better then."""
     if isinstance(error, OomDuringUpdate | OomDuringAllReduce | UserError) or is_out_of_memory(error):
         return False
-    return of_the_compiler(error)
+    return is_compiler_error(error)
 
 
 def refuse_graph_break(error: Exception, compiled: Compiled) -> None:

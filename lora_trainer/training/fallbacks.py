@@ -14,7 +14,7 @@ import torch
 from lora_trainer.core.errors import Problem, TrainingFailed, first_line, is_out_of_memory
 from lora_trainer.core.randomness import position_key
 from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.models.compiled import Compiled, said_by_the_compiler
+from lora_trainer.models.compiled import Compiled, compiler_message
 from lora_trainer.training.compiling import WITHOUT, disagreement, failed_by_it, refuse_graph_break
 from lora_trainer.training.guard import watchful
 from lora_trainer.training.job import LoopContext
@@ -121,7 +121,7 @@ def failure_of(error: Exception, compiled: Compiled | None) -> Failure:
     """What can be done about an error of a step is known by this. Raises the error where nothing can."""
     if compiled is not None and compiled.on and failed_by_it(error):
         refuse_graph_break(error, compiled)
-        return Failure(type(error), said_by_the_compiler(error), of_compiler=True)
+        return Failure(type(error), compiler_message(error), of_compiler=True)
     if isinstance(error, OomDuringUpdate | OomDuringAllReduce) or is_out_of_memory(error):
         return Failure(type(error), first_line(error))
     raise error

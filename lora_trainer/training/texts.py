@@ -20,7 +20,7 @@ from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Caption, Family, ModelFacts, TextParts
 from lora_trainer.models.lora import inject_lora, matching_modules, sum_updates
-from lora_trainer.models.words import add_words, new_words
+from lora_trainer.models.textual_inversion import add_learned_tokens, initial_embeddings
 from lora_trainer.optim.optimizers import Rates
 
 Encode = Callable[[Sequence[Caption], Mapping[str, Tensor]], dict[str, Tensor]]
@@ -89,7 +89,7 @@ def learned_words(
     parts: TextParts, components: Sequence[str], config: Config, *, checkpointed: bool
 ) -> dict[str, nn.Parameter]:
     """Teach every CLIP encoder the words of `textual_inversion.placeholder_tokens`; their embeddings by name, the component first."""
-    own = add_words(parts, new_words(parts, components, config.textual_inversion))
+    own = add_learned_tokens(parts, initial_embeddings(parts, components, config.textual_inversion))
     for parameter in own.values():
         parameter.requires_grad_(True)
     for component in components:

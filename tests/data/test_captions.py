@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lora_trainer.config.schema import CaptionsSection
 from lora_trainer.data.captions import drops_caption, has_trigger, make_texts, most_choices, settled, variant_taken
+from lora_trainer.data.prompt_weights import parse_weights, plain, spoken
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.weighted_words import plain, read_pieces, spoken
 from lora_trainer.data.wildcards import filled
 
 WORDS = st.text("abcxyz ", min_size=1, max_size=8).map(str.strip).filter(bool)
@@ -187,7 +187,7 @@ def test_one_of_several_lines() -> None:
     ],
 )
 def test_prompt_weighting(text: str, pieces: list[tuple[str, float]]) -> None:
-    read = read_pieces(text)
+    read = parse_weights(text)
     assert [part for part, _ in read] == [part for part, _ in pieces]
     assert [weight for _, weight in read] == pytest.approx([weight for _, weight in pieces])
     assert plain(text) == "".join(part for part, _ in pieces)
@@ -196,7 +196,7 @@ def test_prompt_weighting(text: str, pieces: list[tuple[str, float]]) -> None:
 
 @given(st.text(r"ab ()[]:.12\,", max_size=20))
 def test_any_text_has_chunks(text: str) -> None:
-    pieces = read_pieces(text)
+    pieces = parse_weights(text)
     assert pieces
     assert len("".join(part for part, _ in pieces)) <= len(text)
 
@@ -236,10 +236,10 @@ def test_caption_variants_are_used_equally_with_every_image_variant(
     count: int, views: int, seed: int, first: int
 ) -> None:
     sample = Sample(Path("a.png"), "x", 8, 8, "f" * 64, variants=tuple(map(str, range(count))))
-    visits = [variant_taken(sample, visit, seed, views) for visit in range(first + 3 * count * views)]
+    visits = [variant_taken(sample, seen_before, seed, views) for seen_before in range(first + 3 * count * views)]
     used = Counter(visits)
     assert max(used.values()) - min(used[each] for each in range(count)) <= 1 + views
-    met = {(variant, visit % views) for visit, variant in enumerate(visits)}
+    met = {(variant, seen_before % views) for seen_before, variant in enumerate(visits)}
     assert len(met) == count * views
 
 

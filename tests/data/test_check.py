@@ -32,8 +32,8 @@ def check(
         framings=[Framing((128,), 16)],
         allow_upscale=allow_upscale,
         caption_limit=limit,
-        words=words,
-        word_vectors=vectors,
+        learned_tokens=words,
+        num_vectors=vectors,
     )
 
 
@@ -177,7 +177,7 @@ def test_a_placeholder_token_counts_as_its_number_of_vectors(tmp_path: Path, dra
     few, many = (check(tmp_path, words=("<zobo>",), vectors=vectors) for vectors in (4, 64))
     assert codes(few) == set()
     assert codes(many) == {("long_caption", "note")}
-    assert "of about 81 tokens, 64 of them of new words; the model reads 77" in many.findings[0].message
+    assert "of about 81 tokens, 64 of them learned; the model reads 77" in many.findings[0].message
 
 
 def test_a_placeholder_token_in_only_some_captions_is_noted(tmp_path: Path, draw: Draw) -> None:
@@ -186,7 +186,7 @@ def test_a_placeholder_token_in_only_some_captions_is_noted(tmp_path: Path, draw
         draw(tmp_path / f"{seed}.png", 128, 128, seed=seed, caption=caption)
     (found,) = check(tmp_path, words=("<zobo>",)).findings
     assert (found.code, found.severity) == ("word_in_some", "note")
-    assert found.message.startswith("5 of 6 captions hold the new word '<zobo>'")
+    assert found.message.startswith("5 of 6 captions contain the learned token '<zobo>'")
 
 
 def test_few_images_cost_score(tmp_path: Path, draw: Draw) -> None:

@@ -15,7 +15,7 @@ from gate_examples import boxed, worn
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.findings import Finding, Severity
 from lora_trainer.data.check import DataReport, check_buckets, check_dataset, check_plan
-from lora_trainer.data.check.captions import garbled, mended
+from lora_trainer.data.check.captions import fix_garbled, garbled
 from lora_trainer.data.check.score import by_file, score_of
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
@@ -237,7 +237,7 @@ def test_captions_as_a_whole(good: Path) -> None:
     ("read", "meant"), [("KÃ¤se", "Käse"), ("donâ€™t", "don’t"), ("a çÃ©", "a çÃ©"), ("naïve café", "naïve café")]
 )
 def test_letters_read_in_a_wrong_encoding(read: str, meant: str) -> None:
-    assert mended(read) == meant
+    assert fix_garbled(read) == meant
     assert bool(garbled(read)) == (read != meant)
 
 
@@ -245,7 +245,7 @@ def test_letters_read_in_a_wrong_encoding(read: str, meant: str) -> None:
 @given(st.text(max_size=40))
 def test_correct_text_is_unchanged(text: str) -> None:
     """Any fixed text was UTF-8 read as Windows-1252, word by word."""
-    for before, after in zip(text.split(), mended(text).split(), strict=True):
+    for before, after in zip(text.split(), fix_garbled(text).split(), strict=True):
         assert before == after or after.encode("utf-8").decode("cp1252") == before
 
 

@@ -108,9 +108,9 @@ def test_every_fault_is_fixed_or_skipped(bad: Path, tmp_path: Path) -> None:
     assert state(bad) == before
     done = done_of(copy)
     assert done["broken.png"][0] is None
-    assert done["lonely.png"] == (None, "left out: has no caption.")
-    assert done["copy.png"] == (None, "left out: is a copy of 1.png.")
-    assert done["3.png"] == (None, "left out: looks the same as larger.png.")
+    assert done["lonely.png"] == (None, "skipped: has no caption.")
+    assert done["copy.png"] == (None, "skipped: is a copy of 1.png.")
+    assert done["3.png"] == (None, "skipped: looks the same as larger.png.")
     assert done["orphan.txt"][0] is None
     assert done["misnamed.png"] == ("misnamed.jpg", "renamed to misnamed.jpg")
     assert done["moving.gif"][0] == "moving.png"
@@ -134,14 +134,14 @@ def test_among_exact_copies_the_one_with_a_caption_is_kept(good: Path, tmp_path:
     manifest, findings = read_manifest([good], allow_missing_captions=True)
     report = check_dataset(manifest, findings, framings=[FRAMING])
     copy = write_fixed(report, manifest, [SourceSection(path=str(good))], [FRAMING], tmp_path / "copy")
-    assert done_of(copy)["0-first.png"] == (None, "left out: is a copy of 1.png.")
+    assert done_of(copy)["0-first.png"] == (None, "skipped: is a copy of 1.png.")
     assert (tmp_path / "copy" / "1.txt").is_file()
 
 
 def test_files_that_are_no_samples_are_skipped_with_a_reason(good: Path, tmp_path: Path) -> None:
     (good / "text.png").write_text("no image", encoding="utf-8")
     action = done_of(fixed(tmp_path / "copy", good))["text.png"]
-    assert action == (None, "left out: is not an image in a known format.")
+    assert action == (None, "skipped: is not an image in a known format.")
 
 
 def test_folders_with_repeats_and_metadata_survive(good: Path, tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_the_rows_of_a_table_stay_rows(good: Path, tmp_path: Path, ending: str) 
     assert len(before) == 19
     copy = fixed(tmp_path / "copy", table)
     assert copy.roots == (tmp_path / "copy" / "metadata.jsonl",)
-    assert done_of(copy)["copy.png"] == (None, "left out: is a copy of 1.png.")
+    assert done_of(copy)["copy.png"] == (None, "skipped: is a copy of 1.png.")
     assert rows_of(*copy.roots) == before[:16] + before[18:]
     assert judged(*copy.roots)[1].score == 1.0
 

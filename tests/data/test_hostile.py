@@ -58,7 +58,7 @@ def test_each_hostile_file_is_one_finding_and_each_odd_one_is_used(zoo: Path) ->
 
 
 def test_quick_checks_decode_nothing(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "look_at", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(checks, "measure_images", lambda *_: pytest.fail("decoded"))
     manifest, findings = read_manifest([zoo])
     report = check_dataset(manifest, findings, framings=(Framing((64,), 8),), decode=False)
     assert {path.name for path, found in report.files.items() if not found} == {

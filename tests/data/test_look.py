@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lora_trainer.data.images import look, workers
+from lora_trainer.data.images import decode, workers
+from lora_trainer.data.images.decode import measure_images
 from lora_trainer.data.images.images import opened
 from lora_trainer.data.images.jobs import Facts
-from lora_trainer.data.images.look import look_at
 from lora_trainer.data.images.measures import Seen, measure
 from lora_trainer.data.images.scan import read_headers
-from lora_trainer.data.images.workers import Task, answers
+from lora_trainer.data.images.workers import Task, run_tasks
 from lora_trainer.data.sample import Sample
 
 
@@ -33,36 +33,36 @@ def test_images_are_measured_in_order_and_once_for_each_content(
 ) -> None:
     samples = [sample(tmp_path / f"{number}.png", number // 2) for number in range(6)]
     progress: list[tuple[int, int]] = []
-    seen = look_at(samples, lambda done, total: progress.append((done, total)))
+    seen = measure_images(samples, lambda done, total: progress.append((done, total)))
     assert progress[-1] == (3, 3)
     for each, found in zip(samples, seen, strict=True):
         with opened(each.path) as image:
             assert found == measure(image)
-    monkeypatch.setattr(look, "answers", lambda job, tasks: iter(()) if not tasks else pytest.fail("decoded again"))
+    monkeypatch.setattr(decode, "run_tasks", lambda job, tasks: iter(()) if not tasks else pytest.fail("decoded again"))
     for each in samples:
         each.path.unlink()  # measures are cached by content
-    assert look_at(samples) == seen
+    assert measure_images(samples) == seen
 
 
 def test_other_measures_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = sample(tmp_path / "1.png", 1)
-    first = look_at([one])
+    first = measure_images([one])
     calls: list[int] = []
 
     def counted(job: str, tasks: list[Task]) -> Iterator[tuple[int, object]]:
         calls.append(len(tasks))
-        return answers(job, tasks)
+        return run_tasks(job, tasks)
 
-    monkeypatch.setattr(look, "answers", counted)
-    monkeypatch.setattr(look, "MEASURES", look.MEASURES + 1)
-    assert look_at([one]) == first
+    monkeypatch.setattr(decode, "run_tasks", counted)
+    monkeypatch.setattr(decode, "MEASURES", decode.MEASURES + 1)
+    assert measure_images([one]) == first
     assert calls == [1]
 
 
 def test_an_image_replaced_after_it_was_listed_is_reported(tmp_path: Path) -> None:
     one = sample(tmp_path / "1.png", 1)
     sample(tmp_path / "1.png", 2)
-    (seen,) = look_at([one])
+    (seen,) = measure_images([one])
     assert seen.broken is not None
     assert "changed" in seen.broken[1]
 
@@ -73,7 +73,7 @@ def test_a_decoder_that_crashes_or_blocks_loses_only_its_image(
 ) -> None:
     """The worker of one image is killed each time. The others are measured."""
     samples = [sample(tmp_path / f"{number}.png", number) for number in range(5)]
-    true = workers.Worker.ask
+    true = workers.Worker.run
 
     def ask(worker: workers.Worker, job: str, what: list[list[str]], seconds: float) -> object:
         if any(str(each[0]).endswith("3.png") for each in what):
@@ -82,13 +82,13 @@ def test_a_decoder_that_crashes_or_blocks_loses_only_its_image(
             seconds = 0.2 if how == "hang" else seconds
         return true(worker, job, what, seconds)
 
-    monkeypatch.setattr(workers.Worker, "ask", ask)
-    seen = look_at(samples)
+    monkeypatch.setattr(workers.Worker, "run", ask)
+    seen = measure_images(samples)
     broken = [number for number, each in enumerate(seen) if each.broken]
     assert broken == [3]
     assert word in str(seen[3].broken)
-    monkeypatch.setattr(workers.Worker, "ask", true)
-    assert all(each.broken is None for each in look_at(samples)), "what a crash said is not kept"
+    monkeypatch.setattr(workers.Worker, "run", true)
+    assert all(each.broken is None for each in measure_images(samples)), "what a crash said is not kept"
 
 
 def test_without_workers_the_main_process_does_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_without_workers_the_main_process_does_the_work(tmp_path: Path, monkeypa
         raise OSError("no processes")
 
     monkeypatch.setattr(workers, "_borrow", none)
-    (seen,) = look_at([one])
+    (seen,) = measure_images([one])
     assert isinstance(seen, Seen)
     assert seen.broken is None
 

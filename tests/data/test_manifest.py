@@ -174,7 +174,7 @@ def test_all_problems_of_sources_at_once(tmp_path: Path) -> None:
     assert ".png" in text
     assert "1 .md" in text
     assert str(tmp_path / "absent") in text
-    with pytest.raises(UsageError, match="No data"):
+    with pytest.raises(UsageError, match="There is no data"):
         read_manifest([])
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from lora_trainer.data.caches.upkeep import cache_clean, cache_status
-from lora_trainer.data.images.look import look_at
+from lora_trainer.data.images.decode import measure_images
 from lora_trainer.data.images.measures import MEASURES
 from lora_trainer.data.images.remembered import Kept, Place, Remembered, Stamp, remembered
 from lora_trainer.data.manifest import read_manifest
@@ -29,7 +29,7 @@ def test_entries_of_deleted_files_are_removed(tmp_path: Path, own_cache_folder: 
         path = draw(tmp_path / "set" / f"{number}.png", seed=number)
         os.utime(path, (1000, 1000))  # files written just now are not cached
     samples = read_manifest([tmp_path / "set"])[0].samples
-    look_at(samples)
+    measure_images(samples)
     every = ["0.png", "1.png", "2.png"]
     assert known(samples) == (every, every)
     assert cache_status(own_cache_folder).remembered > 0

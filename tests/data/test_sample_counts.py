@@ -26,7 +26,7 @@ def counts_of(plan: StepPlan, steps: int, share: float = 0.3) -> SampleCounts:
             return None
         return plan.samples[ref.index].caption
 
-    return count_trained(plan, steps, lambda ref: position_turn(2, ref.visit, plan.seed, "view", ref.id), text_of)
+    return count_trained(plan, steps, lambda ref: position_turn(2, ref.seen_before, plan.seed, "view", ref.id), text_of)
 
 
 @given(st.integers(1, 7), st.integers(0, 2**40), st.integers(0, 60), st.integers(0, 30), st.booleans())

@@ -30,11 +30,11 @@ def read(*paths: Path) -> list[Facts | BrokenImageError]:
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     """After this, opening an image fails."""
 
-    def answers(job: str, tasks: list[object]) -> list[object]:
+    def run_tasks(job: str, tasks: list[object]) -> list[object]:
         assert not tasks, "read again"
         return []
 
-    monkeypatch.setattr(scan, "answers", answers)
+    monkeypatch.setattr(scan, "run_tasks", run_tasks)
 
 
 def test_headers_come_in_order_with_their_content(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_table_with_another_name_is_suggested(tmp_path: Path, draw: Draw) -> N
     draw(tmp_path / "a.png", seed=1, caption=None)
     (tmp_path / "data.csv").write_text("image,caption\na.png,a cat\n", encoding="utf-8")
     fix = read_manifest([tmp_path])[1][0].fix
-    assert fix.startswith("data.csv lies here: name it as captions_file")
+    assert fix.startswith("data.csv is here: name it as captions_file")
     assert read_manifest([source(tmp_path, captions_file=str(tmp_path / "data.csv"))])[1] == ()
 
 

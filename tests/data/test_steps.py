@@ -81,7 +81,7 @@ def test_occurrences_count_up_and_samples_of_a_source_differ_by_at_most_one(samp
     seen: dict[int, list[int]] = {index: [] for index in range(len(samples))}
     for step in range(steps):
         for ref in plan.refs(step):
-            seen[ref.index].append(ref.visit)
+            seen[ref.index].append(ref.seen_before)
     for group in plan.groups:
         counts = [len(seen[index]) for index in group.indices]
         assert max(counts) - min(counts) <= 1
@@ -98,7 +98,9 @@ def test_renamed_and_moved_images_change_no_step(samples, effective, seed, rando
     one, other = plan_steps(samples, effective, seed), plan_steps(moved, effective, seed)
     assert one.steps_per_epoch == other.steps_per_epoch
     for step in range(2 * one.steps_per_epoch + 1):
-        trained = [[(plan.samples[ref.index].facts, ref.visit) for ref in plan.refs(step)] for plan in (one, other)]
+        trained = [
+            [(plan.samples[ref.index].facts, ref.seen_before) for ref in plan.refs(step)] for plan in (one, other)
+        ]
         assert trained[0] == trained[1]
 
 

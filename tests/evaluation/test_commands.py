@@ -22,7 +22,7 @@ from lora_trainer.data.manifest import read_manifest
 from lora_trainer.evaluation import encode
 from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.export.keys import OWN_VERSION
-from lora_trainer.export.lora_file import write_lora, write_words
+from lora_trainer.export.lora_file import write_learned_tokens, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_files import read_lora
@@ -217,7 +217,7 @@ def test_learned_tokens_next_to_a_file_are_evaluated_with_it(base: Path, tmp_pat
     unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
     weights = replace(random_lora(unet, size=0.05), embeddings={"<zobo>.string_to_param.*": torch.randn(2, 32) * 9})
     written = write_lora(tmp_path, "cat", weights, facts())
-    (word,) = write_words(tmp_path, "cat", weights)
+    (word,) = write_learned_tokens(tmp_path, "cat", weights)
     drifts = [_drift(path, base) for path in written]
     word.unlink()
     assert drifts[0] == drifts[1] != _drift(written[1], base)

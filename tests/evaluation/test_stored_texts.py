@@ -33,13 +33,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def visited(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The classes that are dequantized layer by layer. All run on a CPU."""
     names: list[str] = []
-    true = encoders.visit
+    true = encoders.offload_layers
 
     def noted(module: torch.nn.Module, *args: object) -> None:
         names.append(type(module).__name__)
         true(module, *args)  # type: ignore[arg-type]
 
-    for place in ("lora_trainer.models.encoders.visit", "lora_trainer.evaluation.placing.visit"):
+    for place in ("lora_trainer.models.encoders.offload_layers", "lora_trainer.evaluation.placing.offload_layers"):
         monkeypatch.setattr(place, noted)
     monkeypatch.setattr(phases, "LARGE_TEXTS", 0)
     return names

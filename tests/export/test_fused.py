@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from lora_trainer.export.fused import join, split, told_ranks
+from lora_trainer.export.fused import join, ranks_for_header, split
 from lora_trainer.export.layout import fused
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
@@ -45,7 +45,7 @@ def test_parts_come_back_bit_for_bit(shares: tuple[int, ...], data: st.DataObjec
     rules = layer(shares)
     whole = join(parts, rules)
     assert whole.rank == sum(ranks.values())
-    back = split(whole, rules, told_ranks(parts, whole, rules))
+    back = split(whole, rules, ranks_for_header(parts, whole, rules))
     assert set(back) == set(parts)
     for part, each in parts.items():
         assert torch.equal(back[part].down, each.down)

@@ -20,10 +20,10 @@ from lora_trainer.core.compilations import keep_compilations
 from lora_trainer.models.compiled import (
     Compiled,
     compile_blocks,
+    compiler_message,
     count,
-    of_the_compiler,
+    is_compiler_error,
     repeated_blocks,
-    said_by_the_compiler,
 )
 from lora_trainer.models.lora import inject_lora
 
@@ -158,13 +158,13 @@ def test_graph_breaks_are_counted_or_raised(monkeypatch: pytest.MonkeyPatch) -> 
     with_regions(strict := denoiser((8,)))
     with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
         gradients(strict, torch.randn(2, 8))
-    assert of_the_compiler(refused.value)
+    assert is_compiler_error(refused.value)
 
 
 def test_an_error_of_the_model_is_not_the_compilers() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.zeros(2, 3) @ torch.zeros(2, 3)
-    assert not of_the_compiler(raised.value)
+    assert not is_compiler_error(raised.value)
 
 
 def test_repeated_blocks_are_found_in_the_families() -> None:
@@ -232,7 +232,7 @@ AROUND = "Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace (please do this
     ],
 )
 def test_the_line_with_the_cause_of_a_compiler_error_is_reported(message: str, line: str) -> None:
-    assert said_by_the_compiler(RuntimeError(message + AROUND)) == line
+    assert compiler_message(RuntimeError(message + AROUND)) == line
 
 
 def test_the_cache_commands_show_and_prune_compiled_files(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:

@@ -20,7 +20,7 @@ from lora_trainer.data.buckets import Bucket
 from lora_trainer.jobs.turns import little_garbage
 from lora_trainer.models import FAMILIES, sd3
 from lora_trainer.models.drawing import prompted, read_prompts
-from lora_trainer.models.encoders import visiting_text
+from lora_trainer.models.encoders import offloaded_text
 from lora_trainer.models.family import Family, TextOptions, public_architecture
 from lora_trainer.models.flow_schedule import read_flow_schedule
 from lora_trainer.models.folder import detect_family
@@ -303,7 +303,7 @@ def test_the_schedule_is_that_of_the_scheduler(model):
 def test_text_encoders_loaded_layer_by_layer_have_the_same_embeddings(model):
     family = family_of(model)
     whole = family.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS)
-    visiting = visiting_text(family, model, torch.float32, CPU)(CAPTIONS)
+    visiting = offloaded_text(family, model, torch.float32, CPU)(CAPTIONS)
     assert all(torch.equal(whole[name], visiting[name]) for name in whole)
 
 
@@ -332,7 +332,7 @@ def test_text_encoders_loaded_layer_by_layer_keep_the_files_precision(
 
     monkeypatch.setattr(torch.nn.Linear, "forward", watched)
     with little_garbage():  # what was there before is none of the objects that are looked through
-        embeds = visiting_text(family, tmp_path / "flux", dtype, CPU)(CAPTIONS[:2])
+        embeds = offloaded_text(family, tmp_path / "flux", dtype, CPU)(CAPTIONS[:2])
     file = tmp_path / "flux" / "text_encoder_2" / "model.safetensors"
     assert times > 50
     assert file.stat().st_size < most < 1.2 * file.stat().st_size

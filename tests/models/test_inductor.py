@@ -15,7 +15,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
 from lora_trainer.config.schema.machine import CompileMode
-from lora_trainer.models.compiled import compile_blocks, of_the_compiler, said_by_the_compiler
+from lora_trainer.models.compiled import compile_blocks, compiler_message, is_compiler_error
 from lora_trainer.models.lora import inject_lora
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, while it compiles
@@ -108,8 +108,8 @@ def test_errors_of_a_broken_compiler_are_recognized(tmp_path: Path) -> None:
         compile_blocks(model, mode="default", dynamic=False, fullgraph=True)
         with pytest.raises(Exception, match="CppCompileError") as raised:
             gradients(model, torch.randn(3, 8))
-    assert of_the_compiler(raised.value)
-    assert said_by_the_compiler(raised.value) == "x.cpp:3:1: fatal error: no space"
+    assert is_compiler_error(raised.value)
+    assert compiler_message(raised.value) == "x.cpp:3:1: fatal error: no space"
 
 
 @pytest.mark.slow

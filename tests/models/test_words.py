@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lora_trainer.config.schema.inputs import TextualInversionSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.export.lora_file import write_words
+from lora_trainer.export.lora_file import write_learned_tokens
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.drawing import texts_of
 from lora_trainer.models.family import PLAIN, TextParts
+from lora_trainer.models.textual_inversion import add_learned_tokens, from_embeddings, initial_embeddings, to_embeddings
 from lora_trainer.models.weighting import read_tokens
-from lora_trainer.models.words import add_words, from_embeddings, new_words, to_embeddings
 from tests.export.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_captions_without_the_token_are_encoded_unchanged(folder: Path) -> None:
     parts = texts(folder)
     before = encode(folder, parts, "a red ring", "")
     tables = [parts.encoders[name].get_input_embeddings().weight.clone() for name in components(folder)]
-    add_words(parts, random_words(folder, parts))
+    add_learned_tokens(parts, random_words(folder, parts))
     after = encode(folder, parts, "a red ring", "")
     assert all(torch.equal(after[name], before[name]) for name in before)
     for name, table in zip(components(folder), tables, strict=True):
@@ -79,7 +79,7 @@ def test_a_token_initialized_like_others_is_encoded_like_them(folder: Path) -> N
     count = len(parts.tokenizers["text_encoder"]("red ring", add_special_tokens=False).input_ids)
     wanted = encode(folder, parts, "a red ring beside a ring")
     text = TextualInversionSection(placeholder_tokens=(WORD,), num_vectors=count, initializer_token="red ring")
-    add_words(parts, new_words(parts, components(folder), text))
+    add_learned_tokens(parts, initial_embeddings(parts, components(folder), text))
     found = encode(folder, parts, f"a {WORD} beside a ring")
     assert clip_embeds(folder, wanted)
     for one, other in zip(clip_embeds(folder, found), clip_embeds(folder, wanted), strict=True):
@@ -89,7 +89,7 @@ def test_a_token_initialized_like_others_is_encoded_like_them(folder: Path) -> N
 def test_a_token_is_not_split_between_two_chunks(folder: Path) -> None:
     """As in A1111, and in ComfyUI for tokens of fewer than 8 vectors. The last chunk is truncated."""
     parts = texts(folder)
-    add_words(parts, random_words(folder, parts))
+    add_learned_tokens(parts, random_words(folder, parts))
     tokenizer = parts.tokenizers["text_encoder"]
     few, word = tokenizer("a " * 73, add_special_tokens=False).input_ids, tokenizer.convert_tokens_to_ids(WORD)
     own, a, end = [word, word + 1, word + 2], few[0], tokenizer.eos_token_id
@@ -104,7 +104,7 @@ def test_a_token_is_not_split_between_two_chunks(folder: Path) -> None:
 
 def test_tokens_start_from_the_mean_without_an_initializer(folder: Path) -> None:
     parts = texts(folder)
-    started = new_words(
+    started = initial_embeddings(
         parts, components(folder), TextualInversionSection(placeholder_tokens=(WORD, "zub"), num_vectors=2)
     )
     for name in components(folder):
@@ -115,7 +115,7 @@ def test_tokens_start_from_the_mean_without_an_initializer(folder: Path) -> None
 
 def test_only_the_learned_tokens_get_gradients(folder: Path) -> None:
     parts = texts(folder)
-    own = add_words(parts, random_words(folder, parts))
+    own = add_learned_tokens(parts, random_words(folder, parts))
     for parameter in own.values():
         parameter.requires_grad_(True)
     cond = FAMILIES[folder.name].encode_text(parts, ["a ring", f"a {WORD} ring"], PLAIN)
@@ -130,11 +130,11 @@ def test_only_the_learned_tokens_get_gradients(folder: Path) -> None:
 def test_learned_tokens_are_written_and_read_back(folder: Path, tmp_path: Path) -> None:
     parts = texts(folder)
     words = random_words(folder, parts) | {"zub": random_words(folder, parts)[WORD]}
-    own = {name: parameter.detach() for name, parameter in add_words(parts, words).items()}
+    own = {name: parameter.detach() for name, parameter in add_learned_tokens(parts, words).items()}
     embeddings = to_embeddings(own, components(folder), (WORD, "zub"))
     back = from_embeddings(embeddings, components(folder))
     assert all(torch.equal(back[word][name], words[word][name]) for word in words for name in words[word])
-    paths = write_words(tmp_path, "cat", LoraWeights({}, embeddings=embeddings))
+    paths = write_learned_tokens(tmp_path, "cat", LoraWeights({}, embeddings=embeddings))
     assert [path.name for path in paths] == ["cat.embedding-zobo.safetensors", "cat.embedding-zub.safetensors"]
     names = ["emb_params"] if folder.name in ("sd15", "flux") else ["clip_g", "clip_l"]
     assert sorted(load_file(paths[0])) == names
@@ -146,9 +146,9 @@ def test_diffusers_reads_the_token_file_as_we_do(folder: Path, tmp_path: Path) -
         pytest.skip("diffusers loads no embeddings for SD3")
     ours, theirs = (family.make_pipeline(folder, torch.float32, CPU) for _ in range(2))
     words = random_words(folder, texts_of(ours))
-    own = {name: parameter.detach() for name, parameter in add_words(texts_of(ours), words).items()}
+    own = {name: parameter.detach() for name, parameter in add_learned_tokens(texts_of(ours), words).items()}
     embeddings = to_embeddings(own, components(folder), (WORD,))
-    (path,) = write_words(tmp_path, "cat", LoraWeights({}, embeddings=embeddings), dtype=torch.float32)
+    (path,) = write_learned_tokens(tmp_path, "cat", LoraWeights({}, embeddings=embeddings), dtype=torch.float32)
     if folder.name != "sdxl":
         theirs.load_textual_inversion(str(path.parent), weight_name=path.name, token=WORD, local_files_only=True)
     else:
@@ -171,9 +171,9 @@ def test_existing_tokens_are_refused(folder: Path) -> None:
     parts = texts(folder)
     known = parts.tokenizers["text_encoder"].convert_ids_to_tokens(0)
     with pytest.raises(UsageError, match="already"):
-        add_words(parts, {known: random_words(folder, parts)[WORD]})
+        add_learned_tokens(parts, {known: random_words(folder, parts)[WORD]})
     narrow = {WORD: {name: torch.zeros(2, 7) for name in components(folder)}}
     with pytest.raises(UsageError, match="7 wide"):
-        add_words(texts(folder), narrow)
+        add_learned_tokens(texts(folder), narrow)
     with pytest.raises(UsageError, match="of its kind"):
         from_embeddings({f"{WORD}.clip_h": torch.zeros(2, 8)}, components(folder))

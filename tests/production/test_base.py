@@ -58,7 +58,7 @@ def test_parts_that_a_base_model_has_are_not_replaced(folder: Path, checkpoint: 
 
 def test_a_folder_of_text_encoders_without_any_is_refused(folder: Path, tmp_path: Path) -> None:
     for place, words in (
-        (tmp_path / "lost", "is nothing"),
+        (tmp_path / "lost", "there is no file or folder"),
         (folder / "tokenizer", "neither text_encoder/"),
         (folder / "unet", "has its own"),
         (folder / "model_index.json", "has its own"),
@@ -176,9 +176,9 @@ def test_converted_folders_do_not_pile_up(checkpoint: Path, tmp_path: Path, monk
         ("unet/config.json", {"in_channels": 9}, "inpainting.*9 input channels in place of 4"),
         ("text_encoder_2/config.json", {"hidden_size": 64}, r"takes text 192 wide, the text encoders give 64 \+ 64"),
         ("text_encoder_2/config.json", {"projection_dim": 32}, "takes a summary with sizes 1600 wide.* gives 1568"),
-        ("unet/config.json", {"class_embed_type": "projection"}, "told more than noise and text"),
-        ("unet/config.json", {"encoder_hid_dim_type": "ip_image_proj"}, "told more than noise and text"),
-        ("unet/config.json", {"time_cond_proj_dim": 256}, "told more than noise and text"),
+        ("unet/config.json", {"class_embed_type": "projection"}, "has inputs besides noise and text"),
+        ("unet/config.json", {"encoder_hid_dim_type": "ip_image_proj"}, "has inputs besides noise and text"),
+        ("unet/config.json", {"time_cond_proj_dim": 256}, "has inputs besides noise and text"),
         ("vae/config.json", {"latent_channels": 16}, "takes 4 latent channels, and the VAE makes 16"),
         ("vae/config.json", {"_class_name": "AutoencoderTiny"}, "is a AutoencoderTiny, not an AutoencoderKL"),
         ("vae/config.json", {"scaling_factor": None}, "scaling_factor is None"),

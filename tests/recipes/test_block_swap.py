@@ -25,7 +25,7 @@ def test_block_swap_does_not_change_the_run(bench, finished, monkeypatch, capsys
         == 0
     )
     output = capsys.readouterr().out
-    assert "blocks visit the CPU, as if it were a GPU; 99 were asked for, and there are no more" in output
+    assert "blocks (on the CPU, as if it were a GPU); 99 were requested" in output
     assert "memory.offload_activations: nothing to do" in output
     folder, whole = bench.folder("first"), finished.folder("first")
     assert losses(folder) == losses(whole)

@@ -241,7 +241,7 @@ def test_inspect_reports_that_diffusers_skips_t5(tmp_path, capsys):
         out = tmp_path / f"{family}.safetensors"
         assert main(["convert", str(path), str(out), "--to", "diffusers"]) == 0
         output = capsys.readouterr()
-        assert "passes over them without a word" in " ".join((output.out + output.err).split())
+        assert "skips them without a message" in " ".join((output.out + output.err).split())
         main(["inspect", str(out), "--json"])
         again = {each["name"]: each for each in json.loads(capsys.readouterr().out)["clients"]}
         assert (again["diffusers"]["reads"], again["ComfyUI"]["reads"]) == ("in part", "in part")

@@ -115,7 +115,7 @@ def test_unused_and_invalid_tokens_are_reported(bench: Bench, capsys: pytest.Cap
             'textual_inversion.placeholder_tokens=["<zobo>"]',
         ]
     ) in (0, 3)
-    assert "No caption holds the new word" in capsys.readouterr().out
+    assert "No caption contains the learned token" in capsys.readouterr().out
     for tokens, expected in (
         ('["a b"]', "without spaces"),
         ('["<zo>", "<ZO>"]', "twice"),
@@ -174,6 +174,6 @@ def test_tokens_that_the_tokenizer_has_are_refused_before_weights_are_read(
     words = {"textual_inversion__placeholder_tokens": '["<zobo>", "!", "#"]', "captions__trigger_word": "<zobo>"}
     assert bench.run("known", steps=3, **words) == 2
     output = " ".join(capsys.readouterr().err.split())
-    assert "'!' is a word of the model's tokenizer already" in output
-    assert "'#' is a word" in output
+    assert "'!' is already a token of the model" in output
+    assert "'#' is already a token" in output
     assert not bench.folder("known").exists()

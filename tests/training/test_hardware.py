@@ -108,5 +108,5 @@ def test_matmuls_round_the_same_at_every_address() -> None:
 
 
 def test_more_blocks_than_there_are_is_reported():
-    assert no_more(1000, 5) == "; 1000 were asked for, and there are no more"
+    assert no_more(1000, 5) == "; 1000 were requested"
     assert no_more(True, 5) == no_more(True, 0) == no_more("auto", 5) == no_more(5, 5) == ""

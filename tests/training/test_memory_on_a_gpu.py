@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lora_trainer.models.memory.block_swap import (
-    STREAMING,
+    BLOCK_SWAP,
     freed_by_swapping,
     frozen_bytes,
     move_to_device,
@@ -48,7 +48,7 @@ def test_block_swap_on_the_gpu_changes_no_bit(gpu: torch.device, kind: str) -> N
                     busy = busy @ busy / 2048**0.5
                 assert same(tried.step(), expected)
     swap_blocks(tried.denoiser, 99, gpu)
-    assert all(guest.pinned for guest in tried.denoiser.__dict__[STREAMING].guests)
+    assert all(guest.pinned for guest in tried.denoiser.__dict__[BLOCK_SWAP].swapped)
     move_to_device(tried.denoiser, torch.device("cpu"))
     move_to_device(tried.denoiser, gpu)
     assert same(tried.step(), expected)

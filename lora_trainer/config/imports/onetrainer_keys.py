@@ -323,7 +323,7 @@ RULES: Mapping[str, Rule] = {
     "scheduler_params": lacking("the schedule is lr_scheduler.name alone"),
     "embedding_learning_rate": lacking("set textual_inversion.learning_rate"),
     "additional_embeddings": lacking("name new words in textual_inversion.placeholder_tokens"),
-    "bundle_additional_embeddings": nothing("learned words are always bundled"),
+    "bundle_additional_embeddings": nothing("learned tokens are always bundled"),
     **{f"{name}.learning_rate": part_of(f"{name}.train", "text_encoder.learning_rates") for name in PARTS.split()[:3]},
     **named("", "text_encoder.weight_dtype text_encoder_2.weight_dtype", nothing(SPEED)),
     **named("", "generalized_offset_noise", UNUSED),

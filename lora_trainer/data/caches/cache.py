@@ -27,11 +27,11 @@ from lora_trainer.data.caches.explained import changed, recall, remember
 from lora_trainer.data.caches.filling import Progress, Work, build_missing, usual_workers
 from lora_trainer.data.caches.store import Shelf
 from lora_trainer.data.images.pixels import Shown, encode_shown, read_shown
+from lora_trainer.data.prompt_weights import WeightedText, spoken
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
-from lora_trainer.data.weighted_words import Pieces, spoken
 
-# Part of every key: raise it when images are brought to their bucket in another way.
+# Part of every key: change it when images are fitted to their bucket differently.
 TRANSFORM = "lanczos-cover-centre-1"
 RECOLORED, MASKED = "recoloured-1", "area-1"  # likewise, of recolored views and of masks
 
@@ -40,7 +40,7 @@ REASONS = {
     "content": ("image changed", "images changed"),
     "written": ("caption changed", "captions changed"),
     "caption": ("caption options changed", "caption options changed"),
-    "weights": ("weighted words changed", "weighted words changed"),
+    "weights": ("prompt weights changed", "prompt weights changed"),
     "size": ("size changed", "sizes changed"),
     "mask": ("mask changed", "masks changed"),
     "encoder": ("new for this encoder", "new for this encoder"),
@@ -53,15 +53,15 @@ PLURALS = dict(REASONS.values())
 CHECKED_AT_START = 2**28
 
 Item = TypeVar("Item")
-Caption = str | Pieces  # pieces where words weigh more or less than others
+Caption = str | WeightedText  # weighted where some words weigh more or less than others
 Record = dict[str, str]  # what an entry depends on, by the names of REASONS; all but these are in its key
-ONLY_EXPLAINS = ("written",)  # the caption as it stands in the dataset, which its texts are made of
+ONLY_EXPLAINS = ("written",)  # the caption as it is in the dataset, which its texts are made of
 LOST = "not in the cache any more"
 
 
 @dataclass(frozen=True)
 class CachePlan(Generic[Item]):
-    """What is cached and what must be built. `keys` stands in the order of `items`."""
+    """What is cached and what must be built. `keys` are in the order of `items`."""
 
     kind: str  # "latents" or "texts"
     folder: Path
@@ -74,7 +74,7 @@ class CachePlan(Generic[Item]):
 
     @property
     def filled(self) -> Filled:
-        """How it stands once what is missing has been built."""
+        """The counts once all missing entries are built."""
         entries = len(set(self.keys))
         return Filled(self.kind, entries - len(self.missing), len(self.missing), dict(Counter(self.reasons)))
 
@@ -114,7 +114,7 @@ def _key(record: Record) -> str:
 
 
 def _view_text(view: View) -> str:
-    """What a view does to an image; what it leaves alone is not named, so that such keys stay when ways are added."""
+    """What a view does to an image. Unused options are not named, so that keys stay when options are added."""
     fit = view.fit
     text = f"{fit.resized_width}x{fit.resized_height}+{fit.left}+{fit.top} {fit.bucket} {TRANSFORM}"
     if view.flip:
@@ -143,7 +143,7 @@ def plan_latents(
 
 
 def _named(items: Sequence[tuple[Sample, View]]) -> list[str]:
-    """The path of each, with a number from an image's second view on: what is remembered goes by it."""
+    """The path of each, with a number from an image's second view on: the index remembers entries by it."""
     seen: Counter[str] = Counter()
     names = []
     for sample, _ in items:
@@ -184,8 +184,8 @@ def plan_texts(
     written += (*extra, "")
 
     def describe(index: int) -> tuple[str, Record]:
-        told = {"written": written[index], "encoder": encoder_key, "dtype": str(dtype)}
-        return names[index], _caption_record(captions[index]) | told
+        facts = {"written": written[index], "encoder": encoder_key, "dtype": str(dtype)}
+        return names[index], _caption_record(captions[index]) | facts
 
     return _plan("texts", folder, dtype, tuple(captions), describe)
 
@@ -257,7 +257,7 @@ def fill_latents(
     """Build the missing latents, `batch` images of one bucket at a time, decoded ahead by `workers` threads.
 
     Others may fill the same cache meanwhile: nothing is built twice, and this returns when
-    all is there. `start` is the share of the way at which this process begins.
+    all is there. `start` is the share of the entries at which this process begins.
     `encode_image` takes pixels [B, 3, H, W] in [-1, 1] (float32, CPU) and gives mean and
     spread, each [B, C, h, w]. Raises DatasetRefused for an image that cannot be read or
     has changed since it was listed, TrainingFailed for latents that are not finite and for

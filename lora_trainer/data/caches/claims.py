@@ -3,7 +3,7 @@
     FOLDER/claims        one byte-range lock for each key that somebody builds, and one for upkeep
     FOLDER/users/NAME    locked for as long as a run uses the cache; its time is when the run began
 
-Locks belong to processes, so threads of one process are told apart here. Where a file
+Locks belong to processes, so threads of one process are separated here. Where a file
 system has no locks, every claim is granted: work may be done twice, and nothing breaks.
 """
 

@@ -82,9 +82,9 @@ def hashes_of(record: Mapping[str, str]) -> bytes:
 def changed(before: Sequence[bytes], record: Mapping[str, str]) -> set[str]:
     """The names whose values differ from what is remembered, of several the most alike; all where nothing is."""
     names, now = sorted(record), hashes_of(record)
-    pieces = range(0, len(now), HASH)
+    digests = range(0, len(now), HASH)
     differing = [
-        {name for name, at in zip(names, pieces, strict=True) if each[at : at + HASH] != now[at : at + HASH]}
+        {name for name, at in zip(names, digests, strict=True) if each[at : at + HASH] != now[at : at + HASH]}
         for each in before
         if len(each) == len(now)
     ]

@@ -1,4 +1,4 @@
-"""What in a folder is ours: its mark and the names that are made here. Nothing else is ever removed."""
+"""Which files of a cache folder are ours: its tag and the names written here. Nothing else is ever removed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PART = re.compile(r"\.([0-9a-f]{32}|[0-9a-f]{64})\.(safetensors|images|json)\.[^
 
 
 def mark(folder: Path) -> None:
-    """Note that a folder is a cache, unless it says so or another's tag stands there. Raises OSError."""
+    """Mark a folder as a cache, unless it has a tag already. Raises OSError."""
     if not (folder / TAG).exists():
         write_text(folder / TAG, TEXT)
 

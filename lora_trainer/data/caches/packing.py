@@ -1,7 +1,7 @@
 """Small shards into large ones, so that a million entries are few files.
 
 Each batch that is encoded is a small shard at once. Packing writes the large one before it
-removes the small ones: a process that is killed in between leaves keys that stand twice.
+removes the small ones: a process that is killed in between leaves duplicate keys.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 Shards are written once, whole or not at all, and never changed: packing writes a new one
 and removes the old. Rows are read through a memory map and checked when they are first
-read. A key may stand in several shards; any of them will do.
+read. A key may be in several shards; any of them will do.
 """
 
 from __future__ import annotations

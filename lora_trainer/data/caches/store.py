@@ -33,7 +33,7 @@ class Shelf:
     def __init__(self, folder: Path, kind: str, wanted: Iterable[str] | None = None) -> None:
         self.folder = folder / kind
         self.damaged: set[str] = set()  # names of shards whose header is damaged
-        self.spoilt: set[str] = set()  # keys of rows that are damaged; they may stand elsewhere too
+        self.spoilt: set[str] = set()  # keys of damaged rows; other shards may have them too
         self._only = wanted is not None
         self._places: dict[str, int] = dict.fromkeys(wanted or (), ABSENT)
         self._shards: dict[int, Shard] = {}
@@ -43,7 +43,7 @@ class Shelf:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look for shards that came, went, or were found damaged."""
+        """Find shards that were added, removed or found damaged."""
         names = self._listed()
         # Packed away between listing and opening: what it became is in the next list.
         while not all(self._add(name) for name in sorted(_shards_in(names) - self._numbers.keys() - self.damaged)):
@@ -59,13 +59,13 @@ class Shelf:
             self._find_again(lost)
 
     def _listed(self) -> set[str]:
-        """Names of shards and marks. Twice the same, since one look may miss both a shard and what it became."""
-        before = self._look()
-        while before != (now := self._look()):
+        """Names of shards and marks, listed until two agree: one listing may miss both a shard and what it became."""
+        before = self._list_names()
+        while before != (now := self._list_names()):
             before = now
         return now
 
-    def _look(self) -> set[str]:
+    def _list_names(self) -> set[str]:
         try:
             return {name for name in os.listdir(self.folder) if SHARD.fullmatch(name) or DAMAGE.fullmatch(name)}
         except OSError:
@@ -100,7 +100,7 @@ class Shelf:
         return lost
 
     def _heed(self, note: str) -> set[str]:
-        """Take a row that was found damaged for missing; its key, if it was to be read from there."""
+        """Count a row that was found damaged as missing; its key, if it was to be read from there."""
         name, _, row = note.rpartition(MARK)
         number = self._numbers.get(name + ENDING)
         if number is None or not row.isdecimal() or int(row) >= self._shards[number].count:
@@ -117,7 +117,7 @@ class Shelf:
         return {key}
 
     def _find_again(self, lost: set[str]) -> None:
-        """A key may stand in other shards too."""
+        """Search the other shards, which may have these keys too."""
         for number, shard in self._shards.items():
             for row, key in enumerate(shard.names()):
                 if key in lost and (place := (number << ROWS) + row) not in self._bad:
@@ -198,7 +198,7 @@ def write_entries(folder: Path, kind: str, keys: Sequence[str], tensors: Mapping
 
 
 class Store:
-    """Reads entries of one kind through memory maps. `keys` are those that will be asked for; None means any.
+    """Reads entries of one kind through memory maps. `keys` are those that will be read; None means any.
 
     May be used from several threads.
     """
@@ -213,7 +213,7 @@ class Store:
     def read(self, key: str, owner: str = "") -> dict[str, Tensor]:
         """Tensors of an entry; not to be changed.
 
-        Raises TrainingFailed, naming the entry's `owner` where one is told, when it is gone or damaged.
+        Raises TrainingFailed, naming the entry's `owner` if set, when it is gone or damaged.
         """
         with self._lock:
             if self._shelf is None:

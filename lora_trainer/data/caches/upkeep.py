@@ -32,7 +32,7 @@ from lora_trainer.data.images.remembered import remembered, remembered_bytes
 from lora_trainer.data.sources.parquet import UNPACKED, last_used, remove_unpacked
 
 DEFAULT_LIMIT = 50 * 10**9  # bytes on disk
-ABANDONED_AFTER = 3600.0  # seconds until a half-written file may go although somebody is at work
+ABANDONED_AFTER = 3600.0  # seconds until a half-written file may be removed although a run is using the cache
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class CacheStatus:
 
     @property
     def lines(self) -> list[str]:
-        held = ", ".join(counted(count, kind.removesuffix("s")) for kind, count in self.counts.items())
-        lines = [f"{self.folder}: {held}, {size_words(self.bytes)}"]
+        listed = ", ".join(counted(count, kind.removesuffix("s")) for kind, count in self.counts.items())
+        lines = [f"{self.folder}: {listed}, {size_words(self.bytes)}"]
         for name, kind in self.kinds.items():
             if kind.last_used is not None:
                 used = time.strftime("%Y-%m-%d %H:%M", time.localtime(kind.last_used))
@@ -216,7 +216,7 @@ def _shards(folder: Path) -> Iterator[tuple[Path, int, float]]:
 
 
 def _without_damage(folder: Path, kind: str, *, verify: bool) -> int:
-    """Write shards with damaged rows anew without them; how many rows. Known ones only, unless all are read."""
+    """Rewrite shards without their damaged rows; how many rows. Known ones only, unless all are read."""
     found = 0
     for shard in Shelf(folder, kind).shards():
         marks = list(shard.path.parent.glob(shard.path.stem + MARK + "*"))
@@ -230,7 +230,7 @@ def _without_damage(folder: Path, kind: str, *, verify: bool) -> int:
                 del shard
                 rewrite(folder / kind, layout, [path])
             else:
-                sum(_unlinked(mark) for mark in marks)  # it was a disk's mood
+                sum(_unlinked(mark) for mark in marks)  # a read error that did not repeat
     return found
 
 

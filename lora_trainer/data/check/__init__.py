@@ -10,20 +10,20 @@ that look the same are paired off. `common` is 1 − 0.25 × share² of the most
 files have is learned as part of the subject. docs/scores.md has the proof that breaking one more
 file never raises the score.
 
-To add a check: one function `(Looked) -> list[Finding]` and one entry in CHECKS.
+To add a check: one function `(CheckContext) -> list[Finding]` and one entry in CHECKS.
 """
 
 from lora_trainer.data.check.captions import estimate_tokens
 from lora_trainer.data.check.checks import CHECKS, check_dataset
-from lora_trainer.data.check.looked import Looked
+from lora_trainer.data.check.context import CheckContext
 from lora_trainer.data.check.report import BucketRow, DataReport
 from lora_trainer.data.check.whole_set import check_buckets, check_plan
 
 __all__ = [
     "CHECKS",
     "BucketRow",
+    "CheckContext",
     "DataReport",
-    "Looked",
     "check_buckets",
     "check_dataset",
     "check_plan",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lora_trainer.core.findings import Finding
 from lora_trainer.data.captions import TRIGGER, canonical_text, has_trigger, lacks_trigger, rules_of
-from lora_trainer.data.check.looked import Looked
+from lora_trainer.data.check.context import CheckContext
 from lora_trainer.data.sample import Sample
 
 CAPTION_CODES = frozenset(
@@ -40,26 +40,26 @@ NOISE = re.compile(rf"(?=\w{{{SHORTEST_NOISE}}})(?:{'|'.join(RUNS)}|(\w)\1{{2,}}
 LETTERS = re.compile(r"[^\W\d_]+")
 
 
-def check_captions(looked: Looked) -> list[Finding]:
-    """What the listing said of captions, what the model would not read of them, and what they have in common."""
-    found = [finding for finding in looked.read_findings if finding.code in CAPTION_CODES]
-    for sample in looked.samples:
-        found += _of_one(sample, looked)
-    return found + _of_all([sample for sample in looked.samples if not sample.regularization], looked)
+def check_captions(context: CheckContext) -> list[Finding]:
+    """Caption findings of the listing, captions that the model would not read whole, and what they have in common."""
+    found = [finding for finding in context.read_findings if finding.code in CAPTION_CODES]
+    for sample in context.samples:
+        found += _of_one(sample, context)
+    return found + _of_all([sample for sample in context.samples if not sample.regularization], context)
 
 
-def _of_one(sample: Sample, looked: Looked) -> list[Finding]:
+def _of_one(sample: Sample, context: CheckContext) -> list[Finding]:
     found = []
-    trained = canonical_text(sample, looked.rules)
-    places, rest = _without_words(trained, looked)
-    if looked.caption_limit is not None and len(rest) + places > looked.caption_limit - 2:
+    trained = canonical_text(sample, context.rules)
+    places, rest = _without_learned_tokens(trained, context)
+    if context.caption_limit is not None and len(rest) + places > context.caption_limit - 2:
         # A token has one letter at least: only longer captions need counting.
         tokens = estimate_tokens(rest) + places
-        if tokens > looked.caption_limit:
-            new = f", {places} of them of new words" if places else ""
-            message = f"has a caption of about {tokens} tokens{new}; the model reads {looked.caption_limit}."
+        if tokens > context.caption_limit:
+            new = f", {places} of them learned" if places else ""
+            message = f"has a caption of about {tokens} tokens{new}; the model reads {context.caption_limit}."
             found.append(Finding("long_caption", "note", message, "Shorten it; what matters first.", path=sample.path))
-    if says_nothing(sample, looked):
+    if is_meaningless(sample, context):
         message = f"has a caption without a word ({_cut(sample.caption)})."
         fix = "Write what it shows. If this is the word to learn, name it: captions.trigger_word."
         found.append(Finding("meaningless_caption", "warning", message, fix, path=sample.path))
@@ -69,26 +69,26 @@ def _of_one(sample: Sample, looked: Looked) -> list[Finding]:
     return found
 
 
-def _without_words(text: str, looked: Looked) -> tuple[int, str]:
-    """The tokens that new words of a text are, one for each embedding, and the text without them."""
+def _without_learned_tokens(text: str, context: CheckContext) -> tuple[int, str]:
+    """The number of learned tokens in a text, one for each embedding, and the text without them."""
     found = 0
-    for word in looked.words:
+    for word in context.learned_tokens:
         text, times = re.subn(re.escape(word), " ", text, flags=re.IGNORECASE)
         found += times
-    return found * looked.word_vectors, text
+    return found * context.num_vectors, text
 
 
-def says_nothing(sample: Sample, looked: Looked) -> bool:
+def is_meaningless(sample: Sample, context: CheckContext) -> bool:
     """Whether a caption that was written for its image is only signs, or only keys that lie beside each other.
 
-    A trigger or a new word says something, whatever its letters. So do a number and rare words such as `sks`.
+    A trigger word or a learned token has a meaning, whatever its letters. So have a number and rare words such as `sks`.
     """
     caption = sample.caption
     if not sample.own_caption or not caption.isascii() or not caption:
         return False
     known = [
-        *looked.words,
-        *([rules_of(sample, looked.rules).trigger_word] if sample.source < len(looked.rules) else []),
+        *context.learned_tokens,
+        *([rules_of(sample, context.rules).trigger_word] if sample.source < len(context.rules) else []),
     ]
     if any(word and has_trigger(caption, word) for word in (*known, TRIGGER)):
         return False
@@ -97,22 +97,22 @@ def says_nothing(sample: Sample, looked: Looked) -> bool:
 
 
 def garbled(caption: str) -> str:
-    """The first piece of a text that was UTF-8 and was read as something else, or lost letters; empty when all is well."""
+    """The first word of a text that was UTF-8 and was read as something else, or lost letters; empty when there is none."""
     if "\ufffd" in caption:
         place = caption.index("\ufffd")
         return caption[max(0, place - 8) : place + 8]
     for word in NOT_ASCII.findall(caption):
-        if (mended := _mended_word(word)) != word:
-            return f"{word} for {mended}"
+        if (right := _fix_garbled_word(word)) != word:
+            return f"{word} for {right}"
     return ""
 
 
-def mended(caption: str) -> str:
-    """The text with every word put right that was UTF-8 and was read as Windows-1252; lost letters stay lost."""
-    return NOT_ASCII.sub(lambda match: _mended_word(match[0]), caption)
+def fix_garbled(caption: str) -> str:
+    """The text with every word fixed that was UTF-8 and was read as Windows-1252; lost letters stay lost."""
+    return NOT_ASCII.sub(lambda match: _fix_garbled_word(match[0]), caption)
 
 
-def _mended_word(word: str) -> str:
+def _fix_garbled_word(word: str) -> str:
     try:
         right = word.encode("cp1252").decode("utf-8")
     except UnicodeError:
@@ -120,9 +120,9 @@ def _mended_word(word: str) -> str:
     return right if len(right) < len(word) else word
 
 
-def _of_all(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
+def _of_all(samples: Sequence[Sample], context: CheckContext) -> list[Finding]:
     captions = Counter(sample.caption for sample in samples)
-    found = _triggers(samples, looked) + _words(samples, looked)
+    found = _triggers(samples, context) + _check_learned_tokens(samples, context)
     if len(samples) > 1 and len(captions) == 1 and "" not in captions:
         message = f"All {len(samples)} images have the same caption."
         fix = "Fine for one subject; varied captions keep surroundings apart from it."
@@ -132,7 +132,7 @@ def _of_all(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
     caption, times = captions.most_common(1)[0]
     if times > OFTEN * len(samples) and caption:
         message = f"{times} of {len(samples)} images have the same caption ({_cut(caption)})."
-        fix = "Write what each shows; what is not said is learned as part of the subject."
+        fix = "Describe each image; what captions do not name is learned as part of the subject."
         found.append(Finding("repeated_caption", "note", message, fix))
     words = [len(sample.caption.split()) for sample in samples if sample.caption]
     short, long = (sum(count <= SHORT for count in words), sum(count >= LONG for count in words))
@@ -143,16 +143,16 @@ def _of_all(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
     return found
 
 
-def _words(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
-    """New words that no caption holds, of which nothing would be learned, or that only some hold."""
-    texts = [canonical_text(sample, looked.rules).lower() for sample in samples] if looked.words else []
-    holding = {word: sum(word.lower() in text for text in texts) for word in looked.words}
+def _check_learned_tokens(samples: Sequence[Sample], context: CheckContext) -> list[Finding]:
+    """Learned tokens that no caption contains, so that they would learn nothing, or that only some contain."""
+    texts = [canonical_text(sample, context.rules).lower() for sample in samples] if context.learned_tokens else []
+    holding = {word: sum(word.lower() in text for text in texts) for word in context.learned_tokens}
     some = [
         Finding(
             "word_in_some",
             "note",
-            f"{times} of {len(texts)} captions hold the new word {word!r}; the others teach nothing of it.",
-            f"Write it into all captions of what it names, or set captions.trigger_word={word}.",
+            f"{times} of {len(texts)} captions contain the learned token {word!r}; the others do not train it.",
+            f"Write it into all captions of its subject, or set captions.trigger_word={word}.",
         )
         for word, times in holding.items()
         if 0 < times < len(texts)
@@ -161,7 +161,7 @@ def _words(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
         Finding(
             "unused_word",
             "warning",
-            f"No caption holds the new word {word!r}: nothing can be learned of it.",
+            f"No caption contains the learned token {word!r}: it would learn nothing.",
             f"Write it into the captions, or set captions.trigger_word={word} to put it in front of each.",
         )
         for word, times in holding.items()
@@ -169,12 +169,12 @@ def _words(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
     ]
 
 
-def _triggers(samples: Sequence[Sample], looked: Looked) -> list[Finding]:
-    """The trigger that is missing is put in front; that is said once."""
-    lacking = [sample for sample in samples if lacks_trigger(sample, looked.rules)]
+def _triggers(samples: Sequence[Sample], context: CheckContext) -> list[Finding]:
+    """One note for all captions whose missing trigger is put in front."""
+    lacking = [sample for sample in samples if lacks_trigger(sample, context.rules)]
     if not lacking:
         return []
-    trigger, first = looked.rules[lacking[0].source].trigger_word, _cut(lacking[0].caption)
+    trigger, first = context.rules[lacking[0].source].trigger_word, _cut(lacking[0].caption)
     message = (
         f"{len(lacking)} of {len(samples)} captions lack the trigger {trigger!r} (first: {first}); it is put in front."
     )

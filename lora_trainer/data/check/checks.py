@@ -1,4 +1,4 @@
-"""The list of checks, and the judgement that comes of them."""
+"""The list of checks, and the report on a dataset."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lora_trainer.core.findings import Finding
 from lora_trainer.data.alike import Alike, find_alike
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.check.captions import check_captions
+from lora_trainer.data.check.context import Check, CheckContext
 from lora_trainer.data.check.images import (
     check_borders,
     check_compression,
@@ -21,17 +22,16 @@ from lora_trainer.data.check.images import (
     check_sharpness,
     check_sizes,
 )
-from lora_trainer.data.check.looked import Check, Looked
 from lora_trainer.data.check.report import BucketRow, DataReport
 from lora_trainer.data.check.score import by_file, has_error, score_of
 from lora_trainer.data.check.whole_set import check_count, check_variety, likeness_of
-from lora_trainer.data.images.look import look_at
+from lora_trainer.data.images.decode import measure_images
 from lora_trainer.data.images.measures import Seen
 from lora_trainer.data.images.workers import Progress
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.views import BucketPlan, Framing, plan_views
 
-HEADERS_ONLY = "only headers and captions were judged; check without --quick decodes the images, too."
+HEADERS_ONLY = "only headers and captions were checked; check without --quick decodes the images, too."
 
 CHECKS: dict[str, Check] = {
     "readable": check_readable,
@@ -56,22 +56,21 @@ def check_dataset(
     allow_upscale: bool = False,
     caption_limit: int | None = None,
     rules: Sequence[CaptionsSection] = (),
-    words: Sequence[str] = (),
-    word_vectors: int = 1,
+    learned_tokens: Sequence[str] = (),
+    num_vectors: int = 1,
     gate: float = 0.8,
     decode: bool = True,
     progress: Progress | None = None,
 ) -> DataReport:
-    """Decode every image and judge the set. `framings` says of each source how it is
-    trained and `rules` how its captions are changed; `caption_limit` is in tokens with start and end;
-    `words` are new ones that captions must hold, of `word_vectors` tokens each.
-    Without `decode` only what headers and captions say is judged, and a note says so.
+    """Decode every image and check the dataset. `framings` and `rules` are the image and caption settings of each
+    source; `caption_limit` is in tokens with start and end; `learned_tokens` must be in captions, each as
+    `num_vectors` tokens. Without `decode` only headers and captions are checked, and a note says so.
     """
     samples = manifest.samples
     plan = plan_views(samples, framings)
-    seen = look_at(samples, progress) if decode else (Seen(),) * len(samples)
+    seen = measure_images(samples, progress) if decode else (Seen(),) * len(samples)
     alike = alike_of(samples, seen) if decode else Alike((), (), 0)
-    looked = Looked(
+    context = CheckContext(
         samples,
         plan.fits,
         tuple(framings),
@@ -81,11 +80,11 @@ def check_dataset(
         allow_upscale,
         caption_limit,
         tuple(rules),
-        tuple(words),
-        word_vectors,
-        look_at_masks(samples) if decode else {},
+        tuple(learned_tokens),
+        num_vectors,
+        measure_masks(samples) if decode else {},
     )
-    found = {name: check(looked) for name, check in CHECKS.items()}
+    found = {name: check(context) for name, check in CHECKS.items()}
     everything = [finding for group in found.values() for finding in group]
     files = by_file(samples, everything)
     places = frozenset(sample.path for sample in samples)
@@ -103,14 +102,14 @@ def check_dataset(
         notes=manifest.notes if decode else (*manifest.notes, HEADERS_ONLY),
         groups=groups_of(samples, alike),
         kin={samples[place].content: samples[leader].content for place, leader in alike.leaders.items()},
-        likeness=likeness_of(looked),
+        likeness=likeness_of(context),
         rows=bucket_rows(samples, plan),
         borders={sample.path: each.borders for sample, each in zip(samples, seen, strict=True) if each.borders},
     )
 
 
-def look_at_masks(samples: Sequence[Sample]) -> dict[str, Seen]:
-    """What mask files show, by their content."""
+def measure_masks(samples: Sequence[Sample]) -> dict[str, Seen]:
+    """The measures of mask files, by their content."""
     files = {
         sample.mask.content: replace(
             sample, path=sample.mask.path, content=sample.mask.content, span=sample.mask.span, mask=None
@@ -118,11 +117,11 @@ def look_at_masks(samples: Sequence[Sample]) -> dict[str, Seen]:
         for sample in samples
         if sample.mask is not None and sample.mask.path is not None
     }
-    return dict(zip(files, look_at(list(files.values())), strict=True))
+    return dict(zip(files, measure_images(list(files.values())), strict=True))
 
 
 def alike_of(samples: Sequence[Sample], seen: Sequence[Seen]) -> Alike:
-    """Which samples look the same; copies of one file are asked about once, by the first's place."""
+    """Which samples look the same; copies of one file are compared once, by the first's place."""
     first: dict[str, int] = {}
     for place, sample in enumerate(samples):
         first.setdefault(sample.content, place)

@@ -1,9 +1,9 @@
 """`check --clean-copy`: a cleaned copy of a dataset. The original is only read.
 
-Only what a finding says is changed: what cannot be trained on and what is there twice is
-left out, endings are put right, animations become their first frame, bars and narrow frames are cut off,
-captions in other letters become UTF-8. All else is copied byte for byte. Folders keep
-their names, and with them their repeats.
+Only findings are fixed: files that cannot be trained on and duplicates are skipped, endings are
+corrected, animations become their first frame, bars and narrow frames are cut off, captions in
+other encodings become UTF-8. All else is copied byte for byte. Folders keep their names, and with
+them their repeats.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import write_json
-from lora_trainer.data.check.captions import mended
-from lora_trainer.data.check.mending import (
+from lora_trainer.data.check.captions import fix_garbled
+from lora_trainer.data.check.fixes import (
     CaptionFile,
     beside,
     caption_file,
+    fix_image,
     in_old_letters,
-    mended_image,
     right_ending,
 )
 from lora_trainer.data.check.report import SEVERITIES, DataReport
 from lora_trainer.data.check.score import ENOUGH_IMAGES
 from lora_trainer.data.images.spans import open_bytes
-from lora_trainer.data.manifest import asked_for
+from lora_trainer.data.manifest import request_source
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.sources.folder import KOHYA_FOLDER
-from lora_trainer.data.sources.found import Asked, Reading
+from lora_trainer.data.sources.found import Reading, SourceRequest
 from lora_trainer.data.sources.places import place_from, places_of
 from lora_trainer.data.views import Framing
 
@@ -45,7 +45,7 @@ METADATA = "metadata.jsonl"
 
 @dataclass(frozen=True)
 class Fixed:
-    """What became of one file: `copy` is its place in the new folder, None where it was left out."""
+    """The result for one file: `copy` is its place in the new folder, None where it was skipped."""
 
     path: Path
     copy: str | None
@@ -65,14 +65,14 @@ class FixedCopy:
 class _Lot:
     """One source: names are kept below `base`, and it lies at `root` of the copy. A table names images elsewhere."""
 
-    asked: Asked
+    request: SourceRequest
     base: Path
     root: str
     table: bool
 
     @property
     def copy(self) -> str:
-        """What is given as data to train the copy."""
+        """The `--data` value that trains the copy."""
         return f"{self.root}/{METADATA}" if self.table else self.root
 
 
@@ -84,21 +84,21 @@ def write_fixed(
     target: Path,
     captions: CaptionsSection | None = None,
 ) -> FixedCopy:
-    """Write the copy; it is there whole or not at all. `captions` rules the sources that do not say, as in `read_manifest`.
+    """Write the copy, whole or not at all. `captions` are for sources without their own, as in `read_manifest`.
 
-    Raises UsageError for a folder that is not empty or lies in the data or around it, where nothing
-    would be left, and where it cannot be written.
+    Raises UsageError for a folder that is not empty or lies in the data or around it, for a copy
+    without images, and where it cannot be written.
     """
     target = Path(os.path.abspath(target))
-    asked = [asked_for(number, source, captions or CaptionsSection()) for number, source in enumerate(sources)]
-    places = [places_of(each, Reading()) for each in asked]
+    request = [request_source(number, source, captions or CaptionsSection()) for number, source in enumerate(sources)]
+    places = [places_of(each, Reading()) for each in request]
     images = {sample.path for sample in manifest.samples if sample.span is None}
     if problems := place_problems(target, [place for several in places for place in several], images):
         raise UsageError(problems)
-    left_out = what_to_leave_out(report, manifest, asked)
+    left_out = what_to_leave_out(report, manifest, request)
     if all(sample.path in left_out for sample in manifest.samples):
-        raise UsageError(Problem("No image of the data would be left.", "Mend or replace the images."))
-    lots = _lots(asked, places, manifest)
+        raise UsageError(Problem("No image of the data would be left.", "Fix or replace the images."))
+    lots = _lots(request, places, manifest)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".part", dir=target.parent) as scratch:
@@ -130,11 +130,11 @@ def place_problems(target: Path, places: Sequence[Path], images: Iterable[Path] 
     return []
 
 
-def _lots(asked: Sequence[Asked], places: Sequence[Sequence[Path]], manifest: Manifest) -> list[_Lot]:
-    """Where each source lies in the copy. One folder is the copy itself, unless its name says its repeats; sources of
-    the same images with other captions lie apart."""
+def _lots(request: Sequence[SourceRequest], places: Sequence[Sequence[Path]], manifest: Manifest) -> list[_Lot]:
+    """The folder of each source in the copy. One folder is the copy itself, unless its name holds repeats; sources of
+    the same images with other captions get folders of their own."""
     keys = [
-        (each.section.path, each.section.captions_file, each.section.default_caption, each.captions) for each in asked
+        (each.section.path, each.section.captions_file, each.section.default_caption, each.captions) for each in request
     ]
     first = [keys.index(key) for key in keys]
     elsewhere = _tables(places, manifest)
@@ -151,7 +151,7 @@ def _lots(asked: Sequence[Asked], places: Sequence[Sequence[Path]], manifest: Ma
         if first[number] != number:
             root = lots[first[number]].root
         names.add(root.casefold())
-        lots.append(_Lot(asked[number], base, root, number in elsewhere))
+        lots.append(_Lot(request[number], base, root, number in elsewhere))
     return lots
 
 
@@ -165,7 +165,7 @@ def _tables(places: Sequence[Sequence[Path]], manifest: Manifest) -> set[int]:
     }
 
 
-def what_to_leave_out(report: DataReport, manifest: Manifest, asked: Sequence[Asked]) -> dict[Path, str]:
+def what_to_leave_out(report: DataReport, manifest: Manifest, request: Sequence[SourceRequest]) -> dict[Path, str]:
     """Files that are not copied, with the reason: what cannot be trained on, and all but the best that look the same."""
     reasons: dict[Path, str] = {}
     samples = {sample.path: sample for sample in manifest.samples}
@@ -174,7 +174,7 @@ def what_to_leave_out(report: DataReport, manifest: Manifest, asked: Sequence[As
         if errors:
             reasons[path] = errors[0].message
         elif any(each.code == "unreadable_caption" for each in found):
-            place = beside(path, asked[samples[path].source]) if path in samples else None
+            place = beside(path, request[samples[path].source]) if path in samples else None
             if place is None or not in_old_letters(place).strip():
                 reasons[path] = "its caption cannot be read."
     left = {sample.content for sample in manifest.samples if sample.path not in reasons and not sample.regularization}
@@ -186,8 +186,8 @@ def what_to_leave_out(report: DataReport, manifest: Manifest, asked: Sequence[As
             spare = sample.content in kept or len(left) > ENOUGH_IMAGES or sample.regularization
             if kept and spare:
                 same = kept.get(sample.content)
-                told = "looks the same as" if same is None else "is a copy of"
-                reasons[sample.path] = f"{told} {report.name_of(same or usable[0].path)}."
+                reason = "looks the same as" if same is None else "is a copy of"
+                reasons[sample.path] = f"{reason} {report.name_of(same or usable[0].path)}."
                 left -= {sample.content} - kept.keys()
             else:
                 kept[sample.content] = sample.path
@@ -195,7 +195,7 @@ def what_to_leave_out(report: DataReport, manifest: Manifest, asked: Sequence[As
 
 
 def _worth(sample: Sample, found: Sequence[Finding]) -> tuple[bool, bool, int, int]:
-    """Which of several that look the same is kept: what is learned, what has a caption, the fewest warnings, the largest."""
+    """Which of several that look the same is kept: no regularization, with a caption, the fewest warnings, the largest."""
     warnings = sum(each.severity == "warning" and "duplicate" not in each.code for each in found)
     return (not sample.regularization, bool(sample.caption), -warnings, sample.width * sample.height)
 
@@ -205,7 +205,7 @@ def _others(report: DataReport, manifest: Manifest) -> list[Fixed]:
     samples = {sample.path for sample in manifest.samples}
     others = ((path, found) for path, found in report.files.items() if path not in samples and found)
     worst = {path: min(found, key=lambda each: SEVERITIES.index(each.severity)) for path, found in others}
-    return [Fixed(path, None, (f"left out: {each.message}",)) for path, each in worst.items()]
+    return [Fixed(path, None, (f"skipped: {each.message}",)) for path, each in worst.items()]
 
 
 class _Writer:
@@ -221,7 +221,7 @@ class _Writer:
         for sample in samples:
             key = self.lots[sample.source].root, sample.path
             if sample.path in left_out:
-                files[key] = Fixed(sample.path, None, (f"left out: {left_out[sample.path]}",))
+                files[key] = Fixed(sample.path, None, (f"skipped: {left_out[sample.path]}",))
             elif key not in files:
                 files[key] = self._sample(sample)
             elif self.lots[sample.source].table:  # another caption of the same image
@@ -233,13 +233,13 @@ class _Writer:
         return list(files.values())
 
     def _codes(self, sample: Sample) -> set[str]:
-        """What was found of it and is mended."""
+        """The codes of its findings, which are fixed."""
         notes = ("animated", "wrong_ending")
         return {each.code for each in self.report.files[sample.path] if each.severity != "note" or each.code in notes}
 
     def _sample(self, sample: Sample) -> Fixed:
         codes = self._codes(sample)
-        data, done = mended_image(sample, codes, self.report.borders.get(sample.path), self.framings[sample.source])
+        data, done = fix_image(sample, codes, self.report.borders.get(sample.path), self.framings[sample.source])
         name = self._name(sample, ".png" if data is not None else right_ending(sample, codes))
         if data is None and Path(name).suffix != sample.path.suffix:
             done.append(f"renamed to {Path(name).name}")
@@ -271,23 +271,23 @@ class _Writer:
         return name
 
     def _caption(self, sample: Sample, name: str, codes: set[str]) -> list[str]:
-        """In a file beside the image where it came from one, else in metadata.jsonl; nowhere where the folder's name
-        says it. The rows of a table stay rows."""
+        """In a file beside the image where it came from one, else in metadata.jsonl; nowhere where it is the folder's
+        name. The rows of a table stay rows."""
         lot = self.lots[sample.source]
         text, done = sample.caption, []
-        file = caption_file(sample, lot.asked, codes)
+        file = caption_file(sample, lot.request, codes)
         plain = name.encode("utf-8", "ignore").decode("utf-8") == name
-        if file is None and "garbled_caption" in codes and mended(text) != text:
-            text, done = mended(text), ["garbled letters of the caption put right"]
+        if file is None and "garbled_caption" in codes and fix_garbled(text) != text:
+            text, done = fix_garbled(text), ["garbled letters of the caption fixed"]
         if file is None and not plain:
-            file = CaptionFile(lot.asked.ending or ".txt", text.encode("utf-8"), tuple(done))
+            file = CaptionFile(lot.request.ending or ".txt", text.encode("utf-8"), tuple(done))
         if file is not None:
             (self.target / name).with_suffix(file.ending).write_bytes(file.data)
             done = list(file.done)
         row: dict[str, object] = {"file_name": Path(name).relative_to(lot.root).as_posix()}
         if file is None and text and (lot.table or text != _kohya_caption(name)):
             row["text"] = text
-        weight = own_weight(sample, lot.asked)
+        weight = own_weight(sample, lot.request)
         if weight != 1.0:
             row["weight"] = weight
         if len(row) > 1 or lot.table:
@@ -295,7 +295,7 @@ class _Writer:
         return done
 
     def _mask(self, sample: Sample, name: str) -> list[str]:
-        """A mask that lies beside its image goes with it; a folder of masks stays where it is."""
+        """A mask beside its image is copied with it; a folder of masks stays where it is."""
         mask = sample.mask
         if mask is None or mask.path is None or mask.path.parent != sample.path.parent:
             return []
@@ -312,13 +312,13 @@ def _kohya_caption(name: str) -> str | None:
     return None
 
 
-def own_weight(sample: Sample, asked: Asked) -> float:
-    """What a table says of it: without its source's weight, which is not written into the copy."""
-    shared = asked.section.loss_weight
+def own_weight(sample: Sample, request: SourceRequest) -> float:
+    """The weight in a table: without its source's weight, which is not written into the copy."""
+    shared = request.section.loss_weight
     return float(f"{sample.weight / shared:.12g}") if shared else 1.0
 
 
 def _write_record(folder: Path, lots: Sequence[_Lot], files: Sequence[Fixed]) -> None:
-    named = {str(place_from(lot.asked.section.path)): lot.copy for lot in lots}
+    named = {str(place_from(lot.request.section.path)): lot.copy for lot in lots}
     rows = [{"path": str(each.path), "copy": each.copy, "done": list(each.done)} for each in files]
     write_json(folder / RECORD, {"sources": named, "files": rows})

@@ -1,4 +1,4 @@
-"""The gate's verdict on a dataset."""
+"""The gate's report on a dataset."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BucketRow:
 
 @dataclass(frozen=True)
 class DataReport:
-    """The verdict. `files` holds every file that was read, clean ones with no findings."""
+    """The report. `files` holds every file that was read, clean ones with no findings."""
 
     score: float
     gate: float
@@ -55,7 +55,7 @@ class DataReport:
         return (*self.general, *(finding for found in self.files.values() for finding in found))
 
     def name_of(self, path: Path) -> str:
-        """A file's path below the folder that holds all that were read, so that equal names can be told apart."""
+        """A file's path below the folder that holds all of them, so that equal names differ."""
         try:
             return printable((path if self.root == path.anchor else path.relative_to(self.root)).as_posix())
         except ValueError:  # several drives, or no file
@@ -75,7 +75,7 @@ class DataReport:
                 grouped.setdefault(finding.code, []).append(finding)
         problems = [self.refusal(code, group) for code, group in grouped.items()]
         if not self.samples and not problems:
-            problems.append(Problem("No image of the data can be used.", "Mend or replace the images."))
+            problems.append(Problem("No image of the data can be used.", "Fix or replace the images."))
         return tuple(problems)
 
     @property

@@ -1,4 +1,4 @@
-"""The score: arithmetic on findings. Formula and proof stand in docs/scores.md."""
+"""The score: arithmetic on findings. Formula and proof are in docs/scores.md."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def common_share(
 
 
 def _whole(found: Sequence[Finding], paths: Sequence[Path]) -> float:
-    """What files that a check finds cut short leave of a mean over `paths`."""
+    """The part of a mean over `paths` that files which a check finds cut short leave."""
     cut = {finding.path for finding in found if finding.code in CUT_SHORT} - set(paths)
     return 1.0 - (1.0 - FACTORS["warning"]) * len(cut) / max(1, len(paths) + len(cut))
 

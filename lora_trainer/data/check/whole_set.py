@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lora_trainer.core.findings import Finding, counted
-from lora_trainer.data.check.looked import Looked, beside
+from lora_trainer.data.check.context import CheckContext, beside
 from lora_trainer.data.check.score import ENOUGH_IMAGES
 
 MOST_NAMED = 8  # files in one message
@@ -21,10 +21,10 @@ RANK_FOR_ALL = 64  # a rank up to this is no question of the number of images
 RANK_EACH = 4  # more than this for each image remembers them one by one
 
 
-def check_count(looked: Looked) -> list[Finding]:
+def check_count(context: CheckContext) -> list[Finding]:
     """Few images, and how many are there only to keep what the model knows."""
-    learned = {sample.content for sample in looked.samples if not sample.regularization}
-    kept = {sample.content for sample in looked.samples if sample.regularization}
+    learned = {sample.content for sample in context.samples if not sample.regularization}
+    kept = {sample.content for sample in context.samples if sample.regularization}
     found = []
     if 0 < len(learned) < ENOUGH_IMAGES:
         message = (
@@ -37,21 +37,21 @@ def check_count(looked: Looked) -> list[Finding]:
     return found
 
 
-def check_variety(looked: Looked) -> list[Finding]:
+def check_variety(context: CheckContext) -> list[Finding]:
     """Images that look the same, each group named once, and sets that show one thing only."""
     found = []
-    for group in looked.alike.groups:
-        first, *others = (looked.samples[place].path for place in group)
+    for group in context.alike.groups:
+        first, *others = (context.samples[place].path for place in group)
         more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
         named = ", ".join(beside(path, first) for path in others[:MOST_NAMED])
         message = f"looks the same as {named}{more}."
         fix = "Keep the best; the others teach nothing and the image is learned by heart."
         found.append(Finding("near_duplicate", "warning", message, fix, path=first))
-    for one, other in looked.alike.mirrored:
-        first, path = looked.samples[one].path, looked.samples[other].path
+    for one, other in context.alike.mirrored:
+        first, path = context.samples[one].path, context.samples[other].path
         message = f"is the mirror image of {beside(first, path)}."
         found.append(Finding("mirrored", "note", message, "data.flip=true shows all images both ways.", path=path))
-    likeness = likeness_of(looked)
+    likeness = likeness_of(context)
     if likeness > MOST_LIKENESS:
         message = f"The images are much alike: two of them agree by {likeness:.2f} on average, of 1."
         fix = "Add other poses, distances, backgrounds and light."
@@ -59,11 +59,11 @@ def check_variety(looked: Looked) -> list[Finding]:
     return found
 
 
-def likeness_of(looked: Looked) -> float:
+def likeness_of(context: CheckContext) -> float:
     """Mean correlation of the thumbs of two distinct images that are learned; 0 where there are few."""
     thumbs = {
         sample.content: seen.thumb
-        for sample, seen in zip(looked.samples, looked.seen, strict=True)
+        for sample, seen in zip(context.samples, context.seen, strict=True)
         if seen.broken is None and seen.thumb and not sample.regularization
     }
     count = len(thumbs)
@@ -103,7 +103,7 @@ def check_buckets(counts: Sequence[int], micro: int) -> list[Finding]:
         message = f"{few} of {len(counts)} buckets hold {THIN_BUCKET} images at most; each makes micro-batches of its own, and steps take longer."
         return [Finding("thin_buckets", "note", message, fix)]
     if lone and micro > 1:
-        held = "1 bucket holds" if lone == 1 else f"{lone} buckets hold"
-        message = f"{held} one image alone: it is a micro-batch of its own, though {micro} fit."
+        holds = "1 bucket holds" if lone == 1 else f"{lone} buckets hold"
+        message = f"{holds} one image alone: it is a micro-batch of its own, though {micro} fit."
         return [Finding("lone_bucket", "note", message, fix)]
     return []

@@ -67,7 +67,7 @@ class BrokenImageError(Exception):
 
 @dataclass(frozen=True)
 class Header:
-    """What an image's file says before its pixels are decoded. Sizes as seen, in pixels."""
+    """The header of an image, read without decoding pixels. Sizes as seen, in pixels."""
 
     width: int
     height: int
@@ -77,7 +77,7 @@ class Header:
 
 @contextlib.contextmanager
 def quiet_pillow() -> Iterator[None]:
-    """Pillow warns of odd metadata and of large images; both are judged here instead."""
+    """Silence Pillow's warnings of odd metadata and of large images; the checks report both."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -110,7 +110,7 @@ def opened(place: Path | BinaryIO, span: Span | None = None) -> Iterator[Image.I
 
 
 def unreadable(error: Exception) -> BrokenImageError:
-    """What a damaged or locked file made a reader raise, as a finding."""
+    """The error of reading a damaged or locked file, as a finding."""
     return BrokenImageError("unreadable", f"cannot be read ({_reason(error)}).", "Replace or remove it.")
 
 
@@ -123,7 +123,7 @@ def _reason(error: Exception) -> str:
 def header_of(place: Path | BinaryIO, span: Span | None = None) -> Header:
     """Size after EXIF rotation, format and frames, without decoding the pixels.
 
-    Raises BrokenPictureError.
+    Raises BrokenImageError.
     """
     with opened(place, span) as image:
         width, height = image.size
@@ -135,7 +135,7 @@ def header_of(place: Path | BinaryIO, span: Span | None = None) -> Header:
 
 
 def read_header(path: Path, span: Span | None = None) -> tuple[int, int]:
-    """(width, height) as the image is seen. Raises BrokenPictureError."""
+    """(width, height) as the image is seen. Raises BrokenImageError."""
     header = header_of(path, span)
     return header.width, header.height
 
@@ -149,7 +149,7 @@ def orientation_of(image: Image.Image) -> int:
 
 
 def load_rgb(path: Path, span: Span | None = None) -> Image.Image:
-    """The whole image as 8-bit RGB, as it is seen. Raises BrokenPictureError."""
+    """The whole image as 8-bit RGB, as it is seen. Raises BrokenImageError."""
     with opened(path, span) as image:
         turn = None if image.format == "TIFF" else TURNS.get(orientation_of(image))
         image.load()
@@ -158,7 +158,7 @@ def load_rgb(path: Path, span: Span | None = None) -> Image.Image:
 
 
 def load_alpha(path: Path, span: Span | None = None) -> Image.Image:
-    """The image's opacity as gray, as it is seen: white where it covers. Raises BrokenPictureError."""
+    """The image's opacity as gray, as it is seen: white where it covers. Raises BrokenImageError."""
     with opened(path, span) as image:
         turn = None if image.format == "TIFF" else TURNS.get(orientation_of(image))
         image.load()

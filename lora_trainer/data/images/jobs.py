@@ -1,4 +1,4 @@
-"""What worker processes do with one image: read its facts, or decode and measure it."""
+"""The jobs of worker processes: read an image's facts, or decode and measure it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STILL_WARM = 2.0  # seconds; a file written so lately may change again within it
 
 @dataclass(frozen=True)
 class Facts:
-    """What one reading of an image's bytes says. Sizes as seen, in pixels; `content` is the bytes' hex sha256."""
+    """Facts from one reading of an image's bytes. Sizes as seen, in pixels; `content` is the bytes' hex sha256."""
 
     width: int
     height: int
@@ -43,14 +43,14 @@ def read_facts(what: tuple[str, int, int]) -> dict[str, Any]:
         facts, stamp = _facts_of(path, span)
     except BrokenImageError as broken:
         return {"broken": [broken.code, broken.message, broken.fix]}
-    # Whoever writes within the clock's step leaves no trace in the times.
+    # A write within the clock's step does not change the times.
     warm = time.time() - stamp.mtime / 1e9 < STILL_WARM
     values = [facts.width, facts.height, facts.format, facts.frames, facts.content, facts.bytes]
     return {"facts": values, "stamp": None if warm else list(stamp)}
 
 
 def _facts_of(path: Path, span: Span | None) -> tuple[Facts, Stamp]:
-    """Raises BrokenPictureError."""
+    """Raises BrokenImageError."""
     for _ in range(3):
         try:
             with open_regular(path) as file:
@@ -64,7 +64,7 @@ def _facts_of(path: Path, span: Span | None) -> tuple[Facts, Stamp]:
 
 
 def facts_in(file: io.FileIO, path: Path, span: Span | None) -> Facts:
-    """The facts of one image in an open file. Raises BrokenPictureError and OSError."""
+    """The facts of one image in an open file. Raises BrokenImageError and OSError."""
     size = os.fstat(file.fileno()).st_size if span is None else span.size
     if size > MOST_BYTES:
         message = f"is a file of {size:,} bytes; the most is {MOST_BYTES:,}."
@@ -94,7 +94,7 @@ def read_seen(what: tuple[str, int, int, str]) -> str:
 
 
 def _measured(path: Path, span: Span | None, content: str) -> Seen:
-    """Raises BrokenPictureError, also when the bytes are not those that were listed."""
+    """Raises BrokenImageError, also when the bytes are not those that were listed."""
     try:
         with open_bytes(path, span) as file:
             size = os.fstat(file.fileno()).st_size if span is None else span.size
@@ -103,7 +103,7 @@ def _measured(path: Path, span: Span | None, content: str) -> Seen:
     except OSError as error:
         raise unreadable(error) from error
     if found != content:
-        # Measures are kept by content: those of other bytes must not stand under it.
+        # Measures are kept by content: those of other bytes must not be stored under it.
         raise BrokenImageError("unreadable", "changed while it was read.", "Run again.")
     with opened(io.BytesIO(data)) if size <= READ_WHOLE else opened(path, span) as image:
         return measure(image)

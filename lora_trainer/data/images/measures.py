@@ -1,7 +1,7 @@
-"""What a full decode of one image shows. Pure functions of its pixels and of its file's header.
+"""Measures of one fully decoded image. Pure functions of its pixels and of its file's header.
 
 Nothing here knows the resolution that is trained, so that results can be kept by content
-for ever: lengths are in the image's own pixels, and the gate relates them to the bucket.
+forever: lengths are in the image's own pixels, and the gate relates them to the bucket.
 Change MEASURES with whatever changes a value here.
 """
 
@@ -26,7 +26,7 @@ FEWEST_EDGES = 24  # fewer say nothing about the whole image
 EDGE_SHARE = 0.1  # the sharpest tenth: a portrait's background may be soft
 PATCH = 256  # side in pixels of the part that blocks are looked for in
 BLOCK_STEP = 40  # levels: larger steps are the image's own edges
-SLIGHT_BLOCKS = 1.0  # levels: less is no matter, and not asked whether it comes of tiles
+SLIGHT_BLOCKS = 1.0  # levels: less is ignored, without a test for tiles
 ROUGH = 0.4  # of the steps inside of blocks: JPEG leaves none so rough, dithering does
 ALONE, EVEN, EVEN_SHARE, NOT_LEVEL = 0.5, 0.45, 0.4, 0.45  # what JPEG's blocks have and tiles have not
 SMALL_SIDE = 384  # longest side in pixels of the copy that borders are looked for in
@@ -50,7 +50,7 @@ class Borders:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a full decode of one image showed; `broken` is (code, message, fix) where it failed."""
+    """The measures of one image; `broken` is (code, message, fix) where its decode failed."""
 
     broken: tuple[str, str, str] | None = None
     format: str = ""
@@ -58,7 +58,7 @@ class Seen:
     transparent: float = 0.0  # share of the pixels that are not opaque
     spread: float = 255.0  # largest standard deviation of a channel, 0 to 255
     edge: float = 0.0  # width in pixels of its sharpest edges; 0 when it has too few to tell
-    quality: int = 100  # JPEG quality that its tables stand for, 1 to 100; 100 for other formats
+    quality: int = 100  # JPEG quality of its tables, 1 to 100; 100 for other formats
     blocks: float = 0.0  # gray levels that the mean step on a grid of 8 pixels exceeds that beside it
     borders: Borders = Borders()
     hash: int = 0  # 64 bits of its low frequencies (pHash)
@@ -204,9 +204,9 @@ def block_steps(part: NDArray[np.uint8]) -> float:
 
 
 def _grid_steps(patch: Gray) -> float:
-    """Across the columns. JPEG's blocks are told from drawn tiles by three things that tiles lack.
+    """Across the columns. Three properties distinguish JPEG's blocks from drawn tiles.
 
-    One of the 8 phases stands out alone (tiles of 4, 10, 12 or 20 pixels raise several), most lines of the grid have
+    Only one of the 8 phases is strong (tiles of 4, 10, 12 or 20 pixels raise several), most lines of the grid have
     steps (of tiles of 16 pixels or more at most half do), and the blocks are not level: what happens inside of them,
     from side to side, is of the size of the steps between them (tiles of 8 pixels are flat, whatever noise is on them).
     """

@@ -71,7 +71,7 @@ def _unchanged(read: Callable[[], Read], path: Path, span: Span | None, content:
     """What is read of a file that must still be what was listed."""
     try:
         found = read()
-        # Otherwise the new image's latents would stand under the old one's key.
+        # Otherwise the new image's latents would be stored under the old one's key.
         if content_of(path, span) != content:
             raise DatasetRefused(Problem(f"{path} changed while it was read.", "Run again."))
     except BrokenImageError as broken:

@@ -1,4 +1,4 @@
-"""What reading and decoding images showed, remembered: the next run asks here first.
+"""A cache of image headers and measures, so that the next run need not read or decode them again.
 
 One SQLite file in the user's cache folder, shared by all runs. Headers are kept by the
 file's path, size, times and inode, measures by the image's content. It may be deleted at
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 class Stamp(NamedTuple):
-    """What a file's entry says while its bytes are the same. Times in nanoseconds."""
+    """A file's directory entry, the same while its bytes are the same. Times in nanoseconds."""
 
     size: int
     mtime: int
@@ -80,11 +80,11 @@ class Remembered:
         self._file = file
 
     def headers(self, places: Sequence[Place]) -> dict[Place, Kept]:
-        """What is known of these places, whatever their files say now."""
+        """The stored headers of these places, whether or not the files changed."""
         found: dict[Place, Kept] = {}
         for names in _parts(sorted({place.path for place in places})):
             marks = ",".join("?" * len(names))
-            for row in self._ask(f"SELECT * FROM headers WHERE path IN ({marks})", names):
+            for row in self._query(f"SELECT * FROM headers WHERE path IN ({marks})", names):
                 stamp, (content, width, height, kind, frames) = Stamp(*row[3:7]), row[7:]
                 found[Place(*row[:3])] = Kept(stamp, content.hex(), width, height, kind, frames)
         return found
@@ -97,12 +97,12 @@ class Remembered:
         self._write(f"INSERT OR REPLACE INTO headers VALUES ({','.join('?' * 12)})", values)
 
     def measures(self, contents: Sequence[str], version: int) -> dict[str, str]:
-        """What is known of these contents, each as it was kept."""
+        """The stored measures of these contents."""
         found: dict[str, str] = {}
         for part in _parts(sorted(set(contents))):
             marks = ",".join("?" * len(part))
             question = f"SELECT content, seen FROM measures WHERE version = ? AND content IN ({marks})"
-            rows = self._ask(question, [version, *(bytes.fromhex(content) for content in part)])
+            rows = self._query(question, [version, *(bytes.fromhex(content) for content in part)])
             found.update((content.hex(), seen) for content, seen in rows)
         return found
 
@@ -110,7 +110,7 @@ class Remembered:
         values = [(bytes.fromhex(content), version, seen) for content, seen in rows.items()]
         self._write("INSERT OR REPLACE INTO measures VALUES (?, ?, ?)", values)
 
-    def _ask(self, question: str, values: Sequence[Any]) -> list[Any]:
+    def _query(self, question: str, values: Sequence[Any]) -> list[Any]:
         if self._connection is None:
             return []
         try:
@@ -129,17 +129,17 @@ class Remembered:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Go on without; a damaged file makes room for a new one."""
+        """Continue without the file; a damaged one is put aside for a new one."""
         self.close()
         if _is_damage(error):
             _put_aside(self._file)
 
     def prune(self, most: int = MOST_BYTES) -> None:
         """Forget files that are gone and contents that no file has; above `most` bytes the oldest files' too."""
-        paths = self._ask("SELECT DISTINCT path FROM headers", ())
+        paths = self._query("SELECT DISTINCT path FROM headers", ())
         self._write("DELETE FROM headers WHERE path = ?", [(path,) for (path,) in paths if not os.path.exists(path)])
         self._shrink()
-        while (size := self._bytes()) > most and (count := self._ask("SELECT count(*) FROM headers", ())[0][0]):
+        while (size := self._bytes()) > most and (count := self._query("SELECT count(*) FROM headers", ())[0][0]):
             oldest = "SELECT path FROM headers ORDER BY ctime LIMIT ?"
             part = max(1, math.ceil(count * (1 - most / size)))
             self._write(f"DELETE FROM headers WHERE path IN ({oldest})", [(part,)])
@@ -147,10 +147,10 @@ class Remembered:
 
     def _shrink(self) -> None:
         self._write("DELETE FROM measures WHERE content NOT IN (SELECT content FROM headers)", [()])
-        self._ask("VACUUM", ())
+        self._query("VACUUM", ())
 
     def _bytes(self) -> int:
-        pages, size = (self._ask(f"PRAGMA {name}", ()) for name in ("page_count", "page_size"))
+        pages, size = (self._query(f"PRAGMA {name}", ()) for name in ("page_count", "page_size"))
         return int(pages[0][0] * size[0][0]) if pages and size else 0
 
     def close(self) -> None:

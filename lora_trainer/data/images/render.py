@@ -1,4 +1,4 @@
-"""An image as one of its views shows it: cut out, mirrored, its colors a little changed. No torch."""
+"""Render a view of an image: cropped, flipped, its colors a little changed. No torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The headers of many images, read side by side and remembered: 100,000 in seconds.
 
 For each image its size as it is seen, its format, its frames and the hash of its bytes,
-all from one reading of the file. What was read stands in the user's cache folder and is
-taken from there while the file's entry says the same.
+all from one reading of the file. They are stored in the user's cache folder and read from
+there while the file's directory entry is unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from lora_trainer.data.images.images import BrokenImageError
 from lora_trainer.data.images.jobs import Facts
 from lora_trainer.data.images.remembered import Kept, Place, Remembered, Stamp, remembered, stamp_of
-from lora_trainer.data.images.workers import Progress, Task, Ticker, answers
+from lora_trainer.data.images.workers import Progress, Task, Ticker, run_tasks
 from lora_trainer.data.sample import Span
 
 KEEP_AT_ONCE = 4000  # headers written together
@@ -52,12 +52,12 @@ def _read(
     """Read what is not remembered into `found`, and remember it."""
     fresh: dict[Place, Kept] = {}
     tasks = [Task([os.fsdecode(keys[number].path), *keys[number][1:]], seconds=HEADER_SECONDS) for number in left]
-    for number, answer in answers("facts", tasks):
+    for number, result in run_tasks("facts", tasks):
         place = left[number]
-        found[place] = facts = facts_from(answer)
-        if isinstance(facts, Facts) and answer["stamp"] is not None:
+        found[place] = facts = facts_from(result)
+        if isinstance(facts, Facts) and result["stamp"] is not None:
             values = (facts.content, facts.width, facts.height, facts.format, facts.frames)
-            fresh[keys[place]] = Kept(Stamp(*answer["stamp"]), *values)
+            fresh[keys[place]] = Kept(Stamp(*result["stamp"]), *values)
         if len(fresh) >= KEEP_AT_ONCE:
             store.keep_headers(fresh)
             fresh.clear()
@@ -80,13 +80,13 @@ def _stamp(path: bytes, stamps: dict[bytes, Stamp | None]) -> Stamp | None:
     return stamps[path]
 
 
-def facts_from(answer: Any) -> Facts | BrokenImageError:
-    """A worker's answer."""
-    if isinstance(answer, str):
-        return lost(answer)
-    if "broken" in answer:
-        return BrokenImageError(*answer["broken"])
-    return Facts(*answer["facts"])
+def facts_from(result: Any) -> Facts | BrokenImageError:
+    """Facts, or an error, from a worker's result."""
+    if isinstance(result, str):
+        return lost(result)
+    if "broken" in result:
+        return BrokenImageError(*result["broken"])
+    return Facts(*result["facts"])
 
 
 def lost(how: str) -> BrokenImageError:

@@ -1,4 +1,4 @@
-"""What runs in a worker process: jobs read from standard input, a line each, answered on standard output."""
+"""The loop of a worker process: jobs from standard input, a line each; results to standard output."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ IDLE_SECONDS = 20.0  # then it ends by itself
 
 
 def main() -> None:
-    """Answer until standard input ends, or nobody has asked for a while."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked decides what an interruption means
+    """Run jobs until standard input ends, or none came for a while."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interruptions
     warnings.simplefilter("ignore")
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a decoder prints is no answer
+    os.dup2(2, 1)  # what a decoder prints is no result
     busy = threading.Lock()
     last = time.monotonic()
 

@@ -1,8 +1,8 @@
-"""Processes that open other people's files, so that a file that crashes or hangs its decoder costs only itself.
+"""Worker processes that open untrusted files, so that a file that crashes or blocks its decoder costs only itself.
 
-A worker is this Python running `lora_trainer.data.images.worker`, spoken to in lines of JSON: no
-fork, no pickle, no second run of the caller's main module, and no torch. Workers stay for
-the next question for a short while and then end by themselves.
+A worker is this Python running `lora_trainer.data.images.worker`, which reads lines of JSON: no
+fork, no pickle, no second run of the caller's main module, and no torch. Workers wait a
+short while for the next job and then end by themselves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Lost = Literal["crashed", "hung"]
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to do: `what` for the job, `pixels` that it will hold, `seconds` after which it hangs."""
+    """One task: the job's argument `what`, the `pixels` that it will hold, its time limit in `seconds`."""
 
     what: Any
     pixels: int = 0
@@ -41,7 +41,7 @@ class Task:
 
 
 class Worker:
-    """One process. `ask` is for one thread at a time."""
+    """One process. `run` is for one thread at a time."""
 
     def __init__(self) -> None:
         program = "from lora_trainer.data.images.worker import main; main()"
@@ -55,12 +55,12 @@ class Worker:
             stderr=subprocess.DEVNULL,
             env=environment,
         )
-        if self.ask("hello", [], START_SECONDS) != []:
+        if self.run("hello", [], START_SECONDS) != []:
             self.close()
             raise OSError("a worker process could not be started")
 
-    def ask(self, job: str, what: Sequence[Any], seconds: float) -> list[Any] | Lost:
-        """The answers in order; or how the process ended, after which it is of no use."""
+    def run(self, job: str, what: Sequence[Any], seconds: float) -> list[Any] | Lost:
+        """The results in order; or how the process ended, after which it cannot be used."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         late = threading.Event()
@@ -81,8 +81,8 @@ class Worker:
         if not line.endswith(b"\n"):
             self.close()
             return "hung" if late.is_set() else "crashed"
-        answers: list[Any] = json.loads(line)
-        return answers
+        results: list[Any] = json.loads(line)
+        return results
 
     @property
     def alive(self) -> bool:
@@ -130,13 +130,13 @@ def _close_all() -> None:
             worker.close()
 
 
-def processors() -> int:
-    """How many this process may use, shared with the other processes of its run on this machine."""
+def usable_cpus() -> int:
+    """How many CPUs this process may use, shared with the other processes of its run on this machine."""
     return max(1, available_cpus() // processes_here())
 
 
 class _Room:
-    """How many pixels may be in hand at once. One task alone always has room."""
+    """A limit on pixels in memory at once. One task alone always has room."""
 
     def __init__(self, most: int) -> None:
         self._most, self._used, self._change = most, 0, threading.Condition()
@@ -154,10 +154,10 @@ class _Room:
                 self._change.notify_all()
 
 
-def answers(job: str, tasks: Sequence[Task], together: int = 64) -> Iterator[tuple[int, Any]]:
-    """(number of the task, its answer) as they come; a task that ends or hangs its worker has "crashed" or "hung".
+def run_tasks(job: str, tasks: Sequence[Task], together: int = 64) -> Iterator[tuple[int, Any]]:
+    """(number of the task, its result) as they come; "crashed" or "hung" for a task that ends or blocks its worker.
 
-    `together` tasks at most travel at once; together they hold no more pixels than PIXELS_AT_ONCE.
+    At most `together` tasks are sent at once; together they hold no more pixels than PIXELS_AT_ONCE.
     """
     groups = _groups(tasks, together)
     lock, room = threading.Lock(), _Room(PIXELS_AT_ONCE)
@@ -175,13 +175,13 @@ def answers(job: str, tasks: Sequence[Task], together: int = 64) -> Iterator[tup
                 with room.holding(sum(tasks[number].pixels for number in group)):
                     found = hand.do([tasks[number] for number in group])
                 done.put(list(zip(group, found, strict=True)))
-        except BaseException as error:  # noqa: BLE001 - raised again where the answers are read
+        except BaseException as error:  # noqa: BLE001 - raised again where the results are read
             done.put(error)
         finally:
             hand.leave()
             done.put(None)
 
-    count = max(1, min(processors(), MOST_WORKERS, len(tasks) // FEWEST_EACH))
+    count = max(1, min(usable_cpus(), MOST_WORKERS, len(tasks) // FEWEST_EACH))
     threads = [threading.Thread(target=serve, daemon=True) for _ in range(count if tasks else 0)]
     for thread in threads:
         thread.start()
@@ -189,7 +189,7 @@ def answers(job: str, tasks: Sequence[Task], together: int = 64) -> Iterator[tup
         yield from _collect(done, len(threads))
     finally:
         stop.set()
-        while any(thread.is_alive() for thread in threads):  # whoever waits to put an answer must not wait for ever
+        while any(thread.is_alive() for thread in threads):  # a thread that waits to put a result must not wait forever
             with contextlib.suppress(queue.Empty):
                 done.get(timeout=0.01)
 
@@ -206,7 +206,7 @@ def _collect(done: queue.Queue[Any], running: int) -> Iterator[tuple[int, Any]]:
 
 
 def _groups(tasks: Sequence[Task], together: int) -> Iterator[list[int]]:
-    """Neighbors that travel together: few large images or many small ones."""
+    """Neighbors that are sent together: few large images or many small ones."""
     group: list[int] = []
     pixels = 0
     for number, task in enumerate(tasks):
@@ -227,17 +227,17 @@ class _Hand:
         self._worker: Worker | None = None
 
     def do(self, group: Sequence[Task]) -> list[Any]:
-        """The group's answers. A group that loses its worker is asked one by one, to find out who did it."""
-        found = self._ask(group)
+        """The group's results. A group that loses its worker is run one by one, to find the task that ended it."""
+        found = self._run(group)
         if not isinstance(found, str):
             return found
         if len(group) > 1:
             return [self.do([task])[0] for task in group]
         if found == "crashed":  # once more: another process may have taken the memory
-            found = self._ask(group)
+            found = self._run(group)
         return [found] if isinstance(found, str) else found
 
-    def _ask(self, group: Sequence[Task]) -> list[Any] | Lost:
+    def _run(self, group: Sequence[Task]) -> list[Any] | Lost:
         what = [task.what for task in group]
         try:
             self._worker = self._worker or _borrow()
@@ -245,7 +245,7 @@ class _Hand:
             from lora_trainer.data.images.jobs import JOBS
 
             return [JOBS[self._job](each) for each in what]
-        found = self._worker.ask(self._job, what, max(task.seconds for task in group) + 0.1 * len(group))
+        found = self._worker.run(self._job, what, max(task.seconds for task in group) + 0.1 * len(group))
         if isinstance(found, str):
             self._worker = None
         return found
@@ -260,7 +260,7 @@ Progress = Callable[[int, int], None]  # (done, of)
 
 
 class Ticker:
-    """Tells a watcher how far something is, at most a few times a second and at its end."""
+    """Reports progress to a callback, at most a few times a second and at the end."""
 
     def __init__(self, watch: Progress | None, total: int, every: float = 0.2) -> None:
         self._watch, self._total, self._every = watch, total, every

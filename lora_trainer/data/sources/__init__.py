@@ -1,1 +1,1 @@
-"""What people keep images in, one file a format. The door is `data/manifest.py:read_manifest`."""
+"""Readers of image sources, one file a format. Call them through `data/manifest.py:read_manifest`."""

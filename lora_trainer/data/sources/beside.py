@@ -7,27 +7,29 @@ from collections.abc import Container
 from pathlib import Path
 
 from lora_trainer.core.bounded import TextError, read_text
-from lora_trainer.data.sources.found import Asked, Reading
+from lora_trainer.data.sources.found import Reading, SourceRequest
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 
 CAPTION_ENDINGS = (".txt", ".caption")
 
 
-def caption_endings(asked: Asked) -> tuple[str, ...]:
-    return CAPTION_ENDINGS if asked.ending is None else (asked.ending,)
+def caption_endings(request: SourceRequest) -> tuple[str, ...]:
+    return CAPTION_ENDINGS if request.ending is None else (request.ending,)
 
 
-def caption_beside(image: Path, names: Container[str], asked: Asked, reading: Reading) -> tuple[str | None, str]:
-    """(caption, what stands there in place of it). `names` are the files of the image's folder.
+def caption_beside(
+    image: Path, names: Container[str], request: SourceRequest, reading: Reading
+) -> tuple[str | None, str]:
+    """(caption, what was found instead). `names` are the files of the image's folder.
 
     The caption of `cat.png` is `cat.txt`, `cat.TXT` or `cat.png.txt`.
     """
-    beside = names_beside(image.name, names, caption_endings(asked))
+    beside = names_beside(image.name, names, caption_endings(request))
     if len(beside) > 1:
         message = f"has two captions; {beside[0]} is used and {beside[1]} is not."
         reading.find("two_captions", "note", message, "Remove one of them.", image)
     if not beside:
-        others = () if asked.ending is None else names_beside(image.name, names, CAPTION_ENDINGS)
+        others = () if request.ending is None else names_beside(image.name, names, CAPTION_ENDINGS)
         return None, others[0] if others else ""
     try:
         # Not by joining paths, which takes as long as reading the caption.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.sources.beside import caption_beside, caption_endings
-from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.found import Found, Reading, SourceRequest
 from lora_trainer.data.sources.listing import Listing
 from lora_trainer.data.sources.metadata import METADATA_NAMES, key_of, read_metadata
 from lora_trainer.data.sources.rows import Row
@@ -36,36 +36,36 @@ def is_image(name: str) -> bool:
     return ending_of(name) in IMAGE_ENDINGS
 
 
-def read_folder(listing: Listing, asked: Asked, reading: Reading) -> list[Found]:
+def read_folder(listing: Listing, request: SourceRequest, reading: Reading) -> list[Found]:
     """All images of a listing in the order of their paths, with captions, repeats and weights."""
     root = listing.root
-    images = _images_of(listing, asked, reading)
+    images = _images_of(listing, request, reading)
     rows = _rows_of(listing, images, reading)
     folders = {folder: _kohya_of(root, folder, reading) for folder in sorted({folder for folder, _ in images})}
     plain = [folder or "." for folder, named in folders.items() if named is None]
-    if len(plain) not in (0, len(folders)) and asked.section.repeats is None:
+    if len(plain) not in (0, len(folders)) and request.section.repeats is None:
         reading.note(f"{root}: folders without a repeat count are taken once ({', '.join(plain[:3])}).")
     names = {folder: frozenset(listed) for folder, listed in listing.names.items()}
     bases = {folder: root / folder for folder in names}
     found = []
     for folder, name in images:
         kohya = folders[folder]
-        repeats = asked.repeats(kohya[0] if kohya else 1)
+        repeats = request.repeats(kohya[0] if kohya else 1)
         if repeats == 0:
-            reading.note(f"{bases[folder]}: 0 repeats, left out.")
+            reading.note(f"{bases[folder]}: 0 repeats, skipped.")
             continue
         path = bases[folder] / name
         row = rows.get(key_of(str(path)), Row(name)) if rows else Row(name)
-        caption, instead = caption_beside(path, names[folder], asked, reading)
+        caption, instead = caption_beside(path, names[folder], request, reading)
         if caption is None:
             caption = row.text
         named = kohya[1] if kohya else None
         found.append(Found(path, caption, repeats, row.weight, instead=instead, folder_caption=named))
-    _find_unused(listing, asked, reading)
+    _find_unused(listing, request, reading)
     return found
 
 
-def _images_of(listing: Listing, asked: Asked, reading: Reading) -> list[tuple[str, str]]:
+def _images_of(listing: Listing, request: SourceRequest, reading: Reading) -> list[tuple[str, str]]:
     """(folder, name) of each image by its whole path; masks beside images are none."""
     found: list[tuple[str, str, str]] = []
     labels: list[str] = []
@@ -77,16 +77,16 @@ def _images_of(listing: Listing, asked: Asked, reading: Reading) -> list[tuple[s
             masks = {name for name in masks if stem_of(name).removesuffix(MASK_LABEL) in stems}
         labels.extend(sorted(masks))
         found.extend((f"{folder}/{name}" if folder else name, folder, name) for name in images if name not in masks)
-    if labels and asked.section.masks is None:
+    if labels and request.section.masks is None:
         reading.note(
-            f"{listing.root}: {len(labels)} masks beside images are left out (first: {labels[0]});"
+            f"{listing.root}: {len(labels)} masks beside images are not used (first: {labels[0]});"
             f" masks = the folder's own path uses them."
         )
     return [(folder, name) for _, folder, name in sorted(found)]
 
 
 def _rows_of(listing: Listing, images: list[tuple[str, str]], reading: Reading) -> Mapping[str, Row]:
-    """What the image folders' tables say, by the image's key."""
+    """The rows of the image folders' tables, by the image's key."""
     tables = [
         listing.path(folder, name)
         for folder, names in sorted(listing.names.items())
@@ -117,7 +117,7 @@ def _kohya_of(root: Path, folder: str, reading: Reading) -> tuple[int, str] | No
 
 
 def no_images(listing: Listing, reading: Reading) -> None:
-    """A problem that says what was found in place of images."""
+    """Add a problem that lists what was found in place of images."""
     endings = Counter(ending_of(name) or "no ending" for names in listing.names.values() for name in names)
     listed = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(5))
     looked = f"{' '.join(IMAGE_ENDINGS)} .tar .parquet"
@@ -125,8 +125,8 @@ def no_images(listing: Listing, reading: Reading) -> None:
     reading.problem(message, "Name the folder that holds the images.")
 
 
-def _find_unused(listing: Listing, asked: Asked, reading: Reading) -> None:
-    endings = {*caption_endings(asked)}
+def _find_unused(listing: Listing, request: SourceRequest, reading: Reading) -> None:
+    endings = {*caption_endings(request)}
     for folder, names in listing.names.items():
         stems: set[str] | None = None
         for name in names:

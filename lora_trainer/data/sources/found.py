@@ -1,4 +1,4 @@
-"""What is known of an image before it is opened, and what gathers while sources are read."""
+"""Values of reading sources: an image before it is opened, a source's settings, and the problems so far."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lora_trainer.data.sample import Mask, Span
 
 @dataclass(frozen=True)
 class Found:
-    """One image that a source holds. `caption` is None where nobody wrote one for it, `folder_caption` what the name
-    of its folder says of all in it.
+    """One image that a source holds. `caption` is None where it has none of its own, `folder_caption` is the one in
+    its folder's name.
 
-    `instead` says what stood there in place of a caption that was looked for, `table` which
-    table may hold it. `weight` is as it was written, None where nobody wrote one. `mask` has no content yet.
+    `instead` says what was found in place of a missing caption, `table` which table may hold it.
+    `weight` is as it was written, None where nobody wrote one. `mask` has no content yet.
     """
 
     path: Path
@@ -32,8 +32,8 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One source as it was asked for: its number, its table and the captions' settings that rule it."""
+class SourceRequest:
+    """One requested source: its number, its section of the config and its caption settings."""
 
     number: int
     section: SourceSection
@@ -46,25 +46,25 @@ class Asked:
         return f".{ending.lstrip('.')}" if ending.strip(".") else None
 
     def repeats(self, named: float = 1) -> float:
-        """As asked; else what the folder's name says."""
+        """The configured repeats; else those of the folder's name."""
         return named if self.section.repeats is None else self.section.repeats
 
 
 @dataclass
 class Reading:
-    """What gathers while sources are read: problems end it, findings and notes do not."""
+    """The findings of reading sources: problems end it, findings and notes do not."""
 
     allow_missing_captions: bool = False
     problems: list[Problem] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    notes: dict[str, None] = field(default_factory=dict)  # in the order in which they were first said
+    notes: dict[str, None] = field(default_factory=dict)  # in the order in which they were first added
     reported: set[Path] = field(default_factory=set)  # images whose caption has an error already
 
     def find(self, code: str, severity: Severity, message: str, fix: str, path: Path) -> None:
         self.findings.append(Finding(code, severity, message, fix, path=path))
 
     def note(self, text: str) -> None:
-        """Once, however often it is said."""
+        """Add a note once, however often it is repeated."""
         self.notes[printable(text)] = None
 
     def problem(self, message: str, fix: str) -> None:

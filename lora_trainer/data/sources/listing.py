@@ -14,8 +14,8 @@ from lora_trainer.data.sources.found import Reading
 class Listing:
     """The files below a folder, by the path of their folder from the root (with `/`, empty for the root).
 
-    Hidden ones are left out, and so are pipes, sockets and devices, unless they are named like images: then reading
-    them says what they are. Names are in order, whatever the file system's is.
+    Hidden ones are skipped, and so are pipes, sockets and devices, unless they are named like images: then reading
+    them reports what they are. Names are sorted, whatever the file system's order.
     """
 
     root: Path
@@ -26,7 +26,7 @@ class Listing:
 
 
 class FolderNames:
-    """The files of a folder that is not listed, asked one by one."""
+    """The files of a folder that is not listed, looked up one by one."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,7 +36,7 @@ class FolderNames:
 
 
 def list_folder(root: Path, reading: Reading, without: Path | None = None) -> Listing:
-    """Linked folders are followed once, so links in circles end; `without` is a folder that is left out."""
+    """Linked folders are followed once, so links in circles end; `without` is a folder to skip."""
     names: dict[str, tuple[str, ...]] = {}
     seen: set[tuple[int, int]] = set()
     left_out = _identity(str(without)) if without is not None else None

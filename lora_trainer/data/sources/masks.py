@@ -11,26 +11,26 @@ from pathlib import Path
 from lora_trainer.data.images.images import BrokenImageError, opened
 from lora_trainer.data.sample import Mask, Sample, Span
 from lora_trainer.data.sources.folder import MASK_LABEL, is_image
-from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.found import Found, Reading, SourceRequest
 from lora_trainer.data.sources.listing import list_folder
 
 ALPHA = "alpha"
 ASPECT_TOLERANCE = 0.02  # beyond what rounding a smaller mask's sides explains
 
 
-def masks_folder(asked: Asked) -> Path | None:
-    """The folder of gray images, where one is asked for."""
-    masks = asked.section.masks
+def masks_folder(request: SourceRequest) -> Path | None:
+    """The folder of gray images, where one is configured."""
+    masks = request.section.masks
     return None if masks is None or masks == ALPHA else Path(os.path.abspath(Path(masks).expanduser()))
 
 
-def with_masks(found: Sequence[Found], root: Path, asked: Asked, reading: Reading) -> list[Found]:
+def with_masks(found: Sequence[Found], root: Path, request: SourceRequest, reading: Reading) -> list[Found]:
     """Each image with where its mask lies; its content is read with the headers."""
-    if asked.section.masks is None:
+    if request.section.masks is None:
         return list(found)
-    if asked.section.masks == ALPHA:
+    if request.section.masks == ALPHA:
         return [replace(each, mask=Mask(None)) for each in found]
-    folder = masks_folder(asked)
+    folder = masks_folder(request)
     if folder is None or not folder.is_dir():
         message = f"There is no folder of masks {folder}."
         reading.problem(message, "Check data.sources.masks: a folder of gray images, or `alpha`.")
@@ -83,7 +83,7 @@ def _missing(path: Path, what: str, reading: Reading) -> None:
 
 
 def has_transparency(path: Path, span: Span | None) -> bool:
-    """Whether an image says that it has transparency. Raises BrokenPictureError."""
+    """Whether an image's header declares transparency. Raises BrokenImageError."""
     with opened(path, span) as image:
         return bool(image.has_transparency_data)
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.core.bounded import TextError
-from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.found import Found, Reading, SourceRequest
 from lora_trainer.data.sources.rows import READERS, Row, Table, read_table
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 
 
 def key_of(path: str) -> str:
-    """Compares names however the file system composes accents and whichever way slashes lean."""
+    """A name to compare by, whatever form its accents and slashes have."""
     path = os.path.normpath(path.replace("\\", "/")).replace("\\", "/")
     return path if path.isascii() else unicodedata.normalize("NFC", path)
 
@@ -46,14 +46,14 @@ def table_or_finding(path: Path, reading: Reading) -> Table | None:
         return None
     if table.bad:
         message = f"has lines without a file name and its text: {len(table.bad)} of {table.total} (first: line {table.bad[0]})."
-        reading.find("bad_metadata", "error", message, "Mend or remove these lines.", path)
+        reading.find("bad_metadata", "error", message, "Fix or remove these lines.", path)
     return table
 
 
-def with_captions_file(found: Sequence[Found], root: Path, asked: Asked, reading: Reading) -> list[Found]:
+def with_captions_file(found: Sequence[Found], root: Path, request: SourceRequest, reading: Reading) -> list[Found]:
     """The captions of `captions_file` over all others. Names are looked for below the source and beside the table,
     with and without their ending, then by the name alone where only one image has it."""
-    path = Path(os.path.abspath(Path(asked.section.captions_file or "").expanduser()))
+    path = Path(os.path.abspath(Path(request.section.captions_file or "").expanduser()))
     if not path.is_file() or path.suffix.lower() not in READERS:
         message = f"There is no table of captions {path}."
         reading.problem(message, f"Check data.sources.captions_file; it ends in {' '.join(READERS)}.")
@@ -84,7 +84,7 @@ def with_captions_file(found: Sequence[Found], root: Path, asked: Asked, reading
         reading.find("absent_image", "warning", message, "Add them or remove the lines.", path)
     if len(rows) < len(found):
         reading.note(f"{path}: has captions of {len(rows)} of {len(found)} images; the others keep their own.")
-    return [_told(each, rows.get(place)) for place, each in enumerate(found)]
+    return [_with_row(each, rows.get(place)) for place, each in enumerate(found)]
 
 
 def _find_overruled(pairs: Sequence[tuple[Row, Row]], path: Path, reading: Reading) -> None:
@@ -97,7 +97,7 @@ def _find_overruled(pairs: Sequence[tuple[Row, Row]], path: Path, reading: Readi
         reading.find("two_captions", "note", message, "Keep one line for each image.", path)
 
 
-def _told(found: Found, row: Row | None) -> Found:
+def _with_row(found: Found, row: Row | None) -> Found:
     if row is None:
         return found
     return replace(
@@ -108,7 +108,7 @@ def _told(found: Found, row: Row | None) -> Found:
 
 
 def _places(found: Sequence[Found]) -> Mapping[str, int]:
-    """Where each image stands, by its path, its path without ending, and its name where that is the only one."""
+    """The place of each image, by its path, its path without ending, and its name where that is the only one."""
     places: dict[str, int] = {}
     names: dict[str, int] = {}
     for place, each in enumerate(found):

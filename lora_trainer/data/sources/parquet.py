@@ -19,7 +19,7 @@ from lora_trainer.core.bounded import TextError
 from lora_trainer.core.io import atomic_path, read_json, user_cache_folder, write_json
 from lora_trainer.data.caches.claims import CLOCK_STEP, POLL, Claims, oldest_user, upkeep
 from lora_trainer.data.sample import Span
-from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.found import Found, Reading, SourceRequest
 from lora_trainer.data.sources.rows import TEXT_COLUMNS, rows_of_parquet, text_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def image_column(path: Path) -> str | None:
     return next((name for name in IMAGE_COLUMNS if "binary" in kinds.get(name, "")), None)
 
 
-def read_parquet(path: Path, column: str, asked: Asked, reading: Reading) -> list[Found]:
+def read_parquet(path: Path, column: str, request: SourceRequest, reading: Reading) -> list[Found]:
     """The images of one file in the order of its rows. Raises what pyarrow raises."""
     folder = user_cache_folder() / UNPACKED
     stat = path.stat()
@@ -76,7 +76,7 @@ def read_parquet(path: Path, column: str, asked: Asked, reading: Reading) -> lis
         text = text_of(row)
         span = Span(blob, image.offset, image.size)
         caption = text if isinstance(text, str) else None
-        found.append(Found(path / image.name, caption, asked.repeats(), row.get("weight"), span))
+        found.append(Found(path / image.name, caption, request.repeats(), row.get("weight"), span))
     reading.note(f"{path}: {len(found)} images, {blob.stat().st_size / 1e6:.0f} MB, are laid out in {folder}.")
     return found
 
@@ -113,7 +113,7 @@ def _shared(path: Path, column: str, blob: Path) -> list[_Image | None]:
 
 
 def _unpacked(cache: Path, blob: Path) -> list[_Image | None] | None:
-    """What stands in `blob`, noted as used now, or None where it does not stand there whole.
+    """The images in `blob`, marked as used now, or None where it is not complete.
 
     Its use is the time of its index: headers are remembered by the time of the images.
     """
@@ -135,7 +135,7 @@ def _unpacked(cache: Path, blob: Path) -> list[_Image | None] | None:
 
 
 def _remove_former(cache: Path, blob: Path) -> None:
-    """What was unpacked of the same file before it changed goes, unless a living run may read it."""
+    """Remove what was unpacked of the same file before it changed, unless a living run may read it."""
     with upkeep(cache):
         since = oldest_user(cache)
         for path in blob.parent.glob(f"{blob.stem[:16]}*.images"):
@@ -144,7 +144,7 @@ def _remove_former(cache: Path, blob: Path) -> None:
 
 
 def last_used(blob: Path) -> float:
-    """When a run last asked for what is unpacked there, as a file's time."""
+    """When a run last used what is unpacked there, as a file's time."""
     try:
         return blob.with_suffix(".json").stat().st_mtime
     except OSError:
@@ -164,7 +164,7 @@ def remove_unpacked(blob: Path) -> int:
 
 def _most_bytes(path: Path, file: ParquetFile, column: str, folder: Path) -> int:
     """How many bytes of images may come out of a file. Raises _RefusedError for one that unpacks to too much."""
-    said = 0
+    total = 0
     for group in map(file.metadata.row_group, range(file.num_row_groups)):
         chunks = [group.column(number) for number in range(group.num_columns)]
         of_column = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
@@ -172,13 +172,13 @@ def _most_bytes(path: Path, file: ParquetFile, column: str, folder: Path) -> int
         if size > MOST_OF_GROUP:
             message = f"has {_mb(size)} of images in one group of rows; the most is {_mb(MOST_OF_GROUP)}."
             raise _RefusedError(message, "Write it again with fewer rows in a group (row_group_size=100).")
-        said += size
+        total += size
     packed = path.stat().st_size
-    if said > UNSUSPECTED and said > MOST_TIMES * packed:
-        raise _too_much(packed, said)
+    if total > UNSUSPECTED and total > MOST_TIMES * packed:
+        raise _too_much(packed, total)
     free = shutil.disk_usage(folder).free
-    if said >= free:
-        message = f"holds {said / 1e9:.1f} GB of images; {folder} has {free / 1e9:.1f} GB free."
+    if total >= free:
+        message = f"holds {total / 1e9:.1f} GB of images; {folder} has {free / 1e9:.1f} GB free."
         raise _RefusedError(message, "Free some, or name a folder on another disk with LORA_TRAINER_CACHE.")
     return min(free, UNSUSPECTED + MOST_TIMES * packed)
 

@@ -1,4 +1,4 @@
-"""From what was given as data to the folders and files that it means."""
+"""From a source's path or pattern to the folders and files that it means."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lora_trainer.config.schema import SourceSection
-from lora_trainer.data.sources.found import Asked, Reading
+from lora_trainer.data.sources.found import Reading, SourceRequest
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(\d{1,12})\.\.(\d{1,12})")
 MOST_SHARDS = 100_000
 
 
-def places_of(asked: Asked, reading: Reading) -> tuple[Path, ...]:
+def places_of(request: SourceRequest, reading: Reading) -> tuple[Path, ...]:
     """The places of one source: `data-{000..009}.tar` is ten. Problems for those that are not there."""
-    text = asked.section.path
+    text = request.section.path
     places = [place_from(word) for word in _expanded(text, reading)]
     missing = [place for place in places if not place.exists()]
     if len(missing) == 1 or (missing and len(missing) == len(places)):
-        reading.problem(f"There is no folder or file {missing[0]}.", "Check the path given as data.")
+        reading.problem(f"There is no folder or file {missing[0]}.", "Check the path of the data.")
     elif missing:
         message = f"{len(missing)} of {len(places)} files of {text} are not there (first: {missing[0]})."
         reading.problem(message, "Check the range.")
@@ -76,16 +76,16 @@ def _choices(inner: str) -> Sequence[str]:
 DIFFERING = ("resolutions", "flip", "color_variants", "crop", "default_caption", "captions_file", "masks", "captions")
 
 
-def find_overlaps(given: Sequence[tuple[Asked, Sequence[Path]]], reading: Reading) -> None:
+def find_overlaps(requests: Sequence[tuple[SourceRequest, Sequence[Path]]], reading: Reading) -> None:
     """Images must not come in twice unseen: repeats say that openly."""
     fix = "Name it once; to weigh images use repeats, or folders such as 10_name."
-    seen: dict[Path, list[tuple[Asked, Path]]] = {}
-    for asked, places in given:
+    seen: dict[Path, list[tuple[SourceRequest, Path]]] = {}
+    for request, places in requests:
         for place in places:
             before = seen.setdefault(place.resolve(), [])
-            if any(_alike(asked, earlier) for earlier, _ in before):
-                reading.problem(f"{place} is given as data twice.", fix)
-            before.append((asked, place))
+            if any(_alike(request, earlier) for earlier, _ in before):
+                reading.problem(f"{place} is named as data twice.", fix)
+            before.append((request, place))
     for real, those in seen.items():
         if len(those) > 1:
             reading.note(f"{those[0][1]}: {len(those)} sources with settings of their own train each of its images.")
@@ -95,5 +95,5 @@ def find_overlaps(given: Sequence[tuple[Asked, Sequence[Path]]], reading: Readin
                 reading.problem(message, fix)
 
 
-def _alike(one: Asked, other: Asked) -> bool:
+def _alike(one: SourceRequest, other: SourceRequest) -> bool:
     return all(getattr(one.section, name) == getattr(other.section, name) for name in DIFFERING)

@@ -10,7 +10,7 @@ from pathlib import Path
 from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.sources.beside import caption_beside
 from lora_trainer.data.sources.folder import ending_of, is_image, no_images, read_folder
-from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.found import Found, Reading, SourceRequest
 from lora_trainer.data.sources.listing import FolderNames, Listing, list_folder
 from lora_trainer.data.sources.masks import masks_folder, with_masks
 from lora_trainer.data.sources.metadata import METADATA_NAMES, with_captions_file
@@ -21,18 +21,18 @@ TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 SHARDS = (".tar", ".parquet")
 
 
-def read_source(places: Sequence[Path], asked: Asked, reading: Reading) -> list[Found]:
+def read_source(places: Sequence[Path], request: SourceRequest, reading: Reading) -> list[Found]:
     """The images of one source, with captions of its `captions_file` and its masks."""
     before = len(reading.problems)
-    found = [each for place in places for each in _read_place(place, asked, reading)]
+    found = [each for place in places for each in _read_place(place, request, reading)]
     if not found:
         if places and len(reading.problems) == before:
-            reading.problem(f"{asked.section.path} holds no image that can be used.", _last_reason(reading))
+            reading.problem(f"{request.section.path} holds no image that can be used.", _last_reason(reading))
         return []
     root = places[0] if len(places) == 1 else Path(os.path.commonpath([place.parent for place in places]))
-    if asked.section.captions_file is not None:
-        found = with_captions_file(found, root, asked, reading)
-    return with_masks(found, root, asked, reading)
+    if request.section.captions_file is not None:
+        found = with_captions_file(found, root, request, reading)
+    return with_masks(found, root, request, reading)
 
 
 def _last_reason(reading: Reading) -> str:
@@ -43,45 +43,45 @@ def _last_reason(reading: Reading) -> str:
     return list(reading.notes)[-1] if reading.notes else "Name one that does."
 
 
-def _read_place(place: Path, asked: Asked, reading: Reading) -> list[Found]:
+def _read_place(place: Path, request: SourceRequest, reading: Reading) -> list[Found]:
     if place.is_dir():
-        return _read_folder(place, asked, reading)
+        return _read_folder(place, request, reading)
     if not place.is_file():
-        reading.problem(f"{place} is a pipe or a device.", "Give a folder or a file.")
+        reading.problem(f"{place} is a pipe or a device.", "Name a folder or a file.")
         return []
     if place.name.lower().endswith(COMPRESSED_ENDINGS):
         fix = "Unpack it, and name the plain tar or the folder: images are read in place."
         reading.problem(f"{place} is a compressed tar.", fix)
         return []
     if is_image(place.name):
-        caption, instead = caption_beside(place, FolderNames(place.parent), asked, reading)
-        return [Found(place, caption, asked.repeats(), instead=instead)]
+        caption, instead = caption_beside(place, FolderNames(place.parent), request, reading)
+        return [Found(place, caption, request.repeats(), instead=instead)]
     reader = FILES.get(ending_of(place.name))
     if reader is not None:
-        return reader(place, asked, reading)
+        return reader(place, request, reading)
     endings = " ".join((*IMAGE_ENDINGS, *FILES))
     reading.problem(
-        f"{place} is neither a folder nor a file of images.", f"Give a folder, or a file that ends in {endings}."
+        f"{place} is neither a folder nor a file of images.", f"Name a folder, or a file that ends in {endings}."
     )
     return []
 
 
-def _read_folder(place: Path, asked: Asked, reading: Reading) -> list[Found]:
+def _read_folder(place: Path, request: SourceRequest, reading: Reading) -> list[Found]:
     """The images of a folder, then those in the tars and Parquet files below it."""
-    masks = masks_folder(asked)
+    masks = masks_folder(request)
     listing = list_folder(place, reading, without=masks if masks != place else None)
-    found = _with_table(read_folder(listing, asked, reading), listing)
+    found = _with_table(read_folder(listing, request, reading), listing)
     for path in _shards_of(listing):
         if path.suffix.lower() == ".tar" or _holds_images(path):
-            found.extend(FILES[path.suffix.lower()](path, asked, reading))
-    held = any(is_image(name) or ending_of(name) == ".tar" for names in listing.names.values() for name in names)
-    if not found and not held:
+            found.extend(FILES[path.suffix.lower()](path, request, reading))
+    has_images = any(is_image(name) or ending_of(name) == ".tar" for names in listing.names.values() for name in names)
+    if not found and not has_images:
         no_images(listing, reading)
     return found
 
 
 def _with_table(found: list[Found], listing: Listing) -> list[Found]:
-    """Images without a caption, told of a table that lies there under a name that is not read unasked."""
+    """Images without a caption, with a table beside them that is only read when it is named."""
     if all(each.caption is not None for each in found):
         return found
     stems = {each.path.stem for each in found}
@@ -118,7 +118,7 @@ def _holds_images(path: Path) -> bool:
         return True
 
 
-def _read_parquet(path: Path, asked: Asked, reading: Reading) -> list[Found]:
+def _read_parquet(path: Path, request: SourceRequest, reading: Reading) -> list[Found]:
     """Images in the file itself, or a table that names them."""
     from pyarrow import ArrowException
 
@@ -127,21 +127,21 @@ def _read_parquet(path: Path, asked: Asked, reading: Reading) -> list[Found]:
     try:
         column = image_column(path)
         if column is None:
-            return read_table_source(path, asked, reading)
-        return read_parquet(path, column, asked, reading)
+            return read_table_source(path, request, reading)
+        return read_parquet(path, column, request, reading)
     except (OSError, ValueError, ArrowException) as error:
         message = f"cannot be read as Parquet ({str(error).splitlines()[0] if str(error) else 'no reason given'})."
         reading.find("unreadable", "error", message, "Make or download it again.", path)
         return []
 
 
-def _read_dataset_toml(path: Path, asked: Asked, reading: Reading) -> list[Found]:
-    del asked
-    reading.problem(f"{path} is a list of sources, not a source.", "Give it alone, with --data or lora-trainer import.")
+def _read_dataset_toml(path: Path, request: SourceRequest, reading: Reading) -> list[Found]:
+    del request
+    reading.problem(f"{path} is a list of sources, not a source.", "Use it alone, with --data or lora-trainer import.")
     return []
 
 
-FILES: dict[str, Callable[[Path, Asked, Reading], list[Found]]] = {
+FILES: dict[str, Callable[[Path, SourceRequest, Reading], list[Found]]] = {
     ".tar": read_tar,
     ".parquet": _read_parquet,
     **dict.fromkeys((".jsonl", ".json", ".csv", ".tsv"), read_table_source),

@@ -25,7 +25,7 @@ TEXT_COLUMNS = ("text", "caption", "prompt", "tags")
 
 @dataclass(frozen=True)
 class Row:
-    """What a table says of one image. `weight` is as it was written, of whatever type; None where it says none."""
+    """One row of a table. `weight` is as it was written, of whatever type; None where there is none."""
 
     name: str
     text: str | None = None
@@ -165,13 +165,13 @@ def rows_of_parquet(file: ParquetFile, columns: list[str]) -> Iterator[dict[str,
     largest = 1
     for group in map(file.metadata.row_group, range(file.num_row_groups)):
         chunks = [group.column(number) for number in range(group.num_columns)]
-        said = sum(each.total_uncompressed_size for each in chunks if each.path_in_schema.split(".")[0] in columns)
-        if said > MOST_GROUP_BYTES:
+        size = sum(each.total_uncompressed_size for each in chunks if each.path_in_schema.split(".")[0] in columns)
+        if size > MOST_GROUP_BYTES:
             most = f"the most is {MOST_GROUP_BYTES >> 20}"
-            raise TextError(f"holds {said >> 20} MiB of text in one group of rows; {most}")
-        largest = max(largest, said)
+            raise TextError(f"holds {size >> 20} MiB of text in one group of rows; {most}")
+        largest = max(largest, size)
     total = 0
-    # No cell is larger than its group, but a dictionary's entry may stand in every row.
+    # No cell is larger than its group, but a dictionary's entry may be in every row.
     at_once = max(1, min(MOST_ROWS, MOST_GROUP_BYTES // largest))
     for batch in file.iter_batches(batch_size=at_once, columns=columns):
         total += batch.nbytes

@@ -1,4 +1,4 @@
-"""A table given as data: the images that its rows name, from where it lies."""
+"""A table as a source: the images that its rows name, relative to the table."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 from lora_trainer.data.sources.beside import caption_beside
-from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.found import Found, Reading, SourceRequest
 from lora_trainer.data.sources.metadata import table_or_finding
 
-SHARES = ("//", "\\\\", "\\/", "/\\")  # of other machines: on Windows, looking there tells them who asks
+SHARES = ("//", "\\\\", "\\/", "/\\")  # of other machines: on Windows, opening one sends them the user's identity
 
 
-def read_table_source(path: Path, asked: Asked, reading: Reading) -> list[Found]:
+def read_table_source(path: Path, request: SourceRequest, reading: Reading) -> list[Found]:
     """Its rows in order. A row without a caption may have one beside its image."""
     table = table_or_finding(path, reading)
     if table is None:
@@ -35,8 +35,8 @@ def read_table_source(path: Path, asked: Asked, reading: Reading) -> list[Found]
             names[folder] = _names_of(folder)
         caption, instead = row.text, ""
         if caption is None:
-            caption, instead = caption_beside(image, names[folder], asked, reading)
-        found.append(Found(image, caption, asked.repeats(), row.weight, instead=instead))
+            caption, instead = caption_beside(image, names[folder], request, reading)
+        found.append(Found(image, caption, request.repeats(), row.weight, instead=instead))
     if elsewhere:
         message = f"{path} names {len(elsewhere)} images by their address (first: {elsewhere[0]})."
         reading.problem(message, "Fetch them first: nothing is downloaded here.")
@@ -44,7 +44,7 @@ def read_table_source(path: Path, asked: Asked, reading: Reading) -> list[Found]
         reading.problem(f"{path} names no image.", "Columns: file_name and text.")
     if impossible:
         message = f"names {len(impossible)} images as no file can be named (first: {impossible[0]!r:.80})."
-        reading.find("absent_image", "warning", message, "Mend or remove the lines.", path)
+        reading.find("absent_image", "warning", message, "Fix or remove the lines.", path)
     if outside:
         reading.note(f"{path.name}: {outside} of its {len(found)} images lie outside of its folder.")
     return found

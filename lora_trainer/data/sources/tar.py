@@ -15,7 +15,7 @@ from lora_trainer.data.images.spans import open_bytes
 from lora_trainer.data.sample import Span
 from lora_trainer.data.sources.beside import CAPTION_ENDINGS, caption_endings
 from lora_trainer.data.sources.folder import is_image
-from lora_trainer.data.sources.found import Asked, Found, Reading
+from lora_trainer.data.sources.found import Found, Reading, SourceRequest
 from lora_trainer.data.sources.rows import text_of
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 
@@ -33,8 +33,8 @@ class _Group:
     texts: dict[str, Span] = field(default_factory=dict)  # by ending
 
 
-def read_tar(path: Path, asked: Asked, reading: Reading) -> list[Found]:
-    """The images of one tar in the order of its members. What stands before damage is used."""
+def read_tar(path: Path, request: SourceRequest, reading: Reading) -> list[Found]:
+    """The images of one tar in the order of its members. Members before a damaged place are used."""
     fix = "Unpack it (gunzip, or tar -xf) and name the plain tar or the folder: images are read in place."
     try:
         with open_bytes(path, None) as file:
@@ -51,9 +51,9 @@ def read_tar(path: Path, asked: Asked, reading: Reading) -> list[Found]:
             others = [stem for stem, key in mains.items() if key is None]
             if others:
                 first = groups[others[0]].images[0][0]
-                reading.note(f"{path}: {len(others)} images beside another of their key are left out (first: {first}).")
+                reading.note(f"{path}: {len(others)} images beside another of their key are skipped (first: {first}).")
             found = [
-                _found_of(path, groups[stem], key, file, asked, reading)
+                _found_of(path, groups[stem], key, file, request, reading)
                 for stem, key in mains.items()
                 if key is not None
             ]
@@ -84,7 +84,7 @@ def _members(path: Path, file: _Heads, reading: Reading) -> Iterator[tuple[str, 
         with tarfile.open(fileobj=file, mode="r:", errorlevel=0) as tar:  # type: ignore[call-overload]
             while (member := tar.next()) is not None:
                 tar.members = []  # a million of them need not stay
-                if member.size < 0 or tar.offset <= end:  # it would be read for ever
+                if member.size < 0 or tar.offset <= end:  # it would be read forever
                     reason = f"a size of {member.size} bytes"
                     break
                 end = tar.offset
@@ -109,7 +109,7 @@ def _members(path: Path, file: _Heads, reading: Reading) -> Iterator[tuple[str, 
         message = f"is damaged ({reason.splitlines()[0]}); only the {count} members before that are used."
         reading.find("damaged_tar", "warning", message, "Make or download it again.", path)
     if links:
-        reading.note(f"{path}: {links} links and other members that are no plain files are left out.")
+        reading.note(f"{path}: {links} links and other members that are no plain files are skipped.")
 
 
 def _ends_well(path: Path, end: int, size: int) -> bool:
@@ -138,14 +138,16 @@ def _sort_in(groups: dict[str, _Group], name: str, span: Span) -> None:
 
 
 def _key_of(stem: str, groups: dict[str, _Group]) -> _Group | None:
-    """The group of an image's key, which in WebDataset ends at the first dot; None for an image that only stands
-    beside another of its key, as `1.mask.png` beside `1.jpg` does unless it has a text of its own."""
+    """The group of an image's key, which in WebDataset ends at the first dot; None for a second image of a key,
+    as `1.mask.png` beside `1.jpg` is unless it has a text of its own."""
     folder, last = posixpath.split(stem)
     key = groups.get(posixpath.join(folder, last.partition(".")[0]), groups[stem])
     return None if key is not groups[stem] and key.images and not groups[stem].texts else key
 
 
-def _found_of(path: Path, group: _Group, key: _Group, file: BinaryIO, asked: Asked, reading: Reading) -> Found:
+def _found_of(
+    path: Path, group: _Group, key: _Group, file: BinaryIO, request: SourceRequest, reading: Reading
+) -> Found:
     """The sample of a group, with the texts of its key where it has none of its own."""
     name, span = group.images[0]
     image = path / name
@@ -153,21 +155,21 @@ def _found_of(path: Path, group: _Group, key: _Group, file: BinaryIO, asked: Ask
         message = f"shares its key with {len(group.images) - 1} more images of {path.name}; only it is used."
         reading.find("two_images", "warning", message, "Give each image a key of its own.", image)
     texts = key.texts | group.texts
-    caption, instead = _text_beside(image, texts, file, asked, reading)
+    caption, instead = _text_beside(image, texts, file, request, reading)
     weight: object = None
     if ".json" in texts:
         described = _described(image, texts[".json"], file, reading)
         text, weight = text_of(described), described.get("weight")
         if caption is None and isinstance(text, str):
             caption = text
-    return Found(image, caption, asked.repeats(), weight, span, instead=instead)
+    return Found(image, caption, request.repeats(), weight, span, instead=instead)
 
 
 def _text_beside(
-    image: Path, texts: dict[str, Span], file: BinaryIO, asked: Asked, reading: Reading
+    image: Path, texts: dict[str, Span], file: BinaryIO, request: SourceRequest, reading: Reading
 ) -> tuple[str | None, str]:
-    """(caption, what stands there in place of it)."""
-    ending = next((ending for ending in caption_endings(asked) if ending in texts), None)
+    """(caption, what was found instead)."""
+    ending = next((ending for ending in caption_endings(request) if ending in texts), None)
     if ending is None:
         other = next((ending for ending in CAPTION_ENDINGS if ending in texts), "")
         return None, f"{image.stem}{other}" if other else ""
@@ -189,7 +191,7 @@ def _described(image: Path, span: Span, file: BinaryIO, reading: Reading) -> dic
     if isinstance(value, dict):
         return value
     message = f"has a {image.stem}.json that is no JSON object of at most {MOST_CAPTION_BYTES >> 20} MiB."
-    reading.find("bad_metadata", "error", message, "Mend or remove it.", image)
+    reading.find("bad_metadata", "error", message, "Fix or remove it.", image)
     return {}
 
 

@@ -1,1 +1,1 @@
-"""Attention implementations: which work here, which is quickest."""
+"""Attention backends: which work here, which is fastest."""

@@ -1,4 +1,4 @@
-"""Which attention a run uses: what was asked for where it works, else the first that does, else the fastest."""
+"""Choose a run's attention backend: the requested one where it works, else the first that does, or the fastest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMED = 5  # times each attention runs before the fastest is taken
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The implementation chosen, the sentence that says why, and why those that were tried before do not work here."""
+    """The chosen backend, the reason as a sentence, and why those that were tried before do not work here."""
 
     name: str
     reason: str
@@ -64,7 +64,7 @@ def fastest_attention(
     shapes: Sequence[AttentionShape],
     reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> AttentionChoice:
-    """Of `names` the one that takes the least time over all layers, with everybody's time.
+    """The one of `names` that takes the least time over all layers, with the times of all.
 
     `reduce` sums over processes, so that all of them take the same. Raises UsageError when none works.
     """
@@ -84,8 +84,8 @@ def fastest_attention(
                 f"No attention works here: {'; '.join(filter(None, failures))}.", "Check the installation of torch."
             )
         )
-    told = [f"{name} {1000 * each:.2f} ms" for each, name in sorted(zip(taken, names, strict=True)) if each < inf]
-    reason = f"forward and backward in all layers: {', '.join(told)}"
+    timings = [f"{name} {1000 * each:.2f} ms" for each, name in sorted(zip(taken, names, strict=True)) if each < inf]
+    reason = f"forward and backward in all layers: {', '.join(timings)}"
     return AttentionChoice(best, reason, tuple(filter(None, failures)))
 
 

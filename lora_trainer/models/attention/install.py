@@ -1,4 +1,4 @@
-"""Making a diffusers model compute attention by a chosen implementation."""
+"""Make a diffusers model use a chosen attention backend."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lora_trainer.models.attention.kinds import KINDS, Attend
 
 
 def install_attention(denoiser: nn.Module, name: str) -> None:
-    """Make every attention of a denoiser use the implementation; what was probed is what runs.
+    """Make every attention of a denoiser use the backend that was probed.
 
-    `sdpa` is diffusers' own way. Raises UsageError where the model computes attention in a way that is not known.
+    `sdpa` is diffusers' own. Raises UsageError where the model has an unknown attention processor.
     """
     attentions: list[Any] = [module for module in denoiser.modules() if hasattr(module, "set_processor")]
     for module in attentions:
@@ -34,7 +34,7 @@ def install_attention(denoiser: nn.Module, name: str) -> None:
 
 
 def remember_signature(processor: type[Any]) -> None:
-    """diffusers asks for a processor's signature in every forward pass of every attention: a third of the time so."""
+    """Cache a processor's signature, which diffusers inspects in every forward pass: that took a third of the time."""
     call: Any = processor.__call__
     if "__signature__" not in vars(call):
         call.__signature__ = inspect.signature(call)
@@ -61,7 +61,7 @@ class _Processor:
 
 
 class CrossProcessor(_Processor):
-    """A U-Net's: the image looks at itself, or at the text."""
+    """A U-Net's: the image attends to itself, or to the text."""
 
     def __call__(
         self,
@@ -77,7 +77,7 @@ class CrossProcessor(_Processor):
 
 
 class JointProcessor(_Processor):
-    """A transformer's, where image and text look at both, the image first; without text as in a U-Net."""
+    """A transformer's, where image and text attend to both, the image first; without text as in a U-Net."""
 
     def __call__(
         self,
@@ -97,7 +97,7 @@ class JointProcessor(_Processor):
 
 
 class RotaryProcessor(_Processor):
-    """A transformer's with rotary positions (arXiv:2104.09864), the text first; it may stand in `hidden_states`."""
+    """A transformer's with rotary positions (arXiv:2104.09864), the text first; it may be part of `hidden_states`."""
 
     def __call__(
         self,

@@ -1,7 +1,7 @@
-"""The implementations of attention: functions of query [B, H, L, D], key and value [B, H, S, D] -> [B, H, L, D].
+"""The attention backends: functions of query [B, H, L, D], key and value [B, H, S, D] -> [B, H, L, D].
 
-None has a mask, dropout or a scale of its own: no denoiser here uses them. What only infers, as SageAttention does, is
-not among them.
+None has a mask, dropout or a scale of its own: no denoiser here uses them. Backends without a backward pass, such as
+SageAttention, are not among them.
 """
 
 from __future__ import annotations

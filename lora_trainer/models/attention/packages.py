@@ -1,4 +1,4 @@
-"""The packages of attentions that torch does not bring. No torch."""
+"""The packages of attention backends outside of torch. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODULES = {"xformers": "xformers", "flash2": "flash_attn", "flash3": "flash_attn
 
 
 def lacking(name: str) -> Problem | None:
-    """What is to be said of an attention whose package is not installed; nothing is imported."""
+    """The problem of a backend whose package is not installed, or None; nothing is imported."""
     module = MODULES.get(name)
     if module is None or sys.modules.get(module) is not None:
         return None

@@ -1,4 +1,4 @@
-"""Attention tried where it is to work: forward and backward, against the plain formula, and timed."""
+"""Probe attention backends on the device: forward and backward, compared with the plain formula, and timed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lora_trainer.models.attention.shapes import AttentionShape
 
 TF32_STEP = 2.0**-10  # to the next number after 1, in what fp32 products may be computed in on a GPU
 STEPS_OFF = 8  # of the right values' norm, in steps of the precision
-SMALLEST = 1e-3  # of what comes from above: gradients that are less are judged as if they were so large
+SMALLEST = 1e-3  # of the upstream gradient: smaller gradients are compared as if they were so large
 ROW_OFF = 4  # times what the whole may be off: a single token's rounding does not average out
-SMALL_ROW = 0.25  # of the usual row's norm: smaller rows are judged as if they were so large
+SMALL_ROW = 0.25  # of the usual row's norm: smaller rows are compared as if they were so large
 WARM_UP = 2
 SEED = 0
 
 
 def probe(name: str, dtype: torch.dtype, device: torch.device, shapes: Sequence[AttentionShape]) -> str | None:
-    """Run one implementation forward and backward at every shape; None when it works, else what stopped it."""
+    """Run one backend forward and backward at every shape; None when it works, else the reason why it does not."""
     return next((failure for shape in shapes if (failure := _probe_one(name, dtype, device, shape))), None)
 
 
@@ -49,7 +49,7 @@ def _probe_one(name: str, dtype: torch.dtype, device: torch.device, shape: Atten
     found = [mixed, *(part.grad for part in parts)]
     allowed = STEPS_OFF * max(torch.finfo(dtype).eps, TF32_STEP)
     for number, (off, row) in enumerate(_errors(found, parts, upstream)):
-        if not (off <= allowed and row <= ROW_OFF * allowed):  # nan is no number to be less
+        if not (off <= allowed and row <= ROW_OFF * allowed):  # also where they are nan
             far = f"are {off:.1%} off, more than {allowed:.1%}"
             if off <= allowed:
                 far = f"are {row:.1%} off for single tokens, more than {ROW_OFF * allowed:.1%}"
@@ -65,7 +65,7 @@ def _errors(found: Sequence[Tensor | None], parts: Sequence[Tensor], upstream: T
 
     Of each the error of a whole head, and the worst of a single token, which the whole may hide.
 
-    Heads know nothing of each other, so two of them stand for all, and their scores fit beside the denoiser.
+    Heads do not depend on each other, so two are enough, and their scores fit beside the denoiser.
     """
     worst = [(0.0, 0.0)] * len(found)
     for place in {(0, 0), (parts[0].shape[0] - 1, parts[0].shape[1] - 1)}:
@@ -102,7 +102,7 @@ def time_attention(
     steps: int = 10,
     names: Sequence[str] = (),
 ) -> list[dict[str, object]]:
-    """Each implementation at each shape: a row with `name`, `shape`, seconds forward and backward, or why not.
+    """Each backend at each shape: a row with `name`, `shape`, seconds forward and backward, or why not.
 
     Of seconds there are `seconds_median`, `seconds_p10` and `seconds_p90`, taken by the GPU's own clock on a GPU;
     `failure` is None or a sentence. `names` are all of KINDS where none are given.
@@ -123,7 +123,7 @@ def time_attention(
 def race(
     names: Sequence[str], dtype: torch.dtype, device: torch.device, shape: AttentionShape, steps: int
 ) -> dict[str, list[float]]:
-    """Seconds of each implementation, forward and backward, `steps` times; in turns, so that all meet the same load."""
+    """Seconds of each backend, forward and backward, `steps` times; in turns, so that all meet the same load."""
     *parts, upstream = _inputs(shape, dtype, device)
     for part in parts:
         part.requires_grad_()
@@ -147,7 +147,7 @@ def race(
 
 
 def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[list[Any]], list[float]]]:
-    """What marks a moment, and what makes seconds of the moments' distances; on a GPU in its own time."""
+    """Functions that record a moment and convert moments to seconds; on a GPU by its own clock."""
     if device.type != "cuda":
         return time.perf_counter, lambda marks: [after - before for before, after in pairwise(marks)]
 
@@ -164,9 +164,9 @@ def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[list[Any]
 
 
 def _inputs(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Query, key and value as projections give them, tokens before heads in memory, and a gradient of what they give.
+    """Query, key and value as projections give them, tokens before heads in memory, and a gradient of the output.
 
-    The same numbers each time: what is chosen by them does not hang on what was drawn before.
+    The same numbers each time, so that the choice does not depend on earlier draws.
     """
     drawn = torch.Generator(device).manual_seed(SEED)
     tokens = (shape.queries, shape.keys, shape.keys, shape.queries)

@@ -1,4 +1,4 @@
-"""Which attentions a denoiser computes: their sizes, seen in a forward pass on tensors without data."""
+"""The shapes of a denoiser's attentions, recorded in a forward pass on the meta device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Queries [batch, heads, queries, size] that look at keys [batch, heads, keys, size], in so many `layers`."""
+    """Queries [batch, heads, queries, size] that attend to keys [batch, heads, keys, size], in so many `layers`."""
 
     batch: int
     heads: int
@@ -43,8 +43,8 @@ def shapes_of(
 ) -> tuple[AttentionShape, ...]:
     """Every attention of one forward pass, the costliest first.
 
-    `latents` is [B, C, h, w], and `cond` has the shapes for one sample. The denoiser may stand on any device: its
-    weights' shapes alone are looked at. It must compute attention as torch does, before another is installed.
+    `latents` is [B, C, h, w], and `cond` has the shapes for one sample. The denoiser may be on any device: only its
+    weights' shapes are read. It must compute attention as torch does, before another backend is installed.
     """
     weights = {**dict(denoiser.named_parameters()), **dict(denoiser.named_buffers())}
     shown = {name: torch.empty_like(value, device=META) for name, value in weights.items()}
@@ -90,7 +90,7 @@ def _forgetting(denoiser: nn.Module) -> Iterator[None]:
 
 
 class _OnMeta:
-    """A denoiser that is called with weights without data; asked for anything else, it is itself."""
+    """A denoiser that is called with weights on the meta device; all other attributes are its own."""
 
     def __init__(self, denoiser: nn.Module, weights: Mapping[str, Tensor]) -> None:
         self._denoiser, self._weights = denoiser, dict(weights)

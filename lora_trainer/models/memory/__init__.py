@@ -1,1 +1,1 @@
-"""What of the denoiser stands on the GPU and when: checkpointing, streaming, ledgers."""
+"""Memory of the denoiser: gradient checkpointing, block swap, activation offload, memory profiles."""

@@ -1,12 +1,12 @@
-"""Frozen blocks that visit the GPU one after the other, from host memory and never back to it.
+"""Block swap: frozen blocks are loaded on the GPU one after the other, from host memory and never back to it.
 
 Weights that are not trained need not return: the copy in host memory stays. While a block computes, the one that is
 needed next is copied in a stream of its own: the following block in a forward pass, the one before in a backward pass.
-So two blocks stand on the GPU at any time, whatever their number.
+So two blocks are on the GPU at any time, whatever their number.
 
-Autograd keeps views of the weights that a block computed with. They stay valid: a visiting block always lies in the
-same storage object, whose bytes come and go (as FSDP frees what it gathered, arXiv:2304.11277). So every kind of layer
-can visit without being known here, checkpointed or not.
+Autograd keeps views of the weights that a block computed with. They stay valid: a loaded block always lies in the
+same storage object, which is allocated and freed (as FSDP frees gathered weights, arXiv:2304.11277). So every kind of
+layer can be swapped, checkpointed or not.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ALIGNMENT = 512  # bytes, as CUDA's allocator aligns: kernels may choose by it
 REPEATED = ("BasicTransformerBlock", "ResnetBlock2D", "JointTransformerBlock")  # where a denoiser does not name its own
 LEAST_SHARE = 1 / 8  # of the largest block: what is smaller frees little, and would hide no copy
 STAGES = {"down_blocks": 0, "mid_block": 1, "up_blocks": 2}  # of a U-Net, which registers its middle last
-STREAMING = "_streaming"
+BLOCK_SWAP = "_streaming"
 
 
 def swappable_blocks(denoiser: nn.Module) -> list[nn.Module]:
-    """The blocks that can visit, in the order in which they run: those that repeat, without the smallest."""
+    """The blocks that can be swapped, in the order in which they run: those that repeat, without the smallest."""
     kinds = {*(getattr(denoiser, "_repeated_blocks", None) or ()), *REPEATED}
     found = {name: module for name, module in denoiser.named_modules() if type(module).__name__ in kinds}
     sizes = {name: frozen_bytes(module) for name, module in found.items()}
@@ -40,9 +40,9 @@ def swappable_blocks(denoiser: nn.Module) -> list[nn.Module]:
 
 
 def streamed_blocks(denoiser: nn.Module, count: int) -> list[nn.Module]:
-    """The `count` blocks that visit, in the order in which they run; all where there are fewer.
+    """The `count` blocks to swap, in the order in which they run; all where there are fewer.
 
-    They are spread as evenly as can be, so that each copy has the work of the blocks between to hide behind; and each
+    They are spread as evenly as possible, so that the blocks between hide each copy; and each
     number's blocks are among those of the next, so that more of them always leave less on the GPU.
     """
     blocks = swappable_blocks(denoiser)
@@ -50,7 +50,7 @@ def streamed_blocks(denoiser: nn.Module, count: int) -> list[nn.Module]:
 
 
 def freed_by_swapping(denoiser: nn.Module) -> list[int]:
-    """Bytes that are not on the GPU when none, one, two, … blocks visit it: there lie two of the largest that do."""
+    """Bytes that are not on the GPU when none, one, two, … blocks are swapped: two of the largest of them are on it."""
     blocks = swappable_blocks(denoiser)
     sizes, freed, largest, count = [*map(frozen_bytes, blocks)], [0], 0, 0
     away = 0
@@ -62,64 +62,64 @@ def freed_by_swapping(denoiser: nn.Module) -> list[int]:
 
 
 def frozen_bytes(block: nn.Module) -> int:
-    """Of a block's weights that are not trained, as they are stored."""
+    """Bytes of a block's frozen weights, as they are stored."""
     return sum(tensor.numel() * tensor.element_size() for tensor in _frozen(block))
 
 
 def swap_blocks(denoiser: nn.Module, count: int, device: torch.device) -> int:
-    """Let `count` blocks visit `device`, and the others stay; can be called again with another number between steps.
+    """Swap `count` blocks, and keep the others on `device`; can be called again with another number between steps.
 
-    A block that begins to visit leaves the GPU, one that ceases to comes back to stay. Returns how many it is.
+    Newly swapped blocks leave the GPU, and blocks that are no longer swapped return to it. Returns their number.
     Raises torch.OutOfMemoryError where the host, or the GPU, has no room for them.
     """
-    streaming = denoiser.__dict__.get(STREAMING)
-    if streaming is None:
+    block_swap = denoiser.__dict__.get(BLOCK_SWAP)
+    if block_swap is None:
         if not count:
             return 0
-        streaming = denoiser.__dict__[STREAMING] = BlockSwap(device)
+        block_swap = denoiser.__dict__[BLOCK_SWAP] = BlockSwap(device)
     blocks = streamed_blocks(denoiser, count)
-    streaming.change(blocks, swappable_blocks(denoiser))
+    block_swap.change(blocks, swappable_blocks(denoiser))
     return len(blocks)
 
 
 def swapped_count(denoiser: nn.Module) -> int:
-    """How many blocks visit now."""
-    streaming = denoiser.__dict__.get(STREAMING)
-    return len(streaming.guests) if streaming else 0
+    """How many blocks are swapped now."""
+    block_swap = denoiser.__dict__.get(BLOCK_SWAP)
+    return len(block_swap.swapped) if block_swap else 0
 
 
 def swapped_storages(denoiser: nn.Module) -> set[int]:
-    """The storages on the GPU, by address, that blocks lie in whenever they visit."""
-    streaming = denoiser.__dict__.get(STREAMING)
-    return {guest.storage._cdata for guest in streaming.guests} if streaming else set()
+    """The storages on the GPU, by address, of swapped blocks."""
+    block_swap = denoiser.__dict__.get(BLOCK_SWAP)
+    return {swapped_block.storage._cdata for swapped_block in block_swap.swapped} if block_swap else set()
 
 
-def block_swap_note(denoiser: nn.Module, asked: int) -> list[str]:
-    """What is to be said of the blocks that visit, of which `asked` were asked for: a line, or none."""
-    streaming = denoiser.__dict__.get(STREAMING)
-    if streaming is None:
+def block_swap_note(denoiser: nn.Module, requested: int) -> list[str]:
+    """The log line of swapped blocks, of which `requested` were set; none without block swap."""
+    block_swap = denoiser.__dict__.get(BLOCK_SWAP)
+    if block_swap is None:
         return []
-    count, on_gpu = len(streaming.guests), streaming.device.type == "cuda"
-    place = "the GPU" if on_gpu else "the CPU, as if it were a GPU"
-    more = f"; {asked} were asked for, and there are no more" if asked > count else ""
-    slow = on_gpu and not all(guest.pinned for guest in streaming.guests)
-    waits = "; host memory could not be locked, so their copies are waited for" if slow else ""
-    return [f"streaming: {count} of {len(swappable_blocks(denoiser))} blocks visit {place}{more}{waits}"]
+    count, on_gpu = len(block_swap.swapped), block_swap.device.type == "cuda"
+    place = "" if on_gpu else " (on the CPU, as if it were a GPU)"
+    more = f"; {requested} were requested" if requested > count else ""
+    slow = on_gpu and not all(swapped_block.pinned for swapped_block in block_swap.swapped)
+    waits = "; host memory could not be pinned, so each copy takes extra time" if slow else ""
+    return [f"block swap: {count} of {len(swappable_blocks(denoiser))} blocks{place}{more}{waits}"]
 
 
 def move_to_device(denoiser: nn.Module, device: torch.device) -> None:
-    """Bring a denoiser to a device, but for the weights of blocks that visit, which stay in host memory.
+    """Move a denoiser to a device, but for the weights of swapped blocks, which stay in host memory.
 
-    In place of `denoiser.to(device)` wherever a denoiser may be streamed.
+    Use it in place of `denoiser.to(device)` wherever blocks may be swapped.
     """
-    streaming = denoiser.__dict__.get(STREAMING)
-    if streaming is None:
+    block_swap = denoiser.__dict__.get(BLOCK_SWAP)
+    if block_swap is None:
         denoiser.to(device)
         return
-    streaming.send_away()
-    visiting = {id(tensor) for guest in streaming.guests for tensor in guest.tensors}
+    block_swap.send_away()
+    swapped_ids = {id(tensor) for swapped_block in block_swap.swapped for tensor in swapped_block.tensors}
     for module in denoiser.modules():
-        module._apply(lambda tensor: tensor if id(tensor) in visiting else tensor.to(device), recurse=False)
+        module._apply(lambda tensor: tensor if id(tensor) in swapped_ids else tensor.to(device), recurse=False)
 
 
 def _aligned(size: int) -> int:
@@ -127,7 +127,7 @@ def _aligned(size: int) -> int:
 
 
 def _spread(count: int) -> list[int]:
-    """The numbers under `count` so that the first of them, however many, lie spread (van der Corput's order)."""
+    """The numbers under `count` in van der Corput's order: the first of them, however many, are spread evenly."""
     bits = max(1, math.ceil(math.log2(max(count, 1))))
     return [index for index in (int(f"{place:0{bits}b}"[::-1], 2) for place in range(2**bits)) if index < count]
 
@@ -149,10 +149,10 @@ def _frozen(block: nn.Module) -> list[Tensor]:
 
 
 class SwappedBlock:
-    """One block's frozen tensors, side by side in host memory; on the GPU only while `visiting`."""
+    """One block's frozen tensors, side by side in host memory; on the GPU only while `is_loaded`."""
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
-        self.block, self.device, self.visiting = block, device, False
+        self.block, self.device, self.is_loaded = block, device, False
         self.tensors = _frozen(block)
         # Strides are kept: memory order may be another than that of the dimensions.
         self.strides = [torch.empty_like(tensor, device="meta").stride() for tensor in self.tensors]
@@ -179,11 +179,11 @@ class SwappedBlock:
         return found
 
     def stay_at_home(self) -> None:
-        """The layers' tensors are those in host memory, so that whoever reads them reads what is there."""
+        """Point the layers' tensors at host memory, so that reading them is always valid."""
         for tensor, view in zip(self.tensors, self.at_home, strict=True):
             tensor.data = view
 
-    def visit(self, stream: torch.cuda.Stream | None) -> None:
+    def load(self, stream: torch.cuda.Stream | None) -> None:
         """Begin to copy the block to the GPU, in `stream` where there is one."""
         # Allocated in the stream that computes: what was freed there before may be taken at once.
         self.storage.resize_(self.size)
@@ -197,7 +197,7 @@ class SwappedBlock:
             with torch.cuda.stream(stream):
                 self.flat.copy_(self.host, non_blocking=True)
                 self.copied = stream.record_event()
-        self.visiting = True
+        self.is_loaded = True
         for tensor, view in zip(self.tensors, self.away, strict=True):
             tensor.data = view
 
@@ -212,11 +212,11 @@ class SwappedBlock:
         self.arrive()
         self.stay_at_home()
         self.storage.resize_(0)
-        self.visiting = False
+        self.is_loaded = False
 
     def settle(self) -> None:
         """Become a block that stays, with weights of its own on the GPU."""
-        if self.visiting:
+        if self.is_loaded:
             self.leave()
         for tensor, view in zip(self.tensors, self.at_home, strict=True):
             tensor.data = view.to(self.device, copy=True)
@@ -224,68 +224,70 @@ class SwappedBlock:
 
 @dataclass(eq=False)
 class BlockSwap:
-    """The blocks of a denoiser that visit a GPU, in the order in which they run."""
+    """The swapped blocks of a denoiser, in the order in which they run."""
 
     device: torch.device
-    guests: list[SwappedBlock] = field(default_factory=list)
+    swapped: list[SwappedBlock] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     stream: torch.cuda.Stream | None = None
 
     def change(self, blocks: list[nn.Module], swappable: list[nn.Module]) -> None:
-        """Let these of the blocks that can visit do so, and no others."""
-        known = {id(guest.block): guest for guest in self.guests}
+        """Swap these of the `swappable` blocks, and no others."""
+        known = {id(swapped_block.block): swapped_block for swapped_block in self.swapped}
         if [id(block) for block in blocks] == list(known):
             return
         if self.device.type == "cuda" and self.stream is None:
             self.stream = torch.cuda.Stream(self.device)
         self.send_away()
         try:
-            for guest in [guest for key, guest in known.items() if key not in {id(block) for block in blocks}]:
-                guest.settle()
-                del known[id(guest.block)]
+            for swapped_block in [
+                swapped_block for key, swapped_block in known.items() if key not in {id(block) for block in blocks}
+            ]:
+                swapped_block.settle()
+                del known[id(swapped_block.block)]
             for block in blocks:
                 if id(block) not in known:
                     known[id(block)] = SwappedBlock(block, self.device)
-        finally:  # where memory ran out, those that visit are those that came so far
+        finally:  # where memory ran out, the blocks handled so far are swapped
             places = {id(block): place for place, block in enumerate(swappable)}
-            self._take(sorted(known.values(), key=lambda guest: places[id(guest.block)]))
+            self._take(sorted(known.values(), key=lambda swapped_block: places[id(swapped_block.block)]))
 
-    def _take(self, guests: list[SwappedBlock]) -> None:
-        """Let these, in the order in which they run, come when they are called."""
-        self.guests = guests
+    def _take(self, swapped: list[SwappedBlock]) -> None:
+        """Load these blocks, in the order in which they run, when they are called."""
+        self.swapped = swapped
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        for place, guest in enumerate(self.guests):
+        for place, swapped_block in enumerate(self.swapped):
             self.handles += [
-                guest.block.register_forward_pre_hook(self._before(place)),
-                guest.block.register_forward_hook(self._after(place)),
+                swapped_block.block.register_forward_pre_hook(self._before(place)),
+                swapped_block.block.register_forward_hook(self._after(place)),
             ]
 
     def need(self, place: int) -> None:
         """Have the block on the GPU, the next one on its way, and no other there."""
         following = self._following(place)
-        # Neither counted nor kept by what watches operators, such as selective checkpointing.
+        # Hidden from modes that watch operators, such as selective checkpointing.
         with torch.no_grad(), _disable_current_modes():
-            for other, guest in enumerate(self.guests):
-                if guest.visiting and other not in (place, following):
-                    guest.leave()
-            if not self.guests[place].visiting:
-                self.guests[place].visit(self.stream)
-            self.guests[place].arrive()
-            if not self.guests[following].visiting:
-                self.guests[following].visit(self.stream)
+            for other, swapped_block in enumerate(self.swapped):
+                if swapped_block.is_loaded and other not in (place, following):
+                    swapped_block.leave()
+            if not self.swapped[place].is_loaded:
+                self.swapped[place].load(self.stream)
+            self.swapped[place].arrive()
+            if not self.swapped[following].is_loaded:
+                self.swapped[following].load(self.stream)
 
     def send_away(self) -> None:
-        """Take all visiting blocks off the GPU."""
+        """Unload all swapped blocks from the GPU."""
         with torch.no_grad():
-            for guest in self.guests:
-                if guest.visiting:
-                    guest.leave()
+            for swapped_block in self.swapped:
+                if swapped_block.is_loaded:
+                    swapped_block.leave()
 
     def _following(self, place: int) -> int:
         """The block that is needed next. The last of a forward pass is the first of a backward pass."""
-        last = len(self.guests) - 1
+        last = len(self.swapped) - 1
         if _in_backward():
             return place - 1 if place else min(1, last)
         if place < last:
@@ -299,8 +301,8 @@ class BlockSwap:
         def arrived(gradient: Tensor) -> None:
             self.need(place)
 
-        def watch(module: nn.Module, given: Any, result: Any) -> None:
-            if _in_backward():  # a block computed again: its gradients come by way of the first
+        def watch(module: nn.Module, inputs: Any, result: Any) -> None:
+            if _in_backward():  # a recomputed block: its gradients pass through the first result
                 return
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -313,18 +315,18 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _pin(guest: SwappedBlock) -> bool:
-    """Lock a block's host memory, so that it is copied beside the computing; whether that could be done.
+def _pin(swapped_block: SwappedBlock) -> bool:
+    """Pin a block's host memory, so that copies overlap with computation; whether that worked.
 
-    In place: torch's own pinned memory is rounded up to a power of two. Without it copies are right, and waited for.
+    In place: torch's own pinned memory is rounded up to a power of two. Without it copies are right, but synchronous.
     """
     cudart: Any = torch.cuda.cudart()
-    place = guest.host.data_ptr()
-    if int(cudart.cudaHostRegister(place, guest.size, 0)) != 0:
-        # The failure stays the thread's last error until something asks for it, which the next kernel's launch does
-        # and raises it as its own. torch has no name for cudaGetLastError, so that is a kernel of no account.
+    place = swapped_block.host.data_ptr()
+    if int(cudart.cudaHostRegister(place, swapped_block.size, 0)) != 0:
+        # The failure stays the thread's last error, and the next kernel launch would raise it as its own.
+        # torch does not expose cudaGetLastError, so an unimportant kernel takes the error here.
         with suppress(RuntimeError):
-            torch.ones(1, device=guest.device)
+            torch.ones(1, device=swapped_block.device)
         return False
-    weakref.finalize(guest, cudart.cudaHostUnregister, place)
+    weakref.finalize(swapped_block, cudart.cudaHostUnregister, place)
     return True

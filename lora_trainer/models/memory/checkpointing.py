@@ -1,6 +1,6 @@
 """Gradient checkpointing by block.
 
-A U-Net's blocks ask a flag of their own, a transformer asks one for all of its blocks; here each block has its flag.
+A U-Net's blocks have a flag each, a transformer has one for all of its blocks; here each block has its flag.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ FLAG = "gradient_checkpointing"
 
 
 def checkpointable_blocks(denoiser: nn.Module) -> list[nn.Module]:
-    """The blocks that can recompute their activations, the ones that free most memory for their work first.
+    """The blocks that can recompute their activations, those that free most memory for their time first.
 
-    A layer keeps as many numbers as it has outputs for each token and is recomputed with as many products as it has
+    A layer keeps as many numbers as it has outputs for each token and is recomputed with as many multiplications as it has
     weights. Blocks of equal worth stay in the order in which they run: the earlier, the more memory is free again
     when they are recomputed.
     """
@@ -51,7 +51,7 @@ def named_blocks(denoiser: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_transformer(denoiser: nn.Module) -> bool:
-    """Whether one flag of the whole stands for its blocks, which are alike."""
+    """Whether one flag of the whole model is for all of its blocks, which are alike."""
     return hasattr(denoiser, FLAG)
 
 
@@ -73,6 +73,6 @@ def checkpoint_blocks(denoiser: Any, count: int, recompute: CheckpointingMode = 
 
 
 def _where_flagged(recompute: CheckpointingMode) -> Callable[..., Any]:
-    """What runs a transformer's block, checkpointed if it has the flag."""
+    """The function that runs a transformer's block, checkpointed if it has the flag."""
     checkpointed = recomputing(recompute)
-    return lambda block, *given: checkpointed(block, *given) if getattr(block, FLAG) else block(*given)
+    return lambda block, *inputs: checkpointed(block, *inputs) if getattr(block, FLAG) else block(*inputs)

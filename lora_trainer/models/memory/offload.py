@@ -1,8 +1,8 @@
-"""What the backward pass needs waits in host memory, copied there and back beside the computing.
+"""Activation offload: tensors for the backward pass wait in host memory, copied while the GPU computes.
 
-torch.autograd.graph.save_on_cpu does the same and waits for each copy. Here a tensor leaves in a stream of its own
-while later ones are computed, and comes back while the gradients of those are. Whole storages are moved, once, whatever
-number of views autograd keeps of them, and views come back as they were: so no bit changes.
+torch.autograd.graph.save_on_cpu does the same but waits for each copy. Here a stream of its own copies a tensor out
+while later ones are computed, and back while their gradients are. Whole storages are moved, once, whatever number of
+views autograd keeps of them, and views come back as they were: so no bit changes.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lora_trainer.models.memory.block_swap import swapped_storages
 
 LEAST_BYTES = 2**20  # smaller ones gain little, and each costs a copy
-LEAVING = 4  # that may still stand on the GPU while they are copied: more hold memory, fewer make the GPU wait
-AHEAD = 2  # that come back before they are asked for
+LEAVING = 4  # storages on the GPU while they are copied out: more hold memory, fewer make the GPU wait
+AHEAD = 2  # storages that are copied back before they are needed
 
-Given = ParamSpec("Given")
+Inputs = ParamSpec("Inputs")
 Result = TypeVar("Result")
 
 
-def offloaded(work: Callable[Given, Result], device: torch.device, model: nn.Module) -> Callable[Given, Result]:
-    """The same work; what it keeps on the device for its backward pass waits in host memory, but for a model's own."""
+def offloaded(work: Callable[Inputs, Result], device: torch.device, model: nn.Module) -> Callable[Inputs, Result]:
+    """The same work with its saved tensors in host memory until the backward pass, except the model's own tensors."""
     offload = Offload(device, model)
 
-    def with_offload(*given: Given.args, **named: Given.kwargs) -> Result:
+    def with_offload(*inputs: Inputs.args, **named: Inputs.kwargs) -> Result:
         with offload.keeping():
-            return work(*given, **named)
+            return work(*inputs, **named)
 
     return with_offload
 
 
-def offload_note(asked: bool, device: torch.device) -> list[str]:
-    """What is to be said of it: a line, or none."""
-    if not asked:
+def offload_note(requested: bool, device: torch.device) -> list[str]:
+    """The log line of activation offload; none without it."""
+    if not requested:
         return []
     if device.type != "cuda":
-        return ["memory.offload_activations: nothing to do, since all that is kept is in system memory"]
+        return ["memory.offload_activations: nothing to do, all activations are in system memory"]
     return [f"activations of {LEAST_BYTES >> 20} MiB and more wait in system memory for the backward pass"]
 
 
@@ -52,30 +52,30 @@ class Away:
 
     def __init__(self, flat: Tensor, stream: torch.cuda.Stream | None, place: int) -> None:
         self.device, self.stream, self.place = flat.device, stream, place
-        self.flat: Tensor | None = flat  # what stands on the GPU: the first, then that which came back
+        self.flat: Tensor | None = flat  # on the GPU: the original, then the copy that came back
         host = flat.device if flat.is_meta else torch.device("cpu")  # what is only traced has no bytes anywhere
         self.host = torch.empty(flat.shape, dtype=flat.dtype, device=host, pin_memory=stream is not None)
         self.copied = self._copy(self.host, flat)
 
-    def _copy(self, into: Tensor, given: Tensor) -> torch.cuda.Event | None:
+    def _copy(self, into: Tensor, source: Tensor) -> torch.cuda.Event | None:
         if self.stream is None:
-            into.copy_(given)
+            into.copy_(source)
             return None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            into.copy_(given, non_blocking=True)
+            into.copy_(source, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
         return copied
 
     def wait(self) -> None:
-        """What is computed from here on, and memory that is freed, wait for the copy, on the GPU."""
+        """Make the GPU wait for the copy before later work and before freeing memory."""
         if self.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self.copied)
             self.copied = None
 
     def go(self) -> None:
-        """Let go of the GPU's memory."""
+        """Free the GPU's memory."""
         self.wait()
         self.flat = None
 
@@ -84,14 +84,14 @@ class Away:
         if self.flat is None:
             self.flat = torch.empty_like(self.host, device=self.device)
             if self.stream is not None:
-                self.flat.record_stream(self.stream)  # autograd may let it go before anybody has waited
+                self.flat.record_stream(self.stream)  # autograd may free it before the copy is done
             self.copied = self._copy(self.flat, self.host)
 
 
 class Offload:
-    """Hooks for what autograd keeps of one forward pass after the other.
+    """Hooks for the tensors that autograd saves in each forward pass.
 
-    The model's own parameters and buffers stay: they are there anyway, and those of blocks that visit come back so.
+    The model's own parameters and buffers are skipped: they are there anyway, and block swap handles swapped blocks.
     """
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
@@ -104,7 +104,7 @@ class Offload:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """What is kept inside the block, a forward pass, waits in host memory until its backward pass."""
+        """Tensors saved inside the block, a forward pass, wait in host memory until its backward pass."""
         self._begin()
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             try:
@@ -121,14 +121,14 @@ class Offload:
             self.own = {tensor.untyped_storage()._cdata for tensor in tensors} | swapped_storages(self.model)
 
     def pack(self, tensor: Tensor) -> Any:
-        """The tensor itself, or what it becomes again from."""
+        """The tensor itself, or a handle to restore it from."""
         if not self._moves(tensor):
             return tensor
         away = self._sent(tensor.untyped_storage(), tensor._version)
         return away, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def _sent(self, storage: torch.UntypedStorage, version: int) -> Away:
-        """The storage on its way to host memory, to which each goes once."""
+        """The storage on its way to host memory; each is copied once."""
         key = (storage._cdata, version)
         if key in self.known and self.known[key][0]() is storage:
             return self.known[key][1]
@@ -143,7 +143,7 @@ class Offload:
         return away
 
     def unpack(self, kept: Any) -> Tensor:
-        """What was kept, on the GPU; and what was kept before it, since that is asked for next, on its way there."""
+        """The saved tensor, on the GPU; starts to copy those saved before it, which are needed next."""
         if isinstance(kept, Tensor):
             return kept
         away, dtype, offset, shape, stride = kept
@@ -159,7 +159,7 @@ class Offload:
             return torch.empty(0, dtype=dtype, device=self.device).set_(storage, offset, shape, stride)
 
     def _moves(self, tensor: Tensor) -> bool:
-        """Whether it is worth it: large, on the GPU, and not the model's own."""
+        """Whether a tensor is offloaded: large, on the GPU, and not the model's own."""
         if tensor.device != self.device or type(tensor) is not Tensor or tensor.layout != torch.strided:
             return False
         storage = tensor.untyped_storage()

@@ -1,9 +1,9 @@
-"""What the phases of a run besides its training steps take on a GPU: encoding, the LoRA gate, drawing. No torch.
+"""GPU memory of a run's phases besides its training steps: encoding, the LoRA gate, generating images. No torch.
 
 All of them run without gradients, so their memory is weights and a number of values for each pixel, place of the
 latents or caption. These numbers were traced on the published models (`architectures/NAME.json`, `phases`), and are
-taken for every model of the family. Where a phase does not fit as it is, parts take turns on the GPU and layers of
-the denoiser visit it one by one: the numbers that come out stay the same, and only time is lost.
+used for every model of the family. Where a phase does not fit as it is, parts take turns on the GPU and layers of
+the denoiser are offloaded: the results are the same, and only time is lost.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import places_of_weights, shapes_of_weights
 from lora_trainer.models.places import stored_weights
 
-FRAGMENTATION = 1.05  # of what comes and goes
-PREDICTED_AT_ONCE = 2  # rows of a prediction: with and without the prompt, or two of the gate's questions
+FRAGMENTATION = 1.05  # of memory that is allocated and freed
+PREDICTED_AT_ONCE = 2  # rows of a prediction: with and without the prompt, or two of the gate's forward passes
 CAPTIONS_AT_ONCE = 32
 DRAWN_AT_ONCE = 8  # on a CPU; on a GPU one, since the decoder's memory grows with each
-DECODED_ON_A_PROCESSOR = 8 << 30  # bytes, of images that are drawn at once there
+DECODED_ON_A_CPU = 8 << 30  # bytes, of images that are generated at once there
 LARGE_TEXTS = 4 << 30  # bytes of text encoders, above which a CPU holds them as they are stored, mapped
-CAPTIONS_ON_A_PROCESSOR = 2 << 30  # bytes, of captions that are read at once then
+CAPTIONS_ON_A_CPU = 2 << 30  # bytes, of captions that are encoded at once then
 TILE = 512  # pixels, side of an image's part that is decoded by itself
 
 
@@ -82,9 +82,9 @@ def costs_of(facts: ModelFacts, without: Collection[str] = ()) -> PhaseCosts:
 
 
 def held_bytes(facts: ModelFacts, part: str, values: int, dtype: str) -> int:
-    """Host memory of a part that is brought into it as `dtype`, `F32`, `F16` or `BF16`: what is stored so stays mapped.
+    """Host memory of a part that is loaded as `dtype`, `F32`, `F16` or `BF16`: weights stored so stay mapped.
 
-    A published model is taken to hold `values` as BF16. Raises UsageError for weights that cannot be read.
+    A published model is assumed to store `values` as BF16. Raises UsageError for weights that cannot be read.
     """
     width = 4 if dtype == "F32" else 2
     if not facts.whole or not facts.path.is_dir():
@@ -103,8 +103,8 @@ def _sizes(component: Path) -> list[int]:
 class Placement:
     """How a phase uses the GPU.
 
-    `resident` bytes of the denoiser stay there and the rest visits layer by layer; None means all of it.
-    `in_turn`: text encoders and VAE visit too. `tiled`: images are decoded in parts. `peak` in bytes.
+    `resident` bytes of the denoiser stay there and the rest is offloaded layer by layer; None means all stays.
+    `in_turn`: text encoders and VAE are offloaded too. `tiled`: images are decoded in parts. `peak` in bytes.
     """
 
     resident: int | None
@@ -113,14 +113,14 @@ class Placement:
     peak: int
 
     @property
-    def words(self) -> str:
-        """`encoders layer by layer, 3.9 GiB of the denoiser on the card and the rest layer by layer`."""
-        said = ["encoders layer by layer"] if self.in_turn else []
+    def description(self) -> str:
+        """`encoders layer by layer, 3.9 GiB of the denoiser on the GPU and the rest layer by layer`."""
+        text = ["encoders layer by layer"] if self.in_turn else []
         if self.resident is not None:
-            said.append(f"{self.resident / 2**30:.1f} GiB of the denoiser on the GPU and the rest layer by layer")
+            text.append(f"{self.resident / 2**30:.1f} GiB of the denoiser on the GPU and the rest layer by layer")
         if self.tiled:
-            said.append(f"images decoded in parts of {TILE} px")
-        return ", ".join(said) or "everything on the GPU"
+            text.append(f"images decoded in parts of {TILE} px")
+        return ", ".join(text) or "everything on the GPU"
 
 
 def place_gate(denoiser: int, places: int, itemsize: int, costs: PhaseCosts, usable: int | None) -> Placement:
@@ -156,8 +156,8 @@ def place_drawing(
 
 
 def drawn_on_a_cpu(pixels: int, itemsize: int, costs: PhaseCosts) -> int:
-    """How many images of so many `pixels` are drawn at once there."""
-    return max(1, min(DRAWN_AT_ONCE, DECODED_ON_A_PROCESSOR // decoding_bytes(pixels, itemsize, costs)))
+    """How many images of so many `pixels` are generated at once on a CPU."""
+    return max(1, min(DRAWN_AT_ONCE, DECODED_ON_A_CPU // decoding_bytes(pixels, itemsize, costs)))
 
 
 def decoding_bytes(pixels: int, itemsize: int, costs: PhaseCosts) -> int:
@@ -166,7 +166,7 @@ def decoding_bytes(pixels: int, itemsize: int, costs: PhaseCosts) -> int:
 
 
 def _kept(denoiser: int, active: int, usable: int) -> tuple[int | None, int]:
-    """How much of the denoiser stays on the GPU beside what is active, None for all of it; and the peak."""
+    """How much of the denoiser stays on the GPU beside the active bytes, None for all of it; and the peak."""
     if denoiser + active <= usable:
         return None, denoiser + active
     resident = max(0, usable - active)
@@ -174,12 +174,12 @@ def _kept(denoiser: int, active: int, usable: int) -> tuple[int | None, int]:
 
 
 def prediction_bytes(places: int, itemsize: int, costs: PhaseCosts) -> int:
-    """Held beside the weights while the denoiser is asked."""
+    """Bytes of a forward pass of the denoiser, beside the weights."""
     return int(FRAGMENTATION * PREDICTED_AT_ONCE * costs.predict * places * itemsize)
 
 
 def images_at_once(wanted: int, pixels: int, itemsize: int, costs: PhaseCosts, usable: int | None) -> int:
-    """How many images of so many `pixels` are encoded together: as many as were asked for and fit, at least one."""
+    """How many images of so many `pixels` are encoded together: as many as are `wanted` and fit, at least one."""
     if usable is None:
         return wanted
     each = int(FRAGMENTATION * costs.encode * pixels * itemsize)
@@ -194,20 +194,20 @@ def encoding_bytes(costs: PhaseCosts, itemsize: int = 4) -> tuple[int, int]:
 def caching_bytes(images: int, pixels: int, itemsize: int, costs: PhaseCosts, usable: int | None) -> tuple[int, str]:
     """The peak of filling the caches, images first, then captions, each with their own encoders alone; and how.
 
-    Text encoders that do not fit visit layer by layer, with as many captions at once as fit beside them.
+    Text encoders that do not fit are offloaded layer by layer, with as many captions at once as fit beside them.
     """
     encoding = itemsize * (costs.autoencoder + int(FRAGMENTATION * images * costs.encode * pixels))
     each = _caption_bytes(itemsize, costs)
-    told = counted(images, "image") + " at once"
+    images_text = counted(images, "image") + " at once"
     in_turn, together = captions_at_once(itemsize, costs, usable)
     if not in_turn:
-        return max(encoding, itemsize * sum(costs.text_encoders) + together * each), told
-    said = f"{told}, text encoders layer by layer, {counted(together, 'caption')} at once"
-    return max(encoding, itemsize * costs.layer + together * each), said
+        return max(encoding, itemsize * sum(costs.text_encoders) + together * each), images_text
+    text = f"{images_text}, text encoders layer by layer, {counted(together, 'caption')} at once"
+    return max(encoding, itemsize * costs.layer + together * each), text
 
 
 def captions_at_once(itemsize: int, costs: PhaseCosts, usable: int | None) -> tuple[bool, int]:
-    """Whether text encoders visit the GPU layer by layer, and how many captions they read together."""
+    """Whether text encoders are offloaded layer by layer, and how many captions they encode together."""
     each = _caption_bytes(itemsize, costs)
     if usable is None or itemsize * sum(costs.text_encoders) + CAPTIONS_AT_ONCE * each <= usable:
         return False, CAPTIONS_AT_ONCE
@@ -217,11 +217,11 @@ def captions_at_once(itemsize: int, costs: PhaseCosts, usable: int | None) -> tu
 def captions_on_a_cpu(itemsize: int, costs: PhaseCosts) -> tuple[bool, int]:
     """The same on a CPU, for host memory: whether each layer is widened only while it is used.
 
-    That takes a few percent of the time of reading so many captions at once as there are then.
+    That costs a few percent of the time at so many captions at once.
     """
     if not widened_in_turn(itemsize * sum(costs.text_encoders)):
         return False, CAPTIONS_AT_ONCE
-    return True, max(1, min(CAPTIONS_AT_ONCE, CAPTIONS_ON_A_PROCESSOR // _caption_bytes(itemsize, costs)))
+    return True, max(1, min(CAPTIONS_AT_ONCE, CAPTIONS_ON_A_CPU // _caption_bytes(itemsize, costs)))
 
 
 def widened_in_turn(size: int) -> bool:

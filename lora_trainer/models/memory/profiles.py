@@ -1,11 +1,11 @@
-"""Stored ledgers: what a step of a published model holds at its peak, for any size of it, in microseconds. No torch.
+"""Stored memory profiles: the peak memory of a step of a published model, for any size, in microseconds. No torch.
 
 Every tensor of a step has a size that is a product of some of rank, samples and area, or a sum of such products where
-text and image stand in one tensor. So at each moment of a step the memory held is a sum of a few such products, and
-the peak is the largest over the moments. A ledger keeps, for some numbers of checkpointed blocks, the moments that can
-be the largest; between two such numbers, whose blocks are alike, what is held lies on a line or under it.
-`scripts/write_memory_profiles.py` reads them off traces (`training/memory/trace.py`); tests hold what they predict against
-traces at other sizes.
+text and image are in one tensor. So at each moment of a step memory is a sum of a few such products, and the peak is
+the largest over the moments. A profile keeps, for some numbers of checkpointed blocks, the moments that can be the
+largest; between two such numbers, whose blocks are alike, memory is on a line or under it.
+`scripts/write_memory_profiles.py` computes them from traces (`training/memory/trace.py`); tests compare their
+predictions with traces at other sizes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ UNIMPORTANT = ("sample_size",)  # of a denoiser's config
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a step's memory hangs on. `area` is that of one sample's latents, h x w.
+    """What a step's memory depends on. `area` is that of one sample's latents, h x w.
 
-    `checkpointed` and `swapped` count blocks. `recompute` is what the checkpointed ones compute again. `offloaded`:
-    what autograd keeps waits in host memory; what stays of it is traced, and stands in no ledger.
+    `checkpointed` and `swapped` count blocks. `recompute` is what the checkpointed ones recompute. `offloaded`:
+    activations wait in host memory; the rest is traced, and is in no stored profile.
     """
 
     rank: int
@@ -65,9 +65,9 @@ class Footprint:
 class MemoryModel:
     """How much memory the steps of one model take, with one choice of LoRA targets.
 
-    Of so many `swappable` blocks any number can visit the GPU. `shapes` gives the LoRA's tensors for a rank, `weights` the
-    bytes of the base in a precision, `footprint` the peak for sizes and a precision. `stride` is by how many blocks to try
-    more checkpointing: a footprint costs nothing of a ledger, and seconds where it is `traced`.
+    Any number of the `swappable` blocks can be swapped. `shapes` gives the LoRA's tensors for a rank, `weights` the
+    bytes of the base model in a precision, `footprint` the peak for sizes and a precision. `stride` is by how many
+    blocks to try more checkpointing: a footprint is free from a profile, and takes seconds where it is `traced`.
     """
 
     source: str
@@ -82,10 +82,10 @@ class MemoryModel:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """One published model with one choice of LoRA targets, one storage of its weights and one way to recompute.
+    """One published model with one choice of LoRA targets, weight dtype and checkpointing mode.
 
     `layers` holds (in, out, count) of the adapted layers; `moments[i]` and `flops[i]` are for `counts[i]` checkpointed
-    blocks; `freed[k]` are bytes that are not on the GPU when k blocks visit it.
+    blocks; `freed[k]` are bytes that are not on the GPU when k blocks are swapped.
     """
 
     weights: int
@@ -146,9 +146,9 @@ FORM_OF = {"bf16": "half", "fp16": "half", "fp32": "half", "fp8": "narrow", "int
 
 @cache
 def stored_profile(family: str, targets: str, precision: str, recompute: str = "full") -> MemoryProfile | None:
-    """The ledger of a family's published model; None where none was written.
+    """The memory profile of a family's published model; None where none was written.
 
-    Weights in fewer bits are widened in the same way, whatever their form, so that one trace stands for all of them.
+    Quantized weights are all dequantized alike, so that one trace is valid for all of them.
     """
     document = _document(family)
     found = None if document is None else document["targets"].get(targets)
@@ -167,39 +167,39 @@ def stored_profile(family: str, targets: str, precision: str, recompute: str = "
 
 
 def is_published(architecture: Architecture) -> bool:
-    """Whether the denoiser is built as its family's published one, for which a ledger is stored.
+    """Whether the denoiser is built as its family's published one, for which a profile is stored.
 
-    A key that one of the two configs lacks has its default there: None and False are taken for that.
+    A key that one of the two configs lacks has its default there: None and False count as that.
     """
     document = _document(architecture.facts.family)
     if document is None:
         return False
-    given = {key: value for key, value in architecture.denoiser.items() if not key.startswith("_")}
+    own = {key: value for key, value in architecture.denoiser.items() if not key.startswith("_")}
     published: Mapping[str, Any] = document["config"]
-    lacking = set(document["told"]) - set(given)
+    lacking = set(document["set"]) - set(own)
     different = [
         key
-        for key, value in given.items()
+        for key, value in own.items()
         if key not in UNIMPORTANT and json.loads(json.dumps(value)) != published.get(key, value or None)
     ]
     return not lacking and not different
 
 
 def count_of(setting: Blocks, blocks: int) -> int:
-    """How many of the blocks a setting means; `auto`, where nothing was planned, means none."""
+    """The number of blocks of a setting; `auto`, where nothing was planned, means none."""
     if setting is True:
         return blocks
     return 0 if setting == "auto" else min(int(setting), blocks)
 
 
 def no_more(setting: Blocks, blocks: int) -> str:
-    """What is said where more blocks were asked for than there are."""
+    """The end of a log line where more blocks were requested than there are."""
     more = setting is not True and setting != "auto" and setting > blocks
-    return f"; {setting} were asked for, and there are no more" if more else ""
+    return f"; {setting} were requested" if more else ""
 
 
 def stored_memory_model(architecture: Architecture, targets: str | tuple[str, ...]) -> MemoryModel | None:
-    """The gauge of a published model, from its ledgers; None for another model or other targets."""
+    """The memory model of a published model, from its stored profiles; None for another model or other targets."""
     if not isinstance(targets, str) or not is_published(architecture):
         return None
     family = architecture.facts.family
@@ -207,19 +207,19 @@ def stored_memory_model(architecture: Architecture, targets: str | tuple[str, ..
     if half is None:
         return None
 
-    def ledger(precision: str, recompute: str = "full") -> MemoryProfile:
+    def profile(precision: str, recompute: str = "full") -> MemoryProfile:
         found = stored_profile(family, targets, precision, recompute)
         assert found is not None
         return found
 
     def weights(precision: str) -> int:
-        return (2 if precision == "fp32" else 1) * ledger(precision).weights
+        return (2 if precision == "fp32" else 1) * profile(precision).weights
 
     def footprint(sizes: Sizes, precision: str) -> Footprint:
-        found = ledger(precision, sizes.recompute).footprint(sizes)
+        found = profile(precision, sizes.recompute).footprint(sizes)
         return in_fp32(found) if precision == "fp32" else found
 
-    source = f"ledger of the published {family}"
+    source = f"memory profile of the published {family}"
     return MemoryModel(source, half.blocks, 1, len(half.freed) - 1, half.shapes, weights, footprint)
 
 

@@ -1,7 +1,7 @@
-"""What a checkpointed block computes again in the backward pass: all of it, or what is cheap.
+"""What a checkpointed block recomputes in the backward pass: all of it, or what is cheap.
 
-Selective checkpointing (arXiv:2205.05198) keeps the results that cost most for each byte, attention and large products,
-and computes the others again. Nothing is rounded otherwise, so gradients are the same to the bit.
+Selective checkpointing (arXiv:2205.05198) keeps the results that cost most for each byte, attention and large matmuls,
+and recomputes the others. Nothing is rounded otherwise, so gradients are the same to the bit.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lora_trainer.config.schema import CheckpointingMode
 
-# A product is kept where each of its numbers took so many multiplications: the base's are, the adapter's, as wide as
-# the rank, are not, and neither are scores of attention where it comes apart into products. Nor are products in int8,
-# whose numbers take twice the bytes of what is made of them.
+# A matmul's result is kept where each of its numbers took so many multiplications: the base layer's are, the adapter's,
+# as wide as the rank, are not, and neither are attention scores where attention is computed by matmuls. Nor are int8
+# matmuls, whose results take twice the bytes of their final values.
 DEAR = 256
 KEEP, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recomputing(recompute: CheckpointingMode) -> Callable[..., Any]:
-    """The function that runs a block so that its backward pass computes it again."""
+    """The function that runs a block so that its backward pass recomputes it."""
     if recompute == "full":
         return partial(checkpoint, use_reentrant=False)
     return partial(checkpoint, use_reentrant=False, context_fn=_contexts)
@@ -34,16 +34,16 @@ def _contexts() -> Any:
     return create_selective_checkpoint_contexts(_policy)
 
 
-def _policy(context: Any, operator: Any, *given: Any, **named: Any) -> CheckpointPolicy:
+def _policy(context: Any, operator: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
     kind = _kind(operator)
     if kind == "attention":
         return KEEP
-    return KEEP if kind and _multiplications(kind, given) >= DEAR else AGAIN
+    return KEEP if kind and _multiplications(kind, inputs) >= DEAR else AGAIN
 
 
 @cache
 def _kind(operator: Any) -> str:
-    """`attention`, the name of a product, or nothing. Whoever's attention it is, its operator says so in its name."""
+    """`attention`, the name of a matmul, or nothing. Every attention backend has "attention" in its operator's name."""
     if not isinstance(operator, torch._ops.OpOverload):
         return ""
     name = operator.name().split("::")[-1].split(".")[0]
@@ -63,6 +63,6 @@ INNER: dict[str, Callable[..., int]] = {
 }
 
 
-def _multiplications(kind: str, given: tuple[Any, ...]) -> int:
-    """For each number of a product."""
-    return INNER[kind](*[each for each in given if isinstance(each, Tensor)])
+def _multiplications(kind: str, inputs: tuple[Any, ...]) -> int:
+    """Multiplications for each number of a matmul's result."""
+    return INNER[kind](*[each for each in inputs if isinstance(each, Tensor)])

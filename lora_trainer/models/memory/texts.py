@@ -1,12 +1,12 @@
-"""What text encoders that are trained along take of a GPU. No torch."""
+"""GPU memory of text encoders that are trained. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Values that a layer keeps of a token for its backward pass, with its base frozen and a LoRA on all of its products: for
-# each of its width, of its attention's, of its inner width, of the LoRA's rank. Counted on the CPU (tests/production),
+# Values that a layer keeps of a token for its backward pass, frozen but for a LoRA on all of its matmuls: for each of
+# its width, of its attention's, of its inner width, of the LoRA's rank. Counted on the CPU (tests/production),
 # T5's in bf16, whose norms keep fp32.
 OF_CLIP = (4, 4, 3, 6)
 OF_T5 = (8, 4, 7, 7)
@@ -14,7 +14,7 @@ OF_T5 = (8, 4, 7, 7)
 
 @dataclass(frozen=True)
 class EncoderSize:
-    """A text encoder that gradients go through. `rank` is that of its LoRA, 0 for none; `tokens` are those of a caption.
+    """A text encoder with gradients. `rank` is that of its LoRA, 0 for none; `tokens` are those of a caption.
 
     T5 has `scores`, the heads of a bias that each of its layers keeps [heads, tokens, tokens] of, and a gate.
     """
@@ -29,7 +29,7 @@ class EncoderSize:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The LoRA's tensors: of three products into attention and one out, of one or two to the inner width, one back."""
+        """The LoRA's tensors: of three matmuls into attention and one out, of one or two to the inner width, one back."""
         if not self.rank:
             return []
         width, inner, rank = self.width, self.inner, self.rank

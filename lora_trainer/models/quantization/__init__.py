@@ -1,1 +1,1 @@
-"""How frozen weights are stored and brought into memory."""
+"""Quantization of frozen weights, and loading them."""

@@ -1,12 +1,12 @@
 """Frozen weights stored in 8 bits with a scale for each output channel.
 
 Either float8 e4m3 (arXiv:2209.05433) or int8, symmetric around 0. A layer holds its weight in one byte a number, its
-scale [out, 1, …] and its bias in what is computed in: nothing else stands on the GPU between steps. Float8 is held as
-its bits, in uint8: models that look at a weight's type (Z-Image's time embedding) would compute in any floating one.
+scale [out, 1, …] and its bias in the compute dtype: nothing else is on the GPU between steps. Float8 is stored as
+its bits, in uint8: models that read a weight's dtype (Z-Image's time embedding) would compute in any floating one.
 
 A linear layer's backward pass needs its weight. Casting a layer up before its forward pass, as diffusers' layer-wise
-casting and torchao's weight-only layers do, makes autograd keep the wide copy of every layer until then, so that
-nothing is saved. Here autograd keeps the 8-bit weight, and it is widened a second time in the backward pass.
+casting and torchao's weight-only layers do, makes autograd keep the wide copy of every layer until then, so that no
+memory is saved. Here autograd keeps the 8-bit weight, and it is dequantized a second time in the backward pass.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.nn import functional
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = {FLOAT8: torch.finfo(FLOAT8).max, torch.int8: 127.0}
 SCALE = "weight_scale"
-AT_ONCE = 1 << 20  # numbers that are narrowed together: wide copies of a large layer would need room of their own
+AT_ONCE = 1 << 20  # numbers that are quantized together: wide copies of a large layer would need memory of their own
 
 
 def widened(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight [out, …] in the precision of the forward pass, of what is stored."""
+    """The dequantized weight [out, …], in the precision of the forward pass."""
     return (weight.view(FLOAT8) if weight.dtype == torch.uint8 else weight).to(dtype).mul_(scale)
 
 
@@ -64,7 +64,7 @@ class _Convolution(torch.autograd.Function):
         (gradient,) = gradients
         weight, scale = ctx.saved_tensors
         wide = widened(weight, scale, gradient.dtype)
-        # What the stride did not reach: rows and columns of the input that no output saw.
+        # Rows and columns of the input that the stride did not reach.
         unseen = [
             side - ((out - 1) * stride - 2 * padding + dilation * (kernel - 1) + 1)
             for side, out, stride, padding, dilation, kernel in zip(
@@ -115,7 +115,7 @@ def narrow_to_8_bits(layer: nn.Linear | nn.Conv2d, storage: torch.dtype) -> None
         part = wide[some : some + rows].to(torch.float32, copy=True)
         largest = part.abs().amax(dim=tuple(range(1, wide.dim())), keepdim=True)
         scale[some : some + rows] = (largest / LARGEST[storage]).clamp(min=torch.finfo(held_in).tiny)
-        # Divided by the very scale that multiplies later, so that its own rounding is no error.
+        # Divided by the same rounded scale that multiplies later, so that its rounding is no error.
         part.div_(scale[some : some + rows].float()).clamp_(-LARGEST[storage], LARGEST[storage])
         weight[some : some + rows] = part.round_() if storage == torch.int8 else part
     layer.weight = nn.Parameter(weight.view(torch.uint8) if storage == FLOAT8 else weight, requires_grad=False)

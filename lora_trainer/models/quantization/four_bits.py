@@ -1,11 +1,11 @@
 """Frozen linear layers stored in 4 bits: nf4 (arXiv:2305.14314), by the operators of bitsandbytes.
 
 A layer holds two numbers in each byte of its weight [numbers / 2, 1], a scale in bf16 for each 64 of them, and its
-bias as it was: 4.25 bits a number. Autograd keeps these, and the weight is widened again in the backward pass.
+bias as it was: 4.25 bits a number. Autograd keeps these, and the weight is dequantized again in the backward pass.
 
-bitsandbytes' own layer keeps its scales in an object beside the weight, which moves and copies in a way of its own,
-and in 0.50 widens rows that no block of 64 divides wrongly on a CPU; so only the operators are used, on flat
-weights, and what is stored are plain tensors.
+bitsandbytes' own layer keeps its scales in an object beside the weight, which moves and copies differently, and 0.50
+dequantizes rows that blocks of 64 do not divide wrongly on a CPU; so only the operators are used, on flat weights,
+and all stored values are plain tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def need_library() -> None:
     try:
         with shown("bitsandbytes"):  # hidden where the settings do not name it: the plan may choose it later
             importlib.import_module("bitsandbytes")
-    except Exception as error:  # a library that is there and fails to start raises every kind
+    except Exception as error:  # an installed library that fails to load raises all kinds
         message = f"memory.weight_dtype=nf4 needs bitsandbytes, which cannot be used ({str(error)[:100]})."
         raise UsageError(Problem(message, "pip install bitsandbytes, or set memory.weight_dtype=int8.")) from error
 

@@ -1,9 +1,9 @@
-"""Products of int8 by int8 in frozen linear layers: what is computed in 8 bits, not only stored.
+"""int8 matmul in frozen linear layers: computed in 8 bits, not only stored.
 
-Rows of activations are rounded to int8 with a scale each as they come, the weight has a scale for each output channel
-(vector-wise quantization, LLM.int8(), arXiv:2208.07339). The gradient of the input is such a product too (as in
-SwitchBack, arXiv:2304.13013): the weight's scales go into the gradient before its rows are rounded. No weight has a
-gradient here, so that is all of the backward pass.
+Rows of activations are rounded to int8 with a scale each, the weight has a scale for each output channel (vector-wise
+quantization, LLM.int8(), arXiv:2208.07339). The gradient of the input is such a matmul too (as in SwitchBack,
+arXiv:2304.13013): the weight's scales multiply the gradient before its rows are rounded. No weight has a gradient
+here, so that is all of the backward pass.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ def why_not(device: torch.device) -> str | None:
 
 
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of x [M, K] as int8, and the scale [M, 1] of each in fp32. What is not finite makes its scale so."""
+    """Rows of x [M, K] as int8, and the scale [M, 1] of each in fp32. A value that is not finite makes its scale so."""
     scale = (x.abs().amax(dim=1, keepdim=True).float() / LARGEST[torch.int8]).clamp(min=torch.finfo(torch.float32).tiny)
     return (x / scale).round_().to(torch.int8), scale
 
 
 def multiplied(x: Tensor, weight: Tensor) -> Tensor:
-    """x [M, K] by an int8 weight [K, N], whose scales are the caller's, in fp32."""
+    """x [M, K] times an int8 weight [K, N], in fp32; the caller applies the weight's scales."""
     rows, scale = rounded_rows(x)
     return torch._int_mm(rows, weight).float().mul_(scale)
 
 
 def _by_columns(weight: Tensor) -> Tensor:
-    """The second factor in the order that cuBLAS asks for on a GPU.
+    """The second factor in the memory order that cuBLAS needs on a GPU.
 
     That of CUDA 13.0 refuses rows by rows, and so do older GPUs (torch skips or expects it in its own test of
-    `_int_mm`). So a backward pass, which needs the weight the other way round than it is kept, copies it, one layer at a
-    time; to keep both ways would take twice the memory. A forward pass copies nothing. Not measured on a GPU.
+    `_int_mm`). So a backward pass, which needs the weight transposed, copies it, one layer at a time; to keep both
+    orders would take twice the memory. A forward pass copies nothing. Not measured on a GPU.
     """
     return weight if weight.device.type == "cpu" else weight.t().contiguous().t()
 
@@ -72,8 +72,8 @@ class _Product(torch.autograd.Function):
 class LinearProduct(Linear8):
     """A frozen linear layer that is stored in int8 and multiplied so.
 
-    Samples of few rows, such as embeddings of a timestep, are multiplied as `Linear8` does it. That hangs on the rows
-    of one sample, so how a step is split decides nothing.
+    Samples of few rows, such as embeddings of a timestep, are multiplied as in `Linear8`. That depends on the rows of
+    one sample, not on how a step is split.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's own name
@@ -84,6 +84,6 @@ class LinearProduct(Linear8):
 
 
 def multiply_in_int8(layer: nn.Module) -> None:
-    """Let a linear layer that is stored in int8 be multiplied so too, where its sides suit the product."""
+    """Make a linear layer that is stored in int8 multiply in int8 too, where its sides allow that."""
     if isinstance(layer, Linear8) and layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0:
         layer.__class__ = LinearProduct

@@ -1,7 +1,7 @@
-"""A denoiser brought into memory layer by layer: read from the mapped file, narrowed, put on its device.
+"""Load a denoiser layer by layer: read from the mapped file, quantize, move to its device.
 
-So the wide model is never in memory whole, neither the system's nor a GPU's: beside what is kept stand one wide layer
-and the part of a file that was read last.
+So the wide model is never in memory whole, neither the system's nor a GPU's: only one wide layer and the part of a
+file that was read last, beside the quantized model.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def fill_layers(
     narrow: Narrow | None,
     wide: Collection[str] = (),
 ) -> None:
-    """Give a model that stands on the meta device its frozen weights, each from the file that `places` names.
+    """Load the frozen weights of a model on the meta device, each from the file that `places` names.
 
     Numbers take `dtype`, those of modules named as in `wide` fp32; without `dtype` they are as they are stored. Where
-    they have it already, on a CPU, and are not narrowed, they stay in the mapped file. A weight that modules share
+    they have it already, on a CPU, and are not quantized, they stay in the mapped file. A weight that modules share
     is read once. Raises ValueError for a weight of another shape or that is no floating point. Weights that no file holds
     stay on the meta device.
     """
     with ExitStack() as stack:
-        # What is narrowed is copied first: what then remains as it was, such as norms, would keep the whole file mapped.
+        # Copied first: tensors that are not quantized, such as norms, would keep the whole file mapped.
         read = _reader(places, stack, device, copy=narrow is not None)
         tied, put = _tied(model), dict[int, nn.Parameter]()
         for prefix, module in list(model.named_modules()):
@@ -67,7 +67,7 @@ def fill_layers(
 
 
 def place_layers(model: nn.Module, device: torch.device, narrow: Narrow | None) -> nn.Module:
-    """The same for a frozen model that is in memory already: narrow each layer, and bring it to the device."""
+    """The same for a frozen model that is in memory already: quantize each layer, and move it to the device."""
     for module in list(model.modules()):
         if narrow is not None:
             narrow(module)
@@ -76,21 +76,21 @@ def place_layers(model: nn.Module, device: torch.device, narrow: Narrow | None) 
 
 
 def fill_the_rest(model: nn.Module, make: Callable[[], nn.Module], device: torch.device) -> None:
-    """Give buffers that no file holds the values that the model's own code computes."""
+    """Fill buffers that no file holds with the values that the model's own code computes."""
     lacking = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if not lacking:
         return
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        made = dict(make().named_buffers())
+        buffers = dict(make().named_buffers())
     for name in lacking:
         owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, made[name].to(device))
+        setattr(model.get_submodule(owner), last, buffers[name].to(device))
 
 
 def _tied(model: nn.Module) -> dict[int, nn.Parameter]:
-    """The parameters that several modules share. Kept here, each has its number until all are put."""
+    """The parameters that several modules share. Kept here, so that their ids stay unique until all are loaded."""
     every = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     times = Counter(map(id, every))
     return {id(parameter): parameter for parameter in every if times[id(parameter)] > 1}
@@ -109,10 +109,10 @@ def _moved(found: Tensor, device: torch.device, dtype: torch.dtype | None, *, co
 
 
 def _cut(found: Tensor, place: Place) -> Tensor:
-    """The weight of what is stored in a place; a view of it wherever that can be."""
+    """The weight at a place in a stored tensor; a view where possible."""
     if place.rows:
-        pieces = [found[begin:end] for begin, end in place.rows]
-        found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        row_parts = [found[begin:end] for begin, end in place.rows]
+        found = row_parts[0] if len(row_parts) == 1 else torch.cat(row_parts)
     if place.middle is not None:
         side, kept = place.middle
         inner = slice((side - kept) // 2, (side + kept) // 2)
@@ -125,9 +125,9 @@ def _cut(found: Tensor, place: Place) -> Tensor:
 def _reader(
     places: Mapping[str, Place], stack: ExitStack, device: torch.device, *, copy: bool
 ) -> Callable[[str, torch.dtype | None], Tensor]:
-    """A function from names and types to tensors on the device, of which few bytes stay in memory beside them.
+    """A function from names and types to tensors on the device, with little memory beside them.
 
-    A file of which a tensor stays as it is remains open: it stays mapped with it, and would be mapped once more.
+    A file with a tensor that stays mapped remains open: it would be mapped a second time otherwise.
     """
     from safetensors import safe_open
 

@@ -1,11 +1,11 @@
-"""Which frozen layers are stored in fewer bits, and in which form.
+"""Which frozen layers are quantized, and how.
 
 | `memory.weight_dtype` | linear layers | convolutions |
 |---|---|---|
 | `fp8`, `int8` | 8 bits a number and a scale for each output channel | the same |
 | `nf4` | 4 bits a number and a scale of 16 bits for each 64 numbers | as in `int8` |
 
-Layers with less than 16 channels on a side face latents: they are small and sensitive, and stay as they are. So do
+Layers with less than 16 channels on a side read or write latents: they are small and sensitive, and stay as they are. So do
 norms, biases, embeddings, and layers of classes of a library's own.
 """
 
@@ -23,48 +23,48 @@ from lora_trainer.models.quantization.four_bits import narrow_to_4_bits
 from lora_trainer.models.quantization.int8_products import LEAST_ROWS, LinearProduct, multiply_in_int8, why_not
 
 LEAST_CHANNELS = 16
-COMPUTED_IN = "compute_dtype"  # peft's name: what an adapter on a narrow layer is made in
+COMPUTED_IN = "compute_dtype"  # peft's name: the dtype of an adapter on a quantized layer
 
 Narrow = Callable[[nn.Module], None]
 Layer = nn.Linear | nn.Conv2d
 
 
 def make_quantizer(stored: Precision, *, products: bool = False, by: torch.device | None = None) -> Narrow | None:
-    """What stores one module's frozen weight, in place, in the wanted form; None where weights stay wide.
+    """A function that quantizes one module's frozen weight in place; None where weights are not quantized.
 
-    It leaves alone what it need not or must not narrow, so it may be called on any module, more than once.
-    `products`: linear layers in int8 are multiplied so, too. `by`: a GPU that narrows layers which stay in host memory;
-    a CPU takes minutes for the nf4 of twelve billion weights.
+    It skips modules that it need not or must not quantize, so it may be called on any module, more than once.
+    `products`: linear layers in int8 multiply in int8, too. `by`: a GPU that quantizes layers which stay in host
+    memory; a CPU takes minutes for the nf4 of twelve billion weights.
     """
     forms = PRODUCTS if products and stored == "int8" else FORMS.get(stored)
     return partial(_narrow, forms, by) if forms else None
 
 
 def store_layers(denoiser: nn.Module, narrow: Narrow) -> None:
-    """Narrow every layer of a denoiser that is in memory already."""
+    """Quantize every layer of a denoiser that is in memory already."""
     for module in list(denoiser.modules()):
         narrow(module)
 
 
 def int8_products(wanted: bool, stored: Precision, device: torch.device) -> tuple[bool, str | None]:
-    """Whether frozen linear layers multiply in int8 on a device, and the line to be said where that was wanted in vain."""
+    """Whether frozen linear layers multiply in int8 on a device, and the log line where that is set but not possible."""
     if not wanted:
         return False, None
     if stored != "int8":
-        return False, f"int8 products: none, since the base is stored in {stored}"
+        return False, f"int8 matmul: none, since the base model is stored in {stored}"
     reason = why_not(device)
-    return reason is None, None if reason is None else f"int8 products: none, {device.type} cannot: {reason}"
+    return reason is None, None if reason is None else f"int8 matmul: none, {device.type} cannot: {reason}"
 
 
 def counted_products(denoiser: nn.Module) -> str:
-    """How many of the layers with int8 weights are multiplied in int8, as a sentence."""
+    """How many of the layers with int8 weights multiply in int8, as a log line."""
     linears = [module for module in denoiser.modules() if isinstance(module, nn.Linear) and is_narrow(module)]
     count = sum(isinstance(module, LinearProduct) for module in linears)
-    return f"int8 products in {count} of {len(linears)} linear layers, where a sample has {LEAST_ROWS} rows or more"
+    return f"int8 matmul: {count} of {len(linears)} linear layers, where a sample has {LEAST_ROWS} rows or more"
 
 
 def is_narrow(layer: nn.Module | None) -> bool:
-    """Whether a layer's weight is stored in fewer bits than it computes in."""
+    """Whether a layer's weight is quantized."""
     return hasattr(layer, COMPUTED_IN)
 
 
@@ -84,7 +84,7 @@ PRODUCTS: Forms = {**FORMS["int8"], nn.Linear: _store_and_multiply}
 
 
 def _narrow(forms: Forms, by: torch.device | None, module: nn.Module) -> None:
-    form = forms.get(type(module))  # exactly: a class of a library's own may use its weight in its own way
+    form = forms.get(type(module))  # exactly: a library's subclass may use its weight differently
     if form is None or not isinstance(module, nn.Linear | nn.Conv2d) or not _suits(module):
         return
     computed_in, home = module.weight.dtype, module.weight.device

@@ -1,1 +1,1 @@
-"""Single checkpoints in the original layout: recognized by their keys and laid out as a folder of diffusers, without torch."""
+"""Single-file checkpoints in the original layout: recognized by their keys and laid out as a diffusers folder. No torch."""

@@ -1,4 +1,4 @@
-"""What parts a base lacks, and whether a VAE fits in the place of its own. No torch."""
+"""Find the parts that a base model lacks, and check whether another VAE fits. No torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ USUAL_SCALE = 0.18215  # diffusers' own, where a config names none
 
 
 def check_vae(own: Mapping[str, Any], other: Mapping[str, Any], named: Path) -> None:
-    """Raise UsageError, all problems at once, where latents of the VAE `other` are not what the model was trained on.
+    """Raise UsageError, all problems at once, where the model was not trained on latents like those of the VAE `other`.
 
-    Both are configs. What cannot be told from configs, such as other latents of the same form, is not noticed.
+    Both are configs. Differences that configs do not show, such as other latents of the same shape, are not noticed.
     """
     facts = (
         ("latent channels", "latent_channels", 4),
@@ -30,8 +30,8 @@ def check_vae(own: Mapping[str, Any], other: Mapping[str, Any], named: Path) -> 
     for words, key, usual in facts:
         ours, theirs = own.get(key, usual), other.get(key, usual)
         if (ours or 0) != (theirs or 0):
-            told = f"{theirs} {words}" if key == "latent_channels" else f"{words} {theirs}"
-            message = f"model.vae: {named} has {told}, and the model's own has {ours}."
+            difference = f"{theirs} {words}" if key == "latent_channels" else f"{words} {theirs}"
+            message = f"model.vae: {named} has {difference}, and the model's own has {ours}."
             problems.append(Problem(message, "Name a VAE of the same family, or remove model.vae."))
     levels, theirs = (len(config.get("block_out_channels", ())) for config in (own, other))
     if levels and theirs and levels != theirs:  # a published one leaves them to the file
@@ -61,14 +61,14 @@ def vae_folder(named: Path) -> Path:
     return folder
 
 
-def given_texts(named: Path, wanted: set[str], family: str) -> dict[str, Path]:
-    """Those of the wanted parts of a family that are there: folders of parts in a folder, or single files of text encoders.
+def find_text_parts(named: Path, wanted: set[str], family: str) -> dict[str, Path]:
+    """The wanted parts of a family that are there: folders of parts in a folder, or single files of text encoders.
 
-    `named` is a folder or one file. Raises UsageError where it has none of them, and for files of which none is meant
-    more than another.
+    `named` is a folder or one file. Raises UsageError where it has none of them, and for several files that could be
+    meant.
     """
     if not named.exists():
-        message = f"model.text_encoders: {named} is nothing."
+        message = f"model.text_encoders: there is no file or folder {named}."
         raise UsageError(Problem(message, "Name a folder that holds text_encoder_2/, tokenizer_2/ and so on."))
     there = {
         path.name: path
@@ -91,9 +91,9 @@ def given_texts(named: Path, wanted: set[str], family: str) -> dict[str, Path]:
 
 
 def _single_files(files: Sequence[Path], sought: Mapping[str, str]) -> dict[str, Path]:
-    """Of files of text encoders the one of each kind that is sought: the largest, which was narrowed least.
+    """The file of each text encoder in `sought`: the largest, which has the most bits.
 
-    Files that cannot be read or are quantized are passed over, and are the reasons where a kind is found in no other.
+    Files that cannot be read or are quantized are skipped, and are the errors where a kind is in no other file.
     """
     found: dict[str, list[Path]] = {name: [] for name in sought}
     problems: list[Problem] = []
@@ -118,9 +118,9 @@ def _single_files(files: Sequence[Path], sought: Mapping[str, str]) -> dict[str,
     for name, same in found.items():
         sizes = sorted((file.stat().st_size for file in same), reverse=True)
         if len(sizes) > 1 and sizes[0] == sizes[1]:
-            told = " and ".join(str(file) for file in same if file.stat().st_size == sizes[0])
+            paths = " and ".join(str(file) for file in same if file.stat().st_size == sizes[0])
             raise UsageError(
-                Problem(f"model.text_encoders: {told} may both be {name}.", "Name a folder with one of them.")
+                Problem(f"model.text_encoders: {paths} may both be {name}.", "Name a folder with one of them.")
             )
         if same:
             chosen[name] = max(same, key=lambda file: file.stat().st_size)

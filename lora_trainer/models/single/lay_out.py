@@ -1,4 +1,4 @@
-"""A single checkpoint, or a folder of which parts are replaced, as a small folder in diffusers' layout. No torch."""
+"""Lay out a single-file checkpoint, or a folder with replaced parts, as a small folder of diffusers. No torch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from lora_trainer.models.single.fitting import check_vae
 from lora_trainer.models.single.recognize import Checkpoint, recognize
 from lora_trainer.models.single.stored import Part, Stored
 from lora_trainer.models.single.texts import MAY_LACK, TEXTS, text_part
-from lora_trainer.models.single.tokenizers import LACK_WORDS, copy_small, copy_tokenizer
+from lora_trainer.models.single.tokenizers import LACK_TOKENIZER, copy_small, copy_tokenizer
 from lora_trainer.models.single.transformers import TRANSFORMERS
 from lora_trainer.models.single.unet import unet_part
 from lora_trainer.models.single.vae import vae_part
 
-VERSION = 4  # of what is laid out; raise it when the same file becomes another folder
+VERSION = 4  # of the layout; raise it when the same file becomes another folder
 SHOWN_OF_NAME = 40
 VAE_PREFIXES = ("first_stage_model.", "vae.")
 VAE_OF_2_1 = 768  # pixels, of models that predict velocity
@@ -45,31 +45,31 @@ Parts = Mapping[str, Path | None]
 
 
 def lay_out(base: Path | Checkpoint, parts: Parts | None = None, *, kept: bool = True) -> Path:
-    """A folder in diffusers' layout for a checkpoint, or for a folder some of whose parts are others. No weight is copied.
+    """A folder in diffusers' layout for a checkpoint, or for a folder with replaced parts. No weight is copied.
 
-    `parts` names by component what takes the place of the base's own, or what it lacks: a component's folder
-    (`text_encoder_2`, `tokenizer_2`, `vae`) or one file of its weights; None leaves a text encoder out. The folder lies
-    in the user's cache and is made once for each state of the files. Raises UsageError for a file that is no base or is damaged,
-    and for parts that are nowhere. One that is not `kept` is this process's own, and whose it is removes it.
+    `parts` names by component a replacement for the base model's own part, or one that it lacks: a component's folder
+    (`text_encoder_2`, `tokenizer_2`, `vae`) or one file of its weights; None removes a text encoder. The folder is in
+    the user's cache and is written once for each state of the files. Raises UsageError for a file that is damaged or no
+    base model, and for missing parts. One that is not `kept` belongs to this process, whose caller removes it.
     """
-    given = dict(parts or {})
+    replacement = dict(parts or {})
     if isinstance(base, Path) and base.is_file():
         base = recognize(base)
     place, variant = (base.file, base.variant) if isinstance(base, Checkpoint) else (base, "")
-    name = f"{place.stem[:SHOWN_OF_NAME]}-{_key(place, variant, given)[:16]}"
+    name = f"{place.stem[:SHOWN_OF_NAME]}-{_key(place, variant, replacement)[:16]}"
     target = laid_out_models() / (name if kept else f"{name}.{os.getpid()}.part")
     if (target / "model_index.json").exists():
         with contextlib.suppress(OSError):
             os.utime(target)  # it is used
         return target
-    prune_laid_out(spared_days=1)  # what users moved and replaced does not pile up; running commands keep theirs
+    prune_laid_out(spared_days=1)  # of files that users moved or replaced; running commands keep theirs
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     try:
         if isinstance(base, Checkpoint):
-            _from_checkpoint(base, given, temporary)
+            _from_checkpoint(base, replacement, temporary)
         else:
-            _from_folder(base, given, temporary)
+            _from_folder(base, replacement, temporary)
         os.chmod(temporary, 0o755)
         with contextlib.suppress(OSError):  # another process was first, with the same folder
             os.rename(temporary, target)
@@ -82,31 +82,31 @@ def lay_out(base: Path | Checkpoint, parts: Parts | None = None, *, kept: bool =
 
 
 def lacking_parts(base: Path | Checkpoint) -> set[str]:
-    """The text encoders and tokenizers of its family that a checkpoint or a folder has not. Raises UsageError."""
+    """The text encoders and tokenizers of its family that a checkpoint or a folder lacks. Raises UsageError."""
     if isinstance(base, Checkpoint):
         kinds = TEXTS.get(base.family, {})
         absent = {name for name, (_, prefix) in kinds.items() if not _is_usable(base.part(prefix))}
         return absent | {
-            tokenizer_of(name) for name, (kind, _) in kinds.items() if name in absent or kind in LACK_WORDS
+            tokenizer_of(name) for name, (kind, _) in kinds.items() if name in absent or kind in LACK_TOKENIZER
         }
     names = TEXTS.get(detect_family(base), {})
     return {part for name in names for part in (name, tokenizer_of(name)) if not (base / part).is_dir()}
 
 
 def _is_usable(stored: Stored) -> bool:
-    """Whether there is such a part, whose tensors are the weights themselves."""
+    """Whether there is such a part and it is not quantized."""
     return bool(stored.shapes) and not how_quantized(stored.types)
 
 
 def _key(base: Path, variant: str, parts: Parts) -> str:
     """A hash of which files these are, and in which state."""
-    told: list[Any] = [
+    state: list[Any] = [
         VERSION,
         variant,
         _state(base),
         *([name, path and _state(path)] for name, path in sorted(parts.items())),
     ]
-    return hashlib.sha256(json.dumps(told).encode("utf-8", "surrogatepass")).hexdigest()
+    return hashlib.sha256(json.dumps(state).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _state(path: Path) -> list[Any]:
@@ -114,22 +114,22 @@ def _state(path: Path) -> list[Any]:
     return [[os.path.abspath(each), (state := each.stat()).st_size, state.st_mtime_ns] for each in found]
 
 
-def _from_checkpoint(checkpoint: Checkpoint, given: dict[str, Path | None], target: Path) -> None:
-    """Write what a checkpoint becomes. Raises one UsageError for everything that it lacks."""
+def _from_checkpoint(checkpoint: Checkpoint, replacement: dict[str, Path | None], target: Path) -> None:
+    """Write the folder of a checkpoint. Raises one UsageError for everything that it lacks."""
     family = checkpoint.family
     published = _published(family)
-    texts = {name: kind for name, kind in TEXTS[family].items() if given.get(name, target) is not None}
+    texts = {name: kind for name, kind in TEXTS[family].items() if replacement.get(name, target) is not None}
     problems: list[Problem] = []
     components: dict[str, Part | Path] = {}
     for name, (kind, prefix) in texts.items():
         try:
-            components[name] = _text_part(checkpoint, name, kind, prefix, given.get(name))
+            components[name] = _text_part(checkpoint, name, kind, prefix, replacement.get(name))
         except UsageError as error:
             problems.extend(error.problems)
     denoiser = "transformer" if family in TRANSFORMERS else "unet"
     others: dict[str, Callable[[], Part | Path]] = {
         denoiser: lambda: _denoiser(checkpoint),
-        "vae": lambda: _vae(checkpoint, published["vae"], given.get("vae")),
+        "vae": lambda: _vae(checkpoint, published["vae"], replacement.get("vae")),
     }
     for name, part in others.items():
         try:
@@ -139,7 +139,7 @@ def _from_checkpoint(checkpoint: Checkpoint, given: dict[str, Path | None], targ
     for name, (kind, _) in texts.items():
         tokenizer = tokenizer_of(name)
         try:
-            copy_tokenizer(kind, given.get(tokenizer), target / tokenizer)
+            copy_tokenizer(kind, replacement.get(tokenizer), target / tokenizer)
         except UsageError as error:
             problems.extend(error.problems)
     if problems:
@@ -175,12 +175,12 @@ def _scheduler(checkpoint: Checkpoint, published: Mapping[str, Any]) -> dict[str
     return dict(config)
 
 
-def _text_part(checkpoint: Checkpoint, name: str, kind: str, prefix: str, given: Path | None) -> Part | Path:
-    """A text encoder: the one that is given, else the checkpoint's own."""
-    if given is not None and given.is_dir():
-        return given
-    if given is not None:
-        return text_part(kind, Stored.of(given, read_tensor_header(given), ""))
+def _text_part(checkpoint: Checkpoint, name: str, kind: str, prefix: str, replacement: Path | None) -> Part | Path:
+    """A text encoder: the replacement, else the checkpoint's own."""
+    if replacement is not None and replacement.is_dir():
+        return replacement
+    if replacement is not None:
+        return text_part(kind, Stored.of(replacement, read_tensor_header(replacement), ""))
     stored = checkpoint.part(prefix)
     if not _is_usable(stored):
         may = ", or set model.without_t5" if MAY_LACK.get(checkpoint.family) == name else ""
@@ -192,12 +192,12 @@ def _text_part(checkpoint: Checkpoint, name: str, kind: str, prefix: str, given:
     return text_part(kind, stored)
 
 
-def _vae(checkpoint: Checkpoint, published: Mapping[str, Any], given: Path | None) -> Part | Path:
-    """The VAE that is given, where it fits, else the checkpoint's own. Raises UsageError."""
+def _vae(checkpoint: Checkpoint, published: Mapping[str, Any], replacement: Path | None) -> Part | Path:
+    """The replacement VAE, where it fits, else the checkpoint's own. Raises UsageError."""
     stored = next((part for prefix in VAE_PREFIXES if (part := checkpoint.part(prefix)).shapes), None)
     own = None if stored is None else vae_part(stored, published)
-    if given is not None:
-        return _replaced_vae(given, published if own is None else own.config)
+    if replacement is not None:
+        return _replaced_vae(replacement, published if own is None else own.config)
     if stored is None or own is None:
         message = f"{checkpoint.file} holds no VAE."
         raise UsageError(Problem(message, "Name one with model.vae: its folder, or its .safetensors file."))
@@ -205,17 +205,17 @@ def _vae(checkpoint: Checkpoint, published: Mapping[str, Any], given: Path | Non
     return own
 
 
-def _replaced_vae(given: Path, own: Mapping[str, Any]) -> Part | Path:
+def _replaced_vae(replacement: Path, own: Mapping[str, Any]) -> Part | Path:
     """A VAE in the place of one with the config `own`. Raises UsageError where it does not fit."""
-    part = given if given.is_dir() else vae_of_file(given, own)
-    check_vae(own, read_config(part, "config.json") if isinstance(part, Path) else part.config, given)
+    part = replacement if replacement.is_dir() else vae_of_file(replacement, own)
+    check_vae(own, read_config(part, "config.json") if isinstance(part, Path) else part.config, replacement)
     return part
 
 
 def vae_of_file(file: Path, published: Mapping[str, Any]) -> Part:
-    """A VAE in a file of its own, by either's names, or in a checkpoint, whose family tells its scale.
+    """A VAE in a file of its own, by names of either layout, or in a checkpoint, whose family sets its scale.
 
-    Raises UsageError for what is none.
+    Raises UsageError for other files.
     """
     header = read_tensor_header(file)
     with contextlib.suppress(UsageError):
@@ -241,28 +241,34 @@ def _write_part(part: Part | Path, target: Path) -> None:
         write_places(target, part.places)
 
 
-def _from_folder(base: Path, given: dict[str, Path | None], target: Path) -> None:
-    """Write what a folder becomes, some of whose parts are others."""
+def _from_folder(base: Path, replacement: dict[str, Path | None], target: Path) -> None:
+    """Write the folder of a base folder with replaced parts."""
     index = read_config(base, "model_index.json")
     family = detect_family(base)
     kinds = TEXTS.get(family, {})
-    added = {name for name, path in given.items() if path is not None}
+    added = {name for name, path in replacement.items() if path is not None}
     for name in sorted({path.name for path in base.iterdir() if path.is_dir()} | added):
-        if given.get(name, base) is None or not name.startswith(NEEDED) or (name not in index and name not in given):
+        if (
+            replacement.get(name, base) is None
+            or not name.startswith(NEEDED)
+            or (name not in index and name not in replacement)
+        ):
             continue
-        part: Part | Path = given.get(name) or base / name
+        part: Part | Path = replacement.get(name) or base / name
         if name == "vae" and name in added:
-            part = _replaced_vae(given["vae"] or base / name, read_config(base, "vae/config.json"))
+            part = _replaced_vae(replacement["vae"] or base / name, read_config(base, "vae/config.json"))
         elif name in kinds and isinstance(part, Path) and part.is_file():
             part = text_part(kinds[name][0], Stored.of(part, read_tensor_header(part), ""))
         if isinstance(part, Path) and not (part / "config.json").exists():
             copy_small(part, target / name)  # a tokenizer or the scheduler
         else:
             _write_part(part, target / name)
-    absent = {name: [None, None] for name, path in given.items() if path is None}
+    absent = {name: [None, None] for name, path in replacement.items() if path is None}
     new = [name for name in added if not any(index.get(name) or ())]
     classes = _published(family)["model_index"] if new else {}
     unused = {
-        name: [None, None] for name, said in index.items() if isinstance(said, list) and not name.startswith(NEEDED)
+        name: [None, None]
+        for name, replaced in index.items()
+        if isinstance(replaced, list) and not name.startswith(NEEDED)
     }
     write_json(target / "model_index.json", index | unused | {name: classes[name] for name in new} | absent)

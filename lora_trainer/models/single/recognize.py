@@ -1,4 +1,4 @@
-"""What a single `.safetensors` file is, told from its header: a model's family and variant, or why it is no base. No torch."""
+"""Recognize a `.safetensors` file by its header: a model's family and variant, or why it is no base model. No torch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 USE_BASE = "Name a base model with --model: a checkpoint, a folder in diffusers' layout or a hub id."
 SD2_TEXT_WIDTH, REFINER_TEXT_WIDTH = 1024, 1280
 UNUSUAL_CHANNELS = {5: "a depth model", 7: "an upscaler", 8: "a model of instructions", 9: "an inpainting model"}
-# The norm that tells 2.x models of velocity from those of noise: theirs spreads more (as ComfyUI tells them apart).
+# This norm spreads more in 2.x models that predict velocity than in those that predict noise (ComfyUI uses it, too).
 SD2_NORM, SD2_SPREAD = "output_blocks.11.1.transformer_blocks.0.norm1.bias", 0.09
-OF_ONE_FORM = {"z_image": ("base", "turbo")}  # models of a family that no key tells apart
+OF_ONE_FORM = {"z_image": ("base", "turbo")}  # models of a family with the same keys
 FIRST_OF_FLUX = 64  # input channels of the plain model: 16 of latents, of four places
-# Ends of names, and what they say a file is. The first that is found counts.
+# Ends of names, and what such a file is. The first that is found counts.
 OTHER_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("lora_down.weight", "lora_A.weight", "lora_up.weight", "lora_A.default.weight", "hada_w1_a"), "a LoRA"),
     (
@@ -63,7 +63,7 @@ class Checkpoint:
     prediction: str | None = None  # of models with a noise schedule
     zero_terminal: bool = False  # the last step of the schedule holds no signal
     variant: str = ""  # which of the models of one form, where that is another schedule
-    note: str = ""  # what was assumed where the file does not say it, and what to do if it is otherwise
+    note: str = ""  # an assumption that the file does not confirm, and the fix if it is wrong
 
     def part(self, prefix: str) -> Stored:
         """The tensors of one part."""
@@ -71,7 +71,7 @@ class Checkpoint:
 
 
 def recognize(file: Path, variant: str | None = None) -> Checkpoint:
-    """Family and variant of a checkpoint, from its header alone; `variant` is which one it is where no key tells.
+    """Family and variant of a checkpoint, from its header alone; `variant` is set by the user where no key shows it.
 
     Raises UsageError for a file that is damaged or a pickle, for models that cannot be trained, and for files that
     hold something else, naming what.
@@ -92,12 +92,12 @@ def recognize(file: Path, variant: str | None = None) -> Checkpoint:
 
 
 def _of_variant(found: Checkpoint, variant: str | None) -> Checkpoint:
-    """The checkpoint as the user says it is. Raises UsageError where its keys tell, or its family has no such model."""
+    """The checkpoint with the user's variant. Raises UsageError where keys decide, or its family has no such model."""
     if variant is None:
         return found
     variants = OF_ONE_FORM.get(found.family, ())
     if variant not in variants:
-        message = f"model.flavor = {variant}: {found.file} tells by its keys what it is."
+        message = f"model.flavor = {variant}: the keys of {found.file} already decide it."
         if variants:
             message = f"model.flavor = {variant}: {found.file} may be {' or '.join(variants)}."
         raise UsageError(Problem(message, "Remove model.flavor." if not variants else f"Set {variants[0]}."))
@@ -105,19 +105,19 @@ def _of_variant(found: Checkpoint, variant: str | None) -> Checkpoint:
 
 
 def values_read(header: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Where in a file's data the few numbers lie that `recognize` reads besides the header: first byte, byte after the last."""
+    """Spans in a file's data of the few numbers that `recognize` reads besides the header: first byte, byte after the last."""
     return [tuple(entry["data_offsets"]) for name, entry in header.items() if name.endswith(SD2_NORM)]
 
 
 def _own(denoiser: Stored) -> Stored:
-    """Of a bare transformer's file only what is no other part's."""
+    """The tensors of a bare transformer's file that belong to no other part."""
     others = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.", "model_ema.")
     shapes = {name: shape for name, shape in denoiser.shapes.items() if not name.startswith(others)}
     return Stored(denoiser.file, "", shapes, {name: denoiser.types[name] for name in shapes})
 
 
 def _unknown(file: Path, names: list[str]) -> Problem:
-    """What else a file is, as far as that can be said."""
+    """The problem of a file that is no checkpoint, naming what it is where that is known."""
     if any(name.endswith(DIFFUSERS) for name in names):
         message = f"{file} holds one part of a model, by diffusers' names."
         return Problem(message, "Name the folder that holds all parts, with model_index.json.")
@@ -137,7 +137,7 @@ def _unet(found: Checkpoint) -> Checkpoint:
     channels = stored.side("input_blocks.0.0.weight", 1)
     if channels in UNUSUAL_CHANNELS:
         message = f"{file} is {UNUSUAL_CHANNELS[channels]}: {channels} input channels in place of 4."
-        raise UsageError(Problem(message, "Use the base that it was made from."))
+        raise UsageError(Problem(message, "Use the base model that it was made from."))
     reads = next((name for name in stored.shapes if name.endswith("attn2.to_k.weight")), "attn2.to_k.weight")
     width = stored.side(reads, 1)
     if "label_emb.0.0.weight" not in stored.shapes:
@@ -150,10 +150,10 @@ def _unet(found: Checkpoint) -> Checkpoint:
         family = "sdxl"
     for key in ("edm_mean", "edm_vpred.sigma_max"):
         if key in found.header:
-            raise UsageError(Problem(f"{file} noises in a way that cannot be followed ({key}).", USE_BASE))
-    told = str((found.header.get(METADATA) or {}).get("modelspec.prediction_type", ""))
-    velocity = "v_pred" in found.header or told.lower() in ("v", "v_prediction", "v-prediction")
-    velocity = velocity or (family == "sd2" and told == "" and _spreads(found))
+            raise UsageError(Problem(f"{file} has a noise schedule that is not supported ({key}).", USE_BASE))
+    prediction = str((found.header.get(METADATA) or {}).get("modelspec.prediction_type", ""))
+    velocity = "v_pred" in found.header or prediction.lower() in ("v", "v_prediction", "v-prediction")
+    velocity = velocity or (family == "sd2" and prediction == "" and _spreads(found))
     return Checkpoint(
         file,
         family,
@@ -206,7 +206,7 @@ def _flux(found: Checkpoint) -> Checkpoint:
         if name in stored.shapes:
             raise UsageError(Problem(f"{found.file} is a {kind} model, which cannot be trained yet.", USE_BASE))
     if "txt_in.weight" not in stored.shapes or "vector_in.in_layer.weight" not in stored.shapes:
-        message = f"{found.file} has FLUX.1's blocks and reads text in another way."
+        message = f"{found.file} has FLUX.1's blocks but another text input."
         raise UsageError(Problem(message, USE_BASE))
     channels = stored.side("img_in.weight", 1)
     if channels > FIRST_OF_FLUX and channels % FIRST_OF_FLUX == 0:
@@ -217,11 +217,18 @@ def _flux(found: Checkpoint) -> Checkpoint:
 
 
 def _z_image(found: Checkpoint) -> Checkpoint:
-    told = "turbo" in found.file.name.lower()  # as in the published file's name
-    note = f"{found.file.name} is taken for Z-Image Turbo (drawn in 9 steps, without guidance): base and Turbo have one form."
+    named_turbo = "turbo" in found.file.name.lower()  # as in the published file's name
+    note = (
+        f"{found.file.name} is assumed to be Z-Image Turbo (9 steps, no guidance): base and Turbo have the same keys."
+    )
     fix = "If it is the base, set model.flavor=base."
     return Checkpoint(
-        found.file, "z_image", found.denoiser, found.header, variant="turbo", note="" if told else f"{note} {fix}"
+        found.file,
+        "z_image",
+        found.denoiser,
+        found.header,
+        variant="turbo",
+        note="" if named_turbo else f"{note} {fix}",
     )
 
 

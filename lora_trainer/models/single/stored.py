@@ -1,4 +1,4 @@
-"""The tensors of one part of a checkpoint, and how names of the original layout become those of diffusers."""
+"""The tensors of one part of a checkpoint, and renaming from the original layout to diffusers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Stored:
         return Place(self.file, self.prefix + name, **how)
 
     def count(self, before: str) -> int:
-        """How many numbered things stand behind `before`: 24 where `layers.23.…` is the last of `layers.`."""
+        """How many numbered modules follow `before`: 24 where `layers.23.…` is the last of `layers.`."""
         found = [COUNTED.match(name, len(before)) for name in self.shapes if name.startswith(before)]
         return max((int(number[0]) for number in found if number), default=-1) + 1
 
@@ -64,7 +64,7 @@ class Part:
 
 
 def renamed(stored: Stored, rename: Callable[[str], str | None], squeezed: Collection[str] = ()) -> dict[str, Place]:
-    """Places by new names, for parts that hold the same tensors. Those that `rename` has no name for are left out.
+    """Places by new names, for parts that hold the same tensors. Those that `rename` has no name for are skipped.
 
     `squeezed` are endings of new names whose tensors are convolutions of one pixel, and linear in diffusers.
     """

@@ -17,7 +17,7 @@ from lora_trainer.models.places import Place, laid_out_models
 from lora_trainer.models.single.stored import Part, Stored, by_layout, refuse_sides, renamed
 
 CLIP_L, CLIP_G, T5, QWEN = (f"text_encoders.{name}.transformer." for name in ("clip_l", "clip_g", "t5xxl", "qwen3_4b"))
-# Where a checkpoint of a family keeps its text encoders, and what each is.
+# Prefix and kind of each text encoder in a checkpoint of a family.
 TEXTS: dict[str, dict[str, tuple[str, str]]] = {
     "sd15": {"text_encoder": ("clip_l", "cond_stage_model.transformer.")},
     "sd2": {"text_encoder": ("open_clip_h", "cond_stage_model.model.")},
@@ -33,7 +33,7 @@ TEXTS: dict[str, dict[str, tuple[str, str]]] = {
     "flux": {"text_encoder": ("clip_l", CLIP_L), "text_encoder_2": ("t5", T5)},
     "z_image": {"text_encoder": ("qwen3", QWEN)},
 }
-MAY_LACK = {"sd3": "text_encoder_3"}  # which the family works without
+MAY_LACK = {"sd3": "text_encoder_3"}  # optional in the family
 HEAD = 64  # channels, in every published CLIP and T5
 BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 PROJECTION = "text_projection.weight"
@@ -88,7 +88,7 @@ def text_part(kind: str, stored: Stored) -> Part:
 
 
 def kind_of_file(stored: Stored) -> str | None:
-    """What a file of its own holds that is a text encoder, as ComfyUI keeps them: `clip_l`, `clip_g`, `t5` or `qwen3`."""
+    """The kind of a text encoder in a file of its own, as ComfyUI keeps them: `clip_l`, `clip_g`, `t5` or `qwen3`."""
     if BIAS in stored.shapes:
         return "t5"
     if any(name.removeprefix("model.") == QWEN_NORM for name in stored.shapes):
@@ -143,7 +143,7 @@ def _name(stored: Stored, places: dict[str, Place], ours: str) -> str:
 
 
 def _clip(stored: Stored, places: dict[str, Place], activation: str, projection: str) -> Part:
-    """`projection`: what the file calls it, where it must hold one."""
+    """`projection`: its name in the file, where it must hold one."""
     words = _name(stored, places, "text_model.embeddings.token_embedding.weight")
     width = stored.side(words, 1)
     layers = 1 + max((int(found[1]) for name in places if (found := LAYER_NUMBER.match(name))), default=-1)
@@ -202,7 +202,7 @@ def t5_part(stored: Stored) -> Part:
 
 
 def identity(width: int) -> Place:
-    """A square of ones on the diagonal, in a small file of the cache: for a projection that leaves things as they are."""
+    """An identity matrix, in a small file of the cache, for a projection that changes nothing."""
     path = laid_out_models() / f"identity-{width}.safetensors"
     if not path.exists():
         one, nothing = struct.pack("<e", 1.0), bytes(2)
@@ -216,7 +216,7 @@ def identity(width: int) -> Place:
 
 
 def qwen_part(stored: Stored) -> Part:
-    """Qwen3 by transformers' names, with or without `model.` before them; what only writes words is left out."""
+    """Qwen3 by transformers' names, with or without `model.` before them; the output head is skipped."""
     begin = "model." if "model.embed_tokens.weight" in stored.shapes else ""
     places = renamed(
         stored, lambda name: name.removeprefix(begin) if name.startswith(begin) and "lm_head" not in name else None

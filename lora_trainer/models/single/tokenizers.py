@@ -1,4 +1,4 @@
-"""Tokenizers for checkpoints, which hold none: CLIP's comes with the package, others' from what is on this computer."""
+"""Tokenizers for checkpoints, which hold none: CLIP's comes with the package, others from this computer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CLIP = files("lora_trainer.models.single") / "clip"
 END, FIRST = (
     "<|endoftext|>",
     "!",
-)  # what short captions are filled up with; OpenCLIP's models were trained on the latter
+)  # padding of short captions; OpenCLIP's models were trained with the latter
 FILLED_WITH = {"open_clip_h": FIRST, "open_clip_g": FIRST, "clip_g": FIRST}
-# Models of a hub, often there already, that have the tokenizer of a kind as a `tokenizer.json`.
-HELD_BY = {
+# Models of a hub, often downloaded already, that have the tokenizer of a kind as a `tokenizer.json`.
+REPOSITORIES = {
     "t5": (
         ("black-forest-labs/FLUX.1-dev", "tokenizer_2"),
         ("black-forest-labs/FLUX.1-schnell", "tokenizer_2"),
@@ -28,22 +28,22 @@ HELD_BY = {
     ),
     "qwen3": (("Tongyi-MAI/Z-Image-Turbo", "tokenizer"), ("Tongyi-MAI/Z-Image", "tokenizer")),
 }
-LACK_WORDS = tuple(HELD_BY)  # kinds whose tokenizer does not come with the package
+LACK_TOKENIZER = tuple(REPOSITORIES)  # kinds whose tokenizer does not come with the package
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".index.json")
-TOLD = {"t5": ("T5", "any FLUX.1 or SD3 folder has one"), "qwen3": ("Qwen3", "any Z-Image folder has one")}
+ORIGINS = {"t5": ("T5", "any FLUX.1 or SD3 folder has one"), "qwen3": ("Qwen3", "any Z-Image folder has one")}
 
 
-def copy_tokenizer(kind: str, given: Path | None, target: Path) -> None:
-    """Write the tokenizer of a kind of text encoder. Raises UsageError where one that does not come along is nowhere."""
-    if given is None and kind in LACK_WORDS:
-        given = _on_this_computer(kind)
-        if given is None:
-            encoder, known = TOLD[kind]
-            message = f"{encoder} without its tokenizer: files of models hold none."
+def copy_tokenizer(kind: str, source: Path | None, target: Path) -> None:
+    """Write the tokenizer of a kind of text encoder. Raises UsageError where it is neither packaged nor found."""
+    if source is None and kind in LACK_TOKENIZER:
+        source = _on_this_computer(kind)
+        if source is None:
+            encoder, known = ORIGINS[kind]
+            message = f"{encoder} lacks its tokenizer, which model files do not contain."
             fix = f"Name a folder with {target.name}/tokenizer.json with model.text_encoders; {known}."
             raise UsageError(Problem(message, fix))
-    if given is not None:
-        copy_small(given, target)
+    if source is not None:
+        copy_small(source, target)
         return
     target.mkdir(parents=True, exist_ok=True)
     (target / "tokenizer.json").write_bytes((CLIP / "tokenizer.json").read_bytes())
@@ -61,7 +61,7 @@ def copy_tokenizer(kind: str, given: Path | None, target: Path) -> None:
 
 
 def copy_small(source: Path, target: Path) -> None:
-    """Configs and vocabularies of a folder: no weights, and no table of places, which would be trusted where it is copied to."""
+    """Copy configs and vocabularies of a folder: no weights, and no table of places, which would be trusted in the cache."""
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name != WEIGHTS and not path.name.endswith(WEIGHTS_OF_OTHERS):
@@ -72,7 +72,7 @@ def _on_this_computer(kind: str) -> Path | None:
     """A folder with the tokenizer of a kind in the user's Hugging Face cache."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    for name, folder in HELD_BY[kind]:
+    for name, folder in REPOSITORIES[kind]:
         snapshots = hub / f"models--{name.replace('/', '--')}" / "snapshots"
         if found := sorted(snapshots.glob(f"*/{folder}/tokenizer.json")):
             return found[-1].parent

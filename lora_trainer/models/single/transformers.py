@@ -12,7 +12,7 @@ from lora_trainer.models.family import public_architecture
 from lora_trainer.models.single.stored import Part, Stored, by_layout
 
 PLACES_OF_A_TOKEN = 4  # of the latents
-# What no LoRA changes, and so stands in no family's table: norms, and SD3's table of positions. Whole names of tensors.
+# Tensors that no LoRA changes, so that no family's table has them: norms, and SD3's table of positions. Whole names.
 SD3_REST: Layout = (
     *(
         Rule(f"transformer_blocks.{{}}.{ours}.weight", f"joint_blocks.{{}}.{theirs}.weight")
@@ -74,7 +74,7 @@ def sd3_part(stored: Stored) -> Part:
 
 
 def flux_part(stored: Stored) -> Part:
-    """Config and places of FLUX.1's transformer: dev is told of guidance, schnell is not."""
+    """Config and places of FLUX.1's transformer: dev has a guidance input, schnell has none."""
     config = dict(public_architecture("flux").denoiser) | {
         "_class_name": "FluxTransformer2DModel",
         "in_channels": stored.side("img_in.weight", 1),
@@ -89,7 +89,7 @@ def flux_part(stored: Stored) -> Part:
 
 
 Z_IMAGE_REST: Layout = tuple(Rule(name, name) for name in ("x_pad_token", "cap_pad_token"))
-UNUSED_OF_Z_IMAGE = ("norm_final.weight",)  # which the first code keeps and never asks
+UNUSED_OF_Z_IMAGE = ("norm_final.weight",)  # which the first code keeps and never uses
 
 
 def z_image_part(stored: Stored) -> Part:

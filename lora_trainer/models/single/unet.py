@@ -1,4 +1,4 @@
-"""U-Nets of the first layout: one row of numbered blocks each way, in place of levels, and their form read from it."""
+"""U-Nets of the first layout: one list of numbered blocks down and one up, in place of levels."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _blocks(stored: Stored) -> tuple[dict[str, str], list[list[int]], list[list[
 def _refuse_uneven(stored: Stored, down: list[list[int]], up: list[list[int]]) -> None:
     """Raise UsageError where levels do not mirror each other, or blocks of one level are not alike.
 
-    So are U-Nets that were made smaller by leaving blocks out: SSD-1B, Vega, KOALA 700M.
+    This includes U-Nets with removed blocks: SSD-1B, Vega, KOALA 700M.
     """
     falling, rising = (
         [[stored.count(f"{way}_blocks.{number}.1.transformer_blocks.") for number in numbers] for numbers in side]
@@ -98,8 +98,8 @@ def _refuse_uneven(stored: Stored, down: list[list[int]], up: list[list[int]]) -
     depths = [level[0] if level else 0 for level in falling]
     even = [[depth] * layers for depth in depths], [[depth] * (layers + 1) for depth in reversed(depths)]
     if (falling, rising) != even or deepest != (depths[-1] or max(1, deepest)):
-        message = f"{stored.file} is a U-Net with blocks left out, as in SSD-1B or Vega, which cannot be trained."
-        raise UsageError(Problem(message, "Use the base that it was made from."))
+        message = f"{stored.file} is a U-Net with removed blocks, as in SSD-1B or Vega, which cannot be trained."
+        raise UsageError(Problem(message, "Use the base model that it was made from."))
 
 
 def _config(stored: Stored, family: str, down: list[list[int]], up: list[list[int]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Autoencoders of the first layout, in a checkpoint or a file of their own; those with diffusers' names as well."""
+"""VAEs of the first layout, in a checkpoint or a file of their own; those with diffusers' names as well."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def find_parts(
     """
     if model.vae is None and model.text_encoders is None and not model.without_t5:
         return Replaced()
-    from lora_trainer.models.single.fitting import given_texts, vae_folder
+    from lora_trainer.models.single.fitting import find_text_parts, vae_folder
     from lora_trainer.models.single.lay_out import lacking_parts
 
     def find(setting: str, named: str, parts: tuple[str, ...]) -> Path:
@@ -79,7 +79,7 @@ def find_parts(
         if model.text_encoders is not None:
             wanted = lacking_parts(base) - set(parts)
             named = find("text_encoders", model.text_encoders, tuple(sorted(wanted)))
-            parts |= given_texts(named, wanted, family)
+            parts |= find_text_parts(named, wanted, family)
     except UsageError as error:
         problems.extend(error.problems)
     if model.vae is not None:

@@ -57,8 +57,8 @@ def plan_phases(
     return {
         "cache": _phase(*caching_bytes(together, pixels, ENCODED_IN, costs, usable)),
         "train": PhasePlan(fit.parts.peak, trained),
-        "validate": _phase(gate.peak, gate.words),
-        "draw": _phase(drawing.peak, drawing.words),
+        "validate": _phase(gate.peak, gate.description),
+        "draw": _phase(drawing.peak, drawing.description),
     }
 
 

@@ -37,7 +37,7 @@ def text_sizes(config: Config, family: Family, facts: ModelFacts) -> TextSizes:
 
 def text_layers(family: Family, facts: ModelFacts) -> dict[str, EncoderSize]:
     """The size of each text encoder that can be trained: a folder's own, or the published model's."""
-    clip_tokens, t5_tokens = CLIP_TOKENS * family.text.pieces, family.text.t5_tokens or facts.caption_tokens
+    clip_tokens, t5_tokens = CLIP_TOKENS * family.text.chunks, family.text.t5_tokens or facts.caption_tokens
     if not facts.path.is_dir():
         public = zip(family.text_targets, phase_costs(family.name).text_layers, strict=True)
         return {

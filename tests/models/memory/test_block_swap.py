@@ -20,7 +20,7 @@ from lora_trainer.models.lora import inject_lora
 from lora_trainer.models.memory import block_swap
 from lora_trainer.models.memory.block_swap import (
     ALIGNMENT,
-    STREAMING,
+    BLOCK_SWAP,
     _spread,
     freed_by_swapping,
     frozen_bytes,
@@ -154,7 +154,7 @@ def watched(denoiser: nn.Module) -> Iterator[list[int]]:
     counts: list[int] = []
 
     def count(*_: Any) -> None:
-        counts.append(sum(guest.storage.nbytes() > 0 for guest in denoiser.__dict__[STREAMING].guests))
+        counts.append(sum(guest.storage.nbytes() > 0 for guest in denoiser.__dict__[BLOCK_SWAP].swapped))
 
     def counted(module: nn.Module, given: Any, result: Any) -> None:
         count()
@@ -203,11 +203,11 @@ def test_weights_are_copied_only_to_the_gpu_and_only_as_often_as_needed(monkeypa
     """Blocks on the GPU at the end of a pass are reused by the next one."""
     tried = Tried("sd3")
     swap_blocks(tried.denoiser, 3, CPU)
-    guests = tried.denoiser.__dict__[STREAMING].guests
+    guests = tried.denoiser.__dict__[BLOCK_SWAP].swapped
     came: list[int] = []
     for place, guest in enumerate(guests):
         monkeypatch.setattr(
-            guest, "visit", lambda *args, place=place, true=guest.visit: (came.append(place), true(*args))
+            guest, "load", lambda *args, place=place, true=guest.load: (came.append(place), true(*args))
         )
     homes = [guest.host.clone() for guest in guests]
     tried.step()
@@ -228,11 +228,11 @@ def test_weights_are_readable_between_steps() -> None:
         assert all(torch.equal(state[name], value) for name, value in plain.denoiser.state_dict().items())
         if each == 1:
             move_to_device(tried.denoiser, CPU)
-            assert not any(guest.visiting for guest in tried.denoiser.__dict__[STREAMING].guests)
+            assert not any(guest.is_loaded for guest in tried.denoiser.__dict__[BLOCK_SWAP].swapped)
     assert same(tried.step(), expected)
     trained = {id(each) for each in tried.trained}
     assert not any(
-        id(tensor) in trained for guest in tried.denoiser.__dict__[STREAMING].guests for tensor in guest.tensors
+        id(tensor) in trained for guest in tried.denoiser.__dict__[BLOCK_SWAP].swapped for tensor in guest.tensors
     )
 
 
@@ -322,9 +322,9 @@ def test_resident_memory_is_known_without_weights() -> None:
         denoiser = tiny_flux().requires_grad_(False)
     sizes = [frozen_bytes(block) for block in swappable_blocks(denoiser)]
     assert frozen_bytes(denoiser) > sum(sizes)
-    visiting = [[*map(frozen_bytes, streamed_blocks(denoiser, count))] for count in range(len(sizes) + 1)]
+    swapped = [[*map(frozen_bytes, streamed_blocks(denoiser, count))] for count in range(len(sizes) + 1)]
     # Two of the largest are there: one computes while the next loads.
-    freed = [sum(each) + 2 * (-max(each, default=0) // ALIGNMENT) * ALIGNMENT for each in visiting]
+    freed = [sum(each) + 2 * (-max(each, default=0) // ALIGNMENT) * ALIGNMENT for each in swapped]
     assert max(0, freed[3]) < freed[4] < freed[5]
     assert freed_by_swapping(denoiser) == [max(0, each) for each in freed]
 
@@ -359,16 +359,16 @@ def test_the_gpu_waits_for_each_copy_and_the_cpu_for_none(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     swap_blocks(tried.denoiser, 5, CPU)
-    visits = tried.denoiser.__dict__[STREAMING]
+    visits = tried.denoiser.__dict__[BLOCK_SWAP]
     visits.stream = copying
 
     def computes(module: nn.Module, given: Any) -> None:
-        (guest,) = [guest for guest in visits.guests if guest.block is module]
-        assert guest.visiting
+        (guest,) = [guest for guest in visits.swapped if guest.block is module]
+        assert guest.is_loaded
         assert guest.copied is None, "a block computes with weights that are not there yet"
         under_way.append(copying.events - len(computing.waited))
 
-    for guest in visits.guests:
+    for guest in visits.swapped:
         guest.block.register_forward_pre_hook(computes)
     for _ in range(2):
         assert same(tried.step(), expected)

@@ -75,7 +75,7 @@ def test_unsupported_shapes_are_quantized_only_in_storage() -> None:
     odd, even = nn.Linear(60, 64), nn.Linear(64, 64)
     model = nn.Sequential(multiplying(odd), multiplying(even))
     assert [type(each) is LinearProduct for each in model] == [False, True]
-    assert counted_products(model).startswith("int8 products in 1 of 2 linear layers")
+    assert counted_products(model).startswith("int8 matmul: 1 of 2 linear layers")
     assert model[0](torch.randn(1, 20, 60)).shape == (1, 20, 64)
 
 
@@ -87,4 +87,4 @@ def test_an_unsupported_device_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
     assert line is not None
     assert "fp8" in line
     monkeypatch.setattr(store, "why_not", lambda device: "no such product")
-    assert int8_products(True, "int8", CPU) == (False, "int8 products: none, cpu cannot: no such product")
+    assert int8_products(True, "int8", CPU) == (False, "int8 matmul: none, cpu cannot: no such product")

@@ -272,7 +272,7 @@ def test_a_unet_with_missing_blocks_is_refused(left_out: str, tmp_path: Path, mo
     monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
     fewer = {name: each for name, each in tensors.items() if not name.startswith(f"model.diffusion_model.{left_out}")}
     assert len(fewer) < len(tensors)
-    with pytest.raises(UsageError, match="blocks left out"):
+    with pytest.raises(UsageError, match="removed blocks"):
         lay_out(write(fewer, tmp_path / "model.safetensors"))
 
 

@@ -71,7 +71,7 @@ OTHERS = {
         "model.diffusion_model.output_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": [8, 1280],
     },
     "makes videos": {**UNET, "model.diffusion_model.input_blocks.1.0.time_stack.in_layers.0.weight": [4]},
-    "noises in a way that cannot be followed (edm_mean)": {**UNET, "edm_mean": [4]},
+    "has a noise schedule that is not supported (edm_mean)": {**UNET, "edm_mean": [4]},
     "a Fill or Control model: 384 input channels": {**FLUX, "img_in.weight": [2, 384]},
     "a Chroma model": {**FLUX, "distilled_guidance_layer.in_proj.bias": [2]},
     "quantized (bitsandbytes in 4 bits": {**FLUX, "img_in.weight.quant_state.bitsandbytes__nf4": [4]},
@@ -155,7 +155,7 @@ def test_all_missing_parts_of_a_checkpoint_are_reported_at_once(
     with pytest.raises(UsageError) as caught:
         lay_out(file_of(tmp_path / "flux.safetensors", FLUX))
     message = str(caught.value)
-    for lacking in ("text_encoder (", "text_encoder_2 (", "no VAE", "T5 without its tokenizer"):
+    for lacking in ("text_encoder (", "text_encoder_2 (", "no VAE", "T5 lacks its tokenizer"):
         assert lacking in message
     assert "model.text_encoders" in message
     assert "model.vae" in message

@@ -73,7 +73,7 @@ def test_without_the_language_model_all_missing_parts_are_reported_at_once(pipel
     with pytest.raises(UsageError) as refused:
         lay_out(file)
     messages = " ".join(problem.message for problem in refused.value.problems)
-    assert all(part in messages for part in ("text_encoder", "VAE", "Qwen3 without its tokenizer"))
+    assert all(part in messages for part in ("text_encoder", "VAE", "Qwen3 lacks its tokenizer"))
 
 
 def test_base_and_turbo_are_distinguished_by_the_setting_or_the_name(pipeline: Any, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_base_and_turbo_are_distinguished_by_the_setting_or_the_name(pipeline: A
         assert bool(found.note) == noted
         assert FAMILY.make_process(found.folder).times.shift.factor == shift
         assert FAMILY.describe(found.folder).variant == ("base" if shift == 6 else "turbo")
-    for path, words in ((folder, "whose scheduler tells"), (flux_file(tmp_path), "tells by its keys")):
+    for path, words in ((folder, "whose scheduler tells"), (flux_file(tmp_path), "already decide it")):
         with pytest.raises(UsageError, match=words):
             find_base(ModelSection(path=str(path), flavor="base"))
 

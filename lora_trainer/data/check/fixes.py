@@ -1,4 +1,4 @@
-"""How one image or one caption is mended for the cleaned copy."""
+"""Fixes of one image or one caption for the cleaned copy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.core.bounded import TextError, decode, read_bounded
-from lora_trainer.data.check.captions import mended
+from lora_trainer.data.check.captions import fix_garbled
 from lora_trainer.data.images.images import (
     ENDINGS_OF_FORMAT,
     TURNS,
@@ -21,16 +21,16 @@ from lora_trainer.data.images.images import (
 from lora_trainer.data.images.measures import SMALL_SIDE, Borders
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.sources.beside import caption_endings, names_beside
-from lora_trainer.data.sources.found import Asked
+from lora_trainer.data.sources.found import SourceRequest
 from lora_trainer.data.sources.listing import FolderNames
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, tidy
 from lora_trainer.data.views import Framing, plain_fits
 
 
-def mended_image(
+def fix_image(
     sample: Sample, codes: set[str], borders: Borders | None, framing: Framing
 ) -> tuple[bytes | None, list[str]]:
-    """(the image as PNG, what was done to it), None where its bytes are good as they are."""
+    """(the image as PNG, what was fixed), None where its bytes are good as they are."""
     animated = "animated" in codes
     cut = "border" in codes and borders is not None and sample.mask is None
     if not animated and not cut:
@@ -86,16 +86,16 @@ def right_ending(sample: Sample, codes: set[str]) -> str:
 
 @dataclass(frozen=True)
 class CaptionFile:
-    """What the copy has beside an image: `data` are the file's bytes, its own unless `done` says what was mended."""
+    """The caption file of an image in the copy: `data` are its bytes, unchanged unless `done` says what was fixed."""
 
     ending: str
     data: bytes
     done: tuple[str, ...]
 
 
-def caption_file(sample: Sample, asked: Asked, codes: set[str]) -> CaptionFile | None:
-    """The text that a sample's caption was read from, mended where `codes` say so; None where it came from elsewhere."""
-    place = beside(sample.path, asked)
+def caption_file(sample: Sample, request: SourceRequest, codes: set[str]) -> CaptionFile | None:
+    """The file that a sample's caption was read from, fixed where `codes` say so; None where it came from elsewhere."""
+    place = beside(sample.path, request)
     if place is None:
         return None
     ending = place.suffix.lower()
@@ -107,16 +107,16 @@ def caption_file(sample: Sample, asked: Asked, codes: set[str]) -> CaptionFile |
         text = decode(data)
     except TextError:
         return None
-    if tidy(text, keep_lines=asked.captions.wildcards) != sample.caption:  # a table had the last word
+    if tidy(text, keep_lines=request.captions.wildcards) != sample.caption:  # a table had the last word
         return None
-    if "garbled_caption" in codes and mended(text) != text:
-        return CaptionFile(ending, mended(text).encode("utf-8"), ("garbled letters of the caption put right",))
+    if "garbled_caption" in codes and fix_garbled(text) != text:
+        return CaptionFile(ending, fix_garbled(text).encode("utf-8"), ("garbled letters of the caption fixed",))
     return CaptionFile(ending, data, ())
 
 
-def beside(image: Path, asked: Asked) -> Path | None:
+def beside(image: Path, request: SourceRequest) -> Path | None:
     """The caption file beside an image that its source reads, where there is one."""
-    names = names_beside(image.name, FolderNames(image.parent), caption_endings(asked))
+    names = names_beside(image.name, FolderNames(image.parent), caption_endings(request))
     return image.with_name(names[0]) if names else None
 
 

@@ -1,7 +1,7 @@
-"""Every image decoded in full, by worker processes on all CPUs, and measured.
+"""Decode every image in full, by worker processes on all CPUs, and measure it.
 
-The memory is flat: few large images or many small ones are in hand at once. What was
-measured is kept by content, so no image is decoded for this twice, wherever it lies.
+The memory is flat: few large images or many small ones are decoded at once. Measures are
+kept by content, so no image is decoded twice for this, wherever it lies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from lora_trainer.data.images.measures import MEASURES, Seen, seen_broken, seen_from_json
 from lora_trainer.data.images.remembered import Remembered, remembered
 from lora_trainer.data.images.scan import lost
-from lora_trainer.data.images.workers import Progress, Task, Ticker, answers
+from lora_trainer.data.images.workers import Progress, Task, Ticker, run_tasks
 from lora_trainer.data.sample import Sample
 
 SECONDS = 60.0  # after which a decoder hangs, and one more for every PIXELS_A_SECOND
@@ -20,8 +20,8 @@ PIXELS_A_SECOND = 1_000_000
 AT_ONCE = 2000  # measures read or written together
 
 
-def look_at(samples: Sequence[Sample], progress: Progress | None = None) -> tuple[Seen, ...]:
-    """What a full decode of each sample's image shows, in order; broken ones say why."""
+def measure_images(samples: Sequence[Sample], progress: Progress | None = None) -> tuple[Seen, ...]:
+    """The measures of each sample's image after a full decode, in order; broken ones say why."""
     first: dict[str, Sample] = {}
     for sample in samples:
         first.setdefault(sample.content, sample)
@@ -30,10 +30,10 @@ def look_at(samples: Sequence[Sample], progress: Progress | None = None) -> tupl
         seen = _known(list(first), store, ticker)
         left = [sample for content, sample in first.items() if content not in seen]
         fresh: dict[str, str] = {}
-        for sample, answer in _decoded(left):
-            seen[sample.content] = found = seen_from_json(answer)
+        for sample, result in _decoded(left):
+            seen[sample.content] = found = seen_from_json(result)
             if found.broken is None:
-                fresh[sample.content] = answer
+                fresh[sample.content] = result
             if len(fresh) >= AT_ONCE:
                 store.keep_measures(fresh, MEASURES)
                 fresh.clear()
@@ -43,7 +43,7 @@ def look_at(samples: Sequence[Sample], progress: Progress | None = None) -> tupl
 
 
 def _known(contents: Sequence[str], store: Remembered, ticker: Ticker) -> dict[str, Seen]:
-    """What earlier runs have seen; a row that cannot be read counts as none."""
+    """The measures of earlier runs; a row that cannot be read counts as none."""
     known: dict[str, Seen] = {}
     for start in range(0, len(contents), AT_ONCE):
         for content, text in store.measures(contents[start : start + AT_ONCE], MEASURES).items():
@@ -62,6 +62,6 @@ def _decoded(samples: Sequence[Sample]) -> Iterator[tuple[Sample, str]]:
         path = os.path.abspath(sample.path if sample.span is None else sample.span.file)
         pixels = sample.width * sample.height
         tasks.append(Task([path, start, length, sample.content], pixels, SECONDS + pixels / PIXELS_A_SECOND))
-    for number, answer in answers("seen", tasks):
-        lone = answer in ("crashed", "hung")
-        yield samples[number], seen_broken(lost(answer)).to_json() if lone else answer
+    for number, result in run_tasks("seen", tasks):
+        lone = result in ("crashed", "hung")
+        yield samples[number], seen_broken(lost(result)).to_json() if lone else result

@@ -1,11 +1,11 @@
-"""Weighted words in a caption, written as the AUTOMATIC1111 web UI reads them.
+"""Prompt weighting in a caption, written as the AUTOMATIC1111 web UI reads it.
 
     (word)       1.1 times          ((word))    1.21 times
     (word:1.3)   1.3 times          [word]      1 / 1.1 times
     \\( \\) \\[ \\] \\\\   the character itself
 
-Weights of brackets that stand in each other are multiplied. A bracket that is never closed
-weighs all that follows; one that closes nothing stands for itself.
+Weights of nested brackets are multiplied. A bracket that is never closed weighs all that follows; one
+that closes nothing is an ordinary character.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 
 ROUND, SQUARE = 1.1, 1 / 1.1
-Pieces = tuple[tuple[str, float], ...]  # text and weight, in order
+WeightedText = tuple[tuple[str, float], ...]  # text and weight, in order
 
 _PARTS = re.compile(
     r"\\(?P<escaped>[()\[\]\\])"
@@ -23,27 +23,27 @@ _PARTS = re.compile(
 )
 
 
-def read_pieces(text: str) -> Pieces:
-    """The text in pieces of one weight each; pieces of equal weight beside each other are one."""
-    pieces: list[tuple[str, float]] = []
+def parse_weights(text: str) -> WeightedText:
+    """The text in parts of one weight each; neighbors of equal weight are merged."""
+    parts: list[tuple[str, float]] = []
     opened: list[tuple[str, int]] = []  # bracket, and the piece that it opens before
 
     def close(bracket: str, weight: float) -> bool:
-        """Weigh what stands since the last such bracket. False when none is open."""
+        """Weigh all text since the last such bracket. False when none is open."""
         place = next((index for index in reversed(range(len(opened))) if opened[index][0] == bracket), None)
         if place is None:
             return False
         _, first = opened.pop(place)
-        pieces[first:] = [(part, each * weight) for part, each in pieces[first:]]
+        parts[first:] = [(part, each * weight) for part, each in parts[first:]]
         return True
 
     for found in _PARTS.finditer(text):
         bracket, weight = found["bracket"], found["weight"]
         if found["escaped"]:
-            pieces.append((found["escaped"], 1.0))
+            parts.append((found["escaped"], 1.0))
             continue
         if bracket in ("(", "["):
-            opened.append((bracket, len(pieces)))
+            opened.append((bracket, len(parts)))
             continue
         closed = (
             (weight is not None and close("(", float(weight)))
@@ -51,16 +51,16 @@ def read_pieces(text: str) -> Pieces:
             or (bracket == "]" and close("[", SQUARE))
         )
         if not closed:
-            pieces.append((found[0], 1.0))
+            parts.append((found[0], 1.0))
     while opened:
         bracket, _ = opened[-1]
         close(bracket, ROUND if bracket == "(" else SQUARE)
-    return _merged(pieces)
+    return _merged(parts)
 
 
-def _merged(pieces: list[tuple[str, float]]) -> Pieces:
+def _merged(parts: list[tuple[str, float]]) -> WeightedText:
     merged: list[tuple[str, float]] = []
-    for part, weight in pieces:
+    for part, weight in parts:
         if merged and merged[-1][1] == weight:
             merged[-1] = (merged[-1][0] + part, weight)
         else:
@@ -70,10 +70,10 @@ def _merged(pieces: list[tuple[str, float]]) -> Pieces:
 
 def plain(text: str) -> str:
     """The text without brackets and weights."""
-    return "".join(part for part, _ in read_pieces(text))
+    return "".join(part for part, _ in parse_weights(text))
 
 
-def spoken(text: str) -> str | Pieces:
-    """What the text encoder is asked for: pieces, or plain text where no word weighs more or less than another."""
-    pieces = read_pieces(text)
-    return pieces if any(weight != 1.0 for _, weight in pieces) else "".join(part for part, _ in pieces)
+def spoken(text: str) -> str | WeightedText:
+    """The caption for the text encoder: weighted parts, or plain text where all words weigh the same."""
+    parts = parse_weights(text)
+    return parts if any(weight != 1.0 for _, weight in parts) else "".join(part for part, _ in parts)

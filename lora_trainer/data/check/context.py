@@ -1,4 +1,4 @@
-"""What the checks look at."""
+"""The input of the dataset checks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lora_trainer.data.views import Framing
 
 
 @dataclass(frozen=True)
-class Looked:
-    """All that checks may look at. `fits` and `seen` stand in the order of the samples, and so do the places in `alike`.
+class CheckContext:
+    """All that checks may read. `fits`, `seen` and the places in `alike` are in the order of the samples.
 
-    `rules` says of each source how its captions are changed; empty where nobody says.
+    `rules` are the caption settings of each source; empty where there are none.
     """
 
     samples: tuple[Sample, ...]
@@ -32,12 +32,12 @@ class Looked:
     allow_upscale: bool
     caption_limit: int | None
     rules: tuple[CaptionsSection, ...] = ()
-    words: tuple[str, ...] = ()  # new ones, whose embeddings are learned
-    word_vectors: int = 1  # embeddings of each, and so places that it takes of a caption
-    masks: Mapping[str, Seen] = field(default_factory=dict)  # what mask files show, by their content
+    learned_tokens: tuple[str, ...] = ()  # of textual inversion
+    num_vectors: int = 1  # embeddings of each, and so its tokens in a caption
+    masks: Mapping[str, Seen] = field(default_factory=dict)  # measures of mask files, by their content
 
 
-Check = Callable[[Looked], list[Finding]]
+Check = Callable[[CheckContext], list[Finding]]
 
 
 def beside(other: Path, path: Path) -> str:
