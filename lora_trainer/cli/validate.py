@@ -111,7 +111,7 @@ def _judge(path: Path, config: Config, questions: Questions) -> LoraReport:
                 family,
                 samples,
                 unseen=questions.unseen,
-                dtype=computed_in(choose_precision(config.memory.weight_dtype, device, asked=False).value, device),
+                dtype=computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device),
                 device=device,
                 usable=usable,
                 gate=config.gates.lora,

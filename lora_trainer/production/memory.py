@@ -27,6 +27,7 @@ FRAGMENTATION = 0.05  # of what comes and goes in a step
 ROUNDING = 1e-6  # GiB, of phases that take what there is
 LARGEST_SHARE = 0.9  # of the GPU, so that the driver and other programs never make it spill
 NARROWER = ("fp8", "nf4")  # what the base may be stored in where the wanted precision does not fit
+WHOLE_STEP = "the whole step at once"
 SMALLER_RANKS = (64, 32, 16, 8, 4)
 STEP_DOWN = 64  # pixels
 
@@ -276,7 +277,7 @@ def _way(
     else:
         whole = f"the largest that fits {demand.limit_gib:g} GiB"
     if micro == demand.samples:
-        whole = "the whole step at once"
+        whole = WHOLE_STEP
     elif micro == demand.max_micro:
         whole = "train.max_micro_batch_size"
     return MemoryPlan(

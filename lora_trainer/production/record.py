@@ -44,7 +44,7 @@ class Record:
     lora: dict[str, Any] = field(default_factory=dict)
     released: dict[str, Any] = field(default_factory=dict)  # step, val_loss, reason
     training: dict[str, Any] = field(default_factory=dict)
-    ledger: dict[str, Any] = field(default_factory=dict)  # what was trained how often, in short
+    sample_counts: dict[str, Any] = field(default_factory=dict)  # a summary of `sample_counts.csv`
     memory: dict[str, float] = field(default_factory=dict)
     seen: dict[str, float] = field(default_factory=dict)  # by the watches of the last session (monitor/watches.py)
     samples: tuple[str, ...] = ()

@@ -58,7 +58,7 @@ from lora_trainer.production.inputs import (
     read_model,
     with_absolute_paths,
 )
-from lora_trainer.production.messages import announce, left_behind, show_end, show_report
+from lora_trainer.production.messages import announce, describe_stop, show_end, show_report
 from lora_trainer.production.order import Order, plain_console, run_folder
 from lora_trainer.production.record import FILE as RECORD
 from lora_trainer.production.record import PHASES, SHOWN_EVENTS, Record, latest, read_record, write_record
@@ -126,7 +126,7 @@ def train(
     watch(Progress("checking"))
     order = for_its_model(order)
     inputs = read_inputs(order.config, families, weights=False)
-    show_report(inputs, console)
+    show_report(order.config, inputs, console)
     if dry_run and inputs.train:  # a refused dataset's plan is worth seeing too
         from lora_trainer.production.dry_run import show_plan
 
@@ -169,7 +169,7 @@ def cache(resolved: Resolved) -> None:
     announce(order.config, order.console)
     order = for_its_model(order)
     inputs = read_inputs(order.config)
-    show_report(inputs, order.console)
+    show_report(order.config, inputs, order.console)
     refuse_data(inputs, enforce_gates=False)
     from lora_trainer.data.caches.claims import in_use
     from lora_trainer.production.caching import cache_folder
@@ -260,7 +260,7 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
                 raise
             record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)
             if isinstance(error, KeyboardInterrupt | SystemExit):
-                order.console.print(left_behind(order, record))
+                order.console.print(describe_stop(order, record))
                 record_signal(order, record)
             try:
                 finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
@@ -290,7 +290,7 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
     if outcome.signal_exit is not None:
         record = replace(record, status="stopped", exit_code=outcome.signal_exit, reason="stopped by a signal")
         record = finish(order, record)
-        order.console.print(left_behind(order, record))
+        order.console.print(describe_stop(order, record))
         return RunResult(folder, asdict(record), outcome.signal_exit)
     if report is None:  # not the main process
         return RunResult(folder, asdict(record), DONE)

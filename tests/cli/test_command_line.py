@@ -225,7 +225,7 @@ def test_in_one_pipe_an_error_stands_last(tmp_path: Path) -> None:
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=300)
     said = ended.stdout.decode()
     assert ended.returncode == 2
-    assert 0 <= said.index("No --model") < said.index("error: ")
+    assert 0 <= said.index("(no --model)") < said.index("error: ")
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

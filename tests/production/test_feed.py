@@ -99,19 +99,19 @@ def test_what_is_trained_depends_on_the_step_alone(data, seed, effective, start,
 
 
 @given(st.integers(0, 2**40), st.integers(1, 7), st.integers(1, 30))
-def test_the_ledger_counts_what_was_fed(data, seed, effective, steps):
+def test_sample_counts_are_those_of_the_feed(data, seed, effective, steps):
     (feed,) = feeds(data, seed, effective, 1, 4)
-    ledger = feed.ledger(steps)
+    counts = feed.sample_counts(steps)
     micros = [micro for step in range(steps) for micro in feed.micros(step)]
     fed = Counter(float(value) for micro in micros for value in micro.cond["embeds"][:, 0, 0])
     texts = {
         float(10 * n + place): text for n, sample in enumerate(data.samples) for place, text in enumerate(sample.texts)
     }
-    assert {texts.get(value, ""): count for value, count in fed.items()} == ledger.captions
-    assert fed[-1.0] == ledger.dropped
+    assert {texts.get(value, ""): count for value, count in fed.items()} == counts.captions
+    assert fed[-1.0] == counts.dropped
     sizes = Counter("x".join(str(int(side)) for side in (row[5], row[4])) for micro in micros for row in micro.sizes)
-    assert sizes == ledger.buckets
-    assert sum(ledger.times) == sum(map(feed.plan.size, range(steps)))
+    assert sizes == counts.buckets
+    assert sum(counts.times) == sum(map(feed.plan.size, range(steps)))
 
 
 def test_an_entry_that_is_gone_names_its_image(data, tmp_path):

@@ -353,7 +353,7 @@ def test_a_dry_run_shows_every_folder_and_writes_nothing(night, tmp_path, capsys
     before = contents(tmp_path)
     assert night.run("--dry-run", "--executor", "local") == 2
     shown = capsys.readouterr().out
-    assert shown.count("9 trained, 1 held out") == 2
+    assert shown.count("9 training, 1 validation") == 2
     assert "data.sources (from lora.toml) cannot be set by a folder" in shown
     assert "run.output (from lora.toml) cannot be set by a folder" in shown
     assert contents(tmp_path) == before

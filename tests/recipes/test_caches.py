@@ -78,7 +78,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(own, tmp_path, capsys):
     assert not own.output.exists()
     assert not own.cache.exists()
     shown = capsys.readouterr().out
-    assert "9 trained, 1 held out" in shown
+    assert "9 training, 1 validation" in shown
     assert "2 buckets: 80x48 (5), 64x64 (4)" in shown
     assert "9 images × 1 repeat = 9 a pass, / 2 a step = 5 steps" in shown
     assert "stopped at 6" in shown

@@ -114,7 +114,7 @@ def test_fp8_weights_train_resume_exactly_and_are_judged_on_the_base(bench: Benc
     assert bench.run("narrow", steps=4, gates__lora_check="lite", **settings) == 0
     straight = bench.folder("narrow")
     document = record(straight)
-    assert "precision fp8: asked for" in document["choices"]
+    assert "precision: fp8 (as set)" in document["choices"]
     assert document["lora"]["parts"]["integrity"] == 1.0
     before, numbers = exported(straight), losses(straight)
     resumed = shutil.copytree(straight, bench.output / "narrow-again")

@@ -40,7 +40,7 @@ def test_the_documented_example_runs(bench, tmp_path, monkeypatch, checkout, cap
     assert "optimizer.learning_rate" in shown
     assert "training 6/6 loss" in shown
     assert "validating 6/6" in shown
-    assert "precision fp32" in shown
+    assert "precision: fp32" in shown
     assert "GiB at the peak" in shown
     document = record(tmp_path / "runs" / "cat")
     assert document["status"] in ("done", "refused")

@@ -110,7 +110,7 @@ def test_what_a_run_decided_for_itself_is_no_change_of_anybodys(bench, capsys):
     assert main(["train", "--config", str(config), "--resume", "--max-steps", "3"]) == 0
     said = capsys.readouterr().out
     assert [line for line in said.splitlines() if line.startswith("changed: ")] == ["changed: train.max_steps 2 → 3"]
-    assert f"precision fp32: as {config} has it" in said
+    assert f"precision: fp32 (as in {config})" in said
     assert bench.run("first", "--resume", steps=4, memory__weight_dtype=None) == 0  # the first flags again
     said = capsys.readouterr().out
     assert "changed: memory" not in said
@@ -233,15 +233,15 @@ def test_the_ledger_is_the_same_after_a_stop_in_the_middle_of_an_epoch(bench, fi
     settings = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3}
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         assert bench.run("first", **settings) == 143
-    assert record(bench.folder("first"))["ledger"]["samples"] == 2 * record(bench.folder("first"))["steps"]
+    assert record(bench.folder("first"))["sample_counts"]["samples"] == 2 * record(bench.folder("first"))["steps"]
     assert bench.run("first", "--resume", **settings) == 0
     whole, resumed = (record(place.folder("first")) for place in (finished, bench))
     # Five steps an epoch for nine images, the last of one image, and one step more.
-    assert whole["ledger"]["images"] == {"count": 9, "least": 1, "most": 2, "never": 0}
-    assert whole["ledger"]["line"] == "every image 1–2 times"
+    assert whole["sample_counts"]["images"] == {"count": 9, "least": 1, "most": 2, "never": 0}
+    assert whole["sample_counts"]["line"] == "every image 1–2 times"
     assert "trained: every image 1–2 times" in capsys.readouterr().out
-    assert resumed["ledger"] == whole["ledger"]
+    assert resumed["sample_counts"] == whole["sample_counts"]
     tables = [(place.folder("first") / "sample_counts.csv").read_text("utf-8") for place in (finished, bench)]
     assert tables[0] == tables[1]
-    assert resumed["files"]["ledger"] == "sample_counts.csv"
+    assert resumed["files"]["sample_counts"] == "sample_counts.csv"
     assert "Trained: every image 1–2 times." in (bench.folder("first") / "report.html").read_text("utf-8")

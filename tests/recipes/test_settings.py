@@ -163,7 +163,7 @@ def test_the_check_of_the_lora_can_be_cut_short_or_left_out(bench, capsys):
     assert off["config"]["gates"]["lora_check"] == "off"
     assert "before_after" not in off["files"]
     assert "Trained, not judged" in (bench.folder("off") / "report.html").read_text("utf-8")
-    assert "LoRA score      not measured" in capsys.readouterr().out
+    assert "LoRA: not scored" in capsys.readouterr().out
 
 
 def test_an_enforced_gate_needs_a_score(bench, capsys):

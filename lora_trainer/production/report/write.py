@@ -64,7 +64,7 @@ def render_run(run: RunReport) -> str:
         gallery=gallery,
         images=embedded(gallery.paths),
         dataset=dataset_line(run),
-        trained=text(run.part("ledger").get("line")),
+        trained=text(run.part("sample_counts").get("line")),
         validation=whole(run.part("dataset").get("validation")),
         happened=happened_in(run),
         buckets=buckets,
