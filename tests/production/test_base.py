@@ -226,8 +226,8 @@ def test_what_is_no_model_is_told_with_what_is_meant(
         ("some/model@v1", "Name it as some/model, with model.revision=v1"),
         (f"{page}/resolve/main/old/sd.safetensors", "Name the model as some/model/old/sd.safetensors"),
         ("https://elsewhere.org/sd", "Download the file"),
-        (str(folder / "model_index.json"), f"Name its folder: {folder}"),
-        (str(folder / "unet"), f"Name all of it: {folder}"),
+        (str(folder / "model_index.json"), f"Use its folder: {folder}"),
+        (str(folder / "unet"), f"Use the whole model: {folder}"),
     ):
         with pytest.raises(UsageError, match=re.escape(words)):
             find_base(ModelSection(path=named))

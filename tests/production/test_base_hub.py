@@ -116,7 +116,7 @@ def test_an_autoencoder_of_a_hub(folder: Path, checkpoint: Path, tmp_path: Path,
             model = ModelSection(path=str(base), vae="some/vae")
             told = find_base(model, weights=False, say=hub.listing.get)
             assert hub.fetched() == [f"{inside}config.json"]
-            assert (told.whole, told.held) == (False, {"vae": f"some/vae@{COMMIT}"})
+            assert (told.whole, told.pinned) == (False, {"vae": f"some/vae@{COMMIT}"})
             with without_weights():
                 assert FAMILIES["sdxl"].describe(told.folder).latent_channels == 4
             whole = find_base(model, say=hub.listing.get)
@@ -135,9 +135,9 @@ def test_an_autoencoder_in_one_file_of_a_hub(folder: Path, tmp_path: Path) -> No
         hub.repositories["some/vae"] = {"one.safetensors": file.read_bytes()}
         model = ModelSection(path=str(folder), vae="some/vae/one.safetensors")
         told = find_base(model, weights=False, say=hub.listing.get)
-        assert (told.whole, told.held) == (False, {"vae": f"some/vae@{COMMIT}/one.safetensors"})
+        assert (told.whole, told.pinned) == (False, {"vae": f"some/vae@{COMMIT}/one.safetensors"})
         assert not list((tmp_path / "hf").rglob("one.safetensors"))
-        whole = find_base(ModelSection(path=str(folder), vae=told.held["vae"]), say=hub.listing.get)
+        whole = find_base(ModelSection(path=str(folder), vae=told.pinned["vae"]), say=hub.listing.get)
         assert weights_digest(whole.folder / "vae") == weights_digest(found(folder, vae=file) / "vae")
         for named in ("some/vae", "some/vae@v1"):
             with pytest.raises(UsageError, match=r"holds no vae/.*Name one of its files: some/vae/one.safetensors"):
@@ -174,7 +174,7 @@ def test_text_encoders_of_a_hub(folder: Path, checkpoint: Path, tmp_path: Path) 
         assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
         laid_out = find_base(model, say=hub.listing.get)
         assert {name.partition("/")[0] for name in hub.fetched()} == {"text_encoder_2", "tokenizer_2"}
-        assert laid_out.held == {"text_encoders": f"some/model@{COMMIT}"}
+        assert laid_out.pinned == {"text_encoders": f"some/model@{COMMIT}"}
         hub.asked.clear()
         assert find_base(model, say=hub.listing.get) == laid_out
         assert hub.asked == []

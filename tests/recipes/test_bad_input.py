@@ -337,7 +337,7 @@ def test_output_inside_the_data_is_refused(bench, capsys):
     arguments = bench.arguments("inside")
     arguments[arguments.index("--output") + 1] = str(bench.data / "runs")
     assert main(arguments) == 2
-    assert "lies in the dataset" in capsys.readouterr().err
+    assert "is inside the dataset" in capsys.readouterr().err
     assert not (bench.data / "runs").exists()
 
 
@@ -352,7 +352,7 @@ def test_a_folder_that_another_process_trains_in(bench, capsys):
         holder.stdout.readline()
         for extra in ((), ("--resume",)):
             assert bench.run("held", *extra) == 2
-            assert "by another process" in said_plainly(capsys)
+            assert "Another process is training" in said_plainly(capsys)
         holder.kill()
     assert bench.run("held", steps=1) == 0
     assert record(folder)["status"] == "done"

@@ -116,7 +116,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_built(own, capsys, mo
     monkeypatch.setattr(caching, "free_bytes", lambda _: 1000)
     assert own.run("first", command="cache") == 2
     said = capsys.readouterr().err
-    assert "Filling the caches needs" in said
+    assert "Caching latents and text embeddings needs" in said
     assert "1 KB free" in said
     assert "cache.dir" in said
     assert not list(own.cache.rglob("*.safetensors"))

@@ -245,7 +245,7 @@ def test_a_folder_deleted_under_a_run_is_made_again(bench, undisturbed, capsys):
     assert second == 2, "another run was let in"
     said = capsys.readouterr()
     assert "was deleted under the run" in said.out
-    assert "by another process" in said.err
+    assert "Another process is training" in said.err
     assert exported(folder) == exported(undisturbed.folder("run"))
     assert record(folder)["status"] == "done"
     assert [row["step"] for row in rows(folder)] == [4, 5, 6]
@@ -366,7 +366,7 @@ def test_two_runs_where_the_file_system_has_no_locks(bench, capsys, monkeypatch)
     with at_step(1, another):
         assert bench.run("run", **SETTINGS, steps=2) == 0
     assert seconds == [2]
-    assert "by another process" in capsys.readouterr().err
+    assert "Another process is training" in capsys.readouterr().err
     assert record(bench.folder("run"))["steps"] == 2
     assert bench.run("run", "--resume", **SETTINGS, steps=2) == 0  # finished, and free again
 

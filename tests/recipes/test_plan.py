@@ -103,9 +103,9 @@ def test_the_disk_that_a_run_takes_is_planned(bench: Bench, tmp_path, latents):
 def test_a_dry_run_shows_the_memory(bench: Bench, capsys):
     """Without a GPU in one line, and only where a limit is set that it can be held against."""
     assert bench.run("dry", "--dry-run") == 0
-    assert "memory, on a GPU" not in capsys.readouterr().out
+    assert "memory on a GPU" not in capsys.readouterr().out
     assert bench.run("dry", "--dry-run", memory__limit_gib=12.0) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "memory, on a GPU" in line]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "memory on a GPU" in line]
     assert "GiB of 12" in line
 
 

@@ -80,7 +80,7 @@ def test_a_repeated_run_says_what_differs(finished, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "other versions: peft 0.1 → " in said
     assert "another machine: machine riscv → " in said
-    assert "this is no repetition of it" not in said
+    assert "this run does not repeat it" not in said
     assert len(record(tmp_path / "again")["changed"]) == 2
 
 
@@ -92,7 +92,7 @@ def test_a_repetition_on_other_data_is_told(bench, tmp_path, capsys):
     config = str(own.folder("first") / "config.toml")
     capsys.readouterr()
     assert main(["train", "--config", config, "--name", "again"]) == 0
-    assert "the data is not what first was trained on: this is no repetition of it" in capsys.readouterr().out
+    assert "the data is not what first was trained on: this run does not repeat it" in capsys.readouterr().out
 
 
 def test_another_autoencoder_or_noise_is_refused_on_resume(bench, tmp_path, capsys):

@@ -212,7 +212,7 @@ def test_control_c_before_training_is_no_failure(bench, capsys):
 
     with patched(session_module, "fill_caches", interrupted):
         assert bench.run("early") == 130
-    assert "stopped before the first step: nothing is trained yet; what was cached is kept" in capsys.readouterr().out
+    assert "stopped before the first step; the caches are kept" in capsys.readouterr().out
     document = record(bench.folder("early"))
     assert (document["status"], document["exit_code"], document["steps"]) == ("stopped", 130, 0)
     assert bench.run("early", "--resume", steps=1) == 0

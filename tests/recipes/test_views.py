@@ -76,7 +76,7 @@ def test_a_stopped_run_of_many_views_goes_on_exactly(varied, straight, capsys):
     said = capsys.readouterr().out
     assert "80x80" in said
     assert "up to 16 of each image, used in turn, " in said
-    assert "note: 6 steps show an image about 2.7 times, so not all of its views" in said
+    assert "note: 6 steps show an image about 2.7 times, so not all of its variants" in said
     assert run(varied, "broken", "--resume", data__max_aspect=1.5) == 2
     assert "data.max_aspect was 2.0 and is now 1.5" in capsys.readouterr().err
     assert run(varied, "broken", "--resume") == 0
