@@ -137,7 +137,7 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_p
         (["validate"], "The following arguments are required: LORA."),
         (["sample", "a.safetensors", "--seed", "x"], "error: --seed x is no whole number.\n"),
         (["sample", "a.safetensors", "--strength", "a b"], "error: --strength a b is no number.\n"),
-        (["sample", "a.safetensors", "--recipe", __file__], "as a recipe: it is no JSON."),
+        (["sample", "a.safetensors", "--recipe", __file__], "as a recipe: it is not JSON."),
         (["presets", "12gb"], "Use: presets show 12gb"),
         (["presets", "show"], "presets show needs a name."),
         (["presets", "show", "sd16"], "Did you mean sd15?"),

@@ -110,7 +110,9 @@ def test_a_lora_on_t5_is_refused_by_a_base_without_it(tmp_path: Path, capsys: py
         names=names_of(family),
     )
     asked = (str(kohya), "--model", str(base))
-    said = f"{len(t5.modules)} modules of the LoRA are on a text encoder that the base lacks (first: text_encoder_3."
+    said = (
+        f"{len(t5.modules)} modules of the LoRA are on a text encoder that the base model lacks (first: text_encoder_3."
+    )
     assert main(["sample", *asked, "--prompt", "a ring"]) == 2
     assert said in capsys.readouterr().err
     assert main(["validate", *asked, "--json"]) == 4

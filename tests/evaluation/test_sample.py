@@ -144,7 +144,7 @@ def test_a_lora_of_another_family_is_refused_before_the_base_is_loaded(
     path, _ = write_lora(tmp_path, "other", foreign, facts(base_version="sdxl_base_v1-0"))
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
     said = capsys.readouterr().err
-    assert "another kind of model: sdxl; the base is of sd15" in said
+    assert "another model family: sdxl; the base model is sd15" in said
     assert "nowhere" not in said
 
 
@@ -155,7 +155,7 @@ def test_a_lora_whose_header_names_another_family_is_refused_though_all_fits(
     unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
     path, _ = write_lora(tmp_path, "other", random_lora(unet, size=0.2), facts(base_version="sdxl_base_v1-0"))
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
-    assert "another kind of model: sdxl; the base is of sd15" in capsys.readouterr().err
+    assert "another model family: sdxl; the base model is sd15" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_told_in_short(

@@ -72,7 +72,7 @@ def test_memory_of_a_run_of_ones_own(place, capsys):
 @pytest.mark.slow
 def test_batches_grow_until_a_limit_that_the_plan_foresees(capsys):
     """The plan and what is counted agree on how many fit."""
-    with patched(batch, "MOST_ON_A_PROCESSOR", 2):
+    with patched(batch, "MOST_ON_CPU", 2):
         document = measured("batch", capsys, settings=(*THIN, "memory.limit_gib=0.836"))
     rows = {row["name"]: row for row in document["rows"]}
     assert rows["1"]["ratio"] == 1.0

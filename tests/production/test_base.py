@@ -220,10 +220,10 @@ def test_what_is_no_model_is_told_with_what_is_meant(
     Path("link").symlink_to("gone")
     page = "https://huggingface.co/some/model"
     for named, words in (
-        ("link", "is a link to gone, where nothing is"),
+        ("link", "is a link to gone, which does not exist"),
         ("lost", "looked for in"),
         (" ", "--model is empty"),
-        ("some/model@v1", "Name it as some/model, with model.revision=v1"),
+        ("some/model@v1", "Write it as some/model, with model.revision=v1"),
         (f"{page}/resolve/main/old/sd.safetensors", "Name the model as some/model/old/sd.safetensors"),
         ("https://elsewhere.org/sd", "Download the file"),
         (str(folder / "model_index.json"), f"Use its folder: {folder}"),

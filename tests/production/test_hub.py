@@ -115,7 +115,7 @@ def test_a_fetch_that_was_cut_off_goes_on_where_it_ended(hub: LocalHub, monkeypa
     ranges = [asked for how, path, asked in hub.asked if how == "GET" and path.endswith(UNET)]
     assert ranges == ["bytes=4000-"]
     assert (found.folder / UNET).read_bytes() == FILES[UNET]
-    assert any("goes on at 4 KB" in line for line in said)
+    assert any("resuming at 4 KB" in line for line in said)
 
 
 def test_other_bytes_than_the_hub_says_are_not_taken(hub: LocalHub) -> None:

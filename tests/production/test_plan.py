@@ -209,10 +209,10 @@ def test_a_set_precision_streams_where_it_must() -> None:
     assert "memory.blocks_to_swap=auto" in alone.advice[0]
 
 
-def test_what_was_asked_for_is_said_and_streamed_blocks_are_not_left_out() -> None:
+def test_reasons_name_what_is_set_and_count_swapped_blocks() -> None:
     set_by_hand = plan_for("12gb", family="flux", memory__weight_dtype="fp8", memory__gradient_checkpointing=57)
     assert set_by_hand.fit.swapped > 0
-    assert set_by_hand.fit.reasons[1] == "asked for"
+    assert set_by_hand.fit.reasons[1] == "as set"
     left_open = plan_for("12gb", family="flux", memory__weight_dtype="fp8")
     assert left_open.fit.reasons[1] == "all of them, as block swap is slower"
     small = plan_for("6gb", family="flux", data__resolution=768)

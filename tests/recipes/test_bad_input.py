@@ -242,7 +242,7 @@ def test_a_folder_that_is_no_run(bench, capsys):
     bench.folder("mine").mkdir(parents=True)
     (bench.folder("mine") / "letter.txt").write_text("dear", encoding="utf-8")
     assert bench.run("mine") == 2
-    assert "is no run" in said_plainly(capsys)
+    assert "is not a run" in said_plainly(capsys)
     assert [path.name for path in bench.folder("mine").iterdir()] == ["letter.txt"]
 
 

@@ -219,7 +219,7 @@ def test_what_is_no_base_is_named(
     cut.write_bytes((bench.model / "unet/diffusion_pytorch_model.safetensors").read_bytes()[:-50])
     for model, words in (
         (empty, "is empty"),
-        (single, "Name one of its files"),
+        (single, "Use one of its files"),
         (bench.model / "unet", "is one part of a model"),
         (tmp_path / "pickle.safetensors", "is a pickle"),
         (cut, "promises"),

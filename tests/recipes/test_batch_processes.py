@@ -82,7 +82,7 @@ def test_two_workers_are_told_to_stop(number: str, code: int, night: Night, chec
     process.send_signal(getattr(signal, number))
     said, _ = process.communicate(timeout=400)
     assert process.returncode == code, said
-    assert "Go on with --resume" in said
+    assert "To continue, add --resume" in said
     assert night.jobs("status") == {"ash": "stopped", "birch": "stopped", "cedar": "waiting"}
     finish(night, checkout, "--jobs", "2")
     assert night.jobs("attempts") == {"ash": 2, "birch": 2, "cedar": 1}

@@ -147,7 +147,7 @@ def test_it_is_refused_on_another_family(trained, tiny_model, tmp_path, capsys):
         capsys.readouterr()
         assert main([*command, "--model", str(other)]) == code
         said = capsys.readouterr()
-        assert "trained on another kind of model" in " ".join((said.out + said.err).split())
+        assert "trained on another model family" in " ".join((said.out + said.err).split())
 
 
 def test_a_model_that_predicts_velocity_down_to_no_signal(tmp_path):

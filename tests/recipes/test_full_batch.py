@@ -97,7 +97,7 @@ def test_a_signal_leaves_a_batch_that_waits(night, capsys, monkeypatch, died):
         with in_pauses(lambda what: os.kill(os.getpid(), signal.SIGTERM)):
             assert night.run() == 143
         told = capsys.readouterr()
-        assert "Go on with --resume" in told.out
+        assert "To continue, add --resume" in told.out
         assert "Traceback" not in told.err
     assert not died
 

@@ -48,7 +48,7 @@ def test_gate_and_images_are_made_with_less(bench, finished, monkeypatch, capsys
     assert len(freed) == 2
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
     said = capsys.readouterr().out
-    assert said.count("out of memory: once more with less on the GPU") == 3
+    assert said.count("out of memory: trying again with less on the GPU") == 3
     assert record(bench.folder("first"))["lora"] == record(finished.folder("first"))["lora"]
     assert (bench.folder("first") / "samples" / "before_after.png").is_file()
 
@@ -63,7 +63,7 @@ def test_a_lora_that_cannot_be_judged_is_kept_and_can_be_judged_later(bench, mon
     assert (document["status"], document["exit_code"], document["steps"]) == ("failed", 5, 1)
     assert document["files"]["kohya"] == "first.safetensors"
     assert document["scores"]["lora"] is None
-    assert "not judged" in document["reason"]
+    assert "not evaluated" in document["reason"]
     assert f"lora-trainer validate {folder / 'first.safetensors'}" in document["reason"]
     assert bench.run("first", "--resume", steps=1, gates__lora_check="lite") == 0
     assert record(folder)["scores"]["lora"] is not None

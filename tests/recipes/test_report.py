@@ -88,7 +88,7 @@ def test_a_finished_run_has_its_page(finished: Bench) -> None:
     for gate in ("dataset", "lora"):
         assert f"{document['scores'][gate]:.2f}" in page.text
     assert all(f"{part} {value:.2f}" in page.text for part, value in document["lora"]["parts"].items())
-    assert page.charts == {"loss", "loss-log", "held-out", "rate", "norm", "speed", "memory"}
+    assert page.charts == {"loss", "loss-log", "val-loss", "lr", "norm", "speed", "memory"}
     assert len(page.of("img")) == 2
     settings = page.text[page.text.index("Settings") :]  # findings name settings too
     for name, origin in document["origins"].items():
@@ -208,7 +208,7 @@ def test_a_failed_run_says_where_and_what_is_safe(bench: Bench) -> None:
     assert "--resume" in page.text
     assert document["hardware"]["device"] == "cpu"
     assert document["choices"]
-    assert "Not judged" in page.text
+    assert "Not evaluated" in page.text
     assert "No images were drawn" in page.text
     assert bench.run("nan", "--resume", train__effective_batch_size=1, checkpoint__every_n_steps=2) == 0
     page = page_of(folder)
@@ -239,7 +239,7 @@ def test_a_run_that_was_killed_does_not_claim_an_end(finished: Bench, tmp_path: 
     (folder / "run.json").write_text(json.dumps(record(folder) | {"status": "running"}), encoding="utf-8")
     assert main(["report", str(folder)]) == 0
     page = page_of(folder)
-    assert "killed before it could say" in page.text
+    assert "killed before it could record" in page.text
     assert "checkpoints/step-000006 is safe" in page.text
 
 
@@ -247,7 +247,7 @@ def test_a_refused_lora_says_so(bench: Bench) -> None:
     assert bench.run("poor", command="produce", optimizer__learning_rate="1e-12", gates__lora_check="lite") == 4
     page = page_of(bench.folder("poor"))
     assert "The LoRA is refused" in page.text
-    assert "under the gate of 0.90" in page.text
+    assert "below the minimum of 0.90" in page.text
     assert "The LoRA has the weights of step 6" in page.text
 
 
@@ -279,7 +279,7 @@ def test_runs_are_compared(finished: Bench, tmp_path: Path, capsys) -> None:
     seen = page_of(page.parent)
     assert "lora.rank 4 77" in seen.text
     assert "<i>second" in seen.text
-    assert seen.charts == {"held-out", "loss"}
+    assert seen.charts == {"val-loss", "loss"}
     assert "optimizer.learning_rate" not in seen.text
 
 

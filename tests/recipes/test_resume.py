@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_passed_over(finished, bench, capsys):
     newest.write_bytes(newest.read_bytes()[:100])
     assert bench.run("first", "--resume", checkpoint__every_n_steps=3) == 0
     said = capsys.readouterr().out
-    assert "step-000005 is damaged and passed over (optimizer.safetensors is cut off)" in said
+    assert "step-000005 is damaged and skipped (optimizer.safetensors is cut off)" in said
     assert "resuming from step-000003" in said
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
 
@@ -226,7 +226,7 @@ def test_another_base_model_is_refused_on_resume(bench, tmp_path, capsys):
     arguments = bench.arguments("swapped", "--resume", steps=2)
     arguments[arguments.index("--model") + 1] = str(other)
     assert main(arguments) == 2
-    assert "The model's weights differ from those that the run began with." in capsys.readouterr().err
+    assert "The model's weights differ from those at the start of the run." in capsys.readouterr().err
 
 
 def test_the_ledger_is_the_same_after_a_stop_in_the_middle_of_an_epoch(bench, finished, capsys):

@@ -139,7 +139,7 @@ def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
     capsys.readouterr()
     assert bench.run("told", steps=2, **low) == 0, "train tells, produce refuses"
     assert unseen in capsys.readouterr().out
-    assert "Done, but not past its gates" in (bench.folder("told") / "report.html").read_text("utf-8")
+    assert "Done, but below a minimum score" in (bench.folder("told") / "report.html").read_text("utf-8")
     assert bench.run("off", command="produce", steps=2, gates__lora=0, gates__lora_check="off") == 0, (
         "a gate of 0 refuses nothing"
     )
@@ -162,7 +162,7 @@ def test_the_check_of_the_lora_can_be_cut_short_or_left_out(bench, capsys):
     assert (off["status"], off["scores"]["lora"], off["lora"]["passed"]) == ("done", None, None)
     assert off["config"]["gates"]["lora_check"] == "off"
     assert "before_after" not in off["files"]
-    assert "Trained, not judged" in (bench.folder("off") / "report.html").read_text("utf-8")
+    assert "Trained, not evaluated" in (bench.folder("off") / "report.html").read_text("utf-8")
     assert "LoRA: not scored" in capsys.readouterr().out
 
 
