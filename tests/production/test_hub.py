@@ -272,7 +272,7 @@ def test_a_folder_of_the_owner_makes_it_a_mistyped_path(
 ) -> None:
     (tmp_path / "some").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert "the folder some is here" in refused()
+    assert "the folder some exists" in refused()
     assert hub.asked == []
 
 

@@ -45,7 +45,7 @@ def test_the_documented_example_runs(bench, tmp_path, monkeypatch, checkout, cap
     document = record(tmp_path / "runs" / "cat")
     assert document["status"] in ("done", "refused")
     assert document["config"]["lora"]["rank"] == 16
-    assert ("cat.safetensors" in shown) or ("under the gate" in shown)
+    assert ("cat.safetensors" in shown) or ("below the minimum" in shown)
 
 
 def test_it_trains_what_the_command_trains(finished, bench):
@@ -82,7 +82,7 @@ def test_refusals_carry_what_the_gate_found(bench, tmp_path):
         bare.produce()
     assert refused.value.report.score == bare.check().score
     idle = trainer_of(bench, "idle", optimizer__learning_rate=1e-12, train__max_steps=1, gates__lora_check="lite")
-    with pytest.raises(LoraRefused, match="under the gate") as refused:
+    with pytest.raises(LoraRefused, match="below the minimum") as refused:
         idle.produce()
     assert refused.value.report.parts["integrity"] == 0.0
     assert record(idle.folder)["status"] == "refused"

@@ -124,7 +124,7 @@ def test_what_is_missing_is_said(finished: Bench, tmp_path: Path) -> None:
     (bare / "run.json").write_text(json.dumps(document), encoding="utf-8")
     assert main(["report", str(bare)]) == 0
     page = page_of(bare)
-    assert "No images were drawn" in page.text
+    assert "No sample images" in page.text
     assert "No step was finished" in page.text
     assert "did not record them" in page.text
     assert page.charts == set()
@@ -209,7 +209,7 @@ def test_a_failed_run_says_where_and_what_is_safe(bench: Bench) -> None:
     assert document["hardware"]["device"] == "cpu"
     assert document["choices"]
     assert "Not evaluated" in page.text
-    assert "No images were drawn" in page.text
+    assert "No sample images" in page.text
     assert bench.run("nan", "--resume", train__effective_batch_size=1, checkpoint__every_n_steps=2) == 0
     page = page_of(folder)
     assert "Failed" not in page.text
@@ -223,7 +223,7 @@ def test_the_command_of_a_stopped_run_goes_on_with_it(bench: Bench) -> None:
     page = page_of(bench.folder("halted"))
     assert "Stopped at step 4 of 6" in page.text
     assert "checkpoints/step-000004 is safe" in page.text
-    assert "Drawn while training" in page.text
+    assert "Generated while training" in page.text
     command = re.search("lora-trainer (train .* --resume)", page.text)
     assert command is not None
     assert main(shlex.split(command[1])) == 0

@@ -104,7 +104,7 @@ def test_the_config_of_a_run_with_presets_repeats_it(bench):
 def test_an_untrained_lora_is_refused_and_kept(bench, capsys):
     assert bench.run("idle", command="produce", steps=1, optimizer__learning_rate=1e-12, gates__lora_check="lite") == 4
     said = capsys.readouterr()
-    assert "under the gate" in said.err
+    assert "below the minimum" in said.err
     assert "Traceback" not in said.err
     document = record(bench.folder("idle"))
     assert (document["status"], document["exit_code"]) == ("refused", 4)

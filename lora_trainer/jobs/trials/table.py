@@ -1,7 +1,7 @@
 """`bench table`: the table of a GPU, filled by one command within its time.
 
 Rows are in the order of their worth. Each is measured in a process of its own and written as soon as it is there, so
-that a crash costs one row and the next call goes on where this one ended. Without a GPU `--tiny` takes the same rows
+that a crash costs one row and the next call continues where this one ended. Without a GPU `--tiny` takes the same rows
 of thin models at an eighth of the side: that shows that each row runs, and nothing of its speed.
 """
 
