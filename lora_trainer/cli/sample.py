@@ -162,7 +162,7 @@ def _dtype(config: Config, grid: GridPlan, device: torch.device) -> torch.dtype:
     from lora_trainer.production.choices import choose_precision, computed_in
 
     named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(grid.dtype or "")
-    return named or computed_in(choose_precision(config.memory.weight_dtype, device, asked=False).value, device)
+    return named or computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
 
 
 def free_name(folder: Path, name: str) -> str:

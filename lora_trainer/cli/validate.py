@@ -110,7 +110,7 @@ def _evaluate(path: Path, config: Config, measured: Samples) -> LoraReport:
                 family,
                 samples,
                 unseen=measured.unseen,
-                dtype=computed_in(choose_precision(config.memory.weight_dtype, device, asked=False).value, device),
+                dtype=computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device),
                 device=device,
                 usable=usable,
                 gate=config.gates.lora,

@@ -1,4 +1,4 @@
-"""How far a LoRA moves the model on prompts that have nothing to do with it."""
+"""How much a LoRA changes the model's predictions for prompts unrelated to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import stratified_timesteps
 from lora_trainer.evaluation.validation_loss import Predict
 
-VISITS = 10  # places on the way to an image
+VISITS = 10  # timesteps of a sampled image
 NEUTRAL_PROMPTS = (
     "",
     "a red circle on a blue background",
@@ -28,7 +28,7 @@ NEUTRAL_PROMPTS = (
 
 @dataclass(frozen=True)
 class Visit:
-    """A place on the base's own way to an image: latents [B, C, h, w] of B prompts at timestep t, and its prediction."""
+    """A step of the base model's own sampling: latents [B, C, h, w] of B prompts at timestep t, and its prediction."""
 
     t: int
     latents: Tensor
@@ -45,10 +45,10 @@ def base_visits(
     *,
     steps: int = VISITS,
 ) -> list[Visit]:
-    """Where the base goes when it draws B prompts from fixed noise, each step that of `Process.parts`.
+    """The steps of the base model when it samples B prompts from fixed noise, each by `Process.parts`.
 
-    `cond` and `sizes` hold B rows; `shape` is [C, h, w]. Latents that the model itself makes
-    ask a fairer question than noise on nothing.
+    `cond` and `sizes` hold B rows; `shape` is [C, h, w]. Latents of the model's own samples test it more fairly
+    than noise on empty latents.
     """
     device, dtype = sizes.device, next(iter(cond.values())).dtype
     count = len(sizes)

@@ -1,4 +1,4 @@
-"""Images and captions brought to the form in which the denoiser is asked about them."""
+"""Encodes images and captions for forward passes of the denoiser, without a cache."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ EncodeTexts = Callable[[Sequence[Caption]], dict[str, Tensor]]
 def text_reader(
     family: Family, facts: ModelFacts, dtype: torch.dtype, device: torch.device, usable: int | None
 ) -> EncodeTexts:
-    """The family's text encoders, placed as they are when a run's caches are filled: whole on the device where that fits
-    `usable` bytes, else visiting it layer by layer; so many captions at once as fit. None as `usable` means a
+    """The family's text encoders, placed as when a run caches text embeddings: whole on the device where that fits
+    `usable` bytes, else moved there layer by layer; as many captions at once as fit. `usable` is None on a
     CPU, where large ones are never whole in memory.
     """
     costs = costs_of(facts, family.text.without)
@@ -53,8 +53,9 @@ def encode_samples(
 ) -> list[EncodedSample]:
     """Each sample's latents (the posterior's mean) and conditioning, fp32 on the CPU, without any cache.
 
-    `plan` places the samples in their order; the plain view of each is taken. `encoders` are asked for the images, then
-    `texts` for the captions, each loaded to `device` when asked, so that the two kinds are never there together. Raises DatasetRefused for an image that cannot be read.
+    `plan` has the samples' variants in their order; the plain one of each is used. `encoders` loads the image encoder to
+    `device`, then `texts` the text encoders, so that both are never there together. Raises DatasetRefused for an image
+    that cannot be read.
     """
     encode_image = encoders().encode_image
     latents = [
@@ -64,13 +65,13 @@ def encode_samples(
     del encode_image
     free_memory(device)
     captions = [sample.caption for sample in samples]
-    told = {name: value.float().cpu() for name, value in texts()(captions).items()} if captions else {}
+    cond = {name: value.float().cpu() for name, value in texts()(captions).items()} if captions else {}
     free_memory(device)
     return [
         EncodedSample(
             id=sample.id,
             latents=mean,
-            cond={name: value[index] for name, value in told.items()},
+            cond={name: value[index] for name, value in cond.items()},
             sizes=torch.tensor(size_row(sample, views[0])),
             caption=sample.caption,
         )

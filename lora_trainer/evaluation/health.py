@@ -1,4 +1,4 @@
-"""What the weights of a LoRA say of its training, without an image."""
+"""Sizes and ranks of a LoRA's weight updates: its health, measured without an image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Letters on a sheet: the one font of this machine that has most of them, and words for those that it lacks."""
+"""Fonts for contact sheets: the one of this machine with most of the letters, and names for those that it lacks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FONTS = (
     "arial.ttf",
 )
 NOWHERE = "\U0010fffd"  # which no font draws
-UNSEEN = ("Cf", "Mn", "Me")  # kinds of characters that stand in no place of their own
+UNSEEN = ("Cf", "Mn", "Me")  # categories of characters without a width of their own
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
@@ -49,11 +49,11 @@ def legible(text: str, font: Font) -> str:
     missing = lacking(text, font)
     if not missing:
         return text
-    told = []
+    parts = []
     for absent, letters in groupby(text, missing.__contains__):
         run = "".join(letters)
-        told.append(_in_words(run) if absent else run)
-    return "".join(told)
+        parts.append(_in_words(run) if absent else run)
+    return "".join(parts)
 
 
 def _in_words(run: str) -> str:

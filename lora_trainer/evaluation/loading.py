@@ -1,4 +1,4 @@
-"""A LoRA file put on a fresh copy of its base, as a user's program would do it."""
+"""Loads a LoRA file onto a fresh copy of its base model, as a user's program does."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ COMPLAINTS = ("unexpected keys", "missing keys", "were ignored", "unsuccessful",
 
 @contextlib.contextmanager
 def heard() -> Iterator[list[str]]:
-    """Collects what diffusers and peft say, so that nothing is lost and nothing is printed."""
-    said: list[str] = []
+    """Collect the warnings of diffusers and peft instead of printing them."""
+    messages: list[str] = []
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            messages.append(record.getMessage())
 
     listener = Listener(logging.WARNING)
     loggers = [logging.getLogger(name) for name in ("diffusers", "peft", "transformers")]
@@ -47,17 +47,17 @@ def heard() -> Iterator[list[str]]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            yield said
-        said.extend(str(warning.message) for warning in caught)
+            yield messages
+        messages.extend(str(warning.message) for warning in caught)
     finally:
         for logger, (handlers, propagate) in zip(loggers, before, strict=True):
             logger.handlers, logger.propagate = handlers, propagate
 
 
 def load_onto(pipeline: Any, lora: Path) -> list[str]:
-    """Load a LoRA into a pipeline; return what the libraries complained of: ignored or missing keys, or a file refused.
+    """Load a LoRA into a pipeline; return the libraries' complaints: ignored or missing keys, or a refused file.
 
-    New words in the file, which diffusers does not know, are left out of it: `models/textual_inversion.py` adds them.
+    Learned tokens in the file, which diffusers does not know, are skipped: `models/textual_inversion.py` adds them.
     """
     if any(key.startswith(EMBEDDING) for key in read_tensor_header(lora)):
         rest = {key: tensor for key, tensor in load_file(lora).items() if not key.startswith(EMBEDDING)}
@@ -67,64 +67,63 @@ def load_onto(pipeline: Any, lora: Path) -> list[str]:
 
 
 def _loaded(pipeline: Any, lora: Any, **named: Any) -> list[str]:
-    with heard() as said:
+    with heard() as messages:
         try:
             pipeline.load_lora_weights(lora, **named)
-        except (ValueError, LookupError, AssertionError) as error:  # what diffusers makes of names it does not know
+        except (ValueError, LookupError, AssertionError) as error:  # diffusers raises these for unknown names
             return [" ".join(f"{type(error).__name__}: {error}".split())]
-    return _complaints(said)
+    return _complaints(messages)
 
 
-def _complaints(said: Sequence[str]) -> list[str]:
-    return [line for line in said if any(complaint in line for complaint in COMPLAINTS)]
+def _complaints(messages: Sequence[str]) -> list[str]:
+    return [line for line in messages if any(complaint in line for complaint in COMPLAINTS)]
 
 
 def put_on(pipeline: Any, family: Family, weights: LoraWeights) -> list[str]:
-    """Put a LoRA that is read onto a pipeline, whatever form its file has: every program's files are drawn alike.
+    """Put a LoRA on a pipeline whatever the format of its file, so that files of every program are sampled alike.
 
-    Returns what the libraries complained of.
+    Returns the libraries' complaints.
     """
-    with heard() as said:
+    with heard() as messages:
         pipeline.load_lora_weights(dict(diffusers_tensors(folded(weights, torch.float32))))
-    return _complaints(said) + put_rest_on(pipeline, family, weights)
+    return _complaints(messages) + put_rest_on(pipeline, family, weights)
 
 
 def put_rest_on(pipeline: Any, family: Family, weights: LoraWeights) -> list[str]:
-    """Put on T5 what a LoRA changes of it, which diffusers passes over; returns what the libraries complained of.
+    """Put the T5 part of a LoRA, which diffusers ignores, on a pipeline; returns the libraries' complaints.
 
     The pipeline then switches and scales it with the rest.
     """
     from peft import LoraConfig
 
-    ready, said = folded(replace(weights, embeddings={}), torch.float32), list[str]()
+    ready, found = folded(replace(weights, embeddings={}), torch.float32), list[str]()
     for component in family.cached_texts:
         prefix = f"{component}."
         own = {name: pair for name, pair in ready.modules.items() if name.startswith(prefix)}
         if not own:
             continue
-        told = json.loads(adapter_metadata(replace(ready, modules=own)))
+        settings = json.loads(adapter_metadata(replace(ready, modules=own)))
         tensors = diffusers_tensors(replace(ready, modules=own))
         encoder, state = getattr(pipeline, component), {key.removeprefix(prefix): each for key, each in tensors.items()}
         with heard() as complaints:
             encoder.load_adapter(
-                adapter_name="default_0",  # as diffusers calls the first of the others
+                adapter_name="default_0",  # diffusers' name of the first adapter
                 adapter_state_dict=state,
-                peft_config=LoraConfig(**{key.removeprefix(prefix): value for key, value in told.items()}),
+                peft_config=LoraConfig(**{key.removeprefix(prefix): value for key, value in settings.items()}),
             )
         for name, parameter in encoder.named_parameters():
             if (exact := state.get(name.replace(".default_0.", "."))) is not None:
-                parameter.data = exact  # the encoder is as it was stored: its precision is not the LoRA's
+                parameter.data = exact  # the encoder keeps its stored precision, which is not the LoRA's
         pipeline._lora_loadable_modules = [*pipeline._lora_loadable_modules, component]
-        said += _complaints(complaints)
-    return said
+        found += _complaints(complaints)
+    return found
 
 
 def judged(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> list[str]:
-    """Put a LoRA file onto a pipeline as its people load it; return what the libraries complained of.
+    """Put a LoRA file on a pipeline as its users load it; return the libraries' complaints.
 
-    diffusers itself does it where it knows the names. It knows none that begin otherwise than its own and kohya's do, and
-    of the original's fused layers none of SD3's, and FLUX.1's in its own width alone: there what was read of the file
-    is put on.
+    diffusers loads files with its own and kohya's names. It does not load SD3's fused layers of the original model, and
+    FLUX.1's only in the published width: for those and other names, the weights read from the file are put on.
     """
     keys = [key for key in read_tensor_header(lora) if key != METADATA]
     fused = family.layout and any(key.endswith(KOHYA_DOWN) for key in keys)
@@ -152,7 +151,7 @@ def adapted_modules(pipeline: Any, family: Family) -> int:
 
 @contextlib.contextmanager
 def without_lora(pipeline: Any) -> Iterator[None]:
-    """The untouched base inside the block."""
+    """The base model without the LoRA inside the block."""
     pipeline.disable_lora()
     try:
         yield
@@ -161,14 +160,14 @@ def without_lora(pipeline: Any) -> Iterator[None]:
 
 
 def misfits(weights: LoraWeights, shapes: Mapping[str, tuple[int, ...]], family: Family, base: Path) -> list[Problem]:
-    """What of a LoRA does not fit a base, module by module; before that, what base its header says it is for.
+    """The modules of a LoRA that do not fit a base model; before them, the base model that its header names.
 
-    Of a LoRA that is another family's by its names or its header only that, even where names and shapes fit.
+    For a LoRA of another family, by its names or its header, only that problem, even where names and shapes fit.
     """
-    made_for, own = weights.metadata.get("ss_base_model_version", ""), family.base_names(family.describe(base))[0]
+    trained_on, own = weights.metadata.get("ss_base_model_version", ""), family.base_names(family.describe(base))[0]
     if weights.family not in (None, family.name):
-        message = f"The LoRA was trained on another kind of model: {weights.family}; the base is of {family.name}."
-        return [Problem(message, "Name a model of its kind with --model.")]
+        message = f"The LoRA was trained on another model family: {weights.family}; the base model is {family.name}."
+        return [Problem(message, "Set --model to a model of its family.")]
     there = {name.partition(".")[0] for name in shapes}
     others = [
         name for name in weights.modules if name.startswith("text_encoder") and name.partition(".")[0] not in there
@@ -176,22 +175,21 @@ def misfits(weights: LoraWeights, shapes: Mapping[str, tuple[int, ...]], family:
     rest = {name: pair for name, pair in weights.modules.items() if name not in others}
     problems = check_keys(replace(weights, modules=rest), shapes)
     if others:
-        message = f"{len(others)} modules of the LoRA are on a text encoder that the base lacks (first: {others[0]})."
-        problems.insert(0, Problem(message, "Name a base that has it, or use a LoRA without them."))
-    if problems and made_for not in ("", own):
-        message = f"The LoRA was trained on another kind of model: {made_for}; the base is {own}."
-        problems.insert(0, Problem(message, "Name a model of its kind with --model."))
+        lacking = f"that the base model lacks (first: {others[0]})"
+        message = f"{len(others)} modules of the LoRA are on a text encoder {lacking}."
+        problems.insert(0, Problem(message, "Use a base model that has it, or a LoRA without them."))
+    if problems and trained_on not in ("", own):
+        message = f"The LoRA was trained on another model family: {trained_on}; the base model is {own}."
+        problems.insert(0, Problem(message, "Set --model to a model of its family."))
     return problems
 
 
 def in_short(problems: Sequence[Problem]) -> list[Problem]:
-    """The first of many and how many more; what to do is said once where it is the same."""
+    """The first problems and how many more; a fix that several share is kept once."""
     shown = list(problems[:WORST_SHOWN])
     more = len(problems) - len(shown)
     if more:
-        shown.append(
-            Problem(f"{counted(more, 'more key')} {'does' if more == 1 else 'do'} not fit this base.", shown[-1].fix)
-        )
+        shown.append(Problem(f"{counted(more, 'more key')} {'does' if more == 1 else 'do'} not fit.", shown[-1].fix))
     fixes = [problem.fix for problem in shown]
     return [
         replace(problem, fix="" if problem.fix in fixes[place + 1 :] else problem.fix)
@@ -200,7 +198,7 @@ def in_short(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def misfits_by_config(weights: LoraWeights, family: Family, base: Path) -> list[Problem]:
-    """The same by the base's configs alone: nothing is loaded. Raises UsageError for parts that no library builds."""
+    """The same by the base model's configs, without loading it. Raises UsageError for parts that no library builds."""
     with torch.device("meta"):
         denoiser = family.make_denoiser(read_config(base, f"{family.denoiser_prefix}/config.json"))
     changed = {name.partition(".")[0] for name in weights.modules}
@@ -210,13 +208,13 @@ def misfits_by_config(weights: LoraWeights, family: Family, base: Path) -> list[
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what nothing refers to any more; pipelines hold themselves in circles."""
+    """Free memory that nothing refers to; pipelines have reference cycles."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def fresh_pipeline(family: Family, base: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The base's pipeline, loaded without chatter."""
+    """The base model's pipeline, loaded without its libraries' output."""
     with heard():
         return family.make_pipeline(base, dtype, device)

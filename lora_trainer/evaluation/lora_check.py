@@ -1,4 +1,4 @@
-"""The LoRA gate: judges the exported file, on a fresh copy of its base.
+"""The LoRA gate: evaluates the exported file on a fresh copy of its base model.
 
 Score = integrity x learning^0.5 x preservation^0.3 x health^0.2.
 
@@ -64,7 +64,7 @@ from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
 GATE = 0.9
 WEIGHTS: Mapping[str, float] = {"learning": 0.5, "preservation": 0.3, "health": 0.2}
 
-# The thresholds, in one place, set on the built-in base only. The reason stands beside each.
+# The thresholds, with their reasons; measured on the built-in model only.
 LEAST_CHANGE = 1e-4  # fp16 rounding of the weights alone moves a prediction by about this much
 ENOUGH_IMPROVEMENT = 0.005  # LoRAs that people keep improve validation loss by 1 to 5 %
 DRIFT_FREE, DRIFT_RUINED = 0.30, 3.0
@@ -72,7 +72,7 @@ NORM_FREE, NORM_RUINED = 0.5, 10.0
 UNMEASURED_LEARNING = 0.5  # no evidence is no proof of failure, but the score stays under 0.71
 
 SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
-CELLS = 128  # samples x timesteps: few samples are asked about more timesteps
+CELLS = 128  # samples x timesteps: fewer samples get more timesteps
 FEWEST_TIMESTEPS, MOST_TIMESTEPS = 8, 64
 LORA_CHECKS: Mapping[str, float] = {"full": 1.0, "lite": 0.25, "off": 0.0}  # shares of samples x timesteps and prompts
 
@@ -93,12 +93,12 @@ def check_lora(
     progress: Callable[[str], None] = lambda message: None,
     watch: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoraReport:
-    """Judge a LoRA file on a base model's folder.
+    """Evaluate a LoRA file on a base model's folder.
 
-    `samples` were not trained on, unless `unseen` is False, which is said in a finding.
-    `usable` is what of the device's memory may be filled, in bytes; None means no limit. `share`, one of `LORA_CHECKS`,
-    says how much is measured. `watch` gets how many forward passes are done, after each, and how many there are.
-    Raises UsageError when the file is no LoRA that can be read at all.
+    `samples` were not trained on, unless `unseen` is False, which becomes a finding.
+    `usable`: bytes of the device's memory that may be filled; None means no limit. `share`, one of `LORA_CHECKS`,
+    is how much is measured. `watch` is called after each forward pass with how many are done, of how many.
+    Raises UsageError when the file is not a readable LoRA.
     """
     device = device or torch.device("cpu")
     weights = read_lora_with_tokens(lora)
@@ -106,10 +106,10 @@ def check_lora(
         return refused
     encoding = device if usable != 0 else torch.device("cpu")
     facts = family.describe(base)
-    prompts, samples, timesteps = questions(prompts, samples, share)
+    prompts, samples, timesteps = choose_inputs(prompts, samples, share)
     neutral = _encoded_prompts(facts, family, prompts, dtype, encoding, usable or None, device)
-    progress("loading the LoRA on a fresh copy of the base")
-    # Only the denoiser is asked anything: the rest of the pipeline need not fit on the GPU beside it.
+    progress("loading the LoRA on a fresh copy of the base model")
+    # Only the denoiser runs: the rest of the pipeline need not fit on the GPU with it.
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
     denoiser = getattr(pipeline, family.denoiser_prefix)
     modules = adaptable_modules(components_of(pipeline, family))
@@ -119,28 +119,29 @@ def check_lora(
     problems = _key_findings(misfits(weights, shapes, family, base))
     if findings := problems or _loading_findings(pipeline, family, lora, weights):
         return _report({"integrity": 0.0}, findings, {}, gate)
-    told = changed = EncodedTexts(neutral, samples)
+    original = changed = EncodedTexts(neutral, samples)
     if reads_again(weights, samples, family):
-        told, changed = encode_with(pipeline, family, prompts, told, encoding, dtype, weights)
+        original, changed = encode_with(pipeline, family, prompts, original, encoding, dtype, weights)
     places = max([(facts.resolution // facts.downscale) ** 2, *(sample.latents[0].numel() for sample in samples)])
     placed = bring_denoiser(denoiser, family, device, usable, places)
     if placed.resident is not None:
-        progress(f"judging with {placed.description}")
-    in_all, of_drift = answers(len(prompts), len(samples), timesteps), answers(len(prompts), 0, timesteps)
-    predict = partial(in_parts, watched(partial(family.predict, denoiser), in_all, watch))
-    progress(f"measuring drift on unrelated prompts: {of_drift} answers of the model at {facts.resolution} px")
-    drifted = _measure_drift(pipeline, predict, base, family, told.prompts, changed.prompts, device)
-    progress(f"measuring validation loss with and without the LoRA: {in_all - of_drift} answers of the model")
-    learned = _measure_learning(pipeline, predict, base, family, told, changed, timesteps, dtype, device)
+        progress(f"evaluating with {placed.description}")
+    total = count_passes(len(prompts), len(samples), timesteps)
+    of_drift = count_passes(len(prompts), 0, timesteps)
+    predict = partial(in_parts, watched(partial(family.predict, denoiser), total, watch))
+    progress(f"drift on unrelated prompts: {of_drift} forward passes at {facts.resolution} px")
+    drifted = _measure_drift(pipeline, predict, base, family, original.prompts, changed.prompts, device)
+    progress(f"validation loss with and without the LoRA: {total - of_drift} forward passes")
+    learned = _measure_learning(pipeline, predict, base, family, original, changed, timesteps, dtype, device)
     health = examine(weights.modules, norms)
     del pipeline, denoiser, modules, predict
     free_memory(device)
     report = judge(drifted, learned, health, unseen=unseen, gate=gate, samples=len(samples))
-    return replace(report, findings=(*report.findings, *_share_findings(share, in_all)))
+    return replace(report, findings=(*report.findings, *_share_findings(share, total)))
 
 
 def refused_unloaded(weights: LoraWeights, base: Path, family: Family, gate: float = GATE) -> LoraReport | None:
-    """The report on a LoRA whose numbers, names or shapes refuse it, before anything of the base is loaded.
+    """The report on a LoRA refused for its numbers, names or shapes, before any weight of the base model is loaded.
 
     None for any other.
     """
@@ -154,7 +155,7 @@ def refused_unloaded(weights: LoraWeights, base: Path, family: Family, gate: flo
 def judge(
     drifted: float, learned: Improvement | None, health: Health, *, unseen: bool, gate: float, samples: int
 ) -> LoraReport:
-    """The report from what was measured. `learned` is None when there was no sample to ask about."""
+    """The report from the measurements. `learned` is None when there was no sample."""
     numbers: dict[str, Any] = {"drift": drifted, "health": asdict(health), "samples": samples, "unseen": unseen}
     findings: list[Finding] = []
     if learned is not None:
@@ -167,7 +168,7 @@ def judge(
         message = (
             f"The LoRA changes nothing: predictions move by {drifted:.1e} of their size (least: {LEAST_CHANGE:.0e})."
         )
-        fix = "It was trained for too few steps or at too low a rate: set train.max_steps or optimizer.learning_rate higher."
+        fix = "Too few steps or too low a learning rate: set train.max_steps or optimizer.learning_rate higher."
         findings.append(Finding("changes_nothing", "error", message, fix))
         return _report({"integrity": 0.0}, findings, numbers, gate)
     parts = {
@@ -194,7 +195,7 @@ def health_score(found: Health) -> float:
 
 
 def falling(value: float, free: float, ruined: float) -> float:
-    """1 up to `free`, 0 from `ruined` on, straight in the logarithm between."""
+    """1 up to `free`, 0 from `ruined` on, linear in the logarithm between."""
     if value <= free:
         return 1.0
     return max(0.0, 1.0 - math.log(value / free) / math.log(ruined / free))
@@ -215,7 +216,7 @@ def _encoded_prompts(
     usable: int | None,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Conditioning of the prompts on `device`. The encoders are gone before the pipeline, which has its own, comes."""
+    """Conditioning of the prompts on `device`. The encoders are freed before the pipeline loads its own."""
     text = text_reader(family, facts, dtype, encoding, usable)(prompts)
     free_memory(device)
     return {name: tensor.to(device, dtype) for name, tensor in text.items()}
@@ -230,7 +231,7 @@ def _measure_drift(
     changed: Mapping[str, Tensor],
     device: torch.device,
 ) -> float:
-    """`cond` is what the base's text encoders say of the prompts, `changed` what those with the LoRA on them do."""
+    """`cond` are text embeddings of the prompts without the LoRA, `changed` with it on the text encoders."""
     cond, changed = ({name: value.to(device) for name, value in each.items()} for each in (cond, changed))
     facts = family.describe(base)
     side, count = facts.resolution // facts.downscale, len(next(iter(cond.values())))
@@ -242,7 +243,7 @@ def _measure_drift(
 
 
 def in_parts(predict: Predict, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
-    """The same prediction [B, C, h, w], a few rows at a time: at a model's own size eight are gigabytes."""
+    """The same prediction [B, C, h, w], a few rows at a time: at full size eight rows take gigabytes."""
     parts = [slice(start, start + PREDICTED_AT_ONCE) for start in range(0, len(t), PREDICTED_AT_ONCE)]
     return torch.cat(
         [
@@ -253,23 +254,23 @@ def in_parts(predict: Predict, noisy: Tensor, t: Tensor, cond: Mapping[str, Tens
 
 
 def watched(predict: Predict, total: int, watch: Callable[[int, int], None]) -> Predict:
-    """The same predictions; how many there were of `total` is told after each."""
+    """The same predictions; `watch` is called with their number, of `total`, after each."""
     done = 0
 
-    def told(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+    def predict_watched(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
         nonlocal done
         found = predict(noisy, t, cond, sizes)
         done += 1
         watch(done, max(done, total))
         return found
 
-    return told
+    return predict_watched
 
 
-def questions(
+def choose_inputs(
     prompts: Sequence[str], samples: Sequence[EncodedSample], share: float
 ) -> tuple[Sequence[str], Sequence[EncodedSample], int]:
-    """The prompts and samples that a share of the gate asks about, and at how many timesteps each of the samples."""
+    """The prompts and samples for a share of the gate, and the number of timesteps for each sample."""
     cells = int(CELLS * share)
     if share < LORA_CHECKS["full"]:
         stride = -(-len(samples) // max(1, cells // FEWEST_TIMESTEPS)) or 1
@@ -277,13 +278,13 @@ def questions(
     return prompts, samples, max(FEWEST_TIMESTEPS, min(MOST_TIMESTEPS, cells // max(1, len(samples))))
 
 
-def answers(prompts: int, samples: int, timesteps: int) -> int:
-    """How often the model is asked, with and without the LoRA: on its way to images, and about held-out samples."""
-    asked = VISITS * -(-prompts // PREDICTED_AT_ONCE)
+def count_passes(prompts: int, samples: int, timesteps: int) -> int:
+    """Forward passes with and without the LoRA, for drift and for validation losses."""
+    passes = VISITS * -(-prompts // PREDICTED_AT_ONCE)
     if samples:
         whole, rest = divmod(timesteps, MICRO)
-        asked += samples * (whole * -(-MICRO // PREDICTED_AT_ONCE) + -(-rest // PREDICTED_AT_ONCE))
-    return 2 * asked
+        passes += samples * (whole * -(-MICRO // PREDICTED_AT_ONCE) + -(-rest // PREDICTED_AT_ONCE))
+    return 2 * passes
 
 
 def _measure_learning(
@@ -291,14 +292,14 @@ def _measure_learning(
     predict: Any,
     base: Path,
     family: Family,
-    told: EncodedTexts,
+    original: EncodedTexts,
     changed: EncodedTexts,
     timesteps: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Improvement | None:
-    """Of the samples by the base, and of the same as text encoders with the LoRA on them read their captions."""
-    if not told.samples:
+    """How much lower the losses are: `original` samples without the LoRA, `changed` ones encoded and predicted with it."""
+    if not original.samples:
         return None
     losses = partial(
         validation_losses,
@@ -310,7 +311,7 @@ def _measure_learning(
         dtype=dtype,
     )
     with without_lora(pipeline):
-        before = losses(told.samples)
+        before = losses(original.samples)
     return improvement(before, losses(changed.samples))
 
 
@@ -319,10 +320,10 @@ def _loading_findings(pipeline: Any, family: Family, lora: Path, weights: LoraWe
     adapted = adapted_modules(pipeline, family)
     if not complaints and adapted == expected:
         return []
-    said = f" diffusers says: {complaints[0][:200]}" if complaints else ""
-    message = f"A fresh pipeline took {adapted} of {expected} modules.{said}"
+    reason = f" diffusers: {complaints[0][:200]}" if complaints else ""
+    message = f"A fresh pipeline loaded {adapted} of {expected} modules.{reason}"
     return [
-        Finding("not_loaded_whole", "error", message, "Write it in another form with `convert`, or export it again.")
+        Finding("not_loaded_whole", "error", message, "Write it in another format with `convert`, or export it again.")
     ]
 
 
@@ -345,8 +346,8 @@ def _share_findings(share: float, passes: int) -> list[Finding]:
 
 def _learning_findings(found: Improvement | None, unseen: bool, samples: int) -> list[Finding]:
     if found is None:
-        fix = "Give images with captions of the subject: --data."
-        return [Finding("no_samples", "warning", "Learning could not be measured: no images were given.", fix)]
+        fix = "Set --data to images of the subject with captions."
+        return [Finding("no_samples", "warning", "Learning could not be measured: there are no images.", fix)]
     findings = []
     interval = f"{found.mean:.2%}, 95 % interval {found.low:.2%} to {found.high:.2%}"
     if found.mean <= 0:
@@ -354,29 +355,30 @@ def _learning_findings(found: Improvement | None, unseen: bool, samples: int) ->
         findings.append(Finding("learned_nothing", "error", message, "Train longer, or at another learning rate."))
     elif found.low <= 0:
         message = f"The improvement of validation loss may be luck ({interval})."
-        findings.append(Finding("learning_uncertain", "warning", message, "Train longer, or hold out more images."))
+        findings.append(
+            Finding("learning_uncertain", "warning", message, "Train longer, or use more validation images.")
+        )
     elif found.mean < ENOUGH_IMPROVEMENT:
         message = f"Validation loss improved by little ({interval}; enough is {ENOUGH_IMPROVEMENT:.2%})."
         findings.append(Finding("learned_little", "warning", message, "Train longer, or at a higher learning rate."))
     if not unseen:
-        message = f"No image was held out: learning was measured on {counted(samples, 'image')} that may have been trained on."
-        findings.append(Finding("trained_images", "note", message, "Give at least 8 images, or --data with others."))
+        images = f"{counted(samples, 'image')} that may have been trained on"
+        message = f"No validation images: learning was measured on {images}."
+        findings.append(Finding("trained_images", "note", message, "Use at least 8 images, or --data with others."))
     elif not found.over_samples:
-        images = "image was" if samples == 1 else "images were"
-        message = f"Only {samples} {images} held out: the interval covers noise, not the choice of images."
-        findings.append(Finding("few_validation_images", "note", message, "Hold out at least 4 images."))
+        message = f"Only {counted(samples, 'validation image')}: the interval covers noise, not the choice of images."
+        findings.append(Finding("few_validation_images", "note", message, "Use at least 4 validation images."))
     return findings
 
 
 def _preservation_findings(drifted: float) -> list[Finding]:
     if drifted <= DRIFT_FREE:
         return []
-    message = f"Unrelated prompts change by {drifted:.0%} of the base's prediction (good: up to {DRIFT_FREE:.0%})."
-    return [
-        Finding(
-            "drift", "warning", message, "Train fewer steps, at a lower rate or rank, or with more varied captions."
-        )
-    ]
+    message = (
+        f"Unrelated prompts change by {drifted:.0%} of the base model's prediction (good: up to {DRIFT_FREE:.0%})."
+    )
+    fix = "Train fewer steps, at a lower learning rate or rank, or with more varied captions."
+    return [Finding("drift", "warning", message, fix)]
 
 
 def _named(found: Health) -> str:
@@ -391,7 +393,7 @@ def _health_findings(found: Health) -> list[Finding]:
     if found.dead:
         message = f"{found.dead} of {found.modules} modules learned nothing ({_named(found)})."
         findings.append(
-            Finding("dead_modules", "warning", message, "Train them longer, or leave them out of lora.target_modules.")
+            Finding("dead_modules", "warning", message, "Train them longer, or remove them from lora.target_modules.")
         )
     if found.rank_used < 0.1:
         message = f"The updates use {found.rank_used:.0%} of their rank."

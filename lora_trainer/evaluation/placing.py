@@ -1,4 +1,4 @@
-"""Parts of a pipeline brought to a GPU in a way that fits it; what comes out is the same, to rounding."""
+"""Moves a pipeline to a GPU so that it fits; results are the same, to rounding."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Result = TypeVar("Result")
 
 
 def bytes_of(*parts: nn.Module) -> int:
-    """Of all their weights."""
+    """Bytes of all their weights."""
     return sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part.parameters())
 
 
 def bring_denoiser(
     denoiser: nn.Module, family: Family, device: torch.device, usable: int | None, places: int
 ) -> Placement:
-    """Bring the denoiser, with its LoRA, to the device: as much of it as fits `usable` bytes beside its predictions.
+    """Move the denoiser, with its LoRA, to the device: as much as fits `usable` bytes beside its activations.
 
-    `places` are those of the largest latents that it is asked about, h x w. None as `usable` means no limit.
+    `places` are those of the largest latents, h x w. `usable` of None means no limit.
     """
     itemsize = next(denoiser.parameters()).element_size()
     placed = place_gate(bytes_of(denoiser), places, itemsize, phase_costs(family.name), usable)
@@ -46,7 +46,7 @@ def bring_denoiser(
 def bring_pipeline(
     pipeline: Any, family: Family, device: torch.device, usable: int | None, size: tuple[int, int]
 ) -> Placement:
-    """Bring the pipeline, with its LoRA, to the device so that drawing one image of `size` fits `usable` bytes."""
+    """Move the pipeline, with its LoRA, to the device so that generating one image of `size` fits `usable` bytes."""
     denoiser: nn.Module = getattr(pipeline, family.denoiser_prefix)
     stored = stored_texts(pipeline, family)
     others = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
@@ -81,13 +81,13 @@ def bring_pipeline(
 
 
 def stored_texts(pipeline: Any, family: Family) -> list[nn.Module]:
-    """The large text encoders, which a pipeline has as they are stored, mapped, but for a LoRA on them."""
+    """The large text encoders, which a pipeline keeps mapped from their files, except for a LoRA on them."""
     wide = family.word_texts
     return [encoder for name, encoder in texts_of(pipeline).encoders.items() if name not in wide]
 
 
 def keep(module: nn.Module, device: torch.device, resident: int | None) -> None:
-    """Bring layers to the device until `resident` bytes are there; the rest comes while it is used. None: all stays."""
+    """Move layers to the device until `resident` bytes are there; others are moved when used. None: all of them."""
     if resident is None:
         module.to(device)
         return
@@ -116,14 +116,14 @@ def with_less(
     device: torch.device,
     say: Callable[[str], None],
 ) -> Result:
-    """`attempt(usable)`; where the GPU runs out of memory all the same, with half of that, and with none.
+    """`attempt(usable)`; if the GPU runs out of memory, again with half of that, then with 0.
 
     Raises torch.OutOfMemoryError when nothing is left to reduce.
     """
     rooms = (usable, 0) if usable is None else (usable, usable // 2, 0)
     for tried, room in enumerate(rooms):
         if tried:
-            say("out of memory: once more with less on the GPU")
+            say("out of memory: trying again with less on the GPU")
         with memory_may_run_out():  # its frames hold what must be freed
             return attempt(room)
         free_memory(device)

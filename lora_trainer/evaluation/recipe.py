@@ -1,4 +1,4 @@
-"""What drew an image, as one value: enough to draw it again, in a file and in the image itself."""
+"""The recipe of an image: everything needed to generate it again, in a file and in the image itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lora_trainer.core.io import read_json, sha256_file
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.folder import weights_digest
 
-ANOTHER = "Name another recipe."
+ANOTHER = "Use another recipe."
 DTYPES = ("float32", "bfloat16", "float16")
 SHORT_HASH = 10  # hex digits of a hash that people compare by eye
 OF_THE_LORA = (
@@ -30,7 +30,7 @@ OF_THE_LORA = (
     "lora_sha256",
     "lora_hash",
     "strengths",
-)  # in a recipe: the untouched base knows nothing of these
+)  # keys of a recipe that do not concern the untouched base model
 NEEDED = {
     "model": str,
     "lora_sha256": str,
@@ -44,7 +44,7 @@ NEEDED = {
 
 @dataclass(frozen=True)
 class Asked:
-    """One row of a grid: what is drawn without the LoRA, and with it at every strength."""
+    """One row of a grid: generated without the LoRA, and with it at every strength."""
 
     prompt: str
     seed: int
@@ -52,10 +52,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How images are drawn: sampler steps, guidance scale, width and height in pixels, strengths of the LoRA.
+    """How images are generated: sampler steps, guidance scale, width and height in pixels, strengths of the LoRA.
 
-    `guidance` is None for models that know none, `negative` for those that cannot be told what not to draw.
-    `zero_terminal_snr`: on the schedule that `noise.zero_terminal_snr` trained on.
+    `guidance` is None for models without a guidance scale, `negative` for those without negative prompts.
+    `zero_terminal_snr`: with the noise schedule that `noise.zero_terminal_snr` trains on.
     """
 
     steps: int = 25
@@ -69,7 +69,7 @@ class Drawing:
 def recipe(
     pipeline: Any, family: Family, base: Path, named: str, lora: Path, rows: Sequence[Asked], drawing: Drawing
 ) -> dict[str, Any]:
-    """Everything that is needed to draw the same images elsewhere. `named` is what the user calls the base."""
+    """Everything needed to generate the same images elsewhere. `named` is the user's name of the base model."""
     import diffusers
     import transformers
 
@@ -115,18 +115,18 @@ def tensors_hash(path: Path) -> str:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe that was kept beside its images. Raises UsageError when it is missing, damaged or none."""
-    fix = "Name the .json file that lies beside the images."
+    """A recipe saved next to its images. Raises UsageError when it is missing, damaged or no recipe."""
+    fix = "Use the .json file next to the images."
     try:
         found = read_json(path)
     except OSError as error:
         raise UsageError(Problem(f"{path} cannot be read as a recipe: {error.strerror}.", fix)) from error
     except ValueError as error:
-        raise UsageError(Problem(f"{path} cannot be read as a recipe: it is no JSON.", fix)) from error
+        raise UsageError(Problem(f"{path} cannot be read as a recipe: it is not JSON.", fix)) from error
     wrong = not isinstance(found, dict) or [key for key, kind in NEEDED.items() if not isinstance(found.get(key), kind)]
     if wrong:
         lacking = "no object" if wrong is True else f"without a sound {', '.join(wrong)}"
-        raise UsageError(Problem(f"{path} is no recipe of images: it is {lacking}.", fix))
+        raise UsageError(Problem(f"{path} is not a recipe: it is {lacking}.", fix))
     return dict(found)
 
 
@@ -142,7 +142,7 @@ def rows_of(found: Mapping[str, Any]) -> list[Asked]:
 
 
 def drawing_of_recipe(found: Mapping[str, Any]) -> Drawing:
-    """How a recipe draws. Raises UsageError for values of another kind, and for those that `[sample]` refuses."""
+    """A recipe's sampling settings. Raises UsageError for values of another type, and for those that `[sample]` refuses."""
     try:
         width, height = map(int, found["size"])
         drawing = Drawing(
@@ -153,12 +153,12 @@ def drawing_of_recipe(found: Mapping[str, Any]) -> Drawing:
             strengths=tuple(map(float, found["strengths"])),
             zero_terminal_snr=bool(found.get("zero_terminal_snr")),
         )
-        said = {
+        settings = {
             "num_inference_steps": drawing.steps,
             "strengths": drawing.strengths,
             "guidance_scale": drawing.guidance or 0.0,
         }
-        SampleSection.model_validate(said)
+        SampleSection.model_validate(settings)
         at_once = found.get("at_once")
         if found.get("dtype") not in DTYPES or not (at_once is None or (type(at_once) is int and at_once > 0)):
             raise ValueError(f"dtype {found.get('dtype')!r}, {at_once!r} at once")
@@ -168,11 +168,11 @@ def drawing_of_recipe(found: Mapping[str, Any]) -> Drawing:
 
 
 def text_of_recipe(found: Mapping[str, Any]) -> TextOptions:
-    """How a recipe's captions are read. Raises UsageError for options of another kind."""
+    """How a recipe's captions are encoded. Raises UsageError for options of another type."""
     try:
         text = TextOptions(**{**found["text"], "without": tuple(found["text"].get("without", ()))})
-        said = {"clip_skip": text.clip_skip, "max_tokens": text.clip_tokens, "max_sequence_length": text.t5_tokens}
-        TextEncoderSection.model_validate(said)
+        settings = {"clip_skip": text.clip_skip, "max_tokens": text.clip_tokens, "max_sequence_length": text.t5_tokens}
+        TextEncoderSection.model_validate(settings)
     except (TypeError, ValueError) as error:
         raise UsageError(Problem(f"The recipe's text cannot be followed: {_reason(error)}.", ANOTHER)) from error
     return text
@@ -185,13 +185,13 @@ def _reason(error: Exception) -> str:
 
 
 def changed_since(found: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is not as it was when the recipe's images were drawn, in words; with nothing of it they are the same."""
+    """What differs since the recipe's images were generated; where it is empty, the images are the same."""
     names = ("model_sha256", "lora_sha256", "scheduler", "scheduler_config", "dtype", "device", "versions")
     return [name.removesuffix("_sha256") for name in names if found.get(name) != now.get(name)]
 
 
 def same_base(kept: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether two recipes draw the untouched base alike."""
+    """Whether two recipes generate the same images without the LoRA."""
 
     def bare(found: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in found.items() if name not in OF_THE_LORA}
@@ -218,7 +218,7 @@ def _last(path: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As AUTOMATIC1111's web UI puts what holds one of its own signs."""
+    """Quoted as AUTOMATIC1111's web UI does where the text contains one of its separators."""
     return json.dumps(text, ensure_ascii=False) if any(sign in text for sign in ",:\n") else text
 
 

@@ -1,4 +1,4 @@
-"""What the LoRA gate found, as one value."""
+"""The LoRA gate's report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LoraReport:
         errors = tuple(finding.message for finding in self.findings if finding.severity == "error")
         if self.score is None or self.score >= self.gate:
             return errors
-        return (f"The LoRA scores {self.score:.2f}, under the gate of {self.gate:.2f}.", *errors)
+        return (f"The LoRA scores {self.score:.2f}, below the minimum of {self.gate:.2f}.", *errors)
 
     def to_json(self) -> dict[str, Any]:
         """As `validate --json` prints it; numbers that are not finite become null."""
@@ -50,12 +50,12 @@ class LoraReport:
 
 
 def caveat(numbers: Mapping[str, Any]) -> str:
-    """How little the learning says, from a report's numbers: `measured on 1 image: says little`; else empty."""
+    """Why the measured learning is uncertain: `measured on 1 image, which is little evidence`; else empty."""
     learning, samples = numbers.get("learning"), numbers.get("samples")
     if not isinstance(learning, Mapping) or not isinstance(samples, int):
         return ""
     few, trained = not learning.get("over_samples", True), not numbers.get("unseen", True)
     if not few and not trained:
         return ""
-    told = f"measured on {samples} image{'' if samples == 1 else 's'}"
-    return told + (" that may have been trained on" if trained else "") + ": says little"
+    images = f"{samples} image{'' if samples == 1 else 's'}"
+    return f"measured on {images}{' that may have been trained on' if trained else ''}, which is little evidence"

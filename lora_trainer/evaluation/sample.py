@@ -1,4 +1,4 @@
-"""Images from the saved file, with and without it, same seeds: a grid of prompts, strengths and seeds."""
+"""Image grids from a LoRA file: prompts, seeds and strengths, with and without the LoRA, same seeds."""
 
 from __future__ import annotations
 
@@ -75,29 +75,29 @@ def compare(
     say: Callable[[str], None] = lambda message: None,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Draw every row on a fresh base, without the LoRA file and at each strength; write images, sheet and recipe.
+    """Generate every row on a fresh base model, without the LoRA and at each strength; write images, sheet and recipe.
 
-    Where another grid in the folder has the same recipe but for its LoRA, its images of the untouched base are taken
-    in place of drawing them once more. What is drawn stays when this is interrupted. The pipeline is gone when this
-    returns. `named` is what the user calls the base, and `parts` what else of its settings the recipe keeps; `usable` is what of the device's memory may be filled, in bytes;
-    None means no limit. Returns the recipe. Raises UsageError when the file cannot be read or does not fit the base.
+    Where another grid in the folder has the same recipe except for its LoRA, its images without LoRA are reused.
+    Finished images stay when this is interrupted. The pipeline is freed at the end. `named` is the user's name of the
+    base model, `parts` its other settings that the recipe keeps; `usable`: bytes of the device's memory that may be
+    filled, None means no limit. Returns the recipe. Raises UsageError when the file cannot be read or does not fit.
     """
     device = device or torch.device("cpu")
     weights = read_lora_with_tokens(lora)
     if problems := misfits_by_config(weights, family, base):
         raise UsageError(in_short(problems))
-    where.folder.mkdir(parents=True, exist_ok=True)  # what is in its way is found before the base is loaded
+    where.folder.mkdir(parents=True, exist_ok=True)  # fails before the base model is loaded
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
     if problems := misfits(weights, shapes_of(components_of(pipeline, family)), family, base):
         raise UsageError(in_short(problems))
     put_on(pipeline, family, weights)
     if drawing.zero_terminal_snr:
-        # Drawing must begin at the very last timestep then (arXiv:2305.08891, 3.3).
+        # Sampling must then start at the very last timestep (arXiv:2305.08891, 3.3).
         changes = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
         pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config, **changes)
     placed = bring_pipeline(pipeline, family, device, usable, drawing.size)
     if placed.in_turn:
-        say(f"drawing with {placed.description}")
+        say(f"generating images with {placed.description}")
     pixels = drawing.size[0] * drawing.size[1]
     fitting = drawn_on_a_cpu(pixels, torch.float32.itemsize, phase_costs(family.name))
     at_once = at_once or (1 if device.type == "cuda" else fitting)
@@ -131,7 +131,7 @@ def _draw_columns(
     place: torch.device,
     progress: Progress,
 ) -> None:
-    """The untouched base first, then one strength after the other; each image is a file as soon as it is there."""
+    """Without the LoRA first, then each strength; every image is written as soon as it is generated."""
     words: LearnedTokens = from_embeddings(weights.embeddings, family.word_texts)
     texts_change = bool(words) or any(name.startswith("text_encoder") for name in weights.modules)
     columns: list[float | None] = [None, *drawing.strengths]
@@ -139,7 +139,7 @@ def _draw_columns(
     read: dict[str, dict[str, torch.Tensor]] = {}
     for strength in columns:
         known = earlier_base(where, used) if strength is None else None
-        if strength == 0:  # nothing of the file, its words neither
+        if strength == 0:  # no LoRA and no learned tokens: the images without LoRA
             known = where
         if strength and words:
             add_learned_tokens(texts_of(pipeline, place), words)
@@ -161,7 +161,7 @@ def _draw_columns(
 
 @contextlib.contextmanager
 def at_strength(pipeline: Any, strength: float | None) -> Iterator[None]:
-    """The LoRA at a strength inside the block; None is the untouched base."""
+    """The LoRA at a strength inside the block; None is the base model without it."""
     if strength is None:
         with without_lora(pipeline):
             yield
@@ -180,7 +180,7 @@ def draw(
     drawing: Drawing,
     at_once: int = DRAWN_AT_ONCE,
 ) -> Iterator[Image.Image]:
-    """One image for each row, in batches; `read` is what the text encoders said of every prompt.
+    """One image for each row, in batches; `read` has the text embeddings of every prompt.
 
     Each image has its own generator on the CPU: neither the batch nor the device changes its noise.
     """
@@ -201,7 +201,7 @@ def draw(
 
 
 def earlier_base(where: Where, wanted: dict[str, Any]) -> Where | None:
-    """Another grid in the folder that has all images of the untouched base of the same recipe; None when there is none."""
+    """Another grid in the folder with all images without LoRA of the same recipe; None when there is none."""
     for path in sorted(where.folder.glob("*.json")):
         try:
             if same_base(read_json(path), wanted):
@@ -215,14 +215,14 @@ def earlier_base(where: Where, wanted: dict[str, Any]) -> Where | None:
 
 
 def untouched(where: Where, rows: int) -> Iterator[Image.Image]:
-    """A grid's images of the untouched base, one after the other. Raises OSError for one that is missing or damaged."""
+    """A grid's images without LoRA, one by one. Raises OSError for one that is missing or damaged."""
     for index in range(rows):
         with Image.open(where.image(index, None)) as image:
             yield image.convert("RGB")
 
 
 def write_sheet(where: Where, used: dict[str, Any]) -> Path:
-    """Write the sheet of all images that are there, with gaps for the others, and the recipe beside it."""
+    """Write the sheet of all finished images, with gaps for the others, and the recipe next to it."""
     strengths: list[float | None] = [None, *used["strengths"]]
     groups: dict[str, list[Row]] = {}
     for index, row in enumerate(Asked(**each) for each in used["images"]):
@@ -255,7 +255,7 @@ def shortened(name: str) -> str:
 
 
 def nearest_size(size: tuple[int, int], step: int) -> tuple[int, int]:
-    """The size nearest to this one whose sides the model can draw."""
+    """The nearest size that the model can generate."""
     width, height = (max(step, (side + step // 2) // step * step) for side in size)
     return width, height
 
@@ -264,5 +264,5 @@ def refuse_size(size: tuple[int, int], step: int) -> None:
     """Raise UsageError for sides that are no multiples of the model's step, with the nearest that are."""
     if any(side % step or side < step for side in size):
         width, height = nearest_size(size, step)
-        message = f"{size[0]}x{size[1]} cannot be drawn: sides are multiples of {step} pixels with this model."
+        message = f"{size[0]}x{size[1]} is no size for this model: sides must be multiples of {step} pixels."
         raise UsageError(Problem(message, f"The nearest: {width}x{height}."))

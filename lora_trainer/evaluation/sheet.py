@@ -1,4 +1,4 @@
-"""A contact sheet that people can read at a glance: strengths side by side, prompts and seeds below each other."""
+"""Contact sheets: strengths side by side, prompts and seeds below each other."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lora_trainer.evaluation.lettering import Font, fonts_for, legible
 
 SMALLEST, LARGEST = 256, 640  # sides of shown images, in pixels
 WIDEST, MOST_PIXELS = 4096, 40_000_000  # of a sheet: browsers of phones refuse far larger ones
-MOST_COLUMNS = 12  # beside each other; further ones go below
-LEAST_TEXT, LETTERS = 18, 46  # so many letters go into a line: as wide as a phone, a sheet is still read
-MOST_LINES = 16  # of a prompt, more than CLIP reads; the recipe holds it whole
+MOST_COLUMNS = 12  # side by side; further ones are put below
+LEAST_TEXT, LETTERS = 18, 46  # letters in a line: readable at a phone's width
+MOST_LINES = 16  # of a prompt, more than CLIP reads; the recipe has all of it
 INK, FAINT, PAPER, GAP = (20, 20, 20), (96, 96, 96), (255, 255, 255), (232, 232, 232)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Images beside each other, as files, and a few words above them. A file that is not there leaves a gap."""
+    """Image files side by side with a label above them. A missing file leaves a gap."""
 
     label: str
     images: Sequence[Path]
@@ -61,7 +61,7 @@ def contact_sheet(title: str, details: str, headings: Sequence[str], groups: Seq
 
 
 class Writer:
-    """What goes onto a sheet, noted from top to bottom and drawn once its height is known."""
+    """Collects a sheet's text and images from top to bottom; they are drawn once its height is known."""
 
     def __init__(self, width: int, margin: int) -> None:
         self.width, self.margin, self.top = width, margin, margin
@@ -136,7 +136,7 @@ def height_of(font: Font) -> int:
 
 
 def wrapped(text: str, font: Font, width: int) -> list[str]:
-    """The text in lines of at most `width` pixels; a word that is longer goes on in the next line."""
+    """The text in lines of at most `width` pixels; longer words are split."""
     lines: list[str] = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()

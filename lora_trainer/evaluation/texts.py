@@ -1,4 +1,4 @@
-"""Captions read by the text encoders of a pipeline, with the LoRA on them and without."""
+"""Text embeddings from the text encoders of a pipeline, with the LoRA on them and without."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lora_trainer.models.textual_inversion import add_learned_tokens, from_embed
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """What a denoiser is asked under: conditioning of prompts, each with B first, and samples with theirs."""
+    """A denoiser's conditioning: that of prompts, each with B first, and samples with theirs."""
 
     prompts: Mapping[str, Tensor]
     samples: Sequence[EncodedSample]
 
 
 def reads_again(weights: LoraWeights, samples: Sequence[EncodedSample], family: Family) -> bool:
-    """Whether captions must be read anew: the LoRA is on a text encoder too, it has new words, or they are not encoded yet."""
+    """Whether captions must be encoded: the LoRA is on a text encoder, has learned tokens, or they are not encoded yet."""
     changed = bool(weights.embeddings) or bool(changed_texts(weights, family))
     return changed or not all(sample.cond for sample in samples)
 
@@ -81,6 +81,6 @@ def _encode(
 
     samples = []
     for sample in known.samples:
-        said = read((sample.caption,), {name: value[None] for name, value in sample.cond.items()})
-        samples.append(replace(sample, cond={name: value[0] for name, value in said.items()}))
+        cond = read((sample.caption,), {name: value[None] for name, value in sample.cond.items()})
+        samples.append(replace(sample, cond={name: value[0] for name, value in cond.items()}))
     return EncodedTexts(read(prompts, known.prompts), samples)

@@ -1,4 +1,4 @@
-"""Validation loss at fixed noise: what a model has learned, without the luck of the draw."""
+"""Validation loss at fixed noise, so that models are compared without chance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lora_trainer.models.family import Caption
 # (noisy [B, C, h, w], t [B], conditioning, sizes [B, 6]) -> prediction [B, C, h, w]
 Predict = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
 
-MICRO = 4  # timesteps of one sample that are asked together
+MICRO = 4  # timesteps of one sample in a forward pass
 BOOTSTRAP_DRAWS = 2000
 FEWEST_TO_RESAMPLE = 4  # with fewer samples an interval over samples means nothing
 
@@ -27,8 +27,8 @@ class EncodedSample:
     """One image and its caption as the denoiser sees them.
 
     `latents` [C, h, w] is the posterior's mean; `cond` holds the text encoder's tensors
-    without the batch dimension, and is empty where it is encoded from `caption` each time; `sizes` [6] is original height and width, crop top and
-    left, height and width, as SDXL wants them.
+    without the batch dimension, and is empty where it is encoded from `caption` each time; `sizes` [6] is original
+    height and width, crop top and left, height and width, as SDXL wants them.
     """
 
     id: str
@@ -53,7 +53,7 @@ def validation_losses(
     """Plain mean squared errors [N, T] in fp32 on the CPU: N samples at T stratified timesteps.
 
     The noise depends on (seed, sample, timestep's index) only, so two models, or one model at
-    two steps of its training, are compared on the same questions.
+    two steps of its training, are compared on the same inputs.
     """
     points = stratified_timesteps(timesteps, process.timesteps)
     losses = torch.zeros(len(samples), timesteps)
@@ -78,7 +78,7 @@ def validation_losses(
 
 @dataclass(frozen=True)
 class Improvement:
-    """How much lower the loss is with the LoRA: shares of the base's mean loss, with a 95 % interval."""
+    """How much lower the loss is with the LoRA: shares of the base model's mean loss, with a 95 % interval."""
 
     base: float
     lora: float

@@ -1,7 +1,7 @@
 """An earlier measurement on the same device, to hold a new one against. No torch.
 
 A row has become worse where its ratio, its peak, or on a GPU its time is more than 5 % above the baseline's, and above
-what nine tenths of the baseline's own steps had. On a CPU times hang on what else it does and are not compared.
+what nine tenths of the baseline's own steps had. On a CPU times depend on other programs and are not compared.
 """
 
 from __future__ import annotations

@@ -78,11 +78,11 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
         with queue.unless_refused():
             jobs = queue.read_jobs(path)
         console.print(
-            f"stopped, everything is saved: {counts(jobs) or 'the queue cannot be read now'}. Go on with --resume."
+            f"stopped, everything is saved: {counts(jobs) or 'the queue cannot be read now'}. To continue, add --resume."
         )
         return stopped
     jobs = queue.read_jobs(path)
-    console.print(f"{counts(jobs)}; how each job ended stands in {order.output / SUMMARY}")
+    console.print(f"{counts(jobs)}; details: {order.output / SUMMARY}")
     return largest_code(jobs)
 
 
@@ -109,7 +109,7 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
     folders: dict[str, Path] = {}
     config = order.resolved.config
     if order.jobs < 1:
-        problems.append(Problem(f"--jobs {order.jobs} is too few.", "Give 1 or more."))
+        problems.append(Problem(f"--jobs is {order.jobs}, must be at least 1.", "Set 1 or more."))
     for check in (
         lambda: executor(order.executor),
         lambda: folders.update(read_root(order.root)),
@@ -122,7 +122,7 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
             problems.extend(error.problems)
     for place, flag in ((order.output, "--output"), (cache_folder(config), "--set cache.dir")):
         if place.resolve().is_relative_to(order.root.resolve()):
-            message = f"{place} lies in {order.root}; nothing is written there."
+            message = f"{place} is inside {order.root}, where nothing is written."
             problems.append(Problem(message, f"Choose another {flag}."))
     if problems:
         raise UsageError(problems)
@@ -130,7 +130,7 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
 
 
 def refuse_used_output(order: BatchOrder) -> None:
-    """Raise UsageError for an output folder that holds a batch already, unless this one goes on with it."""
+    """Raise UsageError for an output folder that holds a batch already, unless this one resumes it."""
     path = order.output / queue.FILE
     if not path.exists():
         return
@@ -140,7 +140,7 @@ def refuse_used_output(order: BatchOrder) -> None:
         raise UsageError(
             Problem(
                 f"{order.output} holds a batch already ({counts(jobs)}).",
-                "Add --resume to go on with it, or choose another --output.",
+                "Add --resume to continue it, or choose another --output.",
             )
         )
     # One that is not there any more was moved.
@@ -160,14 +160,14 @@ def enlist(order: BatchOrder, folders: Mapping[str, Path], path: Path) -> None:
 
 
 def is_open(job: queue.QueuedJob, path: Path) -> bool:
-    """Whether a job that ended is to run again: no LoRA came of it, or its run is not there any more."""
+    """Whether a finished job must run again: it has no LoRA, or its run was deleted."""
     if job.status in ("done", "refused") and job.exit_code != DATASET_REFUSED:
         return read_record(path.parent / job.name) is None
     return job.status in ("failed", "stopped", "refused")
 
 
 def show_wrong_settings(shared: Shared, folders: Mapping[str, Path], console: Console) -> None:
-    """Say now which folders' own settings are wrong, while somebody is looking: their jobs will fail."""
+    """Warn at the start of folders whose own settings are wrong: their jobs will fail."""
     for name, folder in folders.items():
         try:
             job_settings(shared, name, folder)

@@ -44,7 +44,7 @@ from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import join_processes
 
 NOT_COMPILED = (
-    "compile.enabled is auto, which goes by the steps of a run: an architecture alone has none and is not compiled; "
+    "compile.enabled=auto depends on a run's steps: an architecture alone has none and is not compiled; "
     "--set compile.enabled=true measures it on a GPU"
 )
 PEAK_STEPS = 2  # the first makes the optimizer's state
@@ -56,7 +56,7 @@ ABOUT = {
     "ratio": "time over `bare`, the median of the ratios step by step",
     "CPU ratio": "the same of CPU time, in all threads: what else the machine does changes it less",
     "optimizer": "clipping, update, and what the loop does beside; of the four parts the medians of other steps, in ms",
-    "TFLOP/s": "operations of the step, what is computed again among them, by its time",
+    "TFLOP/s": "operations of the step, recomputed ones included, by its time",
     "of floor": "share of what the device can do",
     "peak GiB": "what was held at most: on a GPU by the allocator, on a CPU all storages of a step, counted",
 }
@@ -64,7 +64,7 @@ ABOUT = {
 
 @dataclass(frozen=True)
 class StepRow(Row):
-    """`split` is seconds of the step's parts; `tflop` its operations, with what checkpointing computes again.
+    """`split` is seconds of the step's parts; `tflop` its operations, with what checkpointing recomputes.
 
     `mfu` is the share of the device's rate: one where a step takes no longer than its operations must. On a CPU
     `cpu_ratio` is CPU time over that of the first row: other programs change it less than time by the clock.

@@ -170,7 +170,7 @@ def train(learner: StepContext, micros: list[MicroBatch]) -> None:
 
 
 def made_alone(feed: Feed, count: int) -> list[float]:
-    """Seconds of each micro-batch of so many steps, made with nothing else going on."""
+    """Seconds of each micro-batch of so many steps, with nothing else running."""
     seconds = []
     for number in range(count):
         started = time.perf_counter()

@@ -41,8 +41,8 @@ def rows_and_best(asked: Asked, named: str, steps: int, folder: Path) -> tuple[l
         if not any(row.name == BEST and kept(row) and row.ratio <= good[0].ratio for row in measured(more)):
             good = good[:1]
     write_text(asked.best, preset_text(rows[0].model if rows else named, measured(rows), good, tried))
-    told = ", ".join(row.name for row in good) or "nothing that was tried is quicker"
-    return rows, [*notes, f"{asked.best}: {told}"]
+    result = ", ".join(row.name for row in good) or "nothing that was tried is quicker"
+    return rows, [*notes, f"{asked.best}: {result}"]
 
 
 def usual_settings(config: Config) -> dict[str, Settings]:

@@ -72,7 +72,7 @@ def _run_processes(path: Path, workers: int) -> int | None:
     stopped = [process.exitcode for process in processes if (process.exitcode or 0) >= SIGNALLED]
     if any(process.exitcode == TRAINING_FAILED for process in processes):
         message = f"The queue could not be written to {path.parent} for too long."
-        raise TrainingFailed(Problem(message, f"{SAFE} Make room there, then go on with --resume."))
+        raise TrainingFailed(Problem(message, f"{SAFE} Make room there, then continue with --resume."))
     if stopped:  # somebody stopped one worker by itself: that was not asked of the others, which are over
         return stopped[0]
     return None
@@ -81,7 +81,7 @@ def _run_processes(path: Path, workers: int) -> int | None:
 def _stop(processes: list[SpawnProcess]) -> None:
     """Let every worker save what it trains, once: a second signal would end it at once."""
     for process in processes:
-        if process.is_alive() and os.name == "posix":  # elsewhere the console has told them, and terminate() kills
+        if process.is_alive() and os.name == "posix":  # elsewhere the console has signaled them, and terminate() kills
             process.terminate()
     for process in processes:
         process.join()

@@ -25,8 +25,8 @@ class Held:
 def holding(learner: StepContext, without: int = 0, *, own_optimizer: bool = True) -> Iterator[Held]:
     """What is held at most inside the block. On a GPU `without` bytes, which others hold, are not counted.
 
-    On a CPU the learner's own tensors stand there from the start, with what its optimizer keeps unless the block
-    uses another; what is compiled is not seen.
+    On a CPU the learner's own tensors count from the start, with its optimizer's state unless the block uses another
+    one; compiled steps are not measured.
     """
     held, device = Held(), learner.device
     if device.type == "cuda":

@@ -58,7 +58,7 @@ class Row:
     ratio_p90: float | None = None
 
 
-Column = tuple[str, Callable[[Any], str]]  # title, and what stands there for a row
+Column = tuple[str, Callable[[Any], str]]  # title, and the text of a row's cell
 
 
 def milliseconds(name: str) -> Callable[[Any], str]:
@@ -146,7 +146,7 @@ def tenths(values: Sequence[float]) -> tuple[float, float]:
 
 
 def too_noisy(rows: Sequence[Row]) -> list[str]:
-    """Which rows cannot be told from the first, in a line, or none."""
+    """A line with the rows that do not differ measurably from the first, or none."""
     doubtful = [row.name for row in rows[1:] if (row.ratio_p10 or 2.0) < 1 < (row.ratio_p90 or 0.0)]
     if not doubtful:
         return []

@@ -35,8 +35,8 @@ T = TypeVar("T")
 def own_loop(job: LoopContext, folder: Path, split: Split, rate: float | None = STILL) -> Iterator[Way]:
     """The loop as `train` runs it, with its data read ahead, its guards, its numbers written below `folder`.
 
-    Steps come in order, whatever number is asked for. Nothing is validated, saved or drawn. `rate` stands for the
-    settings' learning rate; None leaves it. Raises UserError, and Stopped for a signal.
+    Steps come in order, whatever number is requested. Nothing is validated, saved or sampled. `rate` replaces the
+    settings' learning rate; None keeps it. Raises UserError, and Stopped for a signal.
     """
     folder.mkdir(parents=True, exist_ok=True)
     job = replace(
@@ -56,21 +56,21 @@ def own_loop(job: LoopContext, folder: Path, split: Split, rate: float | None = 
         console = Console(file=io.StringIO())
         show = stack.enter_context(step_line(console, job.total_steps, 0))
         reporter = Reporter(trackers, show, job.say)
-        loop = training_loop(job, TrainState(), given(source, split), reporter, Interrupt(silent=True))
+        loop = training_loop(job, TrainState(), marked(source, split), reporter, Interrupt(silent=True))
 
         def step(number: int) -> None:
             try:
                 next(loop, None)  # a signal ends it
             except Rollback as back:
-                message = f"The loop would have gone back from step {back.state.step} ({back.reason})."
+                message = f"The loop would have rolled back at step {back.state.step} ({back.reason})."
                 raise TrainingFailed(Problem(message, "Measure with settings that train.")) from back
             stop_if_signalled()
 
         yield step
 
 
-def given(source: Iterator[list[MicroBatch]], split: Split) -> Iterator[list[MicroBatch]]:
-    """What the loop is given, with a mark where it waits and where it has it."""
+def marked(source: Iterator[list[MicroBatch]], split: Split) -> Iterator[list[MicroBatch]]:
+    """The loop's micro-batches, with a mark before it waits for them and after."""
     while True:
         split.mark("data")
         micros = next(source)

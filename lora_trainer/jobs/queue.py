@@ -2,10 +2,10 @@
 
 Every function opens the file for itself, so that any thread and any process may call it. A
 job is claimed inside a write transaction: two processes on one queue never take the same
-one. A claim says which process holds it, so that the claim of a process that died is given
-back, and its run goes on from its checkpoint.
+one. A claim names its process, so that the claim of a dead process is released, and its run
+resumes from its checkpoint.
 
-Where the disk refuses, what decides waits as the batch says (`core.disk`); how far a job is, and that it lives, does not.
+Where the disk refuses, changes of a job's state wait as the batch is set (`core.disk`); progress and heartbeats do not.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def open_queue(path: Path) -> None:
                 connection.execute("INSERT INTO batch VALUES ('version', ?)", (str(VERSION),))
     except sqlite3.DatabaseError as error:
         message = f"{path} cannot be used as the queue of a batch ({error})."
-        way = "Make room there" if refusal(error) is not None else "Move it away"
-        raise UsageError(Problem(message, f"{way}, or choose another --output.")) from error
+        fix = "Make room there" if refusal(error) is not None else "Move it away"
+        raise UsageError(Problem(message, f"{fix}, or choose another --output.")) from error
     if known is not None and known[0] != str(VERSION):
         raise UsageError(Problem(f"{path} is of version {known[0]}, not {VERSION}.", "Choose another --output."))
 
@@ -143,8 +143,7 @@ def read_note(path: Path, key: str) -> Any:
 def enlist(path: Path, folders: Mapping[str, Path]) -> None:
     """Make the queue hold these jobs (name to dataset folder) in this order.
 
-    Jobs that stand there keep what happened to them; of those that are not named any more
-    only the ones that came to an end are kept.
+    Known jobs keep their state; of jobs that are not named any more, only finished ones are kept.
     """
     with _writing(path) as connection:
         for position, (name, data) in enumerate(folders.items()):

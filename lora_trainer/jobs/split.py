@@ -1,4 +1,4 @@
-"""Where a step's time goes: data, forward, backward, optimizer.
+"""Times the parts of a step: data, forward, backward, optimizer.
 
 Marks are set as a step passes them, on a GPU as events in its stream, so that nothing waits. A split that is not
 watching costs a call each.
@@ -68,7 +68,7 @@ class Split:
         return float(start.elapsed_time(end)) / 1000 if self.device.type == "cuda" else float(end - start)
 
     def watched(self, learner: StepContext) -> StepContext:
-        """The same learner, that marks its parts: a micro-batch goes forward, its losses go backward, then it is clipped."""
+        """The same learner, marking the start of forward pass, backward pass and clipping."""
 
         def predict(*arguments: Any) -> Tensor:
             self.mark("forward")

@@ -109,7 +109,7 @@ def subject_as_asked(
 ) -> Subject:
     """As `subject_of`, where what is asked for is what is measured.
 
-    Raises UsageError also where its blocks were to be compiled and cannot be: a run goes on without.
+    Raises UsageError also where its blocks should be compiled and cannot be: a run continues without.
     """
     subject = subject_of(resolved, folder, tiny=tiny, named=named, shapes=shapes)
     learner = subject.learner

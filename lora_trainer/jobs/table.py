@@ -24,7 +24,7 @@ ORDER = ("done", "refused", "failed", "stopped", "running", "waiting")
 WORDS = {"dataset": "data", "lora": "LoRA"}
 Show = Callable[[Sequence[QueuedJob]], None]
 AROUND_ROWS = 4  # lines of the screen for the head, the counts and the cursor
-COLUMNS = ("dataset", "status", "step", "loss", "held-out", "data", "LoRA", "time", "what is wrong")
+COLUMNS = ("dataset", "status", "step", "loss", "val_loss", "data", "LoRA", "time", "what is wrong")
 
 
 @contextmanager
@@ -57,17 +57,17 @@ def fitting(jobs: Sequence[QueuedJob], rows: int) -> list[QueuedJob]:
 
 @contextmanager
 def new_lines(queue: Path, console: Console) -> Iterator[Show]:
-    """A line for each job whose state is another than when it was last told."""
-    told = {job.name: line(job) for job in read_jobs(queue)}
+    """A line for each job whose state changed since its last line."""
+    printed = {job.name: line(job) for job in read_jobs(queue)}
 
-    def tell(jobs: Sequence[QueuedJob]) -> None:
+    def show(jobs: Sequence[QueuedJob]) -> None:
         for job in jobs:
             news = line(job)
-            if told.get(job.name) != news:
-                told[job.name] = news
+            if printed.get(job.name) != news:
+                printed[job.name] = news
                 console.print(news)
 
-    yield tell
+    yield show
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def table(shown: Sequence[QueuedJob], jobs: Sequence[QueuedJob], *, one_line: bo
     hidden = f" ({len(jobs) - len(shown)} not shown)" if len(shown) < len(jobs) else ""
     found = Table(box=None, pad_edge=False, header_style="bold", caption=counts(jobs) + hidden, caption_justify="left")
     for title in COLUMNS:
-        right = title in ("step", "loss", "held-out", "data", "LoRA", "time")
+        right = title in ("step", "loss", "val_loss", "data", "LoRA", "time")
         narrow = one_line or title not in ("dataset", "what is wrong")
         overflow: OverflowMethod = "ellipsis" if one_line else "fold"
         found.add_column(title, justify="right" if right else "left", no_wrap=narrow, overflow=overflow)

@@ -35,7 +35,7 @@ def timed_in_turn(
     before: Callable[[str], None] = lambda name: None,
     first: int = 0,
 ) -> dict[str, Timed]:
-    """Seconds of each way's steps, in turn, after a warm-up; every other round goes the other way round.
+    """Seconds of each way's steps, in turn, after a warm-up; every other round in reverse order.
 
     `before` is called with a way's name before its step and is not timed. `first` is the number of the first step.
     """

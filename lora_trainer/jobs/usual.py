@@ -29,7 +29,7 @@ USUAL = "usual"
 AUTOCAST = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-class Asked(nn.Module):
+class WrappedDenoiser(nn.Module):
     """The denoiser behind one call, so that accelerate's autocast wraps this and not the denoiser itself."""
 
     def __init__(self, subject: Subject) -> None:
@@ -74,7 +74,7 @@ def usual_step(
     accelerator = Accelerator(mixed_precision=AUTOCAST[dtype])
     optimizer = torch.optim.AdamW(parameters, lr=1e-8, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    model, optimizer, schedule = accelerator.prepare(Asked(subject), optimizer, schedule)
+    model, optimizer, schedule = accelerator.prepare(WrappedDenoiser(subject), optimizer, schedule)
     line = tqdm(file=io.StringIO())
 
     def step(number: int) -> None:
@@ -86,8 +86,8 @@ def usual_step(
             noise = torch.randn_like(latents)
             t = torch.randint(0, process.timesteps, (len(latents),), device=device)
             noisy = process.add_noise(latents, noise, t).to(dtype)
-            given = {name: value.to(device, dtype) for name, value in cond.items()}
-            predicted = model(noisy, t, given, micro.sizes.to(device, dtype))
+            moved = {name: value.to(device, dtype) for name, value in cond.items()}
+            predicted = model(noisy, t, moved, micro.sizes.to(device, dtype))
             loss = mse_loss(predicted.float(), process.target(latents, noise, t).float())
             average += accelerator.gather(loss.detach().repeat(len(latents))).mean().item() / len(micros)
             accelerator.backward(loss / len(micros))

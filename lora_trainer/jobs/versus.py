@@ -137,7 +137,7 @@ def both_taken(
     taken = in_turn(asked, named, sides, steps, folder / "in-turn") if together else None
     if taken is not None:
         return taken, []
-    free_memory(join_processes().device)  # both models are let go of by now
+    free_memory(join_processes().device)  # nothing refers to the two models any more
     why = "the GPU has no room for both" if together else "it holds for a whole process"
     alone = {
         name: one_alone(asked, named, name, side, steps, folder / str(number))
@@ -201,7 +201,7 @@ def at_least(steps: int) -> int:
 
 
 def losses_in(folder: Path) -> list[float]:
-    """Of the first steps; those that were left out have none."""
+    """Losses of the first steps; skipped ones have None."""
     return [row["loss"] for row in read_lines(folder / METRICS)[:FIRST]]
 
 

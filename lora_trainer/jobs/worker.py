@@ -70,7 +70,7 @@ def work(path: Path, families: Mapping[str, Family]) -> int | None:
 
 
 def attempt(path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[str, Family]) -> Ending:
-    """Train one folder under both gates. Nothing that goes wrong with it leaves this function."""
+    """Train one folder with both gates. No error leaves this function."""
     folder = path.parent / job.name
     with RunLog(folder) as log:
         console = Console(file=cast("IO[str]", log), highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -86,7 +86,7 @@ def attempt(path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[
             )
             scores = result.record.get("scores") or dict(NO_SCORES)
             return Ending(result.exit_code, result.record.get("reason"), scores)
-        except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the other jobs must go on
+        except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the other jobs must continue
             ended = ended_by(error, Record(job.name))
             log.write(last_words(error))
             scores = (read_record(folder) or {}).get("scores") or dict(NO_SCORES)
@@ -100,7 +100,7 @@ def last_words(error: BaseException) -> str:
     if isinstance(error, UserError):
         return f"error: {error}\n"
     if isinstance(error, KeyboardInterrupt | SystemExit):
-        return "stopped by a signal; lora-trainer batch … --resume goes on\n"
+        return "stopped by a signal; to continue: lora-trainer batch … --resume\n"
     return traceback.format_exc()
 
 

@@ -1,4 +1,4 @@
-"""Fill the caches of a run; encoders are loaded only when something is missing, and gone afterwards."""
+"""Cache the latents and text embeddings of a run. Encoders are loaded only for what is missing, then freed."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ from lora_trainer.production.inputs import Inputs, caption_rules, measured_among
 from lora_trainer.production.memory import GIB
 from lora_trainer.production.reading import caches_texts
 
-LATENT_DTYPE = torch.float32  # mean and spread of 4 x 64 x 64 are 128 KiB an image: cheap, and exact
+LATENT_DTYPE = torch.float32  # mean and std of 4 x 64 x 64 are 128 KiB an image: cheap, and exact
 EncodeText = Callable[[Sequence[Caption]], Mapping[str, Tensor]]
 EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
 Progress = Callable[[str, int, int], None]  # (what, done, to build)
 Say = Callable[[str], None]
 
 
-def nothing_said(line: str) -> None:
-    """Where nobody listens."""
+def unreported(line: str) -> None:
+    """For callers that print nothing."""
 
 
 @dataclass(frozen=True)
 class CachePlans:
-    """What stands in both caches and what must be built: trained samples first, then those that are measured.
+    """What both caches have and what must be built: trained samples first, then those that losses are measured on.
 
-    `texts` holds nothing where captions are encoded in each step, as all text encoders of the family can be trained.
+    `texts` is empty where every text encoder of the family is trained, so that each step encodes captions.
     """
 
     latents: CachePlan[tuple[Sample, View]]
@@ -78,7 +78,7 @@ class CachePlans:
     def lines(self) -> tuple[str, ...]:
         if self.texts.keys:
             return self.latents.filled.line, self.texts.filled.line
-        return self.latents.filled.line, "no captions: they are read in every step, as what reads them is trained"
+        return self.latents.filled.line, "no captions: each step encodes them, as the text encoders are trained"
 
 
 def cache_folder(config: Config) -> Path:
@@ -93,7 +93,7 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
     samples = (*inputs.train, *inputs.validation)
     views = (*inputs.train_plan.views, *inputs.validation_plan.views)
     if config.cache.latents:
-        shown = [(sample, view) for sample, ways in zip(samples, views, strict=True) for view in ways]
+        shown = [(sample, view) for sample, own in zip(samples, views, strict=True) for view in own]
     else:
         shown = [(samples[index], views[index][0]) for index in measured(inputs)]
     texts = plan_texts(captioned_samples(inputs), (), folder, text_key, dtype)
@@ -103,12 +103,12 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
 
 
 def measured(inputs: Inputs) -> list[int]:
-    """Which of the trained and held-out samples losses are measured on: the held-out ones, else some trained ones."""
+    """Indices of the samples that losses are measured on: the validation ones, else some trained ones."""
     return measured_among(inputs.train, inputs.validation)
 
 
 def captioned_samples(inputs: Inputs) -> tuple[Sample, ...]:
-    """The trained samples with all that they are trained on, then the measured ones with their canonical captions."""
+    """The trained samples with all their texts, then the measured ones with their canonical captions."""
     samples = (*inputs.train, *inputs.validation)
     return (*inputs.train, *(canonical(samples[index]) for index in measured(inputs)))
 
@@ -120,13 +120,13 @@ def fill_caches(
     plans: CachePlans,
     progress: Progress,
     start: float = 0.0,
-    say: Say = nothing_said,
+    say: Say = unreported,
 ) -> None:
-    """Build what is missing, images first. Each kind's encoders are loaded when they are needed, and leave memory.
+    """Build what is missing, images first. Each kind's encoders are loaded when needed, then freed.
 
-    Any number of processes may do this at once, each beginning at another `start`, a share of the way: nothing is
-    built twice, and each returns when all is there. Raises UsageError for a disk with too little room,
-    TrainingFailed when not even one image or caption fits in memory.
+    Several processes may do this at once, each from another `start` (a share in [0, 1)): nothing is built twice, and
+    each returns when everything is there. Raises UsageError for a disk with too little room, TrainingFailed when not
+    even one image or caption fits in memory.
     """
     refuse_full_disk(inputs, choices, plans)
     device = choices.device
@@ -173,7 +173,7 @@ def fill_caches(
 
 
 def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:
-    """What the missing entries will take on the disk."""
+    """Bytes that the missing entries will take on the disk."""
     latents = sum(view_bytes(*plans.latents.items[index], inputs.facts) for index in plans.latents.missing)
     shapes = inputs.family.cond_shapes(own_architecture(inputs).denoiser).values()
     text = sum(math.prod(shape) for shape in shapes) * choices.encoder_dtype.itemsize
@@ -185,12 +185,13 @@ def refuse_full_disk(inputs: Inputs, choices: Choices, plans: CachePlans) -> Non
     """Raise UsageError when what must be built does not fit on the disk, before anything is built."""
     needed, free = bytes_to_build(inputs, choices, plans), free_bytes(plans.latents.folder)
     if _with_packing(needed) > free:
-        # Others may have filled since the plan was made: what they built took room, and is not to be built any more.
+        # Other processes may have built entries since: those took room, and need no more.
         plans = CachePlans(plans.latents.still_missing(), plans.texts.still_missing())
         needed = bytes_to_build(inputs, choices, plans)
     room = _with_packing(needed)
     if room > free:
-        message = f"Filling the caches needs {size_words(room)}, and the disk of {plans.latents.folder} has {size_words(free)} free."
+        where = f"the disk of {plans.latents.folder} has {size_words(free)} free"
+        message = f"Caching latents and text embeddings needs {size_words(room)}, and {where}."
         raise UsageError(Problem(message, "Free space there, or set cache.dir to another disk."))
 
 
@@ -202,7 +203,7 @@ def _with_packing(needed: int) -> int:
 def images_together(config: Config, inputs: Inputs, choices: Choices, *, missing: bool) -> int:
     """`cache.batch_size`, or fewer where the GPU is too small for that many.
 
-    Raises UsageError for a GPU that is too small for one image which is yet to be encoded.
+    Raises UsageError for a GPU that is too small to encode one image that is not cached yet.
     """
     buckets = (*inputs.train_plan.counts, *inputs.validation_plan.counts)
     pixels = max(bucket.width * bucket.height for bucket in buckets)
@@ -212,22 +213,22 @@ def images_together(config: Config, inputs: Inputs, choices: Choices, *, missing
     if missing and usable is not None and encoder + each * pixels > usable:
         needed = f"{(encoder + each * pixels) / GIB:.2f} GiB, and the GPU has {usable / GIB:.2f} for it"
         message = f"Encoding one image of {pixels / 1e6:.1f} megapixels needs {needed}."
-        fix = "Set data.resolution lower, or fill the caches elsewhere first: lora-trainer cache."
+        fix = "Set data.resolution lower, or cache on another machine first: lora-trainer cache."
         raise UsageError(Problem(message, fix))
     return images_at_once(config.cache.batch_size, pixels, itemsize, costs, usable)
 
 
 def captions_together(config: Config, inputs: Inputs, choices: Choices) -> tuple[bool, int]:
-    """As the plan says: whether text encoders are there layer by layer, and how many captions they read at once."""
+    """As the memory plan has it: whether text encoders are loaded layer by layer, and captions per forward pass."""
     itemsize, costs = choices.encoder_dtype.itemsize, costs_of(inputs.facts, inputs.family.text.without)
     usable = usable_bytes(config, choices.device)
     return captions_on_a_cpu(itemsize, costs) if usable is None else captions_at_once(itemsize, costs, usable)
 
 
-def in_halves(encode: EncodeImage, device: torch.device, say: Say = nothing_said) -> EncodeImage:
-    """The same function, asked about half as many images at once for as long as memory runs out.
+def in_halves(encode: EncodeImage, device: torch.device, say: Say = unreported) -> EncodeImage:
+    """The same function, with half as many images at once for as long as memory runs out.
 
-    What was too large once is not tried again.
+    A size that failed is not tried again.
     """
     too_large = math.inf  # values in the smallest batch that failed
 
@@ -239,7 +240,7 @@ def in_halves(encode: EncodeImage, device: torch.device, say: Say = nothing_said
             free_memory(device)
             too_large = min(too_large, pixels.numel())
             if len(pixels) > 1:
-                say(f"out of memory: {-(-len(pixels) // 2)} images are encoded at once in place of {len(pixels)}")
+                say(f"out of memory: encoding {-(-len(pixels) // 2)} images at once instead of {len(pixels)}")
         if len(pixels) == 1:
             side = f"{pixels.shape[-1]}x{pixels.shape[-2]}"
             raise TrainingFailed(
@@ -251,18 +252,18 @@ def in_halves(encode: EncodeImage, device: torch.device, say: Say = nothing_said
     return encode_some
 
 
-def captions_in_halves(encode: EncodeText, device: torch.device, say: Say = nothing_said) -> EncodeText:
-    """The same function, asked about half as many captions at once for as long as memory runs out."""
+def captions_in_halves(encode: EncodeText, device: torch.device, say: Say = unreported) -> EncodeText:
+    """The same function, with half as many captions at once for as long as memory runs out."""
 
     def encode_some(captions: Sequence[Caption]) -> Mapping[str, Tensor]:
         with memory_may_run_out():
             return encode(captions)
         free_memory(device)
         if len(captions) == 1:
-            fix = "Close other programs that hold memory, or fill the caches elsewhere first: lora-trainer cache."
+            fix = "Close other programs that hold memory, or cache on another machine first: lora-trainer cache."
             raise TrainingFailed(Problem("Out of memory while encoding one caption.", fix))
         half = -(-len(captions) // 2)
-        say(f"out of memory: {half} captions are encoded at once in place of {len(captions)}")
+        say(f"out of memory: encoding {half} captions at once instead of {len(captions)}")
         parts = [encode_some(part) for part in (captions[:half], captions[half:])]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -270,7 +271,7 @@ def captions_in_halves(encode: EncodeText, device: torch.device, say: Say = noth
 
 
 def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData:
-    """The trained samples with where their tensors lie."""
+    """The trained samples with the cache keys of their tensors."""
     count = len(inputs.train)
     return CachedData(
         samples=inputs.train,
@@ -287,33 +288,33 @@ def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData
 
 
 def latent_keys(inputs: Inputs, plans: CachePlans) -> list[tuple[str, ...]]:
-    """The keys of every sample's views: trained samples first, then held-out ones."""
+    """The keys of every sample's variants: trained samples first, then validation ones."""
     keys = iter(plans.latents.keys)
     return [tuple(islice(keys, len(views))) for views in (*inputs.train_plan.views, *inputs.validation_plan.views)]
 
 
 def validation_samples(config: Config, inputs: Inputs, plans: CachePlans) -> list[EncodedSample]:
-    """The measured samples as the denoiser is asked about them: in their plain views, with their canonical captions."""
-    data, asked = cached_data(config, inputs, plans), measured(inputs)
+    """The samples that losses are measured on, in their plain variants, with their canonical captions."""
+    data, indices = cached_data(config, inputs, plans), measured(inputs)
     samples = (*inputs.train, *inputs.validation)
     views = (*inputs.train_plan.views, *inputs.validation_plan.views)
     if config.cache.latents:
         every = latent_keys(inputs, plans)
-        keys = [every[index][0] for index in asked]
+        keys = [every[index][0] for index in indices]
     else:
         keys = list(plans.latents.keys)
     keyed = (
         text_keys(plans.texts, captioned_samples(inputs))[len(inputs.train) :]
         if plans.texts.keys
-        else [()] * len(asked)
+        else [()] * len(indices)
     )
     return [
         EncodedSample(
             id=samples[index].id,
             latents=data.latents.read(key)["mean"],
-            cond={name: value for each in told for name, value in data.texts.read(each).items()},
+            cond={name: value for each in caption_keys for name, value in data.texts.read(each).items()},
             sizes=torch.tensor(size_row(samples[index], views[index][0]), dtype=torch.float32),
             caption=samples[index].caption,
         )
-        for index, key, told in zip(asked, keys, keyed, strict=True)
+        for index, key, caption_keys in zip(indices, keys, keyed, strict=True)
     ]

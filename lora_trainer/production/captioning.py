@@ -1,4 +1,4 @@
-"""Captions for images that have none, written where asked and never over one that is there."""
+"""Write captions for images that have none; existing captions are never overwritten."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ Watch = Callable[[int, int], None]  # (done, of)
 
 @dataclass(frozen=True)
 class Captioned:
-    """What became of the images."""
+    """The result, by image."""
 
     written: int = 0
-    existing: int = 0  # had a caption, or theirs was written before
-    silent: tuple[Path, ...] = ()  # the model had nothing to say
+    existing: int = 0  # had a caption, or got one in an earlier run
+    silent: tuple[Path, ...] = ()  # the model returned no text
     broken: tuple[tuple[Path, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """An image and the file that its caption goes into."""
+    """An image and the file for its caption."""
 
     image: Path
     target: Path
 
 
 def find_wanted(folders: Sequence[Path], output: Path | None) -> tuple[list[Wanted], int, list[tuple[Path, str]]]:
-    """Images without a caption, how many have one, and which of these is empty or cannot be read.
+    """Images without a caption, how many have one, and which of these are empty or cannot be read.
 
-    Captions go into `output`, or beside without it; none is ever written over or in place of one that is there.
+    Captions are written into `output`, without it next to the images; existing ones are never overwritten.
 
-    Names of kohya folders are no captions. Raises UsageError for data that is no folder, and for an
-    `output` inside of the data, which is for `--in-place` alone to write into.
+    Names of kohya folders do not count as captions. Raises UsageError for data that is not a folder, and for an
+    `output` inside the data, where only `--in-place` may write.
     """
     problems = [
-        Problem(f"{folder} is not a folder.", "Captions are written for folders of images; unpack it first.")
+        Problem(f"{folder} is not a folder.", "Unpack it: captions are written for folders of images.")
         for folder in folders
         if not folder.is_dir()
     ]
     for folder in folders if output is not None else ():
         if output is not None and output.resolve().is_relative_to(folder.resolve()):
-            fix = "Name a folder outside of it, or write beside the images with --in-place."
-            problems.append(Problem(f"{output} lies inside of the data {folder}.", fix))
+            fix = "Use a folder outside of it, or --in-place to write next to the images."
+            problems.append(Problem(f"{output} is inside the dataset {folder}.", fix))
     if problems:
         raise UsageError(problems)
     wanted: list[Wanted] = []
@@ -83,12 +83,12 @@ def find_wanted(folders: Sequence[Path], output: Path | None) -> tuple[list[Want
 
 
 def _images(folder: Path, number: int) -> tuple[list[Found], dict[Path, str]]:
-    """Images below a folder, and what is wrong with captions that cannot be read.
+    """Images below a folder, and the errors of captions that cannot be read.
 
-    `caption` is None where nobody wrote one, or where it cannot be read.
+    `caption` is None where there is none, or where it cannot be read.
     """
     reading = Reading(allow_missing_captions=True)
-    # With a caption of its own, a source does not fall back on the names of kohya folders.
+    # A source with a default caption does not fall back on the names of kohya folders.
     section = SourceSection(path=str(folder), default_caption="")
     found = read_source([folder], SourceRequest(number, section, CaptionsSection()), reading)
     if reading.problems:
@@ -105,9 +105,9 @@ def caption_images(
     existing: int = 0,
     watch: Watch | None = None,
 ) -> Captioned:
-    """Describe images and write each text atomically as soon as it is known, so that a stopped run goes on.
+    """Caption images and write each text atomically at once, so that a stopped run can continue.
 
-    What cannot be read is left out and named. A batch that does not fit the memory is halved.
+    Unreadable images are skipped and reported. A batch that does not fit in memory is halved.
     """
     written, done = 0, 0
     silent: list[Path] = []
@@ -123,7 +123,7 @@ def caption_images(
         for (each, _), text in zip(images, texts, strict=True):
             if not text:
                 silent.append(each.image)
-            elif os.path.exists(each.target):  # another run was quicker
+            elif os.path.exists(each.target):  # another process wrote it
                 existing += 1
             elif _wrote(each.target, text):
                 written += 1
@@ -136,7 +136,7 @@ def caption_images(
 
 
 def _wrote(target: Path, text: str) -> bool:
-    """False where the name is too long for the disk; any other reason is raised."""
+    """Write it; False where the name is too long for the disk. Raises other OSErrors."""
     try:
         write_text(target, text + "\n")
     except OSError as error:

@@ -1,10 +1,10 @@
-"""What the hardware decides, each with its reason: device, precision, micro-batch, attention, checkpointing."""
+"""What the hardware decides, each with a reason: device, precision, micro-batch size, gradient checkpointing."""
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
-from math import floor
 from pathlib import Path
 from typing import cast
 
@@ -13,16 +13,17 @@ import torch
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Blocks, Config, Precision
-from lora_trainer.core.hardware import cpu_supports_bf16, cuda_memory_gib
+from lora_trainer.core.hardware import cuda_memory_gib
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.quantization.four_bits import need_library
 from lora_trainer.monitor.memory import set_allocator
 from lora_trainer.monitor.system import system_memory
-from lora_trainer.production.host import base_words, host_of, host_words, weights_held
+from lora_trainer.production.host import base_note, host_note, host_of, weight_bytes
 from lora_trainer.production.memory import (
     CONTEXT_GIB,
     GIB,
     LARGEST_SHARE,
+    WHOLE_STEP,
     Demand,
     choose_fit,
     refuse_what_does_not_fit,
@@ -31,13 +32,13 @@ from lora_trainer.production.memory import (
 from lora_trainer.production.plans.plan import make_demand, storable_here
 from lora_trainer.training.layout import NARROW, Layout
 
-# What is computed in, where a GPU has bf16 units; weights in fewer bits are widened for it.
+# What is computed in, where a GPU has bf16 units; weights in fewer bits are dequantized for it.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} | dict.fromkeys(NARROW, torch.bfloat16)
-LARGEST_MICRO_ON_A_PROCESSOR = 4  # more gains nothing there
+LARGEST_MICRO_ON_CPU = 4  # more gains nothing there
 ENCODER_DTYPE = torch.float32  # encoders run once and their output is kept: exactness matters more than speed
-OUTSIDE_GIB = 0.6  # of a GPU, that CUDA takes outside of torch's allocator
-ASKED = "asked for"
-LEFT_GIB = 0.2  # of what is free on a GPU, for kernels that are loaded later
+OUTSIDE_GIB = 0.6  # GPU memory that CUDA takes outside of torch's allocator
+AS_SET = "as set"
+LEFT_GIB = 0.2  # of a GPU's free memory, for kernels that are loaded later
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """What this machine made of the settings."""
+    """What this machine makes of the settings; `samples` are those of a step in one process."""
 
     device: torch.device
     dtype: torch.dtype
@@ -61,34 +62,37 @@ class Choices:
     checkpointing: Blocks
     checkpointing_reason: str
     predicted: str | None = None  # the peak, on a GPU
-    swapped: int = 0  # blocks that visit the device one after the other
+    swapped: int = 0  # blocks swapped between CPU and GPU
+    samples: int = 1
 
     @property
     def layout(self) -> Layout:
-        """What of it concerns the denoiser."""
+        """The choices for the denoiser."""
         return Layout(self.dtype, cast("Precision", self.precision.value), self.checkpointing, swapped=self.swapped)
 
     @property
     def lines(self) -> tuple[str, ...]:
+        accumulation = math.ceil(self.samples / self.micro)
+        why = "" if self.micro_reason == WHOLE_STEP else f": {self.micro_reason}"
         return (
             *([self.predicted] if self.predicted else []),
-            f"precision {self.precision.value}: {self.precision.reason}",
-            f"micro-batch {self.micro}: {self.micro_reason}",
+            f"precision: {self.precision.value} ({self.precision.reason})",
+            f"micro-batch size: {self.micro} (gradient accumulation steps: {accumulation}){why}",
         )
 
 
 def choose(resolved: Resolved, family: Family, architecture: Architecture, device: torch.device, world: int) -> Choices:
-    """Decide for a device: on a GPU what the plan says, on a CPU what was asked.
+    """Decide for a device: on a GPU by the memory plan, on a CPU by the settings.
 
-    Raises UsageError, with settings that would fit, when nothing that was left open makes the run fit the GPU, and
+    Raises UsageError, with settings that would fit, when no choice left to the plan makes the run fit the GPU, and
     for nf4 without bitsandbytes.
     """
     config = resolved.config
-    asked = asked_by_user(resolved, "memory.weight_dtype")
-    precision = choose_precision(config.memory.weight_dtype, device, asked=asked)
+    is_set = asked_by_user(resolved, "memory.weight_dtype")
+    precision = choose_precision(config.memory.weight_dtype, device, is_set=is_set)
     origin = Path(resolved.origin["memory.weight_dtype"].removeprefix("--config "))
-    if precision.reason == ASKED and origin.name == "config.toml":  # a run's own holds what was decided for it
-        precision = replace(precision, reason=f"as {origin} has it")
+    if precision.reason == AS_SET and origin.name == "config.toml":  # a run's own config.toml has its choices
+        precision = replace(precision, reason=f"as in {origin}")
     if precision.value == "nf4":
         need_library()
     if device.type != "cuda":
@@ -96,8 +100,8 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
         checkpointing = (
             False if config.memory.gradient_checkpointing == "auto" else config.memory.gradient_checkpointing
         )
-        why = ASKED if checkpointing == config.memory.gradient_checkpointing else "no GPU: memory is not short"
-        held = weights_held(family, architecture.facts, precision.value)
+        why = AS_SET if checkpointing == config.memory.gradient_checkpointing else "no GPU: memory is not short"
+        held_bytes = weight_bytes(family, architecture.facts, precision.value)
         return Choices(
             device,
             DTYPES[precision.value],
@@ -107,11 +111,12 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
             reason,
             checkpointing,
             why,
-            base_words(held, int(os.environ.get("LOCAL_WORLD_SIZE", world)), *system_memory()),
+            base_note(held_bytes, int(os.environ.get("LOCAL_WORLD_SIZE", world)), *system_memory()),
             swapped=blocks_requested(config),
+            samples=math.ceil(config.train.effective_batch_size / world),
         )
     demand = make_demand(resolved, family, architecture, gpu_gib(config), world=world, precision=precision.value)
-    # All processes of a run must choose alike, and what is free differs from GPU to GPU.
+    # All processes of a run must choose the same, and free memory differs between GPUs.
     return planned_choices(
         storable_here(demand),
         precision,
@@ -124,10 +129,10 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
 def planned_choices(
     demand: Demand, precision: Choice, device: torch.device, left: float | None = None, processes: int = 1
 ) -> Choices:
-    """The choices of the plan for a GPU, of so many processes of a system. Raises UsageError when nothing fits.
+    """The memory plan's choices for a GPU; `processes` share the system. Raises UsageError when nothing fits.
 
-    Where other programs leave only as much as a GPU of `left` GiB has, the run is split for that; but it stores the
-    weights as on the whole GPU, since that belongs to a run, and another program must not decide it.
+    `left`: other programs leave as much memory as a GPU of so many GiB has. The micro-batch is chosen for that, but
+    weights are stored as on the whole GPU: other programs must not change what a run computes.
     """
     fit, crowded = choose_fit(demand), ""
     refuse_what_does_not_fit(demand, fit)
@@ -135,12 +140,12 @@ def planned_choices(
         crowded = f", which other programs leave of {demand.limit_gib:.1f}"
         demand = replace(demand, limit_gib=left, precisions=(fit.precision,))
         precision = precision if fit.precision == precision.value else Choice(fit.precision, fit.reasons[2])
-        fit = choose_fit(demand)  # the leanest where none fits: memory may be free again, and a run finds its way down
+        fit = choose_fit(demand)  # the smallest where none fits: memory may become free, and a run has fallbacks
     dtype = computed_in(fit.precision, device)
     if fit.precision != precision.value:
         precision = Choice(fit.precision, fit.reasons[2])
     predicted = f"predicted peak {fit.parts.peak:.1f} GiB" + (f" of {demand.limit_gib:.1f}" if demand.limit_gib else "")
-    predicted += crowded + host_words(host_of(demand, fit), processes, *system_memory())
+    predicted += crowded + host_note(host_of(demand, fit), processes, *system_memory())
     return Choices(
         device,
         dtype,
@@ -152,11 +157,12 @@ def planned_choices(
         fit.reasons[1],
         predicted,
         fit.swapped,
+        demand.samples,
     )
 
 
 def blocks_requested(config: Config) -> int:
-    """Blocks that are to visit by their number."""
+    """`memory.blocks_to_swap` where it is a number, else 0."""
     return config.memory.blocks_to_swap if isinstance(config.memory.blocks_to_swap, int) else 0
 
 
@@ -165,16 +171,13 @@ def asked_by_user(resolved: Resolved, name: str) -> bool:
     return from_user(resolved.origin[name])
 
 
-def choose_precision(wanted: str, device: torch.device, *, asked: bool) -> Choice:
-    """The wanted precision where the device is good at it."""
+def choose_precision(wanted: str, device: torch.device, *, is_set: bool) -> Choice:
+    """The wanted precision where the device suits it."""
     if device.type == "cpu":
-        if wanted == "fp32" or asked:
-            return Choice(wanted, ASKED)
-        units = "has" if cpu_supports_bf16() else "has no"
-        return Choice("fp32", f"{wanted} is for GPUs; on a CPU (which {units} bf16 units) fp32 is the safe choice")
+        return Choice(wanted, AS_SET) if wanted == "fp32" or is_set else Choice("fp32", "CPU default")
     if wanted == "bf16" and not has_bf16(device):
         return Choice("fp16", "this GPU has no bf16 units; with a loss scaler")
-    return Choice(wanted, ASKED if asked else "the preset's")
+    return Choice(wanted, AS_SET if is_set else "preset")
 
 
 def computed_in(precision: str, device: torch.device) -> torch.dtype:
@@ -193,16 +196,16 @@ def choose_micro(config: Config, world: int) -> tuple[int, str]:
     per_process = -(-config.train.effective_batch_size // world)
     if config.train.max_micro_batch_size is not None:
         return min(config.train.max_micro_batch_size, per_process), "train.max_micro_batch_size"
-    if per_process <= LARGEST_MICRO_ON_A_PROCESSOR:
-        return per_process, "the whole step at once"
-    return LARGEST_MICRO_ON_A_PROCESSOR, "more gains nothing on a CPU; train.max_micro_batch_size changes it"
+    if per_process <= LARGEST_MICRO_ON_CPU:
+        return per_process, WHOLE_STEP
+    return LARGEST_MICRO_ON_CPU, "more gains nothing on a CPU; train.max_micro_batch_size changes it"
 
 
 def cap_memory(config: Config, device: torch.device) -> str | None:
-    """Hold the process under the tier's limit and 90 % of the GPU, and under what is free there.
+    """Limit torch's allocator to the preset's limit, 90 % of the GPU, and what is free there.
 
-    So nothing spills to system memory: the allocator raises in its place. Returns a line for people where other
-    programs hold so much that what is free decides. Before it the allocator is told how to grow.
+    So nothing spills to system memory: the allocator raises instead. Returns a line to print where the memory of
+    other programs sets the limit. Configures the allocator's segments first.
     """
     if device.type != "cuda":
         return None
@@ -213,38 +216,39 @@ def cap_memory(config: Config, device: torch.device) -> str | None:
     if share >= capped_share(config.memory.limit_gib, total, total):
         return None
     others = (total - free) / GIB
-    return f"other programs hold {others:.1f} of the GPU's {total / GIB:.1f} GiB: this run stays under {share * total / GIB:.1f}"
+    numbers = f"other programs hold {others:.1f} of the GPU's {total / GIB:.1f} GiB"
+    return f"{numbers}: this run stays under {share * total / GIB:.1f}"
 
 
 def free_and_total(device: torch.device) -> tuple[int, int]:
-    """Bytes of a GPU that are free or this process's own, beside its context, which stands then; and all."""
+    """Bytes of a GPU that are free or this process's own, without its context, which exists by now; and all."""
     free, total = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device), total
 
 
 def left_gib(device: torch.device) -> float | None:
-    """The size of a GPU on which a run may use what others leave of this one; None where there is none to ask."""
+    """The size of a GPU on which a run may use as much as other programs leave here, in GiB; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     usable = free_and_total(device)[0] / GIB - LEFT_GIB
-    return floor(10.0 * max(usable + CONTEXT_GIB, 0.0) / LARGEST_SHARE) / 10.0
+    return math.floor(10.0 * max(usable + CONTEXT_GIB, 0.0) / LARGEST_SHARE) / 10.0
 
 
 def capped_share(limit_gib: float | None, free: int, total: int) -> float:
     """The share of a GPU's `total` bytes that torch's allocator may hold, of which `free` are free or its own."""
-    tier = total if limit_gib is None else max(limit_gib - OUTSIDE_GIB, 0.0) * GIB
-    return min(LARGEST_SHARE, tier / total, max(free - LEFT_GIB * GIB, 0.0) / total)
+    preset = total if limit_gib is None else max(limit_gib - OUTSIDE_GIB, 0.0) * GIB
+    return min(LARGEST_SHARE, preset / total, max(free - LEFT_GIB * GIB, 0.0) / total)
 
 
 def gpu_gib(config: Config) -> float | None:
-    """The memory that may be used: the tier's limit or the GPU's, whichever is smaller; None without a GPU."""
+    """The memory that may be used: the preset's limit or the GPU's, whichever is smaller; None without either."""
     gpu = cuda_memory_gib()
     limit = config.memory.limit_gib
     return gpu if gpu is None or limit is None else min(gpu, limit)
 
 
 def usable_bytes(config: Config, device: torch.device) -> int | None:
-    """What of the GPU the next phase may fill, beside what stands there now; None where nothing limits it."""
+    """Bytes of GPU memory left for the next phase; None where nothing limits it."""
     limit = gpu_gib(config)
     if device.type != "cuda" or limit is None:
         return None

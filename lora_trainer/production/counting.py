@@ -1,4 +1,4 @@
-"""How far reading and decoding the data is, on stderr: a bar in a terminal, a line now and then in a log."""
+"""Progress of reading and decoding the data, on stderr: a bar in a terminal, a line every 10 seconds in a log."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lora_trainer.core.launch import is_main_process
 from lora_trainer.data.images.workers import Progress
 from lora_trainer.monitor.progress import duration
 
-QUIET_SECONDS = 1.5  # what takes less is not worth a word
+QUIET_SECONDS = 1.5  # shorter work shows no bar
 LINE_SECONDS = 10.0
 
-JUDGED, DRAWN = "answers of the model", "images drawn"  # what the gate and drawing count
+JUDGED, DRAWN = "forward passes", "images generated"  # what the LoRA gate and sampling count
 
 Counter = Callable[[str], Progress]  # names what is counted
 
 
 @contextmanager
 def counting(console: Console | None = None) -> Iterator[Counter]:
-    """Gives a watcher for each thing that is counted; the bar leaves nothing behind."""
+    """Yield a function that makes a progress callback for each thing counted; the bar is removed at the end."""
     console = console or Console(stderr=True, highlight=False)
     if not is_main_process():
         yield _silent
@@ -63,17 +63,17 @@ def _bar(console: Console) -> Iterator[Counter]:
 
 
 def _lines(name: str, console: Console) -> Progress:
-    begun = said = time.monotonic()
-    first: tuple[float, int] | None = None  # what comes before the first is another work, such as loading
+    begun = printed = time.monotonic()
+    first: tuple[float, int] | None = None  # the time before the first call is other work, such as loading
 
     def show(done: int, total: int) -> None:
-        nonlocal said, first
+        nonlocal printed, first
         now = time.monotonic()
         since, before = first = first or (now, done)
-        if now - said >= LINE_SECONDS or (done == total and now - begun >= LINE_SECONDS):
-            said = now
+        if now - printed >= LINE_SECONDS or (done == total and now - begun >= LINE_SECONDS):
+            printed = now
             known = before < done < total
-            left = f"  left about {duration((now - since) / (done - before) * (total - done))}" if known else ""
+            left = f"  ETA {duration((now - since) / (done - before) * (total - done))}" if known else ""
             console.print(f"{name} {done}/{total}{left}", highlight=False)
 
     return show

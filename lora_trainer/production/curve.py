@@ -1,4 +1,4 @@
-"""What the validation losses of a run say beside its LoRA's score."""
+"""Whether a run's validation loss was still falling at its end."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Any
 
 from lora_trainer.core.findings import Finding
 
-STILL = 0.2  # share of the whole fall that the last third of an ended training may bring
+STILL = 0.2  # share of the whole fall that the last third of a finished training may bring
 
 
 def still_falling(rows: Sequence[Mapping[str, Any]], steps: int) -> Finding | None:
     """A note when much of the fall of the validation loss came in the last third of the steps.
 
-    `rows` are those of `validation.jsonl`. Nothing is said without a measurement between the
-    beginning and that third. The gate cannot know how far a loss could fall; its slope at the
-    end tells of too few steps where the score does not.
+    `rows` are those of `validation.jsonl`. None without a measurement between the start and that third.
+    The LoRA gate cannot know how far a loss could fall; its slope at the end shows too few steps.
     """
     start, end = (next((row["loss"] for row in rows if row["step"] == step), None) for step in (0, steps))
     before = [row["loss"] for row in rows if 0 < row["step"] <= steps * 2 / 3 and row["loss"] is not None]

@@ -1,4 +1,4 @@
-"""What a resumed run does otherwise than before, and a repeated one otherwise than the first. No torch."""
+"""How a resumed run differs from before, and a repeated one from the first. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lora_trainer.production.order import Order
 from lora_trainer.production.record import Record, read_record
 
 ROUNDING_DIFFERS = "results may differ in rounding"
-# What the last bits of a result hang on, of what a record says of the machine.
+# The entries of a record's hardware that the last bits of a result depend on.
 MACHINE = ("machine", "cpus", "threads", "cpu_capability", "onednn", "gpu", "device", "processes")
 
 
@@ -22,7 +22,7 @@ def differences(
 ) -> tuple[str, ...]:
     """For the record: `optimizer.learning_rate 0.0001 → 0.0002`, `torch 2.12.0 → 2.13.0`. `earlier` is the run's own record.
 
-    Settings that no weight hangs on are left out.
+    Settings that change no weight are skipped.
     """
     settings = changes(earlier, config)
     before = earlier or repeated_record(order.resolved)
@@ -33,23 +33,23 @@ def differences(
 
 
 def find_differences(order: Order, earlier: Mapping[str, Any], now: Record) -> tuple[str, ...]:
-    """For people: what differs, all settings among it, and of a repeated run whether its data is what it was."""
+    """Lines to print: what differs, with all settings, and for a repeated run whether its data changed."""
     lines = [f"changed: {name} {change}" for name, change in changes(earlier, now.config).items()]
     repeated = {} if earlier else repeated_record(order.resolved)
     if versions := other_versions((earlier or repeated).get("versions", {}), now.versions):
         lines.append(f"other versions: {', '.join(versions)}; {ROUNDING_DIFFERS}")
     same_sources = repeated.get("config", {}).get("data", {}).get("sources") == now.config["data"]["sources"]
     if repeated and same_sources and repeated.get("data_hash") != now.data_hash:
-        lines.append(f"the data is not what {repeated.get('name')} was trained on: this is no repetition of it")
+        lines.append(f"warning: the data differs from that of {repeated.get('name')}: this run does not repeat it")
     return tuple(lines)
 
 
 def changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """Settings of a config that differ from an earlier record's: `optimizer.learning_rate` to `0.0001 → 0.0002`.
 
-    What the run's own `config.toml` holds in place of what was left open is no change of anybody's.
+    A choice of the run that its own `config.toml` pins, such as `auto` resolved, is no change.
     """
-    before, held = earlier.get("config", {}), earlier.get("pinned", {})
+    before, choices = earlier.get("config", {}), earlier.get("pinned", {})
     found = {
         f"{section}.{key}": (before[section][key], value)
         for section, values in now.items()
@@ -60,12 +60,12 @@ def changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str
     return {
         name: f"{shown(old)} → {shown(new)}"
         for name, (old, new) in found.items()
-        if not (old in held.get(name, ()) and new in held.get(name, ()))
+        if not (old in choices.get(name, ()) and new in choices.get(name, ()))
     }
 
 
 def pinned(config: Mapping[str, Any], decided: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """For the record: each setting that was decided otherwise than it stands in a record's config, with both values."""
+    """For the record: each setting whose decided value differs from the config's, with both values."""
     return {
         f"{section}.{key}": [config[section][key], value]
         for section, values in decided.items()
@@ -75,7 +75,7 @@ def pinned(config: Mapping[str, Any], decided: Mapping[str, Mapping[str, Any]]) 
 
 
 def repeated_record(resolved: Resolved) -> Mapping[str, Any]:
-    """The record of the run whose own `config.toml` was given with `--config`; empty where none was."""
+    """The record of the run whose own `config.toml` is used with `--config`; empty where none is."""
     for origin in sorted(set(resolved.origin.values())):
         path = Path(origin.removeprefix("--config ").removeprefix("config "))
         if path.name == "config.toml" and (record := read_record(path.parent)) is not None:
@@ -84,15 +84,15 @@ def repeated_record(resolved: Resolved) -> Mapping[str, Any]:
 
 
 def other_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
-    """What is installed otherwise than the record says: `torch 2.12.0 → 2.13.0`."""
+    """Packages whose version differs from the record's: `torch 2.12.0 → 2.13.0`."""
     return _changed(before, now, before)
 
 
 def other_machine(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
-    """What of the machine is another than the record says."""
+    """Parts of the machine that differ from the record's."""
     return _changed(before, now, [name for name in MACHINE if name in before])
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
-    said = {name: tuple("none" if at.get(name) is None else str(at[name]) for at in (before, now)) for name in names}
-    return tuple(f"{name} {old} → {new}" for name, (old, new) in said.items() if old != new)
+    both = {name: tuple("none" if at.get(name) is None else str(at[name]) for at in (before, now)) for name in names}
+    return tuple(f"{name} {old} → {new}" for name, (old, new) in both.items() if old != new)

@@ -1,4 +1,4 @@
-"""What a run writes to disks, by arithmetic: caches, checkpoints, LoRA files, numbers. No torch."""
+"""Disk space of a run, by arithmetic: caches, checkpoints, LoRA files, metrics. No torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lora_trainer.production.reading import caches_texts
 LORA_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
 LORA_FILES = 2
 CACHED_BYTES = 4  # of each number in the cache of texts: fp32
-# Of a cache beside its entries: a shard's header, the index's least size and what it keeps of an entry.
+# Bytes of a cache besides its entries: a shard's header, the index's least size, and an entry in the index.
 SHARD_HEAD, INDEX_LEAST, INDEXED = 400, 12_288, 120
-# Bytes beside the tensors' own: of a step in metrics.jsonl and TensorBoard's file, of a tensor in a file's header, of
-# one that an optimizer keeps in a checkpoint's state, of a checkpoint's state, and of a LoRA file's header.
+# Bytes besides the tensors' own: of a step in metrics.jsonl and TensorBoard's file, of a tensor in a file's header, of
+# one in a checkpoint's optimizer state, of a checkpoint's state, and of a LoRA file's header.
 ROW, NAMED, STATE_OF, CHECKPOINT_HEAD, LORA_HEAD = 1000, 250, 100, 20_000, 8_000
 
 
@@ -32,21 +32,21 @@ def cache_bytes(
     train: tuple[Sample, ...],
     validation: tuple[Sample, ...],
 ) -> int:
-    """Both caches: each view of an image and each text once, those too that losses are measured on."""
+    """Bytes of both caches: each variant of an image and each text once, with those that losses are measured on."""
     samples, facts = (*train, *validation), architecture.facts
     if not samples:
         return 0
-    framings, asked = trained_framings(config, facts), measured_among(train, validation)
+    framings, measured = trained_framings(config, facts), measured_among(train, validation)
     views = (*plan_views(train, framings).views, *plan_plain(validation, framings).views)
-    ways = views if config.cache.latents else {index: views[index][:1] for index in asked}
+    cached = views if config.cache.latents else {index: views[index][:1] for index in measured}
     pairs = (
         (samples[index], view)
-        for index in (range(len(samples)) if config.cache.latents else asked)
-        for view in ways[index]
+        for index in (range(len(samples)) if config.cache.latents else measured)
+        for view in cached[index]
     )
     shown = {(sample.content, sample.mask, view): (sample, view) for sample, view in pairs}
-    told = (*train, *(canonical(samples[index]) for index in asked))
-    texts = {(text, sample.weighted) for sample in told for text in sample.texts} | {("", False)}
+    captioned = (*train, *(canonical(samples[index]) for index in measured))
+    texts = {(text, sample.weighted) for sample in captioned for text in sample.texts} | {("", False)}
     if not caches_texts(config, family):
         texts = set()
     values = sum(math.prod(shape) for shape in family.cond_shapes(architecture.denoiser).values())
@@ -61,7 +61,7 @@ def cache_bytes(
 
 
 def run_bytes(config: Config, shapes: Sequence[tuple[int, ...]], steps: int | None) -> int:
-    """The most that a run's folder holds at once, without images; of as many steps as fill it where none is known."""
+    """The most that a run's folder holds at once, without images; where `steps` is None, as many as fill it."""
     checkpoint = config.checkpoint
     return highest_bytes(config, shapes, 0, 0, steps or (checkpoint.keep_last + 2) * max(1, checkpoint.every_n_steps))
 
@@ -80,18 +80,18 @@ def lora_bytes(config: Config, shapes: Sequence[tuple[int, ...]]) -> int:
 def highest_bytes(config: Config, shapes: Sequence[tuple[int, ...]], there: int, done: int, total: int) -> int:
     """The most that a run's folder holds at once, with `there` checkpoints in it at step `done`.
 
-    Beside the last checkpoints stand the newest regular one and the one that is being written, which makes the oldest
-    superfluous only when it is whole; and the best weights that each of them names, with those being written.
+    Besides `keep_last` checkpoints there are the newest regular one and the one being written (the oldest is deleted
+    once that is complete); and the best weights that each of them names, with those being written.
     """
     checkpoint, tensors, left = config.checkpoint, len(shapes), max(0, total - done)
-    drawn = config.sample.every_n_steps  # it saves before it draws
+    drawn = config.sample.every_n_steps  # a checkpoint is saved before images are generated
     most = checkpoint.keep_last + (2 if checkpoint.keep_last == 1 or drawn % checkpoint.every_n_steps else 1)
     if checkpoint.every_n_epochs is None:
-        beside = visits(drawn, done, total) if drawn % checkpoint.every_n_steps else 0
-        most = min(most, there + visits(checkpoint.every_n_steps, done, total) + beside)
+        beside = occurrences(drawn, done, total) if drawn % checkpoint.every_n_steps else 0
+        most = min(most, there + occurrences(checkpoint.every_n_steps, done, total) + beside)
     values = sum(map(math.prod, shapes))
-    best = min(most + 1, there + visits(config.validation.every_n_steps, done, total))
-    kept = visits(checkpoint.export_every_n_steps, done, total) if checkpoint.export_every_n_steps else 0
+    best = min(most + 1, there + occurrences(config.validation.every_n_steps, done, total))
+    kept = occurrences(checkpoint.export_every_n_steps, done, total) if checkpoint.export_every_n_steps else 0
     return (
         most * (checkpoint_bytes(config, shapes) + CHECKPOINT_HEAD + (5 * NAMED + 3 * STATE_OF) * tensors)
         + best * (4 * values + NAMED * tensors)
@@ -101,8 +101,8 @@ def highest_bytes(config: Config, shapes: Sequence[tuple[int, ...]], there: int,
     )
 
 
-def visits(every: int, done: int, total: int) -> int:
-    """How often something that happens every so many steps, and at the end, happens after step `done`."""
+def occurrences(every: int, done: int, total: int) -> int:
+    """How often something that happens every `every` steps and at the end happens after step `done`."""
     if total <= done:
         return 0
     return 1 if every <= 0 else (total - 1) // every - done // every + 1

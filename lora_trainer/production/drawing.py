@@ -1,4 +1,4 @@
-"""What of a config is drawn, and the grid that a run draws of its own LoRA."""
+"""Sampling settings from a config, and the image grid that a run makes of its own LoRA."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 BEFORE_AFTER = "before_after"
 BUILT_IN = "built-in"
-# Of [model], what images hang on beside its name.
+# The keys of [model] that images depend on, besides its name.
 MODEL_PARTS = ("revision", "vae", "text_encoders", "flavor", "without_t5")
 
 
 def drawing_of(config: Config, family: Family, facts: ModelFacts, size: tuple[int, int]) -> Drawing:
-    """How images are drawn, by the config and by what the model knows."""
+    """How images are generated: the config's settings, then the model's defaults."""
     from lora_trainer.evaluation.recipe import Drawing
 
     sampling_defaults, sample = family.sampling_defaults(facts.path), config.sample
@@ -42,47 +42,47 @@ def drawing_of(config: Config, family: Family, facts: ModelFacts, size: tuple[in
 
 
 def parts_of(config: Config) -> dict[str, Any]:
-    """What of the model's settings a recipe holds beside its name: those that are set."""
+    """The model's settings that a recipe keeps besides its name: those that are set."""
     return {name: value for name in MODEL_PARTS if (value := getattr(config.model, name))}
 
 
 def with_parts(config: Config, found: Mapping[str, Any], *, named: bool) -> Config:
-    """The settings with a recipe's parts of the model, but for those that are set. `named`: the model is not the recipe's.
+    """The settings with a recipe's `model_parts`, except those that are set. `named`: the model is not the recipe's.
 
-    Raises UsageError for parts of another kind.
+    Raises UsageError for parts of another type.
     """
-    told = found.get("model_parts") or {}
+    recorded = found.get("model_parts") or {}
     try:
         own = {**parts_of(config), **({"revision": config.model.revision} if named else {})}
-        parts = {name: told[name] for name in MODEL_PARTS if name in told and name not in own}
+        parts = {name: recorded[name] for name in MODEL_PARTS if name in recorded and name not in own}
         model = type(config.model).model_validate({**config.model.model_dump(), **parts})
     except (TypeError, ValidationError) as error:
-        message = "The recipe's model_parts are not those of a model."
-        raise UsageError(Problem(message, "Name another recipe.")) from error
+        message = "The recipe's model_parts are not settings of a model."
+        raise UsageError(Problem(message, "Use another recipe.")) from error
     return config.model_copy(update={"model": model})
 
 
 def rows_for(prompts: list[str], seeds: list[int]) -> list[Asked]:
-    """Every prompt with every seed, a prompt's seeds beside each other."""
+    """Every prompt with every seed, a prompt's seeds next to each other."""
     from lora_trainer.evaluation.recipe import Asked
 
     return [Asked(prompt, seed) for prompt in dict.fromkeys(prompts) for seed in dict.fromkeys(seeds)]
 
 
 def filled(prompt: str, words: tuple[str, ...]) -> str:
-    """The prompt with `[trigger]` filled in by the first of the words that are learned."""
+    """The prompt with the first of the learned words in place of `[trigger]`."""
     return prompt.replace(TRIGGER, words[0]) if words else prompt
 
 
 def triggers(config: Config) -> tuple[str, ...]:
-    """The words that are learned, each once: the run's first, then those of sources with captions of their own, then new ones."""
+    """Trigger words and learned tokens, each once: the run's, those of sources with captions of their own, then tokens."""
     own = [source.captions for source in config.data.sources if source.captions and not source.is_reg]
     named = (*(rules.trigger_word for rules in (config.captions, *own)), *config.textual_inversion.placeholder_tokens)
     return tuple(dict.fromkeys(trigger for trigger in named if trigger))
 
 
 def sample_prompts(config: Config, inputs: Inputs) -> list[str]:
-    """The prompts asked for, `[trigger]` filled in; else different captions of the data, held-out ones first."""
+    """The prompts that are set, `[trigger]` replaced; else different captions of the data, validation ones first."""
     if config.sample.prompts:
         return [filled(prompt, triggers(config)) for prompt in config.sample.prompts]
     samples = (*inputs.validation, *inputs.train)
@@ -91,7 +91,7 @@ def sample_prompts(config: Config, inputs: Inputs) -> list[str]:
 
 
 def run_drawing(config: Config, inputs: Inputs) -> Drawing:
-    """How a run draws its images: squares of the resolution that it trains at."""
+    """How a run generates its images: squares of the training resolution."""
     side = inputs.resolution // inputs.facts.pixel_step * inputs.facts.pixel_step
     return drawing_of(config, inputs.family, inputs.facts, (side, side))
 
@@ -109,7 +109,7 @@ def draw_comparison(
     most: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
-    """Images of the run's prompts without the file and with it, same seeds, into `folder`; the sheet's path.
+    """Generate images of the run's prompts without the LoRA and with it, same seeds, into `folder`; the sheet's path.
 
     At most `most` prompts and strengths, where it is set.
     """

@@ -1,4 +1,7 @@
-"""`--dry-run`: what a run would do, without training; nothing is written but what is remembered of files in the user's cache folder."""
+"""`--dry-run`: what a run would do, without training.
+
+Only the digests and sizes of files that were read are written, into the user's cache folder.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,16 @@ from lora_trainer.training.processes import join_processes
 
 
 def show_plan(order: Order, inputs: Inputs) -> None:
-    """Samples, buckets, the arithmetic of the steps, three captions, the caches, memory, disk, and every setting's origin."""
+    """Print samples, buckets, steps, three captions, caches, memory, disk, and every setting's origin."""
     resolved, config, console = order.resolved, order.config, order.console
     processes = join_processes()
     choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
     steps = arithmetic(config, inputs.train, choices.micro, processes.world)
-    validation = f", {len(inputs.validation)} held out for validation" if inputs.validation else ", none held out"
-    console.print(f"model: {describe_model(config.model)} ({inputs.family.name}, {inputs.resolution} px)")
+    if config.model.path is not None:  # the built-in one was announced
+        console.print(f"model: {describe_model(config.model)} ({inputs.family.name}, {inputs.resolution} px)")
     for line in model_lines(config, inputs):
         console.print(line)
-    console.print(f"samples: {len(inputs.train)} trained{validation}")
+    console.print(f"images: {len(inputs.train)} training, {len(inputs.validation)} validation")
     show_views(config, inputs, steps, console)
     console.print(f"steps: {steps.line}")
     show_captions(config, inputs, console, choices.encoder_dtype.itemsize)
@@ -35,12 +38,12 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     if inputs.facts.whole:
         for line in plan_caches(config, inputs, choices).lines:
             console.print(f"  {line.replace('rebuilt', 'to build')}")
-    else:  # entries go by what the weights hold
-        console.print("  all to build, unless the same weights were used before: they are not here yet")
+    else:  # the caches' keys depend on the weights
+        console.print("  not known: the model's weights are not downloaded yet")
     data = (inputs.train, inputs.validation)
     plan = make_plan(resolved, order.families, gpu_gib(config), data, here=choices.device.type == "cuda")
-    if choices.device.type == "cuda":  # the plan names the micro-batch too
-        console.print("memory, on a GPU:")
+    if choices.device.type == "cuda":  # the plan shows the micro-batch size too
+        console.print("memory on a GPU:")
         show_memory(plan, console)
     else:
         for line in (*choices.lines, *on_a_gpu(plan)):
@@ -60,17 +63,17 @@ def show_plan(order: Order, inputs: Inputs) -> None:
 
 
 def on_a_gpu(plan: Plan) -> tuple[str, ...]:
-    """What a plan says of the GPU that a preset names, where there is none."""
+    """The plan's peak on the GPU that a preset is for, on a machine without one."""
     limit = plan.demand.limit_gib
     if limit is None:
         return ()
     fits = "" if plan.fits is not False else ", which does not fit"
     peak = f"{plan.fit.parts.peak:.2f} GiB of {limit:g}{fits}"
-    return (f"memory, on a GPU: peak {peak}; lora-trainer plan shows the parts",)
+    return (f"memory on a GPU: peak {peak}; `lora-trainer plan` shows the parts",)
 
 
 def room_of(order: Order, plan: Plan, total: int) -> Room:
-    """What the run's folder will take; a run that is resumed needs no room for what is there."""
+    """The disk space that the run's folder will need; a resumed run has part of it already."""
     newest = list_checkpoints(order.folder / "checkpoints")[:1] if order.resume else []
     done = step_of(newest[0]) if newest else 0
     return room_for(order.config, order.folder, plan.demand.shapes, done, total)

@@ -1,4 +1,4 @@
-"""What the loop is fed with: the micro-batches of any step, and what the steps until then have trained."""
+"""The training loop's data: the micro-batches of any step, and how often each sample was trained until a step."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import StepContext
 
 DECODED_AHEAD = 2  # steps
-WAITS = (0.0, 0.3, 1.0, 3.0, 10.0)  # seconds, until memory is tried again beside the steps
+WAITS = (0.0, 0.3, 1.0, 3.0, 10.0)  # seconds until an encoding that ran out of memory is tried again
 
 
 @dataclass(frozen=True)
 class Feed:
-    """`micros(step)` gives this process's micro-batches of a step, `groups(step)` the places that each is made of,
-    `ledger(steps)` what so many steps trained,
-    `names(step)` the names of a step's images, process by process and in each micro-batch by micro-batch.
+    """`micros(step)` returns this process's micro-batches of a step, `groups(step)` the references in each of them,
+    `sample_counts(steps)` how often so many steps trained each sample,
+    `names(step)` the names of a step's images, by process, then by micro-batch.
 
-    `close` ends threads and frees the VAE, where there are any; no micro-batch can be made afterwards.
+    `close` ends threads and frees the VAE, where there are any; no micro-batch can be read afterwards.
     """
 
     plan: StepPlan
     data: CachedData
     micros: Callable[[int], list[MicroBatch]]
     groups: Callable[[int], tuple[tuple[Ref, ...], ...]]
-    ledger: Callable[[int], SampleCounts]
+    sample_counts: Callable[[int], SampleCounts]
     names: Callable[[int], list[str]]
     close: Callable[[], None]
 
@@ -54,7 +54,7 @@ def make_feed(
 ) -> Feed:
     """The feed of one process over `total` steps; `micro` is the largest micro-batch.
 
-    What comes out depends on nothing but the step: any may be asked for first.
+    A step's micro-batches depend only on the step, so steps may be read in any order.
     """
     seed = config.train.seed
     plan = plan_steps(data.samples, config.train.effective_batch_size, seed)
@@ -79,7 +79,7 @@ def make_feed(
         number = data.text(ref, step, step // plan.steps_per_epoch, seed)
         return None if number is None else data.samples[ref.index].texts[number]
 
-    def ledger(steps: int) -> SampleCounts:
+    def sample_counts(steps: int) -> SampleCounts:
         return count_trained(plan, steps, lambda ref: data.bucket(ref, seed), text_of)
 
     def names(step: int) -> list[str]:
@@ -91,13 +91,13 @@ def make_feed(
         if data.fresh is not None:
             data.fresh.close()
 
-    return Feed(plan, data, micros, own_groups, ledger, names, close)
+    return Feed(plan, data, micros, own_groups, sample_counts, names, close)
 
 
 def fresh_latents(config: Config, inputs: Inputs, choices: Choices, world: int) -> Fresh:
-    """For a run without cached latents: images are decoded by threads and encoded while the step before is trained.
+    """For a run without cached latents: threads decode images, which are encoded while the step before is trained.
 
-    On a GPU the encoder works on a stream of its own, so that no step waits for it. It stays in memory until the
+    On a GPU the encoder runs in its own stream, so that no step waits for it. It stays in memory until the
     fresh latents are closed.
     """
     seed, plan, device = config.train.seed, inputs.train_plan, choices.device
@@ -113,7 +113,7 @@ def fresh_latents(config: Config, inputs: Inputs, choices: Choices, world: int) 
 
 
 def patiently(encode: EncodeImage, device: torch.device) -> EncodeImage:
-    """The same, tried again after a while where memory runs out: at the latest when no step is under way there is more."""
+    """The same encoder, tried again after a wait where memory runs out: between steps more is free."""
 
     def encode_at_last(pixels: Tensor) -> tuple[Tensor, Tensor]:
         for wait in WAITS:
@@ -127,7 +127,7 @@ def patiently(encode: EncodeImage, device: torch.device) -> EncodeImage:
 
 
 def beside_training(encode: EncodeImage, device: torch.device) -> EncodeImage:
-    """The same encoding, on a GPU in a stream of its own; its results on the CPU."""
+    """The same encoder, on a GPU in its own stream; its results on the CPU."""
     if device.type != "cuda":
         return encode
     stream = torch.cuda.Stream(device)

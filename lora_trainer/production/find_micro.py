@@ -1,7 +1,7 @@
-"""How many samples fit in one forward pass, tried before training in place of predicted (`train.auto_find_micro_batch_size`).
+"""The largest micro-batch that fits, found by trying before training (`train.auto_find_micro_batch_size`).
 
-Forward and backward pass of the real step run on samples of the largest bucket; weights, optimizer and every draw of
-the run stay untouched.
+The real step's forward and backward pass run on samples of the largest bucket. Weights, optimizer and random numbers
+of the run stay untouched.
 """
 
 from __future__ import annotations
@@ -32,20 +32,17 @@ from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import StepContext, abort_step, backward
 
-MARGIN = 1.5  # on a CPU, on what the backward pass was seen to keep: what comes and goes is not seen
+MARGIN = 1.5  # on a CPU, times the bytes kept for the backward pass: short-lived tensors are not counted
 MIDDLE = 500  # a timestep: all cost the same
 CONFIG = "config.toml"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A forward and backward pass of `count` samples: what it would hold with all that a step needs, in bytes.
-
-    None where memory ran out.
-    """
+    """A forward and backward pass of `count` samples, and the bytes of a whole step with it; None: out of memory."""
 
     count: int
-    held: int | None
+    step_bytes: int | None
 
 
 def find_micro(config: Config, inputs: Inputs, learner: StepContext, data: CachedData, most: int) -> tuple[int, str]:
@@ -55,23 +52,22 @@ def find_micro(config: Config, inputs: Inputs, learner: StepContext, data: Cache
     trials: list[Trial] = []
 
     def fits(count: int) -> bool:
-        # A GPU says when it is full; a CPU's system may end the process instead.
+        # A GPU raises an error when it is full; without one, the system may kill the process.
         expected = 0 if learner.device.type == "cuda" else expected_bytes(trials, count)
         if expected > usable:
             trials.append(Trial(count, expected))
             return False
-        held = held_by(learner, repeated(sample, count), again=count < most, config=config)
-        trials.append(Trial(count, held))
-        return held is not None and held <= usable
+        step_bytes = measure_step(learner, repeated(sample, count), accumulated=count < most, config=config)
+        trials.append(Trial(count, step_bytes))
+        return step_bytes is not None and step_bytes <= usable
 
     found = largest_that_fits(fits, most)
-    return max(
-        1, found
-    ), f"found by trying up to {most} (train.auto_find_micro_batch_size): {explain(trials, found, usable, where)}"
+    numbers = explain(trials, found, usable, where)
+    return max(1, found), f"found by trying up to {most} (train.auto_find_micro_batch_size): {numbers}"
 
 
 def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
-    """The largest count from 1 to `most` that fits, by doubling, then by halving what is between; 0 where none does."""
+    """The largest count from 1 to `most` that fits, by doubling, then by bisection; 0 where none does."""
     good, count = 0, 1
     while fits(count):
         good = count
@@ -86,7 +82,7 @@ def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
 
 
 def room(config: Config, learner: StepContext) -> tuple[int, str]:
-    """Bytes that a step may hold, and of what. On a GPU beside nothing else; on a CPU beside what stands now."""
+    """Bytes that a step may hold, and where: all of a GPU; on a CPU, what is free now."""
     limit = gpu_gib(config)
     if learner.device.type == "cuda" and limit is not None:
         return int(usable_gib(limit) * GIB), f"a GPU of {limit:.1f} GiB"
@@ -94,40 +90,40 @@ def room(config: Config, learner: StepContext) -> tuple[int, str]:
     return max(0, int(available - (1.0 - LARGEST_SYSTEM_SHARE) * total)), "free system memory"
 
 
-def held_by(learner: StepContext, micro: MicroBatch, *, again: bool, config: Config) -> int | None:
-    """Bytes that a step with this micro-batch holds, with the optimizer's state to come; None where memory runs out.
+def measure_step(learner: StepContext, micro: MicroBatch, *, accumulated: bool, config: Config) -> int | None:
+    """Bytes of a step with this micro-batch, with the optimizer's state to come; None where memory runs out.
 
-    `again` where gradients of earlier micro-batches stand beside it. No trace is left.
+    `accumulated`: gradients of earlier micro-batches are in memory too. The learner's gradients are cleared afterwards.
     """
-    device, held = learner.device, None
+    device, step_bytes = learner.device, None
     shapes = [tuple(master.shape) for master in learner.masters]
     state = optimizer_state_on_gpu(config.optimizer.name, shapes)
     with memory_may_run_out():
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            for _ in range(1 + again):
+            for _ in range(1 + accumulated):
                 backward(learner, micro.to(device, learner.dtype), len(micro.t))
-            held = torch.cuda.max_memory_allocated(device) + state
+            step_bytes = torch.cuda.max_memory_allocated(device) + state
         else:
             kept = Kept(*learner.modules)
             with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
                 backward(learner, micro.to(device, learner.dtype), len(micro.t))
-            held = int(MARGIN * kept.most) + state
+            step_bytes = int(MARGIN * kept.most) + state
     abort_step(learner)
     free_memory(device)
-    return held
+    return step_bytes
 
 
 class Kept:
-    """Counts what is kept for the backward pass, each storage once and without the model's own: `most` bytes at once."""
+    """Counts bytes kept for the backward pass, each storage once, without the model's own: `most` is the peak."""
 
     def __init__(self, *models: nn.Module) -> None:
         self.most = self.now = 0
-        held = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
-        self._own = {tensor.untyped_storage().data_ptr() for tensor in held}
+        own = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
         self._users = Counter[int]()
 
-    def pack(self, tensor: Tensor) -> Tensor | _Held:
+    def pack(self, tensor: Tensor) -> Tensor | _Packed:
         storage = tensor.untyped_storage()
         place, size = storage.data_ptr(), storage.nbytes()
         if place in self._own:
@@ -136,10 +132,10 @@ class Kept:
             self.now += size
             self.most = max(self.most, self.now)
         self._users[place] += 1
-        return _Held(tensor, partial(self._forget, place, size))
+        return _Packed(tensor, partial(self._forget, place, size))
 
-    def unpack(self, held: Tensor | _Held) -> Tensor:
-        return held if isinstance(held, Tensor) else held.tensor
+    def unpack(self, packed: Tensor | _Packed) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed.tensor
 
     def _forget(self, place: int, size: int) -> None:
         self._users[place] -= 1
@@ -147,25 +143,25 @@ class Kept:
             self.now -= size
 
 
-class _Held:
-    """A kept tensor, and what is done when autograd lets it go."""
+class _Packed:
+    """A kept tensor; `release` is called when autograd frees it."""
 
-    def __init__(self, tensor: Tensor, let_go: Callable[[], None]) -> None:
+    def __init__(self, tensor: Tensor, release: Callable[[], None]) -> None:
         self.tensor = tensor
-        weakref.finalize(self, let_go)
+        weakref.finalize(self, release)
 
 
 def expected_bytes(trials: Sequence[Trial], count: int) -> int:
-    """What `count` samples would hold, by the largest trial before: activations grow with the samples."""
-    known = [trial for trial in trials if trial.held is not None]
+    """Bytes that `count` samples would need, by the largest trial: activations grow with the samples."""
+    known = [trial for trial in trials if trial.step_bytes is not None]
     if not known:
         return 0
     largest = max(known, key=lambda trial: trial.count)
-    return math.ceil((largest.held or 0) * count / largest.count)
+    return math.ceil((largest.step_bytes or 0) * count / largest.count)
 
 
 def largest_sample(inputs: Inputs, data: CachedData) -> MicroBatch:
-    """One sample of the largest bucket with a caption of the data; its latents are no image's."""
+    """One sample of the largest bucket with a caption of the data; its latents are zeros."""
     bucket = max(inputs.train_plan.counts, key=lambda bucket: bucket.width * bucket.height)
     side = inputs.facts.downscale
     shape = (1, inputs.facts.latent_channels, bucket.height // side, bucket.width // side)
@@ -179,7 +175,7 @@ def largest_sample(inputs: Inputs, data: CachedData) -> MicroBatch:
 
 
 def repeated(sample: MicroBatch, count: int) -> MicroBatch:
-    """So many of one sample."""
+    """A micro-batch of `count` copies of one sample."""
 
     def many(value: Tensor) -> Tensor:
         return value.repeat(count, *[1] * (value.ndim - 1))
@@ -191,7 +187,7 @@ def repeated(sample: MicroBatch, count: int) -> MicroBatch:
 
 
 def smallest(micro: int, processes: Processes) -> int:
-    """The smallest of what the processes found: all go on with that."""
+    """The smallest micro-batch of all processes, which all of them use."""
     if processes.reduce is None:
         return micro
     found = torch.zeros(processes.world)
@@ -200,7 +196,7 @@ def smallest(micro: int, processes: Processes) -> int:
 
 
 def earlier_find(folder: Path) -> int | None:
-    """What the run's own config says was found when it began; None where it says nothing."""
+    """The micro-batch size in the run's own config, found when it began; None where there is none."""
     try:
         found = read_toml(folder / CONFIG)["train"]
         return int(found["max_micro_batch_size"]) if found.get("auto_find_micro_batch_size") else None
@@ -209,12 +205,14 @@ def earlier_find(folder: Path) -> int | None:
 
 
 def explain(trials: Sequence[Trial], found: int, usable: int, where: str) -> str:
-    """The numbers of the largest that fitted and of the smallest that did not."""
+    """The bytes of the largest that fits and of the smallest that does not, with the limit."""
     limit = f"{usable / GIB:.2f} GiB to use of {where}"
-    good = next((trial for trial in trials if trial.count == found and trial.held is not None), None)
+    good = next((trial for trial in trials if trial.count == found and trial.step_bytes is not None), None)
     bad = min((trial for trial in trials if trial.count > found), key=lambda trial: trial.count, default=None)
-    said = f"{found} hold {(good.held or 0) / GIB:.2f} GiB" if good else "not even one sample fits, so one is tried"
+    text = (
+        f"{found} need {(good.step_bytes or 0) / GIB:.2f} GiB" if good else "not even one sample fits, so one is tried"
+    )
     if bad is not None:
-        more = "run out of memory" if bad.held is None else f"would hold {bad.held / GIB:.2f} GiB"
-        said += f", {bad.count} {more}"
-    return f"{said}, with {limit}"
+        more = "run out of memory" if bad.step_bytes is None else f"would need {bad.step_bytes / GIB:.2f} GiB"
+        text += f", {bad.count} {more}"
+    return f"{text}, with {limit}"

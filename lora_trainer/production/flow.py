@@ -165,7 +165,7 @@ def with_ledger(record: Record, prepared: Prepared, state: TrainState) -> Record
     session = prepared.session
     if not state.step:
         return record
-    ledger = prepared.feed.ledger(state.step)
+    ledger = prepared.feed.sample_counts(state.step)
     told = ledger.line + (f"; {state.skipped} of {state.step} steps were left out" if state.skipped else "")
     session.console.print(f"trained: {told}")
     summary = ledger.to_json() | {"skipped_steps": state.skipped, "line": told}
@@ -174,7 +174,7 @@ def with_ledger(record: Record, prepared: Prepared, state: TrainState) -> Record
     except OSError as error:
         session.console.print(f"{LEDGER} could not be written: {error}")
         file = None
-    return replace(record, ledger=summary, files={**record.files, "ledger": file})
+    return replace(record, sample_counts=summary, files={**record.files, "sample_counts": file})
 
 
 def repeatable(session: Session, attention: str) -> Config:

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write there, and leaving it as it was found."""
+"""The folder of a run: locking it, and restoring it after a usage error."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ LENGTHS = ("max_steps", "max_epochs", "total_repeats", "max_hours")
 
 
 def claim(order: Order) -> dict[str, Any] | None:
-    """The record of the run that the folder holds, where `--resume` may go on with it.
+    """The record of the run in the folder, where `--resume` may continue it.
 
     Raises UsageError when another process writes there, when the folder holds a run and
-    `--resume` was not given, when it holds something else, or cannot be written.
+    `--resume` is missing, when it holds something else, or cannot be written.
     """
     folder, record = order.folder, read_record(order.folder)
     refuse_folders(folder)
@@ -41,12 +41,10 @@ def claim(order: Order) -> dict[str, Any] | None:
             pass  # the system frees the lock of a process that was killed
     refuse_used(order, record)
     if record is None and folder.exists() and (not folder.is_dir() or not is_free(folder)):
-        raise UsageError(Problem(f"{folder} exists and is no run.", "Choose another --name or --output."))
+        raise UsageError(Problem(f"{folder} exists and is not a run.", "Choose another --name or --output."))
     for source in (Path(each.path).expanduser() for each in data_sources(order.config)):
         if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
-            raise UsageError(
-                Problem(f"{folder} lies in the dataset {source}; nothing is written there.", "Choose another --output.")
-            )
+            raise UsageError(Problem(f"{folder} is inside the dataset {source}.", "Choose another --output."))
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UsageError(Problem(f"{existing} cannot be written to.", "Choose another --output."))
@@ -54,26 +52,26 @@ def claim(order: Order) -> dict[str, Any] | None:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether a folder holds no more than a run that was killed before its first record was whole."""
+    """Whether a folder holds only files of a run that was killed before its first record was complete."""
     return all(name in (LOCK, SOFT_LOCK) or HALF_WRITTEN.fullmatch(name) for name in os.listdir(folder))
 
 
 def refuse_folders(folder: Path) -> None:
-    """Raise UsageError where folders stand in the places of the run's own files."""
+    """Raise UsageError where a folder has the name of one of the run's own files."""
     wrong = [name for name in OWN if (folder / name).is_dir()]
     if wrong:
         raise UsageError([Problem(f"{folder / name} is a folder.", "Move it away.") for name in wrong])
 
 
 def refuse_used(order: Order, record: dict[str, Any] | None) -> None:
-    """Raise UsageError when the folder holds a run and `--resume` was not given."""
+    """Raise UsageError when the folder holds a run and `--resume` is missing."""
     if record is not None and not order.resume:
         raise UsageError(
             Problem(
                 f"{order.folder} holds a run already (status {record.get('status')}, step {record.get('steps', 0)}).",
                 "It is finished: choose another --name, or add --resume and more steps."
                 if is_finished(record)
-                else "Add --resume to go on with it, or choose another --name.",
+                else "Add --resume to continue it, or choose another --name.",
             )
         )
 
@@ -83,7 +81,7 @@ def is_finished(record: dict[str, Any] | None) -> bool:
 
 
 def asks_for_more(order: Order, record: dict[str, Any]) -> bool:
-    """Whether a finished run is resumed with another length, so that steps may be left."""
+    """Whether a finished run is resumed with another length, so that it may have steps left."""
     if ended_early(order, record):
         return False
     if record.get("status") == "done" and record.get("training", {}).get("stopped_early"):
@@ -93,7 +91,7 @@ def asks_for_more(order: Order, record: dict[str, Any]) -> bool:
 
 
 def ended_early(order: Order, record: dict[str, Any]) -> bool:
-    """Whether a run stopped early that would do so again, by the patience that is asked for now."""
+    """Whether a run stopped early and would again, with the patience that is set now."""
     training = record.get("training", {})
     control = order.config.safeguards
     without_gain = training.get("control", {}).get("without_gain", 0)
@@ -101,10 +99,10 @@ def ended_early(order: Order, record: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def held(order: Order) -> Iterator[Callable[[], None]]:
-    """The folder made and held by the main process, and still as free as `claim` found it. Raises UsageError.
+def locked_folder(order: Order) -> Iterator[Callable[[], None]]:
+    """The main process creates and locks the folder, which must still be as free as `claim` found it. Raises UsageError.
 
-    Gives what holds it again, when it was deleted and made again.
+    Yields a function that locks it again, for a folder that was deleted and created anew.
     """
     if not is_main_process():
         yield lambda: None
@@ -114,16 +112,16 @@ def held(order: Order) -> Iterator[Callable[[], None]]:
     try:
         order.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        message = f"{order.folder} cannot be made ({(error.strerror or str(error)).lower()})."
+        message = f"{order.folder} cannot be created ({(error.strerror or str(error)).lower()})."
         raise UsageError(Problem(message, "Choose another --output, or make room there.")) from error
-    with locked(order.folder) as hold_again:
+    with locked(order.folder) as lock_again:
         refuse_used(order, read_record(order.folder))
-        put_back(order.folder / "checkpoints")  # the one thing among what is half done that may be of use
+        put_back(order.folder / "checkpoints")  # the only half-written files that can be used
         remove_unfinished(order.folder)
         reserve(order.folder)
 
         def again() -> None:
-            hold_again()
+            lock_again()
             reserve(order.folder)
 
         try:
@@ -133,9 +131,9 @@ def held(order: Order) -> Iterator[Callable[[], None]]:
 
 
 def reserve(folder: Path) -> None:
-    """Hold room for the last record, which says how a run ended where the disk has become full."""
+    """Reserve disk space for the last record, so that a full disk cannot prevent it."""
     with contextlib.suppress(OSError):
-        (folder / RESERVE).write_bytes(os.urandom(RESERVED))  # some file systems give zeros no room
+        (folder / RESERVE).write_bytes(os.urandom(RESERVED))  # some file systems store no zeros
 
 
 def free_reserve(folder: Path) -> None:
@@ -145,15 +143,15 @@ def free_reserve(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[Callable[[], None]]:
-    """Hold the folder against other processes. Raises UsageError when one of them holds it, or the disk refuses.
+    """Lock the folder. Raises UsageError when another process has locked it, or the disk refuses.
 
-    Gives what takes the lock again, for a folder that was deleted and made again.
+    Yields a function that locks it again, for a folder that was deleted and created anew.
     """
     try:
-        lock = taken(folder / LOCK)
+        lock = take_lock(folder / LOCK)
     except Timeout as error:
         raise UsageError(
-            Problem(f"A run is being trained in {folder} by another process.", "Wait for it, or choose another --name.")
+            Problem(f"Another process is training a run in {folder}.", "Wait for it, or choose another --name.")
         ) from error
     except OSError as error:
         message = f"{folder} cannot be written to ({(error.strerror or str(error)).lower()})."
@@ -164,9 +162,9 @@ def locked(folder: Path) -> Iterator[Callable[[], None]]:
         with contextlib.suppress(OSError):
             locks.pop().release()
         try:
-            locks.append(taken(folder / LOCK))
+            locks.append(take_lock(folder / LOCK))
         except Timeout as error:
-            message = f"{folder} was deleted, and another run was begun in it."
+            message = f"{folder} was deleted, and another run was started in it."
             raise TrainingFailed(Problem(message, "Wait for that one, or choose another --name.")) from error
 
     try:
@@ -177,12 +175,12 @@ def locked(folder: Path) -> Iterator[Callable[[], None]]:
                 each.release()
 
 
-def taken(path: Path) -> BaseFileLock:
-    """The lock, held. Where the file system has no locks, a file that names its owner stands for one.
+def take_lock(path: Path) -> BaseFileLock:
+    """Acquire the lock. Where the file system has no locks, a file that names its owner is used instead.
 
-    Raises Timeout when another holds it, OSError when the disk refuses.
+    Raises Timeout when another process has it, OSError when the disk refuses.
     """
-    # One for all threads: that which writes checkpoints may find the folder gone.
+    # One for all threads: the thread that writes checkpoints may find the folder gone.
     lock: BaseFileLock = FileLock(path, timeout=0, thread_local=False)
     try:
         lock.acquire()
@@ -195,14 +193,14 @@ def taken(path: Path) -> BaseFileLock:
 
 
 def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
-    """After a wrong setting that showed before anything was trained: mended, the same command must run."""
+    """Restore the folder after a usage error before training, so that the corrected command can run."""
     if previous is not None:
         write_json(folder / RECORD, previous)
         return
     for name in (RECORD, "config.toml", RESERVE):
         (folder / name).unlink(missing_ok=True)
     if set(os.listdir(folder)) <= {LOCK, SOFT_LOCK}:
-        with contextlib.suppress(PermissionError):  # on Windows a lock that is held cannot be taken away
+        with contextlib.suppress(PermissionError):  # Windows cannot delete a file that is locked
             (folder / LOCK).unlink(missing_ok=True)
             (folder / SOFT_LOCK).unlink(missing_ok=True)
             folder.rmdir()

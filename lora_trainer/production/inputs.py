@@ -1,4 +1,4 @@
-"""Model and data of a run, read and judged before anything heavy is loaded. No torch."""
+"""Reads and checks the model and data of a run before anything heavy is loaded. No torch."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from lora_trainer.production.bases.names import absolute
 from lora_trainer.production.counting import counting
 from lora_trainer.production.reading import reading, refuse_lacking
 
-LATENT_BYTES = 4  # of each number of the cached latents: that of `caching.LATENT_DTYPE`, told without torch
+LATENT_BYTES = 4  # of each number of the cached latents, as `caching.LATENT_DTYPE`, without importing torch
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run is made of. `train_plan` and `validation_plan` stand in the order of their samples.
+    """The inputs of a run. `train_plan` and `validation_plan` are in the order of their samples.
 
-    `resolution` is the largest that is trained. Captions of `manifest` and `report` are as they were
-    written, those of `train` and `validation` canonical, with what is trained beside them in `train`.
+    `resolution` is the largest that is trained. Captions of `manifest` and `report` are as
+    written, those of `train` and `validation` canonical; `train` has all trained texts too.
     """
 
     family: Family
@@ -67,7 +67,7 @@ def data_in_use() -> Iterator[None]:
 
 @data_in_use()
 def list_data(config: Config, *, allow_missing_captions: bool | None = None) -> tuple[Manifest, tuple[Finding, ...]]:
-    """What the sources hold, and what is wrong with it. Raises UsageError for bad sources."""
+    """The samples of the sources, with findings. Raises UsageError for bad sources."""
     allowed = config.data.allow_missing_captions if allow_missing_captions is None else allow_missing_captions
     with counting() as count:
         watch = count("headers read")
@@ -112,16 +112,16 @@ def read_model(
     say: Callable[[str], None] = on_stderr,
     suits: Callable[[str], object] = lambda prediction: None,
 ) -> tuple[Family, ModelFacts]:
-    """The model's family, reading captions as the settings say, and facts.
+    """The model's family, with the settings' text options, and its facts.
 
-    Raises UsageError, all problems at once, for a model that cannot be trained as they say; `suits` is asked about what it
-    predicts, and may add its own.
+    Raises UsageError, all problems at once, for a model that cannot be trained with the settings; `suits` is called with
+    its prediction type, and may raise its own.
 
-    Without `weights` what lies on a hub is told by its configs alone, which are all that is fetched then.
+    Without `weights` only the configs of a hub's model are downloaded and read.
     """
     if config.model.path is None and config.model.family not in (None, USUAL_FAMILY):
-        message = f"model.family={config.model.family} needs --model: the built-in base is {USUAL_FAMILY}."
-        raise UsageError(Problem(message, "Name the model's folder with --model."))
+        message = f"model.family={config.model.family} needs --model: the built-in model is {USUAL_FAMILY}."
+        raise UsageError(Problem(message, "Set --model to the model's folder."))
     base = find_base(config.model, offline=config.run.offline, weights=weights, say=say)
     problems: list[Problem] = []
     with known_as(base.places):
@@ -144,7 +144,8 @@ def read_model(
     with gathering(problems):
         suits(facts.prediction)
     if config.sample.negative_prompt and not family.sampling_defaults(base.folder).negative:
-        message = f"sample.negative_prompt is {config.sample.negative_prompt!r}, and {describe_model(config.model)} is drawn without classifier-free guidance."
+        model = f"{describe_model(config.model)} is sampled without classifier-free guidance"
+        message = f"sample.negative_prompt is {config.sample.negative_prompt!r}, but {model}."
         problems.append(Problem(message, "Leave the negative prompt empty with this model."))
     if problems:
         raise UsageError(problems)
@@ -170,7 +171,7 @@ def read_architecture(family: Family, facts: ModelFacts) -> Architecture:
 
 
 def trained_framings(config: Config, facts: ModelFacts) -> tuple[Framing, ...]:
-    """How each source's images are shown; the model's own resolution, under the tier's ceiling, where none is set.
+    """How each source's images are cropped and resized; by default at the model's resolution, up to the preset's.
 
     Raises UsageError, all problems at once, for sides that no bucket can have.
     """
@@ -190,7 +191,7 @@ def largest_resolution(framings: Sequence[Framing]) -> int:
 
 @data_in_use()
 def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tuple[Manifest, DataReport]:
-    """Read and judge the data as this config would train it on that model; without `decode` from headers alone.
+    """Read and check the data as this config would train it on that model; without `decode` from headers alone.
 
     Raises UsageError for bad sources.
     """
@@ -234,10 +235,10 @@ def _plan_findings(config: Config, report: DataReport) -> list[Finding]:
 
 
 def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES, *, weights: bool = True) -> Inputs:
-    """Read model facts and data, decode every image, judge the set and split it.
+    """Read model facts and data, decode every image, check the dataset and split it.
 
-    `weights` as for `read_model`. Raises UsageError for a model or folder that cannot be read. What is wrong with single
-    images stands in `report`, which the caller holds against the gate.
+    `weights` as for `read_model`. Raises UsageError for a model or folder that cannot be read. Problems of single
+    images are in `report`, which the caller compares with the gate.
     """
     family, facts = read_model(config, families, weights=weights)
     manifest, report = read_data(config, facts)
@@ -259,10 +260,10 @@ def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES, *, we
 
 
 def refuse_large(facts: ModelFacts, buckets: Sequence[Bucket]) -> None:
-    """Raise UsageError for buckets that are wider or higher than the model knows places for."""
+    """Raise UsageError for buckets that are wider or higher than the model's position embeddings."""
     most, side = facts.largest_side, max((max(each.width, each.height) for each in buckets), default=0)
     if most is not None and side > most:
-        message = f"A bucket is {side} px on its longer side, and {facts.name} knows places up to {most} px."
+        message = f"A bucket is {side} px on its longer side, but {facts.name} supports at most {most} px."
         raise UsageError(Problem(message, f"Set data.bucket_max={most}, or data.resolution or data.max_aspect lower."))
 
 
@@ -284,14 +285,14 @@ def dataset_facts(inputs: Inputs) -> dict[str, Any]:
 
 
 def measured_among(train: Sequence[Sample], validation: Sequence[Sample]) -> list[int]:
-    """Places in both of what losses are measured on: the held-out samples, else some trained ones."""
+    """Indices of the samples that losses are measured on: the validation ones, else some trained ones."""
     count = len(train)
     first = sorted(range(count), key=lambda index: train[index].content)[:MOST_VALIDATION_IMAGES]
     return list(range(count, count + len(validation))) or first
 
 
 def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts) -> int:
-    """What the latents of all views take on disk, with their masks, each once. `plan` stands in the samples' order."""
+    """Bytes of all variants' latents with their masks, each once. `plan` is in the samples' order."""
     distinct = {
         (sample.content, sample.mask, view): (sample, view)
         for sample, views in zip(samples, plan.views, strict=True)
@@ -301,7 +302,7 @@ def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts)
 
 
 def view_bytes(sample: Sample, view: View, facts: ModelFacts) -> int:
-    """What the latents of one view take, mean, spread and mask."""
+    """Bytes of one variant's latents: mean, std and mask."""
     places = view.fit.bucket.width * view.fit.bucket.height // facts.downscale**2
     return LATENT_BYTES * places * (2 * facts.latent_channels + (sample.mask is not None))
 

@@ -1,4 +1,4 @@
-"""The heavy libraries of a run, and which optional ones it has a use for."""
+"""Imports the heavy libraries of a run, without optional ones that it does not use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lora_trainer.optim.optimizers import OPTIMIZERS
 
 
 def import_libraries(config: Config) -> None:
-    """Import diffusers and peft, which do not find what these settings do not use. xformers runs on a GPU alone."""
+    """Import diffusers and peft with unused optional packages hidden. xformers needs a GPU."""
     needed = {"bitsandbytes"} if config.memory.weight_dtype == "nf4" else set()
     if OPTIMIZERS[config.optimizer.name].library == "bitsandbytes":
         needed.add("bitsandbytes")

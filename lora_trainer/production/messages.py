@@ -1,4 +1,4 @@
-"""What a run tells people at its beginning and at its end."""
+"""The lines that a run prints at its start and at its end."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
 
 
 def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
-    """What stands in for the model's own VAE, the times that a flow is trained at, and what no diffusers reads."""
+    """The VAE where it is not the model's own, a flow's timesteps, and which trained encoders diffusers ignores."""
     lines = []
     if config.model.vae is not None:
         scale = read_config(inputs.facts.path, "vae/config.json").get("scaling_factor")
         a_file = config.model.vae.endswith(".safetensors")
-        untold = f" (a file tells no scaling_factor: this model's {scale} is taken, so it must be of the same family)"
-        lines.append(f"VAE: {config.model.vae}{untold if a_file else ''}")
+        assumed = f" (scaling_factor {scale} is this model's: the file has none and must be of the same family)"
+        lines.append(f"VAE: {config.model.vae}{assumed if a_file else ''}")
     own = inputs.family.make_process(inputs.facts.path)
     if own.prediction == "flow":
-        facts, asked = inputs.facts, config.flow.shift
+        facts, shift = inputs.facts, config.flow.shift
         side = inputs.resolution // facts.downscale
         size = f" at {inputs.resolution} px"
-        whence = {"model": "the model's own", "resolution": "by resolution"}.get(str(asked), "flow.shift")
+        origin = {"model": "the model's own", "resolution": "by resolution"}.get(str(shift), "flow.shift")
         from lora_trainer.diffusion.timesteps import flow_times
 
         times = flow_times(config.flow, own.times.shift)
-        lines.append(f"times: {times.describe((side, side))}{size if times.shift.by_size else ''} ({whence})")
+        lines.append(f"timesteps: {times.describe((side, side))}{size if times.shift.by_size else ''} ({origin})")
     trained = inputs.family.text_rates(config.text_encoder.learning_rates)
     lines += [
-        f"{name}, T5, is trained: ComfyUI and sd-scripts read its LoRA, diffusers' load_lora_weights passes over it"
+        f"{name} (T5) is trained: ComfyUI and sd-scripts read its LoRA, diffusers' load_lora_weights ignores it"
         for name in inputs.family.cached_texts
         if name in trained
     ]
@@ -60,40 +60,39 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
 
 
 def show_unheld(config: Config, inputs: Inputs, console: Console) -> None:
-    """What was asked to look at validation losses and has none to look at."""
+    """Settings that need validation losses, in a run that has no validation images."""
     for name in ("reduce_lr_on_plateau", "early_stopping"):
         if getattr(config.safeguards, name) and not inputs.validation:
-            console.print(f"safeguards.{name} does nothing here: the data is too small for any image to be held out")
+            console.print(f"note: safeguards.{name} does nothing: the dataset is too small for validation images")
 
 
 def announce(config: Config, console: Console) -> None:
-    """Say first what stands in for a model or data that was not given."""
+    """Which model is used where `--model` names none."""
     if config.model.path is None:
-        console.print("No --model: using the built-in base, a miniature Stable Diffusion 1.5 (128 px).")
+        console.print("model: built-in miniature Stable Diffusion 1.5, 128 px (no --model)")
         if config.data.sources:
-            console.print("Its small size suits tries only; check without --model judges for the whole one (512 px).")
-    if not config.data.sources:
-        console.print("No --data: using the built-in dataset of a small robot named zobo.")
+            console.print(
+                "note: this model is for trials only. `lora-trainer check` without --model checks for 512 px."
+            )
 
 
-def show_report(inputs: Inputs, console: Console) -> None:
-    """The dataset's score and what was found, worst first."""
+def show_report(config: Config, inputs: Inputs, console: Console) -> None:
+    """The dataset's score and its findings, worst first."""
     report = inputs.report
-    console.print(
-        f"dataset: {counted(len(report.samples), 'sample')}, score {report.score:.2f} (gate {report.gate:.2f})"
-    )
-    # Errors end the run: they are told there, each kind once.
+    name = counted(len(report.samples), "sample") if config.data.sources else 'built-in robot "zobo"'
+    console.print(f"dataset: {name}, score {report.score:.2f} (minimum {report.gate:.2f})")
+    # Errors end the run, which prints each kind of them once.
     found = [(code, group) for code, group in report.grouped if group[0].severity != "error"]
     for code, group in found[:MOST_FINDINGS]:
         console.print(f"  {group[0].severity}: {report.message(code, group)} {group[0].fix}".rstrip())
     if len(found) > MOST_FINDINGS:
-        console.print(f"  … and {len(found) - MOST_FINDINGS} more kinds: lora-trainer check shows all")
+        console.print(f"  … and {len(found) - MOST_FINDINGS} more kinds: `lora-trainer check` shows all")
     for note in report.notes[:MOST_FINDINGS]:
         console.print(f"  note: {note}")
 
 
 def of_each_source(samples: Sequence[Sample], most: int) -> list[Sample]:
-    """At most `most` samples in their order: the first of each source, then those that follow."""
+    """At most `most` samples in their order: the first of each source, then the next ones."""
     first = {sample.source: place for place, sample in reversed(list(enumerate(samples)))}
     places = sorted(first.values())[:most]
     places += [place for place in range(min(most, len(samples))) if place not in places]
@@ -101,23 +100,22 @@ def of_each_source(samples: Sequence[Sample], most: int) -> list[Sample]:
 
 
 def show_views(config: Config, inputs: Inputs, steps: StepArithmetic, console: Console) -> None:
-    """The buckets, and where images have several views what these take on disk and how many are used."""
+    """The buckets; where images have several variants, their size on disk and how many are used."""
     plan = inputs.train_plan
     for line in plan.lines:
         console.print(line)
     if plan.most == 1:
         return
     size, limit = latent_bytes(inputs.train, plan, inputs.facts) / 1e9, config.cache.limit_gb
-    told = in_gigabytes(size)
-    held = f"{told} of latents on disk" if config.cache.latents else "encoded while training"
-    console.print(f"up to {plan.most} views of each image, used in turn: {held}")
+    storage = f"{in_gigabytes(size)} of latents on disk" if config.cache.latents else "encoded while training"
+    console.print(f"variants: up to {plan.most} of each image, used in turn, {storage}")
     if config.cache.latents and size > limit / 2:
         console.print(
-            f"note: that is most of cache.limit_gb={limit:g}. Set data.crop_variants or data.color_variants lower."
+            f"note: this is most of cache.limit_gb={limit:g}. Set data.crop_variants or data.color_variants lower."
         )
     seen = steps.total * steps.effective / max(1, steps.images)
     if seen < plan.most:
-        console.print(f"note: {steps.total} steps show an image about {seen:.1f} times, so not all of its views")
+        console.print(f"note: {steps.total} steps show an image about {seen:.1f} times, so not all of its variants")
 
 
 def in_gigabytes(size: float) -> str:
@@ -126,23 +124,23 @@ def in_gigabytes(size: float) -> str:
 
 
 def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: int) -> None:
-    """Of three images the canonical text and what is trained, what variants take on disk, and what settings do not do.
+    """The texts of three images, what caption variants take on disk, and settings that have no effect.
 
-    `itemsize` is the bytes of a number in the cache of texts.
+    `itemsize`: bytes of a number in the cache of text embeddings.
     """
     rules = caption_rules(config)
     shares = sorted({own.dropout for own in rules if own.dropout})
-    dropped = f", {' or '.join(f'{share:.0%}' for share in shares)} of the time the empty one" if shares else ""
+    dropped = f", empty {' or '.join(f'{share:.0%}' for share in shares)} of the time" if shares else ""
     console.print(f"captions, for example{dropped}:")
     for sample in of_each_source(inputs.train, CAPTIONS_SHOWN):
-        for line in caption_told(sample):
+        for line in caption_lines(sample):
             console.print(f"  {line}", markup=False, soft_wrap=True)
-    for line in (*variants_told(config, inputs, itemsize), *idle_told(rules, inputs)):
+    for line in (*variant_lines(config, inputs, itemsize), *no_effect_notes(rules, inputs)):
         console.print(line, markup=False)
 
 
-def caption_told(sample: Sample) -> list[str]:
-    """The text that an image is trained on; where it is not the canonical one, that and the first texts trained."""
+def caption_lines(sample: Sample) -> list[str]:
+    """The text that an image is trained on; where it is not the canonical one, that one and the first texts trained."""
     name, texts = printable(sample.path.name), list(dict.fromkeys(sample.texts))
     if texts == [sample.caption]:
         return [f"{name}: trained on {sample.caption!r}"]
@@ -151,8 +149,8 @@ def caption_told(sample: Sample) -> list[str]:
     return lines + ([f"  … and {len(texts) - TEXTS_SHOWN} more"] if len(texts) > TEXTS_SHOWN else [])
 
 
-def variants_told(config: Config, inputs: Inputs, itemsize: int) -> list[str]:
-    """`up to 8 texts for each of 120 captions: 960 texts, 212 MB`; a note where that is most of what the cache may hold."""
+def variant_lines(config: Config, inputs: Inputs, itemsize: int) -> list[str]:
+    """`up to 8 texts for each of 120 captions: 960 texts, 212 MB`; a note where that is most of the cache's limit."""
     varied = {sample.caption: sample.texts for sample in inputs.train if len(sample.texts) > 1}
     if not varied:
         return []
@@ -160,82 +158,83 @@ def variants_told(config: Config, inputs: Inputs, itemsize: int) -> list[str]:
     count = len({text for texts in varied.values() for text in texts})
     size = count * itemsize * sum(math.prod(shape) for shape in shapes.values()) / 1e9
     most, limit = max(len(set(texts)) for texts in varied.values()), config.cache.limit_gb
-    told = in_gigabytes(size)
-    lines = [f"up to {most} texts for each of {counted(len(varied), 'caption')}: {counted(count, 'text')}, {told}"]
+    texts = f"{counted(count, 'text')}, {in_gigabytes(size)}"
+    lines = [f"up to {most} texts for each of {counted(len(varied), 'caption')}: {texts}"]
     if size > limit / 2:
-        lines.append(f"note: that is most of cache.limit_gb={limit:g}. Set captions.variants lower.")
+        lines.append(f"note: this is most of cache.limit_gb={limit:g}. Set captions.variants lower.")
     return lines
 
 
-def idle_told(rules: Sequence[CaptionsSection], inputs: Inputs) -> list[str]:
-    """What does nothing as the settings stand."""
-    told = []
+def no_effect_notes(rules: Sequence[CaptionsSection], inputs: Inputs) -> list[str]:
+    """Caption settings that do nothing with the others as they are."""
+    notes = []
     if any(own.keep_tokens and not (own.shuffle or own.tag_dropout) for own in rules):
-        told.append("note: captions.keep_tokens does nothing without captions.shuffle or captions.tag_dropout")
+        notes.append("note: captions.keep_tokens does nothing without captions.shuffle or captions.tag_dropout")
     for sample in inputs.report.samples if any(own.wildcards for own in rules) else ():
         choices, variants = most_choices(sample, rules), rules[sample.source].variants
         if choices > variants:
             where = inputs.report.name_of(sample.path)
-            told.append(
+            notes.append(
                 f"note: captions.variants={variants} is fewer than the {choices} choices of {where}: set it higher"
             )
             break
-    return told
+    return notes
 
 
 def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path | None, console: Console) -> None:
-    """Both scores with what was found, and where everything is. The time is that of the steps, over all sessions."""
+    """Both scores with the findings, and where everything is. The time is that of the steps, over all sessions."""
     console.print()
     console.rule(f"{record.name}: {record.steps} steps in {duration(record.training['seconds'])}", style="dim")
-    console.print(f"dataset score  {record.scores['dataset']:.2f}")
+    console.print(f"dataset: score {record.scores['dataset']:.2f}")
     if report.score is None:
         lora = folder / f"{record.name}.safetensors"
-        console.print(f"LoRA score      not measured: lora-trainer validate {lora}", soft_wrap=True, markup=False)
+        console.print(f"LoRA: not scored. To score it: lora-trainer validate {lora}", soft_wrap=True, markup=False)
     else:
         parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
-        told = ", learning says little" if caveat(report.numbers) else ""  # why is among the findings
-        console.print(f"LoRA score      {report.score:.2f}{told}  ({parts})")
+        doubt = "; learning measured on too little" if caveat(report.numbers) else ""  # the findings say why
+        console.print(f"LoRA: {'passed' if report.passed else 'failed'}, score {report.score:.2f} ({parts}{doubt})")
     for finding in report.findings:
         console.print(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip())
-    console.print(f"released        step {record.released['step']}: {record.released['reason']}")
+    console.print(f"exported: step {record.released['step']} ({record.released['reason']})")
     kohya = folder / f"{record.name}.safetensors"
     where = {
         f"for {readers(kohya)}": kohya,
         "for diffusers": folder / f"{record.name}.diffusers.safetensors",
         "before / after": comparison,
-        "the run's report": folder / "report.html" if record.files.get("report") else None,
-        "the run's record": folder / "run.json",
+        "report": folder / "report.html" if record.files.get("report") else None,
+        "record": folder / "run.json",
     }
     for what, path in where.items():
         if path is not None:
-            passed = passed_over(path) if what == "for diffusers" else ""
-            console.print(f"{what:<26}{path}{passed and f' ({passed})'}", soft_wrap=True, markup=False)
+            ignored = ignored_by_diffusers(path) if what == "for diffusers" else ""
+            console.print(f"{what:<26}{path}{ignored and f' ({ignored})'}", soft_wrap=True, markup=False)
     for name in (file for kind, file in record.files.items() if file and kind.startswith("embedding-")):
-        console.print(f"{'a new word':<26}{folder / name} (ComfyUI: models/embeddings)", soft_wrap=True)
+        console.print(f"{'learned token':<26}{folder / name} (ComfyUI: models/embeddings)", soft_wrap=True)
 
 
-def left_behind(order: Order, record: Record) -> str:
-    """What a signal leaves, and the command that goes on."""
-    kept = order.folder / "config.toml"
-    command = f"lora-trainer {'produce' if order.enforce_gates else 'train'} --config {shlex.quote(str(kept))} --resume"
-    again = command if kept.is_file() else f"the same command, --name {shlex.quote(record.name)} and --resume"
+def describe_stop(order: Order, record: Record) -> str:
+    """What is saved after a signal, and the command that resumes."""
+    config = order.folder / "config.toml"
+    trainer = "produce" if order.enforce_gates else "train"
+    command = f"lora-trainer {trainer} --config {shlex.quote(str(config))} --resume"
+    again = command if config.is_file() else f"the same command, --name {shlex.quote(record.name)} and --resume"
     if not record.steps:
-        return f"stopped before the first step: nothing is trained yet; what was cached is kept. Go on with: {again}"
+        return f"stopped before the first step; the caches are kept. To resume: {again}"
     if lora := record.files.get("kohya"):  # of this session
         return (
-            f"stopped after the training: {order.folder / lora} is whole and can be used; only its score and its images are"
-            f" missing. What makes them and trains no step again: {again}"
+            f"stopped after training: {order.folder / lora} is complete and can be used. It has no score and no sample"
+            f" images yet. To add them without training again: {again}"
         )
-    return f"stopped at step {record.steps}; everything up to it is saved. Go on with: {again}"
+    return f"stopped at step {record.steps}; everything up to it is saved. To resume: {again}"
 
 
-def passed_over(lora: Path) -> str:
-    """What diffusers leaves out of its own file, as `inspect` says it; empty where it reads all."""
+def ignored_by_diffusers(lora: Path) -> str:
+    """What diffusers ignores in its own file, in `inspect`'s text; empty where it reads all."""
     return next((each.why for each in _clients(lora) if each.name == "diffusers"), "")
 
 
 def readers(lora: Path) -> str:
-    """The programs which draw with a LoRA file, as `inspect` says of it: `ComfyUI, A1111, Forge`."""
+    """The programs that generate images with a LoRA file, as in `inspect`: `ComfyUI, A1111, Forge`."""
     found = [each.name for each in _clients(lora) if each.reads in ("whole", "in part")]
     return ", ".join(name for name in found if name not in ("diffusers", "sd-scripts")) or "other programs"
 

@@ -1,4 +1,4 @@
-"""One run as it was ordered: what all its parts are given."""
+"""The order for one run: its settings, folder, console and flags."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ WINDOWS = re.compile(r'[<>:"|?*]|[. ]$')
 
 @dataclass(frozen=True)
 class Order:
-    """`console` takes the lines that people read, `watch` is told how far the run is.
+    """Lines are printed to `console`; `watch` is called with the run's progress.
 
     With `enforce_gates` a dataset or a LoRA that scores below its gate is refused; without,
-    only data that cannot be trained on. With `verbose` what is only recorded otherwise is printed too.
+    only data that cannot be trained on. `verbose` also prints details that are otherwise only recorded.
     """
 
     resolved: Resolved
@@ -39,7 +39,7 @@ class Order:
     resume: bool = False
     enforce_gates: bool = False
     verbose: bool = False
-    differences: tuple[str, ...] = ()  # from the run that is gone on with or repeated: said once it is
+    differences: tuple[str, ...] = ()  # from the run that is resumed or repeated
 
     @property
     def config(self) -> Config:
@@ -47,20 +47,20 @@ class Order:
 
 
 def run_folder(config: Config) -> Path:
-    """OUTPUT/NAME; the name comes from the data's folder when it is not given."""
+    """OUTPUT/NAME; the default name is the data folder's."""
     name = config.run.name or _name_of(data_sources(config)[0].path)
     if name in (".", "..") or "/" in name or "\\" in name or not name.isprintable() or not _holds(name):
         raise UsageError(
-            Problem(f"--name {name!r} is no name of a folder.", "Give a plain name, and the folder with --output.")
+            Problem(f"--name {name!r} is no name of a folder.", "Use a plain name, and set the folder with --output.")
         )
     if (size := len(os.fsencode(name))) > LONGEST_NAME:
         message = f"--name {name[:40]}… has {size} bytes; its files' names leave room for {LONGEST_NAME}."
-        raise UsageError(Problem(message, "Give a shorter one."))
+        raise UsageError(Problem(message, "Use a shorter one."))
     return Path(config.run.output) / name
 
 
 def _holds(name: str) -> bool:
-    """Whether a folder of this name can be made and found again; Windows has names for devices, streams and patterns."""
+    """Whether a folder can have this name; Windows reserves names of devices, streams and patterns."""
     return name == name.rstrip(" ") and not (
         os.name == "nt" and (WINDOWS.search(name) or PureWindowsPath(name).is_reserved())
     )
@@ -73,5 +73,5 @@ def _name_of(source: str) -> str:
 
 
 def plain_console(*, quiet: bool = False) -> Console:
-    """Prints text as it is: captions and file names may hold what rich takes for markup."""
+    """A console that prints text as it is: captions and file names may contain rich's markup."""
     return PlainConsole(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Printing for people: wrapped at words on a terminal; elsewhere each line whole, so that it can be searched."""
+"""Printing that wraps at words on a terminal; in pipes and files each line stays whole, so that it can be searched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDE = 1000  # characters: wider than any line
 
 
 def show(console: Console, what: RenderableType) -> None:
-    """Print it; no line of a pipe or a file ends in blanks."""
+    """Print it; in pipes and files no line ends in blanks."""
     if console.is_terminal:
         console.print(what, soft_wrap=False)
         return

@@ -25,7 +25,7 @@ READING = ("clip_skip", "max_tokens", "max_sequence_length")  # what of [text_en
 
 @dataclass(frozen=True)
 class Run:
-    """What `run.json` says of the run that a file comes from."""
+    """The run of a LoRA file, from its `run.json`."""
 
     config: Config
     data_hash: str
@@ -44,42 +44,44 @@ def run_beside(lora: Path, say: Callable[[str], None] = on_stderr) -> Run | None
         unseen = Finding(NEVER_TRAINED, "error", str(found[0]["message"]), str(found[0]["fix"])) if found else None
         return Run(Config.model_validate(document["config"]), str(document.get("data_hash", "")), unseen)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        say(f"{record} cannot be read and is passed over")
+        say(f"warning: {record} cannot be read and is ignored")
         return None
 
 
 def model_of_run(lora: Path, user: Sequence[Layer]) -> list[Layer]:
-    """The model of the run that a file lies in, to stand below the user's layers where none of them names a model."""
+    """The model of a file's run, as a layer below the user's where none of them names a model."""
     sections = [layer.values.get("model") for layer in user]
     if any(isinstance(section, Mapping) and "path" in section for section in sections):
         return []
-    run = run_beside(lora, silent)  # the command says it
+    run = run_beside(lora, silent)  # the command prints it
     if run is None or run.config.model.path is None:
         return []
     return [Layer("run.json", {"model": run.config.model.model_dump(mode="json", exclude_defaults=True)})]
 
 
 def reading(config: Config, family: Family) -> Family:
-    """The family, whose text encoders read captions as the settings say. Raises UsageError for what it cannot leave out."""
+    """The family with the settings' text options. Raises UsageError for options that it does not support."""
     if config.model.without_t5 and not family.spare_texts:
-        message = f"model.without_t5=true: models of {family.name} have no T5 text encoder that they work without."
+        message = f"model.without_t5=true: models of {family.name} have no optional T5 text encoder."
         raise UsageError(Problem(message, "Remove it."))
     if config.textual_inversion.placeholder_tokens and not family.word_texts:
-        message = f"textual_inversion.placeholder_tokens: models of {family.name} have no CLIP text encoder that could learn new words."
+        message = (
+            f"textual_inversion.placeholder_tokens: models of {family.name} have no CLIP text encoder to learn them."
+        )
         raise UsageError(Problem(message, "Remove it."))
     return family.reading(text_options(config, family))
 
 
 def refuse_lacking(trained: Collection[str], base: Base) -> None:
-    """Raise UsageError for text encoders that shall be trained and that the base does not have."""
+    """Raise UsageError for trained text encoders that the base model does not have."""
     there = named_parts(base.folder, tuple(trained))
     if lacking := [name for name in trained if name not in there]:
-        message = f"text_encoder.learning_rates has a rate for {lacking[0]}, which {base.named} lacks."
-        raise UsageError(Problem(message, "Set its rate to 0, or leave it away."))
+        message = f"text_encoder.learning_rates has a value for {lacking[0]}, which {base.named} lacks."
+        raise UsageError(Problem(message, "Set it to 0, or remove it."))
 
 
 def text_options(config: Config, family: Family) -> TextOptions:
-    """What `[text_encoder]` and `model.without_t5` say of how captions are read."""
+    """`[text_encoder]` and `model.without_t5` as text options."""
     without = family.spare_texts if config.model.without_t5 else ()
     return TextOptions(
         config.text_encoder.clip_skip, config.text_encoder.max_tokens, config.text_encoder.max_sequence_length, without
@@ -89,24 +91,24 @@ def text_options(config: Config, family: Family) -> TextOptions:
 def read_as_trained(
     config: Config, run: Config | None, header: Mapping[str, str], say: Callable[[str], None] = on_stderr
 ) -> Config:
-    """The settings, with captions read as a LoRA file's run read them, unless the settings say themselves how, and its
-    noise schedule without signal at the end.
+    """The settings, with the text options of a LoRA file's run unless the settings have their own, and with its
+    `noise.zero_terminal_snr`.
 
-    The run's own settings say it, where they lie beside the file, else the header of a file of this program's. Headers
-    of others are not followed: they name a `clip_skip` that their program ignored.
+    They come from the run's settings next to the file, else from the header of a file of this program. Other programs'
+    headers are ignored: they may name a `clip_skip` that the program did not apply.
     """
     if run is not None:
         text, without, zero = run.text_encoder, run.model.without_t5, run.noise.zero_terminal_snr
     elif OWN_VERSION in header:
-        said = {
+        options = {
             "clip_skip": _number(header.get("ss_clip_skip")),
             "max_tokens": _number(header.get("ss_max_token_length")) or TextEncoderSection().max_tokens,
             "max_sequence_length": _number(header.get(T5_TOKENS)),
         }
         try:
-            text = TextEncoderSection.model_validate(said)
+            text = TextEncoderSection.model_validate(options)
         except ValidationError:
-            say(f"how captions were read cannot be told by the file's header ({said}): the usual way is followed")
+            say(f"warning: the file's header has invalid text options ({options}): the defaults are used")
             text = TextEncoderSection()
         without, zero = header.get(WITHOUT) == "True", header.get("ss_zero_terminal_snr") == "True"
     else:
@@ -121,8 +123,8 @@ def read_as_trained(
     return config.model_copy(update={"text_encoder": read, "model": model})
 
 
-def _number(said: str | None) -> int | None:
-    return int(said) if said is not None and said.isdecimal() else None
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None
 
 
 def caches_texts(config: Config, family: Family) -> bool:

@@ -1,4 +1,4 @@
-"""`run.json`: what a run was, how it went and what came of it. Files are named relative to the run's folder."""
+"""`run.json`: a run's settings, course and results. Files are named relative to the run's folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Status = Literal["running", "done", "refused", "failed", "stopped"]
 
 @dataclass(frozen=True)
 class Record:
-    """The document. `seconds` has `PHASES`, over all sessions; `samples` names the recipes of drawn images."""
+    """The document. `seconds` has `PHASES`, over all sessions; `samples` names the recipes of sample images."""
 
     name: str
     status: Status = "running"
@@ -29,11 +29,11 @@ class Record:
     steps: int = 0
     config: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    pinned: dict[str, list[Any]] = field(default_factory=dict)  # settings: as asked, and as `config.toml` holds them
+    pinned: dict[str, list[Any]] = field(default_factory=dict)  # settings: as set, and as in `config.toml`
     scores: dict[str, float | None] = field(default_factory=lambda: {"dataset": None, "lora": None})
     files: dict[str, str | None] = field(default_factory=lambda: {"kohya": None, "diffusers": None, "report": None})
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    changed: tuple[str, ...] = ()  # what this session does otherwise than the one before, or than the run it repeats
+    changed: tuple[str, ...] = ()  # differences from the session before, or from the run that it repeats
     versions: dict[str, str] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
     data_hash: str = ""
@@ -44,12 +44,12 @@ class Record:
     lora: dict[str, Any] = field(default_factory=dict)
     released: dict[str, Any] = field(default_factory=dict)  # step, val_loss, reason
     training: dict[str, Any] = field(default_factory=dict)
-    ledger: dict[str, Any] = field(default_factory=dict)  # what was trained how often, in short
+    sample_counts: dict[str, Any] = field(default_factory=dict)  # a summary of `sample_counts.csv`
     memory: dict[str, float] = field(default_factory=dict)
     seen: dict[str, float] = field(default_factory=dict)  # by the watches of the last session (monitor/watches.py)
     samples: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()  # LoRA files of `checkpoint.export_every_n_steps`
-    checkpoints: dict[str, Any] = field(default_factory=dict)  # of the last session: how many, and what they took
+    checkpoints: dict[str, Any] = field(default_factory=dict)  # of the last session: number, sizes and times
     events: tuple[dict[str, Any], ...] = ()  # of events.jsonl, the newest `SHOWN_EVENTS`
 
     def with_seconds(self, **seconds: float) -> Record:
@@ -59,7 +59,7 @@ class Record:
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Waits where the disk refuses. In a folder that is deleted later it is written again."""
+    """Write it, waiting where the disk refuses. If the folder is deleted later, it is written again."""
     run = current()
 
     def again() -> None:
@@ -80,7 +80,7 @@ def latest(folder: Path, record: Record) -> Record:
 def read_record(folder: Path) -> dict[str, Any] | None:
     """The record of a run folder, or None where there is no run.
 
-    Where it was deleted or damaged, checkpoints make a run that has not finished.
+    A folder with checkpoints but no readable record counts as a failed run.
     """
     path = folder / FILE
     if not path.is_file() and not any(folder.glob("checkpoints/step-*")):

@@ -1,4 +1,4 @@
-"""After training: write the LoRA in both forms, judge the file, draw before and after."""
+"""After training: export the LoRA in both formats, evaluate the file, generate images with and without it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import StepContext
 from lora_trainer.training.texts import text_alpha, text_rank
 
-WEIGHTS = "weights"  # the folder of LoRA files that are kept for good
-ROOM_TO_DRAW = 2.0  # of the denoiser's size: a whole pipeline and its images take less
+WEIGHTS = "weights"  # the folder of exported LoRA files that are never deleted
+ROOM_TO_DRAW = 2.0  # times the denoiser's size: a whole pipeline and its images take less
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Released:
 
 
 def choose_released(config: Config, checkpoints: Path, state: TrainState, learner: StepContext) -> Released:
-    """The weights of the best step where something was held out and they are asked for; else the last."""
+    """The weights of the best step where there are validation images and it is requested; else the last."""
     step = RELEASED_STEP[config.checkpoint.export_weights](state)
     last = f"the last, step {state.step}"
     if state.val_loss is not None:
@@ -76,9 +76,9 @@ def choose_released(config: Config, checkpoints: Path, state: TrainState, learne
     if step != state.step:
         reason = f"the weights of step {step}, the best, cannot be read; {last}"
     elif config.checkpoint.export_weights == "last":
-        reason = f"checkpoint.export_weights asks for {last}"
+        reason = f"checkpoint.export_weights=last: {last}"
     elif state.best_step is None:
-        reason = "the last, as nothing was held out"
+        reason = "the last: no validation images"
     else:
         reason = f"validation loss was lowest at the end: {state.val_loss:.4f}"
     return Released(state.step, state.val_loss, learner.shown(), reason)
@@ -111,26 +111,25 @@ def lora_weights(config: Config, inputs: Inputs, trained: Mapping[str, Tensor]) 
 
 
 def untrained_words(words: Sequence[str], train: Sequence[Sample]) -> tuple[str, ...]:
-    """New words that no trained text of the samples holds: their embeddings are as they were at the start."""
+    """Learned tokens that are in no trained text: their embeddings did not change."""
     texts = {text.lower() for sample in train for text in sample.texts} if words else ()
     return tuple(word for word in words if not any(word.lower() in text for text in texts))
 
 
 def untrained_word(word: str) -> Finding:
-    """What the summary and the record say of such a word beside the LoRA's score, which does not ask for it."""
-    message = f"The new word {word!r} is untrained: no caption of the run held it, and no file of its own is written."
+    """The finding of a learned token that was not trained; the LoRA's score does not depend on it."""
+    message = f"The token {word!r} is untrained: no caption contains it, so no embedding file is written."
     fix = f"Write it into the captions, or set captions.trigger_word={word}, and train again."
     return Finding("untrained_word", "warning", message, fix)
 
 
 def cause_shown(finding: Finding, config: Config, step: int) -> Finding:
-    """The finding that a LoRA changes nothing with what its training was; others as they are."""
+    """The finding that a LoRA changes nothing, with its steps and learning rate; others unchanged."""
     if finding.code != "changes_nothing":
         return finding
     was = f"{counted(step, 'step')} at optimizer.learning_rate={config.optimizer.learning_rate:g}"
-    return replace(
-        finding, fix=f"It was trained for {was}, which is too little: set train.max_steps or the rate higher."
-    )
+    fix = f"It was trained for {was}, which is too little: set train.max_steps or optimizer.learning_rate higher."
+    return replace(finding, fix=fix)
 
 
 def in_effect(config: Config, alpha: float, rank: int) -> float:
@@ -147,7 +146,7 @@ def training_facts(
     choices: Choices,
     started: float,
 ) -> TrainingFacts:
-    """What the file's header says of the run; `trained` is the step that the weights are of."""
+    """The run's facts for the file's header; `trained` is the step of the weights."""
     targets = config.lora.target_modules
     base_version, architecture = inputs.family.base_names(inputs.facts)
     process = trained_process(inputs.family.make_process(inputs.facts.path), config, torch.device("cpu"))
@@ -189,7 +188,7 @@ def training_facts(
 
 
 def captions_read(config: Config) -> dict[str, Any]:
-    """What the file's header says of how captions were changed and read, and of the text encoders' own LoRA."""
+    """Caption settings, text encoding and the text encoders' LoRA, for the file's header."""
     return {
         "caption_dropout": config.captions.dropout,
         "caption_dropout_every_epochs": config.captions.dropout_every_n_epochs,
@@ -207,7 +206,7 @@ def captions_read(config: Config) -> dict[str, Any]:
 
 
 def flow_facts(process: Process) -> FlowFacts | None:
-    """The times of a flow, for the file's header; None of other processes."""
+    """The timesteps of a flow, for the file's header; None for other processes."""
     if process.prediction != "flow":
         return None
     times = process.times
@@ -216,7 +215,7 @@ def flow_facts(process: Process) -> FlowFacts | None:
 
 
 def images_shown(config: Config, inputs: Inputs) -> dict[str, Any]:
-    """What the file's header says of how the images were shown, and of how many there were."""
+    """Numbers of images, buckets and augmentations, for the file's header."""
     framings = trained_framings(config, inputs.facts)
     kept = sum(sample.regularization for sample in inputs.train)
     return {
@@ -241,7 +240,7 @@ def export_lora(
     family: Family,
     dtype: torch.dtype,
 ) -> tuple[Path, Path]:
-    """Write both files, every key held against the model's `shapes` before they take their names; kohya's path first.
+    """Write both files, every key checked against the model's `shapes` before they get their names; kohya's path first.
 
     Raises TrainingFailed, and leaves no file, when a value is not finite or a key does not fit.
     """
@@ -257,9 +256,9 @@ def judge_lora(
     dtype: torch.dtype,
     console: Console,
 ) -> LoraReport:
-    """The LoRA gate's report on the exported file; on training samples where none are held out.
+    """The LoRA gate's report on the exported file; on training samples where there are no validation images.
 
-    Raises TrainingFailed, which says how to judge it later, when the GPU is too small for that even layer by layer.
+    Raises TrainingFailed, with the command to evaluate it later, when the GPU is too small even layer by layer.
     """
 
     def judge(usable: int | None) -> LoraReport:
@@ -283,7 +282,7 @@ def judge_lora(
     try:
         return with_less(judge, usable_bytes(config, device), device, say)
     except torch.OutOfMemoryError as error:
-        message = f"{lora.name} is trained and saved but not judged: memory ran out with nothing left to reduce."
+        message = f"{lora.name} is trained and saved, but not evaluated: out of memory."
         fix = f"When more memory is free: lora-trainer validate {lora}, or the same command with --resume."
         raise TrainingFailed(Problem(message, fix)) from error
 
@@ -298,7 +297,7 @@ def draw_while_training(
     state: TrainState,
     say: Callable[[str], None],
 ) -> None:
-    """Save the LoRA as it is now, then draw from that file: what a user's program would show."""
+    """Export the current LoRA, then generate images from that file, as a user's program does."""
     samples, name = folder / "samples", step_name(state.step)
     facts = training_facts(config, inputs, name, state.step, steps, choices, time.time() - state.seconds)
     weights = lora_weights(config, inputs, built.learner.shown())
@@ -329,7 +328,7 @@ def export_step(
 
 
 def withdraw_after(folder: Path, step: int) -> None:
-    """Delete what `export_step` wrote of steps later than `step`: the run went back to it. Raises OSError."""
+    """Delete what `export_step` wrote after `step`, to which the run rolled back. Raises OSError."""
     for path in (folder / WEIGHTS).glob("*.safetensors"):
         number = path.stem.removeprefix(f"{folder.name}-step-")
         if number.isdigit() and int(number) > step:
@@ -338,7 +337,7 @@ def withdraw_after(folder: Path, step: int) -> None:
 
 @contextmanager
 def making_room(built: Built, config: Config, choices: Choices) -> Iterator[None]:
-    """The trained denoiser waits in system memory inside the block where another one, which is wide, would not fit."""
+    """Move the trained denoiser to system memory inside the block where a second, unquantized one would not fit."""
     denoiser, device = built.learner.denoiser, choices.device
     usable = usable_bytes(config, device)
     another = choices.dtype.itemsize * sum(map(math.prod, built.shapes.values()))

@@ -1,4 +1,4 @@
-"""Going on with a run: from which checkpoint, and what must be as it was."""
+"""Resuming a run: from which checkpoint, and which settings must not change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRAINED_TEXTS = "trained text encoders"
 
 
 def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:
-    """What a checkpoint is only good for: settings, data and model."""
+    """The settings, data and model that a checkpoint depends on."""
     dumped = config.model_dump(mode="json")
     values = {name: dumped[name.split(".")[0]][name.split(".")[1]] for name in FIXED}
     own = {number: source["captions"] for number, source in enumerate(dumped["data"]["sources"]) if source["captions"]}
@@ -48,22 +48,22 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
 
 
 def shown_by_source(config: Config) -> list[dict[str, Any]]:
-    """What sources say of their images in place of `[data]`; empty where none does."""
-    said = [source.model_dump(mode="json", include=set(SHOWN_BY), exclude_none=True) for source in config.data.sources]
-    return said if any(said) else []
+    """Settings of single sources that override `[data]`; empty where there are none."""
+    own = [source.model_dump(mode="json", include=set(SHOWN_BY), exclude_none=True) for source in config.data.sources]
+    return own if any(own) else []
 
 
 def find_start(folder: Path, settings: dict[str, Any], console: Console, config: Config) -> Checkpoint | None:
-    """The newest checkpoint that can be gone on from; None, said, when there never was one.
+    """The newest checkpoint that can be resumed; None, which is printed, when there never was one.
 
-    Raises UsageError when all are damaged, since starting over would replace what the run made, and
-    when settings changed that its weights or its order of samples hang on.
+    Raises UsageError when all are damaged, since starting over would replace the run's files, and
+    when settings changed that its weights or its order of samples depend on.
     """
     found, damaged = newest_valid(folder / "checkpoints")
     if found is None and damaged:
         raise UsageError(all_damaged(folder, damaged))
     for path, reason in damaged.items():
-        console.print(f"--resume: {path.name} is damaged and passed over ({reason})")
+        console.print(f"warning: {path.name} is damaged and skipped ({reason})")
     if found is None:
         console.print("--resume: no checkpoint yet, starting at step 0")
         return None
@@ -79,7 +79,7 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
 
 
 def all_damaged(folder: Path, damaged: Mapping[Path, str]) -> Problem:
-    """Why a run cannot be gone on with, and how to begin it anew on purpose."""
+    """Why a run cannot be resumed, and how to start it over on purpose."""
     named = "; ".join(f"{path.name} ({reason})" for path, reason in damaged.items())
     return Problem(
         f"No checkpoint of {folder} can be read: {named}.",
@@ -88,12 +88,12 @@ def all_damaged(folder: Path, damaged: Mapping[Path, str]) -> Problem:
 
 
 def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Problem:
-    """What a resumed run must not do otherwise, in words: hashes say nothing to anyone."""
+    """The problem of a setting that a resumed run must not change, in words instead of hashes."""
     fix = "Set it back, or start a new --name."
     if name == "model":
-        return Problem("The model's weights differ from those that the run began with.", fix)
+        return Problem("The model's weights differ from those at the start of the run.", fix)
     if name in ("VAE", "text encoder"):
-        return Problem(f"The model's {name} differs from the one that the run began with.", fix)
+        return Problem(f"The model's {name} differs from the one at the start of the run.", fix)
     if name == "data":
         now, before = [source.path for source in with_absolute_paths(config).data.sources], earlier_sources(folder)
         here = ", ".join(now) or "the built-in dataset"
@@ -103,7 +103,7 @@ def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Pr
 
 
 def earlier_sources(folder: Path) -> list[str]:
-    """Where the run's data lay when it was last started; empty where that cannot be read."""
+    """The paths of the run's data when it was last started; empty where they cannot be read."""
     try:
         sources = read_toml(folder / "config.toml")["data"]["sources"]
         return [str(source["path"] if isinstance(source, dict) else source) for source in sources]

@@ -1,4 +1,4 @@
-"""A whole run: check the data, choose for the hardware, cache, train, validate, release, record."""
+"""A whole run: check the data, choose for the hardware, cache, train, validate, export, record."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from lora_trainer.production.folder import (
     claim,
     ended_early,
     free_reserve,
-    held,
     is_finished,
     leave_as_found,
+    locked_folder,
 )
 from lora_trainer.production.inputs import (
     Inputs,
@@ -58,13 +58,13 @@ from lora_trainer.production.inputs import (
     read_model,
     with_absolute_paths,
 )
-from lora_trainer.production.messages import announce, left_behind, show_end, show_report
+from lora_trainer.production.messages import announce, describe_stop, show_end, show_report
 from lora_trainer.production.order import Order, plain_console, run_folder
 from lora_trainer.production.record import FILE as RECORD
 from lora_trainer.production.record import PHASES, SHOWN_EVENTS, Record, latest, read_record, write_record
 from lora_trainer.production.settings import refuse_missing_attention
 
-if TYPE_CHECKING:  # torch is loaded after the data has been judged
+if TYPE_CHECKING:  # torch is loaded after the data is checked
     from lora_trainer.evaluation.report import LoraReport
     from lora_trainer.production.flow import Outcome
 
@@ -108,9 +108,9 @@ def train(
     """Train one LoRA.
 
     With `enforce_gates` a dataset or a LoRA that scores below its gate is refused;
-    without, only data that cannot be trained on. With `verbose` what is only recorded otherwise is printed too. Lines go to `console`, by default stdout;
-    `watch` is called as the run moves on. Raises UserError for everything a user
-    can mend; what was trained until then is saved and recorded.
+    without, only data that cannot be trained on. `verbose` also prints details that are otherwise only recorded.
+    Lines are printed to `console`, by default stdout; `watch` is called with the run's progress.
+    Raises UserError for everything a user can fix; what was trained until then is saved and recorded.
     """
     if enforce_gates:
         refuse_unmeasured(resolved.config.gates)
@@ -126,7 +126,7 @@ def train(
     watch(Progress("checking"))
     order = for_its_model(order)
     inputs = read_inputs(order.config, families, weights=False)
-    show_report(inputs, console)
+    show_report(order.config, inputs, console)
     if dry_run and inputs.train:  # a refused dataset's plan is worth seeing too
         from lora_trainer.production.dry_run import show_plan
 
@@ -134,25 +134,25 @@ def train(
     refuse_data(inputs, enforce_gates=enforce_gates)
     if dry_run:
         return RunResult(folder, {}, DONE)
-    inputs = with_weights(order, inputs)  # not fetched for data that is refused
+    inputs = with_weights(order, inputs)  # not downloaded for refused data
     if found is not None and is_finished(found) and total_steps(order, inputs) <= found.get("steps", 0):
         return nothing_to_do(order, found)
     return run_recorded(order, inputs)
 
 
 def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
-    """A finished run was resumed; the exit code is that of the gate, where one refused its LoRA."""
+    """Report a resumed run that is already finished; the exit code is the gate's, where it refused the LoRA."""
     status, steps = record["status"], record["steps"]
     if is_main_process():
-        remove_unfinished(order.folder)  # of a page that was being written when the run was killed
+        remove_unfinished(order.folder)  # the report was being written when the run was killed
     if ended_early(order, dict(record)):
         order.console.print(
-            f"{order.folder} stopped early at step {steps}: {record.get('reason')}."
-            " Nothing to do; a higher safeguards.patience goes on from there."
+            f"{order.folder} stopped early at step {steps}: {record.get('reason')}. Nothing to do."
+            " To continue, set a higher safeguards.patience."
         )
         return RunResult(order.folder, record, int(record.get("exit_code") or DONE))
     order.console.print(
-        f"{order.folder} is finished (status {status}, step {steps}): nothing to do. More steps go on from there."
+        f"{order.folder} is finished (status {status}, step {steps}). Nothing to do. To continue, set more steps."
     )
     return RunResult(order.folder, record, int(record.get("exit_code") or DONE))
 
@@ -164,25 +164,25 @@ def total_steps(order: Order, inputs: Inputs) -> int:
 @listening()
 @data_in_use()
 def cache(resolved: Resolved) -> None:
-    """Fill the caches that a run of these settings needs, and train nothing. Raises UserError."""
+    """Cache latents and text embeddings for a run with these settings, and train nothing. Raises UserError."""
     order = Order(resolved, run_folder(resolved.config), plain_console())
     announce(order.config, order.console)
     order = for_its_model(order)
     inputs = read_inputs(order.config)
-    show_report(inputs, order.console)
+    show_report(order.config, inputs, order.console)
     refuse_data(inputs, enforce_gates=False)
     from lora_trainer.data.caches.claims import in_use
     from lora_trainer.production.caching import cache_folder
     from lora_trainer.production.session import fill, open_session
 
-    safe = "What was encoded until now is kept."
+    safe = "The entries cached so far are kept."
     patience = Patience(order.config.checkpoint.wait_minutes, order.console.print, lambda: safe)
     with patient(patience), in_use(cache_folder(order.config)):
         fill(open_session(order, inputs))
 
 
 def for_its_model(order: Order) -> Order:
-    """The order without the options that presets want and its model lacks, which are said. Raises UserError."""
+    """The order without preset options that its model does not support, which are printed. Raises UserError."""
     suits = partial(suited, order.resolved)
     resolved = suits(read_model(order.config, order.families, weights=False, suits=suits)[1].prediction)
     for note in resolved.notes[len(order.resolved.notes) :]:
@@ -191,7 +191,7 @@ def for_its_model(order: Order) -> Order:
 
 
 def with_weights(order: Order, inputs: Inputs) -> Inputs:
-    """The inputs, with a model whose weights are here. Raises UsageError."""
+    """The inputs, with a model whose weights are downloaded. Raises UsageError."""
     if inputs.facts.whole:
         return inputs
     say = silent if order.console.quiet else on_stderr
@@ -201,8 +201,8 @@ def with_weights(order: Order, inputs: Inputs) -> Inputs:
 def refuse_unmeasured(gates: GatesSection) -> None:
     """Raise UsageError for a gate that is enforced on a score that is not measured."""
     if gates.lora_check == "off" and gates.lora > 0:
-        message = f"gates.lora_check=off measures no score, and gates.lora={gates.lora:g} is enforced here."
-        fix = "Set gates.lora_check=lite or full, or gates.lora=0, which refuses no LoRA; `train` enforces neither."
+        message = f"gates.lora is {gates.lora:g}, but gates.lora_check=off measures no score."
+        fix = "Set gates.lora_check=lite or full, or gates.lora=0, or use `train`, which enforces no gate."
         raise UsageError(Problem(message, fix))
 
 
@@ -214,15 +214,15 @@ def refuse_data(inputs: Inputs, *, enforce_gates: bool) -> None:
     if enforce_gates and not report.passed:
         raise DatasetRefused(
             Problem(
-                f"The dataset scores {report.score:.2f}, under the gate of {report.gate:.2f}.",
-                "lora-trainer check shows what to mend; --set gates.dataset=… changes the gate.",
+                f"The dataset scores {report.score:.2f}, below the minimum of {report.gate:.2f}.",
+                "`lora-trainer check` shows what to fix; --set gates.dataset=… changes the minimum.",
             ),
             report,
         )
 
 
 def run_recorded(order: Order, inputs: Inputs) -> RunResult:
-    """Run the session and leave a true `run.json`, however it ends."""
+    """Run the session and write a correct `run.json`, however it ends."""
     with importing():
         from lora_trainer.production.libraries import import_libraries
 
@@ -237,13 +237,12 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
         from lora_trainer.training.processes import join_processes
 
     began, folder = time.monotonic(), order.folder
-    set_allocator(expandable=order.config.memory.expandable_segments)  # before a GPU is woken
-    join_processes(
-        order.config.train.process_timeout_minutes
-    ).wait()  # all must have found the folder free before one of them claims it
-    # A signal ends the session alone; before it, and after it, what is known of the run is written down.
-    with held(order) as hold_again, patient(patience_of(order)) as patience, remembering():
-        patience.keep(LOCK, hold_again)
+    set_allocator(expandable=order.config.memory.expandable_segments)  # before CUDA is initialized
+    # All processes must find the folder free before one of them claims it.
+    join_processes(order.config.train.process_timeout_minutes).wait()
+    # A signal ends only the session; the record is written before and after it.
+    with locked_folder(order) as lock_again, patient(patience_of(order)) as patience, remembering():
+        patience.keep(LOCK, lock_again)
         previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
         record = first_record(order, inputs, previous or {})
         order = replace(order, differences=find_differences(order, previous or {}, record))
@@ -260,37 +259,37 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
                 raise
             record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)
             if isinstance(error, KeyboardInterrupt | SystemExit):
-                order.console.print(left_behind(order, record))
+                order.console.print(describe_stop(order, record))
                 record_signal(order, record)
             try:
                 finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
-            except (OSError, UserError) as refused:  # what ended the run is told, not what came of it
+            except (OSError, UserError) as refused:  # the error that ended the run is the one to raise
                 order.console.print(f"{RECORD} could not be written: {refused}")
             raise
         return conclude(order, outcome, time.monotonic() - began)
 
 
 def record_signal(order: Order, record: Record) -> None:
-    """Note one that ended a session outside of its loop, which notes its own. A disk that refuses costs the note alone."""
+    """Log a signal that ended a session outside of its training loop. A disk that refuses loses only this event."""
     from lora_trainer.monitor.events import Event
     from lora_trainer.monitor.trackers import EVENTS
 
     number = signal_that_came()
     if number is None or not is_main_process():
         return
-    event = Event(record.steps, "signal", f"{signal.Signals(number).name}: left at once, outside of training")
+    event = Event(record.steps, "signal", f"{signal.Signals(number).name}: stopped at once, outside of training")
     with suppress(OSError):
         append_text(order.folder / EVENTS, json.dumps(event.to_json()) + "\n")
 
 
 def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
-    """Record how a session ended, and say it. Raises LoraRefused under an enforced gate."""
+    """Record and print how a session ended. Raises LoraRefused for a LoRA below an enforced gate."""
     folder, report = order.folder, outcome.lora
     record = outcome.record.with_seconds(total=seconds)
     if outcome.signal_exit is not None:
         record = replace(record, status="stopped", exit_code=outcome.signal_exit, reason="stopped by a signal")
         record = finish(order, record)
-        order.console.print(left_behind(order, record))
+        order.console.print(describe_stop(order, record))
         return RunResult(folder, asdict(record), outcome.signal_exit)
     if report is None:  # not the main process
         return RunResult(folder, asdict(record), DONE)
@@ -304,13 +303,13 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
     show_end(record, report, folder, outcome.comparison, order.console)
     if refused:
         fixes = " ".join(finding.fix for finding in report.findings if finding.severity == "error")
-        message = f"{' '.join(report.reasons)} It stays in {folder}, marked as refused."
+        message = f"{' '.join(report.reasons)} It is kept in {folder}, marked as refused."
         raise LoraRefused(Problem(message, fixes or "The findings above say what to change."), report)
     return RunResult(folder, asdict(record), code)
 
 
 def mark_refused(folder: Path, report: LoraReport | None) -> None:
-    """Leave a note beside a refused file, for whoever finds it; None takes an earlier note away."""
+    """Write a note next to a refused file; None removes an earlier note."""
     note = folder / f"{folder.name}.refused.txt"
     if report is None:
         note.unlink(missing_ok=True)
@@ -328,9 +327,9 @@ def keep(folder: Path, record: Record) -> None:
 
 
 def finish(order: Order, record: Record) -> Record:
-    """Write the last record and the page made from it, from the main process only; what was written.
+    """Write the last record and its report, from the main process only; returns the record that was written.
 
-    A run is never lost to its page: that none could be made is said. One that was stopped before it trained has none.
+    A report that cannot be written is printed and does not fail the run. A run stopped before its first step has none.
     """
     if not is_main_process():
         return record
@@ -340,7 +339,7 @@ def finish(order: Order, record: Record) -> Record:
     drawn = sorted((order.folder / "samples").glob("*.json"))
     samples = tuple(path.relative_to(order.folder).as_posix() for path in drawn)
     free_reserve(order.folder)  # room for the record
-    with suppress(OSError):  # the disk that ended the run
+    with suppress(OSError):  # the disk may be what ended the run
         record_pauses(order.folder, record.steps)
     weights = tuple(
         sorted(path.relative_to(order.folder).as_posix() for path in order.folder.glob("weights/*.safetensors"))
@@ -354,7 +353,7 @@ def finish(order: Order, record: Record) -> Record:
         return record
     try:
         write_report(order.folder)
-    except Exception as error:  # noqa: BLE001  what is wrong with a page must not end a run otherwise than it ended
+    except Exception as error:  # noqa: BLE001  a report must not change how a run ends
         order.console.print(f"{FILE} could not be written: {type(error).__name__}: {error}")
         record = replace(record, files={**record.files, "report": None})
         write_record(order.folder, record)
@@ -362,7 +361,7 @@ def finish(order: Order, record: Record) -> Record:
 
 
 def ended_by(error: BaseException, record: Record) -> Record:
-    """The record of a run that an error or a signal outside the loop ended, with the command's exit code."""
+    """The record of a run ended by an error or by a signal outside the loop, with the command's exit code."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else INTERRUPTED
         return replace(record, status="stopped", exit_code=code, reason="stopped by a signal")
@@ -377,7 +376,7 @@ def ended_by(error: BaseException, record: Record) -> Record:
 
 
 def first_record(order: Order, inputs: Inputs, earlier: Mapping[str, Any]) -> Record:
-    """What is known before training; durations of earlier sessions of the run are kept, and where it last ran."""
+    """The record before training; the durations of earlier sessions and the last hardware are kept."""
     config = with_absolute_paths(order.config).model_dump(mode="json")
     versions = package_versions()
     return Record(

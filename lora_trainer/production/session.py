@@ -146,8 +146,8 @@ def with_found_micro(session: Session, learner: StepContext, data: CachedData) -
         with nullcontext() if learner.compiled is None else learner.compiled.off():
             micro, reason = find_micro(config, session.inputs, learner, data, most)
         micro = smallest(micro, processes)
-    session.console.print(f"micro-batch {micro}: {reason}")
     choices = replace(session.choices, micro=micro, micro_reason=reason)
+    session.console.print(choices.lines[-1])
     steps = arithmetic(config, session.inputs.train, micro, processes.world)
     return replace(session, choices=choices, steps=steps)
 

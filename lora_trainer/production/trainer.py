@@ -39,14 +39,14 @@ class Setting:
 
 
 class ProductionTrainer:
-    """One LoRA: check the data, settle the settings, train watched, judge, release or refuse.
+    """One LoRA: check the data, resolve the settings, train, evaluate, export or refuse.
 
-    Everything may be left out: without `model` the built-in base is used, without `data` the
+    Everything is optional: without `model` the built-in base model is used, without `data` the
     built-in dataset. `presets` are names such as `12gb` and `quality`, or `auto`. `settings`
     are `{"lora.rank": 8}` or `{"lora": {"rank": 8}}`. Layers, later wins: defaults, family
     preset, `presets`, `config` (a TOML file), `settings`, the other arguments.
 
-    `progress` is called as the run moves on, with a `Progress`; with `quiet` nothing is printed.
+    `progress` is called during the run with a `Progress`; with `quiet` nothing is printed.
     Raises UsageError with everything that is wrong with the settings.
     """
 
@@ -143,12 +143,12 @@ def _nested(settings: Mapping[str, Any], problems: list[Problem]) -> dict[str, A
     sections: dict[str, Any] = {}
     for name, value in settings.items():
         section, dot, key = name.partition(".")
-        given = {key: value} if dot else value
-        if not isinstance(given, Mapping):
-            sections[name] = given  # refused by name, with the section that it belongs to
+        values = {key: value} if dot else value
+        if not isinstance(values, Mapping):
+            sections[name] = values  # refused by name, with its section
             continue
         home = sections.setdefault(section, {})
-        for each, inner in given.items():
+        for each, inner in values.items():
             if each in home:
                 problems.append(Problem(f"settings names {section}.{each} twice.", "Leave one of them."))
             home[each] = os.fspath(inner) if isinstance(inner, os.PathLike) else inner

@@ -135,7 +135,7 @@ def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str], t
         (["validate"], "The following arguments are required: LORA."),
         (["sample", "a.safetensors", "--seed", "x"], "error: --seed x is not a whole number.\n"),
         (["sample", "a.safetensors", "--strength", "a b"], "error: --strength a b is not a number.\n"),
-        (["sample", "a.safetensors", "--recipe", __file__], "as a recipe: it is no JSON."),
+        (["sample", "a.safetensors", "--recipe", __file__], "as a recipe: it is not JSON."),
         (["presets", "12gb"], "Use: presets show 12gb"),
         (["presets", "show"], "presets show needs a name."),
         (["presets", "show", "sd16"], "Did you mean sd15?"),
@@ -223,7 +223,7 @@ def test_in_one_pipe_an_error_comes_last(tmp_path: Path) -> None:
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=300)
     output = ended.stdout.decode()
     assert ended.returncode == 2
-    assert 0 <= output.index("No --model") < output.index("error: ")
+    assert 0 <= output.index("(no --model)") < output.index("error: ")
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

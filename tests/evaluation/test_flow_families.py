@@ -111,7 +111,7 @@ def test_a_lora_on_t5_is_refused_by_a_base_model_without_t5(tmp_path: Path, caps
     )
     arguments = (str(kohya), "--model", str(base))
     expected = (
-        f"{len(t5.modules)} modules of the LoRA are on a text encoder that the base lacks (first: text_encoder_3."
+        f"{len(t5.modules)} modules of the LoRA are on a text encoder that the base model lacks (first: text_encoder_3."
     )
     assert main(["sample", *arguments, "--prompt", "a ring"]) == 2
     assert expected in capsys.readouterr().err

@@ -91,7 +91,7 @@ def test_a_trained_lora_has_learned(trained: Path, base: Path, samples: list[Enc
     assert report.parts["learning"] == 1.0
     assert report.score > 0.3
     assert "few_validation_images" in codes(report)
-    assert caveat(report.numbers) == f"measured on {len(samples[4:])} images: says little"
+    assert caveat(report.numbers) == f"measured on {len(samples[4:])} images, which is little evidence"
     assert json.loads(json.dumps(report.to_json(), allow_nan=False))["parts"]["learning"] == 1.0
     again = check(trained.with_name("trained.diffusers.safetensors"), base, samples[4:])
     assert again.score == report.score
@@ -119,7 +119,10 @@ def test_the_gate_measures_the_effect_of_the_file(trained: Path, base: Path, sam
 def test_missing_validation_images_are_reported(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
     itself = check(trained, base, samples, unseen=False)
     assert "trained_images" in codes(itself)
-    assert caveat(itself.numbers) == f"measured on {len(samples)} images that may have been trained on: says little"
+    assert (
+        caveat(itself.numbers)
+        == f"measured on {len(samples)} images that may have been trained on, which is little evidence"
+    )
     assert caveat(check(trained, base, samples).numbers) == ""
     report = check(trained, base, [])
     assert "no_samples" in codes(report)

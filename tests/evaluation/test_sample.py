@@ -144,7 +144,7 @@ def test_a_lora_of_another_family_is_refused_before_the_base_model_is_loaded(
     path, _ = write_lora(tmp_path, "other", foreign, facts(base_version="sdxl_base_v1-0"))
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
     output = capsys.readouterr().err
-    assert "another kind of model: sdxl; the base is of sd15" in output
+    assert "another model family: sdxl; the base model is sd15" in output
     assert "nowhere" not in output
 
 
@@ -155,7 +155,7 @@ def test_a_header_with_another_family_is_refused_even_if_all_keys_fit(
     unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
     path, _ = write_lora(tmp_path, "other", random_lora(unet, size=0.2), facts(base_version="sdxl_base_v1-0"))
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
-    assert "another kind of model: sdxl; the base is of sd15" in capsys.readouterr().err
+    assert "another model family: sdxl; the base model is sd15" in capsys.readouterr().err
 
 
 def test_keys_that_do_not_fit_are_summarized(

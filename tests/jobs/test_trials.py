@@ -72,7 +72,7 @@ def test_memory_of_an_own_run(place, capsys):
 @pytest.mark.slow
 def test_batches_grow_until_the_planned_limit(capsys):
     """The plan and the measurement agree on how many fit."""
-    with patched(batch, "MOST_ON_A_PROCESSOR", 2):
+    with patched(batch, "MOST_ON_CPU", 2):
         document = measured("batch", capsys, settings=(*THIN, "memory.limit_gib=0.836"))
     rows = {row["name"]: row for row in document["rows"]}
     assert rows["1"]["ratio"] == 1.0

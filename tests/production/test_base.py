@@ -218,14 +218,14 @@ def test_a_path_without_a_model_is_refused_with_a_suggestion(
     Path("link").symlink_to("gone")
     page = "https://huggingface.co/some/model"
     for named, words in (
-        ("link", "is a link to gone, where nothing is"),
+        ("link", "is a link to gone, which does not exist"),
         ("lost", "looked for in"),
         (" ", "--model is empty"),
-        ("some/model@v1", "Name it as some/model, with model.revision=v1"),
+        ("some/model@v1", "Write it as some/model, with model.revision=v1"),
         (f"{page}/resolve/main/old/sd.safetensors", "Name the model as some/model/old/sd.safetensors"),
         ("https://elsewhere.org/sd", "Download the file"),
-        (str(folder / "model_index.json"), f"Name its folder: {folder}"),
-        (str(folder / "unet"), f"Name all of it: {folder}"),
+        (str(folder / "model_index.json"), f"Use its folder: {folder}"),
+        (str(folder / "unet"), f"Use the whole model: {folder}"),
     ):
         with pytest.raises(UsageError, match=re.escape(words)):
             find_base(ModelSection(path=named))

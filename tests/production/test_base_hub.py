@@ -112,7 +112,7 @@ def test_a_hub_vae(folder: Path, checkpoint: Path, tmp_path: Path, inside: str) 
             model = ModelSection(path=str(base), vae="some/vae")
             early = find_base(model, weights=False, say=hub.listing.get)
             assert hub.fetched() == [f"{inside}config.json"]
-            assert (early.whole, early.held) == (False, {"vae": f"some/vae@{COMMIT}"})
+            assert (early.whole, early.pinned) == (False, {"vae": f"some/vae@{COMMIT}"})
             with without_weights():
                 assert FAMILIES["sdxl"].describe(early.folder).latent_channels == 4
             whole = find_base(model, say=hub.listing.get)
@@ -131,9 +131,9 @@ def test_a_hub_vae_in_one_file(folder: Path, tmp_path: Path) -> None:
         hub.repositories["some/vae"] = {"one.safetensors": file.read_bytes()}
         model = ModelSection(path=str(folder), vae="some/vae/one.safetensors")
         early = find_base(model, weights=False, say=hub.listing.get)
-        assert (early.whole, early.held) == (False, {"vae": f"some/vae@{COMMIT}/one.safetensors"})
+        assert (early.whole, early.pinned) == (False, {"vae": f"some/vae@{COMMIT}/one.safetensors"})
         assert not list((tmp_path / "hf").rglob("one.safetensors"))
-        whole = find_base(ModelSection(path=str(folder), vae=early.held["vae"]), say=hub.listing.get)
+        whole = find_base(ModelSection(path=str(folder), vae=early.pinned["vae"]), say=hub.listing.get)
         assert weights_digest(whole.folder / "vae") == weights_digest(found(folder, vae=file) / "vae")
         for named in ("some/vae", "some/vae@v1"):
             with pytest.raises(UsageError, match=r"holds no vae/.*Name one of its files: some/vae/one.safetensors"):
@@ -170,7 +170,7 @@ def test_hub_text_encoders(folder: Path, checkpoint: Path, tmp_path: Path) -> No
         assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
         laid_out = find_base(model, say=hub.listing.get)
         assert {name.partition("/")[0] for name in hub.fetched()} == {"text_encoder_2", "tokenizer_2"}
-        assert laid_out.held == {"text_encoders": f"some/model@{COMMIT}"}
+        assert laid_out.pinned == {"text_encoders": f"some/model@{COMMIT}"}
         hub.requests.clear()
         assert find_base(model, say=hub.listing.get) == laid_out
         assert hub.requests == []

@@ -269,7 +269,7 @@ def test_wrong_arguments_are_reported_before_anything_is_read(
     assert main(["caption", data, "--model", "none"]) == 2
     assert "Choose where to write captions" in capsys.readouterr().err
     assert main(["caption", data, "--model", "none", "--output", f"{data}/captions"]) == 2
-    assert "lies inside of the data" in capsys.readouterr().err
+    assert "is inside the dataset" in capsys.readouterr().err
     assert (
         main(["caption", f"{data}/a.png", "--model", "none", "--in-place", "--batch-size", "0", "--threshold", "3"])
         == 2

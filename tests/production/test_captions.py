@@ -14,7 +14,7 @@ from lora_trainer.data.captions import settled
 from lora_trainer.data.sample import Sample
 from lora_trainer.production.drawing import sample_prompts, triggers
 from lora_trainer.production.inputs import Inputs, read_inputs
-from lora_trainer.production.messages import caption_told, show_captions
+from lora_trainer.production.messages import caption_lines, show_captions
 from lora_trainer.production.plans.plan import planned_data
 from tests.recipes.recipe import draw_images
 
@@ -66,7 +66,7 @@ def test_the_description_of_captions(config: Config, inputs: Inputs) -> None:
     with console.capture() as captured:
         show_captions(config, inputs, console, 4)
     lines = captured.get()
-    assert "captions, for example, 10% of the time the empty one:" in lines
+    assert "captions, for example, empty 10% of the time:" in lines
     first = inputs.train[0]
     texts = list(dict.fromkeys(first.texts))
     assert f"image_0.png: canonical 'zobo, ring, red, big, number 0', trained on {len(texts)} texts:" in lines
@@ -82,15 +82,15 @@ def test_the_description_of_captions(config: Config, inputs: Inputs) -> None:
 
 def test_the_shown_caption_is_the_trained_one() -> None:
     plain = Sample(Path("a.png"), "a cat", 8, 8, "0")
-    assert caption_told(plain) == ["a.png: trained on 'a cat'"]
+    assert caption_lines(plain) == ["a.png: trained on 'a cat'"]
     rules = CaptionsSection(wildcards=True, prompt_weighting=True, shuffle=True, keep_tokens=9, variants=8)
     (sample,) = settled([replace(plain, caption="a (cat:1.2), {red|blue}")], [rules])
-    head, *texts = caption_told(sample)
+    head, *texts = caption_lines(sample)
     assert head == "a.png: canonical 'a cat, red', trained on 2 texts:"
     assert sorted(texts) == ["  'a (cat:1.2), blue'", "  'a (cat:1.2), red'"]
     rules = CaptionsSection(trigger_word="sks", shuffle=True, keep_tokens=1, tag_dropout=1.0)
     (sample,) = settled([replace(plain, caption="cat, red, big")], [rules])
-    assert caption_told(sample) == ["a.png: canonical 'sks, cat, red, big', trained on 1 text:", "  'sks, cat'"]
+    assert caption_lines(sample) == ["a.png: canonical 'sks, cat, red, big', trained on 1 text:", "  'sks, cat'"]
 
 
 def test_a_plan_counts_the_same_texts(config: Config, inputs: Inputs) -> None:

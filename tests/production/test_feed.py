@@ -101,7 +101,7 @@ def test_training_samples_depend_only_on_the_step(data, seed, effective, start, 
 @given(st.integers(0, 2**40), st.integers(1, 7), st.integers(1, 30))
 def test_sample_counts_match_the_samples_fed(data, seed, effective, steps):
     (feed,) = feeds(data, seed, effective, 1, 4)
-    counts = feed.ledger(steps)
+    counts = feed.sample_counts(steps)
     micros = [micro for step in range(steps) for micro in feed.micros(step)]
     fed = Counter(float(value) for micro in micros for value in micro.cond["embeds"][:, 0, 0])
     texts = {

@@ -16,7 +16,7 @@ from lora_trainer.models.family import public_architecture
 from lora_trainer.models.memory.phases import drawn_on_a_cpu, held_bytes, phase_costs
 from lora_trainer.production import choices
 from lora_trainer.production.choices import Choices, choose
-from lora_trainer.production.host import base_words, weights_held
+from lora_trainer.production.host import base_note, weight_bytes
 from lora_trainer.production.memory import GIB
 from lora_trainer.production.plans.plan import Plan, make_plan
 from lora_trainer.production.plans.view import host_lines, lines
@@ -82,9 +82,9 @@ def test_parts_stored_in_the_compute_precision_stay_memory_mapped(tmp_path: Path
     size = sum(each.numel() for each in load_file(next((model / "transformer").glob("*.safetensors"))).values())
     assert held_bytes(facts, "transformer", 1, "F32") == 0
     assert held_bytes(facts, "transformer", 1, "BF16") == 2 * size
-    assert weights_held(FAMILIES["flux"], facts, "fp32") == 0
-    assert weights_held(FAMILIES["flux"], facts, "bf16") == 2 * size
-    assert weights_held(FAMILIES["flux"], facts, "nf4") == 0
+    assert weight_bytes(FAMILIES["flux"], facts, "fp32") == 0
+    assert weight_bytes(FAMILIES["flux"], facts, "bf16") == 2 * size
+    assert weight_bytes(FAMILIES["flux"], facts, "nf4") == 0
 
 
 def test_a_plan_shows_where_host_memory_is_too_small() -> None:
@@ -97,13 +97,13 @@ def test_a_plan_shows_where_host_memory_is_too_small() -> None:
 
 
 def test_a_base_model_too_large_for_host_memory_is_refused() -> None:
-    assert base_words(2 * GIB, 1, 16 * GIB, 8 * GIB) is None
-    assert base_words(0, 1, 1, 0) is None
-    assert "of which 1.0 are free" in str(base_words(2 * GIB, 1, 16 * GIB, 1 * GIB))
+    assert base_note(2 * GIB, 1, 16 * GIB, 8 * GIB) is None
+    assert base_note(0, 1, 1, 0) is None
+    assert "of which 1.0 are free" in str(base_note(2 * GIB, 1, 16 * GIB, 1 * GIB))
     with pytest.raises(UsageError, match=r"needs 44\.3 GiB of host memory; this system has 16\.0"):
-        base_words(int(44.3 * GIB), 1, 16 * GIB, 8 * GIB)
+        base_note(int(44.3 * GIB), 1, 16 * GIB, 8 * GIB)
     with pytest.raises(UsageError, match="in each of 4 processes"):
-        base_words(8 * GIB, 4, 16 * GIB, 8 * GIB)
+        base_note(8 * GIB, 4, 16 * GIB, 8 * GIB)
 
 
 def test_fewer_large_images_are_generated_at_once_on_a_cpu() -> None:

@@ -115,7 +115,7 @@ def test_an_interrupted_fetch_resumes(hub: LocalHub, monkeypatch: pytest.MonkeyP
     ranges = [span for how, path, span in hub.requests if how == "GET" and path.endswith(UNET)]
     assert ranges == ["bytes=4000-"]
     assert (found.folder / UNET).read_bytes() == FILES[UNET]
-    assert any("goes on at 4 KB" in line for line in messages)
+    assert any("resuming at 4 KB" in line for line in messages)
 
 
 def test_bytes_that_differ_from_the_hub_digest_are_refused(hub: LocalHub) -> None:
@@ -272,7 +272,7 @@ def test_an_existing_folder_of_the_owner_makes_an_id_a_mistyped_path(
 ) -> None:
     (tmp_path / "some").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert "the folder some is here" in refused()
+    assert "the folder some exists" in refused()
     assert hub.requests == []
 
 

@@ -23,10 +23,10 @@ from lora_trainer.production.gpu_rates import OTHER_TFLOPS, USUAL, least_seconds
 from lora_trainer.production.memory import (
     LARGEST_SHARE,
     Demand,
+    candidate_plans,
     choose_fit,
     parts_of,
     refuse_what_does_not_fit,
-    ways,
 )
 from lora_trainer.production.plans.plan import Plan, computed_in, make_plan
 from lora_trainer.production.plans.table import every_plan, plans_page
@@ -160,7 +160,7 @@ def test_any_step_is_covered_and_within_its_limits(samples: int, limit: float, m
     assert (fit.accumulation - 1) * fit.micro < samples <= fit.accumulation * fit.micro
     assert fit.fits == (fit.parts.peak <= LARGEST_SHARE * limit)
     assert fit.fits
-    earlier = next(option for option in ways(demand) if option.fits)
+    earlier = next(option for option in candidate_plans(demand) if option.fits)
     assert earlier == fit
 
 
@@ -212,9 +212,9 @@ def test_a_fixed_weight_dtype_swaps_blocks_when_needed() -> None:
 def test_a_refusal_names_the_settings_and_the_swapped_blocks() -> None:
     set_by_hand = plan_for("12gb", family="flux", memory__weight_dtype="fp8", memory__gradient_checkpointing=57)
     assert set_by_hand.fit.swapped > 0
-    assert set_by_hand.fit.reasons[1] == "asked for"
+    assert set_by_hand.fit.reasons[1] == "as set"
     left_open = plan_for("12gb", family="flux", memory__weight_dtype="fp8")
-    assert left_open.fit.reasons[1] == "all of them, as streaming is slower"
+    assert left_open.fit.reasons[1] == "all of them, as block swap is slower"
     small = plan_for("6gb", family="flux", data__resolution=768)
     wide, own = (next(each for each in small.advice if key in each) for key in ("bf16 weights", "own 1024 px"))
     assert f"checkpointed and {small.fit.swapped} of 57 swapped." in wide
@@ -391,7 +391,7 @@ def test_a_plan_in_a_pipe_names_its_request(capsys: pytest.CaptureFixture[str]) 
     )
     assert main(["plan", *asked]) == 0
     output = capsys.readouterr().out
-    assert "bf16 does not fit with 0 blocks checkpointed, as asked for" in output
+    assert "bf16 does not fit with 0 blocks checkpointed, as set" in output
     assert "the whole run takes at least" in output
     assert not [line for line in output.splitlines() if line != line.rstrip()]
 

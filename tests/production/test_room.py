@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.config.schema import Config
-from lora_trainer.production.disk import highest_bytes, visits
+from lora_trainer.production.disk import highest_bytes, occurrences
 from lora_trainer.production.room import Room
 
 SHAPES = [(8, 320), (320, 8)] * 10
@@ -28,7 +28,7 @@ def test_kept_files_take_disk_space():
 def test_events_of_an_interval_are_counted(every, done, more):
     total = done + more
     counted = sum(step % every == 0 or step == total for step in range(done + 1, total + 1))
-    assert visits(every, done, total) == counted
+    assert occurrences(every, done, total) == counted
 
 
 def test_just_enough_disk_space_is_scarce(tmp_path):

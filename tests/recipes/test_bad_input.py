@@ -242,7 +242,7 @@ def test_a_folder_without_a_run(bench, capsys):
     bench.folder("mine").mkdir(parents=True)
     (bench.folder("mine") / "letter.txt").write_text("dear", encoding="utf-8")
     assert bench.run("mine") == 2
-    assert "is no run" in plain_error(capsys)
+    assert "is not a run" in plain_error(capsys)
     assert [path.name for path in bench.folder("mine").iterdir()] == ["letter.txt"]
 
 
@@ -337,7 +337,7 @@ def test_output_inside_the_data_is_refused(bench, capsys):
     arguments = bench.arguments("inside")
     arguments[arguments.index("--output") + 1] = str(bench.data / "runs")
     assert main(arguments) == 2
-    assert "lies in the dataset" in capsys.readouterr().err
+    assert "is inside the dataset" in capsys.readouterr().err
     assert not (bench.data / "runs").exists()
 
 
@@ -352,7 +352,7 @@ def test_a_folder_in_which_another_process_trains(bench, capsys):
         holder.stdout.readline()
         for extra in ((), ("--resume",)):
             assert bench.run("held", *extra) == 2
-            assert "by another process" in plain_error(capsys)
+            assert "Another process is training" in plain_error(capsys)
         holder.kill()
     assert bench.run("held", steps=1) == 0
     assert record(folder)["status"] == "done"

@@ -154,7 +154,7 @@ def test_the_whole_gate_applies_to_each_job(night):
     assert night.jobs("status") == {"ash": "refused", "birch": "done"}
     scores = {name: each["lora"] for name, each in night.jobs("scores").items()}
     assert scores["ash"] < gate.lora <= scores["birch"]
-    assert "under the gate of 0.90" in night.jobs("reason")["ash"]
+    assert "below the minimum of 0.90" in night.jobs("reason")["ash"]
 
 
 def test_a_batch_refuses_a_lora_that_has_not_seen_every_image(night):
@@ -265,7 +265,7 @@ def test_a_killed_batch_trains_nothing_twice(night, steps_trained, monkeypatch):
 def test_a_stopped_batch_resumes(name, code, night, steps_trained, capsys):
     with patched(Trackers, "steps", in_run("ash", 1, lambda: os.kill(os.getpid(), getattr(signal, name)))):
         assert night.run() == code
-    assert "Go on with --resume" in capsys.readouterr().out
+    assert "To continue, add --resume" in capsys.readouterr().out
     assert night.jobs("status") == {"ash": "stopped", "birch": "waiting", "cedar": "waiting"}
     assert night.document()["exit_code"] == code
     shutil.rmtree(night.root / "birch")
@@ -318,10 +318,10 @@ def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]
         "no folders": ([str(empty)], "holds no folder"),
         "images": ([str(mixed)], "lora-trainer train --data"),
         "one name twice": ([str(same)], "a and b would both become the run Twin"),
-        "output inside": ([str(night.root), "--output", str(night.root / "out")], "nothing is written there"),
+        "output inside": ([str(night.root), "--output", str(night.root / "out")], "where nothing is written"),
         "cache inside": (
             [str(night.root), *output, "--set", f"cache.dir={night.root / 'cache'}"],
-            "nothing is written there",
+            "where nothing is written",
         ),
         "data": ([str(night.root), *output, "--data", "x"], "--data is not for a batch"),
         "a name": ([str(night.root), *output, "--name", "x"], "--name is not for a batch"),
@@ -353,7 +353,7 @@ def test_a_dry_run_shows_every_folder_and_writes_nothing(night, tmp_path, capsys
     before = contents(tmp_path)
     assert night.run("--dry-run", "--executor", "local") == 2
     shown = capsys.readouterr().out
-    assert shown.count("9 trained, 1 held out") == 2
+    assert shown.count("9 training, 1 validation") == 2
     assert "data.sources (from lora.toml) cannot be set by a folder" in shown
     assert "run.output (from lora.toml) cannot be set by a folder" in shown
     assert contents(tmp_path) == before

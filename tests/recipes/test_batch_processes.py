@@ -82,7 +82,7 @@ def test_a_signal_stops_two_workers(number: str, code: int, night: Night, checko
     process.send_signal(getattr(signal, number))
     output, _ = process.communicate(timeout=400)
     assert process.returncode == code, output
-    assert "Go on with --resume" in output
+    assert "To continue, add --resume" in output
     assert night.jobs("status") == {"ash": "stopped", "birch": "stopped", "cedar": "waiting"}
     finish(night, checkout, "--jobs", "2")
     assert night.jobs("attempts") == {"ash": 2, "birch": 2, "cedar": 1}

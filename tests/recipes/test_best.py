@@ -103,7 +103,7 @@ def test_without_validation_the_last_step_is_exported(bench: Bench) -> None:
     assert bench.run("run", **HASTY | {"validation__split": 0.0}, steps=2) == 0
     released = record(bench.folder("run"))["released"]
     assert (released["step"], released["val_loss"]) == (2, None)
-    assert "nothing was held out" in released["reason"]
+    assert "no validation images" in released["reason"]
     assert best_files(bench.folder("run")) == []
 
 

@@ -78,7 +78,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(own, tmp_path, capsys):
     assert not own.output.exists()
     assert not own.cache.exists()
     shown = capsys.readouterr().out
-    assert "9 trained, 1 held out" in shown
+    assert "9 training, 1 validation" in shown
     assert "2 buckets: 80x48 (5), 64x64 (4)" in shown
     assert "9 images × 1 repeat = 9 a pass, / 2 a step = 5 steps" in shown
     assert "stopped at 6" in shown
@@ -116,7 +116,7 @@ def test_a_full_disk_is_refused_before_anything_is_built(own, capsys, monkeypatc
     monkeypatch.setattr(caching, "free_bytes", lambda _: 1000)
     assert own.run("first", command="cache") == 2
     output = capsys.readouterr().err
-    assert "Filling the caches needs" in output
+    assert "Caching latents and text embeddings needs" in output
     assert "1 KB free" in output
     assert "cache.dir" in output
     assert not list(own.cache.rglob("*.safetensors"))

@@ -147,7 +147,7 @@ def test_a_lora_is_refused_on_another_family(trained, tiny_model, tmp_path, caps
         capsys.readouterr()
         assert main([*command, "--model", str(other)]) == code
         output = capsys.readouterr()
-        assert "trained on another kind of model" in " ".join((output.out + output.err).split())
+        assert "trained on another model family" in " ".join((output.out + output.err).split())
 
 
 def test_a_v_prediction_model_with_zero_terminal_snr(tmp_path):

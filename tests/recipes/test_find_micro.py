@@ -79,23 +79,24 @@ def test_a_resumed_run_keeps_the_found_size(bench, monkeypatch):
         assert bench.run("whole", **settings) == 0
         assert bench.run("found", **settings | {"steps": 2}) == 0
     assert bench.run("found", "--resume", **settings) == 0
-    assert chosen(bench, "found").startswith("micro-batch 2: as it was found when the run began")
+    assert chosen(bench, "found").startswith("micro-batch size: 2 ")
+    assert "as it was found when the run began" in chosen(bench, "found")
     assert losses(bench.folder("found")) == losses(bench.folder("whole"))
 
 
 @pytest.mark.slow
 def test_on_a_cpu_free_memory_is_never_filled(bench, monkeypatch):
     once = FIVE | {"steps": 1, "train__auto_find_micro_batch_size": "true"}
-    memory = finding.held_by
+    memory = finding.measure_step
     needs = {}
 
-    def held_by(learner: Any, micro: Any, **named: Any) -> int | None:
+    def measure_step(learner: Any, micro: Any, **named: Any) -> int | None:
         needs[len(micro.t)] = memory(learner, micro, **named)
         return needs[len(micro.t)]
 
-    monkeypatch.setattr(finding, "held_by", held_by)
+    monkeypatch.setattr(finding, "measure_step", measure_step)
     assert bench.run("plenty", **once) == 0
-    assert "5 hold" in chosen(bench, "plenty")
+    assert "5 need" in chosen(bench, "plenty")
     assert "free system memory" in chosen(bench, "plenty")
     assert sorted(needs) == [1, 2, 4, 5]
     assert needs[4] == pytest.approx(4 * needs[1], rel=0.2), "activations grow with the samples"
@@ -104,10 +105,10 @@ def test_on_a_cpu_free_memory_is_never_filled(bench, monkeypatch):
     needs.clear()
     assert bench.run("little", **once) == 0
     assert max(needs) <= 3, "what would not fit is not even tried"
-    assert "would hold" in chosen(bench, "little")
+    assert "would need" in chosen(bench, "little")
 
     # Not even one fits, which is reported; the step has its own fallbacks.
     monkeypatch.setattr(finding, "system_memory", lambda: (100, 0))
     assert bench.run("one", **once) == 0
-    assert chosen(bench, "one").startswith("micro-batch 1")
+    assert chosen(bench, "one").startswith("micro-batch size: 1 ")
     assert "not even one sample fits" in chosen(bench, "one")

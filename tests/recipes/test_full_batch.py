@@ -97,7 +97,7 @@ def test_a_signal_ends_a_batch_that_waits(night, capsys, monkeypatch, died):
         with in_pauses(lambda what: os.kill(os.getpid(), signal.SIGTERM)):
             assert night.run() == 143
         printed = capsys.readouterr()
-        assert "Go on with --resume" in printed.out
+        assert "To continue, add --resume" in printed.out
         assert "Traceback" not in printed.err
     assert not died
 

@@ -245,7 +245,7 @@ def test_a_folder_deleted_during_a_run_is_created_again(bench, undisturbed, caps
     assert second == 2, "another run was let in"
     output = capsys.readouterr()
     assert "was deleted during the run" in output.out
-    assert "by another process" in output.err
+    assert "Another process is training" in output.err
     assert exported(folder) == exported(undisturbed.folder("run"))
     assert record(folder)["status"] == "done"
     assert [row["step"] for row in rows(folder)] == [4, 5, 6]
@@ -366,7 +366,7 @@ def test_two_runs_where_the_file_system_has_no_locks(bench, capsys, monkeypatch)
     with at_step(1, another):
         assert bench.run("run", **SETTINGS, steps=2) == 0
     assert seconds == [2]
-    assert "by another process" in capsys.readouterr().err
+    assert "Another process is training" in capsys.readouterr().err
     assert record(bench.folder("run"))["steps"] == 2
     assert bench.run("run", "--resume", **SETTINGS, steps=2) == 0  # finished, and free again
 

@@ -92,7 +92,7 @@ def test_a_lora_of_another_family_is_refused(command, bench, tmp_path, capsys):
     saved(WRONG_KIND)(path)
     assert main(COMMANDS[command](path, bench.model, tmp_path / "out")) in (2, 4)
     output = capsys.readouterr()
-    assert "no module of the model" in output.err + output.out or "another kind" in output.err + output.out
+    assert "no module of the model" in output.err + output.out or "another model family" in output.err + output.out
     assert "Traceback" not in output.err
 
 

@@ -48,7 +48,7 @@ def test_the_gate_and_samples_use_less_memory(bench, finished, monkeypatch, caps
     assert len(freed) == 2
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
     output = capsys.readouterr().out
-    assert output.count("out of memory: once more with less on the GPU") == 3
+    assert output.count("out of memory: trying again with less on the GPU") == 3
     assert record(bench.folder("first"))["lora"] == record(finished.folder("first"))["lora"]
     assert (bench.folder("first") / "samples" / "before_after.png").is_file()
 
@@ -63,7 +63,7 @@ def test_a_lora_that_cannot_be_evaluated_is_kept_and_can_be_evaluated_later(benc
     assert (document["status"], document["exit_code"], document["steps"]) == ("failed", 5, 1)
     assert document["files"]["kohya"] == "first.safetensors"
     assert document["scores"]["lora"] is None
-    assert "not judged" in document["reason"]
+    assert "not evaluated" in document["reason"]
     assert f"lora-trainer validate {folder / 'first.safetensors'}" in document["reason"]
     assert bench.run("first", "--resume", steps=1, gates__lora_check="lite") == 0
     assert record(folder)["scores"]["lora"] is not None
@@ -98,7 +98,7 @@ def test_images_are_encoded_in_smaller_batches(tiny_model, images, tmp_path, mon
     assert main(["cache", *place.arguments("first")[1:]]) == 0
     assert len(contents(place.cache)) > 0
     assert batch_sizes[:3] == [4, 2, 1]
-    assert "out of memory: 2 images are encoded at once in place of 4" in capsys.readouterr().out
+    assert "out of memory: encoding 2 images at once instead of 4" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_captions_are_encoded_in_smaller_batches(tiny_model, images, tmp_path, m
     place = replace(place, cache=tmp_path / "few")
     assert main(["cache", *place.arguments("first")[1:]]) == 0
     assert max(batch_sizes) > 2
-    assert "captions are encoded at once in place of" in capsys.readouterr().out
+    assert "captions at once instead of" in capsys.readouterr().out
     monkeypatch.setitem(FAMILIES, "sd15", family)
     assert place.run("few", steps=2) == 0
     assert replace(place, cache=tmp_path / "all").run("all", steps=2) == 0

@@ -103,9 +103,9 @@ def test_the_disk_space_of_a_run_is_planned(bench: Bench, tmp_path, latents):
 def test_a_dry_run_shows_the_memory_plan(bench: Bench, capsys):
     """Without a GPU in one line, and only if a limit is set."""
     assert bench.run("dry", "--dry-run") == 0
-    assert "memory, on a GPU" not in capsys.readouterr().out
+    assert "memory on a GPU" not in capsys.readouterr().out
     assert bench.run("dry", "--dry-run", memory__limit_gib=12.0) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "memory, on a GPU" in line]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "memory on a GPU" in line]
     assert "GiB of 12" in line
 
 
@@ -114,7 +114,7 @@ def test_fp8_weights_resume_exactly_and_are_evaluated_on_the_base_model(bench: B
     assert bench.run("narrow", steps=4, gates__lora_check="lite", **settings) == 0
     straight = bench.folder("narrow")
     document = record(straight)
-    assert "precision fp8: asked for" in document["choices"]
+    assert "precision: fp8 (as set)" in document["choices"]
     assert document["lora"]["parts"]["integrity"] == 1.0
     before, numbers = exported(straight), losses(straight)
     resumed = shutil.copytree(straight, bench.output / "narrow-again")

@@ -40,12 +40,12 @@ def test_the_documented_example_runs(bench, tmp_path, monkeypatch, checkout, cap
     assert "optimizer.learning_rate" in shown
     assert "training 6/6 loss" in shown
     assert "validating 6/6" in shown
-    assert "precision fp32" in shown
+    assert "precision: fp32" in shown
     assert "GiB at the peak" in shown
     document = record(tmp_path / "runs" / "cat")
     assert document["status"] in ("done", "refused")
     assert document["config"]["lora"]["rank"] == 16
-    assert ("cat.safetensors" in shown) or ("under the gate" in shown)
+    assert ("cat.safetensors" in shown) or ("below the minimum" in shown)
 
 
 def test_it_trains_the_same_as_the_command(finished, bench):
@@ -82,7 +82,7 @@ def test_a_refusal_has_the_findings_of_the_gate(bench, tmp_path):
         bare.produce()
     assert refused.value.report.score == bare.check().score
     idle = trainer_of(bench, "idle", optimizer__learning_rate=1e-12, train__max_steps=1, gates__lora_check="lite")
-    with pytest.raises(LoraRefused, match="under the gate") as refused:
+    with pytest.raises(LoraRefused, match="below the minimum") as refused:
         idle.produce()
     assert refused.value.report.parts["integrity"] == 0.0
     assert record(idle.folder)["status"] == "refused"

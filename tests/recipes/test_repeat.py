@@ -84,7 +84,7 @@ def test_a_repeated_run_reports_differences(finished, tmp_path, capsys):
     output = capsys.readouterr().out
     assert "other versions: peft 0.1 → " in output
     assert "another machine: machine riscv → " in output
-    assert "this is no repetition of it" not in output
+    assert "this run does not repeat it" not in output
     assert len(record(tmp_path / "again")["changed"]) == 2
 
 
@@ -96,7 +96,7 @@ def test_a_repeat_on_other_data_is_reported(bench, tmp_path, capsys):
     config = str(own.folder("first") / "config.toml")
     capsys.readouterr()
     assert main(["train", "--config", config, "--name", "again"]) == 0
-    assert "the data is not what first was trained on: this is no repetition of it" in capsys.readouterr().out
+    assert "the data is not what first was trained on: this run does not repeat it" in capsys.readouterr().out
 
 
 def test_another_vae_or_noise_is_refused_on_resume(bench, tmp_path, capsys):

@@ -88,7 +88,7 @@ def test_a_finished_run_has_a_report(finished: Bench) -> None:
     for gate in ("dataset", "lora"):
         assert f"{document['scores'][gate]:.2f}" in page.text
     assert all(f"{part} {value:.2f}" in page.text for part, value in document["lora"]["parts"].items())
-    assert page.charts == {"loss", "loss-log", "held-out", "rate", "norm", "speed", "memory"}
+    assert page.charts == {"loss", "loss-log", "val-loss", "lr", "norm", "speed", "memory"}
     assert len(page.of("img")) == 2
     settings = page.text[page.text.index("Settings") :]  # findings name settings too
     for name, origin in document["origins"].items():
@@ -124,7 +124,7 @@ def test_missing_files_are_named(finished: Bench, tmp_path: Path) -> None:
     (bare / "run.json").write_text(json.dumps(document), encoding="utf-8")
     assert main(["report", str(bare)]) == 0
     page = page_of(bare)
-    assert "No images were drawn" in page.text
+    assert "No sample images" in page.text
     assert "No step was finished" in page.text
     assert "did not record them" in page.text
     assert page.charts == set()
@@ -208,8 +208,8 @@ def test_a_failed_run_shows_where_it_failed_and_what_is_saved(bench: Bench) -> N
     assert "--resume" in page.text
     assert document["hardware"]["device"] == "cpu"
     assert document["choices"]
-    assert "Not judged" in page.text
-    assert "No images were drawn" in page.text
+    assert "Not evaluated" in page.text
+    assert "No sample images" in page.text
     assert bench.run("nan", "--resume", train__effective_batch_size=1, checkpoint__every_n_steps=2) == 0
     page = page_of(folder)
     assert "Failed" not in page.text
@@ -223,7 +223,7 @@ def test_the_command_shown_for_a_stopped_run_resumes_it(bench: Bench) -> None:
     page = page_of(bench.folder("halted"))
     assert "Stopped at step 4 of 6" in page.text
     assert "checkpoints/step-000004 is safe" in page.text
-    assert "Drawn while training" in page.text
+    assert "Generated while training" in page.text
     command = re.search("lora-trainer (train .* --resume)", page.text)
     assert command is not None
     assert main(shlex.split(command[1])) == 0
@@ -239,7 +239,7 @@ def test_a_run_that_was_killed_does_not_claim_an_end(finished: Bench, tmp_path: 
     (folder / "run.json").write_text(json.dumps(record(folder) | {"status": "running"}), encoding="utf-8")
     assert main(["report", str(folder)]) == 0
     page = page_of(folder)
-    assert "killed before it could say" in page.text
+    assert "killed before it could record" in page.text
     assert "checkpoints/step-000006 is safe" in page.text
 
 
@@ -247,7 +247,7 @@ def test_a_refused_lora_is_shown_as_refused(bench: Bench) -> None:
     assert bench.run("poor", command="produce", optimizer__learning_rate="1e-12", gates__lora_check="lite") == 4
     page = page_of(bench.folder("poor"))
     assert "The LoRA is refused" in page.text
-    assert "under the gate of 0.90" in page.text
+    assert "below the minimum of 0.90" in page.text
     assert "The LoRA has the weights of step 6" in page.text
 
 
@@ -279,7 +279,7 @@ def test_runs_are_compared(finished: Bench, tmp_path: Path, capsys) -> None:
     seen = page_of(page.parent)
     assert "lora.rank 4 77" in seen.text
     assert "<i>second" in seen.text
-    assert seen.charts == {"held-out", "loss"}
+    assert seen.charts == {"val-loss", "loss"}
     assert "optimizer.learning_rate" not in seen.text
 
 

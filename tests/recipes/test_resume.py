@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_skipped(finished, bench, capsys):
     newest.write_bytes(newest.read_bytes()[:100])
     assert bench.run("first", "--resume", checkpoint__every_n_steps=3) == 0
     output = capsys.readouterr().out
-    assert "step-000005 is damaged and passed over (optimizer.safetensors is cut off)" in output
+    assert "step-000005 is damaged and skipped (optimizer.safetensors is cut off)" in output
     assert "resuming from step-000003" in output
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
 
@@ -110,7 +110,7 @@ def test_settings_that_the_run_chose_are_not_reported_as_changes(bench, capsys):
     assert main(["train", "--config", str(config), "--resume", "--max-steps", "3"]) == 0
     output = capsys.readouterr().out
     assert [line for line in output.splitlines() if line.startswith("changed: ")] == ["changed: train.max_steps 2 → 3"]
-    assert f"precision fp32: as {config} has it" in output
+    assert f"precision: fp32 (as in {config})" in output
     assert bench.run("first", "--resume", steps=4, memory__weight_dtype=None) == 0  # the first flags again
     output = capsys.readouterr().out
     assert "changed: memory" not in output
@@ -226,22 +226,22 @@ def test_another_base_model_is_refused_on_resume(bench, tmp_path, capsys):
     arguments = bench.arguments("swapped", "--resume", steps=2)
     arguments[arguments.index("--model") + 1] = str(other)
     assert main(arguments) == 2
-    assert "The model's weights differ from those that the run began with." in capsys.readouterr().err
+    assert "The model's weights differ from those at the start of the run." in capsys.readouterr().err
 
 
 def test_sample_counts_are_the_same_after_a_stop_in_the_middle_of_an_epoch(bench, finished, capsys):
     settings = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3}
     with patched(Trackers, "steps", stop(signal.SIGTERM)):
         assert bench.run("first", **settings) == 143
-    assert record(bench.folder("first"))["ledger"]["samples"] == 2 * record(bench.folder("first"))["steps"]
+    assert record(bench.folder("first"))["sample_counts"]["samples"] == 2 * record(bench.folder("first"))["steps"]
     assert bench.run("first", "--resume", **settings) == 0
     whole, resumed = (record(place.folder("first")) for place in (finished, bench))
     # Five steps per epoch for nine images, the last with one image, and one more step.
-    assert whole["ledger"]["images"] == {"count": 9, "least": 1, "most": 2, "never": 0}
-    assert whole["ledger"]["line"] == "every image 1–2 times"
+    assert whole["sample_counts"]["images"] == {"count": 9, "least": 1, "most": 2, "never": 0}
+    assert whole["sample_counts"]["line"] == "every image 1–2 times"
     assert "trained: every image 1–2 times" in capsys.readouterr().out
-    assert resumed["ledger"] == whole["ledger"]
+    assert resumed["sample_counts"] == whole["sample_counts"]
     tables = [(place.folder("first") / "sample_counts.csv").read_text("utf-8") for place in (finished, bench)]
     assert tables[0] == tables[1]
-    assert resumed["files"]["ledger"] == "sample_counts.csv"
+    assert resumed["files"]["sample_counts"] == "sample_counts.csv"
     assert "Trained: every image 1–2 times." in (bench.folder("first") / "report.html").read_text("utf-8")

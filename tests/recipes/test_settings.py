@@ -104,7 +104,7 @@ def test_the_config_of_a_run_with_presets_repeats_it(bench):
 def test_an_untrained_lora_is_refused_and_kept(bench, capsys):
     assert bench.run("idle", command="produce", steps=1, optimizer__learning_rate=1e-12, gates__lora_check="lite") == 4
     output = capsys.readouterr()
-    assert "under the gate" in output.err
+    assert "below the minimum" in output.err
     assert "Traceback" not in output.err
     document = record(bench.folder("idle"))
     assert (document["status"], document["exit_code"]) == ("refused", 4)
@@ -139,7 +139,7 @@ def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
     capsys.readouterr()
     assert bench.run("told", steps=2, **low) == 0, "train tells, produce refuses"
     assert unseen in capsys.readouterr().out
-    assert "Done, but not past its gates" in (bench.folder("told") / "report.html").read_text("utf-8")
+    assert "Done, but below a minimum score" in (bench.folder("told") / "report.html").read_text("utf-8")
     assert bench.run("off", command="produce", steps=2, gates__lora=0, gates__lora_check="off") == 0, (
         "a gate of 0 refuses nothing"
     )
@@ -162,8 +162,8 @@ def test_the_lora_check_can_be_shortened_or_skipped(bench, capsys):
     assert (off["status"], off["scores"]["lora"], off["lora"]["passed"]) == ("done", None, None)
     assert off["config"]["gates"]["lora_check"] == "off"
     assert "before_after" not in off["files"]
-    assert "Trained, not judged" in (bench.folder("off") / "report.html").read_text("utf-8")
-    assert "LoRA score      not measured" in capsys.readouterr().out
+    assert "Trained, not evaluated" in (bench.folder("off") / "report.html").read_text("utf-8")
+    assert "LoRA: not scored" in capsys.readouterr().out
 
 
 def test_an_enforced_gate_needs_a_score(bench, capsys):
@@ -212,7 +212,7 @@ def test_control_c_before_training_is_not_a_failure(bench, capsys):
 
     with patched(session_module, "fill_caches", interrupted):
         assert bench.run("early") == 130
-    assert "stopped before the first step: nothing is trained yet; what was cached is kept" in capsys.readouterr().out
+    assert "stopped before the first step; the caches are kept" in capsys.readouterr().out
     document = record(bench.folder("early"))
     assert (document["status"], document["exit_code"], document["steps"]) == ("stopped", 130, 0)
     assert bench.run("early", "--resume", steps=1) == 0

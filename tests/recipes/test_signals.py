@@ -87,7 +87,7 @@ def test_a_signal_in_each_phase(phase: str, bench: Bench, finished: Bench, capfd
         stopped = record(bench.folder("first"))
         assert (stopped["status"], stopped["exit_code"], stopped["steps"]) == ("stopped", 143, trained)
         assert "--resume" in output.out
-        assert ("only its score and its images are missing" in output.out) == (phase in ("the gate", "the last images"))
+        assert ("It has no score and no sample images yet" in output.out) == (phase in ("the gate", "the last images"))
         assert [each["kind"] for each in stopped["events"]].count("signal") == 1, "wherever it came"
         left = [path.name for path in bench.folder("first").rglob("*") if path.name.endswith((".part", ".old"))]
         assert not left, "nothing is half written"

@@ -34,7 +34,7 @@ def test_a_signal_after_training_finds_the_result_recorded(after: str, files: bo
     folder, stopped = bench.folder("first"), record(bench.folder("first"))
     assert stopped["seconds"]["train"] > 0.0
     assert stopped["checkpoints"]
-    assert stopped["ledger"]
+    assert stopped["sample_counts"]
     assert (stopped["status"], stopped["steps"], stopped["training"]["step"]) == ("stopped", 6, 6)
     assert bool(stopped["files"]["kohya"]) == (folder / "first.safetensors").is_file() == files
 
@@ -57,7 +57,7 @@ def test_differences_are_printed_when_the_run_resumes(bench: Bench, capsys: pyte
     with signal_after(flow, "train"):
         assert bench.run("first", steps=3) == 143
     output = capsys.readouterr().out
-    assert f"Go on with: lora-trainer train --config {bench.folder('first') / 'config.toml'} --resume" in output
+    assert f"To resume: lora-trainer train --config {bench.folder('first') / 'config.toml'} --resume" in output
     assert bench.run("first", "--resume", steps=3, lora__rank=8) == 2
     refused = capsys.readouterr()
     assert "lora.rank was 4 and is now 8" in refused.err

@@ -75,8 +75,8 @@ def test_a_stopped_run_with_image_variants_resumes_exactly(varied, straight, cap
     begun(varied, "broken")
     output = capsys.readouterr().out
     assert "80x80" in output
-    assert "up to 16 views of each image, used in turn: " in output
-    assert "note: 6 steps show an image about 2.7 times, so not all of its views" in output
+    assert "up to 16 of each image, used in turn, " in output
+    assert "note: 6 steps show an image about 2.7 times, so not all of its variants" in output
     assert run(varied, "broken", "--resume", data__max_aspect=1.5) == 2
     assert "data.max_aspect was 2.0 and is now 1.5" in capsys.readouterr().err
     assert run(varied, "broken", "--resume") == 0

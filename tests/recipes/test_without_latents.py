@@ -44,7 +44,7 @@ def test_uninterrupted_resumed_and_split_runs_give_the_same_lora(own: Bench, cap
     assert losses(own.folder("fresh")) == pytest.approx(cached[1], rel=1e-4)
     for name, values in cached[0].items():
         np.testing.assert_allclose(fresh[name], values, atol=1e-4, err_msg=name)
-    assert record(own.folder("fresh"))["ledger"] == record(own.folder("cached"))["ledger"]
+    assert record(own.folder("fresh"))["sample_counts"] == record(own.folder("cached"))["sample_counts"]
 
     whole = exported(own.folder("fresh"))
     resumed = Bench(own.model, own.data, own.output / "resumed", place.cache)
@@ -78,7 +78,7 @@ def test_a_changed_image_ends_the_run_with_its_name_and_the_trained_steps(own: B
     assert str(own.data / "image_") in lines[0]
     steps = record(own.folder("gone"))["steps"]
     assert 2 <= steps < 40
-    counts = record(own.folder("gone"))["ledger"]
+    counts = record(own.folder("gone"))["sample_counts"]
     assert counts["steps"] == counts["samples"] == steps
     table = (own.folder("gone") / "sample_counts.csv").read_text("utf-8")
     assert sum(int(line.split(",")[1]) for line in table.splitlines() if line.startswith("image,")) == steps

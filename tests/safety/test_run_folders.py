@@ -39,7 +39,7 @@ RECORDS: dict[str, Any] = {
         "model": {"path": EVIL, "family": EVIL},
         "lora": {"parts": {EVIL: 0.5}, "findings": 7, "numbers": []},
         "released": {"step": "x", "reason": EVIL},
-        "ledger": {"line": EVIL},
+        "sample_counts": {"line": EVIL},
     },
     "wrong kinds": dict.fromkeys("name status steps files config dataset versions events seconds samples".split(), 5),
     "lists": {key: [[]] for key in "name status steps files config dataset versions events seconds samples".split()},

@@ -17,7 +17,7 @@ from lora_trainer.jobs.trials.steps import changed
 from lora_trainer.jobs.trials.sums import sums_pair
 from lora_trainer.training.processes import join_processes
 
-WARM_UP, STEPS, STEPS_ON_A_PROCESSOR = 10, 30, 10
+WARM_UP, STEPS, STEPS_ON_CPU = 10, 30, 10
 PLAIN = {"memory.gradient_checkpointing": False, "compile.enabled": False}
 SLOW = {"memory.weight_dtype": "fp32", "hardware.attention_backend": "math", "hardware.cudnn_benchmark": False}
 ON_A_GPU = "needs a GPU"
@@ -114,7 +114,7 @@ def measure(asked: Asked) -> Report:
         known = ", ".join(option.name for option in OPTIMIZATIONS)
         raise UsageError(Problem(f"No optimization has {asked.only!r} in its name.", f"There are: {known}."))
     on_gpu = join_processes().device.type == "cuda"
-    steps = asked.steps or (STEPS if on_gpu else STEPS_ON_A_PROCESSOR)
+    steps = asked.steps or (STEPS if on_gpu else STEPS_ON_CPU)
     with tempfile.TemporaryDirectory() as folder:
         rows = [row_of(option, asked, Path(folder) / option.name, steps, on_gpu=on_gpu) for option in wanted]
     model = next((row.model for row in rows if row.model), "")

@@ -65,7 +65,7 @@ def measure(asked: Asked) -> Report:
     config, device = asked.resolved.config, join_processes().device
     family, architecture = model_of(asked.resolved, tiny=asked.tiny)
     precision = choose_precision(
-        config.memory.weight_dtype, device, asked=asked_by_user(asked.resolved, "memory.weight_dtype")
+        config.memory.weight_dtype, device, is_set=asked_by_user(asked.resolved, "memory.weight_dtype")
     )
     dtype = computed_in(precision.value, device)
     side, micro = trained_resolution(config, architecture.facts), config.train.max_micro_batch_size or 1

@@ -21,12 +21,12 @@ from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.step import abort_step
 
 WARM_UP, STEPS = 3, 10
-MOST, MOST_ON_A_PROCESSOR = 256, 8
+MOST, MOST_ON_CPU = 256, 8
 ONE = {"train.effective_batch_size": 1, "train.max_micro_batch_size": 1, "train.auto_find_micro_batch_size": False}
 ABOUT = {
     "samples/s": "samples trained in a second",
     "ratio": "time for each sample over that of one sample at a time",
-    "GiB": "the most that stood at once: the allocator's number on a GPU, counted storages on a CPU",
+    "GiB": "peak memory: the allocator's number on a GPU, counted storages on a CPU",
     "predicted": "the same by the plan",
 }
 COLUMNS: tuple[Column, ...] = (
@@ -82,7 +82,7 @@ def measure(asked: Asked) -> Report:
             steps = tried.steps[count] = steps_of(subject, micro, asked.steps or STEPS)
             return steps is not None and under(steps, tried.expected[count], limit)
 
-        most = MOST if subject.learner.device.type == "cuda" else MOST_ON_A_PROCESSOR
+        most = MOST if subject.learner.device.type == "cuda" else MOST_ON_CPU
         found = largest_that_fits(fits, most)
         planned = planned_largest(expected, limit, most)
     rows = batch_rows(subject.name, tried)
@@ -102,7 +102,7 @@ def steps_of(subject: Subject, micro: MicroBatch, steps: int) -> Steps | None:
 
 
 def under(steps: Steps, expected: Expected, limit: float | None) -> bool:
-    """Whether what was measured, with what stands beside torch's allocator, is under the share of a limit in GiB."""
+    """Whether the measured memory, with what is outside of torch's allocator, is under the share of a limit in GiB."""
     if limit is None or steps.held.gib is None:
         return True
     beside = overhead_of(expected.adapter, expected.optimizer, expected.passing)

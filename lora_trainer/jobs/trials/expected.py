@@ -21,7 +21,7 @@ from lora_trainer.training.micro_batch import MicroBatch
 class AtPeak:
     """Bytes that a step holds at its peak, cut as they can be measured.
 
-    `adapter` is what stays of it: copies and masters. `passing` comes and goes: activations, gradients.
+    `adapter`: its copies and masters, which stay. `passing`: activations and gradients, which are freed.
     """
 
     weights: int

@@ -39,7 +39,7 @@ ABOUT = {
     "weights": "the frozen denoiser",
     "adapter": "the LoRA's copies in the layers and its fp32 masters",
     "optimizer": "the optimizer's state",
-    "activations": "activations and gradients, at the moment when most stands at once",
+    "activations": "activations and gradients, at the moment of the peak",
     "peak": "all of it at that moment",
     "predicted": "what the plan says, GiB",
     "measured": "on a GPU the allocator's own number; on a CPU every storage of the real step, counted",
@@ -92,7 +92,7 @@ def measured_parts(learner: StepContext, micros: list[MicroBatch]) -> tuple[AtPe
 
 
 def own_tensors(learner: StepContext) -> tuple[list[Tensor], list[Tensor]]:
-    """What stands before the first step: the frozen tensors, and the adapter's."""
+    """The tensors that exist before the first step: the frozen ones, and the adapter's."""
     adapter: list[Tensor] = [*learner.adapter.copies.values(), *learner.adapter.masters.values()]
     mine = {id(tensor) for tensor in adapter}
     frozen = [each for each in (*learner.denoiser.parameters(), *learner.denoiser.buffers()) if id(each) not in mine]
@@ -199,7 +199,9 @@ def notes_on(device: torch.device, expected: Expected, measured: AtPeak, held: H
         ]
     passing = measured.adapter + measured.optimizer + measured.passing
     fragmentation = max(0.0, (held.reserved - measured.live) / passing)
-    notes = [f"Reserved over live: {fragmentation:.1%} of what comes and goes; the plan says {FRAGMENTATION:.0%}."]
+    notes = [
+        f"Reserved over live: {fragmentation:.1%} of what a step allocates and frees; the plan says {FRAGMENTATION:.0%}."
+    ]
     context = context_gib(device)
     if context is not None:
         notes.append(f"Taken outside of torch's allocator: {context:.2f} GiB; the plan says {CONTEXT_GIB:g}.")

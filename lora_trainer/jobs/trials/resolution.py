@@ -26,7 +26,7 @@ SMALL = 256  # models of less take half, three quarters and all of their own
 TOGETHER = 2  # validation samples
 ABOUT = {
     "ratio": "time over the smallest resolution's",
-    "GiB": "the most that stood at once; predicted: by the plan",
+    "GiB": "peak memory; predicted: by the plan",
     "held out": "loss at fixed noise before training, and after the same number of samples",
     "falls": "by what share of itself the validation loss falls",
 }

@@ -221,7 +221,7 @@ def row_from(
 
 
 def child(spec: Spec, asking: Asking, path: str) -> None:
-    """Measure a row and write it; what went wrong is its last word."""
+    """Measure a row and write it, with its error where it fails."""
     quieten_libraries()
     try:
         row = measured_row(spec, asking)

@@ -107,7 +107,7 @@ def counts(most: int) -> list[int]:
 
 
 def launch_file(count: int, *, on_gpus: bool) -> dict[str, Any]:
-    """What accelerate's launcher is told, as in `accelerate_configs`."""
+    """The config of accelerate's launcher, as in `accelerate_configs`."""
     where = {"gpu_ids": "all"} if on_gpus else {"gpu_ids": ",".join(["-1"] * count)}
     return {
         **where,
@@ -153,7 +153,7 @@ def ended(command: Sequence[str], environment: Mapping[str, str], seconds: float
     """A command's exit code and what it wrote to stderr. Raises TimeoutExpired.
 
     However it is left, by the clock or by a signal, all that the command started ends with it: the launcher's
-    processes stand in sessions of their own and would go on.
+    processes are in their own sessions and would continue.
     """
     with subprocess.Popen(
         command,

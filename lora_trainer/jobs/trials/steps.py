@@ -34,7 +34,7 @@ BENCH = "bench"  # the layer that a measurement adds; what it sets counts as ask
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that stood at once at most: live, and reserved by the allocator; None where nobody counts.
+    """Peak bytes: live, and reserved by the allocator; None where they are not counted.
 
     `retries` is how often the allocator had to give memory back before it got some.
     """
@@ -79,7 +79,7 @@ def layers_of(resolved: Resolved) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def changed(resolved: Resolved, settings: Mapping[str, Any]) -> Resolved:
-    """The same settings with some set by the measurement. Raises UsageError where they do not go together."""
+    """The same settings with some set by the measurement. Raises UsageError where they contradict each other."""
     own: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
         section, _, key = name.partition(".")

@@ -1,7 +1,7 @@
 """`bench table`: the table of a GPU, filled by one command within its time.
 
-Rows stand in the order of their worth. Each is measured in a process of its own and written as soon as it is there, so
-that a crash costs one row and the next call goes on where this one ended. Without a GPU `--tiny` takes the same rows
+Rows are in the order of their worth. Each is measured in a process of its own and written as soon as it is there, so
+that a crash costs one row and the next call continues where this one ended. Without a GPU `--tiny` takes the same rows
 of thin models at an eighth of the side: that shows that each row runs, and nothing of its speed.
 """
 
@@ -38,7 +38,7 @@ CAP_FAILED = "the cap does not hold here: a process that passed it was not stopp
 
 
 def read_rows() -> tuple[Spec, ...]:
-    """The rows as they stand in their file."""
+    """The rows as they are in their file."""
     document = tomllib.loads(ROWS.read_text(encoding="utf-8"))
     return tuple(spec_of(row, document) for row in document["row"])
 
@@ -120,7 +120,7 @@ def in_child(work: Any, arguments: tuple[Any, ...], path: Path, seconds: float) 
     process.start()
     try:
         process.join(seconds)
-    finally:  # also where this process is told to leave: nothing stays behind on the GPU
+    finally:  # also when this process is stopped: nothing stays on the GPU
         late = process.is_alive()
         if late:
             process.kill()
@@ -172,7 +172,7 @@ def notes_on(wanted: Sequence[Spec], rows: Mapping[str, TableRow], path: Path, *
     notes = [f"{row.name}: {row.failed}" for spec in wanted if (row := rows.get(spec.name)) and row.failed]
     late = [spec.name for spec in wanted if spec.name not in rows]
     if late:
-        notes.append(f"No time was left for {', '.join(late)}; the same command goes on there.")
+        notes.append(f"No time was left for {', '.join(late)}; the same command continues with them.")
     if on_gpu:
         notes.append("A capped GPU shows that a row fits, not how fast a GPU of that size is.")
     else:
@@ -216,7 +216,7 @@ ABOUT = {
     "GiB": "the most that was allocated at once, warm-up included; predicted: by the plan",
     "reserved": "the most that torch's allocator held",
     "loss": "mean relative difference of the first 20 steps' losses from the plain row's, same samples and noise",
-    "base": "what the frozen weights are stored in; blocks: how many are computed again in the backward pass",
+    "base": "what the frozen weights are stored in; blocks: how many are recomputed in the backward pass",
     "graphs": "that torch.compile made",
 }
 

@@ -1,8 +1,7 @@
-"""Models of a hub: found in the user's Hugging Face cache, else fetched into it. No torch.
+"""Models of a hub: found in the user's Hugging Face cache, else downloaded into it. No torch.
 
-What is in the cache whole is used as it is, without a request. Everything else goes through `_listing`, `_fetch` and
-`_header_alone`, the requests that are made: what a repository holds at a commit, one file of it, and a checkpoint's header.
-A file that was fetched in part is gone on with.
+A model that is complete in the cache is used without a request. All requests are in `_listing` (a repository's files at
+a commit), `_fetch` (one file) and `_header_alone` (a checkpoint's header). An interrupted download is resumed.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ WAIT = 20.0  # seconds for an answer
 ROOM = 1.01  # of what is fetched: file systems need some for themselves
 
 Say = Callable[[str], None]
-_HEADERS: dict[tuple[Path, HubModel], Snapshot] = {}  # stand-ins of checkpoints, which live as long as this process
+_HEADERS: dict[tuple[Path, HubModel], Snapshot] = {}  # header-only files of checkpoints, until this process ends
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def _lacking(found: Snapshot, model: HubModel, *, weights: bool, without_t5: boo
 
 
 def _parts_here(found: Snapshot, model: HubModel, *, weights: bool) -> bool:
-    """Whether of the wanted parts some are here whole, and the others not at all: whoever looks for those is told."""
+    """Whether some of the wanted parts are complete here and the others are absent: these are reported later."""
     names = files_in(found.folder)
     here = parts_in(names, model.parts)
     return bool(here) and not choose_parts(names, here, weights=weights).lacking
@@ -180,12 +179,12 @@ def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> S
 
 def _header_alone(model: HubModel, commit: str, size: int, say: Say) -> Path:
     """A folder with a file in the checkpoint's place that has its header alone."""
-    from lora_trainer.production.bases.hub_header import read_range, stand_in
+    from lora_trainer.production.bases.hub_header import make_placeholder, read_range
 
     say(f"reading the header of {model} at {commit[:12]} from the hub: the file has {size_words(size)}")
     about, headers = _asked_of(model, commit, str(model.file), size)
     name = f"{model.name}/{model.file}"
-    return stand_in(name, size, lambda begin, end: read_range(about.location, headers, begin, end)) / model.name
+    return make_placeholder(name, size, lambda begin, end: read_range(about.location, headers, begin, end)) / model.name
 
 
 def _fetch_all(model: HubModel, commit: str, names: Any, sizes: Mapping[str, int], say: Say) -> None:
@@ -228,9 +227,9 @@ def _listing(model: HubModel) -> tuple[str, dict[str, int]]:
 
 
 def _fetch(model: HubModel, commit: str, name: str, size: int, say: Say) -> None:
-    """Bring one file into the cache, going on where an earlier try ended: one of the requests.
+    """Download one file into the cache, resuming an interrupted download: one of the requests.
 
-    The hub's own library begins a file anew; so the bytes are gathered here, and it only puts the file into its place.
+    The hub's own library would restart the file; so the bytes are downloaded here, and it only moves the file.
     """
     from filelock import FileLock
     from huggingface_hub import hf_hub_download
@@ -274,14 +273,14 @@ def _asked_of(model: HubModel, commit: str, name: str, size: int) -> tuple[Any, 
 
 
 def _spoken(name: str, size: int, say: Say) -> Any:
-    """A progress bar in the manner of tqdm that says a line for each tenth of a large file."""
+    """A progress bar with tqdm's interface that prints a line for each tenth of a large file."""
 
     class Spoken:
         def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
             self.done = initial
             self.said = initial / max(1, size)
             if initial:
-                say(f"  {name}: goes on at {size_words(initial)} of {size_words(size)}")
+                say(f"  {name}: resuming at {size_words(initial)} of {size_words(size)}")
 
         def update(self, count: int) -> None:
             self.done += count

@@ -1,4 +1,4 @@
-"""The header of a hub's checkpoint without its weights: a stand-in file that says what the checkpoint is. No torch.
+"""Downloads only the header of a hub's checkpoint, into a placeholder file that identifies the checkpoint. No torch.
 
 It has the true header and the true length, and zeros where the weights would be, which no disk keeps. It lies in a
 temporary folder until this process ends, and is never taken for the checkpoint.
@@ -24,8 +24,8 @@ WAIT = 20.0  # seconds for an answer
 ReadRange = Callable[[int, int], bytes]
 
 
-def stand_in(name: str, size: int, read: ReadRange) -> Path:
-    """The folder that holds the stand-in by its name. `read` brings bytes of the file, from the first to the last but one.
+def make_placeholder(name: str, size: int, read: ReadRange) -> Path:
+    """Write the placeholder file and return its folder. `read(begin, end)` downloads bytes of the file, without `end`.
 
     Raises UsageError for what is no sound .safetensors file.
     """
@@ -65,8 +65,8 @@ def read_range(url: str, headers: Mapping[str, str], begin: int, end: int) -> by
         if skipped > MOST_SKIPPED:
             message = "The server of the hub sends files from their beginning only."
             raise UsageError(Problem(message, "Fetch the file first, with `hf download` or by training."))
-        for piece in answer.iter_raw():
-            found += piece
+        for chunk in answer.iter_raw():
+            found += chunk
             if len(found) >= skipped + end - begin:  # the rest of the file stays there
                 break
     if len(found) < skipped + end - begin:

@@ -11,7 +11,7 @@ from lora_trainer.core.errors import Problem, UsageError, first_line
 from lora_trainer.production.bases.hub_files import INDEX, PICKLES, Chosen, single_checkpoints
 from lora_trainer.production.bases.names import HubModel
 
-TRY_AGAIN = "Run the same command again: a fetch goes on where it stopped."
+TRY_AGAIN = "Run the same command again: the download resumes."
 
 
 def not_here(model: HubModel, cache: Path, lacks: Collection[str]) -> Problem:

@@ -60,7 +60,7 @@ def as_hub_model(text: str, revision: str | None = None) -> HubModel | None:
 
 
 def as_hub_part(text: str, parts: tuple[str, ...] = (), origin: str = "--model") -> HubModel | None:
-    """The same for parts of a model, whose revision stands behind the name: `owner/name@revision`."""
+    """The same for parts of a model, whose revision follows the name: `owner/name@revision`."""
     at = AT.fullmatch(text)
     if at is not None and local_path(text).exists():
         return None

@@ -1,4 +1,4 @@
-"""What takes the place of a base's own parts, or gives what it lacks: from this disk, or from a hub. No torch."""
+"""Parts that replace or complete those of a base model: from this disk, or from a hub. No torch."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from lora_trainer.models.folder import EXPECTED, detect_family, named_parts, rea
 from lora_trainer.production.bases.hub_files import INDEX, choose_parts, files_in, parts_of
 from lora_trainer.production.bases.names import as_hub_part, local_path, page_of_the_web
 
-if TYPE_CHECKING:  # read when a checkpoint is named: every command begins with this file
+if TYPE_CHECKING:  # every command imports this file; it is needed for checkpoints only
     from lora_trainer.models.single.recognize import Checkpoint
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """`parts` by component, None what is left out; `held` names those of a hub with their commits, by setting.
+    """`parts` by component, None for omitted ones; `pinned` names those of a hub with their commits, by setting.
 
-    Of parts that are not `whole` the configs alone are here.
+    Parts that are not `whole` have only their configs here.
     """
 
     parts: Mapping[str, Path | None] = field(default_factory=dict)
-    held: Mapping[str, str] = field(default_factory=dict)
+    pinned: Mapping[str, str] = field(default_factory=dict)
     whole: bool = True
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Where a part that was named lies, and of a hub what it is called with its commit."""
+    """The path of a part that a setting names; for a hub's, its name with the commit."""
 
     path: Path
-    held: str | None = None
+    pinned: str | None = None
     called: str = ""
     whole: bool = True
 
@@ -49,7 +49,7 @@ def find_parts(
     weights: bool,
     say: Callable[[str], None],
 ) -> Replaced:
-    """What takes the place of the base's own parts, and what it lacks. `places` learns what people call their folders.
+    """The parts that replace the base model's own, or that it lacks. Adds their names to `places`.
 
     Raises UsageError, all problems at once.
     """
@@ -60,22 +60,22 @@ def find_parts(
 
     def find(setting: str, named: str, parts: tuple[str, ...]) -> Path:
         one = _find(f"model.{setting}", named, parts, offline=offline, weights=weights, say=say)
-        if one.held is not None:
-            held[setting] = one.held
+        if one.pinned is not None:
+            pinned[setting] = one.pinned
             places[str(one.path)] = one.called
         wholes.append(one.whole)
         return one.path
 
     parts: dict[str, Path | None] = {}
-    held: dict[str, str] = {}
+    pinned: dict[str, str] = {}
     wholes: list[bool] = []
     problems: list[Problem] = []
     try:
         family = detect_family(base) if isinstance(base, Path) else base.family
         if model.without_t5:
             spare = FAMILIES[family].spare_texts
-            left_out = [part for name in spare for part in (name, tokenizer_of(name))]
-            parts |= dict.fromkeys(named_parts(base, left_out) if isinstance(base, Path) else left_out)
+            omitted = [part for name in spare for part in (name, tokenizer_of(name))]
+            parts |= dict.fromkeys(named_parts(base, omitted) if isinstance(base, Path) else omitted)
         if model.text_encoders is not None:
             wanted = lacking_parts(base) - set(parts)
             named = find("text_encoders", model.text_encoders, tuple(sorted(wanted)))
@@ -89,12 +89,12 @@ def find_parts(
             problems.extend(error.problems)
     if problems:
         raise UsageError(problems)
-    return Replaced(parts, held, all(wholes))
+    return Replaced(parts, pinned, all(wholes))
 
 
-def refuse_missing(base: Path, given: Collection[str]) -> None:
-    """Raise one UsageError for all parts that a folder's index names, and that are neither there nor given."""
-    wanted = set(parts_of(read_config(base, INDEX))) - set(given)
+def refuse_missing(base: Path, replaced: Collection[str]) -> None:
+    """Raise one UsageError for all parts that a folder's index names, and that are neither there nor `replaced`."""
+    wanted = set(parts_of(read_config(base, INDEX))) - set(replaced)
     if lacking := choose_parts(files_in(base), wanted, weights=False).lacking:
         raise UsageError([Problem(f"{base / what}.", EXPECTED) for what in lacking])
 
@@ -102,16 +102,16 @@ def refuse_missing(base: Path, given: Collection[str]) -> None:
 def _find(
     origin: str, named: str, parts: tuple[str, ...], *, offline: bool, weights: bool, say: Callable[[str], None]
 ) -> _Found:
-    """What a setting names: a path as it is, or the parts of a hub's model that are wanted. Raises UsageError."""
+    """What a setting names: a path as it is, or the wanted parts of a hub's model. Raises UsageError."""
     if page := page_of_the_web(named, origin):
         raise UsageError(page)
-    asked = as_hub_part(named, parts, origin)
-    if asked is None:
+    hub = as_hub_part(named, parts, origin)
+    if hub is None:
         return _Found(local_path(named))
     if not parts:
         raise UsageError(Problem(f"{origin}: {named} is not needed: the model has its own.", f"Remove {origin}."))
     from lora_trainer.production.bases.hub import find_snapshot
 
-    found = find_snapshot(asked, weights=weights, without_t5=False, offline=offline, say=say)
-    held = "/".join(filter(None, (f"{asked.name}@{found.commit}", asked.file)))
-    return _Found(found.folder / asked.file if asked.file else found.folder, held, str(asked), found.whole)
+    found = find_snapshot(hub, weights=weights, without_t5=False, offline=offline, say=say)
+    pinned = "/".join(filter(None, (f"{hub.name}@{found.commit}", hub.file)))
+    return _Found(found.folder / hub.file if hub.file else found.folder, pinned, str(hub), found.whole)

@@ -23,7 +23,7 @@ ENCODED_IN = 4  # bytes of a value: fp32
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """The most that stands on the GPU in a phase, in GiB, and how that came to be."""
+    """The peak of GPU memory in a phase, in GiB, and the placement behind it."""
 
     peak_gib: float
     placement: str

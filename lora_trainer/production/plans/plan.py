@@ -74,7 +74,7 @@ class Plan:
     advice: tuple[str, ...]
     computed: str = "bf16"  # what products are computed in
     attention: str = "auto"
-    tracing: Callable[[], MemoryModel] | None = None  # where every setting is asked for: what is in no ledger is traced
+    tracing: Callable[[], MemoryModel] | None = None  # for `--what-if`: traces what no memory profile has
 
     @cached_property
     def fits(self) -> bool | None:
@@ -225,7 +225,7 @@ def make_demand(
     world: int = 1,
     precision: str | None = None,
 ) -> Demand:
-    """The settings as a demand on a GPU. `precision` stands for `memory.weight_dtype` where the GPU changes it."""
+    """The settings as a demand on a GPU. `precision` replaces `memory.weight_dtype` where the GPU changes it."""
     config, facts = resolved.config, architecture.facts
     first = precision or config.memory.weight_dtype
     asked = from_user(resolved.origin["memory.weight_dtype"]) or limit_gib is None or first == "fp32"
@@ -270,10 +270,9 @@ def storable_here(demand: Demand) -> Demand:
 
 
 def gauge_of(family: Family, architecture: Architecture, config: Config) -> MemoryModel:
-    """From the stored ledger of a published model, else by tracing.
+    """The stored memory profile of a published model, else a traced one.
 
-    No ledger says what offloading leaves on a GPU, nor what products in int8 hold of both their forms, nor what
-    captions of another length than the model's own need.
+    Stored profiles do not cover activation offloading, int8 matmul, or captions of another length than the model's.
     """
     lengths = replace(family.text, clip_skip=None, without=()) != PLAIN  # which change no length
     unwritten = config.memory.offload_activations or config.memory.int8_matmul or lengths
@@ -305,8 +304,8 @@ def too_small(config: Config, facts: ModelFacts, samples: tuple[Sample, ...]) ->
     small = [factor for factor in factors if factor > UPSCALE_LIMIT]
     if not small:
         return []
-    told = f"{len(small)} of {counted(len(samples), 'image')} would be enlarged up to {max(small):.1f} times"
-    return [f"{told}: train refuses them. Set data.resolution lower, or data.allow_small_images=true."]
+    enlarged = f"{len(small)} of {counted(len(samples), 'image')} would be enlarged up to {max(small):.1f} times"
+    return [f"{enlarged}: train refuses them. Set data.resolution lower, or data.allow_small_images=true."]
 
 
 def planned_steps(config: Config, samples: tuple[Sample, ...], fit: MemoryPlan) -> int | None:

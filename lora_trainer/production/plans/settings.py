@@ -31,7 +31,7 @@ class Bought:
 
 
 def what_settings_buy(demand: Demand, fit: MemoryPlan, tracing: MemoryModel | None = None) -> list[Bought]:
-    """The step after each single change, in the order of the settings; what is in no ledger where `tracing` says it."""
+    """The step after each single change, in the order of the settings; `tracing` covers what no memory profile has."""
     found = []
     for setting, changed, other in changes(demand, fit):
         if changed.offloaded and not changed.memory_model.traced:

@@ -95,7 +95,7 @@ def lines(plan: Plan) -> list[str]:
     hosted = f"; up to {plan.host.most:.1f} GiB of host memory" if plan.host.most else ""
     return [
         f"GPU: {gpu}; predicted from: {demand.memory_model.source}",
-        f"micro-batch {fit.micro} x {fit.accumulation}: {fit.reasons[0]}",
+        f"micro-batch size: {fit.micro} (gradient accumulation steps: {fit.accumulation}): {fit.reasons[0]}",
         f"gradient checkpointing {fit.checkpointed} of {fit.blocks} blocks: {fit.reasons[1]}",
         f"weights {fit.precision}: {fit.reasons[2]}",
         f"swapped {fit.swapped} of {fit.swappable} blocks: {fit.reasons[3]}{hosted}",
@@ -120,8 +120,8 @@ def host_lines(plan: Plan, total: float) -> list[str]:
     if most < LEAST_HOST_GIB:
         return []
     where = "" if plan.demand.limit_gib is not None else ", without a GPU"
-    said = f"host memory{where}: up to {most:.1f} GiB ({name}) beside the program's own; this machine has {total:.1f}"
-    return [said if most < total else f"{said}, which is too little for it"]
+    line = f"host memory{where}: up to {most:.1f} GiB ({name}) beside the program's own; this machine has {total:.1f}"
+    return [line if most < total else f"{line}, which is too little for it"]
 
 
 def _times(plan: Plan, tflop: float) -> str:

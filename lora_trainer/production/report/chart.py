@@ -1,4 +1,4 @@
-"""Curves as values: where lines, ticks and marks stand. The template draws them.
+"""Charts as values: the positions of lines, ticks and marks. The template draws them.
 
 Places are per mille of the plot's width from the left and of its height from the top, so that a
 plot may have any size on the page while its labels stay readable.
@@ -18,7 +18,7 @@ Point = tuple[float, float]  # step, value
 
 @dataclass(frozen=True)
 class Line:
-    """One curve to draw; `style` names its look (`raw`, `main`, `other`, `a` to `f`)."""
+    """One curve to draw; `style` is its CSS class (`raw`, `main`, `other`, `a` to `f`)."""
 
     name: str
     points: Sequence[Point]
@@ -179,7 +179,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """As few digits as tell the ticks apart truly, the same for all."""
+    """As few digits as show each tick precisely, the same for all."""
     close = 1e-3 * min((abs(after - before) for before, after in pairwise(ticks)), default=1.0)
     for digits in range(1, 12):
         labels = [f"{tick:.{digits}g}" for tick in ticks]
@@ -257,18 +257,18 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def summary_of(lines: Sequence[Line]) -> str:
-    """What a reader who cannot see the plot is told."""
-    told = []
+    """A description of the plot for screen readers."""
+    parts = []
     for line in lines:
         finite = [point for point in line.points if math.isfinite(point[1])]
         if finite:
             lowest, highest = min(finite, key=value_of), max(finite, key=value_of)
-            told.append(
+            parts.append(
                 f"{line.name}: from {short(finite[0][1])} at step {finite[0][0]:g}"
                 f" to {short(finite[-1][1])} at step {finite[-1][0]:g},"
                 f" lowest {short(lowest[1])} at step {lowest[0]:g}, highest {short(highest[1])} at step {highest[0]:g}"
             )
-    return ". ".join(told) + "."
+    return ". ".join(parts) + "."
 
 
 def short(value: float | None) -> str:

@@ -39,7 +39,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Section:
-    """One kind of finding. Images that look the same stand in `rows`, others are one row."""
+    """One kind of finding. Images that look the same are in `rows`, others are one row."""
 
     severity: str
     title: str
@@ -79,7 +79,7 @@ def _is_ours(page: Path) -> bool:
 def write_dataset(
     report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, validation: int, page: Path
 ) -> Path:
-    """Write the page and return its path; `samples` are all that were judged. Raises OSError."""
+    """Write the page and return its path; `samples` are all that were checked. Raises OSError."""
     write_text(page, render_dataset(report, samples, steps, validation))
     return page
 
@@ -96,14 +96,14 @@ def render_dataset(report: DataReport, samples: Sequence[Sample], steps: StepAri
         tone="good" if report.passed else "bad",
         label="passes" if report.passed else "refused",
         headline=headline(report),
-        told=[problem.message for problem in report.refusals],
+        sentences=[problem.message for problem in report.refusals],
         score=Score(report.score, report.gate, tuple(report.parts.items())),
         sections=sections,
         images=thumbs(wanted, spans),
         figures=figures_of(report, steps, validation),
         rows=report.rows,
         most=max((row.samples for row in report.rows), default=1),
-        steps=f"{steps.line}; {validation} held out",
+        steps=f"{steps.line}; {counted(validation, 'validation image')}",
         notes=report.notes,
     )
 
@@ -129,7 +129,7 @@ def figures_of(report: DataReport, steps: StepArithmetic, validation: int) -> li
     same = sum(len(group) - 1 for group in report.groups)
     return [
         Figure("Images", str(len(report.samples)), f"of {report.counted} files"),
-        Figure("Held out", str(validation), "for validation"),
+        Figure("Validation images", str(validation), "not trained on"),
         Figure("Steps", f"{steps.total:,}", counted(steps.epochs, "epoch")),
         Figure("Look the same", str(same), f"as others, in {counted(len(report.groups), 'group')}" if same else ""),
     ]
@@ -171,10 +171,10 @@ def groups_with(report: DataReport, found: Sequence[Finding]) -> list[tuple[Path
 def same_rows(report: DataReport, found: Sequence[Finding]) -> list[tuple[Shown, ...]]:
     """A row for each group, its images side by side."""
     rows = []
-    told = {finding.path: finding.message for finding in found}
+    messages = {finding.path: finding.message for finding in found}
     for group in groups_with(report, found)[:MOST_GROUPS]:
         more = len(group) - MOST_IN_GROUP
-        row = [Shown(report.name_of(path), told.get(path, ""), path) for path in group[:MOST_IN_GROUP]]
+        row = [Shown(report.name_of(path), messages.get(path, ""), path) for path in group[:MOST_IN_GROUP]]
         if more > 0:
             row[-1] = Shown(row[-1].name, f"and {more} more", row[-1].path)
         rows.append(tuple(row))

@@ -12,7 +12,7 @@ from lora_trainer.production.report.chart import Chart, Line, Mark, Point, make_
 from lora_trainer.production.report.read import RunReport, mapping, number
 from lora_trainer.production.report.verdict import released_step
 
-STYLES = "abcdef"  # looks of the lines of a comparison: color and dashes
+STYLES = "abcdef"  # line styles of a comparison: color and dashes
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Charts:
     loss: Chart | None
     loss_log: Chart | None
     validation: Chart | None
-    rate: Chart | None
+    lr: Chart | None
     norm: Chart | None
     speed: Chart | None
     memory: Chart | None
@@ -105,12 +105,12 @@ def charts_of(run: RunReport) -> Charts:
         loss=make_chart("loss", "Training loss", loss, from_zero=True),
         loss_log=make_chart("loss-log", "Training loss, logarithmic", loss, log=True),
         validation=make_chart(
-            "held-out",
+            "val-loss",
             "Validation loss",
             [Line("validation loss", run.validation, "other")],
             marks=validation_marks(run),
         ),
-        rate=make_chart("rate", "Learning rate", [Line("learning rate", run.series["lr"])], from_zero=True),
+        lr=make_chart("lr", "Learning rate", [Line("learning rate", run.series["lr"])], from_zero=True),
         norm=make_chart("norm", "Gradient norm", norm, from_zero=True),
         speed=make_chart(
             "speed",
@@ -136,10 +136,10 @@ def validation_marks(run: RunReport) -> list[Mark]:
 
 
 def lora_numbers(run: RunReport) -> list[str]:
-    """What stands behind the parts of the LoRA's score, in sentences."""
+    """Sentences on the measurements behind the parts of the LoRA's score."""
     numbers = mapping(run.part("lora").get("numbers"))
     learning, health = mapping(numbers.get("learning")), mapping(numbers.get("health"))
-    told = []
+    sentences = []
     base, lora, low, high = (number(learning.get(name)) for name in ("base", "lora", "low", "high"))
     if base is not None and lora is not None:
         images = "validation images" if numbers.get("unseen") else "images"
@@ -148,12 +148,12 @@ def lora_numbers(run: RunReport) -> list[str]:
             if low is not None and high is not None
             else ""
         )
-        told.append(f"Loss on {images}: {short(base)} without, {short(lora)} with{interval}.")
+        sentences.append(f"Loss on {images}: {short(base)} without, {short(lora)} with the LoRA{interval}.")
     if (drift := number(numbers.get("drift"))) is not None:
-        told.append(f"Predictions for unrelated prompts change by {percent(drift)}.")
+        sentences.append(f"Predictions for unrelated prompts change by {percent(drift)}.")
     if (largest := number(health.get("largest"))) is not None:
-        told.append(f"The most that a module's weights change is {percent(largest)}.")
-    return told
+        sentences.append(f"The most that a module's weights change is {percent(largest)}.")
+    return sentences
 
 
 def percent(share: float) -> str:
@@ -162,7 +162,7 @@ def percent(share: float) -> str:
 
 
 def names_of(runs: Sequence[RunReport]) -> list[str]:
-    """A name for each run that tells it from the others: its own, else with the folder that it lies in."""
+    """A unique name for each run: its own, else with its parent folder."""
     names = [run.name for run in runs]
     places = [run.folder.resolve() for run in runs]
     unique = len(set(names)) == len(names)
@@ -170,12 +170,15 @@ def names_of(runs: Sequence[RunReport]) -> list[str]:
 
 
 def comparison_charts(runs: Sequence[RunReport]) -> list[Chart]:
-    """Held-out and smoothed training loss of several runs over each other."""
+    """Validation loss and smoothed training loss of several runs over each other."""
     named = [
         (name, run, STYLES[index % len(STYLES)])
         for index, (name, run) in enumerate(zip(names_of(runs), runs, strict=True))
     ]
     validation = [Line(name, run.validation, style) for name, run, style in named]
     loss = [Line(name, smoothed(run.series["loss"]), style) for name, run, style in named]
-    made = (make_chart("held-out", "Validation loss", validation), make_chart("loss", "Training loss, smoothed", loss))
-    return [chart for chart in made if chart is not None]
+    charts = (
+        make_chart("val-loss", "Validation loss", validation),
+        make_chart("loss", "Training loss, smoothed", loss),
+    )
+    return [chart for chart in charts if chart is not None]

@@ -41,12 +41,12 @@ class Strip:
 
 @dataclass(frozen=True)
 class Gallery:
-    """All images of the page. `at_end`: the pairs are the finished LoRA's. `left_out` counts what a page has no room for."""
+    """All images of the page. `at_end`: the pairs are the finished LoRA's. `hidden` counts those beyond the page's limit."""
 
     pairs: tuple[Pair, ...]
     strips: tuple[Strip, ...]
     at_end: bool
-    left_out: int
+    hidden: int
 
     @property
     def paths(self) -> list[Path]:
@@ -60,8 +60,8 @@ def gallery_of(run: RunReport) -> Gallery:
     last = None if None in moments else max((step for step in moments if step is not None), default=None)
     pairs = pairs_of([image for image in run.images if image.step == last])
     strips = strips_of(run) if len(moments) > 1 else []
-    left_out = max(0, len(pairs) - MOST_PAIRS) + max(0, len(strips) - MOST_STRIPS)
-    return Gallery(tuple(pairs[:MOST_PAIRS]), tuple(strips[:MOST_STRIPS]), last is None, left_out)
+    hidden = max(0, len(pairs) - MOST_PAIRS) + max(0, len(strips) - MOST_STRIPS)
+    return Gallery(tuple(pairs[:MOST_PAIRS]), tuple(strips[:MOST_STRIPS]), last is None, hidden)
 
 
 def pairs_of(images: list[Image]) -> list[Pair]:

@@ -27,7 +27,7 @@ def embedded(paths: Iterable[Path]) -> dict[Path, str]:
 
 
 def read(path: Path) -> Image.Image | None:
-    """The image, at most as large as the page ever shows it; None when it cannot be read."""
+    """The image, at most as large as the page shows it; None when it cannot be read."""
     try:
         image = load_rgb(path)
     except (BrokenImageError, OSError):

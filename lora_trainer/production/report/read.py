@@ -214,7 +214,7 @@ def grouped(findings: Any) -> tuple[Group, ...]:
 def images_in(folder: Path, *, ended: bool) -> Iterable[Image]:
     """All images of the run's own recipes: those drawn while training by step, then those of the end.
 
-    Without `ended` the latter are left out: they are of an earlier end, before the run went on.
+    Without `ended` the latter are skipped: they are of an earlier end, before the run was resumed.
     """
     by_step = [
         (int(match[1]), path) for path in folder.glob("step-*.json") if (match := STEP_RECIPE.fullmatch(path.name))

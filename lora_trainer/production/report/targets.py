@@ -34,9 +34,14 @@ def targets_of(run: RunReport) -> list[Target]:
     found.append(share("CPU waits for disks", number(seen.get("io_wait")), under=0.1))
     found.append(share("steps wait for data", waiting_share(run), under=0.01 if cached else 0.05))
     stall = number(mapping(run.part("checkpoints").get("stall_seconds")).get("median"))
-    told = "" if stall is None else f"{short(1000 * stall)} ms"
+    seen_stall = "" if stall is None else f"{short(1000 * stall)} ms"
     found.append(
-        Target("a checkpoint stops the steps", "under 1 s", told, None if stall is None else stall < SECONDS_STALLED)
+        Target(
+            "a checkpoint stops the steps",
+            "under 1 s",
+            seen_stall,
+            stall < SECONDS_STALLED if stall is not None else None,
+        )
     )
     return [target for target in found if target.met is not None]
 

@@ -1,4 +1,4 @@
-"""How a run ended, in words: what came of it, what is safe, how to go on."""
+"""The verdict on a run: its result, what is saved, and how to continue."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Tone = Literal["good", "fair", "bad", "open"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """`label` is a word, `headline` a line, `told` sentences. `command` goes on with the run; None when it is over."""
+    """`label` is a word, `headline` a line. `command` continues the run; None when it is finished."""
 
     tone: Tone
     label: str
     headline: str
-    told: tuple[str, ...]
+    sentences: tuple[str, ...]
     command: str | None = None
 
 
@@ -32,7 +32,7 @@ def verdict_of(run: RunReport) -> Verdict:
             "bad",
             "refused",
             "The LoRA is refused",
-            (*not_passed(run), "Its files stay in the folder, marked.", *released(run), *little_said(run)),
+            (*not_passed(run), "Its files are kept in the folder, marked as refused.", *released(run), *caveats(run)),
         )
     safe, command = (*what_is_safe(run),), resume_command(run)
     of = f" of {run.planned}" if run.planned else ""
@@ -44,8 +44,8 @@ def verdict_of(run: RunReport) -> Verdict:
         sentences = [reason, *(sentence for sentence in safe if sentence.partition(" ")[0] not in reason)]
         return Verdict("bad", "failed", f"Failed{where}", tuple(filter(None, sentences)), command)
     if run.status == "running":
-        told = "The run is still going, or it was killed before it could say how it ended."
-        return Verdict("open", "not ended", f"At step {run.seen_steps}{of}", (told, *safe), command)
+        state = "The run is still training, or it was killed before it could record its end."
+        return Verdict("open", "not ended", f"At step {run.seen_steps}{of}", (state, *safe), command)
     return Verdict("open", run.status, "How this run ended is not known", safe, command)
 
 
@@ -54,18 +54,18 @@ def done(run: RunReport) -> Verdict:
     short = run.planned is not None and run.steps < run.planned
     why = text(run.record.get("reason")) or "train.max_hours is over"
     early = (f"The training ended after {run.steps} of {run.planned} steps: {why}.",) if short else ()
-    early = (*released(run), *little_said(run), *early)
+    early = (*released(run), *caveats(run), *early)
     if run.lora.value is None:
-        return Verdict("fair", "done", "Trained, not judged", early)
+        return Verdict("fair", "done", "Trained, not evaluated", early)
     if run.lora.passed and run.dataset.passed:
-        return Verdict("good", "done", "Ready to use", ("Dataset and LoRA pass their gates.", *early))
-    return Verdict("fair", "done", "Done, but not past its gates", (*not_passed(run), *early))
+        return Verdict("good", "done", "Ready to use", ("Dataset and LoRA passed.", *early))
+    return Verdict("fair", "done", "Done, but below a minimum score", (*not_passed(run), *early))
 
 
 def not_passed(run: RunReport) -> tuple[str, ...]:
     """A sentence for each score that is under its gate, and for each error that refuses a LoRA."""
     under = tuple(
-        f"The {what} scores {score.value:.2f}, under the gate of {score.gate:.2f}."
+        f"The {what} scores {score.value:.2f}, below the minimum of {score.gate:.2f}."
         for what, score in (("dataset", run.dataset), ("LoRA", run.lora))
         if score.value is not None and score.gate is not None and score.value < score.gate
     )
@@ -73,28 +73,28 @@ def not_passed(run: RunReport) -> tuple[str, ...]:
     return (*under, *(message for group in errors for _, message in group.about))
 
 
-def little_said(run: RunReport) -> tuple[str, ...]:
-    """That the LoRA's learning was measured on too few images, or on those that were trained on."""
-    told = caveat(mapping(run.part("lora").get("numbers")))
-    return (f"The LoRA's learning was {told}.",) if told else ()
+def caveats(run: RunReport) -> tuple[str, ...]:
+    """A sentence where the LoRA's learning was measured on too few images, or on trained ones."""
+    reason = caveat(mapping(run.part("lora").get("numbers")))
+    return (f"The LoRA's learning was {reason}.",) if reason else ()
 
 
 def what_is_safe(run: RunReport) -> list[str]:
-    """What of an unfinished run can be used."""
-    told = []
+    """Sentences on the files of an unfinished run that can be used."""
+    sentences = []
     if run.checkpoints:
         others = f" ({len(run.checkpoints)} checkpoints in all)" if len(run.checkpoints) > 1 else ""
-        told.append(f"checkpoints/{run.checkpoints[0]} is safe{others}.")
+        sentences.append(f"checkpoints/{run.checkpoints[0]} is safe{others}.")
     else:
-        told.append("No checkpoint was written: --resume starts at step 0.")
+        sentences.append("No checkpoint was written: --resume starts at step 0.")
     kohya = run.folder / f"{run.name}.safetensors"
     if kohya.is_file():
-        told.append(f"{kohya.name} is whole, but this session did not judge it.")
-    return told
+        sentences.append(f"{kohya.name} is complete, but this session did not evaluate it.")
+    return sentences
 
 
 def resume_command(run: RunReport) -> str:
-    """The command that goes on with the run from where its folder lies now."""
+    """The command that resumes the run, wherever its folder is now."""
     place, command = run.folder.resolve(), "produce" if run.record.get("gates_enforced") else "train"
     config = place / "config.toml"
     if config.is_file():

@@ -64,7 +64,7 @@ def render_run(run: RunReport) -> str:
         gallery=gallery,
         images=embedded(gallery.paths),
         dataset=dataset_line(run),
-        trained=text(run.part("ledger").get("line")),
+        trained=text(run.part("sample_counts").get("line")),
         validation=whole(run.part("dataset").get("validation")),
         happened=happened_in(run),
         buckets=buckets,
@@ -125,25 +125,25 @@ def meta_of(run: RunReport) -> list[str]:
     """The line under the title: when, on what, how often."""
     model, sessions = run.part("model"), whole(run.record.get("sessions")) or 1
     built_in = not mapping(mapping(run.record.get("config")).get("model")).get("path")
-    base = "the built-in base" if built_in else re.split(r"[/\\\\]", text(model.get("path")))[-1]
-    said = [moment(run.record.get("started")), f"{text(model.get('family'))} on {base}" if model else None]
-    return [*(each for each in said if each), *([f"{sessions} sessions"] if sessions > 1 else [])]
+    base = "the built-in model" if built_in else re.split(r"[/\\\\]", text(model.get("path")))[-1]
+    facts = [moment(run.record.get("started")), f"{text(model.get('family'))} on {base}" if model else None]
+    return [*(each for each in facts if each), *([f"{sessions} sessions"] if sessions > 1 else [])]
 
 
 def dataset_line(run: RunReport) -> str:
-    """How many images there were, and what became of them."""
+    """The numbers of images."""
     data = run.part("dataset")
     samples, validation = whole(data.get("samples")), whole(data.get("validation"))
     if samples is None:
-        return "run.json says nothing of the dataset."
-    line = f"{samples} images can be trained on"
-    return f"{line}; {validation} of them are held out." if validation is not None else f"{line}."
+        return "run.json has no entry for the dataset."
+    line = f"{samples} usable images"
+    return f"{line}, {validation} of them for validation." if validation is not None else f"{line}."
 
 
 def happened_in(run: RunReport) -> list[tuple[str, str]]:
-    """Step and words of everything that happened to the run beyond its steps, in order.
+    """Step and message of every event of the run, in order.
 
-    What a step that was trained again met again stands once. From events.jsonl, which a run that still goes on has too.
+    Events that a repeated step repeats are listed once. Read from events.jsonl, which an unfinished run has too.
     """
     rows = read_lines(run.folder / EVENTS) or sequence(run.record.get("events"))
     found = [(whole(mapping(row).get("step")), text(mapping(row).get("message"))) for row in rows]
@@ -159,7 +159,7 @@ def buckets_of(run: RunReport) -> list[tuple[str, int]]:
 
 
 def moment(value: Any) -> str | None:
-    """A time in UTC, so that the page says the same wherever it is made again."""
+    """A time in UTC, so that the page is the same wherever it is written."""
     seconds = number(value)
     if not seconds:
         return None

@@ -91,7 +91,7 @@ def test_base_and_turbo_are_distinguished_by_the_setting_or_the_name(pipeline: A
         assert bool(found.note) == noted
         assert FAMILY.make_process(found.folder).times.shift.factor == shift
         assert FAMILY.describe(found.folder).variant == ("base" if shift == 6 else "turbo")
-    for path, words in ((folder, "whose scheduler tells"), (flux_file(tmp_path), "already decide it")):
+    for path, words in ((folder, "with a scheduler of its own"), (flux_file(tmp_path), "already decide it")):
         with pytest.raises(UsageError, match=words):
             find_base(ModelSection(path=str(path), flavor="base"))
 

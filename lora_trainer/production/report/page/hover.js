@@ -4,7 +4,7 @@ for (const plot of document.querySelectorAll(".plot")) {
   const lines = JSON.parse(plot.dataset.lines);
   const first = Number(plot.dataset.first), last = Number(plot.dataset.last);
   const cursor = plot.querySelector(".cursor");
-  const told = plot.closest("figure").querySelector("output");
+  const output = plot.closest("figure").querySelector("output");
   const nearest = (points, step) => {
     let low = 0, high = points.length - 1;
     while (high - low > 1) {
@@ -22,10 +22,10 @@ for (const plot of document.querySelectorAll(".plot")) {
     const step = found[0][1][0];
     cursor.hidden = false;
     cursor.style.left = (last > first ? 100 * (step - first) / (last - first) : 0) + "%";
-    told.textContent = "step " + step + ": " + found.map(([name, point]) =>
+    output.textContent = "step " + step + ": " + found.map(([name, point]) =>
       found.length > 1 ? name + " " + point[1] : point[1]).join(", ");
   };
   plot.addEventListener("pointermove", show);
   plot.addEventListener("pointerdown", show);
-  plot.addEventListener("pointerleave", () => { cursor.hidden = true; told.textContent = ""; });
+  plot.addEventListener("pointerleave", () => { cursor.hidden = true; output.textContent = ""; });
 }
