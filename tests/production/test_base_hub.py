@@ -18,7 +18,7 @@ from lora_trainer.models.folder import weights_digest, without_weights
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.production.bases.base import find_base
-from lora_trainer.production.bases.hub_header import stand_in
+from lora_trainer.production.bases.hub_header import make_placeholder
 from tests.models.single.originals import write
 from tests.production.base_folders import encoded, found, without
 from tests.production.local_hub import COMMIT, local_hub
@@ -58,7 +58,7 @@ def test_values_that_identify_a_flavor_are_fetched_with_the_header(tmp_path: Pat
     tensors = {norm: torch.linspace(-1, 1, 320), reads: torch.zeros(8, 1024)}
     tensors["model.diffusion_model.input_blocks.0.0.weight"] = torch.zeros(8, 4, 3, 3)
     data = write(tensors, tmp_path / "sd2.safetensors").read_bytes()
-    folder = stand_in("some/sd2.safetensors", len(data), lambda begin, end: data[begin:end])
+    folder = make_placeholder("some/sd2.safetensors", len(data), lambda begin, end: data[begin:end])
     assert recognize(folder / "some/sd2.safetensors").prediction == "v_prediction"
 
 
