@@ -14,13 +14,13 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.data.captions import TRIGGER
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.production.inputs import Inputs
+from lora_trainer.production.record import BEFORE_AFTER
 
 if TYPE_CHECKING:
     import torch
 
     from lora_trainer.evaluation.recipe import Asked, Drawing
 
-BEFORE_AFTER = "before_after"
 BUILT_IN = "built-in"
 # The keys of [model] that images depend on, besides its name.
 MODEL_PARTS = ("revision", "vae", "text_encoders", "flavor", "without_t5")

@@ -16,7 +16,8 @@ from typing import Literal
 
 from lora_trainer.config.schema import Blocks
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.memory.profiles import MemoryModel, Sizes, count_of
+from lora_trainer.models.memory.phases import count_of
+from lora_trainer.models.memory.profiles import MemoryModel, Sizes
 from lora_trainer.models.memory.texts import NO_TEXTS, TextSizes
 from lora_trainer.optim.optimizers import OPTIMIZERS, optimizer_state_on_gpu
 

@@ -10,6 +10,7 @@ from lora_trainer.core.disk import current, write_with_retry
 from lora_trainer.core.io import read_json, write_json
 
 FILE = "run.json"
+BEFORE_AFTER = "before_after"  # the key of the file of sample images with and without the LoRA, and its name
 SHOWN_EVENTS = 200
 PHASES = ("cache", "train", "validate", "total")
 Status = Literal["running", "done", "refused", "failed", "stopped"]

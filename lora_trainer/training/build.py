@@ -19,7 +19,7 @@ from lora_trainer.models.lora import inject_lora, sum_updates, target_modules
 from lora_trainer.models.memory.block_swap import block_swap_note, move_to_device, swap_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.offload import offload_note, offloaded
-from lora_trainer.models.memory.profiles import count_of, no_more
+from lora_trainer.models.memory.phases import count_of, no_more
 from lora_trainer.models.quantization.store import counted_products, int8_products, make_quantizer
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer, shares_of

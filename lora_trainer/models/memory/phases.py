@@ -16,6 +16,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+from lora_trainer.config.schema import Blocks
 from lora_trainer.core.findings import counted
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import places_of_weights, shapes_of_weights
@@ -232,3 +233,16 @@ def widened_in_turn(size: int) -> bool:
 def _caption_bytes(itemsize: int, costs: PhaseCosts) -> int:
     """Held for each caption while it is read."""
     return itemsize * math.ceil(FRAGMENTATION * costs.caption)
+
+
+def count_of(setting: Blocks, blocks: int) -> int:
+    """The number of blocks of a setting; `auto`, where nothing was planned, means none."""
+    if setting is True:
+        return blocks
+    return 0 if setting == "auto" else min(int(setting), blocks)
+
+
+def no_more(setting: Blocks, blocks: int) -> str:
+    """The end of a log line where more blocks were requested than there are."""
+    more = setting is not True and setting != "auto" and setting > blocks
+    return f"; {setting} were requested" if more else ""

@@ -18,7 +18,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from lora_trainer.config.schema import Blocks
 from lora_trainer.models.family import Architecture
 
 UNIMPORTANT = ("sample_size",)  # of a denoiser's config
@@ -183,19 +182,6 @@ def is_published(architecture: Architecture) -> bool:
         if key not in UNIMPORTANT and json.loads(json.dumps(value)) != published.get(key, value or None)
     ]
     return not lacking and not different
-
-
-def count_of(setting: Blocks, blocks: int) -> int:
-    """The number of blocks of a setting; `auto`, where nothing was planned, means none."""
-    if setting is True:
-        return blocks
-    return 0 if setting == "auto" else min(int(setting), blocks)
-
-
-def no_more(setting: Blocks, blocks: int) -> str:
-    """The end of a log line where more blocks were requested than there are."""
-    more = setting is not True and setting != "auto" and setting > blocks
-    return f"; {setting} were requested" if more else ""
 
 
 def stored_memory_model(architecture: Architecture, targets: str | tuple[str, ...]) -> MemoryModel | None:

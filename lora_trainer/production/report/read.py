@@ -15,8 +15,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.grid import image_name
 from lora_trainer.core.io import read_json
 from lora_trainer.monitor.trackers import read_lines
-from lora_trainer.production.drawing import BEFORE_AFTER
-from lora_trainer.production.record import read_record
+from lora_trainer.production.record import BEFORE_AFTER, read_record
 from lora_trainer.production.report.chart import Point
 
 STEP_RECIPE = re.compile(r"step-(\d+)\.json")
