@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from lora_trainer.data.check import DataReport, check_dataset
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.views import Framing
+from lora_trainer.dataset_check import DataReport, check_dataset
 
 SIDE, COUNT = 512, 20
 Make = Callable[[int, int, int], Image.Image]

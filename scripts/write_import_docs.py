@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config.imports import (
+from lora_trainer.config.toml import shown
+from lora_trainer.core.io import write_text
+from lora_trainer.importers import (
     aitoolkit_keys,
     diffusers_flags,
     kohya,
@@ -21,15 +23,13 @@ from lora_trainer.config.imports import (
     onetrainer_keys,
     simpletuner_keys,
 )
-from lora_trainer.config.imports.reading import Rule
-from lora_trainer.config.toml import shown
-from lora_trainer.core.io import write_text
+from lora_trainer.importers.reading import Rule
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "import.md"
 
 INTRODUCTION = """# Configs of other trainers
 
-Written by `scripts/write_import_docs.py` from `lora_trainer/config/imports`; edit that, not this page.
+Written by `scripts/write_import_docs.py` from `lora_trainer/importers`; edit that, not this page.
 
 ```
 lora-trainer import kohya.toml --output cat.toml

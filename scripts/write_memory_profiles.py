@@ -26,11 +26,11 @@ import torch
 from lora_trainer.config.schema import CheckpointingMode, Precision
 from lora_trainer.core.io import write_text
 from lora_trainer.core.quiet import quieten_libraries
+from lora_trainer.memory_plan.profiles import Sizes
+from lora_trainer.memory_plan.trace import Split, Subject, make_subject, trace
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.memory.checkpointing import checkpointable_blocks
-from lora_trainer.models.memory.profiles import Sizes
-from lora_trainer.training.memory.trace import Split, Subject, make_subject, trace
 
 FOLDER = Path(__file__).resolve().parents[1] / "lora_trainer" / "models" / "memory_profiles"
 TARGETS = ("attention", "attention+ff")

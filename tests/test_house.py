@@ -22,7 +22,7 @@ TORCH_FREE = (
     "lora_trainer.core",
     "lora_trainer.data.alike",
     "lora_trainer.data.buckets",
-    "lora_trainer.data.check",
+    "lora_trainer.dataset_check",
     "lora_trainer.data.images.images",
     "lora_trainer.data.manifest",
     "lora_trainer.data.images.jobs",

@@ -14,8 +14,8 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.folder import FAMILY_OF_PIPELINE
 from lora_trainer.optim.schedules import SHAPES
-from lora_trainer.production.choices import DTYPES
-from lora_trainer.production.release import RELEASED_STEP
+from lora_trainer.run.choices import DTYPES
+from lora_trainer.run.release import RELEASED_STEP
 
 
 @pytest.mark.parametrize(
@@ -55,5 +55,5 @@ def test_no_code_outside_models_names_a_family(checkout: Path) -> None:
     assert len(files) > 50
     found = {path.relative_to(checkout).as_posix() for path in files if name.search(path.read_text(encoding="utf-8"))}
     # Importers read the keys of other programs, which name families differently.
-    elsewhere = ("lora_trainer/models/", "lora_trainer/config/imports/")
+    elsewhere = ("lora_trainer/models/", "lora_trainer/importers/")
     assert {path for path in found if not path.startswith(elsewhere)} == NAMES_FAMILIES

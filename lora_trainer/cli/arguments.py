@@ -15,8 +15,8 @@ from lora_trainer.config.toml import parse_assignment, parse_value, read_toml, s
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.core.findings import folded, printable_lines
 from lora_trainer.core.launch import is_main_process
-from lora_trainer.production.reading import model_of_run
-from lora_trainer.production.settings import go_offline, settle
+from lora_trainer.run.reading import model_of_run
+from lora_trainer.run.settings import go_offline, settle
 
 # Flag, the setting that it sets, the name of its value, help.
 SETTING_FLAGS = (

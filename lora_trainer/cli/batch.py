@@ -43,9 +43,9 @@ def batch_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = settled(presets, user, problems)
     if explained(arguments, resolved):
         return DONE
-    from lora_trainer.jobs.batch import BatchOrder, run_batch, show_batch
-    from lora_trainer.jobs.folders import Shared
-    from lora_trainer.production.order import plain_console
+    from lora_trainer.batch.batch import BatchOrder, run_batch, show_batch
+    from lora_trainer.batch.folders import Shared
+    from lora_trainer.run.order import plain_console
 
     shared = Shared(tuple(presets), tuple(user), arguments.resume)
     order = BatchOrder(Path(arguments.root), shared, resolved, arguments.jobs, arguments.executor)

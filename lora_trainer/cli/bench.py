@@ -11,15 +11,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.benchmarks.baseline import Regressed, held_against, read_baseline
+from lora_trainer.benchmarks.measures import MEASURES, NOISE, SUBJECTS, Asked, Report
 from lora_trainer.cli.arguments import add_run_arguments, explained, resolved_from
 from lora_trainer.cli.bench_checks import FLAGS, settings_of, wrong_arguments
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.hardware import package_versions
 from lora_trainer.core.io import write_json
-from lora_trainer.jobs.baseline import Regressed, held_against, read_baseline
-from lora_trainer.jobs.measures import MEASURES, NOISE, SUBJECTS, Asked, Report
-from lora_trainer.production.settings import refuse_missing_attention
+from lora_trainer.run.settings import refuse_missing_attention
 
 EXAMPLES = (
     "examples:\n  lora-trainer bench step --preset 12gb --json\n  lora-trainer bench cache\n"
@@ -94,8 +94,8 @@ def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if explained(arguments, resolved):
         return DONE
     refuse_missing_attention(resolved)
-    from lora_trainer.jobs.device import device_measured
-    from lora_trainer.production.inputs import data_in_use
+    from lora_trainer.benchmarks.device import device_measured
+    from lora_trainer.run.inputs import data_in_use
 
     device = device_measured(resolved.config)
     baseline = None if arguments.baseline is None else read_baseline(arguments.baseline, device)
@@ -117,7 +117,7 @@ def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
 def refuse_what_clashes(resolved: Resolved, versus: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise UsageError for all settings of `--compare` that contradict the others."""
-    from lora_trainer.jobs.trials.steps import changed
+    from lora_trainer.benchmarks.trials.steps import changed
 
     problems: list[Problem] = []
     for settings in versus.values():

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.benchmarks.baseline import read_measurement
+from lora_trainer.benchmarks.measures import MEASURES
 from lora_trainer.config.layers import Layer, valid_settings
 from lora_trainer.config.resuming import FIXED, FIXED_IN_EFFECT
 from lora_trainer.config.toml import parse_assignment
 from lora_trainer.core.errors import Problem, UsageError, nearest
-from lora_trainer.jobs.baseline import read_measurement
-from lora_trainer.jobs.measures import MEASURES
 from lora_trainer.models.attention.packages import lacking
 
 FLAGS = {  # of some measurements only

@@ -57,8 +57,8 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     from rich.progress import Progress
 
     from lora_trainer.models.captioner import load_captioner
-    from lora_trainer.production.bases.base import go_offline
-    from lora_trainer.production.captioning import caption_images, find_wanted
+    from lora_trainer.run.bases.base import go_offline
+    from lora_trainer.run.captioning import caption_images, find_wanted
 
     if arguments.offline:
         go_offline()

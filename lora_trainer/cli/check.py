@@ -15,13 +15,13 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError
 from lora_trainer.core.findings import Finding, printable, printable_lines
 from lora_trainer.core.io import json_document
-from lora_trainer.data.check import DataReport
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.sources.places import named_places
 from lora_trainer.data.steps import StepArithmetic
+from lora_trainer.dataset_check import DataReport
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.monitor.console import Console
-from lora_trainer.production.inputs import (
+from lora_trainer.run.inputs import (
     arithmetic,
     data_in_use,
     data_sources,
@@ -29,7 +29,7 @@ from lora_trainer.production.inputs import (
     trained_framings,
     validation_split,
 )
-from lora_trainer.production.printed import show
+from lora_trainer.run.printed import show
 
 COLORS = {"error": "red", "warning": "yellow", "note": "cyan"}
 MOST_NAMES = 12  # files listed under one finding
@@ -71,8 +71,8 @@ def check_command(
 
 def target_problems(config: Config, page: Path | None, fix: Path | None, *, decode: bool) -> list[Problem]:
     """Problems with the files to be written, found before the data is read."""
-    from lora_trainer.data.check.fix import place_problems
-    from lora_trainer.production.report.dataset import page_problems
+    from lora_trainer.dataset_check.fix import place_problems
+    from lora_trainer.report.dataset import page_problems
 
     sources = [place for source in data_sources(config) for place in named_places(source)]
     problems = []
@@ -89,7 +89,7 @@ def _fix(
     config: Config, facts: ModelFacts, manifest: Manifest, report: DataReport, target: Path, *, quiet: bool
 ) -> dict[str, Any]:
     """Write the cleaned copy, score it, and print what was done to each file."""
-    from lora_trainer.data.check.fix import write_fixed
+    from lora_trainer.dataset_check.fix import write_fixed
 
     sources = data_sources(config)
     copy = write_fixed(report, manifest, sources, trained_framings(config, facts), target, config.captions)
@@ -115,7 +115,7 @@ def _write_page(
     report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, validation: int, page: Path
 ) -> None:
     """Raises UsageError if the page cannot be written."""
-    from lora_trainer.production.report.dataset import write_dataset
+    from lora_trainer.report.dataset import write_dataset
 
     try:
         write_dataset(report, samples, steps, validation, page)

@@ -42,8 +42,8 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     from lora_trainer.cli.check import check_command
     from lora_trainer.models import FAMILIES
     from lora_trainer.models.family import USUAL_FAMILY, public_architecture
-    from lora_trainer.production.inputs import read_model, trained_framings
-    from lora_trainer.production.reading import text_options
+    from lora_trainer.run.inputs import read_model, trained_framings
+    from lora_trainer.run.reading import text_options
 
     # The built-in images fit the built-in base model; your own are checked for a usual model, or the one named.
     builtin = all(Path(source).resolve() == DATA_FOLDER for source in arguments.data)

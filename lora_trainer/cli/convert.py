@@ -47,7 +47,7 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
         raise UsageError(problems)
     import torch
 
-    from lora_trainer.models.lora_files import convert_lora
+    from lora_trainer.models.lora_names import convert_lora
 
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
     try:

@@ -13,8 +13,8 @@ from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.io import finite, write_text
 
 if TYPE_CHECKING:
-    from lora_trainer.config.imports.imported import Imported
-    from lora_trainer.config.imports.reading import Line
+    from lora_trainer.importers.imported import Imported
+    from lora_trainer.importers.reading import Line
     from lora_trainer.monitor.console import Console
 
 EXAMPLES = """examples:
@@ -36,7 +36,7 @@ LONGEST = 60  # characters of a value in the table
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     """The file to read and the file to write."""
-    from lora_trainer.config.imports.imported import FORMATS
+    from lora_trainer.importers.imported import FORMATS
 
     kinds = ", ".join(kind.name for kind in FORMATS)
     parser.add_argument("file", metavar="FILE", help=f"a config of another trainer, recognized by its content: {kinds}")
@@ -50,9 +50,9 @@ def import_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
         raise UsageError(unknown)
     from rich.text import Text
 
-    from lora_trainer.config.imports.imported import as_toml, import_file
+    from lora_trainer.importers.imported import as_toml, import_file
     from lora_trainer.monitor.console import Console
-    from lora_trainer.production.printed import show
+    from lora_trainer.run.printed import show
 
     output = Path(arguments.output) if arguments.output else None
     if output is not None and output.exists():
@@ -97,8 +97,8 @@ def _print_table(console: Console, imported: Imported) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from lora_trainer.config.imports.imported import settings_shown
-    from lora_trainer.production.printed import show
+    from lora_trainer.importers.imported import settings_shown
+    from lora_trainer.run.printed import show
 
     show(console, Text(f"{imported.path}: {imported.format}, {len(imported.lines)} keys"))
     for verdict, title in TITLES.items():

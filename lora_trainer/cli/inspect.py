@@ -54,7 +54,7 @@ def inspect_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     """Describe the file. Returns 0 for a valid LoRA, 2 if programs would load it wrongly or not at all."""
     if unknown:
         raise UsageError(unknown)
-    from lora_trainer.models.lora_files import inspect_lora
+    from lora_trainer.models.lora_names import inspect_lora
 
     found = inspect_lora(Path(arguments.lora))
     if arguments.json:

@@ -176,7 +176,7 @@ def _demo(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 def _run(arguments: argparse.Namespace, resolved: Resolved, *, enforce_gates: bool) -> int:
     if explained(arguments, resolved):
         return DONE
-    from lora_trainer.production.run import train
+    from lora_trainer.run.train import train
 
     ended = train(
         resolved,
@@ -208,7 +208,7 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if arguments.action is None:
         if explained(arguments, resolved):
             return DONE
-        from lora_trainer.production.run import cache, train
+        from lora_trainer.run.train import cache, train
 
         if arguments.dry_run:
             return train(resolved, dry_run=True).exit_code

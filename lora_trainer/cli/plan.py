@@ -8,7 +8,7 @@ import sys
 
 from lora_trainer.cli.arguments import add_run_arguments, explained, gpu_if_auto, layers_from, say, settled
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem
-from lora_trainer.production.settings import settle
+from lora_trainer.run.settings import settle
 
 EXAMPLES = """examples:
   lora-trainer plan --preset 12gb,quality --set model.family=sdxl
@@ -39,7 +39,7 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     presets, user = layers_from(arguments, problems)
     model = settle(presets, user, problems).config.model
     if arguments.all:
-        from lora_trainer.production.plans.table import plans_page
+        from lora_trainer.run.plans.table import plans_page
 
         sys.stdout.write(plans_page())
         return DONE
@@ -52,7 +52,7 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if explained(arguments, resolved):
         return DONE
     from lora_trainer.core.imports import OPTIONAL, hide
-    from lora_trainer.production.plans.plan import make_plan
+    from lora_trainer.run.plans.plan import make_plan
 
     hide(OPTIONAL)  # a trace does not need them
     gpu = gpu_if_auto(arguments)
@@ -61,7 +61,7 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         sys.stdout.write(json.dumps(plan.to_json(), indent=2) + "\n")
     else:
         from lora_trainer.monitor.console import Console
-        from lora_trainer.production.plans.view import show_plan
+        from lora_trainer.run.plans.view import show_plan
 
         show_plan(plan, Console(highlight=False))
     return WRONG_USAGE if plan.fits is False else DONE

@@ -16,7 +16,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.monitor.console import Console
-from lora_trainer.production.printed import show
+from lora_trainer.run.printed import show
 
 _KINDS = {
     TIERS: "VRAM presets: fit a run to the GPU's memory (choose one)",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lora_trainer.core.errors import DONE, Problem, UsageError
-from lora_trainer.production.report import FILE, write_comparison, write_report
+from lora_trainer.report import FILE, write_comparison, write_report
 
 COMPARISON = "comparison.html"
 

@@ -14,11 +14,11 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.data.captions import TRIGGER
-from lora_trainer.production.bases.base import describe_model
-from lora_trainer.production.counting import DRAWN, counting
-from lora_trainer.production.drawing import BUILT_IN, drawing_of, filled, parts_of, rows_for, triggers
-from lora_trainer.production.inputs import read_model, with_absolute_paths
-from lora_trainer.production.reading import read_as_trained, run_beside
+from lora_trainer.run.bases.base import describe_model
+from lora_trainer.run.counting import DRAWN, counting
+from lora_trainer.run.drawing import BUILT_IN, drawing_of, filled, parts_of, rows_for, triggers
+from lora_trainer.run.inputs import read_model, with_absolute_paths
+from lora_trainer.run.reading import read_as_trained, run_beside
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +107,7 @@ def draw_again(lora: Path, config: Config, found: dict[str, Any], output: Path) 
 
 def _readable(path: Path) -> dict[str, str]:
     """The header of a LoRA file. Raises UsageError if it cannot be read or has weights that are not finite."""
-    from lora_trainer.models.lora_files import read_lora
+    from lora_trainer.models.lora_names import read_lora
 
     weights = read_lora(path)
     if weights.not_finite():
@@ -123,7 +123,7 @@ def _draw(path: Path, config: Config, grid: GridPlan, folder: Path, name: str, *
 
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.evaluation.sample import Where, compare
-    from lora_trainer.production.choices import usable_bytes
+    from lora_trainer.run.choices import usable_bytes
 
     family, facts = read_model(config)
     print(printable_lines(f"base model: {describe_model(config.model)}"), file=sys.stderr)
@@ -159,7 +159,7 @@ def _draw(path: Path, config: Config, grid: GridPlan, folder: Path, name: str, *
 def _dtype(config: Config, grid: GridPlan, device: torch.device) -> torch.dtype:
     import torch
 
-    from lora_trainer.production.choices import choose_precision, computed_in
+    from lora_trainer.run.choices import choose_precision, computed_in
 
     named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(grid.dtype or "")
     return named or computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)

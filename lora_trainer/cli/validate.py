@@ -20,10 +20,10 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan, plan_plain
 from lora_trainer.evaluation.report import LoraReport, caveat
 from lora_trainer.monitor.console import Console
-from lora_trainer.production.bases.base import describe_model, is_builtin
-from lora_trainer.production.counting import JUDGED, counting
-from lora_trainer.production.inputs import data_in_use, read_inputs, read_model, trained_framings
-from lora_trainer.production.reading import Run, read_as_trained, run_beside
+from lora_trainer.run.bases.base import describe_model, is_builtin
+from lora_trainer.run.counting import JUDGED, counting
+from lora_trainer.run.inputs import data_in_use, read_inputs, read_model, trained_framings
+from lora_trainer.run.reading import Run, read_as_trained, run_beside
 
 MEANINGS = {
     "integrity": "complete, finite, loads, changes images",
@@ -83,8 +83,8 @@ def _evaluate(path: Path, config: Config, measured: Samples) -> LoraReport:
     from lora_trainer.evaluation.lora_check import LORA_CHECKS, check_lora, refused_unloaded
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.models.family import Encoders
-    from lora_trainer.models.lora_files import read_lora_with_tokens
-    from lora_trainer.production.choices import ENCODER_DTYPE, choose_precision, computed_in, usable_bytes
+    from lora_trainer.models.lora_names import read_lora_with_tokens
+    from lora_trainer.run.choices import ENCODER_DTYPE, choose_precision, computed_in, usable_bytes
 
     family, facts = read_model(config)
     if report := refused_unloaded(read_lora_with_tokens(path), facts.path, family, config.gates.lora):

@@ -58,7 +58,7 @@ from lora_trainer.evaluation.validation_loss import (
 )
 from lora_trainer.export.weights import LoraWeights, adaptable_modules
 from lora_trainer.models.family import Family, ModelFacts
-from lora_trainer.models.lora_files import read_lora_with_tokens
+from lora_trainer.models.lora_names import read_lora_with_tokens
 from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
 
 GATE = 0.9

@@ -31,7 +31,7 @@ from lora_trainer.evaluation.sheet import Group, Row, contact_sheet, save_image
 from lora_trainer.export.weights import LoraWeights, shapes_of
 from lora_trainer.models.drawing import prompted, read_prompts, texts_of
 from lora_trainer.models.family import Family
-from lora_trainer.models.lora_files import read_lora_with_tokens
+from lora_trainer.models.lora_names import read_lora_with_tokens
 from lora_trainer.models.memory.phases import DRAWN_AT_ONCE, drawn_on_a_cpu, phase_costs
 from lora_trainer.models.textual_inversion import LearnedTokens, add_learned_tokens, from_embeddings
 

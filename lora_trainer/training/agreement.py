@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lora_trainer.adapters.masters import Adapter
 from lora_trainer.models.compiled import Compiled
-from lora_trainer.training.adapter import Adapter
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.step import StepContext, abort_step, backward
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from lora_trainer.adapters.ema import make_ema, shown_weights
+from lora_trainer.adapters.lora import inject_lora, sum_updates, target_modules
+from lora_trainer.adapters.masters import make_adapter
 from lora_trainer.config.schema import Config
 from lora_trainer.core.randomness import position_key
 from lora_trainer.diffusion.loss import make_loss
@@ -15,7 +18,6 @@ from lora_trainer.diffusion.process import Process, zero_terminal_alphas
 from lora_trainer.diffusion.timesteps import flow_times
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Family, ModelFacts
-from lora_trainer.models.lora import inject_lora, sum_updates, target_modules
 from lora_trainer.models.memory.block_swap import block_swap_note, move_to_device, swap_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.offload import offload_note, offloaded
@@ -23,10 +25,8 @@ from lora_trainer.models.memory.phases import count_of, no_more
 from lora_trainer.models.quantization.store import counted_products, int8_products, make_quantizer
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer, shares_of
-from lora_trainer.training.adapter import make_adapter
 from lora_trainer.training.attention import put_attention_on
 from lora_trainer.training.compiling import compiled_as_wanted
-from lora_trainer.training.ema import make_ema, shown_weights
 from lora_trainer.training.hardware import hardware_note, set_memory_order, try_convolutions
 from lora_trainer.training.layout import Layout
 from lora_trainer.training.step import Guard, StepContext

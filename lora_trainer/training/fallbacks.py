@@ -18,8 +18,8 @@ from lora_trainer.models.compiled import Compiled, compiler_message
 from lora_trainer.training.compiling import WITHOUT, disagreement, failed_by_it, refuse_graph_break
 from lora_trainer.training.guard import watchful
 from lora_trainer.training.job import LoopContext
-from lora_trainer.training.memory.oom_fallback import describe, grown, install, reduced
 from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.oom_fallback import describe, grown, install, reduced
 from lora_trainer.training.recovery import SMALLER_RUN, SMALLER_STATE, Rollback, WeightsLost, nothing_left
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import OomFallback, TrainState

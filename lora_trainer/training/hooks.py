@@ -8,8 +8,8 @@ from dataclasses import replace
 from lora_trainer.training.checkpoints.save import keep_weights, save
 from lora_trainer.training.guard import finite_to_save
 from lora_trainer.training.job import LoopContext, is_due, is_regular
-from lora_trainer.training.memory.oom_fallback import agreed
 from lora_trainer.training.metrics import Metrics
+from lora_trainer.training.oom_fallback import agreed
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.stopping import Stopping

@@ -21,9 +21,9 @@ from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.guard import with_settings
 from lora_trainer.training.hooks import make_hooks
 from lora_trainer.training.job import LoopContext, is_unvalidated, lr_at
-from lora_trainer.training.memory.oom_fallback import install
 from lora_trainer.training.metrics import Metrics
 from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.oom_fallback import install
 from lora_trainer.training.recovery import Rollback, out_of_reach, rolled_back, saved_and_failed
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import TrainState

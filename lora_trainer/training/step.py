@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from lora_trainer.adapters.ema import Ema, Shown
+from lora_trainer.adapters.masters import Adapter
 from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.core.interrupt import abort_if_late, no_more_aborting
 from lora_trainer.diffusion.loss import Loss
@@ -18,8 +20,6 @@ from lora_trainer.diffusion.process import Process
 from lora_trainer.models.compiled import Compiled
 from lora_trainer.optim.clipping import Clip
 from lora_trainer.optim.optimizers import set_lr
-from lora_trainer.training.adapter import Adapter
-from lora_trainer.training.ema import Ema, Shown
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.texts import TrainedTexts
 

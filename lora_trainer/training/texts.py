@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lora_trainer.adapters.lora import inject_lora, matching_modules, sum_updates
 from lora_trainer.config.schema import Config
 from lora_trainer.core.randomness import position_key
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Caption, Family, ModelFacts, TextParts
-from lora_trainer.models.lora import inject_lora, matching_modules, sum_updates
 from lora_trainer.models.textual_inversion import add_learned_tokens, initial_embeddings
 from lora_trainer.optim.optimizers import Rates
 

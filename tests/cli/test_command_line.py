@@ -167,9 +167,9 @@ def test_arguments_reach_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         calls.append((resolved.config.run.name, {name for name, value in flags.items() if value}))
         return SimpleNamespace(exit_code=4)
 
-    module = ModuleType("lora_trainer.production.run")
+    module = ModuleType("lora_trainer.run.train")
     module.train = train  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "lora_trainer.production.run", module)
+    monkeypatch.setitem(sys.modules, "lora_trainer.run.train", module)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     (tmp_path / "runs" / "demo-2").mkdir()

@@ -9,9 +9,9 @@ from PIL import Image
 
 from lora_trainer.cli.check import check_command
 from lora_trainer.config.schema import Config, SourceSection
-from lora_trainer.data.check import DataReport, check_dataset, estimate_tokens
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.views import Framing
+from lora_trainer.dataset_check import DataReport, check_dataset, estimate_tokens
 from lora_trainer.models.family import public_architecture
 from tests.data.conftest import Draw, noise_image
 

@@ -14,13 +14,13 @@ from PIL import Image, ImageFilter
 from gate_examples import boxed, worn
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.findings import Finding, Severity
-from lora_trainer.data.check import DataReport, check_buckets, check_dataset, check_plan
-from lora_trainer.data.check.captions import fix_garbled, garbled
-from lora_trainer.data.check.score import by_file, score_of
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_validation
 from lora_trainer.data.views import Framing
+from lora_trainer.dataset_check import DataReport, check_buckets, check_dataset, check_plan
+from lora_trainer.dataset_check.captions import fix_garbled, garbled
+from lora_trainer.dataset_check.score import by_file, score_of
 from tests.data.drawings import drawing, photo, saved
 
 SIDE = 128

@@ -13,11 +13,11 @@ from PIL import Image
 
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.data.check import DataReport, check_dataset
-from lora_trainer.data.check.fix import FixedCopy, write_fixed
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Manifest
 from lora_trainer.data.views import Framing
+from lora_trainer.dataset_check import DataReport, check_dataset
+from lora_trainer.dataset_check.fix import FixedCopy, write_fixed
 from tests.data.drawings import drawing, photo
 
 FRAMING = Framing((128,), 16)

@@ -13,11 +13,11 @@ import pytest
 
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import write_json
-from lora_trainer.data.check import DataReport, check_dataset, checks
 from lora_trainer.data.images import images, jobs
 from lora_trainer.data.images.jobs import read_facts
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.views import Framing
+from lora_trainer.dataset_check import DataReport, check_dataset, checks
 from tests.data.hostile import HOSTILE, ODD, noise, state_of
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="pipes, sockets and links are made")

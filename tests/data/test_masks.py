@@ -12,12 +12,12 @@ from PIL import Image
 from lora_trainer.config.schema import SourceSection
 from lora_trainer.data.caches.cache import CachePlan, fill_latents, plan_latents
 from lora_trainer.data.caches.store import Store
-from lora_trainer.data.check import check_dataset
 from lora_trainer.data.images.spans import content_of
 from lora_trainer.data.loader import masks_of
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Mask
 from lora_trainer.data.views import Framing, views_of
+from lora_trainer.dataset_check import check_dataset
 from tests.data.conftest import Draw
 from tests.data.test_cache import encode_image, fill
 

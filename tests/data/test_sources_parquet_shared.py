@@ -22,7 +22,7 @@ from lora_trainer.data.images.images import load_rgb
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.sources import parquet, rows
-from lora_trainer.production import inputs
+from lora_trainer.run import inputs
 from tests.data.conftest import Draw
 from tests.data.test_sources_parquet import png, write
 

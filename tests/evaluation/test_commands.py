@@ -25,8 +25,8 @@ from lora_trainer.export.keys import OWN_VERSION
 from lora_trainer.export.lora_file import write_learned_tokens, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.lora_files import read_lora
-from lora_trainer.production.reading import read_as_trained
+from lora_trainer.models.lora_names import read_lora
+from lora_trainer.run.reading import read_as_trained
 from tests.export.tiny import facts, random_lora, tiny_pipeline
 
 

@@ -17,7 +17,7 @@ from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.drawing import read_prompts
-from lora_trainer.models.lora_files import names_of, read_lora
+from lora_trainer.models.lora_names import names_of, read_lora
 from tests.export.tiny import facts, random_lora, tiny_pipeline, tiny_t5
 
 CPU = torch.device("cpu")

@@ -13,6 +13,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from lora_trainer.adapters.lora import inject_lora, target_modules
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import read_json
 from lora_trainer.evaluation import sample
@@ -27,7 +28,6 @@ from lora_trainer.export.weights import LoraPair, LoraWeights, weights_from_peft
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.drawing import read_prompts
 from lora_trainer.models.family import Encoders
-from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.phases import Placement
 from tests.export.tiny import facts, random_lora, tiny_pipeline
 

@@ -19,7 +19,7 @@ from lora_trainer.evaluation.sheet import Group, Row, contact_sheet, wrapped
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
-from lora_trainer.production.messages import readers
+from lora_trainer.run.messages import readers
 from tests.export.tiny import facts, random_lora, tiny_pipeline, tiny_vae
 
 QUICK = ("--num-inference-steps", "2", "--size", "64x48")

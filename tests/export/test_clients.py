@@ -15,7 +15,7 @@ from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_clients import Client, clients
-from lora_trainer.models.lora_files import convert_lora, inspect_lora, names_of, read_lora
+from lora_trainer.models.lora_names import convert_lora, inspect_lora, names_of, read_lora
 from tests.export.tiny import random_lora, tiny_pipeline
 
 HEADER = {"ss_base_model_version": "sd_v1"}

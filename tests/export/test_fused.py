@@ -16,7 +16,7 @@ from lora_trainer.export.layout import fused
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.lora_files import names_of, read_lora
+from lora_trainer.models.lora_names import names_of, read_lora
 from tests.export.tiny import facts
 
 SHARES = st.sampled_from([(1, 1, 1), (1, 1, 1, 4)])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import weights_from_peft
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.lora_files import names_of
+from lora_trainer.models.lora_names import names_of
 from tests.export.tiny import UNETS, facts, random_lora, tiny_pipeline, tiny_unet
 from tests.recipes.recipe import Bench, draw_images, save_tiny_model
 

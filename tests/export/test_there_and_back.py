@@ -18,7 +18,7 @@ from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.layout import rule_of
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.lora_files import convert_lora, names_of, read_lora
+from lora_trainer.models.lora_names import convert_lora, names_of, read_lora
 
 UNET = (
     "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q",

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from transformers import CLIPTextModel
 
 from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.production import flow
+from lora_trainer.run import flow
 from tests.faults.disk import Page
 from tests.recipes.recipe import delete_under_a_run
 

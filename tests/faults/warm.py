@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lora_trainer.cli.main import main
 from lora_trainer.evaluation import lora_check
-from lora_trainer.production import flow
+from lora_trainer.run import flow
 from tests.faults.disk import Mode, Page, loaded_page
 from tests.faults.phases import phase_of
 from tests.faults.troubles import TROUBLES, report_to

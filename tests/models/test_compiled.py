@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.cli.main import main
 from lora_trainer.core import compilations
 from lora_trainer.core.compilations import keep_compilations
@@ -25,7 +26,6 @@ from lora_trainer.models.compiled import (
     is_compiler_error,
     repeated_blocks,
 )
-from lora_trainer.models.lora import inject_lora
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, while it traces
 REAL = torch.compile

@@ -15,9 +15,9 @@ import torch
 from diffusers import DiffusionPipeline
 from transformers import T5Config, T5EncoderModel
 
+from lora_trainer.benchmarks.turns import little_garbage
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.buckets import Bucket
-from lora_trainer.jobs.turns import little_garbage
 from lora_trainer.models import FAMILIES, sd3
 from lora_trainer.models.drawing import prompted, read_prompts
 from lora_trainer.models.encoders import offloaded_text
@@ -27,7 +27,7 @@ from lora_trainer.models.folder import detect_family
 from lora_trainer.models.quantization import layers
 from lora_trainer.models.t5 import read_t5_tokens
 from lora_trainer.models.transformer import transformer_facts
-from lora_trainer.production.inputs import refuse_large
+from lora_trainer.run.inputs import refuse_large
 from tests.export.tiny import T5_WIDTH, TRANSFORMERS, t5_tokenizer, tiny_pipeline
 
 CPU = torch.device("cpu")

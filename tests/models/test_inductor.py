@@ -14,9 +14,9 @@ import torch._inductor.config as inductor
 from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
+from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.config.schema.machine import CompileMode
 from lora_trainer.models.compiled import compile_blocks, compiler_message, is_compiler_error
-from lora_trainer.models.lora import inject_lora
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, while it compiles
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from lora_trainer.adapters.lora import inject_lora, target_modules
 from lora_trainer.models import FAMILIES, kept
 from lora_trainer.models.attention.install import install_attention
 from lora_trainer.models.kept import keep_loaded
-from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from tests.export.tiny import tiny_pipeline
 

@@ -8,7 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
-from lora_trainer.models.lora import SummedLinear, sum_updates
+from lora_trainer.adapters.lora import SummedLinear, sum_updates
 
 
 def layers(dropout: float = 0.0) -> nn.Sequential:

@@ -15,8 +15,8 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Encoders, TextOptions, public_architecture
 from lora_trainer.models.unet import load_tokenizer
 from lora_trainer.models.weighting import read_tokens
-from lora_trainer.production.inputs import read_model
-from lora_trainer.production.plans.plan import gauge_of
+from lora_trainer.run.inputs import read_model
+from lora_trainer.run.plans.plan import gauge_of
 from tests.export.tiny import text_config, tiny_pipeline
 
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_facts_have_the_maximum_caption_length(folder: Path) -> None:
 
 
 def test_the_plan_of_a_published_model_follows_the_length_of_captions() -> None:
-    from lora_trainer.models.memory.profiles import Sizes
+    from lora_trainer.memory_plan.profiles import Sizes
 
     architecture, sizes = public_architecture("sd15"), Sizes(rank=16, micro=4, area=64 * 64, checkpointed=0)
     family, config = FAMILIES["sd15"], Config()

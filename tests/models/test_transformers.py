@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lora_trainer.adapters.lora import inject_lora, target_modules
 from lora_trainer.diffusion.process import Process, flow_signal, usual_process
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family, public_architecture
 from lora_trainer.models.flux import predict as flux_predict
-from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks, checkpointed_blocks
 
 SMALL = {

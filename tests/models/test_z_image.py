@@ -11,6 +11,7 @@ import torch
 from diffusers import ZImagePipeline
 from diffusers.loaders.single_file_utils import convert_z_image_transformer_checkpoint_to_diffusers
 
+from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
 from lora_trainer.export.kohya import kohya_tensors
@@ -18,7 +19,6 @@ from lora_trainer.export.layout import Names, rule_of
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
-from lora_trainer.models.lora import inject_lora
 from lora_trainer.models.quantization.store import is_narrow, make_quantizer
 from lora_trainer.models.z_image import LAYOUT, read_chat
 from tests.export.tiny import qwen_tokenizer, random_lora, tiny_pipeline, tiny_transformer

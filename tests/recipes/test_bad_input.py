@@ -15,8 +15,8 @@ import torch
 
 from lora_trainer.cli.main import main
 from lora_trainer.diffusion import loss as loss_module
-from lora_trainer.production import run as run_module
-from lora_trainer.production.folder import LOCK
+from lora_trainer.run import train as run_module
+from lora_trainer.run.folder import LOCK
 from tests.recipes.recipe import Bench, draw_images, patched, record, rows
 
 

@@ -24,13 +24,13 @@ from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
-from lora_trainer.production.bases.base import find_base
+from lora_trainer.run.bases.base import find_base
 from tests.conftest import CHECKOUT
 from tests.export.tiny import tiny_vae
 from tests.models.single.originals import unet_checkpoint, write
 from tests.models.single.tiny import tiny_pipeline
-from tests.production.local_hub import COMMIT, LocalHub, local_hub
 from tests.recipes.recipe import Bench, contents, exported, losses, record, save_tiny_model
+from tests.run.local_hub import COMMIT, LocalHub, local_hub
 
 NAME = "some/tiny-model"
 

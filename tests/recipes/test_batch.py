@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from lora_trainer.batch import queue
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
-from lora_trainer.jobs import queue
 from lora_trainer.models import FAMILIES, kept
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training import fallbacks
@@ -276,7 +276,7 @@ def test_a_stopped_batch_resumes(name, code, night, steps_trained, capsys):
 
 
 def test_an_error_in_one_job_stops_no_other(night):
-    from lora_trainer.jobs import worker
+    from lora_trainer.batch import worker
 
     true = worker.train
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.jobs import queue
+from lora_trainer.batch import queue
 from tests.recipes.recipe import exported, rows
 from tests.recipes.test_batch import Night, make_root
 

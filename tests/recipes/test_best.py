@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.production import session
+from lora_trainer.run import session
 from tests.recipes.recipe import Bench, exported, patched, record, rows, tensor_bytes
 from tests.recipes.test_resume import at_step, stop
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lora_trainer.production import release
+from lora_trainer.run import release
 from tests.recipes.recipe import exported, losses, record
 
 pytestmark = pytest.mark.exact

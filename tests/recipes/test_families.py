@@ -14,9 +14,9 @@ from lora_trainer.cli.main import main
 from lora_trainer.evaluation.loading import adapted_modules, judged, without_lora
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
-from lora_trainer.models.lora_files import read_lora
+from lora_trainer.models.lora_names import read_lora
 from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.production import caching
+from lora_trainer.run import caching
 from tests.recipes.recipe import (
     Bench,
     draw_images,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from lora_trainer.cli.main import main
 from lora_trainer.config.toml import read_toml
 from lora_trainer.diffusion import loss as loss_module
-from lora_trainer.production import find_micro as finding
-from lora_trainer.production.find_micro import largest_that_fits
+from lora_trainer.run import find_micro as finding
+from lora_trainer.run.find_micro import largest_that_fits
 from tests.recipes.recipe import Bench, exported, losses, record
 
 FIVE: dict[str, object] = {"train__effective_batch_size": 5, "steps": 3, "validation__split": 0.0}

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from lora_trainer.batch import queue, table, worker
 from lora_trainer.core import disk
 from lora_trainer.core.io import write_json
-from lora_trainer.jobs import queue, table, worker
 from lora_trainer.monitor.progress import Progress
-from lora_trainer.production.run import RunResult
+from lora_trainer.run.train import RunResult
 from tests.recipes.recipe import patched
 from tests.recipes.test_batch import Night, make_root
 from tests.recipes.test_full_disk import BALLAST, fill_up, in_pauses, small_disk

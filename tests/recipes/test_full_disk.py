@@ -18,7 +18,7 @@ import pytest
 
 from lora_trainer.core import disk
 from lora_trainer.monitor.trackers import EVENTS
-from lora_trainer.production import flow
+from lora_trainer.run import flow
 from lora_trainer.training import loop
 from tests.recipes.recipe import Bench, delete_under_a_run, exported, losses, patched, record, rows
 
@@ -307,7 +307,7 @@ def test_an_export_without_disk_space_is_done_on_resume(bench, undisturbed, caps
 
 def test_the_disk_estimate_covers_the_real_run(bench, monkeypatch):
     """Measures the folder at each rename, when a second copy exists."""
-    from lora_trainer.production import room
+    from lora_trainer.run import room
 
     folder, weights, forecast = bench.folder("run"), list[int](), list[int]()
     true, true_need = os.replace, room.highest_bytes

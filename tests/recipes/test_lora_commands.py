@@ -15,7 +15,7 @@ from lora_trainer.cli.main import main
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.lora_files import read_lora
+from lora_trainer.models.lora_names import read_lora
 from tests.export.tiny import facts
 
 NAME = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"

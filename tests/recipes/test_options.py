@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lora_trainer.adapters.lora import inject_lora, target_modules
 from lora_trainer.config.schema import Config
 from lora_trainer.export.lora_file import read_lora, write_lora
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.lora import inject_lora, target_modules
-from lora_trainer.production import flow
-from lora_trainer.production.release import lora_weights
+from lora_trainer.run import flow
+from lora_trainer.run.release import lora_weights
 from tests.export.tiny import facts, tiny_pipeline
 from tests.recipes.recipe import Bench, exported, header_of, losses, patched, record, rows, stored_as
 

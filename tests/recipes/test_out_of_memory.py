@@ -15,7 +15,7 @@ from lora_trainer.evaluation import sample as sample_module
 from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.evaluation.sample import compare
 from lora_trainer.models import FAMILIES
-from lora_trainer.production import feed, release
+from lora_trainer.run import feed, release
 from tests.recipes.recipe import Bench, contents, exported, losses, record, rows
 
 SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."

@@ -15,10 +15,10 @@ from lora_trainer.config.presets import preset_layers
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
-from lora_trainer.production.choices import Choice, planned_choices
-from lora_trainer.production.disk import CHECKPOINT_HEAD, NAMED, STATE_OF, cache_bytes, run_bytes
-from lora_trainer.production.plans.plan import architecture_of, make_demand, make_plan, planned_data
-from lora_trainer.production.settings import settle
+from lora_trainer.run.choices import Choice, planned_choices
+from lora_trainer.run.disk import CHECKPOINT_HEAD, NAMED, STATE_OF, cache_bytes, run_bytes
+from lora_trainer.run.plans.plan import architecture_of, make_demand, make_plan, planned_data
+from lora_trainer.run.settings import settle
 from tests.recipes.recipe import Bench, exported, losses, record
 
 GPU = torch.device("cuda")
@@ -37,7 +37,7 @@ def test_a_custom_model_is_traced_once_and_cached(bench: Bench, capsys, monkeypa
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("traced again")
 
-    monkeypatch.setattr("lora_trainer.training.memory.trace.make_subject", refuse)
+    monkeypatch.setattr("lora_trainer.memory_plan.trace.make_subject", refuse)
     assert main(arguments) == 0
     assert json.loads(capsys.readouterr().out) == first
 
@@ -54,7 +54,7 @@ def test_images_that_training_refuses_are_noted(bench: Bench, capsys):
 
 def test_settings_are_traced_only_when_requested(bench: Bench, capsys, monkeypatch):
     """A trace of a large model takes seconds: a plan takes no more traces than it needs."""
-    from lora_trainer.training.memory import memory_model
+    from lora_trainer.memory_plan import memory_model
 
     traced, true = [], memory_model.traced_footprint
     monkeypatch.setattr(memory_model, "traced_footprint", lambda *args: traced.append(args) or true(*args))

@@ -253,7 +253,7 @@ def test_a_refused_lora_is_shown_as_refused(bench: Bench) -> None:
 
 def test_a_report_that_cannot_be_written_ends_nothing(bench: Bench, capsys) -> None:
     bench.folder("blocked").mkdir(parents=True)
-    from lora_trainer.production import report
+    from lora_trainer import report
 
     def full(folder: Path) -> Path:
         raise OSError(28, "No space left on device")

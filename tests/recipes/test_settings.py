@@ -9,8 +9,8 @@ import pytest
 
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
-from lora_trainer.production import room
-from lora_trainer.production import session as session_module
+from lora_trainer.run import room
+from lora_trainer.run import session as session_module
 from lora_trainer.training import fallbacks
 from lora_trainer.training.micro_batch import MicroBatch
 from tests.recipes.recipe import Bench, exported, losses, patched, record

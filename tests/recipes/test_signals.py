@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
+from lora_trainer import report
 from lora_trainer.config.layers import Layer
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.interrupt import Stopped, listening
-from lora_trainer.production import flow, release, report, session
-from lora_trainer.production import run as outside
-from lora_trainer.production.inputs import read_inputs
-from lora_trainer.production.order import Order, plain_console
-from lora_trainer.production.settings import settle
+from lora_trainer.run import flow, release, session
+from lora_trainer.run import train as outside
+from lora_trainer.run.inputs import read_inputs
+from lora_trainer.run.order import Order, plain_console
+from lora_trainer.run.settings import settle
 from lora_trainer.training import step
 from lora_trainer.training.checkpoints import save as saving
 from tests.recipes.recipe import Bench, exported, losses, patched, record, rows

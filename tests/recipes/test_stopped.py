@@ -12,7 +12,7 @@ import pytest
 from lora_trainer.cli.main import main
 from lora_trainer.core import interrupt
 from lora_trainer.data.caches import filling
-from lora_trainer.production import flow
+from lora_trainer.run import flow
 from tests.recipes.recipe import Bench, patched, record
 
 

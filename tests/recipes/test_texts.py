@@ -15,10 +15,10 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.lora_files import read_lora
+from lora_trainer.models.lora_names import read_lora
 from lora_trainer.models.quantization import layers
-from lora_trainer.production.inputs import read_model
-from lora_trainer.production.reading import read_as_trained, text_options
+from lora_trainer.run.inputs import read_model
+from lora_trainer.run.reading import read_as_trained, text_options
 from tests.export.tiny import tiny_pipeline
 from tests.recipes.recipe import Bench, record, tensor_bytes
 

@@ -13,7 +13,7 @@ from lora_trainer.cli.main import main
 from lora_trainer.evaluation.loading import adapted_modules, components_of, judged
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import detect_family
-from lora_trainer.models.lora_files import read_lora
+from lora_trainer.models.lora_names import read_lora
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from tests.recipes.recipe import Bench, draw_images, header_of, record, rows, save_tiny_model
 

@@ -14,7 +14,7 @@ from lora_trainer.config.schema import Config, SourceSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.images.images import BrokenImageError, load_rgb
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.production.order import LONGEST_NAME, run_folder
+from lora_trainer.run.order import LONGEST_NAME, run_folder
 from tests.recipes.recipe import draw_images
 
 EVIL = "<script>alert(1)</script>\x1b[31m\u202e"

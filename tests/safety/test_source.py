@@ -30,7 +30,7 @@ MODULES = {
     "socketserver", "xmlrpc", "requests", "urllib.request", "huggingface_hub", "ftplib", "telnetlib", "xml",
 }  # fmt: skip
 # The only module that makes requests, and its part that reads only a header.
-ASK_THE_HUB = {f"lora_trainer/production/bases/{name}.py" for name in ("hub", "hub_header", "hub_refusals")}
+ASK_THE_HUB = {f"lora_trainer/run/bases/{name}.py" for name in ("hub", "hub_header", "hub_refusals")}
 NEEDS = {  # by the name of a call: a required keyword and its value
     "torch.load": ("weights_only", True),
     "np.load": ("allow_pickle", False),

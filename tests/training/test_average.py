@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lora_trainer.training.adapter import make_adapter
-from lora_trainer.training.ema import Ema, decay_at
+from lora_trainer.adapters.ema import Ema, decay_at
+from lora_trainer.adapters.masters import make_adapter
 
 
 @given(st.floats(0.5, 0.9999), st.integers(0, 10**6))

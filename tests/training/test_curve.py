@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lora_trainer.production.curve import still_falling
+from lora_trainer.report.curve import still_falling
 
 
 def curve(*losses: float, every: int = 10) -> list[dict[str, float]]:

@@ -9,18 +9,18 @@ import pytest
 import torch
 from accelerate import PartialState
 
+from lora_trainer.benchmarks.trials import table
+from lora_trainer.benchmarks.trials.cap import prove_cap
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config, MemorySection
 from lora_trainer.data.loader import prefetch
-from lora_trainer.jobs.trials import table
-from lora_trainer.jobs.trials.cap import prove_cap
 from lora_trainer.models.attention.choose import choose_attention, fastest_attention
 from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.attention.probe import time_attention
 from lora_trainer.models.attention.shapes import AttentionShape
 from lora_trainer.monitor.gpu import open_gpu
 from lora_trainer.monitor.memory import gpu_pool
-from lora_trainer.production.choices import cap_memory
+from lora_trainer.run.choices import cap_memory
 from lora_trainer.training.micro_batch import MicroBatch, copied_ahead
 from tests.recipes.recipe import Bench, draw_images, losses, patched, save_tiny_model
 

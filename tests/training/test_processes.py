@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.interrupt import Interrupt
-from lora_trainer.production.find_micro import smallest
+from lora_trainer.run.find_micro import smallest
 from lora_trainer.training import processes as rooms
 from lora_trainer.training.job import LoopContext
-from lora_trainer.training.memory.oom_fallback import agreed
 from lora_trainer.training.metrics import Metrics
+from lora_trainer.training.oom_fallback import agreed
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import OomFallback, TrainState

@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
-from lora_trainer.production.release import withdraw_after
+from lora_trainer.run.release import withdraw_after
 from lora_trainer.training.checkpoints.best import best_files
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, step_of
 from lora_trainer.training.job import LoopContext

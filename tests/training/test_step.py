@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from lora_trainer.adapters.lora import inject_lora, target_modules
+from lora_trainer.adapters.masters import Adapter, make_adapter
 from lora_trainer.config.schema import LossSection, OptimizerSection
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Process, scaled_linear_alphas
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.lora import inject_lora, target_modules
 from lora_trainer.optim.clipping import clip_by_norm, clip_by_value
 from lora_trainer.optim.optimizers import make_optimizer
-from lora_trainer.training.adapter import Adapter, make_adapter
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.step import StepContext, backward, train_step
 from tests.export.tiny import tiny_pipeline

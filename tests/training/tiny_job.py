@@ -31,12 +31,12 @@ from lora_trainer.core.interrupt import Interrupt
 from lora_trainer.core.io import read_json
 from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, Trackers, read_lines
-from lora_trainer.production.choices import choose
-from lora_trainer.production.inputs import arithmetic, own_architecture, read_inputs
-from lora_trainer.production.order import Order, plain_console, run_folder
-from lora_trainer.production.resuming import fixed_settings
-from lora_trainer.production.session import open_session, prepare
-from lora_trainer.production.settings import settle
+from lora_trainer.run.choices import choose
+from lora_trainer.run.inputs import arithmetic, own_architecture, read_inputs
+from lora_trainer.run.order import Order, plain_console, run_folder
+from lora_trainer.run.resuming import fixed_settings
+from lora_trainer.run.session import open_session, prepare
+from lora_trainer.run.settings import settle
 from lora_trainer.training import metrics
 from lora_trainer.training.checkpoints.best import best_path
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 # Values that a layer keeps of a token for its backward pass, frozen but for a LoRA on all of its matmuls: for each of
-# its width, of its attention's, of its inner width, of the LoRA's rank. Counted on the CPU (tests/production),
+# its width, of its attention's, of its inner width, of the LoRA's rank. Counted on the CPU (tests/run),
 # T5's in bf16, whose norms keep fp32.
 OF_CLIP = (4, 4, 3, 6)
 OF_T5 = (8, 4, 7, 7)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.config.schema import Precision
 from lora_trainer.models.compiled import compile_blocks
-from lora_trainer.models.lora import inject_lora
 from lora_trainer.models.memory import block_swap
 from lora_trainer.models.memory.block_swap import (
     ALIGNMENT,

@@ -12,8 +12,8 @@ from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lora_trainer.benchmarks.random_weights import with_random_weights
 from lora_trainer.core.errors import UsageError
-from lora_trainer.jobs.random_weights import with_random_weights
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.kept import keep_loaded
 from lora_trainer.models.places import Place

@@ -1,0 +1,1 @@
+"""Many datasets, one run each: the queue, its workers, and the summary."""

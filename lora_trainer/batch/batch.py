@@ -1,0 +1,189 @@
+"""A batch: one LoRA for each dataset folder, both gates enforced, whatever happens to some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from lora_trainer.batch import queue
+from lora_trainer.batch.executors import executor, visible_gpus
+from lora_trainer.batch.folders import Shared, job_settings, read_root
+from lora_trainer.batch.summary import FILE as SUMMARY
+from lora_trainer.batch.summary import ROOT, largest_code, write_summary
+from lora_trainer.batch.table import counts, watching
+from lora_trainer.batch.worker import SAFE, SHARED, WAIT_MINUTES
+from lora_trainer.config.layers import Resolved
+from lora_trainer.core.disk import Patience, patient
+from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError, UserError
+from lora_trainer.core.interrupt import listening
+from lora_trainer.report.record import read_record
+from lora_trainer.run.caching import cache_folder
+from lora_trainer.run.inputs import read_model
+from lora_trainer.run.train import INTERRUPTED, train
+
+
+@dataclass(frozen=True)
+class BatchOrder:
+    """A batch as it was ordered. `resolved` is what its jobs share, without any folder's own settings."""
+
+    root: Path
+    shared: Shared
+    resolved: Resolved
+    jobs: int = 1
+    executor: str = "local"
+
+    @property
+    def output(self) -> Path:
+        return Path(self.resolved.config.run.output)
+
+
+def run_batch(order: BatchOrder, console: Console) -> int:
+    """Train what is left to train; the largest exit code of the jobs, or that of the signal that stopped them.
+
+    Raises UsageError, before anything is written, for what is wrong with the batch as a whole.
+    """
+    folders = check_order(order)
+    minutes = order.resolved.config.checkpoint.wait_minutes
+    with patient(Patience(minutes, console.print, lambda: SAFE)):
+        return run_folders(order, folders, console)
+
+
+def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console) -> int:
+    """The same, where the queue and the summary wait for a disk that refuses. Raises TrainingFailed when it does so."""
+    path = order.output / queue.FILE
+    enlist(order, folders, path)
+    left = sum(job.status == "waiting" for job in queue.read_jobs(path))
+    console.print(f"batch of {len(folders)} datasets in {order.root}, {left} to run; output in {order.output}")
+    show_wrong_settings(order.shared, folders, console)
+    workers = min(order.jobs, max(1, left))
+    if workers > 1:
+        console.print(describe_workers(workers))
+    write_summary(path)
+    stopped: int | None = None
+    try:
+        with listening(), watching(path, console):
+            stopped = executor(order.executor)(path, workers) if left else None
+    except KeyboardInterrupt:
+        stopped = INTERRUPTED
+    except SystemExit as leaving:
+        stopped = leaving.code if isinstance(leaving.code, int) else INTERRUPTED
+    finally:
+        with queue.unless_refused():  # it has been waited for
+            write_summary(path)
+    if stopped is not None:
+        jobs = list[queue.QueuedJob]()
+        with queue.unless_refused():
+            jobs = queue.read_jobs(path)
+        console.print(
+            f"stopped, everything is saved: {counts(jobs) or 'the queue cannot be read now'}. To continue, add --resume."
+        )
+        return stopped
+    jobs = queue.read_jobs(path)
+    console.print(f"{counts(jobs)}; details: {order.output / SUMMARY}")
+    return largest_code(jobs)
+
+
+def show_batch(order: BatchOrder, console: Console) -> int:
+    """`--dry-run`: what each folder's run would do; the largest exit code that is known already."""
+    folders, code = check_order(order, weights=False), DONE
+    for name, folder in folders.items():
+        console.rule(name, style="dim")
+        try:
+            train(job_settings(order.shared, name, folder), dry_run=True, enforce_gates=True, console=console)
+        except UserError as error:
+            code = max(code, error.exit_code)
+            for problem in error.problems:
+                console.print(f"error: {problem}")
+    return code
+
+
+def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
+    """The dataset folders by the name of their run. Raises UsageError with all that is wrong with the batch.
+
+    Without `weights` nothing but configs is fetched of a hub's model.
+    """
+    problems: list[Problem] = []
+    folders: dict[str, Path] = {}
+    config = order.resolved.config
+    if order.jobs < 1:
+        problems.append(Problem(f"--jobs is {order.jobs}, must be at least 1.", "Set 1 or more."))
+    for check in (
+        lambda: executor(order.executor),
+        lambda: folders.update(read_root(order.root)),
+        lambda: read_model(config, weights=weights),
+        lambda: refuse_used_output(order),
+    ):
+        try:
+            check()
+        except UsageError as error:
+            problems.extend(error.problems)
+    for place, flag in ((order.output, "--output"), (cache_folder(config), "--set cache.dir")):
+        if place.resolve().is_relative_to(order.root.resolve()):
+            message = f"{place} is inside {order.root}, where nothing is written."
+            problems.append(Problem(message, f"Choose another {flag}."))
+    if problems:
+        raise UsageError(problems)
+    return folders
+
+
+def refuse_used_output(order: BatchOrder) -> None:
+    """Raise UsageError for an output folder that holds a batch already, unless this one resumes it."""
+    path = order.output / queue.FILE
+    if not path.exists():
+        return
+    queue.open_queue(path)
+    root, jobs = queue.read_note(path, ROOT), queue.read_jobs(path)
+    if jobs and not order.shared.resume:
+        raise UsageError(
+            Problem(
+                f"{order.output} holds a batch already ({counts(jobs)}).",
+                "Add --resume to continue it, or choose another --output.",
+            )
+        )
+    # One that is not there any more was moved.
+    if root is not None and Path(root) != order.root.resolve() and Path(root).exists():
+        raise UsageError(Problem(f"{order.output} holds a batch of {root}.", "Choose another --output."))
+
+
+def enlist(order: BatchOrder, folders: Mapping[str, Path], path: Path) -> None:
+    """Write the queue; jobs that are to run again wait again."""
+    queue.open_queue(path)
+    queue.write_note(path, ROOT, str(order.root.resolve()))
+    queue.write_note(path, SHARED, order.shared.to_json())
+    queue.write_note(path, WAIT_MINUTES, order.resolved.config.checkpoint.wait_minutes)
+    queue.enlist(path, folders)
+    queue.give_back_lost(path)
+    queue.put_back(path, [job.name for job in queue.read_jobs(path) if job.name in folders and is_open(job, path)])
+
+
+def is_open(job: queue.QueuedJob, path: Path) -> bool:
+    """Whether a finished job must run again: it has no LoRA, or its run was deleted."""
+    if job.status in ("done", "refused") and job.exit_code != DATASET_REFUSED:
+        return read_record(path.parent / job.name) is None
+    return job.status in ("failed", "stopped", "refused")
+
+
+def show_wrong_settings(shared: Shared, folders: Mapping[str, Path], console: Console) -> None:
+    """Warn at the start of folders whose own settings are wrong: their jobs will fail."""
+    for name, folder in folders.items():
+        try:
+            job_settings(shared, name, folder)
+        except UsageError as error:
+            for problem in error.problems:
+                console.print(f"warning: {name} will fail: {problem}")
+
+
+def describe_workers(workers: int) -> str:
+    """How several workers share this machine. Loads torch."""
+    gpus = len(visible_gpus())
+    if gpus == 0:
+        return f"{workers} jobs at once, each with a copy of the base and its share of the CPU"
+    if gpus < workers:
+        return (
+            f"warning: {workers} jobs at once on {gpus} GPU{'s' if gpus > 1 else ''}: "
+            "those that share a GPU share its memory and its speed"
+        )
+    return f"{workers} jobs at once, each on a GPU of its own"

@@ -1,0 +1,145 @@
+"""Where the jobs of a batch run. `local` is this machine, in this process or in several."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from lora_trainer.batch import queue
+from lora_trainer.batch.worker import SAFE, SIGNALLED, WAIT_MINUTES, work
+from lora_trainer.core.disk import Patience, patient
+from lora_trainer.core.errors import TRAINING_FAILED, Problem, TrainingFailed, UsageError
+from lora_trainer.core.hardware import available_cpus
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import Family
+from lora_trainer.run.order import plain_console
+
+LOOK_EVERY_SECONDS = 2.0
+BETWEEN_LOOKS_SECONDS = 0.2
+Executor = Callable[[Path, int], int | None]
+
+
+def run_local(path: Path, workers: int) -> int | None:
+    """Work on the queue until no job waits; the exit code of a signal that stopped it.
+
+    Each of several workers is a process with a copy of the base of its own.
+    """
+    if workers == 1:
+        return work(path, kept_families(FAMILIES))
+    while any(job.status == "waiting" for job in queue.read_jobs(path)):
+        before = _attempts(path)
+        stopped = _run_processes(path, workers)
+        if stopped is not None:
+            return stopped
+        if _attempts(path) == before:
+            raise TrainingFailed(Problem("No worker process could be started.", "Run the batch with --jobs 1."))
+        queue.give_back_lost(path)  # of workers that died; a job that kills each of them fails in the end
+    return None
+
+
+def _attempts(path: Path) -> int:
+    return sum(job.attempts for job in queue.read_jobs(path))
+
+
+def kept_families(families: Mapping[str, Family]) -> Mapping[str, Family]:
+    """The families with their bases kept in memory between jobs. Loads torch."""
+    from lora_trainer.models.kept import keep_loaded
+
+    return keep_loaded(families)
+
+
+def _run_processes(path: Path, workers: int) -> int | None:
+    # Spawned, not forked: a forked process cannot use a GPU, and threads do not come along.
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_work_alone, args=(str(path), worker_environment(index, workers)))
+        for index in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        while any(process.is_alive() for process in processes):
+            time.sleep(BETWEEN_LOOKS_SECONDS)
+    except (KeyboardInterrupt, SystemExit):
+        _stop(processes)
+        raise
+    stopped = [process.exitcode for process in processes if (process.exitcode or 0) >= SIGNALLED]
+    if any(process.exitcode == TRAINING_FAILED for process in processes):
+        message = f"The queue could not be written to {path.parent} for too long."
+        raise TrainingFailed(Problem(message, f"{SAFE} Make room there, then continue with --resume."))
+    if stopped:  # somebody stopped one worker by itself: that was not asked of the others, which are over
+        return stopped[0]
+    return None
+
+
+def _stop(processes: list[SpawnProcess]) -> None:
+    """Let every worker save what it trains, once: a second signal would end it at once."""
+    for process in processes:
+        if process.is_alive() and os.name == "posix":  # elsewhere the console has signaled them, and terminate() kills
+            process.terminate()
+    for process in processes:
+        process.join()
+
+
+def worker_environment(index: int, workers: int) -> dict[str, str]:
+    """What one of several workers is to see: its GPU, and its share of the CPU."""
+    found: dict[str, str] = {}
+    gpus = visible_gpus()
+    if gpus:
+        found["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
+    if "OMP_NUM_THREADS" not in os.environ:
+        found["OMP_NUM_THREADS"] = str(max(1, available_cpus() // workers))
+    return found
+
+
+def visible_gpus() -> list[str]:
+    """The names of the GPUs that this process may use. Loads torch."""
+    import torch
+
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] if named else [str(index) for index in range(count)]
+
+
+def _work_alone(path: str, environment: dict[str, str]) -> None:
+    """A worker process. Torch is not loaded yet, so the environment still counts."""
+    os.environ.update(environment)
+    if os.name == "posix":
+        os.setsid()  # Ctrl-C reaches the batch, which tells its workers once
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    from lora_trainer.core.interrupt import end_quickly, listening
+    from lora_trainer.core.quiet import quieten_libraries
+
+    quieten_libraries()
+    patience = Patience(queue.read_note(Path(path), WAIT_MINUTES), plain_console().print, lambda: SAFE)
+    with listening(silent=True), patient(patience):  # the batch says it once for all
+        try:
+            stopped = work(Path(path), kept_families(FAMILIES))
+        except TrainingFailed as error:
+            raise SystemExit(error.exit_code) from None
+    end_quickly()
+    raise SystemExit(stopped or 0)
+
+
+def _follow_parent() -> None:
+    """Stop, with everything saved, when the batch itself was killed."""
+    parent = multiprocessing.parent_process()
+    while parent is not None and parent.is_alive():
+        time.sleep(LOOK_EVERY_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+EXECUTORS: dict[str, Executor] = {"local": run_local}
+
+
+def executor(name: str) -> Executor:
+    """The executor of that name. Raises UsageError where there is none."""
+    if name in EXECUTORS:
+        return EXECUTORS[name]
+    raise UsageError(Problem(f"There is no executor {name}.", f"Known: {', '.join(EXECUTORS)}."))

@@ -1,0 +1,123 @@
+"""ROOT and its dataset folders: one LoRA each, with settings of their own in `lora.toml`. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.layers import Layer, Resolved
+from lora_trainer.config.toml import EMPTY, read_toml
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.data.images.images import IMAGE_ENDINGS
+from lora_trainer.run.bases.names import as_hub_part, local_path
+from lora_trainer.run.settings import settle
+
+SETTINGS_FILE = "lora.toml"
+PATHS = (
+    ("model", "path"),
+    ("model", "vae"),
+    ("model", "text_encoders"),
+    ("cache", "dir"),
+)  # in a folder's file they are meant from that folder
+THE_BATCH_DECIDES = (("data", "sources"), ("run", "output"), ("run", "offline"))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all jobs of a batch have in common: layers of presets, and of --config and the flags."""
+
+    presets: tuple[Layer, ...]
+    user: tuple[Layer, ...]
+    resume: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        layers = {"presets": self.presets, "user": self.user}
+        found = {kind: [[layer.name, dict(layer.values)] for layer in each] for kind, each in layers.items()}
+        return {**found, "resume": self.resume}
+
+
+def shared_from_json(document: Mapping[str, Any]) -> Shared:
+    """The value that `Shared.to_json` made."""
+    presets, user = (tuple(Layer(*layer) for layer in document[kind]) for kind in ("presets", "user"))
+    return Shared(presets, user, document["resume"])
+
+
+def read_root(root: Path) -> dict[str, Path]:
+    """The dataset folders directly under ROOT by the name of their run, in the order of their names.
+
+    Hidden folders are passed over. Raises UsageError, all problems at once, for a ROOT that is
+    no folder, has no folders or holds images itself, and for two runs of one name.
+    """
+    if not root.is_dir():
+        what = "is a file" if root.exists() else "does not exist"
+        raise UsageError(Problem(f"{root} {what}.", "ROOT is a folder that holds one folder for each LoRA."))
+    entries = sorted((entry for entry in root.iterdir() if not entry.name.startswith(".")), key=lambda each: each.name)
+    folders = [entry for entry in entries if entry.is_dir()]
+    images = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in IMAGE_ENDINGS]
+    problems = []
+    if images:
+        message = f"{root} holds {len(images)} images itself (first: {images[0].name}) and {len(folders)} folders."
+        fix = f'A batch trains one LoRA for each folder. For one LoRA of all of it: lora-trainer train --data "{root}"'
+        problems.append(Problem(message, fix))
+    elif not folders:
+        problems.append(Problem(f"{root} holds no folder.", "ROOT holds one folder of images for each LoRA."))
+    found: dict[str, Path] = {}
+    by_spelling: dict[str, Path] = {}
+    for folder in folders:
+        name = _run_name(folder)
+        other = by_spelling.setdefault(name.casefold(), folder)  # many disks do not tell Cat from cat
+        if other is not folder:
+            message = f"{other.name} and {folder.name} would both become the run {name}."
+            problems.append(Problem(message, f"Rename one, or name its run in its {SETTINGS_FILE}: [run] name"))
+        found[name] = folder.absolute()
+    if problems:
+        raise UsageError(problems)
+    return found
+
+
+def _run_name(folder: Path) -> str:
+    """As the folder's file says, where it can be read; else the folder's own name."""
+    try:
+        name = _folder_values(folder).get("run", {}).get("name")
+    except (UsageError, AttributeError):  # said when the job's turn comes
+        return folder.name
+    return name if isinstance(name, str) and name == Path(name).name and name not in ("", EMPTY) else folder.name
+
+
+def job_settings(shared: Shared, name: str, folder: Path) -> Resolved:
+    """The settings of one job. The folder's file has the last word, over the batch's own flags.
+
+    Raises UsageError with everything that is wrong in the folder's file.
+    """
+    problems: list[Problem] = []
+    user = list(shared.user)
+    try:
+        if values := _folder_values(folder):
+            user.append(Layer(SETTINGS_FILE, values))
+        for section, key in THE_BATCH_DECIDES:
+            if isinstance(values.get(section), dict) and key in values[section]:
+                message = f"{section}.{key} (from {SETTINGS_FILE}) cannot be set by a folder of a batch."
+                problems.append(
+                    Problem(message, "Remove it: the folder is the data; --output and --offline are the batch's.")
+                )
+    except UsageError as error:
+        problems.extend(error.problems)
+    user.append(Layer("batch", {"data": {"sources": [str(folder)]}, "run": {"name": name}}))
+    return settle(shared.presets, user, problems)
+
+
+def _folder_values(folder: Path) -> dict[str, Any]:
+    """What a folder's own file sets, with its relative paths made whole; nothing without a file."""
+    path = folder / SETTINGS_FILE
+    if not path.exists():
+        return {}
+    values = read_toml(path)
+    for section, key in PATHS:
+        place = values.get(section)
+        if isinstance(place, dict) and isinstance(place.get(key), str) and place[key] != EMPTY:
+            inside = folder / local_path(place[key])
+            if inside.exists() or as_hub_part(place[key]) is None:
+                values[section] = {**place, key: str(inside.resolve())}
+    return values

@@ -1,0 +1,48 @@
+"""`batch.json`: the jobs of a batch and how each ended, for scripts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.batch.queue import QueuedJob, read_note, while_locked
+from lora_trainer.core.io import write_json
+
+FILE = "batch.json"
+ROOT = "root"  # the queue's note with the folder of the dataset folders
+
+
+def write_summary(queue: Path) -> None:
+    """Bring `batch.json` beside the queue up to date. Two processes never write an older state over a newer one."""
+    root = read_note(queue, ROOT)
+    while_locked(queue, lambda jobs: write_json(queue.parent / FILE, summary(jobs, queue.parent, root)))
+
+
+def summary(jobs: list[QueuedJob], output: Path, root: str | None) -> dict[str, Any]:
+    """The document."""
+    counts = Counter[str](job.status for job in jobs)
+    return {
+        "root": root,
+        "exit_code": largest_code(jobs),
+        **{status: counts[status] for status in ("done", "refused", "failed", "stopped", "running", "waiting")},
+        "jobs": [
+            {
+                "name": job.name,
+                "status": job.status,
+                "exit_code": job.exit_code,
+                "scores": dict(job.scores),
+                "output": str((output / job.name).absolute()),
+                "data": str(job.data),
+                "seconds": round(job.seconds, 3),
+                "attempts": job.attempts,
+                "reason": job.reason,
+            }
+            for job in jobs
+        ],
+    }
+
+
+def largest_code(jobs: list[QueuedJob]) -> int:
+    """The exit code of a batch: the largest of its jobs."""
+    return max((job.exit_code or 0 for job in jobs), default=0)

@@ -1,0 +1,153 @@
+"""A batch as people watch it: a live table in a terminal, a line for each change elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console, OverflowMethod
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lora_trainer.batch.queue import QueuedJob, read_jobs, unless_refused
+from lora_trainer.core.findings import printable
+from lora_trainer.monitor.progress import duration
+
+LOOK_EVERY_SECONDS = 0.5
+STYLES = {"done": "green", "refused": "yellow", "failed": "red", "stopped": "yellow", "running": "bold cyan"}
+ORDER = ("done", "refused", "failed", "stopped", "running", "waiting")
+WORDS = {"dataset": "data", "lora": "LoRA"}
+Show = Callable[[Sequence[QueuedJob]], None]
+AROUND_ROWS = 4  # lines of the screen for the head, the counts and the cursor
+COLUMNS = ("dataset", "status", "step", "loss", "val_loss", "data", "LoRA", "time", "what is wrong")
+
+
+@contextmanager
+def watching(queue: Path, console: Console) -> Iterator[None]:
+    """Show the jobs while the block runs, from a thread that reads the queue."""
+    with live_table() if console.is_terminal else new_lines(queue, console) as show, _looking(queue, show):
+        yield
+
+
+@contextmanager
+def live_table() -> Iterator[Show]:
+    """A table that fits the screen, and stays there whole when the block is over."""
+    console, newest = Console(highlight=False), list[QueuedJob]()
+    with Live(console=console, auto_refresh=False) as live:
+
+        def show(jobs: Sequence[QueuedJob]) -> None:
+            newest[:] = jobs
+            live.update(table(fitting(jobs, console.height - AROUND_ROWS), jobs, one_line=True), refresh=True)
+
+        yield show
+        live.update(table(newest, newest))
+
+
+def fitting(jobs: Sequence[QueuedJob], rows: int) -> list[QueuedJob]:
+    """At most `rows` jobs, in their order: those that run first, then those that ended badly, waiting ones last."""
+    ranks = {"running": 0, "failed": 1, "refused": 1, "stopped": 1, "done": 2, "waiting": 3}
+    chosen = sorted(range(len(jobs)), key=lambda index: ranks[jobs[index].status])[: max(1, rows)]
+    return [jobs[index] for index in sorted(chosen)]
+
+
+@contextmanager
+def new_lines(queue: Path, console: Console) -> Iterator[Show]:
+    """A line for each job whose state changed since its last line."""
+    printed = {job.name: line(job) for job in read_jobs(queue)}
+
+    def show(jobs: Sequence[QueuedJob]) -> None:
+        for job in jobs:
+            news = line(job)
+            if printed.get(job.name) != news:
+                printed[job.name] = news
+                console.print(news)
+
+    yield show
+
+
+@contextmanager
+def _looking(queue: Path, show: Show) -> Iterator[None]:
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_EVERY_SECONDS):
+            with unless_refused():  # the batch says it
+                show(read_jobs(queue))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        with unless_refused():
+            show(read_jobs(queue))
+
+
+def table(shown: Sequence[QueuedJob], jobs: Sequence[QueuedJob], *, one_line: bool = False) -> Table:
+    """One row for each job shown, and the counts of all. Names may hold rich's markup, so every cell is a Text."""
+    hidden = f" ({len(jobs) - len(shown)} not shown)" if len(shown) < len(jobs) else ""
+    found = Table(box=None, pad_edge=False, header_style="bold", caption=counts(jobs) + hidden, caption_justify="left")
+    for title in COLUMNS:
+        right = title in ("step", "loss", "val_loss", "data", "LoRA", "time")
+        narrow = one_line or title not in ("dataset", "what is wrong")
+        overflow: OverflowMethod = "ellipsis" if one_line else "fold"
+        found.add_column(title, justify="right" if right else "left", no_wrap=narrow, overflow=overflow)
+    for job in shown:
+        style = STYLES.get(job.status, "dim")
+        status = f"{job.status}: {job.phase}" if job.status == "running" and job.phase else job.status
+        cells = (
+            job.name,
+            status,
+            f"{job.step}/{job.total}" if job.total else "",
+            _number(job.loss, 4),
+            _number(job.val_loss, 4),
+            _number(job.scores.get("dataset"), 2),
+            _number(job.scores.get("lora"), 2),
+            duration(spent(job)) if spent(job) else "",
+            short(job.reason),
+        )
+        found.add_row(*(Text(printable(cell), style=style if at < 2 else "") for at, cell in enumerate(cells)))
+    return found
+
+
+def line(job: QueuedJob) -> str:
+    """A job's state as one line: its start, each quarter of its steps, what comes after them, its end."""
+    if job.status == "running":
+        if job.phase in (None, "checking", "caching"):
+            return f"{job.name}: started"
+        if job.phase != "training" or not job.total:
+            return f"{job.name}: {job.phase}"
+        return f"{job.name}: training, {25 * (4 * (job.step or 0) // job.total)} % of {job.total} steps"
+    scores = [f"{WORDS[what]} {value:.2f}" for what, value in job.scores.items() if value is not None]
+    parts = [f"{job.name}: {job.status}", *scores, *([duration(spent(job))] if spent(job) else [])]
+    return ", ".join(parts) + (f": {short(job.reason)}" if job.reason else "")
+
+
+def counts(jobs: Sequence[QueuedJob]) -> str:
+    """`4 done, 1 refused, 1 failed`."""
+    found = Counter[str](job.status for job in jobs)
+    return ", ".join(f"{found[status]} {status}" for status in ORDER if found[status])
+
+
+def spent(job: QueuedJob) -> float:
+    """Seconds over all attempts, the one under way included."""
+    return job.seconds + (max(0.0, time.time() - job.claimed) if job.claimed else 0.0)
+
+
+def short(reason: str | None) -> str:
+    """The first line of a reason; how many problems follow."""
+    if not reason:
+        return ""
+    first, *others = reason.splitlines()
+    return f"{first} (and {len(others)} more)" if others else first
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

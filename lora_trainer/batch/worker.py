@@ -1,0 +1,181 @@
+"""One process at work on a batch's queue: claim a job, run it as `produce` does, record its end."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+from lora_trainer.batch import queue
+from lora_trainer.batch.folders import Shared, job_settings, shared_from_json
+from lora_trainer.batch.summary import write_summary
+from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, DatasetRefused, UserError
+from lora_trainer.core.interrupt import stop_if_signalled
+from lora_trainer.core.io import append_text
+from lora_trainer.models.family import Family
+from lora_trainer.monitor.console import Console
+from lora_trainer.monitor.progress import Progress, Watch
+from lora_trainer.report.record import FILE as RECORD
+from lora_trainer.report.record import Record, read_record
+from lora_trainer.run.folder import leave_as_found
+from lora_trainer.run.train import ended_by, train
+
+SIGNALLED = 128
+SHARED = "shared"  # the queue's note with what all jobs have in common
+WAIT_MINUTES = "wait_minutes"  # and with how long it waits for room
+SAFE = "What each run saved is safe."
+LOG = Path("logs") / "console.txt"
+SAY_EVERY_SECONDS = 1.0
+BEAT_SECONDS = 20.0
+NO_SCORES: Mapping[str, float | None] = {"dataset": None, "lora": None}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one attempt at a job ended."""
+
+    exit_code: int
+    reason: str | None
+    scores: Mapping[str, float | None]
+
+    @property
+    def status(self) -> queue.Status:
+        if self.exit_code >= SIGNALLED:
+            return "stopped"
+        if self.exit_code == DONE:
+            return "done"
+        return "refused" if self.exit_code in (DATASET_REFUSED, LORA_REFUSED) else "failed"
+
+
+def work(path: Path, families: Mapping[str, Family]) -> int | None:
+    """Run waiting jobs one after the other until none is left; the exit code of a signal that stopped this."""
+    shared = shared_from_json(queue.read_note(path, SHARED))
+    while (job := queue.claim(path)) is not None:
+        with beating(path, job.name):
+            ending = attempt(path, shared, job, families)
+        queue.finish(
+            path, job.name, ending.status, exit_code=ending.exit_code, reason=ending.reason, scores=ending.scores
+        )
+        write_summary(path)
+        if ending.status == "stopped":
+            return ending.exit_code
+        stop_if_signalled()  # a signal that came when a job was as good as done
+    return None
+
+
+def attempt(path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[str, Family]) -> Ending:
+    """Train one folder with both gates. No error leaves this function."""
+    folder = path.parent / job.name
+    with RunLog(folder) as log:
+        console = Console(file=cast("IO[str]", log), highlight=False, markup=False, emoji=False, soft_wrap=True)
+        try:
+            resolved = job_settings(shared, job.name, job.data)
+            result = train(
+                resolved,
+                resume=shared.resume or job.attempts > 1,
+                enforce_gates=True,
+                families=families,
+                console=console,
+                watch=telling(path, job.name),
+            )
+            scores = result.record.get("scores") or dict(NO_SCORES)
+            return Ending(result.exit_code, result.record.get("reason"), scores)
+        except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the other jobs must continue
+            ended = ended_by(error, Record(job.name))
+            log.write(last_words(error))
+            scores = (read_record(folder) or {}).get("scores") or dict(NO_SCORES)
+            if isinstance(error, DatasetRefused) and error.report is not None:
+                scores = {"dataset": round(error.report.score, 4), "lora": None}
+            return Ending(ended.exit_code or 0, ended.reason, scores)
+
+
+def last_words(error: BaseException) -> str:
+    """What a job's log says of the error that ended it; a traceback for nothing but bugs."""
+    if isinstance(error, UserError):
+        return f"error: {error}\n"
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return "stopped by a signal; to continue: lora-trainer batch … --resume\n"
+    return traceback.format_exc()
+
+
+def telling(path: Path, name: str) -> Watch:
+    """A watcher that tells the queue how far the job is: at each new phase, and about once a second."""
+    last: tuple[str, float] = ("", 0.0)
+
+    def watch(progress: Progress) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if progress.phase != last[0] or now - last[1] >= SAY_EVERY_SECONDS or progress.step == progress.total:
+            last = (progress.phase, now)
+            queue.report_progress(
+                path,
+                name,
+                phase=progress.phase,
+                step=progress.step,
+                total=progress.total,
+                loss=progress.loss,
+                val_loss=progress.val_loss,
+            )
+
+    return watch
+
+
+@contextlib.contextmanager
+def beating(path: Path, name: str) -> Iterator[None]:
+    """Signs of life while a job runs, from a thread: encoding and drawing are silent for long."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT_SECONDS):
+            queue.sign_of_life(path, name)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class RunLog(io.TextIOBase):
+    """What a run says, in its own folder, from the moment when that folder holds a run.
+
+    Until then it is kept in memory: a folder with files that is no run would be refused, and a
+    refused dataset leaves no folder. Likewise while the disk refuses: no job waits for its log.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._waiting, self._begun = folder, "", False
+
+    def write(self, text: str, /) -> int:
+        self._waiting += text
+        if text.endswith("\n"):
+            self._put()
+        return len(text)
+
+    def _put(self) -> None:
+        """Write what waits, all or nothing."""
+        if not self._waiting or not (self._begun or (self._folder / RECORD).is_file()):
+            return
+        path = self._folder / LOG
+        with contextlib.suppress(OSError):  # said where the run says it; tried again with the next line
+            path.parent.mkdir(exist_ok=True)
+            append_text(path, self._waiting)
+            self._waiting, self._begun = "", True
+
+    def close(self) -> None:
+        if not self.closed:
+            self._put()
+            if self._begun and not (self._folder / RECORD).is_file():  # taken back by a wrong setting: leave nothing
+                (self._folder / LOG).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    (self._folder / LOG.parent).rmdir()
+                leave_as_found(self._folder, None)
+        super().close()

@@ -1,0 +1,94 @@
+"""The trainer's own loop, one step each time that it is asked for: for measurements beside other ways of a step."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+
+from lora_trainer.benchmarks.split import Split
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.core.interrupt import Interrupt, stop_if_signalled
+from lora_trainer.data.loader import prefetch
+from lora_trainer.monitor.progress import step_line
+from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.training.job import LoopContext
+from lora_trainer.training.loop import READ_AHEAD, read_steps, training_loop
+from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.recovery import Rollback
+from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.state import TrainState
+
+Way = Callable[[int], object]  # does the step of that number
+NEVER = 10**9  # steps
+STILL = 1e-8  # a rate that leaves the weights as they are for the other ways
+T = TypeVar("T")
+
+
+@contextmanager
+def own_loop(job: LoopContext, folder: Path, split: Split, rate: float | None = STILL) -> Iterator[Way]:
+    """The loop as `train` runs it, with its data read ahead, its guards, its numbers written below `folder`.
+
+    Steps come in order, whatever number is requested. Nothing is validated, saved or sampled. `rate` replaces the
+    settings' learning rate; None keeps it. Raises UserError, and Stopped for a signal.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    job = replace(
+        job,
+        config=undisturbed(job.config, rate),
+        folder=folder,
+        learner=split.watched(job.learner),
+        total_steps=max(job.total_steps, NEVER),
+        validate=None,
+        sample=None,
+        say=lambda line: None,
+        export=None,
+    )
+    with ExitStack() as stack:
+        source = stack.enter_context(closing(prefetch(read_steps(job, 0), READ_AHEAD)))
+        trackers = stack.enter_context(closing(Trackers(folder, resume_step=-1)))
+        console = Console(file=io.StringIO())
+        show = stack.enter_context(step_line(console, job.total_steps, 0))
+        reporter = Reporter(trackers, show, job.say)
+        loop = training_loop(job, TrainState(), marked(source, split), reporter, Interrupt(silent=True))
+
+        def step(number: int) -> None:
+            try:
+                next(loop, None)  # a signal ends it
+            except Rollback as back:
+                message = f"The loop would have rolled back at step {back.state.step} ({back.reason})."
+                raise TrainingFailed(Problem(message, "Measure with settings that train.")) from back
+            stop_if_signalled()
+
+        yield step
+
+
+def marked(source: Iterator[list[MicroBatch]], split: Split) -> Iterator[list[MicroBatch]]:
+    """The loop's micro-batches, with a mark before it waits for them and after."""
+    while True:
+        split.mark("data")
+        micros = next(source)
+        split.mark("forward")
+        yield micros
+
+
+def undisturbed(config: Config, rate: float | None) -> Config:
+    """Nothing but steps."""
+    checkpoint = config.checkpoint.model_copy(
+        update={"every_n_steps": NEVER, "every_n_epochs": None, "export_every_n_steps": 0}
+    )
+    changed: dict[str, object] = {
+        "checkpoint": checkpoint,
+        "validation": config.validation.model_copy(update={"every_n_steps": 0}),
+        "sample": config.sample.model_copy(update={"every_n_steps": 0}),
+        "train": config.train.model_copy(update={"max_hours": None}),
+    }
+    if rate is not None:
+        changed["optimizer"] = config.optimizer.model_copy(update={"learning_rate": rate})
+    return config.model_copy(update=changed)

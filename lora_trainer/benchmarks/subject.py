@@ -1,0 +1,260 @@
+"""What a measurement is taken of: a run's own model and data, or a public architecture with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from lora_trainer.benchmarks.measures import OWN, SMALL
+from lora_trainer.benchmarks.random_weights import with_random_weights as random_module
+from lora_trainer.config.layers import Resolved
+from lora_trainer.config.options import suited
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.randomness import position_key
+from lora_trainer.data.images.images import load_rgb
+from lora_trainer.data.images.render import render
+from lora_trainer.data.loader import Batch
+from lora_trainer.data.steps import Ref
+from lora_trainer.diffusion.process import Prediction, Process, usual_process
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.compiled import why_not
+from lora_trainer.models.family import Architecture, Caption, Family, public_architecture
+from lora_trainer.models.quantization.store import Narrow
+from lora_trainer.run.choices import Choices, asked_by_user, cap_memory, choose
+from lora_trainer.run.inputs import own_architecture, read_inputs, trained_resolution
+from lora_trainer.run.order import Order
+from lora_trainer.run.reading import reading
+from lora_trainer.run.session import Prepared, open_session, prepare
+from lora_trainer.training.build import Built, build_step_context
+from lora_trainer.training.hardware import set_hardware
+from lora_trainer.training.job import LoopContext
+from lora_trainer.training.micro_batch import MicroBatch, copied_ahead, make_micro_batch
+from lora_trainer.training.processes import join_processes
+from lora_trainer.training.state import OomFallback
+from lora_trainer.training.step import StepContext
+
+Encoded = tuple[Tensor, Mapping[str, Tensor]]  # latents [B, C, h, w] and conditioning
+Encode = Callable[[int], list[Encoded]]  # reads and encodes the images and captions of a step
+
+TINY_NEEDS_A_FAMILY = Problem(
+    "--tiny makes a public architecture thinner, and this is a run's own model or the built-in base.",
+    "Name a family alone: --set model.family=sdxl --tiny",
+)
+
+ENDLESS = 2**31  # steps
+TINY = 8  # a thin model's sides are so much smaller
+
+
+@dataclass(frozen=True)
+class Subject:
+    """`job` is what the trainer's loop is given; `load_encode` loads the encoders, None where there are none."""
+
+    name: str
+    job: LoopContext
+    load_encode: Callable[[], Encode] | None
+    choices: Choices
+    family: Family
+    architecture: Architecture
+    said: tuple[str, ...] = ()  # what was decided when it was built
+
+    @property
+    def learner(self) -> StepContext:
+        return self.job.learner
+
+    @property
+    def micros(self) -> Callable[[int], list[MicroBatch]]:
+        """A step's number -> its micro-batches."""
+        return self.job.micros
+
+    @property
+    def precision(self) -> str:
+        return self.choices.precision.value
+
+
+def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False, named: str = OWN, shapes: int = 1) -> Subject:
+    """What is measured: the small U-Net, or the public architecture when only a family is named, or the run's own model.
+
+    An architecture alone will meet micro-batches of so many `shapes`.
+
+    Raises UserError.
+    """
+    config = resolved.config
+    if (architecture := architecture_named(config, named)) is not None:
+        return public_subject(resolved, architecture, folder, tiny=tiny and named != SMALL, shapes=shapes)
+    if tiny:
+        raise UsageError(TINY_NEEDS_A_FAMILY)
+    order = Order(resolved, folder, Console(stderr=True, soft_wrap=True))
+    prepared = prepare(open_session(order, read_inputs(config)), {})
+    session = prepared.session
+    name, load = session.inputs.facts.name, partial(load_encode, prepared)
+    own = own_architecture(session.inputs)
+    return Subject(name, prepared.job, load, session.choices, session.inputs.family, own, prepared.built.notes)
+
+
+def architecture_named(config: Config, named: str = OWN) -> str | None:
+    """The public architecture that is measured; None for the run's own model."""
+    return SMALL if named == SMALL else config.model.family if config.model.path is None else None
+
+
+def subject_as_asked(
+    resolved: Resolved, folder: Path, *, tiny: bool = False, named: str = OWN, shapes: int = 1
+) -> Subject:
+    """As `subject_of`, where what is asked for is what is measured.
+
+    Raises UsageError also where its blocks should be compiled and cannot be: a run continues without.
+    """
+    subject = subject_of(resolved, folder, tiny=tiny, named=named, shapes=shapes)
+    learner = subject.learner
+    if resolved.config.compile.enabled is True and learner.compiled is None:
+        reason = why_not(learner.denoiser, learner.device)
+        raise UsageError(Problem(f"Not compiled: {reason}.", "Measure it where it can be, or without."))
+    return subject
+
+
+def load_encode(prepared: Prepared) -> Encode:
+    """The run's encoders as one function, to encode in every step as a script without caches does."""
+    session = prepared.session
+    inputs, choices, feed = session.inputs, session.choices, prepared.feed
+    encoders = inputs.family.load_encoders(inputs.facts.path, choices.dtype, choices.device)
+    data, seed = feed.data, session.config.train.seed
+
+    def pixels_of(ref: Ref) -> Tensor:
+        sample, view = data.samples[ref.index], data.views[ref.index][data.turn(ref, seed)]
+        return torch.from_numpy(render(load_rgb(sample.path, sample.span), view, sample.content))
+
+    def text_of(ref: Ref, step: int) -> Caption:
+        return data.caption(ref, step, step // feed.plan.steps_per_epoch, seed)
+
+    def encode_group(group: Sequence[Ref], step: int) -> Encoded:
+        pixels = torch.stack([pixels_of(ref) for ref in group])
+        mean, spread = encoders.encode_image(pixels.permute(0, 3, 1, 2).float() / 127.5 - 1.0)
+        cond = encoders.encode_text([text_of(ref, step) for ref in group])
+        return mean + spread * torch.randn_like(spread), cond
+
+    def encode(step: int) -> list[Encoded]:
+        return [encode_group(group, step) for group in feed.groups(step)]
+
+    return encode
+
+
+def public_built(
+    resolved: Resolved, named: str, *, tiny: bool, shapes: int = 1
+) -> tuple[str, Built, Architecture, Choices]:
+    """A public architecture with random weights: what it is called, itself, its form, the hardware's choices."""
+    architecture = public_architecture(named)
+    resolved = suited(resolved, architecture.facts.prediction)
+    config = resolved.config
+    family = reading(config, FAMILIES[architecture.facts.family])
+    if tiny:
+        architecture = thinned(architecture)
+    processes = join_processes()
+    choices = choose(resolved, family, architecture, processes.device, 1)
+    cap_memory(config, processes.device)
+    set_hardware(config, processes.device)
+    facts = architecture.facts
+    side = trained_resolution(config, facts)
+    built = build_step_context(
+        config,
+        with_random_weights(family, architecture),
+        architecture.facts,
+        replace(choices.layout, compiled=config.compile.enabled is True, shapes=shapes),
+        device=choices.device,
+        reduce=None,
+        attention_asked=asked_by_user(resolved, "hardware.attention_backend"),
+        latents=(choices.micro, facts.latent_channels, side // facts.downscale, side // facts.downscale),
+    )
+    called = "U-Net of 30 M weights" if named == SMALL else named
+    name = f"{called}{f' at {family.thinness}' if tiny else ''}, {side} px, random weights"
+    return name, built, architecture, choices
+
+
+def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool = False, shapes: int = 1) -> Subject:
+    """A published denoiser with random weights and random inputs: no model, no data, no encoders."""
+    name, built, architecture, choices = public_built(resolved, named, tiny=tiny, shapes=shapes)
+    config, learner = suited(resolved, architecture.facts.prediction).config, built.learner
+    family = reading(config, FAMILIES[architecture.facts.family])
+    sides = [trained_resolution(config, architecture.facts)] * 2
+    cond_shapes = family.cond_shapes(architecture.denoiser)
+    copied = copied_ahead(learner.device, learner.dtype)
+
+    def micros(step: int) -> list[MicroBatch]:
+        refs = [Ref(index, f"random-{index}", 0) for index in range(config.train.effective_batch_size)]
+        groups = [refs[first : first + choices.micro] for first in range(0, len(refs), choices.micro)]
+        batches = [random_batch(group, architecture, cond_shapes, sides, choices.dtype) for group in groups]
+        return copied(
+            [make_micro_batch(batch, step, config.train.seed, config.noise, learner.process) for batch in batches]
+        )
+
+    job = LoopContext(
+        config=config,
+        folder=folder,
+        learner=learner,
+        processes=join_processes(),
+        planned=OomFallback(choices.micro, built.checkpointed, swapped=built.swapped),
+        total_steps=ENDLESS,
+        steps_per_epoch=ENDLESS,
+        samples_in=lambda step: config.train.effective_batch_size,
+        names_in=lambda step: [f"random-{index}" for index in range(config.train.effective_batch_size)],
+        micros=micros,
+        validate=None,
+        sample=None,
+        settings={},
+        say=lambda line: None,
+    )
+    return Subject(name, job, None, choices, family, architecture, built.notes)
+
+
+def with_random_weights(family: Family, architecture: Architecture) -> Family:
+    """The family, its denoiser and noise schedule taken from the architecture in place of a folder."""
+
+    def load_denoiser(
+        folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None
+    ) -> nn.Module:
+        return random_module(lambda: family.make_denoiser(architecture.denoiser), dtype, device, narrow)
+
+    def make_process(folder: Path) -> Process:
+        return usual_process(cast("Prediction", architecture.facts.prediction))
+
+    return replace(family, load_denoiser=load_denoiser, make_process=make_process)
+
+
+def random_batch(
+    refs: Sequence[Ref],
+    architecture: Architecture,
+    shapes: Mapping[str, tuple[int, ...]],
+    sides: Sequence[int],
+    dtype: torch.dtype,
+) -> Batch:
+    """A batch as the cache would give it: the same for the same samples, however they are split."""
+    facts = architecture.facts
+    generators = [torch.Generator().manual_seed(position_key(0, "bench", ref.id) % 2**32) for ref in refs]
+    shape = (facts.latent_channels, *(side // facts.downscale for side in sides))
+    row = [float(value) for value in (*sides, 0, 0, *sides)]
+
+    def drawn(shape: Sequence[int]) -> Tensor:
+        return torch.stack([torch.randn(*shape, generator=generator) for generator in generators])
+
+    return Batch(
+        refs=tuple(refs),
+        mean=drawn(shape),
+        spread=torch.full((len(refs), *shape), 0.1),
+        cond={name: drawn(each).to(dtype) for name, each in shapes.items()},
+        sizes=torch.tensor([row] * len(refs)),
+        weights=torch.ones(len(refs)),
+    )
+
+
+def thinned(architecture: Architecture) -> Architecture:
+    """The same kinds of blocks, narrow and few, for small images: for machines without a GPU."""
+    facts = architecture.facts
+    side = max(facts.pixel_step, facts.resolution // TINY // facts.pixel_step * facts.pixel_step)
+    thin = FAMILIES[facts.family].thin(architecture.denoiser)
+    return Architecture(replace(facts, resolution=side), thin)

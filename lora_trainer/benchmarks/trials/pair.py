@@ -1,0 +1,89 @@
+"""Two ways to set up the trainer's step, one beside the other: time, memory, and what it does to the losses."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from lora_trainer.benchmarks.subject import Subject, subject_as_asked
+from lora_trainer.benchmarks.trials.memory import on_cpu
+from lora_trainer.benchmarks.trials.steps import FIRST, Held, Steps, inputs_of, loss_difference, own_way, take_steps
+from lora_trainer.config.layers import Resolved
+from lora_trainer.evaluation.loading import free_memory
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Steps without something and with it; both began from the same weights and took the same samples and noise."""
+
+    model: str
+    without: Steps
+    with_it: Steps
+
+    @property
+    def ratio(self) -> float:
+        """Time with it over time without: the median of the ratios step by step."""
+        pairs = zip(self.with_it.seconds, self.without.seconds, strict=True)
+        return statistics.median(one / other for one, other in pairs)
+
+    @property
+    def held(self) -> float | None:
+        """Memory with it over memory without."""
+        with_it, without = self.with_it.held.allocated, self.without.held.allocated
+        return with_it / without if with_it is not None and without else None
+
+    @property
+    def losses(self) -> tuple[float, float] | None:
+        """Mean and largest relative difference of the first losses."""
+        return loss_difference(self.with_it.losses, self.without.losses)
+
+
+def measured_pair(without: Resolved, with_it: Resolved, folder: Path, *, tiny: bool, warm_up: int, steps: int) -> Pair:
+    """On a CPU in turn, step by step; on a GPU one after the other, each with the GPU for itself.
+
+    Raises UserError.
+    """
+    first = subject_as_asked(without, folder, tiny=tiny)
+    name, device = first.name, first.learner.device
+    if device.type == "cuda":
+        one = take_steps(own_way(first.learner, inputs_of(first)), device, warm_up, steps)
+        del first
+        free_memory(device)
+        second = subject_as_asked(with_it, folder, tiny=tiny)
+        return Pair(name, one, take_steps(own_way(second.learner, inputs_of(second)), device, warm_up, steps))
+    return Pair(name, *in_turn(first, subject_as_asked(with_it, folder, tiny=tiny), warm_up, steps))
+
+
+def in_turn(first: Subject, second: Subject, warm_up: int, steps: int) -> tuple[Steps, Steps]:
+    """Steps of both on a CPU, first the one and then the other, every other time the other way round."""
+    inputs = [inputs_of(each) for each in (first, second)]
+    ways = [own_way(each.learner, given) for each, given in zip((first, second), inputs, strict=True)]
+    seconds: list[list[float]] = [[], []]
+    losses: list[list[Tensor]] = [[], []]
+    for number in range(max(warm_up + steps, FIRST)):
+        for which in (0, 1) if number % 2 else (1, 0):
+            taken, loss = timed(ways[which], number)
+            seconds[which].append(taken)
+            losses[which].append(loss)
+    held: list[Held] = [on_cpu(each.learner, given[0])[1] for each, given in zip((first, second), inputs, strict=True)]
+    made = [
+        Steps(
+            tuple(seconds[which][warm_up:]),
+            tuple(map(float, losses[which][:FIRST])),
+            held[which],
+            sum(seconds[which][:warm_up]),
+        )
+        for which in (0, 1)
+    ]
+    return made[0], made[1]
+
+
+def timed(way: Callable[[int], Tensor], number: int) -> tuple[float, Tensor]:
+    began = time.perf_counter()
+    loss = way(number)
+    return time.perf_counter() - began, loss

@@ -1,0 +1,233 @@
+"""`bench table`: the table of a GPU, filled by one command within its time.
+
+Rows are in the order of their worth. Each is measured in a process of its own and written as soon as it is there, so
+that a crash costs one row and the next call continues where this one ended. Without a GPU `--tiny` takes the same rows
+of thin models at an eighth of the side: that shows that each row runs, and nothing of its speed.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_trainer.benchmarks.baseline import read_measurement
+from lora_trainer.benchmarks.device import device_name
+from lora_trainer.benchmarks.measures import Asked, Column, Report
+from lora_trainer.benchmarks.trials.cap import prove_cap
+from lora_trainer.benchmarks.trials.row import Asking, Spec, TableRow, child
+from lora_trainer.benchmarks.trials.steps import loss_difference
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.hardware import package_versions
+from lora_trainer.core.io import read_json, write_json
+
+MINUTES = 25.0
+FILE = "bench-table.json"
+ROWS = Path(__file__).with_name("rows.toml")
+PRELOADED = ["lora_trainer.benchmarks.trials.row"]
+CAP_FAILED = "the cap does not hold here: a process that passed it was not stopped"
+
+
+def read_rows() -> tuple[Spec, ...]:
+    """The rows as they are in their file."""
+    document = tomllib.loads(ROWS.read_text(encoding="utf-8"))
+    return tuple(spec_of(row, document) for row in document["row"])
+
+
+def spec_of(row: Mapping[str, Any], document: Mapping[str, Any]) -> Spec:
+    own = dict(row)
+    batch = own.pop("batch", 1)
+    settings = {
+        "data.resolution": own.pop("side"),
+        "train.effective_batch_size": batch,
+        "train.max_micro_batch_size": batch,
+    }
+    for each in (document["always"], *(document["settings"][name] for name in own.pop("settings", ()))):
+        settings |= each
+    return Spec(settings=settings, **own)
+
+
+SPECS = read_rows()
+
+
+def measure(asked: Asked) -> Report:
+    """Fill the table, or what is missing of it. Raises UsageError for a file of another device."""
+    path = asked.rows or Path(FILE)
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and not asked.tiny:
+        raise UsageError(Problem("There is no CUDA GPU here.", "bench table --tiny shows that every row runs."))
+    asking = Asking(1, asked.steps or 2, tiny=True) if asked.tiny else Asking(steps=asked.steps or Asking.steps)
+    wanted = [spec for spec in SPECS if asked.only is None or asked.only in spec.name]
+    late = [spec for spec in wanted if spec.settings.get("compile.enabled") and not on_gpu and asked.only is None]
+    wanted = [spec for spec in wanted if spec not in late]
+    if not wanted:
+        raise UsageError(
+            Problem(f"No row has {asked.only!r} in its name.", f"Rows: {', '.join(s.name for s in SPECS)}.")
+        )
+    device = device_name()
+    rows = fill(wanted, rows_in(path, device), asking, path, device, 60.0 * (asked.minutes or MINUTES))
+    ordered = [rows[spec.name] for spec in wanted if spec.name in rows]
+    notes = notes_on(wanted, rows, path, on_gpu=on_gpu)
+    if late:
+        notes.append(f"Left out, since nothing is compiled on a CPU: {', '.join(spec.name for spec in late)}.")
+    return Report(ordered, ABOUT, notes, COLUMNS, first="row", text=markdown(ordered, device))
+
+
+def fill(
+    specs: Sequence[Spec], rows: dict[str, TableRow], asking: Asking, path: Path, device: str, seconds: float
+) -> dict[str, TableRow]:
+    """Measure what is missing, the rows that failed before last, while there is time. Each row is written at once."""
+    end = time.monotonic() + seconds
+    missing = [spec for spec in specs if spec.name not in rows]
+    missing += [spec for spec in specs if spec.name in rows and rows[spec.name].failed]
+    holds = None
+    with tempfile.TemporaryDirectory() as folder:
+        for spec in missing:
+            left = end - time.monotonic()
+            if left < min(spec.seconds, seconds) / 4:  # most rows take a quarter of what they may
+                continue
+            if spec.cap_gib is not None and torch.cuda.is_available():
+                holds = in_child(prove_cap, (), Path(folder) / "cap.json", 60.0) if holds is None else holds
+                if not holds.get("holds"):
+                    rows[spec.name] = TableRow(spec.name, spec.family, failed=holds.get("failed") or CAP_FAILED)
+                    continue
+            sys.stderr.write(f"{spec.name} …\n")
+            found = in_child(child, (spec, asking), Path(folder) / "row.json", min(spec.seconds, left))
+            row = row_of_document(found | {"name": spec.name, "model": found.get("model", spec.family)})
+            rows[spec.name] = beside(row, rows.get(spec.like or ""))
+            write(path, rows, device)
+    return rows
+
+
+def in_child(work: Any, arguments: tuple[Any, ...], path: Path, seconds: float) -> dict[str, Any]:
+    """What the work wrote in a process of its own; where it wrote nothing, how it ended, as `failed`."""
+    path.unlink(missing_ok=True)
+    # With a GPU every process starts from nothing; else from one that has loaded the libraries.
+    quick = not torch.cuda.is_available() and "forkserver" in multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("forkserver" if quick else "spawn")
+    if quick:
+        context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=work, args=(*arguments, str(path)))
+    process.start()
+    try:
+        process.join(seconds)
+    finally:  # also when this process is stopped: nothing stays on the GPU
+        late = process.is_alive()
+        if late:
+            process.kill()
+            process.join()
+    if path.is_file():
+        found: dict[str, Any] = read_json(path)
+        return found
+    return {
+        "failed": f"took longer than {seconds:.3g} s" if late else f"the process ended with code {process.exitcode}"
+    }
+
+
+def row_of_document(found: Mapping[str, Any]) -> TableRow:
+    """A row as a file has it; what this version does not know is left out."""
+    known = {each.name for each in fields(TableRow)}
+    return TableRow(**{name: value for name, value in found.items() if name in known})
+
+
+def beside(row: TableRow, other: TableRow | None) -> TableRow:
+    """The row with its time and its losses held against another's of the same model."""
+    if row.seconds_median is None:
+        return row
+    if other is None or other.seconds_median is None:
+        return replace(row, ratio=1.0)
+    mean, most = loss_difference(row.losses, other.losses) or (None, None)
+    if row.compilations and "shapes" in row.name:
+        mean = most = None  # other samples
+    return replace(row, ratio=row.seconds_median / other.seconds_median, loss_mean=mean, loss_most=most)
+
+
+def rows_in(path: Path, device: str) -> dict[str, TableRow]:
+    """The rows that a file has already, by name. Raises UsageError where it is another device's."""
+    if not path.is_file():
+        return {}
+    document = read_measurement(path)
+    if document.get("device") != device:
+        problem = f"{path} is of {document.get('device')}, and this is {device}."
+        raise UsageError(Problem(problem, "Name another file with --rows."))
+    return {row.name: row for row in map(row_of_document, document["rows"])}
+
+
+def write(path: Path, rows: Mapping[str, TableRow], device: str) -> None:
+    document = {"device": device, "versions": package_versions(), "rows": [asdict(row) for row in rows.values()]}
+    write_json(path, document)
+
+
+def notes_on(wanted: Sequence[Spec], rows: Mapping[str, TableRow], path: Path, *, on_gpu: bool) -> list[str]:
+    """What was not measured, and why."""
+    notes = [f"{row.name}: {row.failed}" for spec in wanted if (row := rows.get(spec.name)) and row.failed]
+    late = [spec.name for spec in wanted if spec.name not in rows]
+    if late:
+        notes.append(f"No time was left for {', '.join(late)}; the same command continues with them.")
+    if on_gpu:
+        notes.append("A capped GPU shows that a row fits, not how fast a GPU of that size is.")
+    else:
+        notes.append(
+            "No GPU: rows show that they run. Memory and caps are not measured; capped rows take what the plan"
+        )
+        notes[-1] += " of the full model chose for such a GPU. Speed of a CPU says nothing of a GPU's."
+    notes.append(f"Rows are kept in {path}.")
+    return notes
+
+
+def number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def milliseconds(value: float | None) -> str:
+    return "" if value is None else f"{1000 * value:.1f}"
+
+
+def checkpointed(row: TableRow) -> str:
+    return "" if row.checkpointed is None else str(row.checkpointed)
+
+
+COLUMNS: tuple[Column, ...] = (
+    ("ms", lambda row: milliseconds(row.seconds_median)),
+    ("p90", lambda row: milliseconds(row.seconds_p90)),
+    ("ratio", lambda row: number(row.ratio, ".2f")),
+    ("TFLOP/s", lambda row: number(row.tflop and row.tflop / row.seconds_median, ".0f")),
+    ("GiB", lambda row: number(row.peak_gib, ".2f")),
+    ("reserved", lambda row: number(row.reserved_gib, ".2f")),
+    ("predicted", lambda row: number(row.predicted_gib, ".2f")),
+    ("loss", lambda row: number(row.loss_mean, ".1e")),
+    ("base", lambda row: row.precision or ""),
+    ("blocks", checkpointed),
+    ("graphs", lambda row: number(row.compilations, "d")),
+)
+ABOUT = {
+    "ms": "median of the timed steps; p90: a tenth of them took longer",
+    "ratio": "time over the plain row of the same model",
+    "TFLOP/s": "operations of the step, from the plan, over its time",
+    "GiB": "the most that was allocated at once, warm-up included; predicted: by the plan",
+    "reserved": "the most that torch's allocator held",
+    "loss": "mean relative difference of the first 20 steps' losses from the plain row's, same samples and noise",
+    "base": "what the frozen weights are stored in; blocks: how many are recomputed in the backward pass",
+    "graphs": "that torch.compile made",
+}
+
+
+def markdown(rows: Sequence[TableRow], device: str) -> str:
+    """The table for docs/benchmarks.md."""
+    titles = ["row", *(title for title, _ in COLUMNS)]
+    lines = [f"{device}, " + json.dumps(package_versions()).strip("{}").replace('"', ""), ""]
+    lines += [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    for row in rows:
+        cells = [row.name, *(cell(row) for _, cell in COLUMNS)] if row.failed is None else [row.name, row.failed]
+        cells += [""] * (len(titles) - len(cells))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,223 @@
+"""Before and after of a setting: the trainer's own loop without and with it, and what that does to the losses.
+
+Both take the same samples with the same noise, in turn in one process, each on a model of its own. Settings that hold
+for a whole process, and two models that do not fit the GPU together, are measured one after the other, which is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_trainer.benchmarks.held import Held, holding
+from lora_trainer.benchmarks.measures import COLUMNS, Asked, Column, Row, row_of, too_noisy
+from lora_trainer.benchmarks.own_loop import Way, own_loop
+from lora_trainer.benchmarks.split import Split
+from lora_trainer.benchmarks.subject import Subject, subject_as_asked, subject_of
+from lora_trainer.benchmarks.trials.steps import FIRST, changed, loss_difference
+from lora_trainer.benchmarks.turns import WARM_UP, timed_in_turn
+from lora_trainer.config.layers import Resolved, flattened
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import UserError, first_line, is_out_of_memory
+from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
+from lora_trainer.training.processes import join_processes
+
+FIRST_STEPS = 2  # the first makes the optimizer's state
+OF_THE_PROCESS = ("hardware.", "memory.limit_gib", "memory.expandable_segments", "train.deterministic")
+
+
+ABOUT = {
+    "ours": "this trainer's own loop with the settings as they are",
+    "ratio": "time over `ours`, the median of the ratios step by step",
+    "peak GiB": "what was held at most: on a GPU by the allocator, on a CPU all storages of a step, counted",
+    "loss off": f"mean difference of the losses of the first {FIRST} steps from those of `ours`, relative",
+    "at most": "the largest of them",
+}
+
+
+@dataclass(frozen=True)
+class VersusRow(Row):
+    """`loss_mean` and `loss_most`: how far the losses of the first steps are from those without, relative; 0 is equal."""
+
+    loss_mean: float | None = None
+    loss_most: float | None = None
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """A setting that did not take effect, and why: a row without figures."""
+
+    name: str
+    model: str
+    not_run: str
+    seconds_median: None = None
+    seconds_p10: None = None
+    seconds_p90: None = None
+    ratio: None = None
+    encodes: bool = False
+    peak_gib: None = None
+    loss_mean: None = None
+    loss_most: None = None
+
+
+# What changes nothing on a CPU.
+OF_A_GPU = (
+    *("hardware.tf32", "hardware.cudnn_benchmark", "memory.expandable_segments"),
+    *("memory.offload_activations", "memory.limit_gib", "memory.oom_recovery_steps"),
+)
+
+
+def share(name: str) -> Callable[[Any], str]:
+    return lambda row: "" if getattr(row, name) is None else f"{getattr(row, name):.2%}"
+
+
+VERSUS_COLUMNS: tuple[Column, ...] = (
+    *COLUMNS,
+    ("peak GiB", lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.3f}"),
+    ("loss off", share("loss_mean")),
+    ("at most", share("loss_most")),
+)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One side: seconds of its timed steps, losses of its first ones, what it held, what its model is called."""
+
+    seconds: list[float]
+    losses: list[float]
+    held: float | None
+    model: str
+    not_run: str | None = None  # why its settings did not take effect
+
+
+def rows_versus(asked: Asked, named: str, steps: int, folder: Path) -> tuple[list[VersusRow | NotRun], list[str]]:
+    """A row without, and one with each of the settings that were asked for; notes. Raises UserError."""
+    rows, notes = list[VersusRow | NotRun](), list[str]()
+    for place, (text, settings) in enumerate(asked.versus.items()):
+        sides = {"ours": asked.resolved, text: changed(asked.resolved, settings)}
+        together = not any(name.startswith(OF_THE_PROCESS) for name in settings)
+        try:
+            taken, said = both_taken(asked, named, sides, steps, folder / str(place), together=together)
+        except Exception as error:
+            if asked.best is None or not (isinstance(error, UserError) or is_out_of_memory(error)):
+                raise
+            notes.append(f"{text}: {first_line(error)}")  # one of many that are tried
+            continue
+        notes += [f"{text}: {each}" for each in said]
+        found = rows_of(taken)
+        notes += [f"{row.name}: not run: {row.not_run}" for row in found if isinstance(row, NotRun)]
+        rows += found[1 if rows else 0 :]
+    return rows, [*notes, *too_noisy([row for row in rows if isinstance(row, VersusRow)])]
+
+
+def untaken(settings: Config, base: Config, subject: Subject, folder: Path) -> str | None:
+    """Why what differs from `base` did not take effect; None where it did."""
+    now, before, on_gpu = flattened(settings), flattened(base), subject.learner.device.type == "cuda"
+    differs = [name for name in now if now[name] != before[name]]
+    if differs and not on_gpu and set(differs) <= set(OF_A_GPU):
+        return "it is for GPUs, and there is none"
+    compiled = subject.learner.compiled
+    if "compile.enabled" in differs and settings.compile.enabled is True and (compiled is None or not compiled.on):
+        said = [event["message"] for event in read_lines(folder / EVENTS) if event.get("kind") == "compile"]
+        reasons = [*(line for line in subject.said if line.startswith("not compiled")), *said]
+        return reasons[-1] if reasons else "blocks were not compiled"
+    return None
+
+
+def both_taken(
+    asked: Asked, named: str, sides: Mapping[str, Resolved], steps: int, folder: Path, *, together: bool
+) -> tuple[dict[str, Taken], list[str]]:
+    """Both sides, in turn where they can be, and why where not."""
+    taken = in_turn(asked, named, sides, steps, folder / "in-turn") if together else None
+    if taken is not None:
+        return taken, []
+    free_memory(join_processes().device)  # nothing refers to the two models any more
+    why = "the GPU has no room for both" if together else "it holds for a whole process"
+    alone = {
+        name: one_alone(asked, named, name, side, steps, folder / str(number))
+        for number, (name, side) in enumerate(sides.items())
+    }
+    return alone, [f"measured after the other, not in turn: {why}"]
+
+
+def in_turn(
+    asked: Asked, named: str, sides: Mapping[str, Resolved], steps: int, folder: Path
+) -> dict[str, Taken] | None:
+    """Both sides step by step; None where memory does not suffice for both."""
+    device = join_processes().device
+    try:
+        with ExitStack() as stack:
+            made = {name: made_ready(asked, named, side, folder / name, stack) for name, side in sides.items()}
+            ways = {name: way for name, (_, way, _) in made.items()}
+            seconds = timed_in_turn(ways, at_least(steps), device, first=FIRST_STEPS)
+            return {
+                name: taken_of(asked, subject, sides[name], seconds[name].wall, folder / name, held)
+                for name, (subject, _, held) in made.items()
+            }
+    except Exception as error:
+        if device.type != "cuda" or not is_out_of_memory(error):
+            raise
+        return None
+
+
+def one_alone(asked: Asked, named: str, name: str, side: Resolved, steps: int, folder: Path) -> Taken:
+    device = join_processes().device
+    with ExitStack() as stack:
+        subject, way, held = made_ready(asked, named, side, folder, stack)
+        seconds = timed_in_turn({name: way}, at_least(steps), device, first=FIRST_STEPS)
+        found = taken_of(asked, subject, side, seconds[name].wall, folder, held)
+    del subject, way
+    free_memory(device)
+    return found
+
+
+def taken_of(asked: Asked, subject: Subject, side: Resolved, seconds: list[float], folder: Path, held: Held) -> Taken:
+    why = untaken(side.config, asked.resolved.config, subject, folder)
+    return Taken(seconds, losses_in(folder), held.gib, subject.name, why)
+
+
+def made_ready(asked: Asked, named: str, side: Resolved, folder: Path, stack: ExitStack) -> tuple[Subject, Way, Held]:
+    """A model of its own with its loop, its first steps taken; what they held."""
+    folder.mkdir(parents=True)
+    others = torch.cuda.memory_allocated() if join_processes().device.type == "cuda" else 0
+    made = subject_as_asked if side is asked.resolved else subject_of  # the other side's row says why not
+    subject = made(side, folder, tiny=asked.tiny, named=named)
+    way = stack.enter_context(own_loop(subject.job, folder, Split(subject.learner.device), rate=None))
+    with holding(subject.learner, others) as held:
+        for number in range(FIRST_STEPS):
+            way(number)
+    return subject, way, held
+
+
+def at_least(steps: int) -> int:
+    """Timed steps: so many that there are losses of the first `FIRST` steps."""
+    return max(steps, FIRST - WARM_UP - FIRST_STEPS)
+
+
+def losses_in(folder: Path) -> list[float]:
+    """Losses of the first steps; skipped ones have None."""
+    return [row["loss"] for row in read_lines(folder / METRICS)[:FIRST]]
+
+
+def rows_of(taken: Mapping[str, Taken]) -> list[VersusRow | NotRun]:
+    base = next(iter(taken.values()))
+    return [
+        NotRun(name, base.model, each.not_run) if each.not_run else row_beside(name, each, base)
+        for name, each in taken.items()
+    ]
+
+
+def row_beside(name: str, own: Taken, base: Taken) -> VersusRow:
+    count = min(len(own.seconds), len(base.seconds))
+    row = row_of(name, base.model, own.seconds[:count], base.seconds[:count])
+    pairs = [(one, other) for one, other in zip(own.losses, base.losses, strict=False) if None not in (one, other)]
+    found = loss_difference([one for one, _ in pairs], [other for _, other in pairs])
+    mean, most = found if found is not None else (None, None)
+    values: dict[str, Any] = vars(replace(row, peak_gib=own.held))
+    return VersusRow(**values, loss_mean=mean, loss_most=most)

@@ -1,0 +1,195 @@
+"""Checks of captions, one by one and as a whole."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from lora_trainer.core.findings import Finding
+from lora_trainer.data.captions import TRIGGER, canonical_text, has_trigger, lacks_trigger, rules_of
+from lora_trainer.data.sample import Sample
+from lora_trainer.dataset_check.context import CheckContext
+
+CAPTION_CODES = frozenset(
+    {
+        "missing_caption", "empty_caption", "unreadable_caption", "two_captions", "orphan_caption",
+        "bad_metadata", "bad_weight", "absent_image",
+    }
+)  # fmt: skip
+NOT_ASCII = re.compile(r"\S*[\x80-\uffff]\S*")
+FEWEST_CAPTIONS = 5  # fewer show no habit
+OFTEN = 0.5  # share of the captions
+SHORT, LONG = 2, 12  # words
+# Keys beside each other, in either direction, on keyboards of English, German and French.
+KEY_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm", "qwertzuiop", "yxcvbnm", "azertyuiop", "qsdfghjklm", "wxcvbn")
+FEWEST_KEYS, SHORTEST_NOISE = 3, 4  # keys of one run, letters of a word of nothing but runs
+RUNS = sorted(
+    {
+        row[start:end]
+        for keys in KEY_ROWS
+        for row in (keys, keys[::-1])
+        for start in range(len(row))
+        for end in range(start + FEWEST_KEYS, len(row) + 1)
+    },
+    key=len,
+    reverse=True,
+)
+# Possessive: a long caption takes no longer for all the ways in which runs can be divided.
+NOISE = re.compile(rf"(?=\w{{{SHORTEST_NOISE}}})(?:{'|'.join(RUNS)}|(\w)\1{{2,}})++")
+LETTERS = re.compile(r"[^\W\d_]+")
+
+
+def check_captions(context: CheckContext) -> list[Finding]:
+    """Caption findings of the listing, captions that the model would not read whole, and what they have in common."""
+    found = [finding for finding in context.read_findings if finding.code in CAPTION_CODES]
+    for sample in context.samples:
+        found += _of_one(sample, context)
+    return found + _of_all([sample for sample in context.samples if not sample.regularization], context)
+
+
+def _of_one(sample: Sample, context: CheckContext) -> list[Finding]:
+    found = []
+    trained = canonical_text(sample, context.rules)
+    places, rest = _without_learned_tokens(trained, context)
+    if context.caption_limit is not None and len(rest) + places > context.caption_limit - 2:
+        # A token has one letter at least: only longer captions need counting.
+        tokens = estimate_tokens(rest) + places
+        if tokens > context.caption_limit:
+            new = f", {places} of them learned" if places else ""
+            message = f"has a caption of about {tokens} tokens{new}; the model reads {context.caption_limit}."
+            found.append(Finding("long_caption", "note", message, "Shorten it; what matters first.", path=sample.path))
+    if is_meaningless(sample, context):
+        message = f"has a caption without a word ({_cut(sample.caption)})."
+        fix = "Write what it shows. If this is the word to learn, name it: captions.trigger_word."
+        found.append(Finding("meaningless_caption", "warning", message, fix, path=sample.path))
+    if not sample.caption.isascii() and (shown := garbled(sample.caption)):
+        message = f"has a caption with letters that were read in a wrong encoding ({shown})."
+        found.append(Finding("garbled_caption", "warning", message, "Write it again as UTF-8.", path=sample.path))
+    return found
+
+
+def _without_learned_tokens(text: str, context: CheckContext) -> tuple[int, str]:
+    """The number of learned tokens in a text, one for each embedding, and the text without them."""
+    found = 0
+    for word in context.learned_tokens:
+        text, times = re.subn(re.escape(word), " ", text, flags=re.IGNORECASE)
+        found += times
+    return found * context.num_vectors, text
+
+
+def is_meaningless(sample: Sample, context: CheckContext) -> bool:
+    """Whether a caption that was written for its image is only signs, or only keys that lie beside each other.
+
+    A trigger word or a learned token has a meaning, whatever its letters. So have a number and rare words such as `sks`.
+    """
+    caption = sample.caption
+    if not sample.own_caption or not caption.isascii() or not caption:
+        return False
+    known = [
+        *context.learned_tokens,
+        *([rules_of(sample, context.rules).trigger_word] if sample.source < len(context.rules) else []),
+    ]
+    if any(word and has_trigger(caption, word) for word in (*known, TRIGGER)):
+        return False
+    words = LETTERS.findall(caption.lower())
+    return all(map(NOISE.fullmatch, words)) if words else not any(map(str.isdigit, caption))
+
+
+def garbled(caption: str) -> str:
+    """The first word of a text that was UTF-8 and was read as something else, or lost letters; empty when there is none."""
+    if "\ufffd" in caption:
+        place = caption.index("\ufffd")
+        return caption[max(0, place - 8) : place + 8]
+    for word in NOT_ASCII.findall(caption):
+        if (right := _fix_garbled_word(word)) != word:
+            return f"{word} for {right}"
+    return ""
+
+
+def fix_garbled(caption: str) -> str:
+    """The text with every word fixed that was UTF-8 and was read as Windows-1252; lost letters stay lost."""
+    return NOT_ASCII.sub(lambda match: _fix_garbled_word(match[0]), caption)
+
+
+def _fix_garbled_word(word: str) -> str:
+    try:
+        right = word.encode("cp1252").decode("utf-8")
+    except UnicodeError:
+        return word
+    return right if len(right) < len(word) else word
+
+
+def _of_all(samples: Sequence[Sample], context: CheckContext) -> list[Finding]:
+    captions = Counter(sample.caption for sample in samples)
+    found = _triggers(samples, context) + _check_learned_tokens(samples, context)
+    if len(samples) > 1 and len(captions) == 1 and "" not in captions:
+        message = f"All {len(samples)} images have the same caption."
+        fix = "Fine for one subject; varied captions keep surroundings apart from it."
+        return [*found, Finding("same_caption", "note", message, fix)]
+    if len(samples) < FEWEST_CAPTIONS:
+        return found
+    caption, times = captions.most_common(1)[0]
+    if times > OFTEN * len(samples) and caption:
+        message = f"{times} of {len(samples)} images have the same caption ({_cut(caption)})."
+        fix = "Describe each image; what captions do not name is learned as part of the subject."
+        found.append(Finding("repeated_caption", "note", message, fix))
+    words = [len(sample.caption.split()) for sample in samples if sample.caption]
+    short, long = (sum(count <= SHORT for count in words), sum(count >= LONG for count in words))
+    if min(short, long) > 0.1 * len(samples):
+        message = f"{short} captions have {SHORT} words at most, and {long} have {LONG} or more."
+        fix = "Describe all images in about the same detail."
+        found.append(Finding("uneven_captions", "note", message, fix))
+    return found
+
+
+def _check_learned_tokens(samples: Sequence[Sample], context: CheckContext) -> list[Finding]:
+    """Learned tokens that no caption contains, so that they would learn nothing, or that only some contain."""
+    texts = [canonical_text(sample, context.rules).lower() for sample in samples] if context.learned_tokens else []
+    holding = {word: sum(word.lower() in text for text in texts) for word in context.learned_tokens}
+    some = [
+        Finding(
+            "word_in_some",
+            "note",
+            f"{times} of {len(texts)} captions contain the learned token {word!r}; the others do not train it.",
+            f"Write it into all captions of its subject, or set captions.trigger_word={word}.",
+        )
+        for word, times in holding.items()
+        if 0 < times < len(texts)
+    ]
+    return some + [
+        Finding(
+            "unused_word",
+            "warning",
+            f"No caption contains the learned token {word!r}: it would learn nothing.",
+            f"Write it into the captions, or set captions.trigger_word={word} to put it in front of each.",
+        )
+        for word, times in holding.items()
+        if not times
+    ]
+
+
+def _triggers(samples: Sequence[Sample], context: CheckContext) -> list[Finding]:
+    """One note for all captions whose missing trigger is put in front."""
+    lacking = [sample for sample in samples if lacks_trigger(sample, context.rules)]
+    if not lacking:
+        return []
+    trigger, first = context.rules[lacking[0].source].trigger_word, _cut(lacking[0].caption)
+    message = (
+        f"{len(lacking)} of {len(samples)} captions lack the trigger {trigger!r} (first: {first}); it is put in front."
+    )
+    return [Finding("missing_trigger", "note", message, f"Write {TRIGGER} where it belongs.")]
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:59] + "…")
+
+
+def estimate_tokens(caption: str) -> int:
+    """About how many tokens a CLIP tokenizer makes of a caption, with start and end.
+
+    Words of up to eight letters are mostly one token, longer ones one more for each five
+    letters; letters outside Latin are about one each.
+    """
+    words = re.findall(r"\w+|[^\w\s]", caption)
+    return 2 + sum(1 + max(0, len(word) - 4) // 5 if word.isascii() else len(word) for word in words)

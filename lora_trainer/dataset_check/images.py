@@ -1,0 +1,207 @@
+"""Checks of single images: measures in the image's pixels, related to its bucket."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from lora_trainer.core.findings import Finding, Severity
+from lora_trainer.data.buckets import ResizeCrop
+from lora_trainer.data.images.images import ENDINGS_OF_FORMAT
+from lora_trainer.data.images.measures import Seen
+from lora_trainer.data.sample import Sample
+from lora_trainer.dataset_check.context import Check, CheckContext, beside
+
+UPSCALE_LIMIT = 2.0  # enlarged further, an image teaches its own blur
+SMALLEST_SIDE = 32  # pixels, the least data.resolution
+CROP_LIMIT = 0.5  # less of the image than this is left by the crop
+UNIFORM_SPREAD = 2.0  # largest standard deviation of a channel, 0 to 255
+BLUR_EDGE = 4.5  # pixels of the bucket that the sharpest edges take; a Gaussian of 1.8 pixels
+LEAST_QUALITY = 30  # of JPEG, 1 to 100
+BLOCK_STEPS = 2.0  # gray levels by which the mean step on JPEG's grid is larger than beside it
+BLOCK_SCALE = 0.5  # reduced further, blocks of 8 pixels are not seen any more
+BORDER_AREA = 0.03  # share of the image
+FRAME_SIDE = 0.15  # a frame broader than this share of the side may be the background of something square
+TRANSPARENT_AREA = 0.01
+BLACK, BLACK_SPREAD = 2, 0.5  # gray levels, 0 to 255
+
+READING_CODES = frozenset(
+    {"unreadable", "too_large", "damaged_tar", "two_images", "missing_mask", "mask_differs", "unreadable_mask"}
+)
+
+
+def of_each(judge: Callable[[CheckContext, Sample, ResizeCrop, Seen], Iterator[Finding]]) -> Check:
+    """A check that examines every decoded image by itself."""
+
+    @functools.wraps(judge)
+    def check(context: CheckContext) -> list[Finding]:
+        everything = zip(context.samples, context.fits, context.seen, strict=True)
+        return [
+            each
+            for sample, fit, seen in everything
+            if seen.broken is None
+            for each in judge(context, sample, fit, seen)
+        ]
+
+    return check
+
+
+def finding_of(sample: Sample, code: str, severity: Severity, message: str, fix: str) -> Finding:
+    return Finding(code, severity, message, fix, path=sample.path)
+
+
+def check_readable(context: CheckContext) -> list[Finding]:
+    """Files that could not be read, from the listing or by the full decode."""
+    found = [finding for finding in context.read_findings if finding.code in READING_CODES]
+    found += [finding for finding in context.read_findings if finding.code == "foreign_format"]
+    for sample, seen in zip(context.samples, context.seen, strict=True):
+        if seen.broken is not None:
+            code, message, fix = seen.broken
+            found.append(finding_of(sample, code, "error", message, fix))
+    return found
+
+
+def check_sizes(context: CheckContext) -> list[Finding]:
+    """Images that their bucket enlarges, or cuts down to little."""
+    found = _sizes(context)
+    if (side := _side_that_fits(context)) is None:
+        return found
+    fix = f"Set data.resolution={side}, or data.allow_small_images=true, or replace them by larger ones."
+    return [replace(each, fix=fix) if each.code == "too_small" else each for each in found]
+
+
+def _side_that_fits(context: CheckContext) -> int | None:
+    """The resolution at which the smallest is not enlarged, where all are far too small for theirs; None elsewhere."""
+    if context.allow_upscale or not context.samples:
+        return None
+    least = math.inf
+    for sample, fit in zip(context.samples, context.fits, strict=True):
+        factor = fit.scale_from(sample.width, sample.height)
+        if factor <= UPSCALE_LIMIT:
+            return None
+        step = context.framings[sample.source].step
+        least = min(least, math.sqrt(fit.bucket.width * fit.bucket.height) / factor // step * step)
+    return int(least) if least >= SMALLEST_SIDE else None
+
+
+@of_each
+def _sizes(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -> Iterator[Finding]:
+    factor = fit.scale_from(sample.width, sample.height)
+    size = f"{sample.width}×{sample.height}"
+    framing = context.framings[sample.source]
+    if framing.no_upscale and min(sample.width, sample.height) < framing.step:
+        message = (
+            f"is {size}; a bucket's sides are at least {framing.step} px, and data.bucket_no_upscale enlarges nothing."
+        )
+        fix = "Remove such images, or set data.bucket_no_upscale=false."
+        yield finding_of(sample, "too_small", "error", message, fix)
+    elif factor > 1.0:
+        message = f"is {size}, smaller than {fit.bucket}; enlarged {factor:.2f} times."
+        fix = "Replace it by a larger one, remove it, or set data.resolution lower."
+        severe = factor > UPSCALE_LIMIT and not context.allow_upscale
+        if severe:
+            fix = "Remove such images, set data.resolution lower, or set data.allow_small_images=true."
+        code = "too_small" if severe else "upscaled"
+        yield finding_of(sample, code, "error" if severe else "warning", message, fix)
+    if fit.kept < CROP_LIMIT:
+        message = f"is {size}; the crop to {fit.bucket} keeps {fit.kept:.0%} of it."
+        fix = "Crop it by hand, or set data.max_aspect higher."
+        yield finding_of(sample, "cropped", "warning", message, fix)
+
+
+def check_distinct(context: CheckContext) -> list[Finding]:
+    """The same bytes in two files."""
+    first: dict[str, Sample] = {}
+    found = []
+    for sample in context.samples:
+        original = first.setdefault(sample.content, sample)
+        # The same image in two sources is one that is trained twice on purpose.
+        if original is not sample and (original.path, original.span) != (sample.path, sample.span):
+            message = f"is the same file as {beside(original.path, sample.path)}."
+            fix = "Remove one; to weigh images use folders such as 10_name."
+            found.append(finding_of(sample, "duplicate", "warning", message, fix))
+    return found
+
+
+@of_each
+def check_contents(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -> Iterator[Finding]:
+    """Images that show nothing, images with holes, and masks that let nothing through."""
+    if seen.spread < UNIFORM_SPREAD:
+        message = f"is nearly one color (spread {seen.spread:.1f} of 255)."
+        yield finding_of(sample, "uniform", "warning", message, "Remove it unless it is meant.")
+    if seen.transparent > TRANSPARENT_AREA and sample.mask is None:
+        message = f"is transparent on {seen.transparent:.0%} of its area, which is laid on white."
+        fix = 'Lay it on the background that is meant, or learn the rest alone with masks = "alpha".'
+        yield finding_of(sample, "transparent", "note", message, fix)
+    yield from _of_mask(context, sample, seen)
+
+
+def _of_mask(context: CheckContext, sample: Sample, seen: Seen) -> Iterator[Finding]:
+    """A mask that cannot be decoded, or leaves nothing to learn."""
+    if sample.mask is None:
+        return
+    mask = context.masks.get(sample.mask.content)
+    if mask is not None and mask.broken is not None:
+        message, fix = f"has a mask that {mask.broken[1]}", mask.broken[2]
+        yield finding_of(sample, "unreadable_mask", "error", message, fix)
+        return
+    clear = seen.transparent == 1.0 and seen.spread < UNIFORM_SPREAD
+    if clear if mask is None else mask.spread < BLACK_SPREAD and max(mask.thumb, default=0) <= BLACK:
+        message = "has a mask that is black everywhere: nothing of it is learned."
+        fix = "Paint white what is to be learned, or remove the image."
+        yield finding_of(sample, "black_mask", "warning", message, fix)
+
+
+@of_each
+def check_sharpness(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -> Iterator[Finding]:
+    """Images whose sharpest edges are soft even at the size that is trained."""
+    edge = seen.edge * min(1.0, fit.scale_from(sample.width, sample.height))
+    if edge > BLUR_EDGE:
+        message = f"is blurred: its sharpest edges are {edge:.1f} pixels wide at {fit.bucket}."
+        fix = "Replace it by a sharp one, remove it, or train at a lower resolution."
+        yield finding_of(sample, "blurred", "warning", message, fix)
+
+
+@of_each
+def check_compression(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -> Iterator[Finding]:
+    """JPEG's blocks, where so little is reduced that they are learned."""
+    if fit.scale_from(sample.width, sample.height) <= BLOCK_SCALE:
+        return
+    message = ""
+    if seen.quality < LEAST_QUALITY:
+        message = f"is compressed too far (JPEG quality {seen.quality})."
+    elif seen.blocks > BLOCK_STEPS:
+        message = (
+            f"shows blocks of 8 pixels (steps of {seen.blocks:.1f} levels), as too strong JPEG compression leaves them."
+        )
+    if message:
+        fix = "Replace it by a better copy; saving it again does not help."
+        yield finding_of(sample, "over_compressed", "warning", message, fix)
+
+
+@of_each
+def check_borders(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -> Iterator[Finding]:
+    """Letterboxes and frames, which would be learned as part of the subject."""
+    borders = seen.borders
+    sides = {"left": borders.left, "top": borders.top, "right": borders.right, "bottom": borders.bottom}
+    left = (1.0 - borders.left - borders.right) * (1.0 - borders.top - borders.bottom)
+    if 1.0 - left < BORDER_AREA:
+        return
+    named = ", ".join(f"{name} {share:.0%}" for name, share in sides.items() if share)
+    broad = all(sides.values()) and max(sides.values()) > FRAME_SIDE
+    message = f"has a border of one color ({named})."
+    fix = "Leave it if it belongs to the image, else cut it off." if broad else "Cut it off."
+    yield finding_of(sample, "border", "note" if broad else "warning", message, fix)
+
+
+@of_each
+def check_formats(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -> Iterator[Finding]:
+    """Animations, and endings that are not the format's."""
+    if seen.frames > 1:
+        message = f"has {seen.frames} frames; only the first is used."
+        yield finding_of(sample, "animated", "note", message, "Save the frame that is meant.")
+    if seen.format and sample.path.suffix.lower() not in ENDINGS_OF_FORMAT.get(seen.format, ()):
+        message = f"is a {seen.format} file, whatever its ending says."
+        yield finding_of(sample, "wrong_ending", "note", message, "Rename it.")

@@ -1,0 +1,256 @@
+"""The JSON of kohya's GUI (bmaltais): other names for the script's options, and 0 for unset numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.importers import kohya
+from lora_trainer.importers.flow_words import KOHYA_DEFAULTS, NOT_READ, kohya_family, of_flow, of_flows
+from lora_trainer.importers.kohya_keys import (
+    OTHER_FAMILY,
+    READ_FROM_MODEL,
+    RULES,
+    SPEED,
+    share_of_steps,
+    warmup,
+)
+from lora_trainer.importers.reading import Around, Reading, Rule, Took, is_empty, pairs
+from lora_trainer.importers.rules import by, is_on, lacking, nothing, number, part_of, same, text, whole
+from lora_trainer.importers.words import (
+    ALL_OF_ATTENTION,
+    ALL_OF_BLOCKS,
+    ALL_WITH_CONVOLUTIONS,
+    NOT_LORA,
+    OF_BLOCKS,
+)
+
+TOOL = "kohya GUI"
+# The GUI's name -> the script's.
+NAMES: Mapping[str, str] = {
+    "optimizer": "optimizer_type",
+    "max_resolution": "resolution",
+    "LoRA_type": "network_module",
+    "lora_network_weights": "network_weights",
+    "sdxl_no_half_vae": "no_half_vae",
+    "sdxl_cache_text_encoder_outputs": "cache_text_encoder_outputs",
+}
+ARGUMENTS = ("conv_dim", "conv_alpha", "rank_dropout", "module_dropout", "loraplus_lr_ratio", "loraplus_unet_lr_ratio")
+MORE_ARGUMENTS = ("loraplus_text_encoder_lr_ratio", "down_lr_weight", "mid_lr_weight", "up_lr_weight", "block_dims")
+STILL_MORE = ("block_alphas", "conv_block_dims", "conv_block_alphas", "block_lr_zero_threshold", "train_norm")
+AS_ARGUMENTS = (*ARGUMENTS, *MORE_ARGUMENTS, *STILL_MORE)
+PLAIN = ("standard", "lora-fa")
+WITH_CONVOLUTIONS = ("kohya locon", "lycoris/locon", "locon")
+FAMILIES = "anima_checkbox lumina_checkbox hunyuan_image_checkbox".split()
+SPEED_OF_FLOWS = (
+    "flux1_cache_text_encoder_outputs flux1_cache_text_encoder_outputs_to_disk mem_eff_save single_blocks_to_swap "
+    "double_blocks_to_swap sd3_cache_text_encoder_outputs sd3_cache_text_encoder_outputs_to_disk "
+    "sd3_fused_backward_pass sd3_disable_mmap_load_safetensors save_clip save_t5xxl t5xxl_device t5xxl_dtype "
+    "sd3_text_encoder_batch_size show_timesteps_resolution model_type split_qkv sd3_clip_l sd3_t5xxl"
+).split()
+OF_FLOWS = (
+    "train_blocks enable_all_linear img_attn_dim img_mlp_dim img_mod_dim single_dim txt_attn_dim "
+    "txt_mlp_dim txt_mod_dim single_mod_dim in_dims train_double_block_indices train_single_block_indices "
+    "clip_g_dropout_rate sd3_clip_l_dropout_rate sd3_t5_dropout_rate sd3_enable_scaled_pos_embed "
+    "pos_emb_random_crop_rate"
+).split()
+OF_THE_GUI = (
+    "num_cpu_threads_per_process multi_gpu gpu_ids main_process_port dynamo_mode dynamo_use_fullgraph "
+    "dynamo_use_dynamic extra_accelerate_launch_args model_list LyCORIS_preset"
+).split()
+LYCORIS = "factor bypass_mode dora_wd use_cp use_tucker use_scalar rank_dropout_scale constrain rescaled".split()
+MORE_LYCORIS = "decompose_both train_on_input unit train_lora_ggpo ggpo_sigma ggpo_beta".split()
+
+
+def _unless_zero(rule: Rule) -> Rule:
+    """The GUI writes 0 for a number that is not set."""
+
+    def read(value: Any, around: Around) -> Took:
+        return rule.read(value, around) if is_on(value) else Took({}, "not set", "ignored")
+
+    return replace(rule, read=read)
+
+
+def _kind(value: Any, around: Around) -> Took:
+    """The kind of network as the layers that learn."""
+    kind = text(value).strip().lower()
+    layers = ALL_WITH_CONVOLUTIONS if kind in WITH_CONVOLUTIONS else ALL_OF_ATTENTION
+    if kind.startswith("flux") or kohya_family(around):
+        return Took({"lora.target_modules": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
+    plain = kind in (*PLAIN, *WITH_CONVOLUTIONS)
+    return Took({"lora.target_modules": list(layers)}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
+
+
+def _with_convolutions(rule: Rule) -> Rule:
+    """A key of networks that train convolutions."""
+
+    def read(value: Any, around: Around) -> Took:
+        if str(around["LoRA_type"]).lower() not in WITH_CONVOLUTIONS:
+            return Took({}, "means nothing for this kind of network", "ignored")
+        return rule.read(value, around)
+
+    return replace(rule, read=read)
+
+
+def _epochs(value: Any, around: Around) -> Took:
+    """Epochs count only without a number of steps."""
+    if is_on(around["max_train_epochs"] or 0):
+        return Took({}, "max_train_epochs rules", "ignored")
+    if is_on(around["max_train_steps"] or 0):
+        return Took({}, "max_train_steps rules", "ignored")
+    return Took({"train.max_epochs": whole(value)})
+
+
+def _percent(value: Any, around: Around) -> Took:
+    """Warm-up in percent of the steps."""
+    if is_on(around["lr_warmup_steps"] or 0):
+        return Took({}, "lr_warmup_steps rules", "ignored")
+    share = number(value) / 100
+    if str(around["lr_scheduler"]).lower() == "constant" or not share:
+        return Took({"lr_scheduler.warmup_steps": 0})
+    if not is_on(around["max_train_steps"] or 0):
+        why = f"{share:.0%} of the steps, which only the data tell; 3 % of them here (lr_scheduler.warmup_steps)"
+        return Took({}, why, "changed")
+    return share_of_steps(share, around)
+
+
+def _noise(word: str, key: str) -> Rule:
+    """One of the two kinds of noise, as noise_offset_type says."""
+    rule = RULES[key]
+
+    def read(value: Any, around: Around) -> Took:
+        if str(around["noise_offset_type"] or "Original").lower() != word:
+            return Took({}, f"means nothing without noise_offset_type = {word}", "ignored")
+        return rule.read(value, around)
+
+    return replace(rule, read=read)
+
+
+def _rules() -> dict[str, Rule]:
+    script = {key: rule for key, rule in kohya.RULES.items() if "." not in key and key not in NAMES.values()}
+    known = {**script, **{gui: kohya.RULES[name] for gui, name in NAMES.items()}}
+    zero = "max_train_steps max_train_epochs seed bucket_reso_steps lr_warmup_steps network_dim".split()
+    return {
+        **known,
+        **{key: _unless_zero(known[key]) for key in zero},
+        **{key: kohya.RULES[f"network_args.{key}"] for key in AS_ARGUMENTS},
+        "LoRA_type": by(_kind, "lora.target_modules", f"where it is no LoRA or LoCon, {NOT_LORA}"),
+        "epoch": by(_epochs, "train.max_epochs"),
+        "lr_warmup": by(_percent, "lr_scheduler.warmup_steps"),
+        "lr_warmup_steps": _unless_zero(by(warmup, "lr_scheduler.warmup_steps")),
+        "noise_offset_type": part_of("noise_offset and multires_noise_iterations"),
+        "noise_offset": _noise("original", "noise_offset"),
+        "multires_noise_iterations": _noise("multires", "multires_noise_iterations"),
+        "multires_noise_discount": _noise("multires", "multires_noise_discount"),
+        "num_processes": part_of("train_batch_size", "train.effective_batch_size"),
+        "num_machines": part_of("train_batch_size", "train.effective_batch_size"),
+        "training_comment": nothing("a note"),
+        "stop_text_encoder_training": lacking("text encoders that learn do so to the end", off=(-1,)),
+        "stop_text_encoder_training_pct": lacking("text encoders that learn do so to the end", off=(-1,)),
+        **{key: lacking(NOT_LORA, off=(-1, 1)) for key in (*LYCORIS, *MORE_LYCORIS)},
+        "train_on_input": nothing("of another kind of network"),
+        **{key: _with_convolutions(kohya.RULES[f"network_args.{key}"]) for key in ("conv_dim", "conv_alpha")},
+        "train_inpainting": lacking("inpainting models are not trained"),
+        **{key: nothing(READ_FROM_MODEL) for key in ("flux1_checkbox", "sd3_checkbox")},
+        **{key: lacking(OTHER_FAMILY) for key in FAMILIES},
+        **{key: nothing(SPEED) for key in SPEED_OF_FLOWS},
+        **{key: of_flow(lacking("there is no such thing here", off=("all",))) for key in OF_FLOWS},
+        **{
+            key: of_flow(part_of("text_encoder_lr", "text_encoder.learning_rates"))
+            for key in ("t5xxl_lr", "train_t5xxl")
+        },
+        **{key: nothing(SPEED) for key in OF_THE_GUI},
+        "sample_every_n_steps": same("sample.every_n_steps", whole),
+    }
+
+
+RULES_OF_GUI: Mapping[str, Rule] = _rules()
+MORE_RULES: Mapping[str, Rule] = {
+    **RULES_OF_GUI,
+    **{key: rule for key, rule in kohya.RULES.items() if key.startswith(("optimizer_args.", "network_args."))},
+}
+# Defaults of the GUI's form.
+DEFAULTS: Mapping[str, Any] = {
+    "train_batch_size": 1,
+    "validation_split": 0.0,
+    "enable_bucket": True,
+    "min_bucket_reso": 256,
+    "max_bucket_reso": 2048,
+    "bucket_reso_steps": 64,
+    "bucket_no_upscale": True,
+    "caption_extension": ".txt",
+    "max_resolution": "512,512",
+    "max_train_steps": 1600,
+    "epoch": 1,
+    "LoRA_type": "Standard",
+    "network_dim": 8,
+    "network_alpha": 1,
+    "optimizer": "AdamW8bit",
+    "learning_rate": 1e-4,
+    "unet_lr": 1e-4,
+    "text_encoder_lr": 1e-4,
+    "lr_scheduler": "cosine",
+    "lr_warmup": 10,
+    "mixed_precision": "fp16",
+    "sample_every_n_steps": 0,
+}
+
+
+def is_kohya_gui(document: Any) -> bool:
+    """Whether a parsed JSON is a file of the GUI."""
+    if not isinstance(document, Mapping):
+        return False
+    marks = ("LoRA_type", "max_resolution", "noise_offset_type", "sdxl_no_half_vae", "lr_warmup")
+    return sum(key in document for key in marks) >= 2
+
+
+def read(path: Path, document: Mapping[str, Any]) -> Reading:
+    """Read a file of the GUI, with the dataset TOML that it may name."""
+    keys = dict(document)
+    if not is_empty(keys.get("optimizer_args")):
+        inside = pairs(keys.pop("optimizer_args"))
+        keys.update({f"optimizer_args.{key}": value for key, value in inside.items()})
+    rules = dict(MORE_RULES)
+    for flag, value in _flags(keys.get("additional_parameters")).items():
+        name = f"additional_parameters.{flag}"
+        keys[name] = value
+        if flag in kohya.RULES:
+            rules[name] = kohya.RULES[flag]
+    if any(name.startswith("additional_parameters.") for name in keys):
+        del keys["additional_parameters"]
+    rules["additional_parameters"] = nothing("not set")
+    family = kohya_family({"LoRA_type": "", **keys})
+    rules = of_flows(rules, NOT_READ, "ignored") if family else rules
+    defaults = {**DEFAULTS, **KOHYA_DEFAULTS.get(family, {})}
+    # A file without steps but with epochs was written when steps followed from epochs.
+    if "max_train_steps" not in keys and is_on(keys.get("epoch") or 0):
+        del defaults["max_train_steps"]
+    if not is_empty(keys.get("max_train_steps")) or is_on(keys.get("max_train_epochs") or 0):
+        del defaults["epoch"]
+    if "max_train_steps" in keys:
+        defaults.pop("max_train_steps", None)
+    if not is_empty(keys.get("dataset_config")):
+        for key in ("train_batch_size", "caption_extension", "max_resolution", "enable_bucket", "validation_split"):
+            del defaults[key]
+        for key in ("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps", "bucket_no_upscale"):
+            del defaults[key]
+    reading = Reading(TOOL, path)
+    reading.take_all(keys, rules, defaults, NAMES)
+    script = {NAMES.get(key, key): value for key, value in keys.items()}
+    kohya.add_dataset(reading, script)
+    return reading
+
+
+def _flags(written: Any) -> dict[str, Any]:
+    """The options in "additional parameters"; one without a value is true."""
+    found: dict[str, Any] = {}
+    flag = ""
+    for word in written.split() if isinstance(written, str) else []:
+        if word.startswith("--"):
+            flag, equals, value = word[2:].partition("=")
+            found[flag] = value if equals else True
+        elif flag:
+            found[flag] = word if found[flag] is True else f"{found[flag]} {word}"
+    return found

@@ -1,0 +1,175 @@
+"""The keys of OneTrainer's concepts: a folder of images, how they are changed, and their captions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.importers.kohya_dataset import COLORS, NEW_EACH_TIME
+from lora_trainer.importers.kohya_keys import CACHED
+from lora_trainer.importers.merge import RESOLUTIONS
+from lora_trainer.importers.onetrainer_keys import UNUSED, named
+from lora_trainer.importers.reading import Around, Rule, Took, located
+from lora_trainer.importers.rules import (
+    by,
+    is_on,
+    lacking,
+    nothing,
+    number,
+    part_of,
+    same,
+    side,
+    text,
+    truth,
+    whole,
+)
+
+MASK_LABEL = "-masklabel.png"
+NOT_ROTATED = "images are not rotated"
+
+
+def _override(value: Any, around: Around) -> Took:
+    if not is_on(around["image.enable_resolution_override"] or False):
+        return Took({}, "not enabled", "ignored")
+    return Took({RESOLUTIONS: [side(part.strip()) for part in str(value).split(",") if part.strip()]})
+
+
+def _path(value: Any, around: Around) -> Took:
+    found = located(around.folder, text(value))
+    if not is_on(around["config.masked_training"] or False):
+        return Took({"source.path": found})
+    masked = {"source.path": found, "source.masks": found}
+    if not Path(found).is_dir():
+        return Took(masked, f"needs masks beside the images: name{MASK_LABEL}", "changed")
+    if next(Path(found).rglob(f"*{MASK_LABEL}"), None) is not None:
+        return Took(masked, "with masks beside the images")
+    why = f"there is no name{MASK_LABEL} beside the images, so masks are skipped: all of each image is trained"
+    return Took({"source.path": found}, why, "changed")
+
+
+def _balancing(value: Any, around: Around) -> Took:
+    if str(around["balancing_strategy"] or "REPEATS").upper() != "REPEATS":
+        return Took({"source.repeats": 1}, f"{value} images in an epoch there; each once here", "changed")
+    return Took({"source.repeats": number(value)})
+
+
+def _type(value: Any, around: Around) -> Took:
+    if text(value).upper() == "PRIOR_PREDICTION":
+        why = "trained on the images themselves here, not on what the base predicts"
+        return Took({"source.is_reg": True}, why, "changed")
+    return Took({}, "trained", "ignored")
+
+
+def _prompt_source(value: Any, around: Around) -> Took:
+    word = text(value).lower()
+    if word == "sample":
+        return Took({"captions.extension": ".txt"})
+    if word == "filename":
+        return Took({}, "captions are read from text files beside the images", "changed")
+    written = around["text.prompt_path"]
+    path = Path(located(around.folder, str(written or "")))
+    lines: list[str] = []
+    if written and path.is_file() and path.stat().st_size < 1_000_000:
+        lines = path.read_text(encoding="utf-8-sig", errors="replace").strip().splitlines()
+    if not lines:
+        return Took({}, f"its prompts are not there: {path}", "changed")
+    why = "the first of its lines, where an image has no caption of its own"
+    return Took({"source.default_caption": lines[0].strip()}, why, "changed")
+
+
+def _crop(value: Any, around: Around) -> Took:
+    return Took({"source.crop": "random"}) if truth(value) else Took({"source.crop": "center"}, verdict="mapped")
+
+
+def _colors(value: Any, around: Around) -> Took:
+    return Took({"source.color_variants": COLORS}) if truth(value) else Took({}, "off", "ignored")
+
+
+def _tag_dropout(value: Any, around: Around) -> Took:
+    """FULL drops all tags behind the kept ones at once: with none kept, the whole caption."""
+    if not is_on(around["text.tag_dropout_enable"] or False):
+        return Took({}, "means nothing without text.tag_dropout_enable", "ignored")
+    mode, share = str(around["text.tag_dropout_mode"]).upper(), number(value)
+    if mode == "RANDOM":
+        return Took({"captions.tag_dropout": share})
+    if mode != "FULL":
+        why = "tags near the end are dropped more often there, all alike here"
+        return Took({"captions.tag_dropout": share}, why, "changed")
+    if is_on(around["text.keep_tags_count"]):
+        why = "all tags but the kept ones at once there, each by itself here"
+        return Took({"captions.tag_dropout": share}, why, "changed")
+    of_all = around["config.text_encoder.dropout_probability"]
+    if is_on(of_all or 0):  # of either
+        share = 1.0 - (1.0 - share) * (1.0 - number(of_all))
+    return Took({"captions.dropout": share}, "the whole caption: no tag is kept")
+
+
+def _mode(value: Any, around: Around) -> Took:
+    if not is_on(around["text.tag_dropout_enable"] or False):
+        return Took({}, "means nothing without text.tag_dropout_enable", "ignored")
+    return Took({}, "read together with text.tag_dropout_probability")
+
+
+def _strength(switch: str, why: str = "how strong is fixed here") -> Rule:
+    """How strong a change is, which is fixed here."""
+
+    def read(value: Any, around: Around) -> Took:
+        on = any(is_on(around[f"image.enable_{kind}_{switch}"] or False) for kind in ("random", "fixed"))
+        return Took({}) if on else Took({}, f"means nothing without image.enable_random_{switch}", "ignored")
+
+    return by(read, "", why, changes=True)
+
+
+COLOR = by(_colors, "source.color_variants", NEW_EACH_TIME, changes=True)
+CONCEPT_RULES: Mapping[str, Rule] = {
+    "name": nothing("a name"),
+    "path": by(_path, "source.path source.masks"),
+    "enabled": nothing("enabled"),
+    "type": by(_type, "source.is_reg"),
+    "include_subdirectories": Rule(
+        "changed",
+        (),
+        "folders below are read too",
+        lambda value, around: Took({}, "as here", "ignored") if truth(value) else Took({}),
+    ),
+    "balancing": by(_balancing, "source.repeats"),
+    "balancing_strategy": part_of("balancing", "source.repeats"),
+    "loss_weight": same("source.loss_weight", number),
+    "image.enable_crop_jitter": by(_crop, "source.crop", NEW_EACH_TIME, changes=True),
+    "image.enable_random_flip": same("source.flip", truth),
+    "image.enable_random_brightness": COLOR,
+    "image.enable_random_contrast": COLOR,
+    "image.enable_random_saturation": COLOR,
+    "image.enable_random_hue": COLOR,
+    "image.enable_resolution_override": part_of("image.resolution_override", "source.resolutions"),
+    "image.resolution_override": by(_override, "source.resolutions"),
+    "text.prompt_source": by(_prompt_source, "captions.extension source.default_caption"),
+    "text.prompt_path": part_of("text.prompt_source", "source.default_caption"),
+    "text.enable_tag_shuffling": same("captions.shuffle", truth),
+    "text.tag_delimiter": same("captions.separator", text),
+    "text.keep_tags_count": same("captions.keep_tokens", whole),
+    "text.tag_dropout_enable": part_of("text.tag_dropout_probability", "captions.tag_dropout"),
+    "text.tag_dropout_probability": by(_tag_dropout, "captions.tag_dropout captions.dropout"),
+    "text.tag_dropout_mode": by(_mode, "captions.tag_dropout captions.dropout"),
+    **named("image.", "enable_random_rotate enable_fixed_rotate", lacking(NOT_ROTATED)),
+    **named("image.", "enable_fixed_flip enable_fixed_brightness", UNUSED),
+    **named("image.", "enable_fixed_contrast enable_fixed_saturation enable_fixed_hue", UNUSED),
+    **named("image.", "enable_random_circular_mask_shrink enable_random_mask_rotate_crop", UNUSED),
+    "image.random_rotate_max_angle": _strength("rotate", NOT_ROTATED),
+    **{
+        f"image.random_{name}_max_strength": _strength(name) for name in ("brightness", "contrast", "saturation", "hue")
+    },
+    **named("text.", "caps_randomize_enable", lacking("capitals stay as they are")),
+    **named("text.", "tag_dropout_special_tags_mode tag_dropout_special_tags", UNUSED),
+    **named("text.", "tag_dropout_special_tags_regex caps_randomize_mode", nothing("means nothing by itself")),
+    **named("text.", "caps_randomize_probability caps_randomize_lowercase", nothing("means nothing by itself")),
+    **named("", "seed image_variations text_variations concept_stats", nothing(CACHED)),
+}
+CONCEPT_DEFAULTS: Mapping[str, Any] = {
+    "balancing": 1.0,
+    "image.enable_crop_jitter": True,
+    "text.prompt_source": "sample",
+    "text.keep_tags_count": 1,
+    "text.tag_dropout_mode": "FULL",
+}

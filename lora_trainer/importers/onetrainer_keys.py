@@ -1,0 +1,400 @@
+"""The keys of OneTrainer's config and of its concepts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.importers.flow_words import ONETRAINER, ONETRAINER_FLOWS, is_onetrainer_flow
+from lora_trainer.importers.kohya_dataset import AREA_OF_MASK
+from lora_trainer.importers.kohya_keys import CACHED, LOGS, OTHER_FAMILY, READ_FROM_MODEL, SPEED
+from lora_trainer.importers.reading import SOURCES, Around, Rule, Took, located
+from lora_trainer.importers.rules import (
+    by,
+    is_on,
+    lacking,
+    nothing,
+    number,
+    other_file,
+    part_of,
+    same,
+    side,
+    text,
+    truth,
+    unless_off,
+    whole,
+)
+from lora_trainer.importers.words import (
+    ALL_OF_ATTENTION,
+    ALL_OF_BLOCKS,
+    EXPORT_DTYPE,
+    MODEL,
+    NOT_LORA,
+    OPTIMIZER,
+    SCHEDULE,
+    TEXT_RATES,
+    VAE,
+    average_with,
+    batch_of,
+    checkpointing,
+    precision,
+    text_rates,
+)
+
+FAMILIES = ("STABLE_DIFFUSION_15", "STABLE_DIFFUSION_20", "STABLE_DIFFUSION_21", "STABLE_DIFFUSION_XL_10_BASE")
+LAYERS: Mapping[str, Any] = {"attn-mlp": list(ALL_OF_ATTENTION), "attn-only": "attention", "full": ["*"]}
+SMALL_WEIGHTS = ("FLOAT_8", "INT_8", "NFLOAT_4", "FLOAT_W8A8", "INT_W8A8")
+
+
+def _model_type(value: Any, around: Around) -> Took:
+    known = text(value).upper().removesuffix("_BASE") in {
+        name.removesuffix("_BASE") for name in (*FAMILIES, *ONETRAINER_FLOWS)
+    }
+    return Took({}, READ_FROM_MODEL if known else OTHER_FAMILY, "ignored" if known else "changed")
+
+
+def _destination(value: Any, around: Around) -> Took:
+    path = Path(located(around.folder, text(value)))
+    name = path.stem if path.suffix else path.name
+    return Took({"run.output": str(path.parent), "run.name": name or "run"})
+
+
+def _resolution(value: Any, around: Around) -> Took:
+    """`512`, `512x768`, or several with commas between them, trained together."""
+    sides = [side(part.strip()) for part in str(value).split(",") if part.strip()]
+    if len(sides) > 1:
+        return Took({"data.resolutions": sides})
+    return Took({"data.resolution": sides[0]}, "the area of that size" if "x" in str(value) else "")
+
+
+def _rate(value: Any, around: Around) -> Took:
+    own = "transformer.learning_rate" if is_onetrainer_flow(around) else "unet.learning_rate"
+    if around[own] is not None:
+        return Took({}, f"{own} rules", "ignored")
+    return Took({"optimizer.learning_rate": number(value)})
+
+
+def _transformer_rate(value: Any, around: Around) -> Took:
+    if not is_onetrainer_flow(around):
+        return Took({}, "not there", "ignored")
+    return Took({"optimizer.learning_rate": number(value)})
+
+
+def _warmup(value: Any, around: Around) -> Took:
+    steps = number(value)
+    if 0 < steps <= 1:
+        return Took({}, "a share of steps that only the data tell; 3 % of them here", "changed")
+    return Took({"lr_scheduler.warmup_steps": int(steps)})
+
+
+def _cycles(value: Any, around: Around) -> Took:
+    if "RESTARTS" not in str(around["learning_rate_scheduler"]).upper():
+        return Took({}, "of schedules with restarts", "ignored")
+    return Took({"lr_scheduler.cycles": max(1, round(number(value)))})
+
+
+def _dtype(value: Any, around: Around) -> Took:
+    if text(value).upper() == "NONE":
+        return Took({"memory.weight_dtype": "fp32"})
+    return precision(value, around)
+
+
+def _weights(value: Any, around: Around) -> Took:
+    if text(value).upper() in SMALL_WEIGHTS:
+        return Took({"memory.weight_dtype": "fp8"}, "kept in fp8 here", "changed")
+    return Took({}, "as train_dtype", "ignored")
+
+
+def _layers(value: Any, around: Around) -> Took:
+    name = text(value)
+    if name == "attn-mlp" and is_onetrainer_flow(around):
+        return Took({"lora.target_modules": ALL_OF_BLOCKS})
+    if name in LAYERS:
+        return Took({"lora.target_modules": LAYERS[name]})
+    filters = [part.strip() for part in str(around["layer_filter"] or "").split(",") if part.strip()]
+    if not filters or is_on(around["layer_filter_regex"] or False):
+        return Took({"lora.target_modules": ["*"]}, "its filter is not followed: all layers learn", "changed")
+    return Took({"lora.target_modules": [f"*{part}*" for part in filters]})
+
+
+def _weighting(value: Any, around: Around) -> Took:
+    name = text(value).upper()
+    if name == "CONSTANT":
+        return Took({}, "as here", "ignored")
+    if name != "MIN_SNR_GAMMA":
+        return Took({})
+    strength = around["loss_weight_strength"]
+    return Took({"loss.min_snr_gamma": 5.0 if strength is None else number(strength)}, verdict="mapped")
+
+
+def _huber(value: Any, around: Around) -> Took:
+    if not is_on(value):
+        return Took({}, "off", "ignored")
+    delta = around["huber_delta"]
+    return Took({"loss.type": "huber", "loss.huber_delta": 1.0 if delta is None else number(delta)})
+
+
+def _kind(value: Any, around: Around) -> Took:
+    return Took({}, "as here", "ignored") if text(value).upper() == "LORA" else Took({})
+
+
+def _texts(value: Any, around: Around) -> Took:
+    """Of any text encoder's switch: the rates of all that the model has. Language models learn in neither program."""
+    truth(value)
+    rates = []
+    for part in texts_of(around):
+        rate = around[f"{part}.learning_rate"] or around["learning_rate"]
+        learns = is_on(around[f"{part}.train"] or False) and around[f"{part}.include"] is not False
+        rates.append(number(rate) if learns else 0.0)
+    while rates and not rates[-1]:
+        rates.pop()
+    if not rates:
+        return Took({}, "not trained, as here", "ignored")
+    return Took(text_rates(rates, around["lora_alpha"]))
+
+
+def texts_of(around: Around) -> tuple[str, ...]:
+    """The text encoders of the model: a file has switches of four, on unless they were turned off."""
+    model = str(around["model_type"] or "").upper()
+    if model == "Z_IMAGE":
+        return ()
+    one = model.startswith(FAMILIES[:3])
+    return ("text_encoder", "text_encoder_2", "text_encoder_3")[: 1 if one else 3 if "DIFFUSION_3" in model else 2]
+
+
+def _skipped(value: Any, around: Around) -> Took:
+    """Layers left out beyond those that the model leaves out."""
+    layers, model = whole(value), str(around["model_type"]).upper()
+    if not layers:
+        return Took({}, "the model's own layer, as here", "ignored")
+    if model.startswith(("STABLE_DIFFUSION_15", "STABLE_DIFFUSION_XL")):
+        return Took({"text_encoder.clip_skip": layers + (2 if "XL" in model else 1)}, verdict="mapped")
+    return Took({})
+
+
+def _every(unit: str, section: str, **units: str) -> Rule:
+    """A distance whose unit another key says; those of `units` are ours."""
+
+    def read(value: Any, around: Around) -> Took:
+        ours = units.get(str(around[unit] or "").upper())
+        if ours is None or not is_on(value):
+            return Took({}, "off, or in a unit that is not counted in here", "ignored")
+        return Took({f"{section}.{ours}": whole(value)})
+
+    return by(read, " ".join(f"{section}.{ours}" for ours in units.values()))
+
+
+def _checkpointing(value: Any, around: Around) -> Took:
+    return checkpointing(str(value).upper() not in ("OFF", "FALSE"), around)
+
+
+def _normalized(value: Any, around: Around) -> Took:
+    if not is_on(around["masked_training"] or False):
+        return Took({}, "means nothing without masked_training", "ignored")
+    return Took({}, "as here", "ignored") if truth(value) else Took({})
+
+
+def _samples(value: Any, around: Around) -> Took:
+    found = [
+        each["prompt"]
+        for each in (value if isinstance(value, list) else [])
+        if isinstance(each, Mapping) and isinstance(each.get("prompt"), str) and each.get("enabled", True)
+    ]
+    return Took({"sample.prompts": found}) if found else Took({}, "not set", "ignored")
+
+
+def _buckets(value: Any, around: Around) -> Took:
+    return Took({"data.max_aspect": 4.0 if truth(value) else 1.0})
+
+
+def only_with(switch: str, ours: str, kind: Any) -> Rule:
+    """A value that counts only with its switch on."""
+
+    def read(value: Any, around: Around) -> Took:
+        on = is_on(around[switch] or False)
+        return Took({ours: kind(value)}) if on else Took({}, f"means nothing without {switch}", "ignored")
+
+    return by(read, ours)
+
+
+def named(before: str, names: str, rule: Rule) -> dict[str, Rule]:
+    return {f"{before}{name}": rule for name in names.split()}
+
+
+UNUSED = lacking("there is no such thing here", off=("NONE", "UNIFORM", 1, 1.0))
+OPTIMIZER_FLAGS = (
+    "adam_w_mode alpha amsgrad beta3 bias_correction block_wise capturable centered clip_threshold d0 d_coef dampening "
+    "decay_rate decouple differentiable eps eps2 foreach fsdp_in_use fused fused_back_pass growth_rate is_paged "
+    "log_every lr_decay max_unorm maximize min_8bit_size quant_block_size momentum nesterov no_prox optim_bits "
+    "percentile_clipping r relative_step safeguard_warmup scale_parameter stochastic_rounding use_bias_correction "
+    "use_triton warmup_init weight_lr_power decoupled_decay fixed_decay rectify cautious"
+)
+PARTS = "text_encoder text_encoder_2 text_encoder_3 text_encoder_4"
+OTHER_PARTS = (
+    "prior transformer unconditional_transformer vae effnet_encoder decoder decoder_text_encoder decoder_vqgan"
+)
+OF_PARTS = (
+    "model_name include stop_training_after stop_training_after_unit train_embedding attention_mask guidance_scale"
+)
+NOT_OTHERS = (("transformer", "learning_rate"), ("text_encoder_3", "train"), ("text_encoder_3", "learning_rate"))
+MORE_OF_PARTS = "offload_fraction activation_offloading gradient_checkpointing"
+RULES: Mapping[str, Rule] = {
+    "__version": nothing("the version of its file"),
+    "training_method": by(_kind, "", "only a LoRA is trained", changes=True),
+    "model_type": by(_model_type, "", OTHER_FAMILY),
+    "base_model_name": MODEL,
+    "output_model_destination": by(_destination, "run.output run.name"),
+    "concept_file_name": other_file(SOURCES),
+    "resolution": by(_resolution, "data.resolution data.resolutions"),
+    "aspect_ratio_bucketing": by(_buckets, "data.max_aspect"),
+    "epochs": same("train.max_epochs", whole),
+    "batch_size": batch_of("gradient_accumulation_steps"),
+    "gradient_accumulation_steps": part_of("batch_size", "train.effective_batch_size"),
+    "seed": same("train.seed", whole),
+    "optimizer.optimizer": OPTIMIZER,
+    "optimizer.beta1": same("optimizer.beta1", number),
+    "optimizer.beta2": same("optimizer.beta2", number),
+    "optimizer.weight_decay": same("optimizer.weight_decay", number),
+    "learning_rate": by(_rate, "optimizer.learning_rate"),
+    "unet.learning_rate": same("optimizer.learning_rate", number),
+    "learning_rate_scheduler": SCHEDULE,
+    "learning_rate_warmup_steps": by(_warmup, "lr_scheduler.warmup_steps"),
+    "learning_rate_cycles": by(_cycles, "lr_scheduler.cycles"),
+    "learning_rate_min_factor": lacking("schedules end at 0"),
+    "learning_rate_scaler": lacking("the rate is not scaled by the batch", off=("NONE",)),
+    "clip_grad_norm": same("optimizer.max_grad_norm", number),
+    "train_dtype": by(_dtype, "memory.weight_dtype"),
+    "unet.weight_dtype": by(_weights, "memory.weight_dtype"),
+    "gradient_checkpointing": by(_checkpointing, "memory.gradient_checkpointing"),
+    "unet.gradient_checkpointing": by(_checkpointing, "memory.gradient_checkpointing"),
+    "ema": average_with("ema_decay", 0.999, lambda value: text(value).upper() != "OFF"),
+    "ema_decay": part_of("ema", "train.ema_decay"),
+    "ema_update_step_interval": lacking("the average follows each step", off=(1,)),
+    "peft_type": by(_kind, "", NOT_LORA, changes=True),
+    "lora_rank": same("lora.rank", whole),
+    "lora_alpha": same("lora.alpha", number),
+    "lora_decompose": lacking(NOT_LORA),
+    "lora_model_name": lacking("training does not start from a LoRA"),
+    "dropout_probability": unless_off("lora.dropout", number),
+    "layer_filter_preset": by(_layers, "lora.target_modules"),
+    "layer_filter": part_of("layer_filter_preset", "lora.target_modules"),
+    "layer_filter_regex": part_of("layer_filter_preset", "lora.target_modules"),
+    "mse_strength": lacking("the squared error counts in full", off=(1, 1.0)),
+    "mae_strength": lacking("there is no such loss here"),
+    "log_cosh_strength": lacking("there is no such loss here"),
+    "huber_strength": by(
+        _huber, "loss.type loss.huber_delta", "pseudo-Huber, in place of the squared error", changes=True
+    ),
+    "huber_delta": part_of("huber_strength", "loss.huber_delta"),
+    "loss_weight_fn": by(_weighting, "loss.min_snr_gamma", "only MIN_SNR_GAMMA is followed", changes=True),
+    "loss_weight_strength": part_of("loss_weight_fn", "loss.min_snr_gamma"),
+    "loss_scaler": lacking("the loss is not scaled by the batch", off=("NONE",)),
+    "offset_noise_weight": unless_off("noise.offset", number),
+    "perturbation_noise_weight": unless_off("noise.input_perturbation", number),
+    "rescale_noise_scheduler_to_zero_terminal_snr": same("noise.zero_terminal_snr", truth),
+    **named("", "force_v_prediction force_epsilon_prediction", lacking("the model's own prediction is trained")),
+    **ONETRAINER,
+    "min_noising_strength": lacking("all timesteps are trained"),
+    "max_noising_strength": lacking("all timesteps are trained", off=(1, 1.0)),
+    "masked_training": part_of("concepts[].path", "source.masks"),
+    "unmasked_weight": only_with("masked_training", "loss.unmasked_weight", number),
+    "unmasked_probability": lacking("masks always count"),
+    "normalize_masked_area_loss": by(_normalized, "", AREA_OF_MASK, changes=True),
+    "masked_prior_preservation_weight": lacking("there is no such loss here"),
+    **named("", "text_encoder.train text_encoder_2.train text_encoder_3.train", by(_texts, TEXT_RATES)),
+    "transformer.learning_rate": by(_transformer_rate, "optimizer.learning_rate"),
+    "text_encoder.dropout_probability": unless_off("captions.dropout", number),
+    "text_encoder_2.dropout_probability": nothing("as text_encoder.dropout_probability"),
+    "text_encoder_layer_skip": by(
+        _skipped, "text_encoder.clip_skip", "the text encoder's usual layer is used", changes=True
+    ),
+    "text_encoder_2_layer_skip": lacking("as text_encoder_layer_skip"),
+    "validation": lacking("set validation.split, which keeps images for validation"),
+    "save_every": _every("save_every_unit", "checkpoint", STEP="every_n_steps", EPOCH="every_n_epochs"),
+    "backup_after": _every("backup_after_unit", "checkpoint", STEP="every_n_steps", EPOCH="every_n_epochs"),
+    **named("", "save_every_unit backup_after_unit", part_of("save_every and backup_after")),
+    "rolling_backup_count": unless_off("checkpoint.keep_last", whole),
+    "sample_after": _every("sample_after_unit", "sample", STEP="every_n_steps"),
+    "samples": by(_samples, "sample.prompts", "their own sizes and seeds are left out", changes=True),
+    "unet.train": nothing("the denoiser learns"),
+    "vae.model_name": VAE,
+    "custom_learning_rate_scheduler": lacking("schedules of one's own are not loaded"),
+    "scheduler_params": lacking("the schedule is lr_scheduler.name alone"),
+    "embedding_learning_rate": lacking("set textual_inversion.learning_rate"),
+    "additional_embeddings": lacking("name new words in textual_inversion.placeholder_tokens"),
+    "bundle_additional_embeddings": nothing("learned tokens are always bundled"),
+    **{f"{name}.learning_rate": part_of(f"{name}.train", "text_encoder.learning_rates") for name in PARTS.split()[:3]},
+    **named("", "text_encoder.weight_dtype text_encoder_2.weight_dtype", nothing(SPEED)),
+    **named("", "generalized_offset_noise", UNUSED),
+    **named("", "custom_conditioning_image force_circular_padding preserve_embedding_norm vb_loss_strength", UNUSED),
+    **{f"optimizer.{flag}": nothing("the optimizer's usual settings are taken") for flag in OPTIMIZER_FLAGS.split()},
+    **{
+        f"{part}.{key}": nothing(SPEED)
+        for part in ["unet", *PARTS.split(), *OTHER_PARTS.split()]
+        for key in f"{OF_PARTS} {MORE_OF_PARTS}".split()
+        if (part, key) not in (("unet", "gradient_checkpointing"), ("vae", "model_name"))
+    },
+    **{
+        f"{part}.{key}": nothing("of other model families")
+        for part in ["text_encoder_3", "text_encoder_4", *OTHER_PARTS.split()]
+        for key in "train learning_rate weight_dtype dropout_probability".split()
+        if (part, key) not in NOT_OTHERS
+    },
+    "unet.dropout_probability": nothing("dropout_probability rules"),
+    **named("", "latent_caching clear_cache_before_training cache_dir only_cache", nothing(CACHED)),
+    **named(
+        "",
+        "workspace_dir debug_mode debug_dir tensorboard tensorboard_expose tensorboard_port tensorboard_always_on "
+        "validate_after validate_after_unit",
+        nothing(LOGS),
+    ),
+    **named(
+        "",
+        "continue_last_backup prevent_overwrites include_train_config save_skip_first "
+        "save_filename_prefix rolling_backup backup_before_save",
+        nothing("checkpoints are kept in this program's own way"),
+    ),
+    **named(
+        "",
+        "sample_after_unit sample_skip_first sample_image_format sample_video_format sample_audio_format "
+        "samples_to_tensorboard non_ema_sampling sample_definition_file_name",
+        nothing("images while training are drawn in this program's own way"),
+    ),
+    "output_dtype": EXPORT_DTYPE,
+    **named("", "output_model_format", nothing("the LoRA's file is this program's own")),
+    **named("", "lora_weight_dtype embedding_weight_dtype", nothing("the LoRA learns in fp32")),
+    **named(
+        "",
+        "huggingface_cache_dir offline_mode multi_gpu device_indexes gradient_reduce_precision fused_gradient_reduce "
+        "async_gradient_reduce async_gradient_reduce_buffer async_offloading layer_offload_fraction "
+        "enable_activation_offloading enable_async_offloading compile dataloader_threads train_device temp_device "
+        "fallback_train_dtype enable_autocast_cache attention_mechanism frames text_encoder_sequence_length "
+        "text_encoder_2_sequence_length lora_decompose_norm_epsilon lora_decompose_output_axis optimizer_defaults "
+        "secrets cloud embedding quantization",
+        nothing(SPEED),
+    ),
+    **named("", "oft_block_size oft_block_share oft_scaled lokr_dim lokr_decompose_both", nothing("of other networks")),
+    **named("", "lokr_decompose_factor lokr_use_tucker lokr_weight_decompose", nothing("of other networks")),
+}
+UNREAD_TABLES = ("cloud", "secrets", "optimizer_defaults", "embedding", "quantization")
+DEFAULTS: Mapping[str, Any] = {
+    "resolution": "512",
+    "aspect_ratio_bucketing": True,
+    "epochs": 100,
+    "batch_size": 1,
+    "optimizer.optimizer": "ADAMW",
+    "learning_rate": 3e-6,
+    "learning_rate_scheduler": "CONSTANT",
+    "learning_rate_warmup_steps": 200,
+    "train_dtype": "FLOAT_16",
+    "output_dtype": "FLOAT_32",
+    "unet.gradient_checkpointing": True,
+    "lora_rank": 16,
+    "lora_alpha": 1.0,
+    "layer_filter_preset": "full",
+    "timestep_distribution": "UNIFORM",
+    "text_encoder.train": True,
+    "unmasked_weight": 0.1,
+    "normalize_masked_area_loss": False,
+}

@@ -1,0 +1,144 @@
+"""Rules that read a key, and kinds of values. Each kind raises ValueError naming what it expects."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lora_trainer.importers.reading import Around, Rule, Took, located
+
+Kind = Callable[[Any], Any]
+OFF: tuple[Any, ...] = (False, 0, 0.0, "0", "false", "none", [], {})
+
+
+def whole(value: Any) -> int:
+    found = number(value)
+    if not found.is_integer():
+        raise ValueError("a whole number")
+    return int(found)
+
+
+def number(value: Any) -> float:
+    """Also from text, since some of these files quote numbers."""
+    try:
+        found = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):
+        raise ValueError("a number") from None
+    if not math.isfinite(found):
+        raise ValueError("a number")
+    return found
+
+
+def truth(value: Any) -> bool:
+    words = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+    found = words.get(str(value).strip().lower())
+    if found is None:
+        raise ValueError("true or false")
+    return found
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("text")
+    return value
+
+
+def texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return list(value)
+    raise ValueError("a list of text")
+
+
+def side(value: Any) -> int:
+    """The side of a square of the same area: 512, "512", "512,768", "512x768", [512, 768]."""
+    parts = re.split(r"[,x×]", value) if isinstance(value, str) else value if isinstance(value, list) else [value]
+    sides = [whole(part) for part in parts]
+    if len(sides) not in (1, 2) or min(sides) < 1:
+        raise ValueError("one or two sides in pixels")
+    return round(math.sqrt(sides[0] * sides[-1]))
+
+
+def same(ours: str, kind: Kind) -> Rule:
+    """The same setting under another name."""
+    return Rule("mapped", (ours,), "", lambda value, around: Took({ours: kind(value)}))
+
+
+def changed(ours: str, kind: Kind, why: str) -> Rule:
+    """Almost the same setting; `why` says how it differs."""
+    return Rule("changed", (ours,), why, lambda value, around: Took({ours: kind(value)}))
+
+
+def unless_off(ours: str, kind: Kind, why: str = "") -> Rule:
+    """A setting that 0 or false turns off; `why` says how it differs when it is on."""
+
+    def read(value: Any, around: Around) -> Took:
+        return Took({ours: kind(value)}) if is_on(value) else Took({}, "off", "ignored")
+
+    return Rule("changed" if why else "mapped", (ours,), why, read)
+
+
+def lacking(why: str, off: tuple[Any, ...] = ()) -> Rule:
+    """A key that affects training and does not exist here; nothing is lost if it is off."""
+
+    def read(value: Any, around: Around) -> Took:
+        known = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in off)
+        if not is_on(value) or known or str(value) in map(str, off):
+            return Took({}, "off, or what is done here", "ignored")
+        return Took({})
+
+    return Rule("changed", (), why, read)
+
+
+def nothing(why: str) -> Rule:
+    """A key that does not affect what is learned."""
+    return Rule("ignored", (), why, lambda value, around: Took({}))
+
+
+def part_of(key: str, ours: str = "") -> Rule:
+    """A key that is read together with another."""
+    why = f"read together with {key}"
+    return Rule("mapped", (ours,) if ours else (), why, lambda value, around: Took({}, why))
+
+
+def by(read: Callable[[Any, Around], Took], ours: str, why: str = "", *, changes: bool = False) -> Rule:
+    """A key with its own function."""
+    return Rule("changed" if changes else "mapped", tuple(ours.split()), why, read)
+
+
+def path_to(ours: str) -> Rule:
+    """A path, resolved against the file's folder."""
+    return Rule("mapped", (ours,), "", lambda value, around: Took({ours: located(around.folder, text(value))}))
+
+
+def other_file(ours: str) -> Rule:
+    """A key that names another file, which is read with this one."""
+    return Rule(
+        "mapped",
+        (ours,),
+        "",
+        lambda value, around: Took({}, f"{ours}, read from {located(around.folder, text(value))}"),
+    )
+
+
+def is_on(value: Any) -> bool:
+    return (value.strip().lower() if isinstance(value, str) else value) not in OFF
+
+
+def count(around: Around, key: str, otherwise: int = 1) -> int:
+    """A whole number of another key, else `otherwise`; a wrong value is reported for that key."""
+    try:
+        return max(1, whole(around[key]))
+    except ValueError:
+        return otherwise
+
+
+def lookup(words: Mapping[str, Any], value: Any, what: str) -> Any:
+    """The entry of a word, ignoring case."""
+    found = {word.lower(): entry for word, entry in words.items()}.get(str(value).strip().lower())
+    if found is None:
+        raise ValueError(f"{what} among {', '.join(words)}")
+    return found

@@ -1,0 +1,198 @@
+"""Rules shared by all these programs: optimizers, LR schedulers, precisions, model paths, batch sizes, EMA."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from lora_trainer.importers.reading import Around, Rule, Took, located
+from lora_trainer.importers.rules import by, count, is_on, lookup, number, text, truth, whole
+
+# Name without case and punctuation -> (ours, how it differs).
+OPTIMIZERS: Mapping[str, tuple[str, str]] = {
+    "adamw": ("adamw", ""),
+    "adamwbf16": ("adamw", "its states are kept in fp32 here, not bf16"),
+    "adamw8bit": ("adamw8bit", ""),
+    "adam8bit": ("adamw8bit", "Adam without decoupled weight decay; AdamW here"),
+    "adam": ("adamw", "Adam without decoupled weight decay; AdamW here"),
+    "pagedadamw8bit": ("paged_adamw8bit", ""),
+    "pagedadamw": ("paged_adamw8bit", "states in 8 bits here, not 32"),
+    "pagedadamw32bit": ("paged_adamw8bit", "states in 8 bits here, not 32"),
+    "lion": ("lion", ""),
+    "optimilion": ("lion", ""),
+    "lion8bit": ("lion", "states in fp32 here, not 8 bits"),
+    "pagedlion8bit": ("lion", "states in fp32 here, not 8 bits"),
+    "adafactor": ("adafactor", ""),
+    "prodigy": ("prodigy", ""),
+    "prodigyopt": ("prodigy", ""),
+    "prodigy8bit": ("prodigy", "states in fp32 here, not 8 bits"),
+    "adamwschedulefree": ("adamw_schedulefree", ""),
+    "adamwschedulefreekahan": ("adamw_schedulefree", ""),
+    "schedulefreeadamw": ("adamw_schedulefree", ""),
+    "prodigyplusschedulefree": ("prodigy", "without its schedule-free averaging"),
+    "prodigyschedulefree": ("prodigy", "without its schedule-free averaging"),
+}
+FINDS_ITS_OWN_RATE = ("dadapt", "dowg", "prodigy")
+# Defaults of these optimizers that differ from ours.
+OWN_DEFAULTS: Mapping[str, Mapping[str, float]] = {
+    "lion": {"optimizer.beta2": 0.99, "optimizer.weight_decay": 0.0},
+    "prodigy": {"optimizer.weight_decay": 0.0},
+    "adafactor": {"optimizer.weight_decay": 0.0},
+    "adamw_schedulefree": {"optimizer.weight_decay": 0.0},
+}
+SCHEDULES: Mapping[str, tuple[str, str]] = {
+    "constant": ("constant_with_warmup", ""),
+    "constant_with_warmup": ("constant_with_warmup", ""),
+    "linear": ("linear", ""),
+    "cosine": ("cosine", ""),
+    "cosine_with_restarts": ("cosine_with_restarts", ""),
+    "cosine_with_hard_restarts": ("cosine_with_restarts", ""),
+    "polynomial": ("polynomial", ""),
+    "onecycle": ("one_cycle", ""),
+    "one_cycle": ("one_cycle", ""),
+    "adafactor": ("constant_with_warmup", "Adafactor's own learning rate is not used"),
+    "cosine_with_min_lr": ("cosine", "it ends at 0 here"),
+    "sine": ("cosine", "a wave there, one descent here"),
+    "rex": ("cosine", "the nearest shape"),
+    "inverse_sqrt": ("cosine", "the nearest shape"),
+    "warmup_stable_decay": ("constant_with_warmup", "without its descent at the end"),
+    "piecewise_constant": ("constant_with_warmup", "without its steps"),
+    "step": ("constant_with_warmup", "without its steps"),
+}
+PRECISIONS = {
+    "no": "fp32",
+    "float": "fp32",
+    "float32": "fp32",
+    "fp32": "fp32",
+    "float_32": "fp32",
+    "tfloat_32": "fp32",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "float_16": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "bfloat_16": "bf16",
+}
+NOT_LORA = "a plain LoRA is trained in its place"
+TEXT_RATES = "text_encoder.learning_rates text_encoder.lora_alpha"
+PICKLES = (".ckpt", ".pt", ".bin", ".pth")
+PICKLED = "it is a pickle, which can run code: convert it to .safetensors"
+ALL_OF_ATTENTION = ("*.attentions.*",)  # every linear layer and 1x1 convolution of the transformer blocks
+ALL_OF_BLOCKS = "attention+ff"  # of a transformer
+OF_BLOCKS = "attention and feed-forward layers of the blocks, not their modulation"
+ALL_WITH_CONVOLUTIONS = ("*.attentions.*", "*.resnets.*", "*samplers.*")
+
+
+def optimizer(value: Any, around: Around) -> Took:
+    """Our optimizer, with the settings that the original's name implies."""
+    name = re.sub(r"[^a-z0-9]", "", text(value).rpartition(".")[2].lower())
+    ours, why = OPTIMIZERS.get(name, ("", ""))
+    if not ours:
+        ours = "prodigy" if name.startswith(FINDS_ITS_OWN_RATE) else "adamw"
+        why = f"there is no such optimizer here; {ours} replaces it, and the learning rate may need to change"
+    return Took({"optimizer.name": ours, **OWN_DEFAULTS.get(ours, {})}, why, "changed" if why else "mapped")
+
+
+def schedule(value: Any, around: Around) -> Took:
+    name = text(value).strip().lower()
+    ours, why = SCHEDULES.get(
+        name, ("constant_with_warmup", "there is no such LR scheduler here; the learning rate stays constant")
+    )
+    return Took({"lr_scheduler.name": ours}, why, "changed" if why else "mapped")
+
+
+def precision(value: Any, around: Around) -> Took:
+    return Took({"memory.weight_dtype": lookup(PRECISIONS, value, "a precision")})
+
+
+def export_dtype(value: Any, around: Around) -> Took:
+    ours = PRECISIONS.get(text(value).strip().lower())
+    return Took({"checkpoint.export_dtype": ours}, verdict="mapped") if ours else Took({})
+
+
+def model_path(value: Any, around: Around) -> Took:
+    """The base model: a folder, one file or a hub id."""
+    written = text(value)
+    found = located(around.folder, written)
+    if Path(found).is_dir():
+        return Took({"model.path": found})
+    if Path(written).suffix.lower() in PICKLES:
+        return Took({"model.path": found}, f"{PICKLED}, and set model.path to it", "changed")
+    if Path(found).is_file():
+        return Took({"model.path": found}, "a single checkpoint")
+    if Path(written).suffix.lower() != ".safetensors" and is_hub_id(written):
+        return Took({"model.path": written}, "a model of a hub: it is downloaded unless it is there already")
+    return Took({"model.path": found}, "there is no such folder or file here: name the model's", "changed")
+
+
+def is_hub_id(written: str) -> bool:
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", written)) and not PureWindowsPath(written).is_absolute()
+
+
+def autoencoder(value: Any, around: Around) -> Took:
+    """A VAE folder or file that replaces the model's own."""
+    written = text(value)
+    found = located(around.folder, written)
+    if Path(written).suffix.lower() in PICKLES:
+        return Took({}, f"skipped: {PICKLED}, and set model.vae to it", "changed")
+    if not Path(found).exists() and Path(written).suffix.lower() != ".safetensors" and is_hub_id(written):
+        return Took({"model.vae": written}, "a VAE of a hub: it is downloaded unless it is there already")
+    return Took({"model.vae": found})
+
+
+def clip_skip(value: Any, around: Around) -> Took:
+    """Layers from the end, 1 the last, which these programs take for the model's own."""
+    layers = whole(value)
+    return (
+        Took({"text_encoder.clip_skip": layers})
+        if layers > 1
+        else Took({}, "the model's own layer, as here", "ignored")
+    )
+
+
+def text_rates(rates: Sequence[float], alpha: Any = None) -> dict[str, Any]:
+    """Learning rates of trained text encoders, and their LoRA's alpha if the denoiser's has one."""
+    alphas = {"text_encoder.lora_alpha": number(alpha)} if alpha is not None and is_on(alpha) else {}
+    return {"text_encoder.learning_rates": [float(rate) for rate in rates], **alphas}
+
+
+def checkpointing(value: Any, around: Around) -> Took:
+    if not truth(value):
+        return Took({}, "as few blocks as fit the GPU (memory.gradient_checkpointing=auto)", "ignored")
+    return Took({"memory.gradient_checkpointing": True})
+
+
+def batch_of(*factors: str) -> Rule:
+    """Samples of one optimizer step: the value times the numbers of other keys."""
+
+    def read(value: Any, around: Around) -> Took:
+        return Took({"train.effective_batch_size": whole(value) * math.prod(count(around, key) for key in factors)})
+
+    return by(read, "train.effective_batch_size")
+
+
+def average_with(key: str, otherwise: float, on: Callable[[Any], bool] = truth) -> Rule:
+    """A switch of the EMA, whose decay another key sets."""
+
+    def read(value: Any, around: Around) -> Took:
+        if not on(value):
+            return Took({}, "off", "ignored")
+        decay = around[key]
+        return Took({"train.ema_decay": otherwise if decay is None else number(decay)})
+
+    return by(read, "train.ema_decay")
+
+
+CHECKPOINTING = by(checkpointing, "memory.gradient_checkpointing")
+OPTIMIZER = by(optimizer, "optimizer.name optimizer.weight_decay optimizer.beta2", "others than ours are replaced")
+SCHEDULE = by(schedule, "lr_scheduler.name", "others than ours are replaced")
+PRECISION: Rule = by(precision, "memory.weight_dtype")
+EXPORT_DTYPE = by(
+    export_dtype, "checkpoint.export_dtype", "others than fp16, bf16 and fp32 are fp16 here", changes=True
+)
+MODEL = by(model_path, "model.path", f"where {PICKLED}")
+VAE = by(autoencoder, "model.vae", f"where {PICKLED}")
+CLIP_SKIP = by(clip_skip, "text_encoder.clip_skip")

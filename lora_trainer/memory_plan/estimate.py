@@ -1,0 +1,381 @@
+"""Which micro-batch size, gradient checkpointing, weight dtype and block swap fit a GPU. No torch.
+
+In this order: the largest micro-batch that fits; if not even one sample does, as few checkpointed blocks as needed;
+then weights in 8 bits, and in 4; then as few swapped blocks as needed. All of them train the same except for rounding;
+each further one is slower.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Literal
+
+from lora_trainer.config.schema import Blocks
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.memory_plan.profiles import MemoryModel, Sizes
+from lora_trainer.models.memory.phases import count_of
+from lora_trainer.models.memory.texts import NO_TEXTS, TextSizes
+from lora_trainer.optim.optimizers import OPTIMIZERS, optimizer_state_on_gpu
+
+GIB = 2**30
+# Nothing of this was measured on a GPU yet: docs/memory.md.
+CONTEXT_GIB = 0.7  # the CUDA context, libraries and workspaces
+FRAGMENTATION = 0.05  # of the memory that a step allocates and frees
+ROUNDING = 1e-6  # GiB, for phases that fill what is free
+LARGEST_SHARE = 0.9  # of the GPU, so that the driver and other programs never make it spill
+NARROWER = ("fp8", "nf4")  # dtypes for the base model where the wanted one does not fit
+WHOLE_STEP = "the whole step at once"
+SMALLER_RANKS = (64, 32, 16, 8, 4)
+STEP_DOWN = 64  # pixels
+
+
+def no_other_phases(demand: Demand, fit: MemoryPlan) -> Mapping[str, float]:
+    """Training alone."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The demands of settings and model on a GPU. `samples` are those of a step in one process.
+
+    `precisions` are the ones to try, best first. `encoder` is for images that are encoded while training, one by
+    one: bytes of the VAE, and its bytes per pixel. `texts` are the trained text encoders.
+
+    `streaming` is a number of swapped blocks, or `auto`; `recompute` is the checkpointing mode;
+    `offloaded`: activations are offloaded. `others` returns the peaks in GiB of a run's phases besides training.
+    """
+
+    memory_model: MemoryModel
+    rank: int
+    resolution: int
+    downscale: int
+    pixel_step: int
+    samples: int
+    max_micro: int | None
+    checkpointing: Blocks
+    precisions: tuple[str, ...]
+    optimizer: str
+    averaged: bool
+    limit_gib: float | None
+    encoder: tuple[int, int] = (0, 0)
+    several: bool = False  # `data.resolutions` is set
+    streaming: Literal["auto"] | int = 0
+    recompute: str = "full"
+    offloaded: bool = False
+    texts: TextSizes = NO_TEXTS
+    others: Callable[[Demand, MemoryPlan], Mapping[str, float]] = field(default=no_other_phases, compare=False)
+
+    @property
+    def area(self) -> int:
+        """Values of one channel of a sample's latents; buckets are never larger."""
+        return max(self.resolution, self.pixel_step) ** 2 // self.downscale**2
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of all trained parameters."""
+        return [*self.memory_model.shapes(self.rank), *self.texts.shapes]
+
+    @property
+    def swapped(self) -> int:
+        """Blocks swapped by a number in the settings."""
+        return 0 if isinstance(self.streaming, str) else min(self.streaming, self.memory_model.swappable)
+
+    def at(self, side: int) -> str:
+        """The setting for a resolution."""
+        return f"data.resolutions=[{side}]" if self.several else f"data.resolution={side}"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """GPU memory at the peak of a step, in GiB, and the operations of a step, in TFLOP."""
+
+    weights: float
+    adapter: float
+    optimizer: float
+    activations: float
+    overhead: float
+    tflop: float
+
+    @property
+    def peak(self) -> float:
+        return self.weights + self.adapter + self.optimizer + self.activations + self.overhead
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What was chosen for training, why, and the memory that it takes."""
+
+    micro: int
+    accumulation: int
+    checkpointed: int
+    blocks: int
+    precision: str
+    parts: Parts
+    fits: bool
+    reasons: tuple[str, str, str, str]  # of micro-batch, checkpointing, precision and block swap
+    swapped: int = 0
+    swappable: int = 0
+
+
+def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, swapped: int | None = None) -> Parts:
+    """The peak of a step, in a backward pass or in the update; `swapped` blocks, by default those that are set."""
+    blocks_swapped = demand.swapped if swapped is None else swapped
+    sizes = Sizes(demand.rank, micro, demand.area, checkpointed, demand.recompute, blocks_swapped, demand.offloaded)
+    found = demand.memory_model.footprint(sizes, precision)
+    shapes, texts, itemsize = demand.shapes, demand.texts, 4 if precision == "fp32" else 2
+    masters = 4 * sum(map(math.prod, shapes))
+    copies = found.copies + itemsize * sum(map(math.prod, texts.shapes))
+    own = copies if precision == "fp32" else copies + masters
+    state = optimizer_state_on_gpu(demand.optimizer, shapes) + (masters if demand.averaged else 0)
+    earlier = masters if accumulation_of(demand, micro) > 1 else 0  # gradients of earlier micro-batches
+    recomputed = checkpointed > 0
+    adapter = own + earlier + found.gradients
+    activations = found.activations + itemsize * texts.kept(micro, checkpointed=recomputed)
+    if own + masters > adapter + activations:  # the update: all gradients in fp32, no activations
+        adapter, activations = own + masters, 0
+    autoencoder, encoding = demand.encoder[0], demand.encoder[1] * demand.area * demand.downscale**2
+    activations += encoding  # at the same time as the step
+    overhead = CONTEXT_GIB * GIB + FRAGMENTATION * (adapter + state + activations)
+    flops = found.flops * demand.samples / micro + texts.flops(demand.samples, checkpointed=recomputed)
+    return Parts(
+        weights=(found.weights + autoencoder + itemsize * sum(texts.held.values())) / GIB,
+        adapter=adapter / GIB,
+        optimizer=state / GIB,
+        activations=activations / GIB,
+        overhead=overhead / GIB,
+        tflop=flops / 1e12,
+    )
+
+
+def weights_fit(demand: Demand, precision: str) -> bool:
+    """Whether the base model alone fits; true where blocks are swapped."""
+    share = LARGEST_SHARE * (math.inf if demand.limit_gib is None else demand.limit_gib)
+    return bool(demand.swapped) or demand.memory_model.weights(precision) <= share * GIB
+
+
+def accumulation_of(demand: Demand, micro: int) -> int:
+    return math.ceil(demand.samples / micro)
+
+
+def fits(demand: Demand, parts: Parts) -> bool:
+    return demand.limit_gib is None or parts.peak <= LARGEST_SHARE * demand.limit_gib
+
+
+def too_large(demand: Demand, fit: MemoryPlan) -> dict[str, float]:
+    """The phases besides training that do not fit, with their peaks in GiB."""
+    if demand.limit_gib is None:
+        return {}
+    most = LARGEST_SHARE * demand.limit_gib + ROUNDING
+    return {name: peak for name, peak in demand.others(demand, fit).items() if peak > most}
+
+
+def all_fits(demand: Demand) -> bool:
+    """Whether some plan for training fits, and the run's other phases with it."""
+    fit = choose_fit(demand)
+    return fit.fits and not too_large(demand, fit)
+
+
+def usable_gib(limit_gib: float) -> float:
+    """GiB of a GPU that torch's allocator may fill."""
+    return LARGEST_SHARE * limit_gib - CONTEXT_GIB
+
+
+def choose_fit(demand: Demand) -> MemoryPlan:
+    """The fastest plan that fits; where none does, the one that needs least memory, with `fits` false."""
+    tried = smallest = None
+    for tried in candidate_plans(demand):
+        if tried.fits:
+            return tried
+        if smallest is None or tried.parts.peak < smallest.parts.peak:
+            smallest = tried
+    assert smallest is not None
+    return smallest
+
+
+def candidate_plans(demand: Demand) -> Iterator[MemoryPlan]:
+    """Plans for training, the fastest first; of each precision the last one needs least memory."""
+    most = min(demand.samples, demand.max_micro or demand.samples)
+    for precision in demand.precisions:
+        if demand.checkpointing != "auto":
+            yield from _micro_batches(demand, most, precision)
+            continue
+        wide = _micro_batches(demand, most, precision)
+        if weights_fit(demand, precision):
+            first = next(wide)
+            yield first
+            if first.fits:
+                continue
+        smallest = _plan(demand, 1, demand.memory_model.blocks, precision, "even all of them are too few")
+        if not smallest.fits:  # nor does any plan between; a trace of one would take seconds
+            yield smallest
+            continue
+        if most == 1 or _plan(demand, 1, 0, precision, "not needed").fits:
+            yield from wide
+        yield _few_blocks(demand, precision)
+    if demand.streaming == "auto" and demand.memory_model.swappable:
+        yield _few_swapped(demand, demand.precisions[-1])
+
+
+def _micro_batches(demand: Demand, most: int, precision: str) -> Iterator[MemoryPlan]:
+    """Micro-batches from the largest down, checkpointed as set. Sizes that need as many passes are skipped."""
+    checkpointed = _requested_blocks(demand)
+    why = "as set" if demand.checkpointing != "auto" else "not needed"
+    passes = 0
+    for largest in range(most, 0, -1):
+        if math.ceil(demand.samples / largest) == passes:
+            continue
+        passes = math.ceil(demand.samples / largest)
+        micro = math.ceil(demand.samples / passes)
+        if micro > most:
+            micro = largest
+        yield _plan(demand, micro, checkpointed, precision, why)
+
+
+def _few_blocks(demand: Demand, precision: str) -> MemoryPlan:
+    """One sample at a time with as few checkpointed blocks as fit; all of them where none fits."""
+    most, stride = demand.memory_model.blocks, demand.memory_model.stride
+    blocks = range(most - (most - 1) // stride * stride, most + 1, stride)  # the last is all of them
+    found = bisect_left(blocks, True, key=lambda count: fits(demand, parts_of(demand, 1, count, precision)))
+    if found == len(blocks):
+        return _plan(demand, 1, most, precision, "even all of them are too few")
+    return _plan(demand, 1, blocks[found], precision, "as few as fit; one sample does not fit without")
+
+
+def _few_swapped(demand: Demand, precision: str) -> MemoryPlan:
+    """One sample at a time, all blocks checkpointed unless set, with as few swapped blocks as fit; all where none fits."""
+    checkpointed = demand.memory_model.blocks if demand.checkpointing == "auto" else _requested_blocks(demand)
+    counts = range(1, demand.memory_model.swappable + 1)
+    found = bisect_left(
+        counts, True, key=lambda count: fits(demand, parts_of(demand, 1, checkpointed, precision, count))
+    )
+    count, why = (counts[found], "as few as fit") if found < len(counts) else (counts[-1], "even all of them")
+    whole = "all of them, as block swap is slower" if demand.checkpointing == "auto" else "as set"
+    return _plan(demand, 1, checkpointed, precision, whole, count, why)
+
+
+def _requested_blocks(demand: Demand) -> int:
+    return count_of(demand.checkpointing, demand.memory_model.blocks)
+
+
+def _plan(
+    demand: Demand,
+    micro: int,
+    checkpointed: int,
+    precision: str,
+    why: str,
+    swapped: int | None = None,
+    why_swapped: str = "as set",
+) -> MemoryPlan:
+    swapped = demand.swapped if swapped is None else swapped
+    parts = parts_of(demand, micro, checkpointed, precision, swapped)
+    first = demand.precisions[0]
+    if demand.limit_gib is None:
+        whole = "no GPU's limit applies"
+    else:
+        whole = f"the largest that fits {demand.limit_gib:g} GiB"
+    if micro == demand.samples:
+        whole = WHOLE_STEP
+    elif micro == demand.max_micro:
+        whole = "train.max_micro_batch_size"
+    return MemoryPlan(
+        micro=micro,
+        accumulation=accumulation_of(demand, micro),
+        checkpointed=checkpointed,
+        blocks=demand.memory_model.blocks,
+        precision=precision,
+        parts=parts,
+        fits=fits(demand, parts),
+        reasons=(
+            whole,
+            why,
+            "as set" if precision == first else _why_not(demand, precision),
+            why_swapped if swapped or demand.streaming != "auto" else "not needed",
+        ),
+        swapped=swapped,
+        swappable=demand.memory_model.swappable,
+    )
+
+
+def _why_not(demand: Demand, precision: str) -> str:
+    """Why the wider precision before it was rejected."""
+    precision = demand.precisions[demand.precisions.index(precision) - 1]
+    if demand.checkpointing == "auto":
+        return f"{precision} does not fit even with all blocks checkpointed"
+    count = count_of(demand.checkpointing, demand.memory_model.blocks)
+    return f"{precision} does not fit with {count} blocks checkpointed, as set"
+
+
+def refuse_what_does_not_fit(demand: Demand, fit: MemoryPlan) -> None:
+    """Raise UsageError with both numbers and the settings that would fit."""
+    if not fit.fits:
+        raise UsageError(Problem(shortage(demand, fit), " ".join(what_would_fit(demand))))
+
+
+def shortage(demand: Demand, fit: MemoryPlan) -> str:
+    """A sentence with the peak and the limit."""
+    limit = demand.limit_gib or math.inf
+    return (
+        f"Training needs {fit.parts.peak:.1f} GiB at its peak, with {fit.precision} weights, {fit.checkpointed} of "
+        f"{fit.blocks} blocks checkpointed and {fit.swapped} of {fit.swappable} swapped; {to_use(limit)}."
+    )
+
+
+def to_use(limit_gib: float) -> str:
+    """`a GPU of 8 GiB has 7.2 to use`; with two digits below 1."""
+    share = LARGEST_SHARE * limit_gib
+    return f"a GPU of {limit_gib:g} GiB has {share:.{1 if share >= 1.0 else 2}f} to use"
+
+
+def what_would_fit(demand: Demand) -> list[str]:
+    """Sentences with settings that make the demand fit, mildest first; with the GPU size that would do, where none does."""
+    options = milder(demand)
+    fitting = (assignment for assignment, changed in options if all_fits(changed))
+    found = list(islice(fitting, 1))
+    if found and " " not in found[0]:  # a second one only where both are single settings, with different names
+        name = found[0].partition("=")[0]
+        others = (option for option, changed in options if _is_other(option, name) and all_fits(changed))
+        found += islice(others, 1)
+    relaxed = replace(demand, precisions=tuple(dict.fromkeys((*demand.precisions, *NARROWER))), streaming="auto")
+    smallest = choose_fit(relaxed)
+    needed = max(smallest.parts.peak, *too_large(relaxed, smallest).values(), 0.0)
+    gpu = math.ceil(needed / LARGEST_SHARE)
+    return [f"It would fit with --set {assignment}." for assignment in found] or [f"It would fit a GPU of {gpu} GiB."]
+
+
+def _is_other(assignment: str, name: str) -> bool:
+    """Whether it is a single setting with another name."""
+    return " " not in assignment and assignment.partition("=")[0] != name
+
+
+def milder(demand: Demand) -> Iterator[tuple[str, Demand]]:
+    """Single changes, then some together, as (settings, demand), mildest first."""
+    free = replace(demand, checkpointing="auto")
+    if demand.checkpointing != "auto":
+        yield "memory.gradient_checkpointing=auto", free
+    if demand.recompute != "full":
+        yield "memory.checkpointing_mode=full", replace(demand, recompute="full")
+    small = replace(free, precisions=("fp8",), recompute="full")
+    if not set(demand.precisions) & {"fp8", "int8", "nf4"}:
+        yield "memory.weight_dtype=fp8", replace(demand, precisions=("fp8",))
+        if demand.checkpointing != "auto":
+            yield "memory.weight_dtype=fp8 --set memory.gradient_checkpointing=auto", small
+    if demand.precisions[-1] != "nf4":
+        yield "memory.weight_dtype=nf4", replace(demand, precisions=("nf4",))
+    if demand.streaming != "auto":
+        yield "memory.blocks_to_swap=auto", replace(demand, streaming="auto")
+    if (demand.max_micro or 0) > 1:
+        yield "train.max_micro_batch_size=1", replace(demand, max_micro=1)
+    if not OPTIMIZERS[demand.optimizer].has_8_bit_state:
+        yield "optimizer.name=adamw8bit", replace(demand, optimizer="adamw8bit")
+    for rank in SMALLER_RANKS:
+        if rank < demand.rank:
+            yield f"lora.rank={rank}", replace(demand, rank=rank)
+    for side in range(demand.resolution - STEP_DOWN, demand.pixel_step * 4 - 1, -STEP_DOWN):
+        yield demand.at(side), replace(demand, resolution=side)
+    for side in range(demand.resolution - STEP_DOWN, demand.pixel_step * 4 - 1, -STEP_DOWN):
+        both = replace(small, resolution=side, rank=min(demand.rank, SMALLER_RANKS[-2]))
+        yield f"memory.weight_dtype=fp8 --set lora.rank={both.rank} --set {demand.at(side)}", both

@@ -1,0 +1,147 @@
+"""The memory of a model without a stored ledger: traced when first asked for, and remembered in the cache folder.
+
+Torch is loaded only when something is not known yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from lora_trainer import __version__
+from lora_trainer.core.io import read_json, write_json
+from lora_trainer.memory_plan.profiles import FORM_OF, Footprint, MemoryModel, Sizes
+from lora_trainer.models.family import Architecture, Family
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import CheckpointingMode, Precision
+    from lora_trainer.memory_plan.trace import Subject
+
+STEPS_OF_CHECKPOINTING = 6  # that are tried
+
+
+def traced_memory_model(
+    family: Family,
+    architecture: Architecture,
+    targets: str | tuple[str, ...],
+    folder: Path,
+    rank: int,
+    *,
+    products: bool = False,
+) -> MemoryModel:
+    """A gauge that traces on the meta device and remembers what it found below `folder`; `rank` is asked for first.
+
+    `products`: weights in int8 are multiplied so.
+
+    Raises UsageError for targets that match nothing.
+    """
+    remembered = _memory(folder / "plans" / f"{_key(family, architecture, targets, products=products)}.json")
+
+    subject = cache(partial(_subject, family, architecture, targets, products))
+
+    def shapes(rank: int) -> list[tuple[int, ...]]:
+        found = remembered(f"shapes {rank}", lambda: [list(shape) for shape in subject(rank, "bf16").shapes])
+        return [tuple(shape) for shape in found]
+
+    def freed(precision: str) -> list[int]:
+        found: list[int] = remembered(f"freed {precision}", lambda: subject(rank, precision).freed)
+        return found
+
+    def weights(precision: str) -> int:
+        kept = "bf16" if precision == "fp16" else precision
+        found: int = remembered(f"weights {kept}", lambda: subject(rank, kept).weights)
+        return found
+
+    def footprint(sizes: Sizes, precision: str) -> Footprint:
+        kept = "bf16" if precision == "fp16" else precision
+        resident = replace(sizes, swapped=0)
+        # Narrow weights are widened in the same way whatever their form, but where int8 is multiplied as it is.
+        alike = FORM_OF[kept] == "narrow" and not (products and kept == "int8")
+        form = "fp8" if alike else kept
+
+        def measure() -> dict[str, int]:
+            return asdict(traced_footprint(subject(sizes.rank, form), resident))
+
+        found = Footprint(**remembered(f"{form} {resident}", measure))
+        away = freed(kept)[sizes.swapped] if sizes.swapped else 0
+        return replace(found, weights=weights(kept) - away)
+
+    blocks = remembered("blocks", lambda: subject(rank, "bf16").blocks)
+    stride = max(1, blocks // STEPS_OF_CHECKPOINTING)
+    most = len(freed("bf16")) - 1
+    return MemoryModel("traced on this model", blocks, stride, most, shapes, weights, footprint, traced=True)
+
+
+def _subject(
+    family: Family,
+    architecture: Architecture,
+    targets: str | tuple[str, ...],
+    products: bool,
+    rank: int,
+    precision: str,
+) -> Subject:
+    import torch
+
+    from lora_trainer.memory_plan.trace import make_subject
+
+    return make_subject(
+        family,
+        architecture,
+        rank=rank,
+        targets=targets,
+        dtype=torch.float32 if precision == "fp32" else torch.bfloat16,
+        stored=cast("Precision", precision),
+        products=products and precision == "int8",
+    )
+
+
+def _memory(path: Path) -> Callable[[str, Callable[[], Any]], Any]:
+    """A function that makes each named thing once and keeps it in the file."""
+    known = _read(path)
+
+    def remembered(name: str, make: Callable[[], Any]) -> Any:
+        if name not in known:
+            known[name] = make()
+            with suppress(OSError):  # a plan that cannot be remembered is made again
+                write_json(path, known)
+        return known[name]
+
+    return remembered
+
+
+def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
+    """The peak by one trace; gradients that exist at the peak count as activations."""
+    from lora_trainer.memory_plan.trace import trace
+
+    side = math.isqrt(sizes.area)
+    found = trace(
+        subject,
+        micro=sizes.micro,
+        height=side,
+        width=side,
+        checkpointed=sizes.checkpointed,
+        recompute=cast("CheckpointingMode", sizes.recompute),
+        offloaded=sizes.offloaded,
+    )
+    return Footprint(found.weights, found.copies, 0, found.peak, sum(found.flops))
+
+
+def _key(family: Family, architecture: Architecture, targets: str | tuple[str, ...], *, products: bool) -> str:
+    texts = family.cond_shapes(architecture.denoiser)
+    parts = [__version__, family.name, dict(architecture.denoiser), targets, products, texts]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8")).hexdigest()[:32]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

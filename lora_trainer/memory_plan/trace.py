@@ -1,0 +1,332 @@
+"""What one forward and backward pass holds in memory and computes, traced on tensors without data.
+
+The trainer's own backward pass runs on the meta device. Each tensor's storage is counted from the operator that makes
+it until Python frees it, rounded up to 512 bytes as CUDA's allocator does; attention goes to the flash operator, as on
+a GPU. Nothing is loaded, and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from operator import sub
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.library import Library
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from lora_trainer.adapters.lora import inject_lora, target_modules
+from lora_trainer.adapters.masters import Adapter, make_adapter
+from lora_trainer.config.schema import CheckpointingMode, LossSection, OptimizerSection, Precision
+from lora_trainer.diffusion.loss import make_loss
+from lora_trainer.diffusion.process import Prediction, Process
+from lora_trainer.models.family import Architecture, Family
+from lora_trainer.models.memory.block_swap import freed_by_swapping
+from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
+from lora_trainer.models.memory.offload import AHEAD, Offload
+from lora_trainer.models.quantization.store import make_quantizer, store_layers
+from lora_trainer.optim.clipping import make_clip
+from lora_trainer.optim.state_size import ROUNDING
+from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.step import StepContext, backward
+
+META = torch.device("meta")
+TIMESTEPS = 1000
+Split = Callable[[int], Sequence[tuple[int, float]]]  # a size -> what kinds it consists of, and each one's share
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Bytes and operations of one micro-batch's forward and backward pass.
+
+    `live` is what stands beside weights and copies after each operator. Bytes and operations are kept apart by the
+    kind of their size, as `split` names it.
+    """
+
+    weights: int
+    copies: int
+    live: tuple[tuple[int, ...], ...]
+    flops: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most that stands at once beside weights and copies."""
+        return max(map(sum, self.live))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A denoiser on the meta device with its LoRA, ready to be traced. Shapes are those of the trained tensors.
+
+    `made` remembers what operators gave, for the next trace.
+    """
+
+    denoiser: nn.Module
+    family: Family
+    architecture: Architecture
+    adapter: Adapter
+    dtype: torch.dtype
+    made: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> int:
+        return len(checkpointable_blocks(self.denoiser))
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(copy.shape) for copy in self.adapter.copies.values()]
+
+    @property
+    def freed(self) -> list[int]:
+        """Bytes that are not on the GPU when none, one, two, … blocks visit it."""
+        return freed_by_swapping(self.denoiser)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all that is frozen, as a GPU's allocator holds it."""
+        copies = {id(copy) for copy in self.adapter.copies.values()}
+        every = (*self.denoiser.parameters(), *self.denoiser.buffers())
+        frozen = [tensor.untyped_storage() for tensor in every if id(tensor) not in copies]
+        return sum({storage._cdata: _held(storage.nbytes()) for storage in frozen}.values())
+
+
+def make_subject(
+    family: Family,
+    architecture: Architecture,
+    *,
+    rank: int,
+    targets: str | tuple[str, ...],
+    dtype: torch.dtype,
+    stored: Precision = "bf16",
+    products: bool = False,
+) -> Subject:
+    """Build the denoiser without weights and put the LoRA on it. `products`: weights in int8 are multiplied so.
+
+    Raises UsageError for targets that match nothing.
+    """
+    _route_attention()
+    with META:
+        denoiser = family.make_denoiser(architecture.denoiser).requires_grad_(False)
+        nn.Module.to(denoiser, dtype)  # not diffusers' own, which warns
+        names = target_modules(denoiser, family, targets)
+        parameters = inject_lora(denoiser, names, rank=rank, alpha=float(rank), dropout=0.0, seed=0)
+        if narrow := make_quantizer(stored, products=products):
+            store_layers(denoiser, narrow)
+        adapter = make_adapter(parameters, dtype)
+    return Subject(denoiser.train(), family, architecture, adapter, dtype)
+
+
+def trace(
+    subject: Subject,
+    *,
+    micro: int,
+    height: int,
+    width: int,
+    checkpointed: int,
+    recompute: CheckpointingMode = "full",
+    offloaded: bool = False,
+    split: Split = lambda size: ((0, 1.0),),
+    kinds: int = 1,
+) -> Trace:
+    """Trace one micro-batch of latents [micro, C, height, width] with so many blocks checkpointed.
+
+    `offloaded`: what autograd keeps waits in host memory. `split` says for a number of bytes or operations of which of
+    `kinds` it consists.
+    """
+    checkpoint_blocks(subject.denoiser, checkpointed, recompute)
+    copies = list(subject.adapter.copies.values())
+    account = Account(split, kinds, subject.made)
+    for tensor in (*subject.denoiser.parameters(), *subject.denoiser.buffers(), *copies):
+        account.follow(tensor)
+    resident, weights = list(account.live), subject.weights
+    with META:
+        learner = _learner(subject)
+        if offloaded:
+            learner = replace(learner, predict=Watched(account, subject.denoiser).around(learner.predict))
+        batch = _micro_batch(subject, micro, height, width)
+        with account:
+            backward(learner, batch.to(META, subject.dtype), micro)
+    for copy in copies:
+        copy.grad = None
+    live = tuple(tuple(map(sub, moment, resident)) for moment in account.line)
+    return Trace(weights, sum(resident) - weights, live, tuple(account.flops))
+
+
+class Account(TorchDispatchMode):
+    """Follows every storage that appears while it is entered, and counts operations."""
+
+    def __init__(self, split: Split, kinds: int, made: dict[Any, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.split = split
+        self.live, self.flops = [0] * kinds, [0] * kinds
+        self.line: list[tuple[int, ...]] = []
+        self.followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.made = made
+
+    def follow(self, tensor: Tensor) -> None:
+        """Count the tensor's storage from now until it is freed."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.followed:
+            return
+        size = _held(storage.nbytes())
+        parts = [(kind, round(size * share)) for kind, share in self.split(storage.nbytes())]
+
+        def forget(_: object) -> None:
+            for kind, part in parts:
+                self.live[kind] -= part
+            del self.followed[key]
+
+        self.followed[key] = weakref.ref(storage, forget)
+        for kind, part in parts:
+            self.live[kind] += part
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = self._result(function, arguments, named or {})
+        count = flop_registry.get(function._overloadpacket)
+        if count is not None:
+            operations = count(*arguments, **(named or {}), out_val=result)
+            for kind, share in self.split(operations):
+                self.flops[kind] += round(operations * share)
+        for leaf in _tensors(result):
+            self.follow(leaf)
+        self.line.append(tuple(self.live))
+        return result
+
+    def _result(self, function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """What the operator gives. Blocks repeat, so what is new memory is made again from its shape, which is quicker."""
+        key = (function, _described(arguments), _described(tuple(named.items())))
+        if key in self.made:
+            made = self.made[key]
+            return made.again() if isinstance(made, _Made) else tree_map_only(_Made, _Made.again, made)
+        result = function(*arguments, **named)
+        given = {leaf.untyped_storage()._cdata for leaf in _tensors((arguments, tuple(named.values())))}
+        if all(leaf.is_meta and leaf.untyped_storage()._cdata not in given for leaf in _tensors(result)):
+            self.made[key] = tree_map_only(Tensor, lambda leaf: _Made(leaf.shape, leaf.stride(), leaf.dtype), result)
+        return result
+
+
+class Watched(Offload):
+    """Offloading whose storages are followed when they come back too."""
+
+    def __init__(self, account: Account, denoiser: nn.Module, device: torch.device = META) -> None:
+        super().__init__(device, denoiser)
+        self.account = account
+
+    def around(self, predict: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def with_offload(*given: Any) -> Tensor:
+            with self.keeping():
+                return predict(*given)
+
+        return with_offload
+
+    def unpack(self, kept: Any) -> Tensor:
+        tensor = super().unpack(kept)
+        if not isinstance(kept, Tensor):
+            place = kept[0].place
+            for each in self.order[max(0, place - AHEAD) : place + 1]:
+                if (one := each()) is not None and one.flat is not None:
+                    self.account.follow(one.flat)
+        return tensor
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor of an operator's result, to be made again."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def again(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
+
+
+def _held(size: int) -> int:
+    """What a GPU's allocator holds for so many bytes."""
+    return -(-size // ROUNDING) * ROUNDING
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in an operator's arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _described(value: Any) -> Any:
+    """What a result's shape hangs on, to be compared."""
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return (type(value), value)
+
+
+def _learner(subject: Subject) -> StepContext:
+    """What the backward pass asks of a learner; gradients stay where autograd leaves them."""
+    process = Process(torch.empty(TIMESTEPS), cast("Prediction", subject.architecture.facts.prediction))
+    masters = subject.adapter.masters
+    return StepContext(
+        denoiser=subject.denoiser,
+        predict=subject.family.predict,
+        process=process,
+        loss=make_loss(LossSection(), process),
+        adapter=Adapter({}, masters),
+        average=None,
+        shown=dict,
+        optimizer=torch.optim.SGD(list(masters.values())),
+        scaler=None,
+        reduce=None,
+        device=META,
+        dtype=subject.dtype,
+        clip=make_clip(OptimizerSection()),
+    )
+
+
+def _micro_batch(subject: Subject, micro: int, height: int, width: int) -> MicroBatch:
+    latents = torch.empty(micro, subject.architecture.facts.latent_channels, height, width)
+    noise = torch.empty_like(latents)
+    shapes = subject.family.cond_shapes(subject.architecture.denoiser)
+    return MicroBatch(
+        latents=latents,
+        noise=noise,
+        added=noise,
+        t=torch.empty(micro, dtype=torch.long),
+        cond={name: torch.empty(micro, *rest) for name, rest in shapes.items()},
+        sizes=torch.empty(micro, 6),
+        weights=torch.empty(micro),
+    )
+
+
+@cache
+def _route_attention() -> Library:
+    """On the meta device attention is flash attention; torch's own choice there keeps every score."""
+
+    def flash(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        return cast("Tensor", ATTENTION(query, key, value, dropout_p, is_causal, scale=scale)[0])
+
+    library = Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", flash, "AutogradMeta")
+    return library

@@ -1,0 +1,184 @@
+"""The numbers and curves that the page shows of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from lora_trainer.monitor.progress import duration
+from lora_trainer.report.chart import Chart, Line, Mark, Point, make_chart, short, smoothed
+from lora_trainer.report.read import RunReport, mapping, number
+from lora_trainer.report.verdict import released_step
+
+STYLES = "abcdef"  # line styles of a comparison: color and dashes
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number with what it is and a word beside it."""
+
+    name: str
+    value: str
+    beside: str = ""
+
+
+@dataclass(frozen=True)
+class Charts:
+    """All plots of a run; None where nothing was measured."""
+
+    loss: Chart | None
+    loss_log: Chart | None
+    validation: Chart | None
+    lr: Chart | None
+    norm: Chart | None
+    speed: Chart | None
+    memory: Chart | None
+
+
+def figures_of(run: RunReport) -> list[Figure]:
+    """The key figures, those that are known."""
+    steps = Figure("steps", f"{run.seen_steps:,}", f"of {run.planned:,}" if run.planned else "")
+    figures = [steps]
+    if total := number(run.part("seconds").get("total")):
+        trained = number(run.part("seconds").get("train"))
+        figures.append(Figure("time", duration(total), f"{duration(trained)} training" if trained else ""))
+    if loss := finite(smoothed(run.series["loss"])):
+        figures.append(Figure("training loss", short(loss[-1][1]), "smoothed, at the end"))
+    if best := run.best_val_loss:
+        figures.append(Figure("best validation loss", short(best[1]), fallen(run.validation, best)))
+    if speed := finite(run.series["samples_per_second"]):
+        figures.append(Figure("speed", short(median(value for _, value in speed)), "samples a second, median"))
+    if (share := waiting_share(run)) is not None:
+        figures.append(Figure("waiting for data", f"{short(100 * share)} %", "of the time in steps"))
+    if (stall := number(mapping(run.part("checkpoints").get("stall_seconds")).get("median"))) is not None:
+        figures.append(Figure("waiting for checkpoints", f"{short(1000 * stall)} ms", "each, median"))
+    if peak := peak_memory(run):
+        figures.append(Figure("peak memory", f"{short(peak)} GiB", memory_kind(run)))
+    return figures
+
+
+def fallen(validation: Sequence[Point], best: Point) -> str:
+    """`−77 % since step 0, at step 120`."""
+    first = finite(validation)[0]
+    if best[0] == 0 and len(validation) > 1:
+        return "before training: it never got lower"
+    if first[0] == best[0] or first[1] <= 0:
+        return f"at step {best[0]:,.0f}"
+    return f"{100 * (best[1] / first[1] - 1):+.0f} % since step {first[0]:,.0f}, at step {best[0]:,.0f}".replace(
+        "-", "−"
+    )
+
+
+def waiting_share(run: RunReport) -> float | None:
+    """Of the steps' time, how much they waited for their data."""
+    waited = dict(finite(run.series["data_seconds"]))
+    seconds = [(waited[step], taken) for step, taken in finite(run.series["seconds"]) if step in waited]
+    total = sum(taken for _, taken in seconds)
+    return sum(wait for wait, _ in seconds) / total if total > 0 else None
+
+
+def peak_memory(run: RunReport) -> float | None:
+    """In GiB: as recorded, else the highest of the steps."""
+    recorded = number(run.part("memory").get("peak_gib"))
+    return recorded or max((value for _, value in finite(run.series["memory_gib"])), default=None)
+
+
+def memory_kind(run: RunReport) -> str:
+    return "on the GPU" if str(run.part("hardware").get("device", "")).startswith("cuda") else "of the process"
+
+
+def finite(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if math.isfinite(point[1])]
+
+
+def charts_of(run: RunReport) -> Charts:
+    """Lay out every plot of a run."""
+    loss = [Line("each step", run.series["loss"], "raw"), Line("smoothed", smoothed(run.series["loss"]), "main")]
+    norm = [
+        Line("each step", run.series["grad_norm"], "raw"),
+        Line("smoothed", smoothed(run.series["grad_norm"]), "main"),
+    ]
+    speed = run.series["samples_per_second"]
+    return Charts(
+        loss=make_chart("loss", "Training loss", loss, from_zero=True),
+        loss_log=make_chart("loss-log", "Training loss, logarithmic", loss, log=True),
+        validation=make_chart(
+            "val-loss",
+            "Validation loss",
+            [Line("validation loss", run.validation, "other")],
+            marks=validation_marks(run),
+        ),
+        lr=make_chart("lr", "Learning rate", [Line("learning rate", run.series["lr"])], from_zero=True),
+        norm=make_chart("norm", "Gradient norm", norm, from_zero=True),
+        speed=make_chart(
+            "speed",
+            "Speed",
+            [Line("each step", speed, "raw"), Line("smoothed", smoothed(speed), "main")],
+            unit="samples a second",
+            from_zero=True,
+        ),
+        memory=make_chart("memory", "Memory", [Line("memory", run.series["memory_gib"])], unit="GiB", from_zero=True),
+    )
+
+
+def validation_marks(run: RunReport) -> list[Mark]:
+    """The best validation loss, and the step whose weights became the LoRA."""
+    best, released = run.best_val_loss, released_step(run)
+    if best is None:
+        return []
+    at_release = [point for point in finite(run.validation) if point[0] == released]
+    if at_release and at_release[0][0] == best[0]:
+        return [Mark(f"best, and the LoRA: step {best[0]:,.0f}", best)]
+    marks = [Mark(f"best: step {best[0]:,.0f}", best)]
+    return [*marks, *(Mark(f"the LoRA: step {point[0]:,.0f}", point) for point in at_release)]
+
+
+def lora_numbers(run: RunReport) -> list[str]:
+    """Sentences on the measurements behind the parts of the LoRA's score."""
+    numbers = mapping(run.part("lora").get("numbers"))
+    learning, health = mapping(numbers.get("learning")), mapping(numbers.get("health"))
+    sentences = []
+    base, lora, low, high = (number(learning.get(name)) for name in ("base", "lora", "low", "high"))
+    if base is not None and lora is not None:
+        images = "validation images" if numbers.get("unseen") else "images"
+        interval = (
+            f" (change {percent(-high)} to {percent(-low)}, 95 % interval)"
+            if low is not None and high is not None
+            else ""
+        )
+        sentences.append(f"Loss on {images}: {short(base)} without, {short(lora)} with the LoRA{interval}.")
+    if (drift := number(numbers.get("drift"))) is not None:
+        sentences.append(f"Predictions for unrelated prompts change by {percent(drift)}.")
+    if (largest := number(health.get("largest"))) is not None:
+        sentences.append(f"The most that a module's weights change is {percent(largest)}.")
+    return sentences
+
+
+def percent(share: float) -> str:
+    """With a sign where it falls: `−77.1 %`."""
+    return f"{short(100 * share)} %".replace("-", "−")
+
+
+def names_of(runs: Sequence[RunReport]) -> list[str]:
+    """A unique name for each run: its own, else with its parent folder."""
+    names = [run.name for run in runs]
+    places = [run.folder.resolve() for run in runs]
+    unique = len(set(names)) == len(names)
+    return names if unique else [f"{place.parent.name}/{place.name}" for place in places]
+
+
+def comparison_charts(runs: Sequence[RunReport]) -> list[Chart]:
+    """Validation loss and smoothed training loss of several runs over each other."""
+    named = [
+        (name, run, STYLES[index % len(STYLES)])
+        for index, (name, run) in enumerate(zip(names_of(runs), runs, strict=True))
+    ]
+    validation = [Line(name, run.validation, style) for name, run, style in named]
+    loss = [Line(name, smoothed(run.series["loss"]), style) for name, run, style in named]
+    charts = (
+        make_chart("val-loss", "Validation loss", validation),
+        make_chart("loss", "Training loss, smoothed", loss),
+    )
+    return [chart for chart in charts if chart is not None]

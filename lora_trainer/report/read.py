@@ -1,0 +1,261 @@
+"""A run's folder as one value. Whatever is missing or damaged is left out; nothing here fails on a run."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.config.toml import section_types
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.grid import image_name
+from lora_trainer.core.io import read_json
+from lora_trainer.monitor.trackers import read_lines
+from lora_trainer.report.chart import Point
+from lora_trainer.report.record import BEFORE_AFTER, read_record
+
+STEP_RECIPE = re.compile(r"step-(\d+)\.json")
+SERIES = ("loss", "lr", "grad_norm", "seconds", "data_seconds", "samples_per_second", "memory_gib")
+RANKS = {"error": 0, "warning": 1, "note": 2}
+
+
+@dataclass(frozen=True)
+class Score:
+    """A gate's score in [0, 1] with its parts; None where it was not measured. `refused`: for more than the score."""
+
+    value: float | None
+    gate: float | None
+    parts: tuple[tuple[str, float], ...]
+    refused: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return self.value is not None and (self.gate is None or self.value >= self.gate) and not self.refused
+
+
+@dataclass(frozen=True)
+class Group:
+    """Findings of one kind: what to do, and each file with what is wrong with it."""
+
+    code: str
+    severity: str
+    fix: str
+    about: tuple[tuple[str, str], ...]  # file name ("" for the whole), message
+
+
+@dataclass(frozen=True)
+class Image:
+    """A file of a recipe: what was asked for, and the strength of the LoRA that drew it."""
+
+    prompt: str
+    seed: int
+    step: int | None  # None: at the end
+    strength: float | None  # None: the untouched base
+    path: Path
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One `section.key`: its value as text, the layer that set it, and what it is."""
+
+    name: str
+    value: str
+    origin: str
+    about: str
+
+    @property
+    def chosen(self) -> bool:
+        return self.origin != "default"
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What the page is made of. `series` holds columns of metrics.jsonl over steps, NaN where a number is missing."""
+
+    folder: Path
+    record: Mapping[str, Any]
+    dataset: Score
+    lora: Score
+    data_findings: tuple[Group, ...]
+    lora_findings: tuple[Group, ...]
+    series: Mapping[str, tuple[Point, ...]]
+    validation: tuple[Point, ...]
+    images: tuple[Image, ...]
+    settings: tuple[Setting, ...]
+    checkpoints: tuple[str, ...]  # names, newest first
+
+    @property
+    def name(self) -> str:
+        return text(self.record.get("name")) or self.folder.resolve().name
+
+    @property
+    def status(self) -> str:
+        return text(self.record.get("status")) or "unknown"
+
+    @property
+    def steps(self) -> int:
+        """Steps whose weights are kept, as the record has it."""
+        return whole(self.record.get("steps")) or 0
+
+    @property
+    def seen_steps(self) -> int:
+        """The last step that was written down; more than `steps` where a run failed after its last checkpoint."""
+        last = max((int(step) for points in self.series.values() for step, _ in points), default=0)
+        return max(last, self.steps)
+
+    @property
+    def planned(self) -> int | None:
+        return whole(self.part("arithmetic").get("total"))
+
+    @property
+    def best_val_loss(self) -> Point | None:
+        measured = [point for point in self.validation if math.isfinite(point[1])]
+        return min(measured, key=lambda point: point[1]) if measured else None
+
+    def part(self, name: str) -> Mapping[str, Any]:
+        return mapping(self.record.get(name))
+
+
+def read_run(folder: Path) -> RunReport:
+    """Read a run's folder, wherever it lies. Raises UsageError when it holds no run."""
+    record = read_record(folder)
+    if not isinstance(record, dict):
+        raise UsageError(
+            Problem(f"{folder} holds no run: there is no run.json.", "Give the folder OUTPUT/NAME of a run.")
+        )
+    rows = [row for row in read_lines(folder / "metrics.jsonl") if isinstance(row, dict)]
+    validation = [row for row in read_lines(folder / "validation.jsonl") if isinstance(row, dict)]
+    data, lora = mapping(record.get("dataset")), mapping(record.get("lora"))
+    scores, gates = mapping(record.get("scores")), mapping(mapping(record.get("config")).get("gates"))
+    return RunReport(
+        folder=folder,
+        record=record,
+        dataset=Score(number(scores.get("dataset")), number(gates.get("dataset")), parts_of(data)),
+        lora=Score(
+            number(scores.get("lora")),
+            number(lora.get("gate", gates.get("lora"))),
+            parts_of(lora),
+            refused=lora.get("passed") is False,
+        ),
+        data_findings=grouped(data.get("findings")),
+        lora_findings=grouped(lora.get("findings")),
+        series={name: column(rows, name) for name in SERIES},
+        validation=column(validation, "loss"),
+        images=tuple(images_in(folder / "samples", ended=bool(mapping(record.get("files")).get(BEFORE_AFTER)))),
+        settings=settings_of(record),
+        checkpoints=checkpoints_in(folder / "checkpoints"),
+    )
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def sequence(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
+
+
+def text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def number(value: Any) -> float | None:
+    """The value as a finite number, None for everything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    # A whole number of JSON may be larger than any float.
+    return float(value) if abs(value) <= sys.float_info.max and math.isfinite(value) else None
+
+
+def whole(value: Any) -> int | None:
+    found = number(value)
+    return None if found is None else int(found)
+
+
+def column(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[Point, ...]:
+    """(step, value) of the rows that have the column, in the order of steps."""
+    found: dict[float, float] = {}
+    for row in rows:
+        step = number(row.get("step"))
+        if step is not None and name in row:
+            value = number(row[name])
+            found[step] = math.nan if value is None else value
+    return tuple(sorted(found.items()))
+
+
+def parts_of(gate: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    parts = mapping(gate.get("parts"))
+    return tuple((name, value) for name, each in parts.items() if (value := number(each)) is not None)
+
+
+def grouped(findings: Any) -> tuple[Group, ...]:
+    """Findings of one kind together, worst first; files are named without their folders."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for finding in map(mapping, sequence(findings)):
+        if finding:
+            groups.setdefault((text(finding.get("severity")), text(finding.get("code"))), []).append(finding)
+    ordered = sorted(groups.items(), key=lambda entry: RANKS.get(entry[0][0], 3))
+    return tuple(
+        Group(
+            code,
+            severity,
+            text(found[0].get("fix")),
+            tuple((re.split(r"[/\\]", text(each.get("path")))[-1], text(each.get("message"))) for each in found),
+        )
+        for (severity, code), found in ordered
+    )
+
+
+def images_in(folder: Path, *, ended: bool) -> Iterable[Image]:
+    """All images of the run's own recipes: those drawn while training by step, then those of the end.
+
+    Without `ended` the latter are skipped: they are of an earlier end, before the run was resumed.
+    """
+    by_step = [
+        (int(match[1]), path) for path in folder.glob("step-*.json") if (match := STEP_RECIPE.fullmatch(path.name))
+    ]
+    last = folder / f"{BEFORE_AFTER}.json"
+    for step, path in [*sorted(by_step), *([(None, last)] if ended and last.is_file() else [])]:
+        try:
+            recipe = mapping(read_json(path))
+        except (OSError, ValueError):
+            continue
+        strengths = [each for value in sequence(recipe.get("strengths", [1.0])) if (each := number(value)) is not None]
+        for index, asked in enumerate(map(mapping, sequence(recipe.get("images")))):
+            for strength in (None, *strengths):
+                drawn = folder / image_name(path.stem, index, strength)
+                if drawn.is_file():
+                    yield Image(text(asked.get("prompt")), whole(asked.get("seed")) or 0, step, strength, drawn)
+
+
+def settings_of(record: Mapping[str, Any]) -> tuple[Setting, ...]:
+    """Every setting of the record, with what the schema says of those that it still knows."""
+    origins, kinds = mapping(record.get("origins")), section_types()
+    found = []
+    for section, values in mapping(record.get("config")).items():
+        for key, value in mapping(values).items():
+            name, fields = f"{section}.{key}", kinds[section].model_fields if section in kinds else {}
+            about = (fields[key].description or "") if key in fields else ""
+            found.append(Setting(name, written(value), text(origins.get(name)) or "unknown", about))
+    return tuple(found)
+
+
+def written(value: Any) -> str:
+    """A setting's value as people write it."""
+    if value is None or value == []:
+        return "not set"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return ", ".join(written(each) for each in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def checkpoints_in(folder: Path) -> tuple[str, ...]:
+    """Names of the checkpoints, newest first. A folder with such a name is complete."""
+    names = [path.name for path in folder.glob("step-*") if path.is_dir()]
+    return tuple(sorted(names, reverse=True))

@@ -1,0 +1,206 @@
+"""From a run's folder to its page: values laid out for the template, one file written atomically."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from lora_trainer import __version__
+from lora_trainer.core.io import write_text
+from lora_trainer.monitor.progress import duration
+from lora_trainer.monitor.trackers import EVENTS, read_lines
+from lora_trainer.report.chart import short
+from lora_trainer.report.figures import charts_of, comparison_charts, figures_of, lora_numbers, names_of
+from lora_trainer.report.gallery import gallery_of
+from lora_trainer.report.images import embedded
+from lora_trainer.report.read import RunReport, mapping, number, read_run, sequence, text, whole
+from lora_trainer.report.targets import targets_of
+from lora_trainer.report.verdict import verdict_of
+
+FILE = "report.html"
+TEMPLATES = Path(__file__).parent / "page"
+# Of a terminal, and those that turn the direction of a line: names and captions may hold them.
+COMMANDING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
+SETTLED = ("config.toml", "run.json", "metrics.jsonl", "validation.jsonl")
+
+
+def write_report(folder: Path, page: Path | None = None) -> Path:
+    """Write a run's page, by default `report.html` in its folder, and return its path.
+
+    Raises UsageError when the folder holds no run, OSError when the page cannot be written.
+    """
+    page = page or folder / FILE
+    write_text(page, render_run(read_run(folder)))
+    return page
+
+
+def write_comparison(folders: Sequence[Path], page: Path) -> Path:
+    """Write a page that lays several runs side by side. Raises as `write_report` does."""
+    write_text(page, render_comparison([read_run(folder) for folder in folders]))
+    return page
+
+
+def render_run(run: RunReport) -> str:
+    """The whole page of one run."""
+    gallery = gallery_of(run)
+    buckets = buckets_of(run)
+    return render(
+        "report.html",
+        title=f"{run.name}: training report",
+        run=run,
+        verdict=verdict_of(run),
+        meta=meta_of(run),
+        numbers=lora_numbers(run),
+        figures=figures_of(run),
+        targets=targets_of(run),
+        charts=charts_of(run),
+        gallery=gallery,
+        images=embedded(gallery.paths),
+        dataset=dataset_line(run),
+        trained=text(run.part("sample_counts").get("line")),
+        validation=whole(run.part("dataset").get("validation")),
+        happened=happened_in(run),
+        buckets=buckets,
+        most=max((count for _, count in buckets), default=1),
+        findings_known="findings" in run.part("dataset"),
+        choices=[text(choice) for choice in sequence(run.record.get("choices"))],
+        environment=environment_of(run),
+    )
+
+
+def render_comparison(runs: Sequence[RunReport]) -> str:
+    """Several runs on one page: scores, settings that differ, curves over each other."""
+    values = [{setting.name: setting.value for setting in run.settings} for run in runs]
+    names = dict.fromkeys(name for each in values for name in each if name not in ("run.name", "run.output"))
+    figures = [
+        {
+            figure.name: f"{figure.value} ({figure.beside})" if figure.beside else figure.value
+            for figure in figures_of(run)
+        }
+        for run in runs
+    ]
+    known = dict.fromkeys(name for each in figures for name in each)
+    return render(
+        "comparison.html",
+        title="Runs compared: " + ", ".join(names_of(runs)),
+        runs=list(zip(names_of(runs), runs, map(verdict_of, runs), strict=True)),
+        figure_rows=[(name, [each.get(name, "–") for each in figures]) for name in known],
+        differing=[
+            (name, [each.get(name, "–") for each in values])
+            for name in names
+            if len({each.get(name) for each in values}) > 1
+        ],
+        charts=comparison_charts(runs),
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template: everything escaped, and only the page's own script may run."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["short"] = short
+    script = (TEMPLATES / "hover.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
+    page = environment.get_template(template).render(
+        **values, style=style, script=script, digest=digest, version=__version__
+    )
+    return COMMANDING.sub("\N{REPLACEMENT CHARACTER}", page)
+
+
+def meta_of(run: RunReport) -> list[str]:
+    """The line under the title: when, on what, how often."""
+    model, sessions = run.part("model"), whole(run.record.get("sessions")) or 1
+    built_in = not mapping(mapping(run.record.get("config")).get("model")).get("path")
+    base = "the built-in model" if built_in else re.split(r"[/\\\\]", text(model.get("path")))[-1]
+    facts = [moment(run.record.get("started")), f"{text(model.get('family'))} on {base}" if model else None]
+    return [*(each for each in facts if each), *([f"{sessions} sessions"] if sessions > 1 else [])]
+
+
+def dataset_line(run: RunReport) -> str:
+    """The numbers of images."""
+    data = run.part("dataset")
+    samples, validation = whole(data.get("samples")), whole(data.get("validation"))
+    if samples is None:
+        return "run.json has no entry for the dataset."
+    line = f"{samples} usable images"
+    return f"{line}, {validation} of them for validation." if validation is not None else f"{line}."
+
+
+def happened_in(run: RunReport) -> list[tuple[str, str]]:
+    """Step and message of every event of the run, in order.
+
+    Events that a repeated step repeats are listed once. Read from events.jsonl, which an unfinished run has too.
+    """
+    rows = read_lines(run.folder / EVENTS) or sequence(run.record.get("events"))
+    found = [(whole(mapping(row).get("step")), text(mapping(row).get("message"))) for row in rows]
+    return [(f"{step:,}", message) for step, message in dict.fromkeys(found) if step is not None and message]
+
+
+def buckets_of(run: RunReport) -> list[tuple[str, int]]:
+    """Size and number of images, most first."""
+    found = [
+        (size, count) for size, each in mapping(run.part("dataset").get("buckets")).items() if (count := whole(each))
+    ]
+    return sorted(found, key=lambda entry: -entry[1])
+
+
+def moment(value: Any) -> str | None:
+    """A time in UTC, so that the page is the same wherever it is written."""
+    seconds = number(value)
+    if not seconds:
+        return None
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (OverflowError, OSError, ValueError):
+        return None
+
+
+def files_of(run: RunReport) -> list[tuple[str, str]]:
+    """The run's files that are there, with their sizes."""
+    named = [text(name) for name in mapping(run.record.get("files")).values()]
+    names = dict.fromkeys(name for name in (*named, *SETTLED) if name and name != FILE)
+    return [(name, size_of(path)) for name in names if (path := run.folder / name).is_file()]
+
+
+def size_of(path: Path) -> str:
+    size = float(path.stat().st_size)
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
+
+
+def environment_of(run: RunReport) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Tables of what the result depends on, and of the folder's files."""
+    hardware = [
+        (name.replace("_", " "), short(value) if isinstance(value, float) else str(value))
+        for name, value in run.part("hardware").items()
+        if value is not None
+    ]
+    model = [(name, text(value)) for name, value in run.part("model").items()]
+    data = [("data hash", text(run.record.get("data_hash")))] if run.record.get("data_hash") else []
+    seconds = [
+        (name, duration(each)) for name, value in run.part("seconds").items() if (each := number(value)) is not None
+    ]
+    return [
+        ("Machine", hardware),
+        ("Versions", [(name, str(value)) for name, value in run.part("versions").items()]),
+        ("Time", seconds),
+        ("Files", files_of(run)),
+        ("Inputs", [*model, *data]),
+    ]

@@ -1,0 +1,182 @@
+"""Turns the model that a user names into a folder in diffusers' layout. No torch.
+
+A folder is used as it is. A model of a hub is found in the user's Hugging Face cache, else downloaded into it. A single
+checkpoint, or a base model with another VAE or text encoders, is laid out in the user's cache. All other code reads
+folders only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lora_trainer.builtin import BASE_FOLDER
+from lora_trainer.config.schema.inputs import ModelSection
+from lora_trainer.core.errors import Problem, UsageError, known_as
+from lora_trainer.core.findings import printable_lines
+from lora_trainer.core.launch import is_main_process
+from lora_trainer.models.folder import EXPECTED, without_weights
+from lora_trainer.run.bases.hub_files import INDEX
+from lora_trainer.run.bases.names import absolute, as_hub_model, as_hub_part, local_path, page_of_the_web
+from lora_trainer.run.bases.parts import find_parts, refuse_missing
+
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+
+
+@dataclass(frozen=True)
+class Base:
+    """`folder` is in diffusers' layout; `named` is its name for people: an id of a hub, or the last part of a path.
+
+    `commit` is that of a model of a hub; `pinned` has other settings that name a hub's models, with their commits.
+    One that is not `whole` has only its configs here, a checkpoint only its header.
+    `note` is what was assumed of a checkpoint. `places` maps paths to names for people.
+    """
+
+    folder: Path
+    named: str
+    commit: str | None = None
+    whole: bool = True
+    note: str = ""
+    pinned: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
+
+
+def on_stderr(line: str) -> None:
+    """Print a line, from the main process only."""
+    if is_main_process():
+        sys.stderr.write(printable_lines(line) + "\n")
+
+
+def go_offline() -> None:
+    """From here on no library uses the network, including those that are already imported."""
+    for name in OFFLINE_VARIABLES:
+        os.environ[name] = "1"
+    if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
+        vars(constants)["HF_HUB_OFFLINE"] = True
+
+
+def silent(line: str) -> None:
+    """Print nothing."""
+
+
+def find_base(
+    model: ModelSection,
+    *,
+    offline: bool = False,
+    weights: bool = True,
+    origin: str = "--model",
+    say: Callable[[str], None] = on_stderr,
+) -> Base:
+    """The base model that is named; the built-in one where none is. Without `weights` only configs are downloaded.
+
+    Raises UsageError for what is no model here or on the hub; `origin` is the flag or setting that names it.
+    """
+    base = _named(model, offline=offline, weights=weights, origin=origin, say=say)
+    if model.flavor is not None and not base.folder.is_file():
+        message = f"model.flavor is {model.flavor}, but {base.named} is a folder with a scheduler of its own."
+        raise UsageError(Problem(message, "Remove model.flavor."))
+    places = dict(base.places)
+    checkpoint = None
+    with known_as(places):
+        if base.folder.is_file():
+            from lora_trainer.models.single.recognize import recognize
+
+            checkpoint = recognize(base.folder, model.flavor)
+        replaced = find_parts(model, checkpoint or base.folder, places, offline=offline, weights=weights, say=say)
+        if base.commit is None and checkpoint is None:  # a hub's model is already checked
+            refuse_missing(base.folder, replaced.parts)
+    whole = base.whole and replaced.whole
+    base = replace(base, whole=whole, pinned=replaced.pinned, places=places, note=checkpoint.note if checkpoint else "")
+    if not replaced.parts and checkpoint is None:
+        return base
+    from lora_trainer.models.single.lay_out import lay_out
+
+    with known_as(places), contextlib.nullcontext() if whole else without_weights():
+        folder = lay_out(checkpoint or base.folder, replaced.parts, kept=whole)
+    if not whole:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return replace(base, folder=folder, places={**places, str(folder): model.path or base.named})
+
+
+def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, say: Callable[[str], None]) -> Base:
+    """The base model as it is on the disk, a folder or a file."""
+    if model.path is None:
+        return Base(BASE_FOLDER, BASE_FOLDER.name)
+    if (hub := as_hub_model(model.path, model.revision)) is not None:
+        from lora_trainer.run.bases.hub import find_snapshot
+
+        found = find_snapshot(hub, weights=weights, without_t5=model.without_t5, offline=offline, say=say)
+        folder = found.folder / hub.file if hub.file is not None else found.folder
+        places = {str(found.folder): hub.name} | ({str(folder): str(hub)} if hub.file else {})
+        return Base(folder, str(hub), found.commit, found.whole, places=places)
+    if not model.path.strip():
+        raise UsageError(Problem(f"{origin} is empty.", "Set a model, or remove it to use the built-in one."))
+    path = local_path(model.path)
+    if path.name == INDEX and path.is_file():
+        raise UsageError(Problem(f"{path} is the index of a model.", f"Use its folder: {path.parent}."))
+    if not path.exists():
+        raise UsageError(_no_model(model.path, origin))
+    if model.revision is not None:
+        message = f"model.revision is {model.revision!r}, but {model.path} is on this disk, not on a hub."
+        raise UsageError(Problem(message, "Remove model.revision, or set the model as owner/name."))
+    if path.is_dir() and not (path / "model_index.json").exists():
+        raise UsageError(_no_base(path, origin))
+    return Base(path, path.name)
+
+
+def describe_model(model: ModelSection) -> str:
+    """The base model as the user named it, for messages."""
+    if model.path is None:
+        return str(BASE_FOLDER)
+    return f"{model.path} at {model.revision[:12]}" if model.revision else model.path
+
+
+def named_absolutely(model: ModelSection) -> dict[str, str]:
+    """For the record: `path` as the user named it, good from any folder, and the `commit` of a hub's model."""
+    path = {"path": str(BASE_FOLDER.resolve()) if model.path is None else absolute(model.path)}
+    return path | ({"commit": model.revision} if model.revision else {})
+
+
+def is_builtin(model: ModelSection) -> bool:
+    return model.path is None or local_path(model.path).resolve() == BASE_FOLDER
+
+
+def _no_base(folder: Path, origin: str) -> Problem:
+    """Why a folder is not a base model."""
+    files = sorted(path.name for path in folder.iterdir())
+    checkpoints = [name for name in files if name.endswith(".safetensors")]
+    if "adapter_config.json" in files or "pytorch_lora_weights.safetensors" in files:
+        return Problem(f"{folder} holds a LoRA, not a model to train on.", f"Set {origin} to the LoRA's base model.")
+    if "config.json" in files:
+        message = f"{folder} is one part of a model: it has config.json and no model_index.json."
+        whole = folder.absolute().parent
+        return Problem(message, f"Use the whole model: {whole}." if (whole / INDEX).is_file() else EXPECTED)
+    if checkpoints:
+        named = ", ".join(str(folder / name) for name in checkpoints[:5])
+        return Problem(f"{folder} holds single checkpoints and no model_index.json.", f"Use one of its files: {named}.")
+    what = "is empty" if not files else "holds no model_index.json"
+    inside = [path.parent for path in folder.glob("*/model_index.json")]
+    return Problem(f"{folder} {what}.", f"Did you mean {inside[0]}?" if len(inside) == 1 else EXPECTED)
+
+
+def _no_model(text: str, origin: str) -> Problem:
+    """Why there is no model at `text`, and how models are named."""
+    if page := page_of_the_web(text, origin):
+        return page
+    path, parts = local_path(text), text.split("/")
+    if path.is_symlink():
+        return Problem(f"{text} is a link to {path.readlink()}, which does not exist.", f"Check {origin}.")
+    if (hub := as_hub_part(text)) is not None and hub.revision:
+        return Problem(f"There is no model at {text}.", f"Write it as {hub}, with model.revision={hub.revision}.")
+    if len(parts) == 2 and Path(parts[0]).is_dir():
+        message = f"There is no model at {text}; the folder {parts[0]} exists, so this is not an id of a hub."
+        return Problem(message, f"Check {origin}.")
+    where = "" if path.is_absolute() else f" (looked for in {Path.cwd()})"
+    fix = f"Check {origin}. A base model is a folder, a .safetensors file, or owner/name of a hub."
+    return Problem(f"There is no model at {text}{where}.", fix)

@@ -1,0 +1,310 @@
+"""Models of a hub: found in the user's Hugging Face cache, else downloaded into it. No torch.
+
+A model that is complete in the cache is used without a request. All requests are in `_listing` (a repository's files at
+a commit), `_fetch` (one file) and `_header_alone` (a checkpoint's header). An interrupted download is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from lora_trainer.core.bounded import TextError, read_json_object
+from lora_trainer.core.digests import remembered_sha256
+from lora_trainer.core.disk import free_bytes, size_words
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
+from lora_trainer.run.bases.hub_files import (
+    INDEX,
+    MOST_SMALL_BYTES,
+    choose_files,
+    choose_parts,
+    files_in,
+    is_plain,
+    parts_in,
+)
+from lora_trainer.run.bases.hub_refusals import (
+    explaining_refusals,
+    incomplete,
+    no_parts,
+    no_pipeline,
+    no_such_file,
+    not_here,
+)
+from lora_trainer.run.bases.names import HubModel
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+REVISION = re.compile(r"\w[\w./-]{0,200}", re.ASCII)
+ETAG = re.compile(r"[\w-]{1,128}", re.ASCII)
+SHA256 = re.compile(r"[0-9a-f]{64}")
+MOST_INDEX_BYTES = 1 << 20
+SAID_EVERY = 0.1  # of a file's bytes
+WAIT = 20.0  # seconds for an answer
+ROOM = 1.01  # of what is fetched: file systems need some for themselves
+
+Say = Callable[[str], None]
+_HEADERS: dict[tuple[Path, HubModel], Snapshot] = {}  # header-only files of checkpoints, until this process ends
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A repository's files at a commit; of one that is not `whole` the configs alone are here."""
+
+    folder: Path
+    commit: str
+    whole: bool = False
+
+
+def find_snapshot(model: HubModel, *, weights: bool, without_t5: bool, offline: bool, say: Say) -> Snapshot:
+    """The model's files, from the cache where they are whole there, else from the hub; without `weights` configs alone,
+    and of a single checkpoint its header.
+
+    Raises UsageError for a model that the hub has not, holds back, or holds as pickles only, for a disk too full, and
+    with `offline` for one that is not here.
+    """
+    _check(model)
+    found = cached(model)
+    if found is not None:
+        for whole in (True, False)[: 1 if weights else 2]:
+            if not _lacking(found, model, weights=whole, without_t5=without_t5):
+                return replace(found, whole=whole)
+    if offline or _is_offline():
+        if found is not None and _parts_here(found, model, weights=weights):
+            return replace(found, whole=weights)
+        lacks = () if found is None else _lacking(found, model, weights=weights, without_t5=without_t5)
+        raise UsageError(not_here(model, _storage(model).parent, lacks))
+    if not weights and (known := _HEADERS.get((_storage(model), model))) is not None:
+        return known
+    with explaining_refusals(model):
+        return _fetched(model, weights=weights, without_t5=without_t5, say=say)
+
+
+def cached(model: HubModel) -> Snapshot | None:
+    """What the cache has of the model, whole or not."""
+    storage = _storage(model)
+    commit = model.asked
+    if not COMMIT.fullmatch(commit):
+        try:
+            commit = (storage / "refs" / commit).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            return None
+    folder = storage / "snapshots" / commit
+    return Snapshot(folder, commit) if COMMIT.fullmatch(commit) and folder.is_dir() else None
+
+
+def _storage(model: HubModel) -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser() / f"models--{model.name.replace('/', '--')}"
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _check(model: HubModel) -> None:
+    """Raise UsageError for a revision or a file that could lead elsewhere."""
+    if model.revision is not None and (not REVISION.fullmatch(model.revision) or ".." in model.revision):
+        message = f"model.revision = {model.revision!r} is no branch, tag or commit."
+        raise UsageError(Problem(message, "Leave it empty for the newest, or name a commit of 40 hexadecimal digits."))
+    if model.file is not None and not is_plain(model.file):
+        raise UsageError(Problem(f"{model} names no file of a repository.", "Name it as owner/name/file.safetensors."))
+
+
+def _lacking(found: Snapshot, model: HubModel, *, weights: bool, without_t5: bool) -> tuple[str, ...]:
+    """What the cache lacks of the model, in words."""
+    if model.file is not None:
+        return () if (found.folder / model.file).is_file() else (f"{model.file} is missing",)
+    if model.parts:
+        return choose_parts(files_in(found.folder), model.parts, weights=weights).lacking
+    if not (found.folder / INDEX).is_file():
+        return (f"{INDEX} is missing",)
+    return choose_files(files_in(found.folder), _index(found.folder), weights=weights, without_t5=without_t5).lacking
+
+
+def _parts_here(found: Snapshot, model: HubModel, *, weights: bool) -> bool:
+    """Whether some of the wanted parts are complete here and the others are absent: these are reported later."""
+    names = files_in(found.folder)
+    here = parts_in(names, model.parts)
+    return bool(here) and not choose_parts(names, here, weights=weights).lacking
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(folder / INDEX, MOST_INDEX_BYTES)
+    except TextError as error:
+        raise UsageError(Problem(f"{folder / INDEX} {error}.", "Delete that file; it is fetched again.")) from error
+
+
+def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> Snapshot:
+    commit, sizes = _listing(model)
+    folder = _storage(model) / "snapshots" / commit
+    if model.file is not None:
+        if model.file not in sizes:
+            raise UsageError(no_such_file(model, sizes))
+        if weights:
+            _fetch_all(model, commit, [model.file], sizes, say)
+        else:
+            folder = _header_alone(model, commit, sizes[model.file], say)
+    else:
+        if model.parts:
+            if not (parts := parts_in(sizes, model.parts)):
+                raise UsageError(no_parts(model, sizes))
+            chosen = choose_parts(sizes, parts, weights=weights)
+        else:
+            if INDEX not in sizes:
+                raise UsageError(no_pipeline(model, sizes))
+            _fetch(model, commit, INDEX, _small(model, INDEX, sizes), say)
+            chosen = choose_files(sizes, _index(folder), weights=weights, without_t5=without_t5)
+        if chosen.lacking:
+            raise UsageError(incomplete(model, chosen))
+        for name in chosen.small:
+            _small(model, name, sizes)
+        _fetch_all(model, commit, chosen.names, sizes, say)
+    if not COMMIT.fullmatch(model.asked):
+        _remember(model, commit)
+    found = Snapshot(folder, commit, whole=weights)
+    if model.file is not None and not weights:
+        _HEADERS.update({(_storage(model), each): found for each in (model, replace(model, revision=commit))})
+    return found
+
+
+def _header_alone(model: HubModel, commit: str, size: int, say: Say) -> Path:
+    """A folder with a file in the checkpoint's place that has its header alone."""
+    from lora_trainer.run.bases.hub_header import make_placeholder, read_range
+
+    say(f"reading the header of {model} at {commit[:12]} from the hub: the file has {size_words(size)}")
+    about, headers = _asked_of(model, commit, str(model.file), size)
+    name = f"{model.name}/{model.file}"
+    return make_placeholder(name, size, lambda begin, end: read_range(about.location, headers, begin, end)) / model.name
+
+
+def _fetch_all(model: HubModel, commit: str, names: Any, sizes: Mapping[str, int], say: Say) -> None:
+    """Fetch what is not here yet. Raises UsageError before the first when the disk has no room for all of them."""
+    folder = _storage(model) / "snapshots" / commit
+    left = {name: sizes[name] for name in names if not (folder / name).exists()}
+    needed, free = sum(left.values()), free_bytes(folder)
+    if needed * ROOM > free:
+        message = (
+            f"{model} needs {size_words(needed)}, and the disk of {_storage(model).parent} has {size_words(free)} free."
+        )
+        raise UsageError(Problem(message, "Free some space, or set HF_HOME to a folder on another disk."))
+    if left:
+        say(f"fetching {model} at {commit[:12]} from the hub: {size_words(needed)} in {counted(len(left), 'file')}")
+    for name, size in left.items():
+        _fetch(model, commit, name, size, say)
+
+
+def _remember(model: HubModel, commit: str) -> None:
+    """Note which commit a branch or tag was, as the hub's own library does."""
+    path = _storage(model) / "refs" / model.asked
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(commit, encoding="ascii")
+
+
+def _listing(model: HubModel) -> tuple[str, dict[str, int]]:
+    """The commit and each file's bytes: the first request."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        info = api.model_info(model.name, revision=model.revision, files_metadata=True, timeout=WAIT)
+        commit, files = info.sha, info.siblings or []
+        sizes = {str(file.rfilename): int(file.size or 0) for file in files}
+    except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+        raise UsageError(Problem(f"The hub's answer about {model} cannot be read.", "Check HF_ENDPOINT.")) from error
+    if not isinstance(commit, str) or not COMMIT.fullmatch(commit) or any(size < 0 for size in sizes.values()):
+        raise UsageError(Problem(f"The hub's answer about {model} names no commit.", "Check HF_ENDPOINT."))
+    return commit, sizes
+
+
+def _fetch(model: HubModel, commit: str, name: str, size: int, say: Say) -> None:
+    """Download one file into the cache, resuming an interrupted download: one of the requests.
+
+    The hub's own library would restart the file; so the bytes are downloaded here, and it only moves the file.
+    """
+    from filelock import FileLock
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.file_download import http_get
+
+    about, headers = _asked_of(model, commit, name, size)
+    etag = str(about.etag)
+    blobs = _storage(model) / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+    part = blobs / f"{etag}.part"
+    locks = blobs.parent.parent / ".locks" / blobs.parent.name  # where the hub's own library has its locks
+    locks.mkdir(parents=True, exist_ok=True)
+    with FileLock(locks / f"{part.name}.lock"):
+        if not (blobs / etag).exists():
+            with open(part, "ab") as file:
+                if file.tell() > size:
+                    file.truncate(0)
+                bar = _spoken(name, size, say)
+                http_get(
+                    about.location, file, resume_size=file.tell(), headers=headers, expected_size=size, tqdm_class=bar
+                )
+            if SHA256.fullmatch(etag) and remembered_sha256(part) != etag:
+                part.unlink()
+                message = f"{name} of {model} came with other bytes than the hub says (its sha256 differs)."
+                raise UsageError(Problem(message, "Run the same command again: the file is fetched anew."))
+            os.replace(part, blobs / etag)
+    hf_hub_download(model.name, name, revision=commit, etag_timeout=WAIT)
+
+
+def _asked_of(model: HubModel, commit: str, name: str, size: int) -> tuple[Any, dict[str, str]]:
+    """Where a file of the listing lies, and how to ask for it. Raises UsageError where the hub says otherwise now."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils._headers import build_hf_headers
+
+    url = hf_hub_url(model.name, name, revision=commit)
+    about = get_hf_file_metadata(url, timeout=WAIT)
+    if not ETAG.fullmatch(about.etag or "") or about.commit_hash != commit or about.size != size:
+        message = f"The hub says of {model}, {name}: {about.size} bytes at {str(about.commit_hash)[:12]}, in place of {size} at {commit[:12]}."
+        raise UsageError(Problem(message, "Try again later; check HF_ENDPOINT."))
+    return about, build_hf_headers(token=None if urlsplit(about.location).netloc == urlsplit(url).netloc else False)
+
+
+def _spoken(name: str, size: int, say: Say) -> Any:
+    """A progress bar with tqdm's interface that prints a line for each tenth of a large file."""
+
+    class Spoken:
+        def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
+            self.done = initial
+            self.said = initial / max(1, size)
+            if initial:
+                say(f"  {name}: resuming at {size_words(initial)} of {size_words(size)}")
+
+        def update(self, count: int) -> None:
+            self.done += count
+            if size > MOST_SMALL_BYTES and self.done >= (self.said + SAID_EVERY) * size:
+                self.said = self.done / size
+                say(f"  {name}: {size_words(self.done)} of {size_words(size)}")
+
+        def close(self) -> None:
+            return None
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+    return Spoken
+
+
+def _small(model: HubModel, name: str, sizes: Mapping[str, int]) -> int:
+    """A file's bytes. Raises UsageError for a config that no config is as large as."""
+    if sizes[name] > MOST_SMALL_BYTES:
+        message = (
+            f"{name} of {model} has {size_words(sizes[name])}; a config has at most {size_words(MOST_SMALL_BYTES)}."
+        )
+        raise UsageError(Problem(message, "Choose another model."))
+    return sizes[name]

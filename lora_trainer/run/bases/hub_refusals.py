@@ -1,0 +1,102 @@
+"""Why a model of a hub cannot be had, in words: what the hub refuses, and what a repository holds instead. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lora_trainer.core.disk import FULL
+from lora_trainer.core.errors import Problem, UsageError, first_line
+from lora_trainer.run.bases.hub_files import INDEX, PICKLES, Chosen, single_checkpoints
+from lora_trainer.run.bases.names import HubModel
+
+TRY_AGAIN = "Run the same command again: the download resumes."
+
+
+def not_here(model: HubModel, cache: Path, lacks: Collection[str]) -> Problem:
+    """Offline, of a model that is not in the cache, or `lacks` something there."""
+    what = f"{model} at {model.asked} is not in the Hugging Face cache ({cache})"
+    if lacks:
+        what = f"{model} is not whole in the Hugging Face cache: {', '.join(lacks)}"
+    return Problem(
+        f"{what}, and offline nothing is fetched.",
+        "Run once without --offline (and without HF_HUB_OFFLINE), or name a folder of the model.",
+    )
+
+
+def no_such_file(model: HubModel, sizes: Collection[str]) -> Problem:
+    there = ", ".join(single_checkpoints(sizes)[:5]) or "none"
+    return Problem(f"{model.name} has no file {model.file}.", f"Its .safetensors files: {there}.")
+
+
+def no_pipeline(model: HubModel, sizes: Collection[str]) -> Problem:
+    """Of a repository that is no diffusers folder: what it is instead, and how to name it."""
+    single = single_checkpoints(sizes)
+    if "adapter_config.json" in sizes or any("lora" in name.lower() for name in single):
+        return Problem(f"{model} holds a LoRA, not a model to train on.", "Name the base that it was trained on.")
+    if "config.json" in sizes and any(name.startswith("diffusion_pytorch_model") for name in sizes):
+        message = f"{model} is one part of a model: it has config.json and no {INDEX}."
+        return Problem(message, "Name a whole model; a VAE is named with model.vae beside it.")
+    if single:
+        named = ", ".join(f"{model.name}/{name}" for name in single[:5])
+        return Problem(f"{model} holds single checkpoints and no {INDEX}.", f"Name one of its files: {named}.")
+    pickles = sorted(name for name in sizes if name.endswith(PICKLES))
+    what = f"only {pickles[0][:80]}, a pickle" if pickles else f"no {INDEX}"
+    return Problem(f"{model} holds {what}.", "Only models in .safetensors are loaded; look for another repository.")
+
+
+def no_parts(model: HubModel, names: Collection[str]) -> Problem:
+    """Of a repository that has none of the parts that are wanted."""
+    wanted = ", ".join(f"{part}/" for part in model.parts)
+    single = single_checkpoints(names)
+    named = ", ".join(f"{model.name}/{name}" for name in single[:5])
+    fix = f"Name one of its files: {named}." if single else "Look for another repository."
+    return Problem(f"{model.origin}: {model} holds no {wanted}.", fix)
+
+
+def incomplete(model: HubModel, chosen: Chosen) -> list[Problem]:
+    fix = "Only whole models in .safetensors are loaded; look for another repository or revision."
+    return [Problem(f"{model}: {what}.", fix) for what in chosen.lacking]
+
+
+@contextmanager
+def explaining_refusals(model: HubModel) -> Iterator[None]:
+    """Errors of the hub and of the network as UsageError: what happened, and what to do."""
+    import httpx2
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/{model.name}"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        fix = f"Agree to its terms on {page}, then `hf auth login` or set HF_TOKEN."
+        raise UsageError(Problem(f"{model} is gated: the hub asks for a licence to be agreed to.", fix)) from error
+    except errors.RevisionNotFoundError as error:
+        raise UsageError(
+            Problem(f"{model} has no revision {model.asked}.", f"See {page}; check the revision.")
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        message = f"{model.name} is neither a folder here nor a model of the hub that this user may see."
+        fix = f"Check {model.origin}: a folder is written ./{model.name}; a private model needs `hf auth login` or HF_TOKEN."
+        raise UsageError(Problem(message, fix)) from error
+    except errors.HfHubHTTPError as error:
+        code = error.response.status_code
+        if code in (401, 403):
+            message = f"The hub refuses {model} to this user (error {code})."
+            raise UsageError(Problem(message, "Log in with `hf auth login`, or check HF_TOKEN.")) from error
+        raise UsageError(
+            Problem(f"The hub answers {model} with error {code}.", f"Try again later. {TRY_AGAIN}")
+        ) from error
+    except (httpx2.HTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        message = f"The hub cannot be reached for {model}: {first_line(error)}."
+        raise UsageError(
+            Problem(message, f"Check the network and HF_ENDPOINT; a folder is written ./{model}. {TRY_AGAIN}")
+        ) from error
+    except OSError as error:
+        reason = "the disk is full" if error.errno in FULL else first_line(error)
+        raise UsageError(Problem(f"{model} could not be fetched: {reason}.", TRY_AGAIN)) from error
+    except (errors.HFValidationError, errors.FileMetadataError, ValueError) as error:
+        raise UsageError(
+            Problem(f"{model} could not be fetched: {first_line(error)}.", f"Check {model.origin}.")
+        ) from error

@@ -1,0 +1,320 @@
+"""Cache the latents and text embeddings of a run. Encoders are loaded only for what is missing, then freed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lora_trainer.config.schema import Config
+from lora_trainer.core.disk import free_bytes, size_words
+from lora_trainer.core.errors import Problem, TrainingFailed, UsageError, memory_may_run_out
+from lora_trainer.core.findings import counted
+from lora_trainer.core.io import user_cache_folder
+from lora_trainer.data.caches.cache import (
+    CachePlan,
+    Caption,
+    fill_latents,
+    fill_texts,
+    plan_latents,
+    plan_texts,
+    text_keys,
+)
+from lora_trainer.data.caches.ours import ROW_HEAD
+from lora_trainer.data.caches.packing import LARGE
+from lora_trainer.data.caches.store import Store
+from lora_trainer.data.captions import canonical
+from lora_trainer.data.loader import CachedData, size_row
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.views import View
+from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.evaluation.validation_loss import EncodedSample
+from lora_trainer.memory_plan.estimate import GIB
+from lora_trainer.models.encoders import offloaded_text
+from lora_trainer.models.family import Encoders
+from lora_trainer.models.memory.phases import (
+    captions_at_once,
+    captions_on_a_cpu,
+    costs_of,
+    encoding_bytes,
+    images_at_once,
+)
+from lora_trainer.run.choices import Choices, usable_bytes
+from lora_trainer.run.inputs import Inputs, caption_rules, measured_among, own_architecture, view_bytes
+from lora_trainer.run.reading import caches_texts
+
+LATENT_DTYPE = torch.float32  # mean and std of 4 x 64 x 64 are 128 KiB an image: cheap, and exact
+EncodeText = Callable[[Sequence[Caption]], Mapping[str, Tensor]]
+EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
+Progress = Callable[[str, int, int], None]  # (what, done, to build)
+Say = Callable[[str], None]
+
+
+def unreported(line: str) -> None:
+    """For callers that print nothing."""
+
+
+@dataclass(frozen=True)
+class CachePlans:
+    """What both caches have and what must be built: trained samples first, then those that losses are measured on.
+
+    `texts` is empty where every text encoder of the family is trained, so that each step encodes captions.
+    """
+
+    latents: CachePlan[tuple[Sample, View]]
+    texts: CachePlan[Caption]
+
+    @property
+    def kinds(self) -> tuple[CachePlan[tuple[Sample, View]] | CachePlan[Caption], ...]:
+        """Those that are used."""
+        return (self.latents, self.texts) if self.texts.keys else (self.latents,)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        if self.texts.keys:
+            return self.latents.filled.line, self.texts.filled.line
+        return self.latents.filled.line, "no captions: each step encodes them, as the text encoders are trained"
+
+
+def cache_folder(config: Config) -> Path:
+    """As set, else the user's cache folder."""
+    return Path(config.cache.dir).expanduser() if config.cache.dir else user_cache_folder()
+
+
+def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
+    """What must be built, found without loading an encoder."""
+    folder, dtype = cache_folder(config), choices.encoder_dtype
+    image_key, text_key = inputs.family.encoder_keys(inputs.facts.path, dtype)
+    samples = (*inputs.train, *inputs.validation)
+    views = (*inputs.train_plan.views, *inputs.validation_plan.views)
+    if config.cache.latents:
+        shown = [(sample, view) for sample, own in zip(samples, views, strict=True) for view in own]
+    else:
+        shown = [(samples[index], views[index][0]) for index in measured(inputs)]
+    texts = plan_texts(captioned_samples(inputs), (), folder, text_key, dtype)
+    if not caches_texts(config, inputs.family):
+        texts = replace(texts, items=(), keys=(), missing=(), reasons=())
+    return CachePlans(plan_latents(shown, folder, image_key, LATENT_DTYPE), texts)
+
+
+def measured(inputs: Inputs) -> list[int]:
+    """Indices of the samples that losses are measured on: the validation ones, else some trained ones."""
+    return measured_among(inputs.train, inputs.validation)
+
+
+def captioned_samples(inputs: Inputs) -> tuple[Sample, ...]:
+    """The trained samples with all their texts, then the measured ones with their canonical captions."""
+    samples = (*inputs.train, *inputs.validation)
+    return (*inputs.train, *(canonical(samples[index]) for index in measured(inputs)))
+
+
+def fill_caches(
+    config: Config,
+    inputs: Inputs,
+    choices: Choices,
+    plans: CachePlans,
+    progress: Progress,
+    start: float = 0.0,
+    say: Say = unreported,
+) -> None:
+    """Build what is missing, images first. Each kind's encoders are loaded when needed, then freed.
+
+    Several processes may do this at once, each from another `start` (a share in [0, 1)): nothing is built twice, and
+    each returns when everything is there. Raises UsageError for a disk with too little room, TrainingFailed when not
+    even one image or caption fits in memory.
+    """
+    refuse_full_disk(inputs, choices, plans)
+    device = choices.device
+    loaded: list[Encoders] = []
+    visiting: list[EncodeText] = []
+
+    def encoders() -> Encoders:
+        if not loaded:
+            loaded.append(inputs.family.load_encoders(inputs.facts.path, choices.encoder_dtype, device))
+        return loaded[0]
+
+    def put_away() -> None:
+        if loaded or visiting:
+            loaded.clear()
+            visiting.clear()
+            free_memory(device)
+
+    fill_latents(
+        plans.latents,
+        in_halves(lambda pixels: encoders().encode_image(pixels), device, say),
+        images_together(config, inputs, choices, missing=bool(plans.latents.missing)),
+        lambda done, all_: progress("latents", done, all_),
+        workers=config.cache.workers,
+        start=start,
+    )
+    put_away()
+    if plans.texts.keys:
+        in_turn, together = captions_together(config, inputs, choices)
+
+        def encode_text(captions: Sequence[Caption]) -> Mapping[str, Tensor]:
+            if in_turn and not visiting:
+                say(f"text encoders layer by layer, {counted(together, 'caption')} at once")
+                visiting.append(offloaded_text(inputs.family, inputs.facts.path, choices.encoder_dtype, device))
+            return visiting[0](captions) if in_turn else encoders().encode_text(captions)
+
+        fill_texts(
+            plans.texts,
+            captions_in_halves(encode_text, device, say),
+            together,
+            lambda done, all_: progress("captions", done, all_),
+            start=start,
+        )
+        put_away()
+
+
+def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:
+    """Bytes that the missing entries will take on the disk."""
+    latents = sum(view_bytes(*plans.latents.items[index], inputs.facts) for index in plans.latents.missing)
+    shapes = inputs.family.cond_shapes(own_architecture(inputs).denoiser).values()
+    text = sum(math.prod(shape) for shape in shapes) * choices.encoder_dtype.itemsize
+    missing = len(plans.latents.missing) + len(plans.texts.missing)
+    return latents + text * len(plans.texts.missing) + ROW_HEAD * missing
+
+
+def refuse_full_disk(inputs: Inputs, choices: Choices, plans: CachePlans) -> None:
+    """Raise UsageError when what must be built does not fit on the disk, before anything is built."""
+    needed, free = bytes_to_build(inputs, choices, plans), free_bytes(plans.latents.folder)
+    if _with_packing(needed) > free:
+        # Other processes may have built entries since: those took room, and need no more.
+        plans = CachePlans(plans.latents.still_missing(), plans.texts.still_missing())
+        needed = bytes_to_build(inputs, choices, plans)
+    room = _with_packing(needed)
+    if room > free:
+        where = f"the disk of {plans.latents.folder} has {size_words(free)} free"
+        message = f"Caching latents and text embeddings needs {size_words(room)}, and {where}."
+        raise UsageError(Problem(message, "Free space there, or set cache.dir to another disk."))
+
+
+def _with_packing(needed: int) -> int:
+    """Packing writes a large shard before it removes the small ones."""
+    return needed + min(needed, LARGE)
+
+
+def images_together(config: Config, inputs: Inputs, choices: Choices, *, missing: bool) -> int:
+    """`cache.batch_size`, or fewer where the GPU is too small for that many.
+
+    Raises UsageError for a GPU that is too small to encode one image that is not cached yet.
+    """
+    buckets = (*inputs.train_plan.counts, *inputs.validation_plan.counts)
+    pixels = max(bucket.width * bucket.height for bucket in buckets)
+    usable, itemsize = usable_bytes(config, choices.device), choices.encoder_dtype.itemsize
+    costs = costs_of(inputs.facts)  # the model's own VAE, as the plan counts it
+    encoder, each = encoding_bytes(costs, itemsize)
+    if missing and usable is not None and encoder + each * pixels > usable:
+        needed = f"{(encoder + each * pixels) / GIB:.2f} GiB, and the GPU has {usable / GIB:.2f} for it"
+        message = f"Encoding one image of {pixels / 1e6:.1f} megapixels needs {needed}."
+        fix = "Set data.resolution lower, or cache on another machine first: lora-trainer cache."
+        raise UsageError(Problem(message, fix))
+    return images_at_once(config.cache.batch_size, pixels, itemsize, costs, usable)
+
+
+def captions_together(config: Config, inputs: Inputs, choices: Choices) -> tuple[bool, int]:
+    """As the memory plan has it: whether text encoders are loaded layer by layer, and captions per forward pass."""
+    itemsize, costs = choices.encoder_dtype.itemsize, costs_of(inputs.facts, inputs.family.text.without)
+    usable = usable_bytes(config, choices.device)
+    return captions_on_a_cpu(itemsize, costs) if usable is None else captions_at_once(itemsize, costs, usable)
+
+
+def in_halves(encode: EncodeImage, device: torch.device, say: Say = unreported) -> EncodeImage:
+    """The same function, with half as many images at once for as long as memory runs out.
+
+    A size that failed is not tried again.
+    """
+    too_large = math.inf  # values in the smallest batch that failed
+
+    def encode_some(pixels: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal too_large
+        if len(pixels) == 1 or pixels.numel() < too_large:
+            with memory_may_run_out():  # its frames hold what must be freed
+                return encode(pixels)
+            free_memory(device)
+            too_large = min(too_large, pixels.numel())
+            if len(pixels) > 1:
+                say(f"out of memory: encoding {-(-len(pixels) // 2)} images at once instead of {len(pixels)}")
+        if len(pixels) == 1:
+            side = f"{pixels.shape[-1]}x{pixels.shape[-2]}"
+            raise TrainingFailed(
+                Problem(f"Out of memory while encoding one image of {side} px.", "Set data.resolution lower.")
+            )
+        parts = [encode_some(part) for part in pixels.chunk(2)]
+        return torch.cat([mean for mean, _ in parts]), torch.cat([spread for _, spread in parts])
+
+    return encode_some
+
+
+def captions_in_halves(encode: EncodeText, device: torch.device, say: Say = unreported) -> EncodeText:
+    """The same function, with half as many captions at once for as long as memory runs out."""
+
+    def encode_some(captions: Sequence[Caption]) -> Mapping[str, Tensor]:
+        with memory_may_run_out():
+            return encode(captions)
+        free_memory(device)
+        if len(captions) == 1:
+            fix = "Close other programs that hold memory, or cache on another machine first: lora-trainer cache."
+            raise TrainingFailed(Problem("Out of memory while encoding one caption.", fix))
+        half = -(-len(captions) // 2)
+        say(f"out of memory: encoding {half} captions at once instead of {len(captions)}")
+        parts = [encode_some(part) for part in (captions[:half], captions[half:])]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    return encode_some
+
+
+def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData:
+    """The trained samples with the cache keys of their tensors."""
+    count = len(inputs.train)
+    return CachedData(
+        samples=inputs.train,
+        views=inputs.train_plan.views,
+        latent_keys=latent_keys(inputs, plans)[:count] if config.cache.latents else (),
+        text_keys=text_keys(plans.texts, inputs.train) if plans.texts.keys else (),
+        empty_key=plans.texts.keys[-1] if plans.texts.keys else "",
+        latents=Store(plans.latents.folder, "latents", plans.latents.keys),
+        texts=Store(plans.texts.folder, "texts", plans.texts.keys),
+        prior_weight=config.loss.prior_loss_weight,
+        captions=caption_rules(config),
+        spoken=config.trains_text,
+    )
+
+
+def latent_keys(inputs: Inputs, plans: CachePlans) -> list[tuple[str, ...]]:
+    """The keys of every sample's variants: trained samples first, then validation ones."""
+    keys = iter(plans.latents.keys)
+    return [tuple(islice(keys, len(views))) for views in (*inputs.train_plan.views, *inputs.validation_plan.views)]
+
+
+def validation_samples(config: Config, inputs: Inputs, plans: CachePlans) -> list[EncodedSample]:
+    """The samples that losses are measured on, in their plain variants, with their canonical captions."""
+    data, indices = cached_data(config, inputs, plans), measured(inputs)
+    samples = (*inputs.train, *inputs.validation)
+    views = (*inputs.train_plan.views, *inputs.validation_plan.views)
+    if config.cache.latents:
+        every = latent_keys(inputs, plans)
+        keys = [every[index][0] for index in indices]
+    else:
+        keys = list(plans.latents.keys)
+    keyed = (
+        text_keys(plans.texts, captioned_samples(inputs))[len(inputs.train) :]
+        if plans.texts.keys
+        else [()] * len(indices)
+    )
+    return [
+        EncodedSample(
+            id=samples[index].id,
+            latents=data.latents.read(key)["mean"],
+            cond={name: value for each in caption_keys for name, value in data.texts.read(each).items()},
+            sizes=torch.tensor(size_row(samples[index], views[index][0]), dtype=torch.float32),
+            caption=samples[index].caption,
+        )
+        for index, key, caption_keys in zip(indices, keys, keyed, strict=True)
+    ]

@@ -1,0 +1,255 @@
+"""What the hardware decides, each with a reason: device, precision, micro-batch size, gradient checkpointing."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from lora_trainer.config.contradictions import from_user
+from lora_trainer.config.layers import Resolved
+from lora_trainer.config.schema import Blocks, Config, Precision
+from lora_trainer.core.hardware import cuda_memory_gib
+from lora_trainer.memory_plan.estimate import (
+    CONTEXT_GIB,
+    GIB,
+    LARGEST_SHARE,
+    WHOLE_STEP,
+    Demand,
+    choose_fit,
+    refuse_what_does_not_fit,
+    usable_gib,
+)
+from lora_trainer.memory_plan.host import base_note, host_note, host_of, weight_bytes
+from lora_trainer.models.family import Architecture, Family
+from lora_trainer.models.quantization.four_bits import need_library
+from lora_trainer.monitor.memory import set_allocator
+from lora_trainer.monitor.system import system_memory
+from lora_trainer.run.plans.plan import make_demand, storable_here
+from lora_trainer.training.layout import NARROW, Layout
+
+# What is computed in, where a GPU has bf16 units; weights in fewer bits are dequantized for it.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} | dict.fromkeys(NARROW, torch.bfloat16)
+LARGEST_MICRO_ON_CPU = 4  # more gains nothing there
+ENCODER_DTYPE = torch.float32  # encoders run once and their output is kept: exactness matters more than speed
+OUTSIDE_GIB = 0.6  # GPU memory that CUDA takes outside of torch's allocator
+AS_SET = "as set"
+LEFT_GIB = 0.2  # of a GPU's free memory, for kernels that are loaded later
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A value and why."""
+
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What this machine makes of the settings; `samples` are those of a step in one process."""
+
+    device: torch.device
+    dtype: torch.dtype
+    encoder_dtype: torch.dtype
+    precision: Choice
+    micro: int
+    micro_reason: str
+    checkpointing: Blocks
+    checkpointing_reason: str
+    predicted: str | None = None  # the peak, on a GPU
+    swapped: int = 0  # blocks swapped between CPU and GPU
+    samples: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        """The choices for the denoiser."""
+        return Layout(self.dtype, cast("Precision", self.precision.value), self.checkpointing, swapped=self.swapped)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        accumulation = math.ceil(self.samples / self.micro)
+        why = "" if self.micro_reason == WHOLE_STEP else f": {self.micro_reason}"
+        return (
+            *([self.predicted] if self.predicted else []),
+            f"precision: {self.precision.value} ({self.precision.reason})",
+            f"micro-batch size: {self.micro} (gradient accumulation steps: {accumulation}){why}",
+        )
+
+
+def choose(resolved: Resolved, family: Family, architecture: Architecture, device: torch.device, world: int) -> Choices:
+    """Decide for a device: on a GPU by the memory plan, on a CPU by the settings.
+
+    Raises UsageError, with settings that would fit, when no choice left to the plan makes the run fit the GPU, and
+    for nf4 without bitsandbytes.
+    """
+    config = resolved.config
+    is_set = asked_by_user(resolved, "memory.weight_dtype")
+    precision = choose_precision(config.memory.weight_dtype, device, is_set=is_set)
+    origin = Path(resolved.origin["memory.weight_dtype"].removeprefix("--config "))
+    if precision.reason == AS_SET and origin.name == "config.toml":  # a run's own config.toml has its choices
+        precision = replace(precision, reason=f"as in {origin}")
+    if precision.value == "nf4":
+        need_library()
+    if device.type != "cuda":
+        micro, reason = choose_micro(config, world)
+        checkpointing = (
+            False if config.memory.gradient_checkpointing == "auto" else config.memory.gradient_checkpointing
+        )
+        why = AS_SET if checkpointing == config.memory.gradient_checkpointing else "no GPU: memory is not short"
+        held_bytes = weight_bytes(family, architecture.facts, precision.value)
+        return Choices(
+            device,
+            DTYPES[precision.value],
+            ENCODER_DTYPE,
+            precision,
+            micro,
+            reason,
+            checkpointing,
+            why,
+            base_note(held_bytes, int(os.environ.get("LOCAL_WORLD_SIZE", world)), *system_memory()),
+            swapped=blocks_requested(config),
+            samples=math.ceil(config.train.effective_batch_size / world),
+        )
+    demand = make_demand(resolved, family, architecture, gpu_gib(config), world=world, precision=precision.value)
+    # All processes of a run must choose the same, and free memory differs between GPUs.
+    return planned_choices(
+        storable_here(demand),
+        precision,
+        device,
+        left_gib(device) if world == 1 else None,
+        int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+    )
+
+
+def planned_choices(
+    demand: Demand, precision: Choice, device: torch.device, left: float | None = None, processes: int = 1
+) -> Choices:
+    """The memory plan's choices for a GPU; `processes` share the system. Raises UsageError when nothing fits.
+
+    `left`: other programs leave as much memory as a GPU of so many GiB has. The micro-batch is chosen for that, but
+    weights are stored as on the whole GPU: other programs must not change what a run computes.
+    """
+    fit, crowded = choose_fit(demand), ""
+    refuse_what_does_not_fit(demand, fit)
+    if left is not None and demand.limit_gib is not None and left < demand.limit_gib:
+        crowded = f", which other programs leave of {demand.limit_gib:.1f}"
+        demand = replace(demand, limit_gib=left, precisions=(fit.precision,))
+        precision = precision if fit.precision == precision.value else Choice(fit.precision, fit.reasons[2])
+        fit = choose_fit(demand)  # the smallest where none fits: memory may become free, and a run has fallbacks
+    dtype = computed_in(fit.precision, device)
+    if fit.precision != precision.value:
+        precision = Choice(fit.precision, fit.reasons[2])
+    predicted = f"predicted peak {fit.parts.peak:.1f} GiB" + (f" of {demand.limit_gib:.1f}" if demand.limit_gib else "")
+    predicted += crowded + host_note(host_of(demand, fit), processes, *system_memory())
+    return Choices(
+        device,
+        dtype,
+        ENCODER_DTYPE,
+        precision,
+        fit.micro,
+        fit.reasons[0],
+        fit.checkpointed,
+        fit.reasons[1],
+        predicted,
+        fit.swapped,
+        demand.samples,
+    )
+
+
+def blocks_requested(config: Config) -> int:
+    """`memory.blocks_to_swap` where it is a number, else 0."""
+    return config.memory.blocks_to_swap if isinstance(config.memory.blocks_to_swap, int) else 0
+
+
+def asked_by_user(resolved: Resolved, name: str) -> bool:
+    """Whether a setting comes from the user's file or flags rather than from defaults and presets."""
+    return from_user(resolved.origin[name])
+
+
+def choose_precision(wanted: str, device: torch.device, *, is_set: bool) -> Choice:
+    """The wanted precision where the device suits it."""
+    if device.type == "cpu":
+        return Choice(wanted, AS_SET) if wanted == "fp32" or is_set else Choice("fp32", "CPU default")
+    if wanted == "bf16" and not has_bf16(device):
+        return Choice("fp16", "this GPU has no bf16 units; with a loss scaler")
+    return Choice(wanted, AS_SET if is_set else "preset")
+
+
+def computed_in(precision: str, device: torch.device) -> torch.dtype:
+    """The forward pass's precision: fp16, with a loss scaler, in place of bf16 on a GPU without bf16 units."""
+    dtype = DTYPES[precision]
+    return torch.float16 if dtype == torch.bfloat16 and not has_bf16(device) else dtype
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether bf16 can be computed in: everywhere but on older GPUs."""
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def choose_micro(config: Config, world: int) -> tuple[int, str]:
+    """Samples per forward pass on a CPU."""
+    per_process = -(-config.train.effective_batch_size // world)
+    if config.train.max_micro_batch_size is not None:
+        return min(config.train.max_micro_batch_size, per_process), "train.max_micro_batch_size"
+    if per_process <= LARGEST_MICRO_ON_CPU:
+        return per_process, WHOLE_STEP
+    return LARGEST_MICRO_ON_CPU, "more gains nothing on a CPU; train.max_micro_batch_size changes it"
+
+
+def cap_memory(config: Config, device: torch.device) -> str | None:
+    """Limit torch's allocator to the preset's limit, 90 % of the GPU, and what is free there.
+
+    So nothing spills to system memory: the allocator raises instead. Returns a line to print where the memory of
+    other programs sets the limit. Configures the allocator's segments first.
+    """
+    if device.type != "cuda":
+        return None
+    set_allocator(expandable=config.memory.expandable_segments)
+    free, total = free_and_total(device)
+    share = capped_share(config.memory.limit_gib, free, total)
+    torch.cuda.set_per_process_memory_fraction(share, device)
+    if share >= capped_share(config.memory.limit_gib, total, total):
+        return None
+    others = (total - free) / GIB
+    numbers = f"other programs hold {others:.1f} of the GPU's {total / GIB:.1f} GiB"
+    return f"{numbers}: this run stays under {share * total / GIB:.1f}"
+
+
+def free_and_total(device: torch.device) -> tuple[int, int]:
+    """Bytes of a GPU that are free or this process's own, without its context, which exists by now; and all."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device), total
+
+
+def left_gib(device: torch.device) -> float | None:
+    """The size of a GPU on which a run may use as much as other programs leave here, in GiB; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    usable = free_and_total(device)[0] / GIB - LEFT_GIB
+    return math.floor(10.0 * max(usable + CONTEXT_GIB, 0.0) / LARGEST_SHARE) / 10.0
+
+
+def capped_share(limit_gib: float | None, free: int, total: int) -> float:
+    """The share of a GPU's `total` bytes that torch's allocator may hold, of which `free` are free or its own."""
+    preset = total if limit_gib is None else max(limit_gib - OUTSIDE_GIB, 0.0) * GIB
+    return min(LARGEST_SHARE, preset / total, max(free - LEFT_GIB * GIB, 0.0) / total)
+
+
+def gpu_gib(config: Config) -> float | None:
+    """The memory that may be used: the preset's limit or the GPU's, whichever is smaller; None without either."""
+    gpu = cuda_memory_gib()
+    limit = config.memory.limit_gib
+    return gpu if gpu is None or limit is None else min(gpu, limit)
+
+
+def usable_bytes(config: Config, device: torch.device) -> int | None:
+    """Bytes of GPU memory left for the next phase; None where nothing limits it."""
+    limit = gpu_gib(config)
+    if device.type != "cuda" or limit is None:
+        return None
+    return max(0, int(usable_gib(limit) * GIB) - torch.cuda.memory_allocated(device))

@@ -1,0 +1,108 @@
+"""Disk space of a run, by arithmetic: caches, checkpoints, LoRA files, metrics. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from lora_trainer.config.schema import Config
+from lora_trainer.data.caches.ours import ROW_HEAD
+from lora_trainer.data.captions import canonical
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.views import plan_plain, plan_views
+from lora_trainer.models.family import Architecture, Family
+from lora_trainer.optim.optimizers import optimizer_state_bytes
+from lora_trainer.run.inputs import measured_among, trained_framings, view_bytes
+from lora_trainer.run.reading import caches_texts
+
+LORA_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
+LORA_FILES = 2
+CACHED_BYTES = 4  # of each number in the cache of texts: fp32
+# Bytes of a cache besides its entries: a shard's header, the index's least size, and an entry in the index.
+SHARD_HEAD, INDEX_LEAST, INDEXED = 400, 12_288, 120
+# Bytes besides the tensors' own: of a step in metrics.jsonl and TensorBoard's file, of a tensor in a file's header, of
+# one in a checkpoint's optimizer state, of a checkpoint's state, and of a LoRA file's header.
+ROW, NAMED, STATE_OF, CHECKPOINT_HEAD, LORA_HEAD = 1000, 250, 100, 20_000, 8_000
+
+
+def cache_bytes(
+    config: Config,
+    family: Family,
+    architecture: Architecture,
+    train: tuple[Sample, ...],
+    validation: tuple[Sample, ...],
+) -> int:
+    """Bytes of both caches: each variant of an image and each text once, with those that losses are measured on."""
+    samples, facts = (*train, *validation), architecture.facts
+    if not samples:
+        return 0
+    framings, measured = trained_framings(config, facts), measured_among(train, validation)
+    views = (*plan_views(train, framings).views, *plan_plain(validation, framings).views)
+    cached = views if config.cache.latents else {index: views[index][:1] for index in measured}
+    pairs = (
+        (samples[index], view)
+        for index in (range(len(samples)) if config.cache.latents else measured)
+        for view in cached[index]
+    )
+    shown = {(sample.content, sample.mask, view): (sample, view) for sample, view in pairs}
+    captioned = (*train, *(canonical(samples[index]) for index in measured))
+    texts = {(text, sample.weighted) for sample in captioned for text in sample.texts} | {("", False)}
+    if not caches_texts(config, family):
+        texts = set()
+    values = sum(math.prod(shape) for shape in family.cond_shapes(architecture.denoiser).values())
+    shards = 1 + len({(view.fit.bucket, sample.mask is None) for sample, view in shown.values()})
+    return (
+        sum(view_bytes(sample, view, facts) for sample, view in shown.values())
+        + CACHED_BYTES * values * len(texts)
+        + (ROW_HEAD + INDEXED) * (len(shown) + len(texts))
+        + SHARD_HEAD * shards
+        + INDEX_LEAST
+    )
+
+
+def run_bytes(config: Config, shapes: Sequence[tuple[int, ...]], steps: int | None) -> int:
+    """The most that a run's folder holds at once, without images; where `steps` is None, as many as fill it."""
+    checkpoint = config.checkpoint
+    return highest_bytes(config, shapes, 0, 0, steps or (checkpoint.keep_last + 2) * max(1, checkpoint.every_n_steps))
+
+
+def checkpoint_bytes(config: Config, shapes: Sequence[tuple[int, ...]]) -> int:
+    """One checkpoint of an adapter of these shapes, without its headers."""
+    averaged = 2 if config.train.ema_decay is not None else 1
+    return 4 * sum(map(math.prod, shapes)) * averaged + optimizer_state_bytes(config.optimizer.name, shapes)
+
+
+def lora_bytes(config: Config, shapes: Sequence[tuple[int, ...]]) -> int:
+    """Both LoRA files, without their headers."""
+    return LORA_FILES * LORA_BYTES[config.checkpoint.export_dtype] * sum(map(math.prod, shapes))
+
+
+def highest_bytes(config: Config, shapes: Sequence[tuple[int, ...]], there: int, done: int, total: int) -> int:
+    """The most that a run's folder holds at once, with `there` checkpoints in it at step `done`.
+
+    Besides `keep_last` checkpoints there are the newest regular one and the one being written (the oldest is deleted
+    once that is complete); and the best weights that each of them names, with those being written.
+    """
+    checkpoint, tensors, left = config.checkpoint, len(shapes), max(0, total - done)
+    drawn = config.sample.every_n_steps  # a checkpoint is saved before images are generated
+    most = checkpoint.keep_last + (2 if checkpoint.keep_last == 1 or drawn % checkpoint.every_n_steps else 1)
+    if checkpoint.every_n_epochs is None:
+        beside = occurrences(drawn, done, total) if drawn % checkpoint.every_n_steps else 0
+        most = min(most, there + occurrences(checkpoint.every_n_steps, done, total) + beside)
+    values = sum(map(math.prod, shapes))
+    best = min(most + 1, there + occurrences(config.validation.every_n_steps, done, total))
+    kept = occurrences(checkpoint.export_every_n_steps, done, total) if checkpoint.export_every_n_steps else 0
+    return (
+        most * (checkpoint_bytes(config, shapes) + CHECKPOINT_HEAD + (5 * NAMED + 3 * STATE_OF) * tensors)
+        + best * (4 * values + NAMED * tensors)
+        + (lora_bytes(config, shapes) + 2 * LORA_HEAD + 4 * NAMED * tensors)
+        + kept * (lora_bytes(config, shapes) // LORA_FILES + LORA_HEAD + 2 * NAMED * tensors)
+        + left * ROW
+    )
+
+
+def occurrences(every: int, done: int, total: int) -> int:
+    """How often something that happens every `every` steps and at the end happens after step `done`."""
+    if total <= done:
+        return 0
+    return 1 if every <= 0 else (total - 1) // every - done // every + 1

@@ -1,0 +1,143 @@
+"""Sampling settings from a config, and the image grid that a run makes of its own LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.data.captions import TRIGGER
+from lora_trainer.models.family import Family, ModelFacts
+from lora_trainer.report.record import BEFORE_AFTER
+from lora_trainer.run.inputs import Inputs
+
+if TYPE_CHECKING:
+    import torch
+
+    from lora_trainer.evaluation.recipe import Asked, Drawing
+
+BUILT_IN = "built-in"
+# The keys of [model] that images depend on, besides its name.
+MODEL_PARTS = ("revision", "vae", "text_encoders", "flavor", "without_t5")
+
+
+def drawing_of(config: Config, family: Family, facts: ModelFacts, size: tuple[int, int]) -> Drawing:
+    """How images are generated: the config's settings, then the model's defaults."""
+    from lora_trainer.evaluation.recipe import Drawing
+
+    sampling_defaults, sample = family.sampling_defaults(facts.path), config.sample
+    return Drawing(
+        steps=sample.num_inference_steps or sampling_defaults.steps,
+        guidance=sample.guidance_scale if sampling_defaults.guided else None,
+        size=size,
+        negative=sample.negative_prompt if sampling_defaults.negative else None,
+        strengths=tuple(dict.fromkeys(sample.strengths)),
+        zero_terminal_snr=config.noise.zero_terminal_snr and facts.prediction != "flow",
+    )
+
+
+def parts_of(config: Config) -> dict[str, Any]:
+    """The model's settings that a recipe keeps besides its name: those that are set."""
+    return {name: value for name in MODEL_PARTS if (value := getattr(config.model, name))}
+
+
+def with_parts(config: Config, found: Mapping[str, Any], *, named: bool) -> Config:
+    """The settings with a recipe's `model_parts`, except those that are set. `named`: the model is not the recipe's.
+
+    Raises UsageError for parts of another type.
+    """
+    recorded = found.get("model_parts") or {}
+    try:
+        own = {**parts_of(config), **({"revision": config.model.revision} if named else {})}
+        parts = {name: recorded[name] for name in MODEL_PARTS if name in recorded and name not in own}
+        model = type(config.model).model_validate({**config.model.model_dump(), **parts})
+    except (TypeError, ValidationError) as error:
+        message = "The recipe's model_parts are not settings of a model."
+        raise UsageError(Problem(message, "Use another recipe.")) from error
+    return config.model_copy(update={"model": model})
+
+
+def rows_for(prompts: list[str], seeds: list[int]) -> list[Asked]:
+    """Every prompt with every seed, a prompt's seeds next to each other."""
+    from lora_trainer.evaluation.recipe import Asked
+
+    return [Asked(prompt, seed) for prompt in dict.fromkeys(prompts) for seed in dict.fromkeys(seeds)]
+
+
+def filled(prompt: str, words: tuple[str, ...]) -> str:
+    """The prompt with the first of the learned words in place of `[trigger]`."""
+    return prompt.replace(TRIGGER, words[0]) if words else prompt
+
+
+def triggers(config: Config) -> tuple[str, ...]:
+    """Trigger words and learned tokens, each once: the run's, those of sources with captions of their own, then tokens."""
+    own = [source.captions for source in config.data.sources if source.captions and not source.is_reg]
+    named = (*(rules.trigger_word for rules in (config.captions, *own)), *config.textual_inversion.placeholder_tokens)
+    return tuple(dict.fromkeys(trigger for trigger in named if trigger))
+
+
+def sample_prompts(config: Config, inputs: Inputs) -> list[str]:
+    """The prompts that are set, `[trigger]` replaced; else different captions of the data, validation ones first."""
+    if config.sample.prompts:
+        return [filled(prompt, triggers(config)) for prompt in config.sample.prompts]
+    samples = (*inputs.validation, *inputs.train)
+    learned = [sample for sample in samples if not sample.regularization] or samples
+    return list(dict.fromkeys(sample.caption for sample in learned))[: config.sample.count]
+
+
+def run_drawing(config: Config, inputs: Inputs) -> Drawing:
+    """How a run generates its images: squares of the training resolution."""
+    side = inputs.resolution // inputs.facts.pixel_step * inputs.facts.pixel_step
+    return drawing_of(config, inputs.family, inputs.facts, (side, side))
+
+
+def draw_comparison(
+    lora: Path,
+    folder: Path,
+    config: Config,
+    inputs: Inputs,
+    device: torch.device,
+    dtype: torch.dtype,
+    say: Callable[[str], None],
+    *,
+    name: str = BEFORE_AFTER,
+    most: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:
+    """Generate images of the run's prompts without the LoRA and with it, same seeds, into `folder`; the sheet's path.
+
+    At most `most` prompts and strengths, where it is set.
+    """
+    from lora_trainer.evaluation.placing import with_less
+    from lora_trainer.evaluation.sample import Where, compare
+    from lora_trainer.run.choices import usable_bytes
+
+    seeds = [config.train.seed + index for index in range(config.sample.num_images_per_prompt)]
+    rows = rows_for(sample_prompts(config, inputs), seeds)[:most]
+    drawing, where = run_drawing(config, inputs), Where(folder, name)
+    drawing = replace(drawing, strengths=drawing.strengths[:most])
+
+    def drawn(usable: int | None) -> object:
+        return compare(
+            inputs.family,
+            inputs.facts.path,
+            lora,
+            rows,
+            drawing,
+            where,
+            named=config.model.path or BUILT_IN,
+            parts=parts_of(config),
+            dtype=dtype,
+            device=device,
+            usable=usable,
+            say=say,
+            progress=progress,
+        )
+
+    with_less(drawn, usable_bytes(config, device), device, say)
+    return where.sheet

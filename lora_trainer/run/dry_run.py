@@ -1,0 +1,79 @@
+"""`--dry-run`: what a run would do, without training.
+
+Only the digests and sizes of files that were read are written, into the user's cache folder.
+"""
+
+from __future__ import annotations
+
+from lora_trainer.config.layers import DEFAULT, flattened
+from lora_trainer.config.toml import shown
+from lora_trainer.run.bases.base import describe_model
+from lora_trainer.run.caching import cache_folder, plan_caches
+from lora_trainer.run.choices import choose, gpu_gib
+from lora_trainer.run.inputs import Inputs, arithmetic, own_architecture
+from lora_trainer.run.messages import model_lines, show_captions, show_views
+from lora_trainer.run.order import Order
+from lora_trainer.run.plans.plan import Plan, make_plan
+from lora_trainer.run.plans.view import show_plan as show_memory
+from lora_trainer.run.room import Room, room_for
+from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
+from lora_trainer.training.processes import join_processes
+
+
+def show_plan(order: Order, inputs: Inputs) -> None:
+    """Print samples, buckets, steps, three captions, caches, memory, disk, and every setting's origin."""
+    resolved, config, console = order.resolved, order.config, order.console
+    processes = join_processes()
+    choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
+    steps = arithmetic(config, inputs.train, choices.micro, processes.world)
+    if config.model.path is not None:  # the built-in one was announced
+        console.print(f"model: {describe_model(config.model)} ({inputs.family.name}, {inputs.resolution} px)")
+    for line in model_lines(config, inputs):
+        console.print(line)
+    console.print(f"images: {len(inputs.train)} training, {len(inputs.validation)} validation")
+    show_views(config, inputs, steps, console)
+    console.print(f"steps: {steps.line}")
+    show_captions(config, inputs, console, choices.encoder_dtype.itemsize)
+    console.print(f"caches in {cache_folder(config)}:")
+    if inputs.facts.whole:
+        for line in plan_caches(config, inputs, choices).lines:
+            console.print(f"  {line.replace('rebuilt', 'to build')}")
+    else:  # the caches' keys depend on the weights
+        console.print("  not known: the model's weights are not downloaded yet")
+    data = (inputs.train, inputs.validation)
+    plan = make_plan(resolved, order.families, gpu_gib(config), data, here=choices.device.type == "cuda")
+    if choices.device.type == "cuda":  # the plan shows the micro-batch size too
+        console.print("memory on a GPU:")
+        show_memory(plan, console)
+    else:
+        for line in (*choices.lines, *on_a_gpu(plan)):
+            console.print(line)
+    console.print(f"would write to {order.folder}")
+    room = room_of(order, plan, steps.total)
+    console.print(room.line)
+    if room.problem:
+        console.print(f"note: the run would be refused: {room.problem.fix}")
+    console.print("settings that a preset, file or flag set:")
+    for name, value in flattened(config).items():
+        if resolved.origin[name] != DEFAULT:
+            text = shown(value)
+            if name == "data.sources" and "{" in text:  # tables: one on a line
+                text = f"\n  {' ' * len(name)}   ".join(map(shown, value))
+            console.print(f"  {name} = {text}  ({resolved.origin[name]})")
+
+
+def on_a_gpu(plan: Plan) -> tuple[str, ...]:
+    """The plan's peak on the GPU that a preset is for, on a machine without one."""
+    limit = plan.demand.limit_gib
+    if limit is None:
+        return ()
+    fits = "" if plan.fits is not False else ", which does not fit"
+    peak = f"{plan.fit.parts.peak:.2f} GiB of {limit:g}{fits}"
+    return (f"memory on a GPU: peak {peak}; `lora-trainer plan` shows the parts",)
+
+
+def room_of(order: Order, plan: Plan, total: int) -> Room:
+    """The disk space that the run's folder will need; a resumed run has part of it already."""
+    newest = list_checkpoints(order.folder / "checkpoints")[:1] if order.resume else []
+    done = step_of(newest[0]) if newest else 0
+    return room_for(order.config, order.folder, plan.demand.shapes, done, total)

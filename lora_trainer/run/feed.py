@@ -1,0 +1,140 @@
+"""The training loop's data: the micro-batches of any step, and how often each sample was trained until a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import memory_may_run_out
+from lora_trainer.data.caches.filling import usual_workers
+from lora_trainer.data.fresh import Fresh
+from lora_trainer.data.images.pixels import EncodeImage
+from lora_trainer.data.loader import CachedData, read_micro
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.sample_counts import SampleCounts, count_trained
+from lora_trainer.data.steps import Ref, StepPlan, plan_steps, share, split_micros
+from lora_trainer.data.views import View, turn_of
+from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.run.caching import LATENT_DTYPE, in_halves
+from lora_trainer.run.choices import Choices
+from lora_trainer.run.inputs import Inputs
+from lora_trainer.training.micro_batch import MicroBatch, copied_ahead, make_micro_batch
+from lora_trainer.training.processes import Processes
+from lora_trainer.training.step import StepContext
+
+DECODED_AHEAD = 2  # steps
+WAITS = (0.0, 0.3, 1.0, 3.0, 10.0)  # seconds until an encoding that ran out of memory is tried again
+
+
+@dataclass(frozen=True)
+class Feed:
+    """`micros(step)` returns this process's micro-batches of a step, `groups(step)` the references in each of them,
+    `sample_counts(steps)` how often so many steps trained each sample,
+    `names(step)` the names of a step's images, by process, then by micro-batch.
+
+    `close` ends threads and frees the VAE, where there are any; no micro-batch can be read afterwards.
+    """
+
+    plan: StepPlan
+    data: CachedData
+    micros: Callable[[int], list[MicroBatch]]
+    groups: Callable[[int], tuple[tuple[Ref, ...], ...]]
+    sample_counts: Callable[[int], SampleCounts]
+    names: Callable[[int], list[str]]
+    close: Callable[[], None]
+
+
+def make_feed(
+    config: Config, data: CachedData, learner: StepContext, processes: Processes, micro: int, total: int
+) -> Feed:
+    """The feed of one process over `total` steps; `micro` is the largest micro-batch.
+
+    A step's micro-batches depend only on the step, so steps may be read in any order.
+    """
+    seed = config.train.seed
+    plan = plan_steps(data.samples, config.train.effective_batch_size, seed)
+    copied = copied_ahead(learner.device, learner.dtype)
+
+    def groups_of(refs: tuple[Ref, ...]) -> tuple[tuple[Ref, ...], ...]:
+        return split_micros(refs, lambda ref: data.bucket(ref, seed), micro)
+
+    def own_groups(step: int) -> tuple[tuple[Ref, ...], ...]:
+        return groups_of(share(plan.refs(step), processes.rank, processes.world))
+
+    def micros(step: int) -> list[MicroBatch]:
+        groups = own_groups(step)
+        if data.fresh is not None:
+            later = (own_groups(near) for near in range(step + 1, min(step + 1 + DECODED_AHEAD, total)))
+            data.fresh.expect(ref for each in (groups, *later) for group in each for ref in group)
+        epoch = step // plan.steps_per_epoch
+        batches = [read_micro(data, group, step, epoch, seed) for group in groups]
+        return copied([make_micro_batch(batch, step, seed, config.noise, learner.process) for batch in batches])
+
+    def text_of(ref: Ref, step: int) -> str | None:
+        number = data.text(ref, step, step // plan.steps_per_epoch, seed)
+        return None if number is None else data.samples[ref.index].texts[number]
+
+    def sample_counts(steps: int) -> SampleCounts:
+        return count_trained(plan, steps, lambda ref: data.bucket(ref, seed), text_of)
+
+    def names(step: int) -> list[str]:
+        refs, world = plan.refs(step), processes.world
+        shares = (groups_of(share(refs, rank, world)) for rank in range(world))
+        return [data.samples[ref.index].path.name for groups in shares for group in groups for ref in group]
+
+    def close() -> None:
+        if data.fresh is not None:
+            data.fresh.close()
+
+    return Feed(plan, data, micros, own_groups, sample_counts, names, close)
+
+
+def fresh_latents(config: Config, inputs: Inputs, choices: Choices, world: int) -> Fresh:
+    """For a run without cached latents: threads decode images, which are encoded while the step before is trained.
+
+    On a GPU the encoder runs in its own stream, so that no step waits for it. It stays in memory until the
+    fresh latents are closed.
+    """
+    seed, plan, device = config.train.seed, inputs.train_plan, choices.device
+
+    def shown(ref: Ref) -> tuple[Sample, View]:
+        views = plan.views[ref.index]
+        return inputs.train[ref.index], views[turn_of(ref, len(views), seed)]
+
+    encoders = inputs.family.load_encoders(inputs.facts.path, choices.encoder_dtype, device)
+    encode = in_halves(patiently(encoders.encode_image, device), device)
+    workers = max(1, usual_workers() // world) if config.cache.workers is None else config.cache.workers
+    return Fresh(shown, beside_training(encode, device), workers, LATENT_DTYPE)
+
+
+def patiently(encode: EncodeImage, device: torch.device) -> EncodeImage:
+    """The same encoder, tried again after a wait where memory runs out: between steps more is free."""
+
+    def encode_at_last(pixels: Tensor) -> tuple[Tensor, Tensor]:
+        for wait in WAITS:
+            with memory_may_run_out():
+                return encode(pixels)
+            time.sleep(wait)
+            free_memory(device)
+        return encode(pixels)
+
+    return encode_at_last
+
+
+def beside_training(encode: EncodeImage, device: torch.device) -> EncodeImage:
+    """The same encoder, on a GPU in its own stream; its results on the CPU."""
+    if device.type != "cuda":
+        return encode
+    stream = torch.cuda.Stream(device)
+
+    def encode_beside(pixels: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            mean, spread = encode(pixels.pin_memory())
+            return mean.cpu(), spread.cpu()  # waits for this stream alone
+
+    return encode_beside

@@ -1,0 +1,336 @@
+"""From a prepared session to a judged LoRA: resume, train, export, validate, draw."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_trainer.config.schema import Config
+from lora_trainer.config.toml import to_toml
+from lora_trainer.core.disk import current, write_with_retry
+from lora_trainer.core.errors import UserError, first_line
+from lora_trainer.core.hardware import describe_machine
+from lora_trainer.core.interrupt import remembering, stop_if_signalled
+from lora_trainer.core.io import write_text
+from lora_trainer.data.sample_counts import FILE as LEDGER
+from lora_trainer.data.sample_counts import never_trained, write_sample_counts
+from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.export.lora_file import write_learned_tokens
+from lora_trainer.models.memory.block_swap import move_to_device
+from lora_trainer.monitor.events import Event
+from lora_trainer.monitor.memory import gpu_pool, highest_memory_gib
+from lora_trainer.monitor.progress import Phase, Progress, step_line
+from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
+from lora_trainer.report.curve import still_falling
+from lora_trainer.report.record import Record, write_record
+from lora_trainer.run.choices import DTYPES
+from lora_trainer.run.counting import DRAWN, counting
+from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
+from lora_trainer.run.disk import lora_bytes
+from lora_trainer.run.drawing import draw_comparison
+from lora_trainer.run.inputs import Inputs, with_absolute_paths
+from lora_trainer.run.messages import model_lines
+from lora_trainer.run.order import Order
+from lora_trainer.run.release import (
+    cause_shown,
+    choose_released,
+    export_lora,
+    judge_lora,
+    lora_weights,
+    training_facts,
+    untrained_word,
+    untrained_words,
+)
+from lora_trainer.run.resuming import find_start, fixed_settings
+from lora_trainer.run.room import refuse_without_room, room_for
+from lora_trainer.run.session import TIMED_ATTENTION, Prepared, Session, open_session, prepare
+from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
+from lora_trainer.training.control import stopped_early
+from lora_trainer.training.loop import train
+from lora_trainer.training.state import TrainState
+from lora_trainer.training.step import StepContext
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a session ended. `signal_exit` is 128 + the signal's number when one stopped it."""
+
+    record: Record
+    lora: LoraReport | None
+    comparison: Path | None
+    signal_exit: int | None = None
+
+
+def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
+    """Train and release one LoRA in the order's folder. Raises UserError."""
+    session = open_session(order, inputs)
+    settings = fixed_settings(session.config, inputs, session.choices)
+    start = find_start(order.folder, settings, order.console, order.config) if order.resume else None
+    for line in order.differences:
+        order.console.print(line)
+    prepared = prepare(session, settings)
+    if session.processes.is_main:
+        text, file = to_toml(repeatable(prepared.session, prepared.built.attention)), order.folder / "config.toml"
+        keep = partial(write_text, file, text)
+        current().keep(file.name, keep)
+        write_with_retry(file.name, order.folder, keep, len(text))
+    record = with_preparation(record, prepared, settings)
+    if session.processes.is_main:  # a run that fails from here on says what it ran on
+        write_record(order.folder, record)
+        (order.folder / LEDGER).unlink(missing_ok=True)  # an earlier session's
+    with remembering():  # what was trained is recorded before a signal ends more
+        try:
+            shapes = weight_shapes(prepared.built.learner)
+            done, total = start.state.step if start else 0, session.steps.total
+            room = room_for(session.config, order.folder, shapes, done, total)
+            refuse_without_room(room)
+            if room.scarce:
+                order.console.print(f"{room.line}: that is just enough")
+            if done >= total:
+                order.console.print(f"all {total} steps are trained already")
+            with open_trackers(session, start, record.changed) as trackers:
+                progress = step_line(order.console, total, done, order.watch)
+                state, interrupt = train(prepared.job, start, trackers, progress)
+        except UserError:
+            if session.processes.is_main and (saved := newest_valid(prepared.job.checkpoints)[0]) is not None:
+                with contextlib.suppress(OSError):  # a disk that refused what was trained
+                    write_record(order.folder, with_ledger(record, prepared, saved[1].state))
+            raise
+        finally:
+            prepared.feed.close()
+        early = stopped_early(session.config.safeguards, state.control)
+        trained = state.seconds - (start.state.seconds if start else 0.0)
+        record = replace(
+            record.with_seconds(train=trained),
+            steps=state.step,
+            training=asdict(state) | {"stopped_early": early},
+            reason=f"the validation loss got no lower in {state.control.without_gain} validations" if early else None,
+            checkpoints=prepared.job.writer.summary(),
+            memory=memory_told(session.choices.device),
+            seen=prepared.job.watches.summary(),
+        )
+        if session.processes.is_main:
+            record = with_ledger(record, prepared, state)
+            write_record(order.folder, record)
+    if interrupt or not session.processes.is_main:
+        return Outcome(record, None, None, interrupt.exit_code if interrupt else None)
+    stop_if_signalled()
+    return release(prepared, record, state)
+
+
+def weight_shapes(learner: StepContext) -> list[tuple[int, ...]]:
+    """Of the trained weights."""
+    return [tuple(value.shape) for value in learner.adapter.masters.values()]
+
+
+def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any]) -> Record:
+    """The record with what is known before the first step."""
+    session = prepared.session
+    device, world = str(session.choices.device), session.processes.world
+    hardware = {**describe_machine(), "device": device, "processes": world}
+    if session.config.hardware.attention_backend == "fastest":
+        hardware[TIMED_ATTENTION] = prepared.built.attention
+    moved = other_machine(record.hardware or repeated_record(session.order.resolved).get("hardware", {}), hardware)
+    if moved:
+        session.console.print(f"another machine: {', '.join(moved)}; {ROUNDING_DIFFERS}")
+    return replace(
+        record.with_seconds(cache=prepared.cache_seconds),
+        hardware=hardware,
+        changed=(*record.changed, *moved),
+        pinned=record.pinned | pinned(record.config, decided(session, prepared.built.attention)),
+        model={**record.model, "sha256": settings["model"]},
+        arithmetic=session.steps.to_json(),
+        choices=(
+            *session.order.resolved.notes,
+            *model_lines(session.config, session.inputs),
+            *session.choices.lines,
+            *prepared.built.notes,
+            *prepared.built.details,
+        ),
+    )
+
+
+def with_ledger(record: Record, prepared: Prepared, state: TrainState) -> Record:
+    """The record with what was trained how often, which is said and written beside it.
+
+    A disk that is full costs the table alone: the weights are saved already.
+    """
+    session = prepared.session
+    if not state.step:
+        return record
+    ledger = prepared.feed.sample_counts(state.step)
+    told = ledger.line + (f"; {state.skipped} of {state.step} steps were left out" if state.skipped else "")
+    session.console.print(f"trained: {told}")
+    summary = ledger.to_json() | {"skipped_steps": state.skipped, "line": told}
+    try:
+        file: str | None = write_sample_counts(session.folder, ledger)
+    except OSError as error:
+        session.console.print(f"{LEDGER} could not be written: {error}")
+        file = None
+    return replace(record, sample_counts=summary, files={**record.files, "sample_counts": file})
+
+
+def repeatable(session: Session, attention: str) -> Config:
+    """The config that repeats this run from any folder: absolute paths, and what the hardware decided.
+
+    In a file these count as asked for, and what was asked for never falls back.
+    """
+    config = with_absolute_paths(session.config)
+    held = {"run": {"name": session.folder.name}, **decided(session, attention)}
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in held.items()}
+    return config.model_copy(update=sections)
+
+
+def decided(session: Session, attention: str) -> dict[str, dict[str, Any]]:
+    """What the hardware, or a measurement, made of settings that leave it open; by section and key."""
+    found = {"max_micro_batch_size": session.choices.micro} if session.config.train.auto_find_micro_batch_size else {}
+    threads = {"threads": torch.get_num_threads()} if session.choices.device.type == "cpu" else {}
+    return {
+        "memory": {"weight_dtype": session.choices.precision.value},
+        "train": found,
+        "hardware": {"attention_backend": attention, **threads},
+    }
+
+
+def memory_told(device: torch.device) -> dict[str, float]:
+    """For the record: the peak, and on a GPU what was held for it, what is held but in no use, how often it was tight."""
+    told = {"peak_gib": round(highest_memory_gib(device), 3)}
+    if held := gpu_pool(device):
+        told |= {"held_gib": round(held.most_reserved / 2**30, 3), "unused_gib": round(held.unused / 2**30, 3)}
+        told |= {"retries": held.retries, "limit_gib": round(held.limit / 2**30, 3)}
+    return told
+
+
+@contextlib.contextmanager
+def open_trackers(session: Session, start: Checkpoint | None, changed: Sequence[str]) -> Iterator[Trackers | None]:
+    """The run's files of metrics and events; None in all processes but the main one.
+
+    `changed` is what a resumed run does otherwise than before.
+    """
+    if not session.processes.is_main:
+        yield None
+        return
+    with contextlib.closing(
+        Trackers(session.folder, resume_step=start.state.step if start else -1, say=session.console.print)
+    ) as trackers:
+        if start:
+            message = "; ".join([f"resumed at step {start.state.step}", *changed])
+            trackers.event(Event(start.state.step, "resumed", message))
+        yield trackers
+
+
+def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
+    """Export, judge and draw; the record with scores and files."""
+    session, built = prepared.session, prepared.built
+    config, console, folder = session.config, session.console, session.folder
+    began, name = time.monotonic(), session.folder.name
+    released = choose_released(config, prepared.job.checkpoints, state, built.learner)
+    console.print(f"releasing step {released.step}")
+    facts = training_facts(config, session.inputs, name, released.step, session.steps, session.choices, record.started)
+    weights = lora_weights(config, session.inputs, released.weights)
+    untrained = untrained_words(config.textual_inversion.placeholder_tokens, session.inputs.train)
+    embeddings = {key: value for key, value in weights.embeddings.items() if key.partition(".")[0] not in untrained}
+    stored = DTYPES[config.checkpoint.export_dtype]
+    export = partial(export_lora, folder, name, weights, facts, built.shapes, session.inputs.family, stored)
+    with remembering():  # the record names the files whatever becomes of the gate
+        kohya, diffusers = write_with_retry(
+            "the LoRA", folder, export, lora_bytes(config, weight_shapes(built.learner))
+        )
+        write = partial(write_learned_tokens, folder, name, replace(weights, embeddings=embeddings), dtype=stored)
+        words = write_with_retry("new words", folder, write, 0)
+        files = {**record.files, "kohya": kohya.name, "diffusers": diffusers.name}
+        files |= {path.stem.removeprefix(f"{name}."): path.name for path in words}
+        record = replace(record, files=files, released=released.to_json())
+        write_record(folder, record)
+    console.print(f"exported {kohya.name} and {diffusers.name}; every key fits the model")
+    if words:
+        console.print(f"new words, also in {kohya.name}: {', '.join(path.name for path in words)}", markup=False)
+    stop_if_signalled()
+    outcome = measure(prepared, record, state, kohya, untrained)
+    return replace(outcome, record=outcome.record.with_seconds(validate=time.monotonic() - began))
+
+
+def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, untrained: Sequence[str]) -> Outcome:
+    """Judge the exported file and draw with it, where `gates.lora_check` asks for it; the record with what came of it."""
+    session, config, console = prepared.session, prepared.session.config, prepared.session.console
+    step, checked = record.released["step"], config.gates.lora_check != "off"
+    if checked:
+        free_step_context(prepared.built.learner)
+        console.print("validating the LoRA from its file")
+        reached(session, state, "validating")
+        report = judge_lora(
+            kohya,
+            config,
+            session.inputs,
+            prepared.validation,
+            session.choices.device,
+            session.choices.dtype,
+            console,
+        )
+    else:
+        console.print("gates.lora_check=off: the LoRA is not scored, and no images are made with it")
+        report = LoraReport(None, config.gates.lora, {})
+    unseen = never_trained(prepared.feed.plan, step, state.step)
+    judged = (cause_shown(each, config, step) for each in report.findings)
+    falling = still_falling(read_lines(session.folder / VALIDATION), state.step)
+    findings = (unseen, *judged, falling, *map(untrained_word, untrained))
+    report = replace(report, findings=tuple(filter(None, findings)))
+    score = None if report.score is None else round(report.score, 4)
+    record = replace(record, scores={**record.scores, "lora": score}, lora=report.to_json())
+    if not checked:
+        return Outcome(record, report, None)
+    reached(session, state, "drawing")
+    try:
+        with counting(console) as count:
+            comparison = draw_comparison(
+                kohya,
+                session.folder / "samples",
+                config,
+                session.inputs,
+                session.choices.device,
+                session.choices.dtype,
+                console.print,
+                most=1 if config.gates.lora_check == "lite" else None,
+                progress=count(DRAWN),
+            )
+    except (
+        RuntimeError,
+        ValueError,
+        OSError,
+        MemoryError,
+    ) as error:  # the LoRA is whole and judged: images are not worth its loss
+        console.print(f"the before/after images could not be drawn: {first_line(error)}")
+        return Outcome(record, report, None)
+    files = {**record.files, "before_after": comparison.relative_to(session.folder).as_posix()}
+    return Outcome(replace(record, files=files), report, comparison)
+
+
+def reached(session: Session, state: TrainState, phase: Phase) -> None:
+    """Tell the watcher that training is over and what comes now."""
+    session.order.watch(
+        Progress(
+            phase,
+            state.step,
+            session.steps.total,
+            loss=state.loss_average,
+            val_loss=state.val_loss,
+            best=state.best_val_loss,
+        )
+    )
+
+
+def free_step_context(learner: StepContext) -> None:
+    """Take what was trained off the GPU: judging and drawing load a fresh base."""
+    move_to_device(learner.denoiser, torch.device("cpu"))
+    for module in learner.modules[1:]:
+        module.to("cpu")
+    learner.optimizer.state.clear()
+    if learner.device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,206 @@
+"""The folder of a run: locking it, and restoring it after a usage error."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+
+from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
+from lora_trainer.core.io import HALF_WRITTEN, remove_unfinished, write_json
+from lora_trainer.core.launch import is_main_process
+from lora_trainer.report.record import FILE as RECORD
+from lora_trainer.report.record import read_record
+from lora_trainer.run.inputs import data_sources
+from lora_trainer.run.order import Order
+
+UNFINISHED = ("running", "stopped", "failed")
+LOCK, SOFT_LOCK = ".lock", ".lock.held"
+RESERVE, RESERVED = ".last-record.part", 2**16  # bytes; the name of something half written: the next run removes it
+WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
+OWN = (RECORD, "config.toml", "metrics.jsonl", "validation.jsonl", "events.jsonl")
+# With one of these changed, a finished run may have steps left.
+LENGTHS = ("max_steps", "max_epochs", "total_repeats", "max_hours")
+
+
+def claim(order: Order) -> dict[str, Any] | None:
+    """The record of the run in the folder, where `--resume` may continue it.
+
+    Raises UsageError when another process writes there, when the folder holds a run and
+    `--resume` is missing, when it holds something else, or cannot be written.
+    """
+    folder, record = order.folder, read_record(order.folder)
+    refuse_folders(folder)
+    if (folder / LOCK).is_file() and is_main_process():
+        with locked(folder):
+            pass  # the system frees the lock of a process that was killed
+    refuse_used(order, record)
+    if record is None and folder.exists() and (not folder.is_dir() or not is_free(folder)):
+        raise UsageError(Problem(f"{folder} exists and is not a run.", "Choose another --name or --output."))
+    for source in (Path(each.path).expanduser() for each in data_sources(order.config)):
+        if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
+            raise UsageError(Problem(f"{folder} is inside the dataset {source}.", "Choose another --output."))
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UsageError(Problem(f"{existing} cannot be written to.", "Choose another --output."))
+    return record
+
+
+def is_free(folder: Path) -> bool:
+    """Whether a folder holds only files of a run that was killed before its first record was complete."""
+    return all(name in (LOCK, SOFT_LOCK) or HALF_WRITTEN.fullmatch(name) for name in os.listdir(folder))
+
+
+def refuse_folders(folder: Path) -> None:
+    """Raise UsageError where a folder has the name of one of the run's own files."""
+    wrong = [name for name in OWN if (folder / name).is_dir()]
+    if wrong:
+        raise UsageError([Problem(f"{folder / name} is a folder.", "Move it away.") for name in wrong])
+
+
+def refuse_used(order: Order, record: dict[str, Any] | None) -> None:
+    """Raise UsageError when the folder holds a run and `--resume` is missing."""
+    if record is not None and not order.resume:
+        raise UsageError(
+            Problem(
+                f"{order.folder} holds a run already (status {record.get('status')}, step {record.get('steps', 0)}).",
+                "It is finished: choose another --name, or add --resume and more steps."
+                if is_finished(record)
+                else "Add --resume to continue it, or choose another --name.",
+            )
+        )
+
+
+def is_finished(record: dict[str, Any] | None) -> bool:
+    return record is not None and record.get("status") not in UNFINISHED
+
+
+def asks_for_more(order: Order, record: dict[str, Any]) -> bool:
+    """Whether a finished run is resumed with another length, so that it may have steps left."""
+    if ended_early(order, record):
+        return False
+    if record.get("status") == "done" and record.get("training", {}).get("stopped_early"):
+        return True  # its patience is longer now
+    before, now = record.get("config", {}).get("train", {}), order.config.train.model_dump(mode="json")
+    return any(before.get(key) != now[key] for key in LENGTHS)
+
+
+def ended_early(order: Order, record: dict[str, Any]) -> bool:
+    """Whether a run stopped early and would again, with the patience that is set now."""
+    training = record.get("training", {})
+    control = order.config.safeguards
+    without_gain = training.get("control", {}).get("without_gain", 0)
+    return bool(training.get("stopped_early")) and control.early_stopping and without_gain >= control.patience
+
+
+@contextlib.contextmanager
+def locked_folder(order: Order) -> Iterator[Callable[[], None]]:
+    """The main process creates and locks the folder, which must still be as free as `claim` found it. Raises UsageError.
+
+    Yields a function that locks it again, for a folder that was deleted and created anew.
+    """
+    if not is_main_process():
+        yield lambda: None
+        return
+    from lora_trainer.training.checkpoints.checkpoint import put_back
+
+    try:
+        order.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"{order.folder} cannot be created ({(error.strerror or str(error)).lower()})."
+        raise UsageError(Problem(message, "Choose another --output, or make room there.")) from error
+    with locked(order.folder) as lock_again:
+        refuse_used(order, read_record(order.folder))
+        put_back(order.folder / "checkpoints")  # the only half-written files that can be used
+        remove_unfinished(order.folder)
+        reserve(order.folder)
+
+        def again() -> None:
+            lock_again()
+            reserve(order.folder)
+
+        try:
+            yield again
+        finally:
+            free_reserve(order.folder)
+
+
+def reserve(folder: Path) -> None:
+    """Reserve disk space for the last record, so that a full disk cannot prevent it."""
+    with contextlib.suppress(OSError):
+        (folder / RESERVE).write_bytes(os.urandom(RESERVED))  # some file systems store no zeros
+
+
+def free_reserve(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        (folder / RESERVE).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[Callable[[], None]]:
+    """Lock the folder. Raises UsageError when another process has locked it, or the disk refuses.
+
+    Yields a function that locks it again, for a folder that was deleted and created anew.
+    """
+    try:
+        lock = take_lock(folder / LOCK)
+    except Timeout as error:
+        raise UsageError(
+            Problem(f"Another process is training a run in {folder}.", "Wait for it, or choose another --name.")
+        ) from error
+    except OSError as error:
+        message = f"{folder} cannot be written to ({(error.strerror or str(error)).lower()})."
+        raise UsageError(Problem(message, "Choose another --output, or make room there.")) from error
+    locks = [lock]
+
+    def again() -> None:
+        with contextlib.suppress(OSError):
+            locks.pop().release()
+        try:
+            locks.append(take_lock(folder / LOCK))
+        except Timeout as error:
+            message = f"{folder} was deleted, and another run was started in it."
+            raise TrainingFailed(Problem(message, "Wait for that one, or choose another --name.")) from error
+
+    try:
+        yield again
+    finally:
+        for each in locks:
+            with contextlib.suppress(OSError):  # the folder may be gone
+                each.release()
+
+
+def take_lock(path: Path) -> BaseFileLock:
+    """Acquire the lock. Where the file system has no locks, a file that names its owner is used instead.
+
+    Raises Timeout when another process has it, OSError when the disk refuses.
+    """
+    # One for all threads: the thread that writes checkpoints may find the folder gone.
+    lock: BaseFileLock = FileLock(path, timeout=0, thread_local=False)
+    try:
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, Timeout) or (isinstance(error, OSError) and error.errno not in WITHOUT_LOCKS):
+            raise
+        lock = SoftFileLock(path.with_name(SOFT_LOCK), timeout=0, thread_local=False)
+        lock.acquire()
+    return lock
+
+
+def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
+    """Restore the folder after a usage error before training, so that the corrected command can run."""
+    if previous is not None:
+        write_json(folder / RECORD, previous)
+        return
+    for name in (RECORD, "config.toml", RESERVE):
+        (folder / name).unlink(missing_ok=True)
+    if set(os.listdir(folder)) <= {LOCK, SOFT_LOCK}:
+        with contextlib.suppress(PermissionError):  # Windows cannot delete a file that is locked
+            (folder / LOCK).unlink(missing_ok=True)
+            (folder / SOFT_LOCK).unlink(missing_ok=True)
+            folder.rmdir()

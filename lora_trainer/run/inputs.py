@@ -1,0 +1,313 @@
+"""Reads and checks the model and data of a run before anything heavy is loaded. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.builtin import DATA_FOLDER
+from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
+from lora_trainer.core.errors import Problem, UsageError, gathering, known_as
+from lora_trainer.core.findings import Finding
+from lora_trainer.core.io import user_cache_folder
+from lora_trainer.data.buckets import Bucket
+from lora_trainer.data.caches.claims import in_use
+from lora_trainer.data.captions import canonical, settled
+from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.sample import Manifest, Sample
+from lora_trainer.data.split import MOST_VALIDATION_IMAGES, split_validation
+from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
+from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, notes_on, plan_plain, plan_views
+from lora_trainer.dataset_check import DataReport, check_buckets, check_dataset, check_plan
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
+from lora_trainer.models.folder import detect_family, read_config, without_weights
+from lora_trainer.run.bases.base import describe_model, find_base, on_stderr
+from lora_trainer.run.bases.names import absolute
+from lora_trainer.run.counting import counting
+from lora_trainer.run.reading import reading, refuse_lacking
+
+LATENT_BYTES = 4  # of each number of the cached latents, as `caching.LATENT_DTYPE`, without importing torch
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a run. `train_plan` and `validation_plan` are in the order of their samples.
+
+    `resolution` is the largest that is trained. Captions of `manifest` and `report` are as
+    written, those of `train` and `validation` canonical; `train` has all trained texts too.
+    """
+
+    family: Family
+    facts: ModelFacts
+    resolution: int
+    manifest: Manifest
+    report: DataReport
+    train: tuple[Sample, ...]
+    validation: tuple[Sample, ...]
+    train_plan: BucketPlan
+    validation_plan: BucketPlan
+
+
+def data_sources(config: Config) -> list[SourceSection]:
+    """The data's folders and files; the built-in set when none is named."""
+    return list(config.data.sources) or [SourceSection(path=str(DATA_FOLDER))]
+
+
+@contextlib.contextmanager
+def data_in_use() -> Iterator[None]:
+    """What is unpacked of the data in the user's cache folder stays there meanwhile: samples' spans lie in it."""
+    with in_use(user_cache_folder()):
+        yield
+
+
+@data_in_use()
+def list_data(config: Config, *, allow_missing_captions: bool | None = None) -> tuple[Manifest, tuple[Finding, ...]]:
+    """The samples of the sources, with findings. Raises UsageError for bad sources."""
+    allowed = config.data.allow_missing_captions if allow_missing_captions is None else allow_missing_captions
+    with counting() as count:
+        watch = count("headers read")
+        sources = data_sources(config)
+        return read_manifest(sources, allow_missing_captions=allowed, captions=config.captions, progress=watch)
+
+
+def caption_rules(config: Config) -> tuple[CaptionsSection, ...]:
+    """How captions are changed, for each of the data's sources."""
+    return tuple(source.captions or config.captions for source in config.data.sources) or (config.captions,)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The same config, good from any folder."""
+    places = {name: getattr(config.model, name) for name in ("path", "vae", "text_encoders")}
+    model = {name: absolute(place) for name, place in places.items() if place is not None}
+    cache = config.cache.dir and str(Path(config.cache.dir).expanduser().resolve())
+    sources = tuple(source.model_copy(update=_absolute(source)) for source in config.data.sources)
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=model),
+            "data": config.data.model_copy(update={"sources": sources}),
+            "cache": config.cache.model_copy(update={"dir": cache}),
+            "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve())}),
+        }
+    )
+
+
+def _absolute(source: SourceSection) -> dict[str, str]:
+    """The paths of a source that are set, from the root of the disk."""
+    found = {"path": source.path, "captions_file": source.captions_file}
+    if source.masks != "alpha":
+        found["masks"] = source.masks
+    return {name: str(Path(path).expanduser().resolve()) for name, path in found.items() if path is not None}
+
+
+def read_model(
+    config: Config,
+    families: Mapping[str, Family] = FAMILIES,
+    *,
+    weights: bool = True,
+    say: Callable[[str], None] = on_stderr,
+    suits: Callable[[str], object] = lambda prediction: None,
+) -> tuple[Family, ModelFacts]:
+    """The model's family, with the settings' text options, and its facts.
+
+    Raises UsageError, all problems at once, for a model that cannot be trained with the settings; `suits` is called with
+    its prediction type, and may raise its own.
+
+    Without `weights` only the configs of a hub's model are downloaded and read.
+    """
+    if config.model.path is None and config.model.family not in (None, USUAL_FAMILY):
+        message = f"model.family={config.model.family} needs --model: the built-in model is {USUAL_FAMILY}."
+        raise UsageError(Problem(message, "Set --model to the model's folder."))
+    base = find_base(config.model, offline=config.run.offline, weights=weights, say=say)
+    problems: list[Problem] = []
+    with known_as(base.places):
+        family = plain = families[config.model.family or detect_family(base.folder)]
+        with gathering(problems):
+            family = reading(config, plain)
+        with gathering(problems):
+            refuse_lacking(family.text_rates(config.text_encoder.learning_rates), base)
+    with known_as(base.places), contextlib.nullcontext() if base.whole else without_weights():
+        facts = _described((family, plain), base.folder, problems)
+    if config.textual_inversion.placeholder_tokens and base.whole:
+        from lora_trainer.models.textual_inversion import (
+            check_learned_tokens,  # loads torch, which most settings need not here
+        )
+
+        with gathering(problems):
+            check_learned_tokens(base.folder, family.word_texts, config.textual_inversion)
+    if facts is None:
+        raise UsageError(problems)
+    with gathering(problems):
+        suits(facts.prediction)
+    if config.sample.negative_prompt and not family.sampling_defaults(base.folder).negative:
+        model = f"{describe_model(config.model)} is sampled without classifier-free guidance"
+        message = f"sample.negative_prompt is {config.sample.negative_prompt!r}, but {model}."
+        problems.append(Problem(message, "Leave the negative prompt empty with this model."))
+    if problems:
+        raise UsageError(problems)
+    return family, replace(facts, named=base.named, whole=base.whole)
+
+
+def _described(families: Sequence[Family], folder: Path, problems: list[Problem]) -> ModelFacts | None:
+    """By the first of them that takes the folder: the plain one does where options of the other are refused."""
+    for family in families:
+        with gathering(problems):
+            return family.describe(folder)
+    return None
+
+
+def own_architecture(inputs: Inputs) -> Architecture:
+    """The architecture of a run's model, from its folder."""
+    return read_architecture(inputs.family, inputs.facts)
+
+
+def read_architecture(family: Family, facts: ModelFacts) -> Architecture:
+    """The architecture of the model in `facts.path`. Raises UsageError when its config cannot be read."""
+    return Architecture(facts, read_config(facts.path, f"{family.denoiser_prefix}/config.json"))
+
+
+def trained_framings(config: Config, facts: ModelFacts) -> tuple[Framing, ...]:
+    """How each source's images are cropped and resized; by default at the model's resolution, up to the preset's.
+
+    Raises UsageError, all problems at once, for sides that no bucket can have.
+    """
+    ceiling = config.data.resolution_ceiling
+    own = facts.resolution if ceiling is None else min(facts.resolution, ceiling)
+    return framings_of(config.data, own, facts.pixel_step)
+
+
+def trained_resolution(config: Config, facts: ModelFacts) -> int:
+    """The largest that any source is trained at. Raises UsageError as `trained_framings`."""
+    return largest_resolution(trained_framings(config, facts))
+
+
+def largest_resolution(framings: Sequence[Framing]) -> int:
+    return max(framing.resolutions[0] for framing in framings)
+
+
+@data_in_use()
+def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tuple[Manifest, DataReport]:
+    """Read and check the data as this config would train it on that model; without `decode` from headers alone.
+
+    Raises UsageError for bad sources.
+    """
+    framings = trained_framings(config, facts)
+    manifest, findings = list_data(config)
+    manifest = replace(manifest, notes=(*manifest.notes, *notes_on(framings)))
+    with counting() as count:
+        report = check_dataset(
+            manifest,
+            findings,
+            framings=framings,
+            allow_upscale=config.data.allow_small_images,
+            caption_limit=facts.caption_tokens,
+            rules=caption_rules(config),
+            learned_tokens=config.textual_inversion.placeholder_tokens,
+            num_vectors=config.textual_inversion.num_vectors,
+            gate=config.gates.dataset,
+            decode=decode,
+            progress=count("images decoded"),
+        )
+    return manifest, replace(report, general=(*report.general, *_plan_findings(config, report)))
+
+
+def validation_split(config: Config, report: DataReport) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
+    """(train, validation); images that look the same stay on one side."""
+    return split_validation(report.samples, config.validation.split, config.validation.split_seed, report.kin)
+
+
+def _plan_findings(config: Config, report: DataReport) -> list[Finding]:
+    """Whether the steps, the rank and the buckets suit so many images."""
+    train = validation_split(config, report)[0]
+    learned = {sample.content for sample in train if not sample.regularization}
+    if not learned:
+        return []
+    micro = config.train.max_micro_batch_size or config.train.effective_batch_size
+    steps = arithmetic(config, train, micro, processes=1)
+    share = sum(not sample.regularization for sample in train) / len(train)
+    exposures = steps.total * config.train.effective_batch_size * share / len(learned)
+    found = check_plan(len(learned), exposures, config.lora.rank)
+    return found + check_buckets([row.samples for row in report.rows], micro)
+
+
+def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES, *, weights: bool = True) -> Inputs:
+    """Read model facts and data, decode every image, check the dataset and split it.
+
+    `weights` as for `read_model`. Raises UsageError for a model or folder that cannot be read. Problems of single
+    images are in `report`, which the caller compares with the gate.
+    """
+    family, facts = read_model(config, families, weights=weights)
+    manifest, report = read_data(config, facts)
+    framings, rules = trained_framings(config, facts), caption_rules(config)
+    train, validation = validation_split(config, report)
+    train_plan, validation_plan = plan_views(train, framings), plan_plain(validation, framings)
+    refuse_large(facts, (*train_plan.counts, *validation_plan.counts))
+    return Inputs(
+        family=family,
+        facts=facts,
+        resolution=largest_resolution(framings),
+        manifest=manifest,
+        report=report,
+        train=settled(train, rules),
+        validation=tuple(map(canonical, settled(validation, rules))),
+        train_plan=train_plan,
+        validation_plan=validation_plan,
+    )
+
+
+def refuse_large(facts: ModelFacts, buckets: Sequence[Bucket]) -> None:
+    """Raise UsageError for buckets that are wider or higher than the model's position embeddings."""
+    most, side = facts.largest_side, max((max(each.width, each.height) for each in buckets), default=0)
+    if most is not None and side > most:
+        message = f"A bucket is {side} px on its longer side, but {facts.name} supports at most {most} px."
+        raise UsageError(Problem(message, f"Set data.bucket_max={most}, or data.resolution or data.max_aspect lower."))
+
+
+def dataset_facts(inputs: Inputs) -> dict[str, Any]:
+    """What a run's record keeps of its data: score's parts, counts, buckets, and every finding with its file."""
+    buckets = Counter(inputs.train_plan.counts) + Counter(inputs.validation_plan.counts)
+    return {
+        "parts": inputs.report.parts,
+        "samples": len(inputs.report.samples),
+        "validation": len(inputs.validation),
+        "resolution": inputs.resolution,
+        "buckets": {str(bucket): count for bucket, count in sorted(buckets.items())},
+        "findings": [
+            {**finding.to_json(), "path": str(finding.path.resolve()) if finding.path else None}
+            for finding in inputs.report.findings
+        ],
+        "notes": list(inputs.report.notes),
+    }
+
+
+def measured_among(train: Sequence[Sample], validation: Sequence[Sample]) -> list[int]:
+    """Indices of the samples that losses are measured on: the validation ones, else some trained ones."""
+    count = len(train)
+    first = sorted(range(count), key=lambda index: train[index].content)[:MOST_VALIDATION_IMAGES]
+    return list(range(count, count + len(validation))) or first
+
+
+def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts) -> int:
+    """Bytes of all variants' latents with their masks, each once. `plan` is in the samples' order."""
+    distinct = {
+        (sample.content, sample.mask, view): (sample, view)
+        for sample, views in zip(samples, plan.views, strict=True)
+        for view in views
+    }
+    return sum(view_bytes(sample, view, facts) for sample, view in distinct.values())
+
+
+def view_bytes(sample: Sample, view: View, facts: ModelFacts) -> int:
+    """Bytes of one variant's latents: mean, std and mask."""
+    places = view.fit.bucket.width * view.fit.bucket.height // facts.downscale**2
+    return LATENT_BYTES * places * (2 * facts.latent_channels + (sample.mask is not None))
+
+
+def arithmetic(config: Config, train: tuple[Sample, ...], max_micro: int, processes: int) -> StepArithmetic:
+    """How many steps come of how many images."""
+    lengths = Lengths(config.train.max_steps, config.train.max_epochs, config.train.total_repeats)
+    return step_arithmetic(train, config.train.effective_batch_size, lengths, max_micro=max_micro, processes=processes)

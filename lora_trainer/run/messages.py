@@ -1,0 +1,250 @@
+"""The lines that a run prints at its start and at its end."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from lora_trainer.config.schema import CaptionsSection, Config
+from lora_trainer.core.errors import UserError
+from lora_trainer.core.findings import counted, printable
+from lora_trainer.data.captions import most_choices
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.steps import StepArithmetic
+from lora_trainer.evaluation.report import caveat
+from lora_trainer.models.folder import read_config
+from lora_trainer.monitor.progress import duration
+from lora_trainer.report.record import Record
+from lora_trainer.run.inputs import Inputs, caption_rules, latent_bytes, own_architecture
+from lora_trainer.run.order import Order
+
+if TYPE_CHECKING:
+    from lora_trainer.evaluation.report import LoraReport
+    from lora_trainer.models.lora_clients import Client
+
+
+MOST_FINDINGS = 8
+CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
+
+
+def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
+    """The VAE where it is not the model's own, a flow's timesteps, and which trained encoders diffusers ignores."""
+    lines = []
+    if config.model.vae is not None:
+        scale = read_config(inputs.facts.path, "vae/config.json").get("scaling_factor")
+        a_file = config.model.vae.endswith(".safetensors")
+        assumed = f" (scaling_factor {scale} is this model's: the file has none and must be of the same family)"
+        lines.append(f"VAE: {config.model.vae}{assumed if a_file else ''}")
+    own = inputs.family.make_process(inputs.facts.path)
+    if own.prediction == "flow":
+        facts, shift = inputs.facts, config.flow.shift
+        side = inputs.resolution // facts.downscale
+        size = f" at {inputs.resolution} px"
+        origin = {"model": "the model's own", "resolution": "by resolution"}.get(str(shift), "flow.shift")
+        from lora_trainer.diffusion.timesteps import flow_times
+
+        times = flow_times(config.flow, own.times.shift)
+        lines.append(f"timesteps: {times.describe((side, side))}{size if times.shift.by_size else ''} ({origin})")
+    trained = inputs.family.text_rates(config.text_encoder.learning_rates)
+    lines += [
+        f"{name} (T5) is trained: ComfyUI and sd-scripts read its LoRA, diffusers' load_lora_weights ignores it"
+        for name in inputs.family.cached_texts
+        if name in trained
+    ]
+    return tuple(lines)
+
+
+def show_unheld(config: Config, inputs: Inputs, console: Console) -> None:
+    """Settings that need validation losses, in a run that has no validation images."""
+    for name in ("reduce_lr_on_plateau", "early_stopping"):
+        if getattr(config.safeguards, name) and not inputs.validation:
+            console.print(f"note: safeguards.{name} does nothing: the dataset is too small for validation images")
+
+
+def announce(config: Config, console: Console) -> None:
+    """Which model is used where `--model` names none."""
+    if config.model.path is None:
+        console.print("model: built-in miniature Stable Diffusion 1.5, 128 px (no --model)")
+        if config.data.sources:
+            console.print(
+                "note: this model is for trials only. `lora-trainer check` without --model checks for 512 px."
+            )
+
+
+def show_report(config: Config, inputs: Inputs, console: Console) -> None:
+    """The dataset's score and its findings, worst first."""
+    report = inputs.report
+    name = counted(len(report.samples), "sample") if config.data.sources else 'built-in robot "zobo"'
+    console.print(f"dataset: {name}, score {report.score:.2f} (minimum {report.gate:.2f})")
+    # Errors end the run, which prints each kind of them once.
+    found = [(code, group) for code, group in report.grouped if group[0].severity != "error"]
+    for code, group in found[:MOST_FINDINGS]:
+        console.print(f"  {group[0].severity}: {report.message(code, group)} {group[0].fix}".rstrip())
+    if len(found) > MOST_FINDINGS:
+        console.print(f"  … and {len(found) - MOST_FINDINGS} more kinds: `lora-trainer check` shows all")
+    for note in report.notes[:MOST_FINDINGS]:
+        console.print(f"  note: {note}")
+
+
+def of_each_source(samples: Sequence[Sample], most: int) -> list[Sample]:
+    """At most `most` samples in their order: the first of each source, then the next ones."""
+    first = {sample.source: place for place, sample in reversed(list(enumerate(samples)))}
+    places = sorted(first.values())[:most]
+    places += [place for place in range(min(most, len(samples))) if place not in places]
+    return [samples[place] for place in sorted(places[:most])]
+
+
+def show_views(config: Config, inputs: Inputs, steps: StepArithmetic, console: Console) -> None:
+    """The buckets; where images have several variants, their size on disk and how many are used."""
+    plan = inputs.train_plan
+    for line in plan.lines:
+        console.print(line)
+    if plan.most == 1:
+        return
+    size, limit = latent_bytes(inputs.train, plan, inputs.facts) / 1e9, config.cache.limit_gb
+    storage = f"{in_gigabytes(size)} of latents on disk" if config.cache.latents else "encoded while training"
+    console.print(f"variants: up to {plan.most} of each image, used in turn, {storage}")
+    if config.cache.latents and size > limit / 2:
+        console.print(
+            f"note: this is most of cache.limit_gb={limit:g}. Set data.crop_variants or data.color_variants lower."
+        )
+    seen = steps.total * steps.effective / max(1, steps.images)
+    if seen < plan.most:
+        console.print(f"note: {steps.total} steps show an image about {seen:.1f} times, so not all of its variants")
+
+
+def in_gigabytes(size: float) -> str:
+    """`1.5 GB`, `212 MB`, `1.5 MB`."""
+    return f"{size:.1f} GB" if size >= 1 else f"{1000 * size:.{0 if size >= 0.01 else 1}f} MB"
+
+
+def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: int) -> None:
+    """The texts of three images, what caption variants take on disk, and settings that have no effect.
+
+    `itemsize`: bytes of a number in the cache of text embeddings.
+    """
+    rules = caption_rules(config)
+    shares = sorted({own.dropout for own in rules if own.dropout})
+    dropped = f", empty {' or '.join(f'{share:.0%}' for share in shares)} of the time" if shares else ""
+    console.print(f"captions, for example{dropped}:")
+    for sample in of_each_source(inputs.train, CAPTIONS_SHOWN):
+        for line in caption_lines(sample):
+            console.print(f"  {line}", markup=False, soft_wrap=True)
+    for line in (*variant_lines(config, inputs, itemsize), *no_effect_notes(rules, inputs)):
+        console.print(line, markup=False)
+
+
+def caption_lines(sample: Sample) -> list[str]:
+    """The text that an image is trained on; where it is not the canonical one, that one and the first texts trained."""
+    name, texts = printable(sample.path.name), list(dict.fromkeys(sample.texts))
+    if texts == [sample.caption]:
+        return [f"{name}: trained on {sample.caption!r}"]
+    lines = [f"{name}: canonical {sample.caption!r}, trained on {counted(len(texts), 'text')}:"]
+    lines += [f"  {text!r}" for text in texts[:TEXTS_SHOWN]]
+    return lines + ([f"  … and {len(texts) - TEXTS_SHOWN} more"] if len(texts) > TEXTS_SHOWN else [])
+
+
+def variant_lines(config: Config, inputs: Inputs, itemsize: int) -> list[str]:
+    """`up to 8 texts for each of 120 captions: 960 texts, 212 MB`; a note where that is most of the cache's limit."""
+    varied = {sample.caption: sample.texts for sample in inputs.train if len(sample.texts) > 1}
+    if not varied:
+        return []
+    shapes = inputs.family.cond_shapes(own_architecture(inputs).denoiser)
+    count = len({text for texts in varied.values() for text in texts})
+    size = count * itemsize * sum(math.prod(shape) for shape in shapes.values()) / 1e9
+    most, limit = max(len(set(texts)) for texts in varied.values()), config.cache.limit_gb
+    texts = f"{counted(count, 'text')}, {in_gigabytes(size)}"
+    lines = [f"up to {most} texts for each of {counted(len(varied), 'caption')}: {texts}"]
+    if size > limit / 2:
+        lines.append(f"note: this is most of cache.limit_gb={limit:g}. Set captions.variants lower.")
+    return lines
+
+
+def no_effect_notes(rules: Sequence[CaptionsSection], inputs: Inputs) -> list[str]:
+    """Caption settings that do nothing with the others as they are."""
+    notes = []
+    if any(own.keep_tokens and not (own.shuffle or own.tag_dropout) for own in rules):
+        notes.append("note: captions.keep_tokens does nothing without captions.shuffle or captions.tag_dropout")
+    for sample in inputs.report.samples if any(own.wildcards for own in rules) else ():
+        choices, variants = most_choices(sample, rules), rules[sample.source].variants
+        if choices > variants:
+            where = inputs.report.name_of(sample.path)
+            notes.append(
+                f"note: captions.variants={variants} is fewer than the {choices} choices of {where}: set it higher"
+            )
+            break
+    return notes
+
+
+def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path | None, console: Console) -> None:
+    """Both scores with the findings, and where everything is. The time is that of the steps, over all sessions."""
+    console.print()
+    console.rule(f"{record.name}: {record.steps} steps in {duration(record.training['seconds'])}", style="dim")
+    console.print(f"dataset: score {record.scores['dataset']:.2f}")
+    if report.score is None:
+        lora = folder / f"{record.name}.safetensors"
+        console.print(f"LoRA: not scored. To score it: lora-trainer validate {lora}", soft_wrap=True, markup=False)
+    else:
+        parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
+        doubt = "; learning measured on too little" if caveat(report.numbers) else ""  # the findings say why
+        console.print(f"LoRA: {'passed' if report.passed else 'failed'}, score {report.score:.2f} ({parts}{doubt})")
+    for finding in report.findings:
+        console.print(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip())
+    console.print(f"exported: step {record.released['step']} ({record.released['reason']})")
+    kohya = folder / f"{record.name}.safetensors"
+    where = {
+        f"for {readers(kohya)}": kohya,
+        "for diffusers": folder / f"{record.name}.diffusers.safetensors",
+        "before / after": comparison,
+        "report": folder / "report.html" if record.files.get("report") else None,
+        "record": folder / "run.json",
+    }
+    for what, path in where.items():
+        if path is not None:
+            ignored = ignored_by_diffusers(path) if what == "for diffusers" else ""
+            console.print(f"{what:<26}{path}{ignored and f' ({ignored})'}", soft_wrap=True, markup=False)
+    for name in (file for kind, file in record.files.items() if file and kind.startswith("embedding-")):
+        console.print(f"{'learned token':<26}{folder / name} (ComfyUI: models/embeddings)", soft_wrap=True)
+
+
+def describe_stop(order: Order, record: Record) -> str:
+    """What is saved after a signal, and the command that resumes."""
+    config = order.folder / "config.toml"
+    trainer = "produce" if order.enforce_gates else "train"
+    command = f"lora-trainer {trainer} --config {shlex.quote(str(config))} --resume"
+    again = command if config.is_file() else f"the same command, --name {shlex.quote(record.name)} and --resume"
+    if not record.steps:
+        return f"stopped before the first step; the caches are kept. To resume: {again}"
+    if lora := record.files.get("kohya"):  # of this session
+        return (
+            f"stopped after training: {order.folder / lora} is complete and can be used. It has no score and no sample"
+            f" images yet. To add them without training again: {again}"
+        )
+    return f"stopped at step {record.steps}; everything up to it is saved. To resume: {again}"
+
+
+def ignored_by_diffusers(lora: Path) -> str:
+    """What diffusers ignores in its own file, in `inspect`'s text; empty where it reads all."""
+    return next((each.why for each in _clients(lora) if each.name == "diffusers"), "")
+
+
+def readers(lora: Path) -> str:
+    """The programs that generate images with a LoRA file, as in `inspect`: `ComfyUI, A1111, Forge`."""
+    found = [each.name for each in _clients(lora) if each.reads in ("whole", "in part")]
+    return ", ".join(name for name in found if name not in ("diffusers", "sd-scripts")) or "other programs"
+
+
+def _clients(lora: Path) -> list[Client]:
+    """Nothing of a file that cannot be read."""
+    from lora_trainer.models.lora_clients import clients
+    from lora_trainer.models.lora_names import inspect_lora
+
+    try:
+        return clients(inspect_lora(lora))
+    except UserError:
+        return []

@@ -1,0 +1,77 @@
+"""The order for one run: its settings, folder, console and flags."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PureWindowsPath
+
+from rich.console import Console
+
+from lora_trainer.config.layers import Resolved
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import Family
+from lora_trainer.monitor.console import Console as PlainConsole
+from lora_trainer.monitor.progress import Watch, unwatched
+from lora_trainer.run.inputs import data_sources
+
+LONGEST_NAME = 200  # bytes; file systems allow 255, and endings and temporary names need their share
+WINDOWS = re.compile(r'[<>:"|?*]|[. ]$')
+
+
+@dataclass(frozen=True)
+class Order:
+    """Lines are printed to `console`; `watch` is called with the run's progress.
+
+    With `enforce_gates` a dataset or a LoRA that scores below its gate is refused; without,
+    only data that cannot be trained on. `verbose` also prints details that are otherwise only recorded.
+    """
+
+    resolved: Resolved
+    folder: Path
+    console: Console
+    watch: Watch = unwatched
+    families: Mapping[str, Family] = field(default_factory=lambda: FAMILIES)
+    resume: bool = False
+    enforce_gates: bool = False
+    verbose: bool = False
+    differences: tuple[str, ...] = ()  # from the run that is resumed or repeated
+
+    @property
+    def config(self) -> Config:
+        return self.resolved.config
+
+
+def run_folder(config: Config) -> Path:
+    """OUTPUT/NAME; the default name is the data folder's."""
+    name = config.run.name or _name_of(data_sources(config)[0].path)
+    if name in (".", "..") or "/" in name or "\\" in name or not name.isprintable() or not _holds(name):
+        raise UsageError(
+            Problem(f"--name {name!r} is no name of a folder.", "Use a plain name, and set the folder with --output.")
+        )
+    if (size := len(os.fsencode(name))) > LONGEST_NAME:
+        message = f"--name {name[:40]}… has {size} bytes; its files' names leave room for {LONGEST_NAME}."
+        raise UsageError(Problem(message, "Use a shorter one."))
+    return Path(config.run.output) / name
+
+
+def _holds(name: str) -> bool:
+    """Whether a folder can have this name; Windows reserves names of devices, streams and patterns."""
+    return name == name.rstrip(" ") and not (
+        os.name == "nt" and (WINDOWS.search(name) or PureWindowsPath(name).is_reserved())
+    )
+
+
+def _name_of(source: str) -> str:
+    """A run's name from its data: `cats-{000..009}.tar` makes `cats`."""
+    stem = Path(source).resolve().stem
+    return re.sub(r"[-_. ]*\{[^{}]*\}", "", stem) or stem
+
+
+def plain_console(*, quiet: bool = False) -> Console:
+    """A console that prints text as it is: captions and file names may contain rich's markup."""
+    return PlainConsole(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)

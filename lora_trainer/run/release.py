@@ -1,0 +1,353 @@
+"""After training: export the LoRA in both formats, evaluate the file, generate images with and without it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from lora_trainer import __version__
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.core.findings import Finding, counted
+from lora_trainer.core.interrupt import abortable
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.steps import StepArithmetic
+from lora_trainer.diffusion.process import Process
+from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.evaluation.lora_check import LORA_CHECKS, check_lora
+from lora_trainer.evaluation.placing import with_less
+from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.evaluation.validation_loss import EncodedSample
+from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.metadata import FlowFacts, TrainingFacts
+from lora_trainer.export.weights import LoraWeights, weights_from_peft
+from lora_trainer.models.family import Family
+from lora_trainer.models.lora_names import names_of
+from lora_trainer.models.memory.block_swap import move_to_device
+from lora_trainer.models.textual_inversion import to_embeddings
+from lora_trainer.optim.schedules import warmup_length
+from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
+from lora_trainer.run.counting import JUDGED, counting
+from lora_trainer.run.drawing import draw_comparison, triggers
+from lora_trainer.run.inputs import Inputs, trained_framings
+from lora_trainer.training.build import Built, trained_process
+from lora_trainer.training.checkpoints.best import read_best
+from lora_trainer.training.checkpoints.checkpoint import step_name
+from lora_trainer.training.state import TrainState
+from lora_trainer.training.step import StepContext
+from lora_trainer.training.texts import text_alpha, text_rank
+
+WEIGHTS = "weights"  # the folder of exported LoRA files that are never deleted
+ROOM_TO_DRAW = 2.0  # times the denoiser's size: a whole pipeline and its images take less
+
+
+@dataclass(frozen=True)
+class Released:
+    """The weights that are exported: of which step, its validation loss, and why that step."""
+
+    step: int
+    val_loss: float | None
+    weights: Mapping[str, Tensor]
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.step, "val_loss": self.val_loss, "reason": self.reason}
+
+
+def choose_released(config: Config, checkpoints: Path, state: TrainState, learner: StepContext) -> Released:
+    """The weights of the best step where there are validation images and it is requested; else the last."""
+    step = RELEASED_STEP[config.checkpoint.export_weights](state)
+    last = f"the last, step {state.step}"
+    if state.val_loss is not None:
+        last += f", has validation loss {state.val_loss:.4f}"
+    if step != state.step and (weights := read_best(checkpoints, step)) is not None:
+        reason = f"validation loss was lowest at step {step}: {state.best_val_loss:.4f}; {last}"
+        return Released(step, state.best_val_loss, weights, reason)
+    if step != state.step:
+        reason = f"the weights of step {step}, the best, cannot be read; {last}"
+    elif config.checkpoint.export_weights == "last":
+        reason = f"checkpoint.export_weights=last: {last}"
+    elif state.best_step is None:
+        reason = "the last: no validation images"
+    else:
+        reason = f"validation loss was lowest at the end: {state.val_loss:.4f}"
+    return Released(state.step, state.val_loss, learner.shown(), reason)
+
+
+RELEASED_STEP: dict[str, Callable[[TrainState], int]] = {
+    "best": lambda state: state.step if state.best_step is None else state.best_step,
+    "last": lambda state: state.step,
+}
+
+
+def lora_weights(config: Config, inputs: Inputs, trained: Mapping[str, Tensor]) -> LoraWeights:
+    """The weights by module name, with the alpha that gives them the scale of the training."""
+    encoders = tuple(f"{name}." for name in inputs.family.text_targets)
+    denoiser = {name: value for name, value in trained.items() if not name.startswith(encoders)}
+    alpha = config.lora.alpha or float(config.lora.rank)
+    found = dict(
+        weights_from_peft(denoiser, inputs.family.denoiser_prefix, in_effect(config, alpha, config.lora.rank)).modules
+    )
+    alpha = in_effect(config, text_alpha(config), text_rank(config))
+    for prefix in encoders:
+        own = {name.removeprefix(prefix): value for name, value in trained.items() if name.startswith(prefix)}
+        found |= weights_from_peft(own, prefix.removesuffix("."), alpha).modules
+    words = (
+        to_embeddings(trained, inputs.family.word_texts, config.textual_inversion.placeholder_tokens)
+        if config.textual_inversion.placeholder_tokens
+        else {}
+    )
+    return LoraWeights(found, embeddings=words)
+
+
+def untrained_words(words: Sequence[str], train: Sequence[Sample]) -> tuple[str, ...]:
+    """Learned tokens that are in no trained text: their embeddings did not change."""
+    texts = {text.lower() for sample in train for text in sample.texts} if words else ()
+    return tuple(word for word in words if not any(word.lower() in text for text in texts))
+
+
+def untrained_word(word: str) -> Finding:
+    """The finding of a learned token that was not trained; the LoRA's score does not depend on it."""
+    message = f"The token {word!r} is untrained: no caption contains it, so no embedding file is written."
+    fix = f"Write it into the captions, or set captions.trigger_word={word}, and train again."
+    return Finding("untrained_word", "warning", message, fix)
+
+
+def cause_shown(finding: Finding, config: Config, step: int) -> Finding:
+    """The finding that a LoRA changes nothing, with its steps and learning rate; others unchanged."""
+    if finding.code != "changes_nothing":
+        return finding
+    was = f"{counted(step, 'step')} at optimizer.learning_rate={config.optimizer.learning_rate:g}"
+    fix = f"It was trained for {was}, which is too little: set train.max_steps or optimizer.learning_rate higher."
+    return replace(finding, fix=fix)
+
+
+def in_effect(config: Config, alpha: float, rank: int) -> float:
+    """The alpha that gives the scale of the training, as alpha / rank."""
+    return alpha * math.sqrt(rank) if config.lora.use_rslora else alpha
+
+
+def training_facts(
+    config: Config,
+    inputs: Inputs,
+    name: str,
+    trained: int,
+    steps: StepArithmetic,
+    choices: Choices,
+    started: float,
+) -> TrainingFacts:
+    """The run's facts for the file's header; `trained` is the step of the weights."""
+    targets = config.lora.target_modules
+    base_version, architecture = inputs.family.base_names(inputs.facts)
+    process = trained_process(inputs.family.make_process(inputs.facts.path), config, torch.device("cpu"))
+    return TrainingFacts(
+        name=name,
+        base_version=base_version,
+        architecture=architecture,
+        base_name=inputs.facts.name,
+        alpha=config.lora.alpha or float(config.lora.rank),
+        targets=targets if isinstance(targets, str) else ", ".join(targets),
+        resolution=(inputs.resolution, inputs.resolution),
+        steps=trained,
+        epochs=-(-trained // steps.steps_per_epoch),
+        batch=config.train.effective_batch_size,
+        learning_rate=config.optimizer.learning_rate,
+        optimizer=config.optimizer.name,
+        schedule=config.lr_scheduler.name,
+        seed=config.train.seed,
+        started=started,
+        finished=time.time(),
+        version=__version__,
+        prediction=inputs.facts.prediction,
+        warmup_steps=warmup_length(config.lr_scheduler, steps.total),
+        mixed_precision={torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[choices.dtype],
+        min_snr_gamma=config.loss.min_snr_gamma,
+        huber_delta=config.loss.huber_delta if config.loss.type == "huber" else None,
+        noise_offset=config.noise.offset or None,
+        multires_iterations=config.noise.multires_iterations or None,
+        multires_discount=config.noise.multires_discount if config.noise.multires_iterations else None,
+        input_perturbation=config.noise.input_perturbation or None,
+        zero_terminal_snr=process.prediction != "flow" and bool(process.alphas_cumprod[-1] == 0),
+        dropout=config.lora.dropout,
+        rank_stabilized=config.lora.use_rslora,
+        ema_decay=config.train.ema_decay,
+        flow=flow_facts(process),
+        **captions_read(config),
+        **images_shown(config, inputs),
+    )
+
+
+def captions_read(config: Config) -> dict[str, Any]:
+    """Caption settings, text encoding and the text encoders' LoRA, for the file's header."""
+    return {
+        "caption_dropout": config.captions.dropout,
+        "caption_dropout_every_epochs": config.captions.dropout_every_n_epochs,
+        "caption_tag_dropout": config.captions.tag_dropout,
+        "shuffle_captions": config.captions.shuffle,
+        "keep_tokens": config.captions.keep_tokens,
+        "trigger": ", ".join(triggers(config)) or None,
+        "clip_skip": config.text_encoder.clip_skip,
+        "max_tokens": config.text_encoder.max_tokens,
+        "t5_tokens": config.text_encoder.max_sequence_length,
+        "without_t5": config.model.without_t5,
+        "text_rates": config.text_encoder.learning_rates,
+        "text_alpha": text_alpha(config),
+    }
+
+
+def flow_facts(process: Process) -> FlowFacts | None:
+    """The timesteps of a flow, for the file's header; None for other processes."""
+    if process.prediction != "flow":
+        return None
+    times = process.times
+    shift = None if times.shift.by_size else times.shift.factor
+    return FlowFacts(times.kind, times.logit_mean, times.logit_spread, times.mode_scale, shift)
+
+
+def images_shown(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """Numbers of images, buckets and augmentations, for the file's header."""
+    framings = trained_framings(config, inputs.facts)
+    kept = sum(sample.regularization for sample in inputs.train)
+    return {
+        "samples": len(inputs.train) - kept,
+        "regularization": kept,
+        "validation_images": len(inputs.validation),
+        "buckets": {(bucket.width, bucket.height): count for bucket, count in inputs.train_plan.counts.items()},
+        "bucket_sides": (config.data.bucket_min, config.data.bucket_max),
+        "no_upscale": config.data.bucket_no_upscale,
+        "flip": any(framing.flip for framing in framings),
+        "random_crop": any(framing.crops > 1 for framing in framings),
+        "recolored": any(framing.colors for framing in framings),
+    }
+
+
+def export_lora(
+    folder: Path,
+    name: str,
+    weights: LoraWeights,
+    facts: TrainingFacts,
+    shapes: Mapping[str, tuple[int, ...]],
+    family: Family,
+    dtype: torch.dtype,
+) -> tuple[Path, Path]:
+    """Write both files, every key checked against the model's `shapes` before they get their names; kohya's path first.
+
+    Raises TrainingFailed, and leaves no file, when a value is not finite or a key does not fit.
+    """
+    return write_lora(folder, name, weights, facts, dtype=dtype, shapes=shapes, names=names_of(family))
+
+
+def judge_lora(
+    lora: Path,
+    config: Config,
+    inputs: Inputs,
+    samples: Sequence[EncodedSample],
+    device: torch.device,
+    dtype: torch.dtype,
+    console: Console,
+) -> LoraReport:
+    """The LoRA gate's report on the exported file; on training samples where there are no validation images.
+
+    Raises TrainingFailed, with the command to evaluate it later, when the GPU is too small even layer by layer.
+    """
+
+    def judge(usable: int | None) -> LoraReport:
+        with counting(console) as count:
+            return check_lora(
+                lora,
+                inputs.facts.path,
+                inputs.family,
+                samples,
+                unseen=bool(inputs.validation),
+                dtype=dtype,
+                device=device,
+                usable=usable,
+                gate=config.gates.lora,
+                share=LORA_CHECKS[config.gates.lora_check],
+                progress=say,
+                watch=count(JUDGED),
+            )
+
+    say = partial(console.print, markup=False)
+    try:
+        return with_less(judge, usable_bytes(config, device), device, say)
+    except torch.OutOfMemoryError as error:
+        message = f"{lora.name} is trained and saved, but not evaluated: out of memory."
+        fix = f"When more memory is free: lora-trainer validate {lora}, or the same command with --resume."
+        raise TrainingFailed(Problem(message, fix)) from error
+
+
+def draw_while_training(
+    folder: Path,
+    config: Config,
+    inputs: Inputs,
+    steps: StepArithmetic,
+    choices: Choices,
+    built: Built,
+    state: TrainState,
+    say: Callable[[str], None],
+) -> None:
+    """Export the current LoRA, then generate images from that file, as a user's program does."""
+    samples, name = folder / "samples", step_name(state.step)
+    facts = training_facts(config, inputs, name, state.step, steps, choices, time.time() - state.seconds)
+    weights = lora_weights(config, inputs, built.learner.shown())
+    dtype = DTYPES[config.checkpoint.export_dtype]
+    kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes, inputs.family, dtype)
+    diffusers.unlink()
+    with making_room(built, config, choices), abortable():
+        draw_comparison(kohya, samples, config, inputs, choices.device, choices.dtype, say, name=name)
+
+
+def export_step(
+    folder: Path,
+    config: Config,
+    inputs: Inputs,
+    steps: StepArithmetic,
+    choices: Choices,
+    shapes: Mapping[str, tuple[int, ...]],
+    step: int,
+    trained: Mapping[str, Tensor],
+) -> None:
+    """Write the weights of a step as `weights/NAME-step-000500.safetensors`, as ComfyUI and kohya's scripts load it."""
+    name = f"{folder.name}-{step_name(step)}"
+    facts = training_facts(config, inputs, name, step, steps, choices, time.time())
+    weights = lora_weights(config, inputs, trained)
+    dtype = DTYPES[config.checkpoint.export_dtype]
+    _, diffusers = export_lora(folder / WEIGHTS, name, weights, facts, shapes, inputs.family, dtype)
+    diffusers.unlink()
+
+
+def withdraw_after(folder: Path, step: int) -> None:
+    """Delete what `export_step` wrote after `step`, to which the run rolled back. Raises OSError."""
+    for path in (folder / WEIGHTS).glob("*.safetensors"):
+        number = path.stem.removeprefix(f"{folder.name}-step-")
+        if number.isdigit() and int(number) > step:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def making_room(built: Built, config: Config, choices: Choices) -> Iterator[None]:
+    """Move the trained denoiser to system memory inside the block where a second, unquantized one would not fit."""
+    denoiser, device = built.learner.denoiser, choices.device
+    usable = usable_bytes(config, device)
+    another = choices.dtype.itemsize * sum(map(math.prod, built.shapes.values()))
+    if usable is None or usable > ROOM_TO_DRAW * another:
+        yield
+        return
+    move_to_device(denoiser, torch.device("cpu"))
+    free_memory(device)
+    try:
+        yield
+    finally:
+        free_memory(device)
+        move_to_device(denoiser, device)

@@ -1,0 +1,111 @@
+"""Resuming a run: from which checkpoint, and which settings must not change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lora_trainer.config.resuming import CHANGE_TEXTS, FIXED, SHOWN_BY
+from lora_trainer.config.schema import Config
+from lora_trainer.config.toml import read_toml, shown
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.folder import weights_digest
+from lora_trainer.run.choices import Choices
+from lora_trainer.run.inputs import Inputs, with_absolute_paths
+from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
+
+TRAINED_TEXTS = "trained text encoders"
+
+
+def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:
+    """The settings, data and model that a checkpoint depends on."""
+    dumped = config.model_dump(mode="json")
+    values = {name: dumped[name.split(".")[0]][name.split(".")[1]] for name in FIXED}
+    own = {number: source["captions"] for number, source in enumerate(dumped["data"]["sources"]) if source["captions"]}
+    values |= {"data.sources with captions of their own": list(own)}
+    for number, rules in own.items():
+        values |= {f"data.sources[{number}].captions.{name}": rules[name] for name in CHANGE_TEXTS}
+    family, folder = inputs.family, inputs.facts.path
+    image_key, text_key = family.encoder_keys(folder, choices.encoder_dtype)
+    process = family.make_process(folder)
+    first, last = (float(process.alphas_cumprod[place]) for place in (0, -1))
+    shift = f", {process.times.shift}" if process.prediction == "flow" else ""
+    return {
+        **values,
+        "data.sources": shown_by_source(config),
+        "trained resolution": inputs.resolution,  # also where it is the model's own under a tier's ceiling
+        "model": weights_digest(folder / family.denoiser_prefix),
+        "VAE": image_key,
+        "text encoder": text_key,
+        TRAINED_TEXTS: list(family.text_rates(config.text_encoder.learning_rates)),
+        "the model's noise": f"{process.prediction}, {process.timesteps} timesteps, signal {first:.6g} to {last:.6g}{shift}",
+        "data": inputs.manifest.data_hash,
+        "precision": choices.precision.value,
+    }
+
+
+def shown_by_source(config: Config) -> list[dict[str, Any]]:
+    """Settings of single sources that override `[data]`; empty where there are none."""
+    own = [source.model_dump(mode="json", include=set(SHOWN_BY), exclude_none=True) for source in config.data.sources]
+    return own if any(own) else []
+
+
+def find_start(folder: Path, settings: dict[str, Any], console: Console, config: Config) -> Checkpoint | None:
+    """The newest checkpoint that can be resumed; None, which is printed, when there never was one.
+
+    Raises UsageError when all are damaged, since starting over would replace the run's files, and
+    when settings changed that its weights or its order of samples depend on.
+    """
+    found, damaged = newest_valid(folder / "checkpoints")
+    if found is None and damaged:
+        raise UsageError(all_damaged(folder, damaged))
+    for path, reason in damaged.items():
+        console.print(f"warning: {path.name} is damaged and skipped ({reason})")
+    if found is None:
+        console.print("--resume: no checkpoint yet, starting at step 0")
+        return None
+    path, checkpoint = found
+    saved = {TRAINED_TEXTS: [], **checkpoint.settings}  # older runs trained none
+    changed = {name: old for name, old in saved.items() if settings.get(name) != old}
+    if any(name.startswith(("text_encoder.", "textual_inversion.")) for name in changed):
+        changed.pop("text encoder", None)  # how captions are read is part of its key
+    if changed:
+        raise UsageError([differing(name, old, settings.get(name), folder, config) for name, old in changed.items()])
+    console.print(f"resuming from {path.name} of {folder}")
+    return checkpoint
+
+
+def all_damaged(folder: Path, damaged: Mapping[Path, str]) -> Problem:
+    """Why a run cannot be resumed, and how to start it over on purpose."""
+    named = "; ".join(f"{path.name} ({reason})" for path, reason in damaged.items())
+    return Problem(
+        f"No checkpoint of {folder} can be read: {named}.",
+        f"Choose a new --name, or delete {folder / 'checkpoints'} to start over at step 0.",
+    )
+
+
+def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Problem:
+    """The problem of a setting that a resumed run must not change, in words instead of hashes."""
+    fix = "Set it back, or start a new --name."
+    if name == "model":
+        return Problem("The model's weights differ from those at the start of the run.", fix)
+    if name in ("VAE", "text encoder"):
+        return Problem(f"The model's {name} differs from the one at the start of the run.", fix)
+    if name == "data":
+        now, before = [source.path for source in with_absolute_paths(config).data.sources], earlier_sources(folder)
+        here = ", ".join(now) or "the built-in dataset"
+        where = f"{', '.join(before)} → {here}" if before and before != now else here
+        return Problem(f"The images, captions or weights differ: {where}.", fix)
+    return Problem(f"{name} was {shown(old)} and is now {shown(new)}.", fix)
+
+
+def earlier_sources(folder: Path) -> list[str]:
+    """The paths of the run's data when it was last started; empty where they cannot be read."""
+    try:
+        sources = read_toml(folder / "config.toml")["data"]["sources"]
+        return [str(source["path"] if isinstance(source, dict) else source) for source in sources]
+    except (UsageError, KeyError, TypeError):
+        return []

@@ -1,0 +1,71 @@
+"""Whether a run's folder has room for what the run will write: found before the first step, not after the last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_trainer.config.schema import Config
+from lora_trainer.core.disk import Patience, free_bytes, size_words
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.run.disk import highest_bytes
+from lora_trainer.run.order import Order
+from lora_trainer.training.checkpoints.checkpoint import kept, list_checkpoints
+
+SCARCE = 1.2  # times what is needed: below that it is said
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that a run will write beyond what is in its folder, and those that its disk has left."""
+
+    folder: Path
+    needed: int
+    free: int
+
+    @property
+    def line(self) -> str:
+        return f"disk: checkpoints and the LoRA need {size_words(self.needed)}, {size_words(self.free)} are free"
+
+    @property
+    def scarce(self) -> bool:
+        return self.needed <= self.free < SCARCE * self.needed
+
+    @property
+    def problem(self) -> Problem | None:
+        """None where it fits."""
+        if self.needed <= self.free:
+            return None
+        message = (
+            f"Checkpoints and the LoRA need {size_words(self.needed)}, "
+            f"and the disk of {self.folder} has {size_words(self.free)} free."
+        )
+        return Problem(message, "Free space there, name another disk with --output, or set checkpoint.keep_last lower.")
+
+
+def patience_of(order: Order) -> Patience:
+    """How a run meets a disk that refuses."""
+    checkpoints = order.folder / "checkpoints"
+    return Patience(order.config.checkpoint.wait_minutes, order.console.print, lambda: kept(checkpoints), order.folder)
+
+
+def room_for(config: Config, folder: Path, shapes: Sequence[tuple[int, ...]], done: int, total: int) -> Room:
+    """Room for the steps from `done` to `total` of an adapter of these shapes.
+
+    Images are not counted: a full disk costs a run its images and no more.
+    """
+    there = list_checkpoints(folder / "checkpoints")
+    written = [*(folder / "checkpoints").rglob("*"), *folder.glob(f"{folder.name}*.safetensors")]
+    needed = highest_bytes(config, shapes, len(there), done, total) - _bytes(written)
+    return Room(folder, max(0, needed), free_bytes(folder))
+
+
+def refuse_without_room(room: Room) -> None:
+    """Raise UsageError, with both numbers."""
+    if room.problem is not None:
+        raise UsageError(room.problem)
+
+
+def _bytes(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.is_file())

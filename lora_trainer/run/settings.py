@@ -1,0 +1,135 @@
+"""Resolve presets, files and flags into one config; the model decides which family preset is below them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+from lora_trainer.config.contradictions import from_user
+from lora_trainer.config.layers import Layer, Resolved, resolve, valid_settings
+from lora_trainer.config.presets import family_layers
+from lora_trainer.config.schema import Config
+from lora_trainer.config.schema.inputs import ModelSection
+from lora_trainer.config.schema.types import Flavor
+from lora_trainer.config.toml import EMPTY
+from lora_trainer.core.errors import Problem, UsageError, known_as
+from lora_trainer.importers.data_files import with_data_files
+from lora_trainer.models.attention.packages import lacking
+from lora_trainer.models.family import USUAL_FAMILY
+from lora_trainer.models.folder import detect_family
+from lora_trainer.run.bases import base as bases
+from lora_trainer.run.bases.names import as_hub_part
+
+HUB_SETTINGS = ("path", "vae", "text_encoders")  # settings that may name a model of a hub
+
+
+def settle(
+    presets: Sequence[Layer],
+    user: Sequence[Layer],
+    problems: Iterable[Problem] = (),
+    *,
+    builtin_if_none: bool = True,
+    say: Callable[[str], None] = bases.on_stderr,
+) -> Resolved:
+    """Family preset, presets and the user's layers (files, flags) as one config; later wins.
+
+    Without a model the built-in model's preset applies, unless `builtin_if_none` is false.
+    A model of a hub is pinned to its current commit. Raises UsageError with `problems` first, then every error in any
+    layer.
+    """
+    found = list(problems)
+    notes: list[str] = []
+    user = with_data_files(user, found, notes)
+    wrong = list(found)
+    for layer in (*presets, *user):
+        valid_settings(layer, wrong)
+    # Refused settings make no request to a hub.
+    family, pinned = _family_layers(user, found, say, builtin_if_none=builtin_if_none, refused=bool(wrong))
+    resolved = resolve([*family, *presets, *user, *pinned], found)
+    return replace(resolved, notes=(*notes, *resolved.notes))
+
+
+def go_offline(config: Config) -> None:
+    """From here on no library uses the network, where `run.offline` is set."""
+    if config.run.offline:
+        bases.go_offline()
+
+
+def refuse_missing_attention(resolved: Resolved) -> None:
+    """Raise UsageError, before anything is loaded, for an attention backend set by the user whose package is missing."""
+    problem = lacking(resolved.config.hardware.attention_backend)
+    if problem is not None and from_user(resolved.origin["hardware.attention_backend"]):
+        raise UsageError(problem)
+
+
+def _family_layers(
+    user: Sequence[Layer],
+    problems: list[Problem],
+    say: Callable[[str], None],
+    *,
+    builtin_if_none: bool,
+    refused: bool,
+) -> tuple[list[Layer], list[Layer]]:
+    """The family's presets, for the user's model or the built-in one; and a layer that pins the model's commits."""
+    model = _model_of(user)
+    offline = [value for layer in user if (value := _section(layer, "run").get("offline")) is not None][-1:] == [True]
+    requested = model.get("family", EMPTY)
+    path = model.get("path")
+    if path is None:
+        if "revision" in model:
+            message = f"model.revision is {model['revision']!r}, but no model of a hub is set."
+            problems.append(Problem(message, "Set --model to owner/name, or remove model.revision."))
+        usual = requested in (EMPTY, USUAL_FAMILY)
+        return family_layers(USUAL_FAMILY if usual else str(requested), builtin=builtin_if_none and usual), []
+    named = next(layer.name for layer in reversed(user) if "path" in _section(layer, "model"))
+    origin = named if named == "--model" else f"model.path (from {named})"
+    if offline:
+        bases.go_offline()
+    if refused and any(as_hub_part(str(model[name])) is not None for name in HUB_SETTINGS if name in model):
+        return family_layers(str(requested), builtin=False), []
+    family, commit = str(requested), None
+    parts: Mapping[str, str] = {}
+    try:
+        base = bases.find_base(_plain_section(model), offline=offline, weights=False, origin=origin, say=say)
+        with known_as(base.places):
+            family, commit, parts = detect_family(base.folder, origin), base.commit, base.pinned
+        if base.note:
+            say(base.note)
+        if requested not in (EMPTY, family):
+            message = f"model.family is {requested}, but {path} is a model of {family}."
+            problems.append(Problem(message, f"Remove model.family, or check {origin}."))
+    except UsageError as error:
+        problems.extend(error.problems)
+    revision = commit or EMPTY
+    now = model.get("revision") or EMPTY
+    changed = any("revision" in _section(layer, "model") for layer in user) or commit is not None
+    pinned = {name: value for name, value in parts.items() if model.get(name) != value}
+    if changed and now != revision:
+        pinned["revision"] = revision
+    return family_layers(family, builtin=False), [Layer("commit of the model", {"model": pinned})] if pinned else []
+
+
+def _model_of(user: Sequence[Layer]) -> dict[str, Any]:
+    """The layers' model settings, later wins, without empty ones; a revision belongs to the path of its layer."""
+    model: dict[str, Any] = {}
+    for layer in user:
+        section = _section(layer, "model")
+        if "path" in section:
+            model.pop("revision", None)
+        model.update(section)
+    return {key: value for key, value in model.items() if value not in (None, EMPTY)}
+
+
+def _plain_section(model: Mapping[str, Any]) -> ModelSection:
+    """The same as a section; values of a wrong type are dropped here and refused with the other settings."""
+    texts = ("path", "revision", "vae", "text_encoders")
+    values: dict[str, Any] = {key: model[key] for key in texts if isinstance(model.get(key), str)}
+    if model.get("flavor") in get_args(Flavor):
+        values["flavor"] = model["flavor"]
+    return ModelSection(**values, without_t5=model.get("without_t5") is True)
+
+
+def _section(layer: Layer, name: str) -> Mapping[str, Any]:
+    values = layer.values.get(name)
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,398 @@
+"""A whole run: check the data, choose for the hardware, cache, train, validate, export, record."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from lora_trainer.config.layers import Resolved
+from lora_trainer.config.options import suited
+from lora_trainer.config.schema import GatesSection
+from lora_trainer.core.disk import FULL, Patience, patient, refusal, write_with_retry
+from lora_trainer.core.errors import (
+    DONE,
+    LORA_REFUSED,
+    TRAINING_FAILED,
+    DatasetRefused,
+    LoraRefused,
+    Problem,
+    UsageError,
+    UserError,
+    is_out_of_memory,
+)
+from lora_trainer.core.hardware import package_versions
+from lora_trainer.core.imports import importing
+from lora_trainer.core.interrupt import listening, remembering, signal_that_came, stopping_on_signal
+from lora_trainer.core.io import append_text, remove_unfinished, write_text
+from lora_trainer.core.launch import is_main_process
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import Family
+from lora_trainer.monitor.progress import Progress, Watch, unwatched
+from lora_trainer.report.record import FILE as RECORD
+from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, latest, read_record, write_record
+from lora_trainer.run.bases.base import named_absolutely, on_stderr, silent
+from lora_trainer.run.differences import differences, find_differences
+from lora_trainer.run.folder import (
+    LOCK,
+    asks_for_more,
+    claim,
+    ended_early,
+    free_reserve,
+    is_finished,
+    leave_as_found,
+    locked_folder,
+)
+from lora_trainer.run.inputs import (
+    Inputs,
+    arithmetic,
+    data_in_use,
+    dataset_facts,
+    read_inputs,
+    read_model,
+    with_absolute_paths,
+)
+from lora_trainer.run.messages import announce, describe_stop, show_end, show_report
+from lora_trainer.run.order import Order, plain_console, run_folder
+from lora_trainer.run.settings import refuse_missing_attention
+
+if TYPE_CHECKING:  # torch is loaded after the data is checked
+    from lora_trainer.evaluation.report import LoraReport
+    from lora_trainer.run.flow import Outcome
+
+BUG, INTERRUPTED = 1, 130
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended. `record` is what its `run.json` says; empty after a dry run."""
+
+    folder: Path
+    record: Mapping[str, Any]
+    exit_code: int
+
+    @property
+    def scores(self) -> dict[str, float | None]:
+        """`dataset` and `lora`, in [0, 1]."""
+        return dict(self.record.get("scores", {}))
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """What was written: `kohya`, `diffusers`, `report`."""
+        return {
+            name: self.folder / file for name, file in self.record.get("files", {}).items() if isinstance(file, str)
+        }
+
+
+@listening()
+@data_in_use()
+def train(
+    resolved: Resolved,
+    *,
+    resume: bool = False,
+    dry_run: bool = False,
+    enforce_gates: bool = False,
+    verbose: bool = False,
+    families: Mapping[str, Family] = FAMILIES,
+    console: Console | None = None,
+    watch: Watch = unwatched,
+) -> RunResult:
+    """Train one LoRA.
+
+    With `enforce_gates` a dataset or a LoRA that scores below its gate is refused;
+    without, only data that cannot be trained on. `verbose` also prints details that are otherwise only recorded.
+    Lines are printed to `console`, by default stdout; `watch` is called with the run's progress.
+    Raises UserError for everything a user can fix; what was trained until then is saved and recorded.
+    """
+    if enforce_gates:
+        refuse_unmeasured(resolved.config.gates)
+    if not dry_run:
+        refuse_missing_attention(resolved)
+    console = console or plain_console(quiet=not is_main_process())
+    announce(resolved.config, console)
+    folder = run_folder(resolved.config)
+    order = Order(resolved, folder, console, watch, families, resume, enforce_gates, verbose)
+    found = None if dry_run else claim(order)
+    if found is not None and is_finished(found) and not asks_for_more(order, found):
+        return nothing_to_do(order, found)
+    watch(Progress("checking"))
+    order = for_its_model(order)
+    inputs = read_inputs(order.config, families, weights=False)
+    show_report(order.config, inputs, console)
+    if dry_run and inputs.train:  # a refused dataset's plan is worth seeing too
+        from lora_trainer.run.dry_run import show_plan
+
+        show_plan(order, inputs)
+    refuse_data(inputs, enforce_gates=enforce_gates)
+    if dry_run:
+        return RunResult(folder, {}, DONE)
+    inputs = with_weights(order, inputs)  # not downloaded for refused data
+    if found is not None and is_finished(found) and total_steps(order, inputs) <= found.get("steps", 0):
+        return nothing_to_do(order, found)
+    return run_recorded(order, inputs)
+
+
+def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
+    """Report a resumed run that is already finished; the exit code is the gate's, where it refused the LoRA."""
+    status, steps = record["status"], record["steps"]
+    if is_main_process():
+        remove_unfinished(order.folder)  # the report was being written when the run was killed
+    if ended_early(order, dict(record)):
+        order.console.print(
+            f"{order.folder} stopped early at step {steps}: {record.get('reason')}. Nothing to do."
+            " To continue, set a higher safeguards.patience."
+        )
+        return RunResult(order.folder, record, int(record.get("exit_code") or DONE))
+    order.console.print(
+        f"{order.folder} is finished (status {status}, step {steps}). Nothing to do. To continue, set more steps."
+    )
+    return RunResult(order.folder, record, int(record.get("exit_code") or DONE))
+
+
+def total_steps(order: Order, inputs: Inputs) -> int:
+    return arithmetic(order.config, inputs.train, order.config.train.effective_batch_size, processes=1).total
+
+
+@listening()
+@data_in_use()
+def cache(resolved: Resolved) -> None:
+    """Cache latents and text embeddings for a run with these settings, and train nothing. Raises UserError."""
+    order = Order(resolved, run_folder(resolved.config), plain_console())
+    announce(order.config, order.console)
+    order = for_its_model(order)
+    inputs = read_inputs(order.config)
+    show_report(order.config, inputs, order.console)
+    refuse_data(inputs, enforce_gates=False)
+    from lora_trainer.data.caches.claims import in_use
+    from lora_trainer.run.caching import cache_folder
+    from lora_trainer.run.session import fill, open_session
+
+    safe = "The entries cached so far are kept."
+    patience = Patience(order.config.checkpoint.wait_minutes, order.console.print, lambda: safe)
+    with patient(patience), in_use(cache_folder(order.config)):
+        fill(open_session(order, inputs))
+
+
+def for_its_model(order: Order) -> Order:
+    """The order without preset options that its model does not support, which are printed. Raises UserError."""
+    suits = partial(suited, order.resolved)
+    resolved = suits(read_model(order.config, order.families, weights=False, suits=suits)[1].prediction)
+    for note in resolved.notes[len(order.resolved.notes) :]:
+        order.console.print(note)
+    return replace(order, resolved=resolved)
+
+
+def with_weights(order: Order, inputs: Inputs) -> Inputs:
+    """The inputs, with a model whose weights are downloaded. Raises UsageError."""
+    if inputs.facts.whole:
+        return inputs
+    say = silent if order.console.quiet else on_stderr
+    return replace(inputs, facts=read_model(order.config, order.families, say=say)[1])
+
+
+def refuse_unmeasured(gates: GatesSection) -> None:
+    """Raise UsageError for a gate that is enforced on a score that is not measured."""
+    if gates.lora_check == "off" and gates.lora > 0:
+        message = f"gates.lora is {gates.lora:g}, but gates.lora_check=off measures no score."
+        fix = "Set gates.lora_check=lite or full, or gates.lora=0, or use `train`, which enforces no gate."
+        raise UsageError(Problem(message, fix))
+
+
+def refuse_data(inputs: Inputs, *, enforce_gates: bool) -> None:
+    """Raise DatasetRefused for data that cannot be trained on, or, with gates, that scores too low."""
+    report = inputs.report
+    if report.refusals:
+        raise DatasetRefused(report.refusals, report)
+    if enforce_gates and not report.passed:
+        raise DatasetRefused(
+            Problem(
+                f"The dataset scores {report.score:.2f}, below the minimum of {report.gate:.2f}.",
+                "`lora-trainer check` shows what to fix; --set gates.dataset=… changes the minimum.",
+            ),
+            report,
+        )
+
+
+def run_recorded(order: Order, inputs: Inputs) -> RunResult:
+    """Run the session and write a correct `run.json`, however it ends."""
+    with importing():
+        from lora_trainer.run.libraries import import_libraries
+
+        import_libraries(order.config)
+        from lora_trainer.data.caches.claims import in_use
+        from lora_trainer.monitor.memory import set_allocator
+        from lora_trainer.run.caching import cache_folder
+        from lora_trainer.run.flow import run_session
+        from lora_trainer.run.room import patience_of
+        from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
+        from lora_trainer.training.determinism import only_deterministic
+        from lora_trainer.training.processes import join_processes
+
+    began, folder = time.monotonic(), order.folder
+    set_allocator(expandable=order.config.memory.expandable_segments)  # before CUDA is initialized
+    # All processes must find the folder free before one of them claims it.
+    join_processes(order.config.train.process_timeout_minutes).wait()
+    # A signal ends only the session; the record is written before and after it.
+    with locked_folder(order) as lock_again, patient(patience_of(order)) as patience, remembering():
+        patience.keep(LOCK, lock_again)
+        previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
+        record = first_record(order, inputs, previous or {})
+        order = replace(order, differences=find_differences(order, previous or {}, record))
+        keep(folder, record)
+        try:
+            exactly = only_deterministic(order.config.train.deterministic, folder / "checkpoints")
+            with stopping_on_signal(), in_use(cache_folder(order.config)), exactly:
+                outcome = run_session(order, inputs, record)
+        except BaseException as error:
+            trained = list_checkpoints(folder / "checkpoints")
+            if isinstance(error, UsageError) and trained == before:
+                if is_main_process():
+                    leave_as_found(folder, previous)
+                raise
+            record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                order.console.print(describe_stop(order, record))
+                record_signal(order, record)
+            try:
+                finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
+            except (OSError, UserError) as refused:  # the error that ended the run is the one to raise
+                order.console.print(f"{RECORD} could not be written: {refused}")
+            raise
+        return conclude(order, outcome, time.monotonic() - began)
+
+
+def record_signal(order: Order, record: Record) -> None:
+    """Log a signal that ended a session outside of its training loop. A disk that refuses loses only this event."""
+    from lora_trainer.monitor.events import Event
+    from lora_trainer.monitor.trackers import EVENTS
+
+    number = signal_that_came()
+    if number is None or not is_main_process():
+        return
+    event = Event(record.steps, "signal", f"{signal.Signals(number).name}: stopped at once, outside of training")
+    with suppress(OSError):
+        append_text(order.folder / EVENTS, json.dumps(event.to_json()) + "\n")
+
+
+def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
+    """Record and print how a session ended. Raises LoraRefused for a LoRA below an enforced gate."""
+    folder, report = order.folder, outcome.lora
+    record = outcome.record.with_seconds(total=seconds)
+    if outcome.signal_exit is not None:
+        record = replace(record, status="stopped", exit_code=outcome.signal_exit, reason="stopped by a signal")
+        record = finish(order, record)
+        order.console.print(describe_stop(order, record))
+        return RunResult(folder, asdict(record), outcome.signal_exit)
+    if report is None:  # not the main process
+        return RunResult(folder, asdict(record), DONE)
+    refused = order.enforce_gates and not report.passed
+    mark_refused(folder, report if refused else None)
+    code = LORA_REFUSED if refused else DONE
+    record = replace(record, status="refused" if refused else "done", exit_code=code)
+    if refused and record.reason is None:
+        record = replace(record, reason=" ".join(report.reasons))
+    record = finish(order, record)
+    show_end(record, report, folder, outcome.comparison, order.console)
+    if refused:
+        fixes = " ".join(finding.fix for finding in report.findings if finding.severity == "error")
+        message = f"{' '.join(report.reasons)} It is kept in {folder}, marked as refused."
+        raise LoraRefused(Problem(message, fixes or "The findings above say what to change."), report)
+    return RunResult(folder, asdict(record), code)
+
+
+def mark_refused(folder: Path, report: LoraReport | None) -> None:
+    """Write a note next to a refused file; None removes an earlier note."""
+    note = folder / f"{folder.name}.refused.txt"
+    if report is None:
+        note.unlink(missing_ok=True)
+        return
+    lines = [f"{folder.name}.safetensors was refused. {' '.join(report.reasons)}"]
+    lines += [f"{finding.severity}: {finding.message} {finding.fix}".rstrip() for finding in report.findings]
+    text = "\n".join(lines) + "\n"
+    write_with_retry(note.name, folder, lambda: write_text(note, text), len(text))
+
+
+def keep(folder: Path, record: Record) -> None:
+    """Write the record, from the main process only."""
+    if is_main_process():
+        write_record(folder, record)
+
+
+def finish(order: Order, record: Record) -> Record:
+    """Write the last record and its report, from the main process only; returns the record that was written.
+
+    A report that cannot be written is printed and does not fail the run. A run stopped before its first step has none.
+    """
+    if not is_main_process():
+        return record
+    from lora_trainer.monitor.trackers import EVENTS, read_lines, record_pauses
+    from lora_trainer.report import FILE, write_report
+
+    drawn = sorted((order.folder / "samples").glob("*.json"))
+    samples = tuple(path.relative_to(order.folder).as_posix() for path in drawn)
+    free_reserve(order.folder)  # room for the record
+    with suppress(OSError):  # the disk may be what ended the run
+        record_pauses(order.folder, record.steps)
+    weights = tuple(
+        sorted(path.relative_to(order.folder).as_posix() for path in order.folder.glob("weights/*.safetensors"))
+    )
+    events = tuple(read_lines(order.folder / EVENTS)[-SHOWN_EVENTS:])
+    shown = record.steps > 0 or record.status != "stopped"
+    files = {**record.files, "report": FILE if shown else None}
+    record = replace(record, files=files, samples=samples, weights=weights, events=events)
+    write_record(order.folder, record)
+    if not shown:
+        return record
+    try:
+        write_report(order.folder)
+    except Exception as error:  # noqa: BLE001  a report must not change how a run ends
+        order.console.print(f"{FILE} could not be written: {type(error).__name__}: {error}")
+        record = replace(record, files={**record.files, "report": None})
+        write_record(order.folder, record)
+    return record
+
+
+def ended_by(error: BaseException, record: Record) -> Record:
+    """The record of a run ended by an error or by a signal outside the loop, with the command's exit code."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else INTERRUPTED
+        return replace(record, status="stopped", exit_code=code, reason="stopped by a signal")
+    code, reason = BUG, f"{type(error).__name__}: {error}"
+    if isinstance(error, UserError):
+        code, reason = error.exit_code, str(error)
+    elif is_out_of_memory(error):
+        code, reason = TRAINING_FAILED, "Out of memory."
+    elif isinstance(error, OSError) and refusal(error) in FULL:
+        code, reason = TRAINING_FAILED, "The disk is full."
+    return replace(record, status="failed", exit_code=code, reason=reason)
+
+
+def first_record(order: Order, inputs: Inputs, earlier: Mapping[str, Any]) -> Record:
+    """The record before training; the durations of earlier sessions and the last hardware are kept."""
+    config = with_absolute_paths(order.config).model_dump(mode="json")
+    versions = package_versions()
+    return Record(
+        name=order.folder.name,
+        started=earlier.get("started") or time.time(),
+        config=config,
+        origins=dict(order.resolved.origin),
+        pinned=dict(earlier.get("pinned", {})),
+        sessions=int(earlier.get("sessions") or 1) + 1 if earlier else 1,
+        gates_enforced=order.enforce_gates,
+        scores={"dataset": round(inputs.report.score, 4), "lora": None},
+        seconds={**dict.fromkeys(PHASES, 0.0), **earlier.get("seconds", {})},
+        changed=differences(order, earlier, config, versions),
+        versions=versions,
+        hardware=earlier.get("hardware", {}),
+        data_hash=inputs.manifest.data_hash,
+        model={"family": inputs.family.name, **named_absolutely(order.config.model)},
+        dataset=dataset_facts(inputs),
+    )

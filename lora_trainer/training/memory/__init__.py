@@ -1,1 +1,0 @@
-"""What a step holds in memory: predicted by tracing, and made to fit while it runs."""

@@ -1,0 +1,15 @@
+"""Steps are timed without garbage collection, which walks through all objects of the libraries."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+
+from lora_trainer.benchmarks import rates, turns
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "little_garbage", nullcontext)
+    monkeypatch.setattr(rates, "SIDE", 128)

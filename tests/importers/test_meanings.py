@@ -1,0 +1,214 @@
+"""The meaning of other trainers' keys, by their source code, and their import."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lora_trainer.cli.main import main
+from lora_trainer.importers.imported import Imported, import_file
+
+
+def imported_text(folder: Path, name: str, text: str) -> Imported:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return import_file(path)
+
+
+@pytest.mark.parametrize(
+    ("network", "rank", "alpha"),
+    [
+        ({}, 4, 1.0),
+        ({"rank": 4}, 4, 1.0),
+        ({"rank": 32, "linear": 32}, 32, 1.0),
+        ({"rank": 8, "linear": 300}, 8, 1.0),  # as NetworkConfig has it
+        ({"linear": 300, "linear_alpha": 16}, 300, 16.0),
+        ({"linear": 32, "alpha": 32}, 32, 32.0),
+        ({"linear": 32, "alpha": 32, "linear_alpha": 8}, 32, 8.0),
+    ],
+)
+def test_rank_and_alpha_of_ai_toolkit(network: dict[str, int], rank: int, alpha: float, tmp_path: Path) -> None:
+    job = {"job": "extension", "config": {"name": "a", "process": [{"type": "sd_trainer", "network": network}]}}
+    imported = imported_text(tmp_path, "a.json", json.dumps(job))
+    assert (imported.config.lora.rank, imported.config.lora.alpha) == (rank, alpha)
+    assert {"lora.rank", "lora.alpha"} <= {*imported.settings}
+
+
+def kohya_with(folder: Path, text: str) -> Imported:
+    start = 'pretrained_model_name_or_path = "m"\nnetwork_dim = 8\n'
+    return imported_text(folder, "k.toml", f"{start}{text}\n")
+
+
+def verdict_of(imported: Imported, key: str) -> tuple[str, str]:
+    """The result of a key and its reason: the last line of that key."""
+    line = [line for line in imported.lines if line.key.endswith(key)][-1]
+    return line.verdict, line.why
+
+
+def test_masks_of_kohya_count_as_they_do_there_and_differences_are_reported(tmp_path: Path) -> None:
+    masks = 'train_data_dir = "p"\nconditioning_data_dir = "masks"\n'
+    for text in (masks, f"{masks}masked_loss = false"):
+        off = kohya_with(tmp_path, text)
+        assert off.config.data.sources[0].masks is None
+        assert verdict_of(off, "conditioning_data_dir") == ("ignored", "means nothing without masked_loss")
+    on = kohya_with(tmp_path, f"{masks}masked_loss = true")
+    assert on.config.data.sources[0].masks == str(tmp_path / "masks")
+    for key in ("conditioning_data_dir", "masked_loss"):
+        verdict, why = verdict_of(on, key)
+        assert verdict == "changed"
+        assert "divided by the mask's area" in why
+    # Transparency needs no masked_loss there.
+    alpha = kohya_with(tmp_path, 'train_data_dir = "p"\nalpha_mask = true')
+    assert alpha.config.data.sources[0].masks == "alpha"
+    assert verdict_of(alpha, "alpha_mask")[0] == "changed"
+
+
+def test_a_config_sets_whether_its_dataset_has_masks(tmp_path: Path) -> None:
+    subset = '[[datasets.subsets]]\nimage_dir = "a"\nconditioning_data_dir = "masks"\n'
+    (tmp_path / "data.toml").write_text(f"[[datasets]]\n{subset}", encoding="utf-8")
+    named = 'dataset_config = "data.toml"\n'
+    assert kohya_with(tmp_path, named).config.data.sources[0].masks is None
+    on = kohya_with(tmp_path, f"{named}masked_loss = true")
+    assert on.config.data.sources[0].masks == str(tmp_path / "masks")
+    assert verdict_of(on, "conditioning_data_dir")[0] == "changed"
+
+
+def one_trainer(folder: Path, **more: object) -> Imported:
+    start = {"training_method": "LORA", "base_model_name": "m", "concepts": [{"path": "p"}]}
+    return imported_text(folder, "o.json", json.dumps({**start, **more}))
+
+
+def test_the_mask_area_can_count_as_in_onetrainer(tmp_path: Path) -> None:
+    key = "normalize_masked_area_loss"
+    assert verdict_of(one_trainer(tmp_path, masked_training=True, **{key: True}), key) == ("ignored", "as here")
+    for imported in (
+        one_trainer(tmp_path, masked_training=True, **{key: False}),
+        one_trainer(tmp_path, masked_training=True),  # its default
+    ):
+        verdict, why = verdict_of(imported, key)
+        assert verdict == "changed"
+        assert "here the loss is divided by the mask's area" in why
+    assert verdict_of(one_trainer(tmp_path, **{key: False}), key)[0] == "ignored"
+    assert not any(line.key == key for line in one_trainer(tmp_path).lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "of_all", "tags", "whole", "expected"),
+    [
+        ({"tag_dropout_mode": "RANDOM"}, 0.0, 0.2, 0.0, ""),
+        ({}, 0.0, 0.2, 0.0, "all tags but the kept ones at once there"),  # FULL with one tag kept
+        ({"keep_tags_count": 0}, 0.0, 0.0, 0.2, "the whole caption"),
+        ({"keep_tags_count": 0, "tag_dropout_mode": "FULL"}, 0.5, 0.0, 0.6, "the whole caption"),
+        ({"tag_dropout_mode": "RANDOM WEIGHTED"}, 0.0, 0.2, 0.0, "more often there"),
+    ],
+)
+def test_tag_dropout_modes_of_onetrainer(
+    text: dict[str, object], of_all: float, tags: float, whole: float, expected: str, tmp_path: Path
+) -> None:
+    written = {**text, "tag_dropout_enable": True, "tag_dropout_probability": 0.2}
+    encoder = {"dropout_probability": of_all}
+    imported = one_trainer(tmp_path, concepts=[{"path": "p", "text": written}], text_encoder=encoder)
+    captions = imported.config.captions
+    assert (captions.tag_dropout, captions.dropout) == (tags, pytest.approx(whole))
+    verdict, why = verdict_of(imported, "text.tag_dropout_probability")
+    assert expected in why
+    assert verdict == ("changed" if "there" in expected else "mapped")
+
+
+@pytest.mark.parametrize("script", ["train_dreambooth_lora", "train_dreambooth_lora_sdxl", "train_text_to_image_lora"])
+def test_diffusers_crops_at_random_by_default(script: str, tmp_path: Path) -> None:
+    command = f"accelerate launch {script}.py --pretrained_model_name_or_path=m --instance_data_dir=p --rank=8"
+    usual = imported_text(tmp_path, "a.sh", f"{command}\n")
+    assert usual.config.data.crop == "random"
+    assert "drawn anew each time there" in verdict_of(usual, "center_crop")[1]
+    assert imported_text(tmp_path, "b.sh", f"{command} --center_crop\n").config.data.crop == "center"
+
+
+@pytest.mark.parametrize(
+    ("text", "every", "verdict"),
+    [
+        ("save_every_n_epochs = 2", 2, "changed"),
+        ("save_every_n_epochs = 2\nsave_every_n_steps = 50", 2, "mapped"),
+        ("save_every_n_epochs = 0", None, "ignored"),
+        ("save_n_epoch_ratio = 4\nmax_train_epochs = 10", 2, "changed"),
+        ("save_n_epoch_ratio = 40\nmax_train_epochs = 10", 1, "changed"),
+        ("save_n_epoch_ratio = 4", None, "changed"),
+    ],
+)
+def test_epochs_between_checkpoints_of_kohya(text: str, every: int | None, verdict: str, tmp_path: Path) -> None:
+    imported = kohya_with(tmp_path, f"{text}\nsave_last_n_epochs = 3")
+    assert (imported.config.checkpoint.every_n_epochs, imported.config.checkpoint.keep_last) == (every, 3)
+    assert verdict_of(imported, text.split(maxsplit=1)[0])[0] == verdict
+
+
+@pytest.mark.parametrize(
+    ("unit", "steps", "epochs"), [("EPOCH", 500, 3), ("STEP", 3, None), ("MINUTE", 500, None), ("NEVER", 500, None)]
+)
+def test_save_intervals_of_onetrainer_follow_their_unit(unit: str, steps: int, epochs: int, tmp_path: Path) -> None:
+    for key in ("save_every", "backup_after"):
+        kept = one_trainer(tmp_path, **{key: 3, f"{key}_unit": unit}).config.checkpoint
+        assert (kept.every_n_steps, kept.every_n_epochs) == (steps, epochs)
+
+
+def test_simpletuner_saves_by_steps_and_by_epochs(tmp_path: Path) -> None:
+    keys = {"model_family": "sdxl", "model_type": "lora", "checkpoint_epoch_interval": 2}
+    kept = imported_text(tmp_path, "s.json", json.dumps(keys)).config.checkpoint
+    assert (kept.every_n_steps, kept.every_n_epochs) == (500, 2)
+
+
+@pytest.mark.parametrize(
+    ("written", "ours", "verdict"),
+    [("float", "fp32", "mapped"), ("fp16", "fp16", "mapped"), ("bf16", "bf16", "mapped"), ("fp8", "fp16", "changed")],
+)
+def test_the_precision_of_files_is_that_of_the_original(written: str, ours: str, verdict: str, tmp_path: Path) -> None:
+    imported = kohya_with(tmp_path, f'save_precision = "{written}"')
+    assert imported.config.checkpoint.export_dtype == ours
+    assert verdict_of(imported, "save_precision")[0] == verdict
+
+
+def test_programs_with_fp32_files_by_default_keep_fp32(tmp_path: Path) -> None:
+    assert kohya_with(tmp_path, "").config.checkpoint.export_dtype == "fp32"
+    assert one_trainer(tmp_path).config.checkpoint.export_dtype == "fp32"
+    assert one_trainer(tmp_path, output_dtype="BFLOAT_16").config.checkpoint.export_dtype == "bf16"
+    script = "train_dreambooth_lora_flux.py --instance_data_dir=p --instance_prompt=cat --rank=4"
+    for flag, ours in (("", "fp16"), (" --upcast_before_saving", "fp32")):
+        config = imported_text(tmp_path, "d.sh", f"accelerate launch {script}{flag}\n").config
+        assert config.checkpoint.export_dtype == ours
+
+
+@pytest.mark.parametrize("place", ["run/config/examples/flux", "run/config", "run", "elsewhere"])
+def test_datasets_of_simpletuner_are_found_in_parent_and_working_folders(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = tmp_path / "run" / "config" / "examples" / "flux", tmp_path / "elsewhere"
+    folder.mkdir(parents=True)
+    other.mkdir()
+    monkeypatch.chdir(other)
+    (tmp_path / place / "data").mkdir()
+    backends = tmp_path / place / "data" / "sets.json"
+    backends.write_text(json.dumps([{"id": "a", "type": "local", "instance_data_dir": "cats"}]), encoding="utf-8")
+    keys = {"model_family": "flux", "model_type": "lora", "data_backend_config": "data/sets.json"}
+    imported = imported_text(folder, "config.json", json.dumps(keys))
+    assert verdict_of(imported, "data_backend_config") == ("mapped", f"data.sources, read from {backends}")
+    assert len(imported.config.data.sources) == 1
+
+
+@pytest.mark.parametrize("named", ["nowhere/sets.json", "/nowhere/sets.json", "~nobody/sets.json", "x" * 5000])
+def test_a_config_with_missing_datasets_is_imported_without_them(
+    named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"model_family": "flux", "model_type": "lora", "lora_rank": 7, "data_backend_config": named}
+    (tmp_path / "config.json").write_text(json.dumps(keys), encoding="utf-8")
+    assert main(["import", str(tmp_path / "config.json"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["settings"]["lora.rank"] == 7
+    (line,) = [each for each in document["keys"] if each["key"] == "data_backend_config"]
+    assert line["verdict"] == "changed"
+    assert "name the images with --data" in line["why"]
+
+
+def test_hub_datasets_are_skipped_and_named(tmp_path: Path) -> None:
+    hub = [{"id": "a", "type": "huggingface", "dataset_name": "a/b", "metadata_backend": "huggingface"}]
+    assert verdict_of(imported_text(tmp_path, "sets.json", json.dumps(hub)), "backends[0]")[0] == "changed"

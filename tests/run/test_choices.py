@@ -1,0 +1,118 @@
+"""Settings chosen for a GPU without bf16: fp16 in its place, also with 8-bit weights.
+
+The GPU is simulated by replacing what torch reads from its driver: size, free memory, compute capability.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.config.layers import Layer, resolve
+from lora_trainer.config.presets import preset_layers
+from lora_trainer.config.schema import Config
+from lora_trainer.memory_plan.estimate import CONTEXT_GIB, GIB, LARGEST_SHARE, usable_gib
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import public_architecture
+from lora_trainer.run import choices
+from lora_trainer.run.choices import Choices, choose
+from lora_trainer.run.plans.plan import make_plan
+
+
+def put_in_gpu(monkeypatch: pytest.MonkeyPatch, gib: float, free: float | None = None, *, bf16: bool = True) -> None:
+    """A GPU with the given total and free GiB; by default 95 % is free."""
+    total, left = int(gib * GIB), int((0.95 * gib if free is None else free) * GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: bf16)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (left, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+
+
+@pytest.fixture
+def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_gpu(monkeypatch, 5.8, bf16=False)
+
+
+def chosen(family: str, *user: Layer, tier: str = "6gb") -> Choices:
+    resolved = resolve([*preset_layers([tier]).layers, *user])
+    return choose(resolved, FAMILIES[family], public_architecture(family), torch.device("cuda"), 1)
+
+
+@pytest.mark.parametrize(("family", "precision"), [("sd15", "fp16"), ("sdxl", "fp8")])
+def test_an_old_gpu_computes_in_fp16_and_the_saved_config_repeats_it(
+    family: str, precision: str, old_gpu: None
+) -> None:
+    first = chosen(family)
+    assert (first.precision.value, first.dtype) == (precision, torch.float16)
+    # As in a run's config.toml: choices count as set.
+    again = chosen(family, Layer("--config", {"memory": {"weight_dtype": precision}}))
+    assert (again.precision.value, again.dtype) == (precision, torch.float16)
+    assert (again.micro, again.checkpointing) == (first.micro, first.checkpointing)
+
+
+@pytest.mark.parametrize(("works", "precision"), [(True, "nf4"), (False, "fp8")])
+def test_a_run_and_a_plan_for_its_gpu_agree_on_what_nf4_needs(works, precision, monkeypatch, tmp_path):
+    """An installed library that fails to load counts as missing. It is not tried unless nf4 would be chosen."""
+    put_in_gpu(monkeypatch, 11.8)
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
+    tried = tmp_path / "tried"
+    if not works:
+        broken = (
+            f"open({str(tried)!r}, 'w').close()\nraise OSError('libcudart.so.11.0: cannot open shared object file')\n"
+        )
+        (tmp_path / "bitsandbytes.py").write_text(broken, encoding="utf-8")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "bitsandbytes")
+    chosen("sdxl", tier="12gb")
+    assert not tried.exists()
+    found = chosen("flux", tier="12gb")
+    resolved = resolve([*preset_layers(["12gb"]).layers, Layer("--set", {"model": {"family": "flux"}})])
+    assert (found.precision.value, make_plan(resolved, here=True).fit.precision) == (precision, precision)
+    assert tried.exists() is not works
+    elsewhere = make_plan(resolved)
+    assert elsewhere.fit.precision == "nf4"
+    assert "pip install bitsandbytes" in elsewhere.advice[0]
+
+
+@given(st.one_of(st.none(), st.floats(1.0, 48.0)), st.floats(2.0, 48.0), st.floats(0.0, 1.0))
+def test_a_capped_process_stays_below_its_cap_and_the_plan_fits_under_it(limit, gpu, free):
+    total = int(gpu * GIB)
+    alone, crowded = (choices.capped_share(limit, int(part * total), total) for part in (1.0, free))
+    assert 0.0 <= crowded <= alone <= LARGEST_SHARE
+    assert crowded * total <= max(free * total - choices.LEFT_GIB * GIB, 0.0) + 1.0
+    usable = usable_gib(min(gpu, limit or gpu))  # the plan's limit for torch's allocator
+    assert usable * GIB <= alone * total or alone == 0.0
+
+
+def test_a_gpu_in_use_is_reported(monkeypatch):
+    caps = []
+    put_in_gpu(monkeypatch, 8.0, 4.0)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: caps.append(share))
+    message = choices.cap_memory(Config(), torch.device("cuda"))
+    assert message == "other programs hold 4.0 of the GPU's 8.0 GiB: this run stays under 3.8"
+    put_in_gpu(monkeypatch, 8.0, 8.0)
+    assert choices.cap_memory(Config(), torch.device("cuda")) is None
+    assert caps == [pytest.approx(3.8 / 8), pytest.approx(LARGEST_SHARE)]
+    assert choices.cap_memory(Config(), torch.device("cpu")) is None
+
+
+def test_a_run_is_planned_for_the_free_memory_of_its_gpu(monkeypatch):
+    def planned(free: float) -> Choices:
+        put_in_gpu(monkeypatch, 12.0, free)
+        batch = Layer("--set", {"train": {"effective_batch_size": 16}, "memory": {"weight_dtype": "bf16"}})
+        return chosen("sd15", batch, tier="12gb")
+
+    alone, crowded, hardly = (planned(free) for free in (11.5, 4.0, 1.5))
+    assert "other programs" not in str(alone.predicted)
+    assert 0 < crowded.micro < alone.micro
+    assert "of 5.0, which other programs leave of 12.0" in str(crowded.predicted)
+    assert crowded.precision.value == hardly.precision.value == alone.precision.value
+    assert hardly.micro == 1
+    peak = float(str(crowded.predicted).split()[2])
+    assert peak - CONTEXT_GIB <= 4.0 - choices.LEFT_GIB

@@ -1,0 +1,319 @@
+"""Hub models, fetched over real sockets from a local hub."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lora_trainer.cli.main import main
+from lora_trainer.config.schema.inputs import ModelSection
+from lora_trainer.core.errors import UsageError
+from lora_trainer.models.weight_files import weights_of
+from lora_trainer.run.bases import hub as hub_module
+from lora_trainer.run.bases.base import Base, find_base
+from lora_trainer.run.bases.hub_files import choose_files
+from lora_trainer.run.bases.names import HubModel
+from tests.run.local_hub import COMMIT, LocalHub, local_hub
+
+NAME = "some/model"
+INDEX = {
+    "_class_name": "StableDiffusionPipeline",
+    "safety_checker": ["x", "Checker"],
+    "scheduler": ["diffusers", "PNDMScheduler"],
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "text_encoder_2": [None, None],
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "unet": ["diffusers", "UNet2DConditionModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+}
+FILES = {
+    "model_index.json": json.dumps(INDEX).encode(),
+    "README.md": b"read me",
+    "model.ckpt": b"pickle",
+    "scheduler/scheduler_config.json": b'{"of": "scheduler"}',
+    "tokenizer/vocab.json": b'{"of": "tokenizer"}',
+    "tokenizer/merges.txt": b"#",
+    "text_encoder/config.json": b'{"of": "text_encoder"}',
+    "text_encoder/model.safetensors": b"t" * 300,
+    "text_encoder/pytorch_model.bin": b"pickle",
+    "safety_checker/model.safetensors": b"s" * 1000,
+    "unet/config.json": b'{"of": "unet"}',
+    "unet/diffusion_pytorch_model.safetensors": bytes(range(256)) * 40,
+    "unet/diffusion_pytorch_model.fp16.safetensors": b"half",
+    "unet/diffusion_pytorch_model.non_ema.safetensors": b"other",
+    "vae/config.json": b'{"of": "vae"}',
+    "vae/diffusion_pytorch_model.fp16.safetensors": b"v" * 200,
+}
+UNET = "unet/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[LocalHub]:
+    with local_hub(tmp_path / "hf") as running:
+        running.repositories[NAME] = dict(FILES)
+        yield running
+
+
+def base(
+    path: str = NAME, *, weights: bool = True, offline: bool = False, messages: list[str] | None = None, **more: object
+) -> Base:
+    section = ModelSection.model_validate({"path": path, **more})
+    return find_base(section, weights=weights, offline=offline, say=[].append if messages is None else messages.append)
+
+
+def refused(path: str = NAME, **more: object) -> str:
+    with pytest.raises(UsageError) as caught:
+        base(path, **more)  # type: ignore[arg-type]
+    assert all(problem.fix for problem in caught.value.problems)
+    return str(caught.value)
+
+
+def test_only_needed_files_are_fetched_and_later_found_without_a_request(hub: LocalHub) -> None:
+    found = base()
+    fetched = set(hub.fetched())
+    assert fetched == set(FILES) - {
+        "README.md",
+        "model.ckpt",
+        "text_encoder/pytorch_model.bin",
+        "safety_checker/model.safetensors",
+        "unet/diffusion_pytorch_model.fp16.safetensors",
+        "unet/diffusion_pytorch_model.non_ema.safetensors",
+    }
+    assert {name: (found.folder / name).read_bytes() for name in fetched} == {name: FILES[name] for name in fetched}
+    assert (found.commit, found.named, found.whole) == (COMMIT, NAME, True)
+    hub.requests.clear()
+    assert base() == found
+    assert base(offline=True) == found
+    assert base(revision=COMMIT) == found
+    assert hub.requests == []
+
+
+def test_configs_are_fetched_first_and_weights_when_needed(hub: LocalHub) -> None:
+    found = base(weights=False)
+    assert not found.whole
+    assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
+    assert "text_encoder/ holds no complete set" in refused(offline=True)
+    assert base(weights=False, offline=True) == found
+    whole = base()
+    assert (whole.folder, whole.whole) == (found.folder, True)
+    assert base(weights=False).whole
+
+
+def test_an_interrupted_fetch_resumes(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)
+    hub.cut[UNET] = 4000
+    assert "error 503" in refused()
+    hub.status.clear()
+    hub.requests.clear()
+    messages: list[str] = []
+    found = base(messages=messages)
+    ranges = [span for how, path, span in hub.requests if how == "GET" and path.endswith(UNET)]
+    assert ranges == ["bytes=4000-"]
+    assert (found.folder / UNET).read_bytes() == FILES[UNET]
+    assert any("resuming at 4 KB" in line for line in messages)
+
+
+def test_bytes_that_differ_from_the_hub_digest_are_refused(hub: LocalHub) -> None:
+    hub.headers["ETag"] = f'"{"a" * 64}"'
+    assert "its sha256 differs" in refused()
+    hub.headers.clear()
+    assert base().whole
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("/resolve/", (401, "GatedRepo"), "is gated"),
+        ("/api/", (403, "GatedRepo"), "is gated"),
+        ("/api/", (403, ""), "refuses some/model to this user (error 403)"),
+        ("/api/", (404, "RepoNotFound"), "neither a folder here nor a model of the hub"),
+        ("/api/", (401, "RepoNotFound"), "neither a folder here nor a model of the hub"),
+        ("/api/", (404, "RevisionNotFound"), "has no revision main"),
+        ("/api/", (500, ""), "error 500"),
+    ],
+)
+def test_a_refusal_of_the_hub_is_reported_with_the_fix(
+    hub: LocalHub, path: str, status: tuple[int, str], words: str
+) -> None:
+    hub.status[path] = status
+    assert words in refused()
+
+
+def test_an_unreachable_hub(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert "cannot be reached" in refused()
+
+
+def test_offline_makes_no_request(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket, "create_connection", opened)
+    monkeypatch.setattr(socket.socket, "connect", opened)
+    assert "offline nothing is fetched" in refused(offline=True)
+    assert "offline nothing is fetched" in refused(offline=True, revision="v1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "offline nothing is fetched" in refused()
+
+
+@pytest.mark.parametrize("problem", [["--frobnicate"], ["--set", "optimizer.learning_rate=20"]])
+def test_a_refused_config_makes_no_request(
+    hub: LocalHub, capsys: pytest.CaptureFixture[str], problem: list[str]
+) -> None:
+    assert main(["train", "--model", "nobody/nothing", "--name", "a", *problem]) == 2
+    assert "nobody" not in capsys.readouterr().err
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("command", [["check", "."], ["validate", "a.safetensors"], ["sample", "a", "--prompt", "b"]])
+def test_every_command_with_a_model_can_be_offline(
+    hub: LocalHub, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    assert main([*command, "--model", "nobody/nothing", "--offline"]) == 2
+    assert "offline nothing is fetched" in capsys.readouterr().err
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"unet/diffusion_pytorch_model.bin": b"x", "vae/diffusion_pytorch_model.bin": b"x"}, "a pickle"),
+        ({UNET: None, "unet/diffusion_pytorch_model.fp16.safetensors": None}, "unet/ holds no complete set"),
+        ({"tokenizer/vocab.json": None}, "tokenizer/ holds no vocabulary"),
+        ({"vae/config.json": None}, "vae/config.json is missing"),
+        ({"model_index.json": None}, "only model.ckpt, a pickle"),
+        ({"model_index.json": None, "sd.safetensors": b"x"}, "Name one of its files: some/model/sd.safetensors"),
+        ({"model_index.json": None, "adapter_config.json": b"{}"}, "holds a LoRA"),
+        ({"model_index.json": b"[]"}, "is not a JSON object"),
+    ],
+)
+def test_a_repository_without_a_base_model_is_refused_before_weights_are_fetched(
+    hub: LocalHub, files: dict[str, bytes | None], words: str
+) -> None:
+    if any(name.endswith(".bin") for name in files):
+        for name in [each for each in FILES if each.endswith(".safetensors")]:
+            del hub.repositories[NAME][name]
+    for name, data in files.items():
+        hub.repositories[NAME].pop(name, None)
+        if data is not None:
+            hub.repositories[NAME][name] = data
+    assert words in refused()
+    assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
+
+
+def test_a_single_checkpoint_of_a_repository(hub: LocalHub) -> None:
+    hub.repositories[NAME] = {"sd.safetensors": b"not one", "old/deep.safetensors": b"nor this"}
+    assert "has no file lost.safetensors" in refused(f"{NAME}/lost.safetensors")
+    found = hub_module.find_snapshot(
+        HubModel(NAME, file="old/deep.safetensors"),
+        weights=True,
+        without_t5=False,
+        offline=False,
+        say=print,
+    )
+    assert (found.folder / "old/deep.safetensors").read_bytes() == b"nor this"
+    assert hub.fetched() == ["old/deep.safetensors"]
+
+
+def test_a_full_disk_is_reported_before_anything_is_fetched(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "free_bytes", lambda folder: 2000)
+    assert "has 2 KB free" in refused()
+    assert hub.fetched() == ["model_index.json"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../../up.json", "unet/../../up.safetensors", "/etc/model.safetensors", "unet\\x.safetensors"]
+)
+def test_file_names_of_a_repository_cannot_leave_the_cache(hub: LocalHub, tmp_path: Path, name: str) -> None:
+    hub.repositories[NAME][name] = b"hostile"
+    base()
+    assert name not in hub.fetched()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"hostile"]
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        {"sha": "../../../outside"},
+        {"sha": None},
+        {"siblings": [{"rfilename": "model_index.json", "size": -1}]},
+        {"siblings": "none"},
+        {"siblings": [{"rfilename": "model_index.json", "size": 10**12}]},
+    ],
+)
+def test_malformed_responses_are_refused(hub: LocalHub, listing: dict[str, object]) -> None:
+    hub.listing = listing
+    refused()
+    assert hub.fetched() == []
+
+
+@pytest.mark.parametrize("headers", [{"ETag": '"../../out"'}, {"X-Repo-Commit": "../../out"}])
+def test_redirecting_headers_are_refused(hub: LocalHub, tmp_path: Path, headers: dict[str, str]) -> None:
+    hub.headers = headers
+    refused()
+    assert not list(tmp_path.rglob("out*"))
+
+
+@pytest.mark.parametrize(
+    "path", ["lost", "./some/model", "some/model.safetensors", "C:\\some\\model", "some/model/part"]
+)
+def test_a_path_is_never_requested_from_the_hub(hub: LocalHub, path: str) -> None:
+    assert "There is no model at" in refused(path)
+    assert hub.requests == []
+
+
+def test_an_existing_folder_of_the_owner_makes_an_id_a_mistyped_path(
+    hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert "the folder some exists" in refused()
+    assert hub.requests == []
+
+
+def test_a_url_is_answered_with_its_id(hub: LocalHub) -> None:
+    assert "Name the model as some/model." in refused(f"https://huggingface.co/{NAME}/tree/main")
+
+
+@pytest.mark.parametrize("revision", ["../main", "a b", "-x", "x/../../y"])
+def test_an_invalid_revision(hub: LocalHub, revision: str) -> None:
+    assert "is no branch, tag or commit" in refused(revision=revision)
+    assert hub.requests == []
+
+
+def test_which_weights_are_chosen() -> None:
+    half = {"model.fp16.safetensors"}
+    shards = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    index = {"model.safetensors.index.json"}
+    assert weights_of({*half, "model.safetensors"}) == ["model.safetensors"]
+    assert weights_of(half | shards | index) == [*index, *sorted(shards)]
+    assert weights_of(half | shards) == [*half]
+    assert weights_of({*shards - {"model-00001-of-00002.safetensors"}, *index}) == []
+    sharded = {
+        f"diffusion_pytorch_model{each}.safetensors" for each in (".fp16-00001-of-00002", "-00002-of-00002.fp16")
+    }
+    assert len(weights_of({*sharded, "diffusion_pytorch_model.safetensors.index.fp16.json"})) == 3
+    assert weights_of({"model.non_ema.safetensors", "sd.safetensors", "model.bin"}) == []
+
+
+def test_without_t5_its_weights_are_skipped() -> None:
+    index = {"text_encoder_3": ["transformers", "T5EncoderModel"], "tokenizer_3": ["transformers", "T5TokenizerFast"]}
+    assert choose_files((), index, weights=True, without_t5=True).lacking == ()
+    assert len(choose_files((), index, weights=True, without_t5=False).lacking) == 3
+    there = ("text_encoder_3/config.json", "text_encoder_3/model.safetensors", "tokenizer_3/spiece.model")
+    chosen = choose_files(there, index, weights=True, without_t5=True)
+    assert chosen.names == ("text_encoder_3/config.json", "tokenizer_3/spiece.model", "model_index.json")
+    assert set(choose_files(there, index, weights=True, without_t5=False).names) == {*there, "model_index.json"}
+
+
+@pytest.mark.parametrize("commit", ["../../../elsewhere", "", "main"])
+def test_a_cache_that_links_elsewhere_is_not_followed(hub: LocalHub, tmp_path: Path, commit: str) -> None:
+    base()
+    (tmp_path / "hf/models--some--model/refs/main").write_text(commit)
+    assert "is not in the Hugging Face cache" in refused(offline=True)
+    assert base().commit == COMMIT

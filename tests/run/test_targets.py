@@ -1,0 +1,47 @@
+"""The targets of the report: each next to its measurement, if there is one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.report.read import read_run
+from lora_trainer.report.targets import Target, targets_of
+from lora_trainer.report.write import render_run
+
+SEEN = {"utilisation": 0.91, "memory": 0.62, "cpu": 0.3, "system_memory": 0.5, "io_wait": 0.2}
+
+
+def targets(folder: Path, **record: Any) -> dict[str, Target]:
+    (folder / "run.json").write_text(json.dumps({"name": "run", "status": "done", **record}))
+    rows = [{"step": step, "seconds": 1.0, "data_seconds": 0.02} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(folder)
+    assert ("The machine" in render_run(run)) == bool(targets_of(run))
+    return {target.name: target for target in targets_of(run)}
+
+
+def test_a_gpu_is_compared_with_its_targets(tmp_path):
+    stalls = {"stall_seconds": {"median": 0.02}}
+    found = targets(tmp_path, seen=SEEN, hardware={"device": "cuda:0"}, checkpoints=stalls)
+    assert {name: (target.seen, target.met) for name, target in found.items()} == {
+        "GPU computes": ("91.0 %", True),
+        "GPU's memory, of what is allowed": ("62.0 %", False),
+        "CPU computes": ("30.0 %", True),
+        "system memory": ("50.0 %", True),
+        "CPU waits for disks": ("20.0 %", False),
+        "steps wait for data": ("2.0 %", False),  # with caches 1 % is allowed
+        "a checkpoint stops the steps": ("20 ms", True),
+    }
+    without = targets(tmp_path, seen=SEEN, config={"cache": {"latents": False}})
+    assert without["steps wait for data"].met
+
+
+def test_a_cpu_and_an_older_run_have_measurements_only(tmp_path):
+    assert list(targets(tmp_path, seen=SEEN, hardware={"device": "cpu"})) == [
+        "system memory",
+        "CPU waits for disks",
+        "steps wait for data",
+    ]
+    assert list(targets(tmp_path)) == ["steps wait for data"]
