@@ -12,11 +12,11 @@ import torch
 from lora_trainer.adapters.lora import inject_lora, target_modules
 from lora_trainer.core.errors import UsageError
 from lora_trainer.evaluation.loading import heard
-from lora_trainer.memory_plan.profiles import count_of
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
 from lora_trainer.models.folder import detect_family
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
+from lora_trainer.models.memory.phases import count_of
 from tests.export.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from torch import nn
 
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.config.schema import Config
-from lora_trainer.memory_plan.profiles import no_more
+from lora_trainer.models.memory.phases import no_more
 from lora_trainer.training.hardware import (
     hardware_note,
     rounds_alike_anywhere,
