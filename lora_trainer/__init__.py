@@ -12,10 +12,12 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+from lora_trainer.adapters.base import ADAPTERS
 from lora_trainer.config.tables import hand_over
 from lora_trainer.diffusion.loss import ERRORS, WEIGHTINGS
 from lora_trainer.optim.optimizers import OPTIMIZERS
 
+hand_over("lora.type", ADAPTERS)
 hand_over("optimizer.name", OPTIMIZERS)
 hand_over("loss.type", ERRORS)
 hand_over("loss.weighting", WEIGHTINGS)

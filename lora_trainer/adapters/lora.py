@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -10,7 +11,10 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
+from lora_trainer.adapters.base import AdapterKind, AdapterOptions
 from lora_trainer.core.errors import Problem, UsageError, nearest
+from lora_trainer.export.lora_file import lora_forms
+from lora_trainer.export.weights import LayerUpdate, weights_from_peft
 from lora_trainer.models.family import Family
 from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
 
@@ -107,3 +111,24 @@ def sum_updates(denoiser: nn.Module) -> None:
     for module in denoiser.modules():
         if type(module) is Linear:
             module.__class__ = SummedLinear
+
+
+def inject(model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int) -> dict[str, nn.Parameter]:
+    return inject_lora(
+        model,
+        list(modules),
+        rank=options.rank,
+        alpha=options.alpha,
+        dropout=options.dropout,
+        seed=seed,
+        rank_stabilized=options.rank_stabilized,
+    )
+
+
+def updates(trained: Mapping[str, Tensor], component: str, options: AdapterOptions) -> Mapping[str, LayerUpdate]:
+    """Low-rank updates, with the alpha that gives the scale of the training, as alpha / rank."""
+    alpha = options.alpha * math.sqrt(options.rank) if options.rank_stabilized else options.alpha
+    return weights_from_peft(trained, component, alpha).modules
+
+
+LORA = AdapterKind(inject=inject, updates=updates, forms=lora_forms, speed_up=sum_updates)

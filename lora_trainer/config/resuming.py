@@ -24,6 +24,7 @@ CHANGE_TEXTS = tuple(name for name in CaptionsSection.model_fields if name != "e
 
 # You cannot change these when you resume: a checkpoint's weights, optimizer state, samples and noise depend on them.
 FIXED = (
+    "lora.type",
     "lora.rank",
     "lora.alpha",
     "lora.target_modules",

@@ -178,6 +178,6 @@ def _caption_of(found: Found, request: SourceRequest, reading: Reading) -> str:
     elif found.table is not None:
         fix = f"{found.table.name} is here: name it as captions_file of the source, or as --data. Else {fix[0].lower()}{fix[1:]}"
     if reading.allow_missing_captions:
-        fix = f"It trains on the empty caption (data.allow_missing_captions=true); or write {found.path.stem}{ending}."
+        fix = f"It trains on an empty caption. To give it one, write {found.path.stem}{ending}."
     reading.find(code, severity, message, fix, found.path)
     return caption

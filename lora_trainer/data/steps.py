@@ -208,16 +208,16 @@ class StepArithmetic:
 
     @property
     def line(self) -> str:
-        """For people: `18 images x 10 repeats = 180 a pass / 4 a step = 45 steps x 3 epochs = 135 steps`."""
+        """For people: `18 images x 10 repeats / effective batch size 4 = 45 per epoch x 3 epochs = 135`."""
         repeats = self.to_json()["repeats"]
+        images = counted(self.images, "image") + ("" if repeats == 1 else f" x {counted(repeats, 'repeat')}")
         prior = f" + {self.regularization} regularization" if self.regularization else ""
-        images, times = counted(self.images, "image"), counted(repeats, "repeat")
-        text = (
-            f"{images} × {times}{prior} = {self.passes} a pass, / {self.effective} a step"
-            f" = {counted(self.steps_per_epoch, 'step')}, × {counted(self.epochs, 'epoch')}"
-        )
         whole = self.steps_per_epoch * self.epochs
-        return f"{text} = {counted(whole, 'step')}" + (f", stopped at {self.total}" if self.total != whole else "")
+        text = (
+            f"{images}{prior} / effective batch size {self.effective} = {self.steps_per_epoch} per epoch"
+            f" x {counted(self.epochs, 'epoch')} = {whole}"
+        )
+        return text + (f", stopped at {self.total}" if self.total != whole else "")
 
 
 def step_arithmetic(

@@ -233,12 +233,12 @@ class BucketPlan:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """For people: `3 buckets: 128x128 (14), 96x160 (6), 160x96 (1)`."""
+        """For people: `buckets: 128x128 (14), 96x160 (6), 160x96 (1)`."""
         if not self.counts:
             return ()
         ranked = sorted(self.counts.items(), key=lambda entry: (-entry[1], entry[0]))
         named = ", ".join(f"{bucket} ({count})" for bucket, count in ranked)
-        return (f"{counted(len(self.counts), 'bucket')}: {named}",)
+        return (f"buckets: {named}",)
 
 
 def plan_views(samples: Sequence[Sample], framings: Sequence[Framing]) -> BucketPlan:

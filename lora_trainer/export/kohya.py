@@ -46,7 +46,7 @@ def kohya_pairs(weights: LoraWeights, names: Names = ONE_TEXT_ENCODER) -> tuple[
             name = f"{names.prefixes[component]}_{original.replace('.', '_')}"
             layers.setdefault(name, {})[rule.part] = (rule, module)
         else:
-            name = _plain_name(module, names)
+            name = plain_name(module, names)
             pairs[name] = pair
         meant.setdefault(name, []).append(module)
     fused = {}
@@ -121,7 +121,7 @@ def fused_ranks(metadata: Mapping[str, str]) -> dict[str, list[int]]:
     }
 
 
-def _plain_name(module: str, names: Names) -> str:
+def plain_name(module: str, names: Names) -> str:
     component, _, rest = module.partition(".")
     if rest.startswith("encoder.block."):
         return f"{T5_PREFIX}_{rest.replace('.', '_')}"

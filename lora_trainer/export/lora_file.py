@@ -6,8 +6,9 @@ import errno
 import glob
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +26,7 @@ from lora_trainer.export.keys import ONE_TEXT_ENCODER, PEFT
 from lora_trainer.export.layout import Names
 from lora_trainer.export.metadata import TrainingFacts, header, with_hashes
 from lora_trainer.export.reading import some, weights_of
-from lora_trainer.export.weights import LoraWeights, check_keys, folded
+from lora_trainer.export.weights import AdapterWeights, LoraPair, LoraWeights, check_keys, folded
 
 ONE_ENCODER_SLOT = "string_to_param.*"  # a token's name inside a file, of one text encoder
 MOST_CONFIG_BYTES = 1 << 20
@@ -35,35 +36,68 @@ PEFT_CONFIG = "adapter_config.json"  # peft's config beside its file, the only p
 def write_lora(
     folder: Path,
     name: str,
-    weights: LoraWeights,
+    weights: AdapterWeights,
     facts: TrainingFacts,
     *,
     dtype: torch.dtype = torch.float16,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     names: Names = ONE_TEXT_ENCODER,
+    forms: FileForms | None = None,
 ) -> tuple[Path, Path]:
     """Write `NAME.safetensors` (kohya) and `NAME.diffusers.safetensors`; return both paths.
 
     Both hold the same tensors: alpha / rank folded into up, alpha = rank. Each is verified
     before it takes its name. `shapes` are the model's weight shapes by module name, as `shapes_of`
-    gives them; `names` are the family's. Raises TrainingFailed, and writes nothing, when a value is not finite or a
+    gives them; `names` are the family's; `forms` lays out the tensors of another kind of adapter. Raises TrainingFailed, and writes nothing, when a value is not finite or a
     module does not fit `shapes`.
     """
     ready = folded(weights, dtype)
     if shapes is not None and (problems := check_keys(ready, shapes)):
         raise TrainingFailed(problems)
-    one_alpha = kohya_form.one_alpha(ready, names)
-    kohya, fused = kohya_form.kohya_tensors(one_alpha, names)
-    diffusers = diffusers_form.diffusers_tensors(ready)
-    adapter = {diffusers_form.ADAPTER_METADATA_KEY: diffusers_form.adapter_metadata(ready)}
+    kohya, diffusers = (forms or lora_forms)(ready, facts, names)
     kohya_path, diffusers_path = folder / f"{name}.safetensors", folder / f"{name}.diffusers.safetensors"
-    write_tensors(kohya_path, kohya, with_hashes(kohya, header(facts, one_alpha) | fused))
-    write_tensors(diffusers_path, diffusers, {**header(facts, ready), "format": "pt", **adapter})
+    write_tensors(kohya_path, kohya.tensors, with_hashes(kohya.tensors, kohya.header))
+    write_tensors(diffusers_path, diffusers.tensors, {**diffusers.header, "format": "pt"})
     return kohya_path, diffusers_path
 
 
+@dataclass(frozen=True)
+class FileForm:
+    """The tensors and the header of one file."""
+
+    tensors: Mapping[str, Tensor]
+    header: Mapping[str, str]
+
+
+# The weights, as files store them, the run's facts and the family's names -> kohya's form and diffusers' form.
+FileForms = Callable[[AdapterWeights, TrainingFacts, Names], tuple[FileForm, FileForm]]
+
+
+def lora_forms(updates: AdapterWeights, facts: TrainingFacts, names: Names) -> tuple[FileForm, FileForm]:
+    """A LoRA in kohya's form and in diffusers' form; its updates are low-rank ones."""
+    weights = LoraWeights(cast("Mapping[str, LoraPair]", updates.modules), embeddings=updates.embeddings)
+    one_alpha = kohya_form.one_alpha(weights, names)
+    kohya, fused = kohya_form.kohya_tensors(one_alpha, names)
+    adapter = {diffusers_form.ADAPTER_METADATA_KEY: diffusers_form.adapter_metadata(weights)}
+    return (
+        FileForm(kohya, header(facts, one_alpha) | fused),
+        FileForm(diffusers_form.diffusers_tensors(weights), header(facts, weights) | adapter),
+    )
+
+
+def plain_forms(weights: AdapterWeights, facts: TrainingFacts, names: Names) -> tuple[FileForm, FileForm]:
+    """Each update's parts behind its module's name, in kohya's and in diffusers' spelling, for kinds without a form of their own."""
+    parts = {module: update.parts() for module, update in weights.modules.items()}
+    kohya = {
+        f"{kohya_form.plain_name(name, names)}.{end}": each for name, of in parts.items() for end, each in of.items()
+    }
+    diffusers = {f"{name}.{end}": each for name, of in parts.items() for end, each in of.items()}
+    about = header(facts, LoraWeights({}))
+    return FileForm(kohya, about), FileForm(diffusers, about)
+
+
 def write_learned_tokens(
-    folder: Path, name: str, weights: LoraWeights, *, dtype: torch.dtype = torch.float16
+    folder: Path, name: str, weights: AdapterWeights, *, dtype: torch.dtype = torch.float16
 ) -> list[Path]:
     """Write each learned token as a file of its own, `NAME.embedding-WORD.safetensors`, as ComfyUI, A1111 and diffusers load it.
 

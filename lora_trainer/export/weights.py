@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,26 @@ from lora_trainer.core.errors import Problem, TrainingFailed, nearest
 
 # Under this the fp16 rounding of the largest entry is coarser than fp16's own precision.
 SMALLEST_FOR_FP16 = 2.0**-13
+
+
+class LayerUpdate(Protocol):
+    """The trained change of one layer's weight, of any kind of adapter."""
+
+    @property
+    def finite(self) -> bool: ...
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape of the weight that it changes."""
+
+    def delta(self) -> Tensor:
+        """The change of the weight in fp32."""
+
+    def rounded(self, dtype: torch.dtype) -> LayerUpdate:
+        """The same change as files store it: cast once to `dtype`, contiguous, on the CPU."""
+
+    def parts(self) -> Mapping[str, Tensor]:
+        """The tensors of a file, by the end of their names."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +60,43 @@ class LoraPair:
     def finite(self) -> bool:
         return bool(self.down.isfinite().all() and self.up.isfinite().all()) and math.isfinite(self.alpha)
 
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.up.shape[0], *self.down.shape[1:])
+
     def delta(self) -> Tensor:
         """The change of the module's weight in fp32: `[out, in]`, or `[out, in, k, k]`."""
         down = self.down.float()
         change = self.up.float().flatten(1) @ down.flatten(1) * self.scale
         return change.reshape(self.up.shape[0], *down.shape[1:])
 
+    def rounded(self, dtype: torch.dtype) -> LoraPair:
+        """With alpha / rank folded into `up` in fp32, so that clients that never read alpha apply the right scale."""
+        down, up = self.down.detach().float().cpu(), self.up.detach().float().cpu()
+        if self.scale != 1.0:
+            up = up * self.scale
+        largest = float(up.abs().max()) if up.numel() else 0.0
+        if 0.0 < largest < SMALLEST_FOR_FP16:
+            # A power of two moved from down to up changes no product and keeps up out of fp16's subnormals.
+            shift = 2.0 ** round((math.log2(float(down.abs().max()) or 1.0) - math.log2(largest)) / 2)
+            if shift > 1.0:
+                up, down = up * shift, down / shift
+        return LoraPair(down.to(dtype).contiguous(), up.to(dtype).contiguous(), float(self.rank))
+
+    def parts(self) -> Mapping[str, Tensor]:
+        alpha = torch.tensor(self.alpha, dtype=torch.float32)
+        return {"lora_down.weight": self.down, "lora_up.weight": self.up, "alpha": alpha}
+
 
 @dataclass(frozen=True)
-class LoraWeights:
+class AdapterWeights:
     """All updates by module name (component first: `unet.mid_block…`), with the file's header if read from one.
 
     `embeddings` are learned tokens, by `WORD.clip_l` (or `WORD.string_to_param.*`), as [tokens, width].
     `family` is the one whose names the file has, where that is clear.
     """
 
-    modules: Mapping[str, LoraPair]
+    modules: Mapping[str, LayerUpdate]
     metadata: Mapping[str, str] = field(default_factory=dict)
     embeddings: Mapping[str, Tensor] = field(default_factory=dict)
     family: str | None = None
@@ -62,7 +104,17 @@ class LoraWeights:
     def not_finite(self) -> list[str]:
         """Names of modules, and of learned tokens, that hold NaN or infinity."""
         embeddings = [name for name, tensor in self.embeddings.items() if not bool(tensor.isfinite().all())]
-        return [name for name, pair in self.modules.items() if not pair.finite] + embeddings
+        return [name for name, update in self.modules.items() if not update.finite] + embeddings
+
+
+@dataclass(frozen=True)
+class LoraWeights(AdapterWeights):
+    """Low-rank updates, independent of how a file names them."""
+
+    modules: Mapping[str, LoraPair]
+
+
+W = TypeVar("W", bound=AdapterWeights)
 
 
 def weights_from_peft(
@@ -84,9 +136,14 @@ def weights_from_peft(
         if set(pair) != {"A", "B"}:
             raise ValueError(f"{module} has only lora_{'/'.join(pair)}")
         own = alpha.get(module) if isinstance(alpha, Mapping) else alpha
-        name = f"{component}.{_with_text_model(component, module)}"
+        name = module_name(component, module)
         modules[name] = LoraPair(pair["A"], pair["B"], float(pair["A"].shape[0] if own is None else own))
     return LoraWeights(modules)
+
+
+def module_name(component: str, module: str) -> str:
+    """A module's name in a LoRA file of diffusers: `unet.mid_block…`."""
+    return f"{component}.{_with_text_model(component, module)}"
 
 
 def _with_text_model(component: str, module: str) -> str:
@@ -97,7 +154,7 @@ def _with_text_model(component: str, module: str) -> str:
     return module
 
 
-def folded(weights: LoraWeights, dtype: torch.dtype = torch.float16) -> LoraWeights:
+def folded(weights: W, dtype: torch.dtype = torch.float16) -> W:
     """The same updates with alpha = rank, cast once to `dtype`, contiguous, on the CPU.
 
     alpha / rank goes into `up` in fp32, so clients that never read alpha see the right scale.
@@ -107,7 +164,7 @@ def folded(weights: LoraWeights, dtype: torch.dtype = torch.float16) -> LoraWeig
     if bad:
         first = f"{len(bad)} of {len(weights.modules)} LoRA modules hold NaN or infinity (first: {bad[0]})."
         raise TrainingFailed(Problem(first, "Lower optimizer.learning_rate and train again."))
-    modules = {name: _folded_pair(pair, dtype) for name, pair in weights.modules.items()}
+    modules = {name: pair.rounded(dtype) for name, pair in weights.modules.items()}
     embeddings = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in weights.embeddings.items()}
     result = replace(weights, modules=modules, embeddings=embeddings)
     bad = result.not_finite()
@@ -117,20 +174,7 @@ def folded(weights: LoraWeights, dtype: torch.dtype = torch.float16) -> LoraWeig
     return result
 
 
-def _folded_pair(pair: LoraPair, dtype: torch.dtype) -> LoraPair:
-    down, up = pair.down.detach().float().cpu(), pair.up.detach().float().cpu()
-    if pair.scale != 1.0:
-        up = up * pair.scale
-    largest = float(up.abs().max()) if up.numel() else 0.0
-    if 0.0 < largest < SMALLEST_FOR_FP16:
-        # A power of two moved from down to up changes no product and keeps up out of fp16's subnormals.
-        shift = 2.0 ** round((math.log2(float(down.abs().max()) or 1.0) - math.log2(largest)) / 2)
-        if shift > 1.0:
-            up, down = up * shift, down / shift
-    return LoraPair(down.to(dtype).contiguous(), up.to(dtype).contiguous(), float(pair.rank))
-
-
-def check_keys(weights: LoraWeights, module_shapes: Mapping[str, tuple[int, ...]]) -> list[Problem]:
+def check_keys(weights: AdapterWeights, module_shapes: Mapping[str, tuple[int, ...]]) -> list[Problem]:
     """Where a LoRA does not fit a model: `module_shapes` maps module names to weight shapes `(out, in, …)`."""
     problems = []
     for name, pair in weights.modules.items():
@@ -140,7 +184,7 @@ def check_keys(weights: LoraWeights, module_shapes: Mapping[str, tuple[int, ...]
             fix = f"Was it trained on another kind of model? {near}".strip()
             problems.append(Problem(f"{name} is no module of the model.", fix))
             continue
-        ours = (pair.up.shape[0], *pair.down.shape[1:])
+        ours = pair.weight_shape
         if ours != tuple(shape):
             problems.append(
                 Problem(

@@ -35,6 +35,7 @@ def traced_memory_model(
     rank: int,
     *,
     products: bool = False,
+    kind: str = "lora",
 ) -> MemoryModel:
     """A gauge that traces on the meta device and remembers what it found below `folder`; `rank` is asked for first.
 
@@ -42,9 +43,9 @@ def traced_memory_model(
 
     Raises UsageError for targets that match nothing.
     """
-    remembered = _memory(folder / "plans" / f"{_key(family, architecture, targets, products=products)}.json")
+    remembered = _memory(folder / "plans" / f"{_key(family, architecture, targets, kind, products=products)}.json")
 
-    subject = cache(partial(_subject, family, architecture, targets, products))
+    subject = cache(partial(_subject, family, architecture, targets, products, kind))
 
     def shapes(rank: int) -> list[tuple[int, ...]]:
         found = remembered(f"shapes {rank}", lambda: [list(shape) for shape in subject(rank, "bf16").shapes])
@@ -84,6 +85,7 @@ def _subject(
     architecture: Architecture,
     targets: str | tuple[str, ...],
     products: bool,
+    kind: str,
     rank: int,
     precision: str,
 ) -> Subject:
@@ -99,6 +101,7 @@ def _subject(
         dtype=torch.float32 if precision == "fp32" else torch.bfloat16,
         stored=cast("Precision", precision),
         products=products and precision == "int8",
+        kind=kind,
     )
 
 
@@ -133,9 +136,11 @@ def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
     return Footprint(found.weights, found.copies, 0, found.peak, sum(found.flops))
 
 
-def _key(family: Family, architecture: Architecture, targets: str | tuple[str, ...], *, products: bool) -> str:
+def _key(
+    family: Family, architecture: Architecture, targets: str | tuple[str, ...], kind: str, *, products: bool
+) -> str:
     texts = family.cond_shapes(architecture.denoiser)
-    parts = [__version__, family.name, dict(architecture.denoiser), targets, products, texts]
+    parts = [__version__, family.name, dict(architecture.denoiser), targets, kind, products, texts]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8")).hexdigest()[:32]
 
 

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from lora_trainer.adapters.lora import inject_lora, target_modules
+from lora_trainer.adapters.base import ADAPTERS, AdapterOptions
+from lora_trainer.adapters.lora import target_modules
 from lora_trainer.adapters.masters import Adapter, make_adapter
 from lora_trainer.config.schema import CheckpointingMode, LossSection, OptimizerSection, Precision
 from lora_trainer.diffusion.loss import make_loss
@@ -106,6 +107,7 @@ def make_subject(
     dtype: torch.dtype,
     stored: Precision = "bf16",
     products: bool = False,
+    kind: str = "lora",
 ) -> Subject:
     """Build the denoiser without weights and put the LoRA on it. `products`: weights in int8 are multiplied so.
 
@@ -116,7 +118,7 @@ def make_subject(
         denoiser = family.make_denoiser(architecture.denoiser).requires_grad_(False)
         nn.Module.to(denoiser, dtype)  # not diffusers' own, which warns
         names = target_modules(denoiser, family, targets)
-        parameters = inject_lora(denoiser, names, rank=rank, alpha=float(rank), dropout=0.0, seed=0)
+        parameters = ADAPTERS[kind].load().inject(denoiser, names, AdapterOptions(rank, float(rank)), 0)
         if narrow := make_quantizer(stored, products=products):
             store_layers(denoiser, narrow)
         adapter = make_adapter(parameters, dtype)

@@ -37,7 +37,7 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     console.print(f"caches in {cache_folder(config)}:")
     if inputs.facts.whole:
         for line in plan_caches(config, inputs, choices).lines:
-            console.print(f"  {line.replace('rebuilt', 'to build')}")
+            console.print(f"  {line}")
     else:  # the caches' keys depend on the weights
         console.print("  not known: the model's weights are not downloaded yet")
     data = (inputs.train, inputs.validation)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lora_trainer.adapters.base import ADAPTERS, adapter_kind
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import to_toml
 from lora_trainer.core.disk import current, write_with_retry
@@ -232,13 +233,22 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     config, console, folder = session.config, session.console, session.folder
     began, name = time.monotonic(), session.folder.name
     released = choose_released(config, prepared.job.checkpoints, state, built.learner)
-    console.print(f"releasing step {released.step}")
     facts = training_facts(config, session.inputs, name, released.step, session.steps, session.choices, record.started)
     weights = lora_weights(config, session.inputs, released.weights)
     untrained = untrained_words(config.textual_inversion.placeholder_tokens, session.inputs.train)
     embeddings = {key: value for key, value in weights.embeddings.items() if key.partition(".")[0] not in untrained}
     stored = DTYPES[config.checkpoint.export_dtype]
-    export = partial(export_lora, folder, name, weights, facts, built.shapes, session.inputs.family, stored)
+    export = partial(
+        export_lora,
+        folder,
+        name,
+        weights,
+        facts,
+        built.shapes,
+        session.inputs.family,
+        stored,
+        adapter_kind(config).forms,
+    )
     with remembering():  # the record names the files whatever becomes of the gate
         kohya, diffusers = write_with_retry(
             "the LoRA", folder, export, lora_bytes(config, weight_shapes(built.learner))
@@ -249,7 +259,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
         files |= {path.stem.removeprefix(f"{name}."): path.name for path in words}
         record = replace(record, files=files, released=released.to_json())
         write_record(folder, record)
-    console.print(f"exported {kohya.name} and {diffusers.name}; every key fits the model")
+    console.print(f"exported: {kohya.name} and {diffusers.name} (step {released.step})")
     if words:
         console.print(f"new words, also in {kohya.name}: {', '.join(path.name for path in words)}", markup=False)
     stop_if_signalled()
@@ -260,7 +270,8 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
 def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, untrained: Sequence[str]) -> Outcome:
     """Judge the exported file and draw with it, where `gates.lora_check` asks for it; the record with what came of it."""
     session, config, console = prepared.session, prepared.session.config, prepared.session.console
-    step, checked = record.released["step"], config.gates.lora_check != "off"
+    step, can_check = record.released["step"], ADAPTERS[config.lora.type].is_checked
+    checked = can_check and config.gates.lora_check != "off"
     if checked:
         free_step_context(prepared.built.learner)
         console.print("validating the LoRA from its file")
@@ -275,7 +286,8 @@ def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, 
             console,
         )
     else:
-        console.print("gates.lora_check=off: the LoRA is not scored, and no images are made with it")
+        why = "gates.lora_check=off" if can_check else f"lora.type={config.lora.type} cannot be checked"
+        console.print(f"{why}: the LoRA is not scored, and no images are made with it")
         report = LoraReport(None, config.gates.lora, {})
     unseen = never_trained(prepared.feed.plan, step, state.step)
     judged = (cause_shown(each, config, step) for each in report.findings)

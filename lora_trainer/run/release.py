@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from lora_trainer import __version__
+from lora_trainer.adapters.base import adapter_kind, denoiser_options, text_options
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.findings import Finding, counted
@@ -28,9 +29,9 @@ from lora_trainer.evaluation.lora_check import LORA_CHECKS, check_lora
 from lora_trainer.evaluation.placing import with_less
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.evaluation.validation_loss import EncodedSample
-from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.lora_file import FileForms, write_lora
 from lora_trainer.export.metadata import FlowFacts, TrainingFacts
-from lora_trainer.export.weights import LoraWeights, weights_from_peft
+from lora_trainer.export.weights import AdapterWeights, LayerUpdate
 from lora_trainer.models.family import Family
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.memory.block_swap import move_to_device
@@ -45,7 +46,6 @@ from lora_trainer.training.checkpoints.best import read_best
 from lora_trainer.training.checkpoints.checkpoint import step_name
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import StepContext
-from lora_trainer.training.texts import text_alpha, text_rank
 
 WEIGHTS = "weights"  # the folder of exported LoRA files that are never deleted
 ROOM_TO_DRAW = 2.0  # times the denoiser's size: a whole pipeline and its images take less
@@ -90,24 +90,22 @@ RELEASED_STEP: dict[str, Callable[[TrainState], int]] = {
 }
 
 
-def lora_weights(config: Config, inputs: Inputs, trained: Mapping[str, Tensor]) -> LoraWeights:
-    """The weights by module name, with the alpha that gives them the scale of the training."""
-    encoders = tuple(f"{name}." for name in inputs.family.text_targets)
+def lora_weights(config: Config, inputs: Inputs, trained: Mapping[str, Tensor]) -> AdapterWeights:
+    """The trained updates by module name, and learned tokens."""
+    kind, encoders = adapter_kind(config), tuple(f"{name}." for name in inputs.family.text_targets)
     denoiser = {name: value for name, value in trained.items() if not name.startswith(encoders)}
-    alpha = config.lora.alpha or float(config.lora.rank)
-    found = dict(
-        weights_from_peft(denoiser, inputs.family.denoiser_prefix, in_effect(config, alpha, config.lora.rank)).modules
+    found: dict[str, LayerUpdate] = dict(
+        kind.updates(denoiser, inputs.family.denoiser_prefix, denoiser_options(config))
     )
-    alpha = in_effect(config, text_alpha(config), text_rank(config))
     for prefix in encoders:
         own = {name.removeprefix(prefix): value for name, value in trained.items() if name.startswith(prefix)}
-        found |= weights_from_peft(own, prefix.removesuffix("."), alpha).modules
+        found |= kind.updates(own, prefix.removesuffix("."), text_options(config))
     words = (
         to_embeddings(trained, inputs.family.word_texts, config.textual_inversion.placeholder_tokens)
         if config.textual_inversion.placeholder_tokens
         else {}
     )
-    return LoraWeights(found, embeddings=words)
+    return AdapterWeights(found, embeddings=words)
 
 
 def untrained_words(words: Sequence[str], train: Sequence[Sample]) -> tuple[str, ...]:
@@ -132,11 +130,6 @@ def cause_shown(finding: Finding, config: Config, step: int) -> Finding:
     return replace(finding, fix=fix)
 
 
-def in_effect(config: Config, alpha: float, rank: int) -> float:
-    """The alpha that gives the scale of the training, as alpha / rank."""
-    return alpha * math.sqrt(rank) if config.lora.use_rslora else alpha
-
-
 def training_facts(
     config: Config,
     inputs: Inputs,
@@ -155,7 +148,7 @@ def training_facts(
         base_version=base_version,
         architecture=architecture,
         base_name=inputs.facts.name,
-        alpha=config.lora.alpha or float(config.lora.rank),
+        alpha=denoiser_options(config).alpha,
         targets=targets if isinstance(targets, str) else ", ".join(targets),
         resolution=(inputs.resolution, inputs.resolution),
         steps=trained,
@@ -201,7 +194,7 @@ def captions_read(config: Config) -> dict[str, Any]:
         "t5_tokens": config.text_encoder.max_sequence_length,
         "without_t5": config.model.without_t5,
         "text_rates": config.text_encoder.learning_rates,
-        "text_alpha": text_alpha(config),
+        "text_alpha": text_options(config).alpha,
     }
 
 
@@ -234,17 +227,18 @@ def images_shown(config: Config, inputs: Inputs) -> dict[str, Any]:
 def export_lora(
     folder: Path,
     name: str,
-    weights: LoraWeights,
+    weights: AdapterWeights,
     facts: TrainingFacts,
     shapes: Mapping[str, tuple[int, ...]],
     family: Family,
     dtype: torch.dtype,
+    forms: FileForms,
 ) -> tuple[Path, Path]:
     """Write both files, every key checked against the model's `shapes` before they get their names; kohya's path first.
 
     Raises TrainingFailed, and leaves no file, when a value is not finite or a key does not fit.
     """
-    return write_lora(folder, name, weights, facts, dtype=dtype, shapes=shapes, names=names_of(family))
+    return write_lora(folder, name, weights, facts, dtype=dtype, shapes=shapes, names=names_of(family), forms=forms)
 
 
 def judge_lora(
@@ -302,7 +296,9 @@ def draw_while_training(
     facts = training_facts(config, inputs, name, state.step, steps, choices, time.time() - state.seconds)
     weights = lora_weights(config, inputs, built.learner.shown())
     dtype = DTYPES[config.checkpoint.export_dtype]
-    kohya, diffusers = export_lora(samples, name, weights, facts, built.shapes, inputs.family, dtype)
+    kohya, diffusers = export_lora(
+        samples, name, weights, facts, built.shapes, inputs.family, dtype, adapter_kind(config).forms
+    )
     diffusers.unlink()
     with making_room(built, config, choices), abortable():
         draw_comparison(kohya, samples, config, inputs, choices.device, choices.dtype, say, name=name)
@@ -323,7 +319,9 @@ def export_step(
     facts = training_facts(config, inputs, name, step, steps, choices, time.time())
     weights = lora_weights(config, inputs, trained)
     dtype = DTYPES[config.checkpoint.export_dtype]
-    _, diffusers = export_lora(folder / WEIGHTS, name, weights, facts, shapes, inputs.family, dtype)
+    _, diffusers = export_lora(
+        folder / WEIGHTS, name, weights, facts, shapes, inputs.family, dtype, adapter_kind(config).forms
+    )
     diffusers.unlink()
 
 

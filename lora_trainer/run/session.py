@@ -157,7 +157,7 @@ def fill(session: Session) -> CachePlans:
     console, processes = session.console, session.processes
     plans = plan_caches(session.config, session.inputs, session.choices)
     for line in plans.lines:
-        console.print(f"cache: {line}")
+        console.print(line)
     start = processes.rank / processes.world
     say, choices = console.print, session.choices
     try:
@@ -225,7 +225,9 @@ def with_attention_of_before(session: Session) -> tuple[Config, bool]:
         or (name := earlier_attention(order.folder)) is None
     ):
         return config, asked_by_user(order.resolved, "hardware.attention_backend")
-    session.console.print(f"attention {name}: the fastest when the run began (hardware.attention_backend=fastest)")
+    session.console.print(
+        f"attention backend: {name} (the fastest at the start of the run; hardware.attention_backend=fastest)"
+    )
     return config.model_copy(update={"hardware": config.hardware.model_copy(update={"attention_backend": name})}), False
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from lora_trainer.adapters.base import adapter_kind, denoiser_options
 from lora_trainer.adapters.ema import make_ema, shown_weights
-from lora_trainer.adapters.lora import inject_lora, sum_updates, target_modules
+from lora_trainer.adapters.lora import target_modules
 from lora_trainer.adapters.masters import make_adapter
 from lora_trainer.config.schema import Config
 from lora_trainer.core.randomness import position_key
@@ -79,7 +80,9 @@ def build_step_context(
     attention = put_attention_on(
         denoiser, config, family, latents, dtype=dtype, device=device, asked=attention_asked, reduce=reduce
     )
-    parameters = put_lora_on(denoiser, names, config)
+    kind, seed = adapter_kind(config), position_key(config.train.seed, "lora_init") % 2**32
+    parameters = kind.inject(denoiser, names, denoiser_options(config), seed)
+    kind.speed_up(denoiser)  # the plan traces without: at a peak that may take a few per cent more
     swapped = swap_blocks(denoiser, layout.swapped, device)
     move_to_device(denoiser.train(), device)
     blocks = len(checkpointable_blocks(denoiser))
@@ -92,10 +95,10 @@ def build_step_context(
     )
     whole = ", the text encoders' among them" if texts else ""
     notes = (
-        f"LoRA rank {config.lora.rank} on {len(names)} modules: {learner.adapter.size:,} trained parameters{whole}",
+        f"LoRA: rank {config.lora.rank}, {len(names)} modules, {learner.adapter.size:,} trainable parameters{whole}",
         *(texts.notes if texts else ()),
-        f"attention {attention.name}: {attention.reason}",
-        f"gradient checkpointing {checkpointed} of {blocks} blocks{no_more(layout.checkpointing, blocks)}",
+        f"attention backend: {attention.name} ({attention.reason})",
+        f"gradient checkpointing: {checkpointed} of {blocks} blocks{no_more(layout.checkpointing, blocks)}",
         *([counted_products(denoiser)] if products else [no_products] if no_products else []),
         *block_swap_note(denoiser, layout.swapped),
         *offload_note(config.memory.offload_activations, device),
@@ -163,25 +166,6 @@ def choose_guard(config: Config, device: torch.device, *, scaled: bool) -> Guard
     if OPTIMIZERS[config.optimizer.name].skips_nonfinite and config.safeguards.on_nonfinite == "skip":
         return "on_device"
     return "ahead" if scaled else "late"
-
-
-def put_lora_on(denoiser: nn.Module, names: list[str], config: Config) -> dict[str, nn.Parameter]:
-    """The LoRA on the named modules, as the settings say; its parameters by name.
-
-    The plan counts peft's own sum of update and base, which at a peak may hold a few per cent more than this one.
-    """
-    lora = config.lora
-    parameters = inject_lora(
-        denoiser,
-        names,
-        rank=lora.rank,
-        alpha=lora.alpha or float(lora.rank),
-        dropout=lora.dropout,
-        seed=position_key(config.train.seed, "lora_init") % 2**32,
-        rank_stabilized=lora.use_rslora,
-    )
-    sum_updates(denoiser)
-    return parameters
 
 
 def trained_process(process: Process, config: Config, device: torch.device) -> Process:

@@ -30,7 +30,6 @@ class Pending:
 
     step: int
     rate: float
-    samples: int
     result: StepResult
     started: float
     waited: float
@@ -45,8 +44,7 @@ class Metrics:
 
     def add(self, state: TrainState, result: StepResult, lr: float, started: float, waited: float) -> None:
         """Keep those of the step that led to `state`."""
-        samples = self._run.samples_in(state.step - 1)
-        self._pending.append(Pending(state.step, lr, samples, result, started, waited))
+        self._pending.append(Pending(state.step, lr, result, started, waited))
 
     def are_due(self, state: TrainState) -> bool:
         """On a GPU at every tenth step of the run, wherever it was stopped, and where something is wrong."""
@@ -129,7 +127,7 @@ def row_of(job: LoopContext, each: Pending, loss: float, norm: float, seconds: f
         "grad_norm": norm,
         "seconds": seconds,
         "data_seconds": each.waited,
-        "samples": each.samples,
-        "samples_per_second": each.samples / seconds,
+        "samples": each.result.samples,
+        "samples_per_second": each.result.samples / seconds,
         "memory_gib": round(peak_memory_gib(job.learner.device), 4),
     }

@@ -83,6 +83,7 @@ class StepResult:
     losses: tuple[Tensor, ...]
     guard: Guard
     skipped: bool
+    samples: int = 0  # over all processes
     scale: Tensor | None = None  # [] of fp16's losses, after the step
 
 
@@ -149,7 +150,7 @@ def train_step(
         norm, skipped = update(learner, total, clip_scale)
     # A product, since the scaler changes its own in place; and on the device, since nobody waits for it.
     scale = learner.scaler.scale(torch.ones((), device=learner.device)) if learner.scaler else None
-    return StepResult(total, norm, losses, learner.guard, skipped, scale)
+    return StepResult(total, norm, losses, learner.guard, skipped, samples, scale)
 
 
 def backward(learner: StepContext, micro: MicroBatch, samples: int) -> tuple[Tensor, Tensor]:

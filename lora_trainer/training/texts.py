@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.adapters.lora import inject_lora, matching_modules, sum_updates
+from lora_trainer.adapters.base import adapter_kind, text_options
+from lora_trainer.adapters.lora import matching_modules
 from lora_trainer.config.schema import Config
 from lora_trainer.core.randomness import position_key
 from lora_trainer.evaluation.validation_loss import EncodedSample
@@ -68,10 +69,10 @@ def build_texts(
     for component, rate in trained.items():
         encoder = parts.encoders[component]
         names = used_modules(encoder, matching_modules(encoder, family.text_targets[component]), encode_alone)
-        own = put_text_lora_on(encoder, names, config, component)
+        own = put_adapter_on(encoder, names, config, component)
         parameters |= own
         rates.append((rate, own.keys()))
-        notes.append(f"{component}: LoRA rank {text_rank(config)} on {len(names)} modules at rate {rate:g}")
+        notes.append(f"{component}: LoRA rank {text_options(config).rank}, {len(names)} modules, lr={rate:g}")
         if checkpointed:
             checkpoint_layers(encoder)
     if config.textual_inversion.placeholder_tokens:
@@ -98,27 +99,12 @@ def learned_words(
     return own
 
 
-def put_text_lora_on(encoder: nn.Module, names: list[str], config: Config, component: str) -> dict[str, nn.Parameter]:
-    """The LoRA on the named modules of one text encoder; its parameters by name, the component first."""
-    own = inject_lora(
-        encoder,
-        names,
-        rank=text_rank(config),
-        alpha=text_alpha(config),
-        dropout=config.lora.dropout,
-        seed=position_key(config.train.seed, "lora_init", component) % 2**32,
-        rank_stabilized=config.lora.use_rslora,
-    )
-    sum_updates(encoder)
+def put_adapter_on(encoder: nn.Module, names: list[str], config: Config, component: str) -> dict[str, nn.Parameter]:
+    """The adapter on the named modules of one text encoder; its parameters by name, the component first."""
+    kind, seed = adapter_kind(config), position_key(config.train.seed, "lora_init", component) % 2**32
+    own = kind.inject(encoder, names, text_options(config), seed)
+    kind.speed_up(encoder)
     return {f"{component}.{name}": parameter for name, parameter in own.items()}
-
-
-def text_rank(config: Config) -> int:
-    return config.text_encoder.lora_rank or config.lora.rank
-
-
-def text_alpha(config: Config) -> float:
-    return config.text_encoder.lora_alpha or float(text_rank(config))
 
 
 def used_modules(encoder: nn.Module, names: list[str], encode: Callable[[], Mapping[str, Tensor]]) -> list[str]:

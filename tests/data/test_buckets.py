@@ -66,7 +66,7 @@ def test_the_description_names_counts() -> None:
         Sample(Path("b"), "", 50, 50, "b"),
         Sample(Path("c"), "", 10, 20, "c"),
     ]
-    assert plan_views(samples, [Framing((128,), 16)]).lines == ("2 buckets: 128x128 (2), 96x160 (1)",)
+    assert plan_views(samples, [Framing((128,), 16)]).lines == ("buckets: 128x128 (2), 96x160 (1)",)
 
 
 def test_a_resolution_below_the_step_is_refused() -> None:

@@ -110,7 +110,7 @@ def test_the_reason_is_reported(data: Path, cache: Path, draw: Draw) -> None:
     draw(data / "0.png", seed=70)
     draw(data / "2.png", seed=71)
     draw(data / "new.png", seed=72)
-    assert fill(data, cache).line == "6 latents: 3 reused, 3 rebuilt (2 images changed, 1 new)"
+    assert fill(data, cache).line == "latent cache: 6 images, encoding 3 (2 images changed, 1 new)"
     assert fill(data, cache, resolution=48).reasons == {"size changed": 6}
     assert fill(data, cache, resolution=48, encoder="other").reasons == {"new for this encoder": 6}
     assert fill(data, cache, resolution=48, encoder="other", dtype=torch.float32).reasons == {"precision changed": 6}
@@ -296,7 +296,7 @@ def test_texts_always_include_the_empty_one(data: Path, cache: Path) -> None:
     (data / "3.txt").write_text("changed", encoding="utf-8")
     assert (
         fill_texts(texts_of(data, cache), encode_text, batch=4).line
-        == "7 texts: 6 reused, 1 rebuilt (1 caption changed)"
+        == "text embedding cache: 7 texts, encoding 1 (1 caption changed)"
     )
     assert fill_texts(texts_of(data, cache, "clip2"), encode_text, batch=4).reasons == {"new for this encoder": 7}
 

@@ -63,7 +63,7 @@ def test_regularization_is_trained_as_often_as_the_rest_and_all_of_it_in_time(tm
     assert len(seen) == 10
     steps = step_arithmetic(samples, 1, Lengths(max_epochs=3))
     assert (steps.images, steps.passes, steps.regularization, steps.total) == (2, 8, 4, 24)
-    assert "2 images × 2 repeats + 4 regularization = 8 a pass" in steps.line
+    assert "2 images x 2 repeats + 4 regularization / effective" in steps.line
     with pytest.raises(UsageError, match="All data is regularization"):
         read_manifest(sources[1:])
 

@@ -168,8 +168,8 @@ def test_accumulation_is_derived() -> None:
     counted = step_arithmetic(samples_of([1] * 20), 12, Lengths(), max_micro=4, processes=2)
     assert (counted.batch, counted.accumulation, counted.processes) == (3, 2, 2)
     one = step_arithmetic(samples_of([1]), 1, Lengths(max_epochs=1)).line
-    assert one == "1 image × 1 repeat = 1 a pass, / 1 a step = 1 step, × 1 epoch = 1 step"
-    assert "20 images × 1 repeat = 20 a pass, / 12 a step = 2 steps" in counted.line
+    assert one == "1 image / effective batch size 1 = 1 per epoch x 1 epoch = 1"
+    assert "20 images / effective batch size 12 = 2 per epoch" in counted.line
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 40), st.integers(1, 3))

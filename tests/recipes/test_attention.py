@@ -19,7 +19,7 @@ from tests.recipes.recipe import Bench, record
 def attention_of(bench: Bench, name: str) -> tuple[str, dict[str, Any]]:
     """The line with the chosen backend, and the record."""
     document = record(bench.folder(name))
-    (line,) = [line for line in document["choices"] if line.startswith("attention")]
+    (line,) = [line for line in document["choices"] if line.startswith("attention backend")]
     return str(line), document
 
 
@@ -29,7 +29,7 @@ def test_the_fastest_attention_backend_is_timed_once_and_kept_on_resume(bench, c
     line, document = attention_of(bench, "timed")
     fastest = document["hardware"]["timed_attention"]
     times = {name: float(ms) for name, ms in re.findall(r"(\w+) ([\d.]+) ms", line)}
-    assert line.startswith(f"attention {fastest}: forward and backward in all layers: {fastest} ")
+    assert line.startswith(f"attention backend: {fastest} (forward and backward in all layers: {fastest} ")
     assert {"sdpa", "math"} <= times.keys()
     assert times[fastest] == min(times.values())
     assert "xformers" not in line
@@ -43,9 +43,9 @@ def test_the_fastest_attention_backend_is_timed_once_and_kept_on_resume(bench, c
     (bench.folder("timed") / "run.json").write_text(json.dumps(document), encoding="utf-8")
     capsys.readouterr()
     assert bench.run("timed", "--resume", steps=2, hardware__attention_backend="fastest") == 0
-    assert f"attention {slower}: the fastest when the run began" in capsys.readouterr().out
+    assert f"attention backend: {slower} (the fastest at the start of the run" in capsys.readouterr().out
     line, document = attention_of(bench, "timed")
-    assert line.startswith(f"attention {slower}: works")
+    assert line.startswith(f"attention backend: {slower} (works")
     assert document["hardware"]["timed_attention"] == slower
 
 

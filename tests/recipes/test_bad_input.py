@@ -189,7 +189,7 @@ def test_a_caption_that_may_be_missing(bench, tmp_path, capsys):
     (data / "image_0.txt").unlink()
     assert with_data(bench, data).run("bare", "--dry-run", data__allow_missing_captions="true") == 0
     output = capsys.readouterr().out
-    assert "note: image_0.png has no caption. It is trained on the empty caption" in output
+    assert "note: image_0.png has no caption. It trains on an empty caption" in output
     assert "allow_missing_captions=true" not in output
 
 

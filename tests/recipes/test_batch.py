@@ -183,8 +183,8 @@ def test_a_folders_own_config_takes_precedence(over):
 
 def test_the_base_model_is_read_once_and_caches_are_shared(over):
     assert over.reads == ["pipeline"]
-    assert "10 latents: 0 reused, 10 rebuilt" in over.night.log("ash")
-    assert "10 latents: 10 reused, 0 rebuilt" in over.night.log("elm")
+    assert "latent cache: 10 images, encoding 10" in over.night.log("ash")
+    assert "latent cache: 10 images, encoding 0" in over.night.log("elm")
 
 
 def test_a_job_trains_the_same_as_a_single_run(over, tmp_path):
@@ -325,7 +325,7 @@ def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]
         ),
         "data": ([str(night.root), *output, "--data", "x"], "--data is not for a batch"),
         "a name": ([str(night.root), *output, "--name", "x"], "--name is not for a batch"),
-        "no jobs": ([str(night.root), *output, "--jobs", "0"], "--jobs 0 is too few"),
+        "no jobs": ([str(night.root), *output, "--jobs", "0"], "--jobs is 0, must be at least 1"),
         "an unknown executor": (
             [str(night.root), *output, "--executor", "cloud"],
             "no executor cloud.\n       Known: local.",

@@ -38,12 +38,12 @@ def test_a_second_run_loads_no_encoders(own, capsys, monkeypatch):
 
     monkeypatch.setitem(FAMILIES, "sd15", replace(family, load_encoders=load_encoders))
     assert own.run("first", steps=1, gates__lora_check="lite") == 0
-    assert "10 latents: 0 reused, 10 rebuilt (10 new)" in capsys.readouterr().out
+    assert "latent cache: 10 images, encoding 10 (10 new)" in capsys.readouterr().out
     first = len(loads)
     assert own.run("second", steps=1, gates__lora_check="lite") == 0
     shown = capsys.readouterr().out
-    assert "10 latents: 10 reused, 0 rebuilt" in shown
-    assert "11 texts: 11 reused, 0 rebuilt" in shown
+    assert "latent cache: 10 images, encoding 0" in shown
+    assert "text embedding cache: 11 texts, encoding 0" in shown
     # For images, captions, and the prompts of the LoRA check in both runs.
     assert (first, len(loads) - first) == (3, 1)
 
@@ -54,20 +54,20 @@ def test_only_what_changed_is_built_again(own, capsys):
     capsys.readouterr()
     assert own.run("caption", steps=1) == 0
     shown = capsys.readouterr().out
-    assert "10 latents: 10 reused, 0 rebuilt" in shown
-    assert "11 texts: 10 reused, 1 rebuilt (1 caption changed)" in shown
+    assert "latent cache: 10 images, encoding 0" in shown
+    assert "text embedding cache: 11 texts, encoding 1 (1 caption changed)" in shown
 
     image = Image.open(own.data / "image_3.png").rotate(180)
     image.save(own.data / "image_3.png")
     assert own.run("image", steps=1) == 0
     shown = capsys.readouterr().out
-    assert "10 latents: 9 reused, 1 rebuilt (1 image changed)" in shown
-    assert "11 texts: 11 reused, 0 rebuilt" in shown
+    assert "latent cache: 10 images, encoding 1 (1 image changed)" in shown
+    assert "text embedding cache: 11 texts, encoding 0" in shown
 
 
 def test_a_dry_run_of_cache_writes_nothing(own, capsys):
     assert own.run("first", "--dry-run", command="cache") == 0
-    assert "10 latents: 0 reused, 10 to build" in capsys.readouterr().out
+    assert "latent cache: 10 images, encoding 10" in capsys.readouterr().out
     assert not own.cache.exists()
 
 
@@ -79,12 +79,12 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(own, tmp_path, capsys):
     assert not own.cache.exists()
     shown = capsys.readouterr().out
     assert "9 training, 1 validation" in shown
-    assert "2 buckets: 80x48 (5), 64x64 (4)" in shown
-    assert "9 images × 1 repeat = 9 a pass, / 2 a step = 5 steps" in shown
+    assert "buckets: 80x48 (5), 64x64 (4)" in shown
+    assert "9 images / effective batch size 2 = 5 per epoch" in shown
     assert "stopped at 6" in shown
     assert shown.count("a ring on a") == 3
-    assert "10 latents: 0 reused, 10 to build" in shown
-    assert "11 texts: 0 reused, 11 to build" in shown
+    assert "latent cache: 10 images, encoding 10" in shown
+    assert "text embedding cache: 11 texts, encoding 11" in shown
     assert "lora.rank = 4  (--set)" in shown
     assert "train.max_steps = 6  (--max-steps)" in shown
     assert "noise.multires_iterations = 8  (preset quality" in shown
@@ -139,7 +139,7 @@ def test_a_cache_above_its_limit_keeps_what_the_run_needs(own, capsys):
     assert "are in use, above the limit of 0.1 MB: they are kept" in capsys.readouterr().out
     assert not former.exists()
     assert own.run("first", "--dry-run", command="cache") == 0
-    assert "10 latents: 10 reused, 0 to build" in capsys.readouterr().out
+    assert "latent cache: 10 images, encoding 0" in capsys.readouterr().out
 
 
 def test_a_gpu_too_small_for_one_image_is_refused_before_encoders_are_loaded(own, capsys, monkeypatch):

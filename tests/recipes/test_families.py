@@ -68,7 +68,7 @@ def test_loss_falls(trained):
     assert last["loss"] < first["loss"]
     document = record(trained.folder("cat"))
     assert document["status"] == "done"
-    timestep_choices = [line for line in document["choices"] if line.startswith("times: ")]
+    timestep_choices = [line for line in document["choices"] if line.startswith("timesteps: ")]
     assert len(timestep_choices) == (family_of(trained) not in ("sd15", "sd2", "sdxl"))
     if family_of(trained) not in AT_1024:
         assert learned(document)

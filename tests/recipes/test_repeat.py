@@ -96,7 +96,7 @@ def test_a_repeat_on_other_data_is_reported(bench, tmp_path, capsys):
     config = str(own.folder("first") / "config.toml")
     capsys.readouterr()
     assert main(["train", "--config", config, "--name", "again"]) == 0
-    assert "the data is not what first was trained on: this run does not repeat it" in capsys.readouterr().out
+    assert "the data differs from that of first: this run does not repeat it" in capsys.readouterr().out
 
 
 def test_another_vae_or_noise_is_refused_on_resume(bench, tmp_path, capsys):
@@ -111,6 +111,6 @@ def test_another_vae_or_noise_is_refused_on_resume(bench, tmp_path, capsys):
     scheduler.write_text(scheduler.read_text("utf-8").replace("0.012", "0.013"), encoding="utf-8")
     assert own.run("swapped", "--resume") == 2
     printed = capsys.readouterr().err
-    assert "The model's VAE differs from the one that the run began with." in printed
+    assert "The model's VAE differs from the one at the start of the run." in printed
     assert "the model's noise was \"epsilon, 1000 timesteps, signal " in printed
     assert "text encoder" not in printed

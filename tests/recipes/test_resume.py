@@ -129,7 +129,7 @@ def test_a_finished_run_has_nothing_to_resume(finished, capsys):
 def test_a_finished_run_resumes_to_more_steps(finished, bench, capsys):
     assert bench.run("first", steps=3, checkpoint__every_n_steps=3) == 0
     assert bench.run("first", "--resume", steps=2, checkpoint__every_n_steps=3) == 0
-    assert "nothing to do" in capsys.readouterr().out
+    assert "Nothing to do" in capsys.readouterr().out
     assert bench.run("first", "--resume", steps=6, checkpoint__every_n_steps=3) == 0
     assert "changed: train.max_steps 3 → 6" in capsys.readouterr().out
     assert record(bench.folder("first"))["steps"] == 6

@@ -97,8 +97,8 @@ def test_a_token_that_no_caption_has_gets_no_file_and_the_summary_tells_why(
     }
     assert bench.run("lacking", steps=1, **words) == 0
     folder, output = bench.folder("lacking"), capsys.readouterr().out
-    assert "The new word '<zobo>' is untrained" in output
-    assert "The new word '<RING>'" not in output
+    assert "The token '<zobo>' is untrained" in output
+    assert "The token '<RING>'" not in output
     assert [path.name for path in folder.glob("*embedding*")] == ["lacking.embedding-RING.safetensors"]
     assert "embedding-zobo" not in record(folder)["files"]
     assert "untrained_word" in [finding["code"] for finding in record(folder)["lora"]["findings"]]

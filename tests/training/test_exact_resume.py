@@ -339,7 +339,7 @@ BEFORE_ANY_STEP = {
 
 def test_every_setting_that_changes_a_step_has_a_case():
     wanted = {name for name in setting_names() if name.partition(".")[0] in OF_A_STEP} - BEFORE_ANY_STEP
-    required = {"lora.rank", "data.sources", "loss.weighting"}  # of all of them
+    required = {"lora.rank", "lora.type", "data.sources", "loss.weighting"}  # of all of them
     assert wanted - required == {key.replace("__", ".") for case in CASES.values() for key in case} & wanted - required
 
 

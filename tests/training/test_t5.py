@@ -68,7 +68,7 @@ def test_a_step_is_the_same_split_whole_and_recomputed(here):
 
 def test_a_learning_rate_for_a_missing_encoder_is_refused(place, tiny_models):
     family = FAMILIES["sd3"]
-    with pytest.raises(UsageError, match=r"text_encoder_3, which model\.without_t5 leaves out"):
+    with pytest.raises(UsageError, match=r"text_encoder_3, which model\.without_t5 skips"):
         replace(place, model=tiny_models("sd3")).job(
             "a", text_encoder__learning_rates=RATES["sd3"], model__without_t5=True
         )

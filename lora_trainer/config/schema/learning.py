@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from lora_trainer.config.schema.types import (
+    AdapterName,
     Count,
     CountOrZero,
     LossName,
@@ -25,6 +26,7 @@ from lora_trainer.config.schema.types import (
 class LoraSection(Section):
     """The size of the LoRA and the layers that get it."""
 
+    type: AdapterName = Field("lora", description="kind of adapter")
     rank: Annotated[int, Field(ge=1, le=4096)] = Field(16, description="rank of each layer's update")
     alpha: Positive | None = Field(None, description="scale is alpha / rank; empty means alpha = rank")
     use_rslora: bool = Field(

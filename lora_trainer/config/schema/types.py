@@ -16,6 +16,7 @@ Flavor = Literal["base", "turbo"]  # of models with the same architecture
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "int8", "nf4"]
 OptimizerName = Annotated[str, one_of("optimizer.name")]
 SchedulerName = Literal["constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "one_cycle"]
+AdapterName = Annotated[str, one_of("lora.type")]
 LossName = Annotated[str, one_of("loss.type")]
 WeightingName = Annotated[str, one_of("loss.weighting")]
 ExportDtype = Literal["fp16", "bf16", "fp32"]

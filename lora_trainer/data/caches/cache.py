@@ -85,6 +85,9 @@ class CachePlan(Generic[Item]):
         return replace(self, missing=tuple(index for index, _ in left), reasons=tuple(reason for _, reason in left))
 
 
+CACHE_OF = {"latents": ("latent cache", "image"), "texts": ("text embedding cache", "text")}  # and what it holds
+
+
 @dataclass(frozen=True)
 class Filled:
     """What a fill did, in distinct entries."""
@@ -96,8 +99,9 @@ class Filled:
 
     @property
     def line(self) -> str:
-        """`31 latents: 24 reused, 7 rebuilt (5 new, 2 images changed)`."""
-        text = f"{counted(self.reused + self.rebuilt, self.kind.removesuffix('s'))}: {self.reused} reused, {self.rebuilt} rebuilt"
+        """`latent cache: 31 images, encoding 7 (5 new, 2 images changed)`."""
+        cache, unit = CACHE_OF[self.kind]
+        text = f"{cache}: {counted(self.reused + self.rebuilt, unit)}, encoding {self.rebuilt}"
         if not self.reasons:
             return text
         ranked = sorted(self.reasons.items(), key=lambda entry: (-entry[1], entry[0]))

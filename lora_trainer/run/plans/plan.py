@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from lora_trainer.adapters.base import ADAPTERS
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
@@ -275,14 +276,21 @@ def gauge_of(family: Family, architecture: Architecture, config: Config) -> Memo
     Stored profiles do not cover activation offloading, int8 matmul, or captions of another length than the model's.
     """
     lengths = replace(family.text, clip_skip=None, without=()) != PLAIN  # which change no length
-    unwritten = config.memory.offload_activations or config.memory.int8_matmul or lengths
+    unwritten = (
+        not ADAPTERS[config.lora.type].has_memory_profiles
+        or config.memory.offload_activations
+        or config.memory.int8_matmul
+        or lengths
+    )
     stored = None if unwritten else stored_memory_model(architecture, config.lora.target_modules)
     return stored or tracing_gauge(family, architecture, config)
 
 
 def tracing_gauge(family: Family, architecture: Architecture, config: Config) -> MemoryModel:
     targets, rank, products = config.lora.target_modules, config.lora.rank, config.memory.int8_matmul
-    return traced_memory_model(family, architecture, targets, user_cache_folder(), rank, products=products)
+    return traced_memory_model(
+        family, architecture, targets, user_cache_folder(), rank, products=products, kind=config.lora.type
+    )
 
 
 def planned_data(config: Config) -> Data:

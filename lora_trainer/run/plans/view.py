@@ -96,7 +96,7 @@ def lines(plan: Plan) -> list[str]:
     return [
         f"GPU: {gpu}; predicted from: {demand.memory_model.source}",
         f"micro-batch size: {fit.micro} (gradient accumulation steps: {fit.accumulation}): {fit.reasons[0]}",
-        f"gradient checkpointing {fit.checkpointed} of {fit.blocks} blocks: {fit.reasons[1]}",
+        f"gradient checkpointing: {fit.checkpointed} of {fit.blocks} blocks: {fit.reasons[1]}",
         f"weights {fit.precision}: {fit.reasons[2]}",
         f"swapped {fit.swapped} of {fit.swappable} blocks: {fit.reasons[3]}{hosted}",
         *least,
