@@ -16,7 +16,6 @@ from functools import cached_property, lru_cache
 
 from lora_trainer.config.schema import DataSection, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.findings import counted
 from lora_trainer.core.randomness import position_turn, position_uniform
 from lora_trainer.data.buckets import (
     Bucket,
