@@ -125,8 +125,8 @@ def rows_and_notes(asked: Asked, named: str, steps: int, folder: Path) -> tuple[
 
 def bench_step(subject: Subject, steps: int, folder: Path) -> tuple[list[StepRow], list[str]]:
     """The rows of one model, and a note for each that could not be measured."""
-    learner, notes = subject.learner, list[str]()
-    device, split = learner.device, Split(learner.device)
+    context, notes = subject.context, list[str]()
+    device, split = context.device, Split(context.device)
     watched = range(PEAK_STEPS + WARM_UP + steps, PEAK_STEPS + WARM_UP + steps + SPLIT_STEPS)
     resident: list[list[MicroBatch]] = []
 
@@ -137,9 +137,9 @@ def bench_step(subject: Subject, steps: int, folder: Path) -> tuple[list[StepRow
 
     with ExitStack() as stack:
         make = {
-            "ours": lambda: stack.enter_context(own_loop(subject.job, folder / "ours", split)),
+            "ours": lambda: stack.enter_context(own_loop(subject.run, folder / "ours", split)),
             "bare": bare,
-            "usual_cached": lambda: usual_step(subject, add_usual_adapter(learner.denoiser), resident, None),
+            "usual_cached": lambda: usual_step(subject, add_usual_adapter(context.denoiser), resident, None),
         }
         ways, peaks = made_one_by_one(subject, make, notes)
         ways = {name: ways[name] for name in ("bare", "ours", "usual_cached") if name in ways}
@@ -170,7 +170,7 @@ def made_one_by_one(
 
     The usual way may lack memory; that is noted.
     """
-    device, ways, peaks = subject.learner.device, dict[str, Way](), dict[str, float | None]()
+    device, ways, peaks = subject.context.device, dict[str, Way](), dict[str, float | None]()
     free_memory(device)
     first = allocated(device)
     for name, make_way in make.items():
@@ -178,7 +178,7 @@ def made_one_by_one(
         try:
             way = make_way()
             use(subject, name)
-            with holding(subject.learner, left, own_optimizer=name == "ours") as held:
+            with holding(subject.context, left, own_optimizer=name == "ours") as held:
                 for number in range(PEAK_STEPS):
                     way(number)
         except Exception as error:
@@ -196,9 +196,9 @@ def allocated(device: torch.device) -> int:
 
 def use(subject: Subject, name: str) -> None:
     """Let the LoRA of a way work; compiled blocks are for the trainer's own."""
-    if subject.learner.compiled is not None:
-        subject.learner.compiled.on = name == "ours"
-    use_adapter(subject.learner.denoiser, USUAL if name.startswith(USUAL) else ADAPTER)
+    if subject.context.compiled is not None:
+        subject.context.compiled.on = name == "ours"
+    use_adapter(subject.context.denoiser, USUAL if name.startswith(USUAL) else ADAPTER)
 
 
 def with_encoding(
@@ -211,10 +211,10 @@ def with_encoding(
         return [*others, replace(cached, name=USUAL)], [note]
     # The encoders come last: what needs them must not take memory from the rows above.
     try:
-        parameters = [each for name, each in subject.learner.denoiser.named_parameters() if f".{USUAL}." in name]
+        parameters = [each for name, each in subject.context.denoiser.named_parameters() if f".{USUAL}." in name]
         usual = usual_step(subject, parameters, resident, subject.load_encode())
         ways = {"bare": bare, USUAL: usual}
-        times = timed_in_turn(ways, steps, subject.learner.device, lambda name: use(subject, name))
+        times = timed_in_turn(ways, steps, subject.context.device, lambda name: use(subject, name))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -224,17 +224,17 @@ def with_encoding(
 
 def bare_step(subject: Subject, resident: list[list[MicroBatch]], split: Split) -> Way:
     """Forward, backward and update on batches that lie ready."""
-    learner = subject.learner
-    ready = [[micro.to(learner.device, learner.dtype) for micro in micros] for micros in resident]
-    noisy = [[learner.process.add_noise(m.latents, m.noise, m.t).to(learner.dtype) for m in micros] for micros in ready]
-    target = [[learner.process.target(m.latents, m.noise, m.t) for m in micros] for micros in ready]
-    optimizer = torch.optim.AdamW(list(learner.adapter.copies.values()), lr=STILL, fused=True)
+    context = subject.context
+    ready = [[micro.to(context.device, context.dtype) for micro in micros] for micros in resident]
+    noisy = [[context.process.add_noise(m.latents, m.noise, m.t).to(context.dtype) for m in micros] for micros in ready]
+    target = [[context.process.target(m.latents, m.noise, m.t) for m in micros] for micros in ready]
+    optimizer = torch.optim.AdamW(list(context.adapter.copies.values()), lr=STILL, fused=True)
 
     def step(number: int) -> None:
         micros = ready[number]
         for micro, each, wanted in zip(micros, noisy[number], target[number], strict=True):
             split.mark("forward")
-            predicted = learner.predict(learner.denoiser, each, micro.t, micro.cond, micro.sizes)
+            predicted = context.predict(context.denoiser, each, micro.t, micro.cond, micro.sizes)
             loss = mse_loss(predicted.float(), wanted) / len(micros)
             split.mark("backward")
             loss.backward()
@@ -247,7 +247,7 @@ def bare_step(subject: Subject, resident: list[list[MicroBatch]], split: Split) 
 
 def beside(name: str, subject: Subject, own: Timed, base: Timed) -> StepRow:
     row = StepRow(**asdict(row_of(name, subject.name, own.wall, base.wall)))
-    if subject.learner.device.type != "cpu" or not all(base.cpu):  # some systems count CPU time in coarse ticks
+    if subject.context.device.type != "cpu" or not all(base.cpu):  # some systems count CPU time in coarse ticks
         return row
     ratio = statistics.median(one / other for one, other in zip(own.cpu, base.cpu, strict=True))
     return replace(row, cpu_seconds_median=statistics.median(own.cpu), cpu_ratio=ratio)
@@ -258,7 +258,7 @@ def with_rates(
 ) -> tuple[list[StepRow], list[str]]:
     """The rows with operations and rates, and where the device's rate is from."""
     tflop = tflop_of(subject, resident)
-    rate, source = lr_at(subject.learner.device, subject.learner.dtype)
+    rate, source = lr_at(subject.context.device, subject.context.dtype)
     found = []
     for row in rows:
         tflops = tflop / row.seconds_median
@@ -270,9 +270,9 @@ def tflop_of(subject: Subject, resident: Sequence[list[MicroBatch]]) -> float:
     """Operations of a step on average, in TFLOP: of the commonest micro-batch as the plan has it, of others by their size."""
     shapes = Counter(tuple(micro.latents.shape) for micros in resident for micro in micros)
     (samples, _, height, width), _ = shapes.most_common(1)[0]
-    config = subject.job.config
+    config = subject.run.config
     memory_model = gauge_of(subject.family, subject.architecture, config)
-    sizes = Sizes(config.lora.rank, samples, height * width, subject.job.planned.checkpointed or 0)
+    sizes = Sizes(config.lora.rank, samples, height * width, subject.run.planned.checkpointed or 0)
     flops = memory_model.footprint(sizes, subject.precision).flops
     numbers = sum(math.prod(shape) * count for shape, count in shapes.items())
     of_one = samples * next(iter(shapes))[1] * height * width

@@ -76,14 +76,14 @@ def measure(asked: Asked) -> Report:
     """Time steps with and without the loader. Raises UserError."""
     resolved = asked.resolved
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        name, learner, feeds = subject_of(resolved, Path(folder), tiny=asked.tiny)
+        name, context, feeds = subject_of(resolved, Path(folder), tiny=asked.tiny)
         for feed in feeds.values():
             stack.callback(feed.close)
         numbers = range(WARM_UP + (asked.steps or STEPS))
         resident = [feeds["cached"].micros(number) for number in numbers]
-        timed = timed_in_turn(learner, resident, feeds)
+        timed = timed_in_turn(context, resident, feeds)
         if "uncached" in feeds:
-            feeds["decoded"] = without_encoder(resolved.config, learner, feeds["uncached"])
+            feeds["decoded"] = without_encoder(resolved.config, context, feeds["uncached"])
         alone = {way: made_alone(feed, len(numbers)) for way, feed in feeds.items()}
     return Report(list(rows_of(name, timed, alone)), ABOUT)
 
@@ -102,37 +102,37 @@ def rows_of(model: str, timed: Mapping[str, Measured], alone: Mapping[str, list[
 
 
 def timed_in_turn(
-    learner: StepContext, resident: list[list[MicroBatch]], feeds: Mapping[str, Feed]
+    context: StepContext, resident: list[list[MicroBatch]], feeds: Mapping[str, Feed]
 ) -> dict[str, Measured]:
     """The steps of `resident`, from it and from each feed in turn; those of the warm-up are not timed."""
     numbers = range(len(resident))
     found = {way: Measured([], []) for way in ("resident", *feeds)}
     with ExitStack() as stack:
-        ways: dict[str, Step] = {"resident": from_memory(learner, resident)}
+        ways: dict[str, Step] = {"resident": from_memory(context, resident)}
         for way, feed in feeds.items():
-            ways[way] = stack.enter_context(from_feed(learner, feed, len(numbers)))
+            ways[way] = stack.enter_context(from_feed(context, feed, len(numbers)))
         for number in numbers:
             for way, step in ways.items():
-                synchronize(learner.device)
+                synchronize(context.device)
                 started = time.perf_counter()
                 waited = step(number)
-                synchronize(learner.device)
+                synchronize(context.device)
                 if number >= WARM_UP:
                     found[way].steps.append(time.perf_counter() - started)
                     found[way].waits.append(waited)
     return found
 
 
-def from_memory(learner: StepContext, resident: list[list[MicroBatch]]) -> Step:
+def from_memory(context: StepContext, resident: list[list[MicroBatch]]) -> Step:
     def step(number: int) -> float:
-        train(learner, resident[number])
+        train(context, resident[number])
         return 0.0
 
     return step
 
 
 @contextmanager
-def from_feed(learner: StepContext, feed: Feed, count: int) -> Iterator[Step]:
+def from_feed(context: StepContext, feed: Feed, count: int) -> Iterator[Step]:
     """Steps read ahead as the trainer does; in the time of each exactly one more is made."""
     permits, made = threading.Semaphore(READ_AHEAD), threading.Semaphore(0)
 
@@ -151,8 +151,8 @@ def from_feed(learner: StepContext, feed: Feed, count: int) -> Iterator[Step]:
         started = time.perf_counter()
         micros = next(ahead)
         waited = time.perf_counter() - started
-        train(learner, micros)
-        synchronize(learner.device)
+        train(context, micros)
+        synchronize(context.device)
         started = time.perf_counter()
         for _ in range(1 if number else 1 + READ_AHEAD):
             made.acquire()
@@ -165,8 +165,8 @@ def from_feed(learner: StepContext, feed: Feed, count: int) -> Iterator[Step]:
         ahead.close()
 
 
-def train(learner: StepContext, micros: list[MicroBatch]) -> None:
-    train_step(learner, micros, sum(len(micro.latents) for micro in micros), RATE)
+def train(context: StepContext, micros: list[MicroBatch]) -> None:
+    train_step(context, micros, sum(len(micro.latents) for micro in micros), RATE)
 
 
 def made_alone(feed: Feed, count: int) -> list[float]:
@@ -193,16 +193,16 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool) -> tuple[str, St
     fresh = fresh_latents(order.config, session.inputs, session.choices, session.processes.world)
     data = replace(prepared.feed.data, fresh=fresh)
     uncached = make_feed(
-        order.config, data, prepared.built.learner, session.processes, session.choices.micro, session.steps.total
+        order.config, data, prepared.built.context, session.processes, session.choices.micro, session.steps.total
     )
-    return session.inputs.facts.name, prepared.built.learner, {"cached": prepared.feed, "uncached": uncached}
+    return session.inputs.facts.name, prepared.built.context, {"cached": prepared.feed, "uncached": uncached}
 
 
-def without_encoder(config: Config, learner: StepContext, feed: Feed) -> Feed:
+def without_encoder(config: Config, context: StepContext, feed: Feed) -> Feed:
     """The feed of images as they are decoded one after the other, thinned to the size of latents."""
     assert feed.data.fresh is not None
     fresh = Fresh(feed.data.fresh.place, lambda pixels: (pixels[..., ::8, ::8], pixels[..., ::8, ::8]), workers=0)
-    return make_feed(config, replace(feed.data, fresh=fresh), learner, join_processes(), 1, ENDLESS)
+    return make_feed(config, replace(feed.data, fresh=fresh), context, join_processes(), 1, ENDLESS)
 
 
 def with_cached_latents(config: Config) -> Config:
@@ -217,8 +217,8 @@ def public_subject(
     config = resolved.config
     side = trained_resolution(config, architecture.facts)
     data = random_cache(reading(config, FAMILIES[named]), architecture, side, folder)
-    feed = make_feed(config, data, built.learner, join_processes(), choices.micro, ENDLESS)
-    return name, built.learner, {"cached": feed}
+    feed = make_feed(config, data, built.context, join_processes(), choices.micro, ENDLESS)
+    return name, built.context, {"cached": feed}
 
 
 def random_cache(family: Family, architecture: Architecture, side: int, folder: Path) -> CachedData:

@@ -22,24 +22,24 @@ class Held:
 
 
 @contextmanager
-def holding(learner: StepContext, without: int = 0, *, own_optimizer: bool = True) -> Iterator[Held]:
+def holding(context: StepContext, without: int = 0, *, own_optimizer: bool = True) -> Iterator[Held]:
     """What is held at most inside the block. On a GPU `without` bytes, which others hold, are not counted.
 
     On a CPU the learner's own tensors count from the start, with its optimizer's state unless the block uses another
     one; compiled steps are not measured.
     """
-    held, device = Held(), learner.device
+    held, device = Held(), context.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         yield held
         held.gib = (torch.cuda.max_memory_allocated(device) - without) / GIB
         return
-    if learner.compiled is not None:
+    if context.compiled is not None:
         yield held
         return
     account = Counted()
-    frozen, adapter = own_tensors(learner)
-    for tensor in (*frozen, *adapter, *(state_of(learner) if own_optimizer else ())):
+    frozen, adapter = own_tensors(context)
+    for tensor in (*frozen, *adapter, *(state_of(context) if own_optimizer else ())):
         account.follow(tensor)
     with account:
         yield held

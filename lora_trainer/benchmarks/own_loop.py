@@ -18,11 +18,11 @@ from lora_trainer.core.interrupt import Interrupt, stop_if_signalled
 from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.progress import step_line
 from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.training.job import LoopContext
 from lora_trainer.training.loop import READ_AHEAD, read_steps, training_loop
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.recovery import Rollback
 from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 
 Way = Callable[[int], object]  # does the step of that number
@@ -32,31 +32,31 @@ T = TypeVar("T")
 
 
 @contextmanager
-def own_loop(job: LoopContext, folder: Path, split: Split, rate: float | None = STILL) -> Iterator[Way]:
+def own_loop(run: Run, folder: Path, split: Split, rate: float | None = STILL) -> Iterator[Way]:
     """The loop as `train` runs it, with its data read ahead, its guards, its numbers written below `folder`.
 
     Steps come in order, whatever number is requested. Nothing is validated, saved or sampled. `rate` replaces the
     settings' learning rate; None keeps it. Raises UserError, and Stopped for a signal.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    job = replace(
-        job,
-        config=undisturbed(job.config, rate),
+    run = replace(
+        run,
+        config=undisturbed(run.config, rate),
         folder=folder,
-        learner=split.watched(job.learner),
-        total_steps=max(job.total_steps, NEVER),
+        context=split.watched(run.context),
+        total_steps=max(run.total_steps, NEVER),
         validate=None,
         sample=None,
         say=lambda line: None,
         export=None,
     )
     with ExitStack() as stack:
-        source = stack.enter_context(closing(prefetch(read_steps(job, 0), READ_AHEAD)))
+        source = stack.enter_context(closing(prefetch(read_steps(run, 0), READ_AHEAD)))
         trackers = stack.enter_context(closing(Trackers(folder, resume_step=-1)))
         console = Console(file=io.StringIO())
-        show = stack.enter_context(step_line(console, job.total_steps, 0))
-        reporter = Reporter(trackers, show, job.say)
-        loop = training_loop(job, TrainState(), marked(source, split), reporter, Interrupt(silent=True))
+        show = stack.enter_context(step_line(console, run.total_steps, 0))
+        reporter = Reporter(trackers, show, run.say)
+        loop = training_loop(run, TrainState(), marked(source, split), reporter, Interrupt(silent=True))
 
         def step(number: int) -> None:
             try:

@@ -67,20 +67,20 @@ class Split:
     def _between(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end)) / 1000 if self.device.type == "cuda" else float(end - start)
 
-    def watched(self, learner: StepContext) -> StepContext:
+    def watched(self, context: StepContext) -> StepContext:
         """The same learner, marking the start of forward pass, backward pass and clipping."""
 
         def predict(*arguments: Any) -> Tensor:
             self.mark("forward")
-            return learner.predict(*arguments)
+            return context.predict(*arguments)
 
         def loss(predicted: Tensor, target: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
-            found = learner.loss(predicted, target, t, mask)
+            found = context.loss(predicted, target, t, mask)
             self.mark("backward")
             return found
 
         def clip(*arguments: Any) -> Tensor:
             self.mark("optimizer")
-            return learner.clip(*arguments)
+            return context.clip(*arguments)
 
-        return replace(learner, predict=predict, loss=loss, clip=clip)
+        return replace(context, predict=predict, loss=loss, clip=clip)

@@ -35,9 +35,9 @@ from lora_trainer.run.reading import reading
 from lora_trainer.run.session import Prepared, open_session, prepare
 from lora_trainer.training.build import Built, build_step_context
 from lora_trainer.training.hardware import set_hardware
-from lora_trainer.training.job import LoopContext
 from lora_trainer.training.micro_batch import MicroBatch, copied_ahead, make_micro_batch
 from lora_trainer.training.processes import join_processes
+from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback
 from lora_trainer.training.step import StepContext
 
@@ -58,7 +58,7 @@ class Subject:
     """`job` is what the trainer's loop is given; `load_encode` loads the encoders, None where there are none."""
 
     name: str
-    job: LoopContext
+    run: Run
     load_encode: Callable[[], Encode] | None
     choices: Choices
     family: Family
@@ -66,13 +66,13 @@ class Subject:
     said: tuple[str, ...] = ()  # what was decided when it was built
 
     @property
-    def learner(self) -> StepContext:
-        return self.job.learner
+    def context(self) -> StepContext:
+        return self.run.context
 
     @property
     def micros(self) -> Callable[[int], list[MicroBatch]]:
         """A step's number -> its micro-batches."""
-        return self.job.micros
+        return self.run.micros
 
     @property
     def precision(self) -> str:
@@ -96,7 +96,7 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False, named: s
     session = prepared.session
     name, load = session.inputs.facts.name, partial(load_encode, prepared)
     own = own_architecture(session.inputs)
-    return Subject(name, prepared.job, load, session.choices, session.inputs.family, own, prepared.built.notes)
+    return Subject(name, prepared.run, load, session.choices, session.inputs.family, own, prepared.built.notes)
 
 
 def architecture_named(config: Config, named: str = OWN) -> str | None:
@@ -112,9 +112,9 @@ def subject_as_asked(
     Raises UsageError also where its blocks should be compiled and cannot be: a run continues without.
     """
     subject = subject_of(resolved, folder, tiny=tiny, named=named, shapes=shapes)
-    learner = subject.learner
-    if resolved.config.compile.enabled is True and learner.compiled is None:
-        reason = why_not(learner.denoiser, learner.device)
+    context = subject.context
+    if resolved.config.compile.enabled is True and context.compiled is None:
+        reason = why_not(context.denoiser, context.device)
         raise UsageError(Problem(f"Not compiled: {reason}.", "Measure it where it can be, or without."))
     return subject
 
@@ -179,24 +179,24 @@ def public_built(
 def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool = False, shapes: int = 1) -> Subject:
     """A published denoiser with random weights and random inputs: no model, no data, no encoders."""
     name, built, architecture, choices = public_built(resolved, named, tiny=tiny, shapes=shapes)
-    config, learner = suited(resolved, architecture.facts.prediction).config, built.learner
+    config, context = suited(resolved, architecture.facts.prediction).config, built.context
     family = reading(config, FAMILIES[architecture.facts.family])
     sides = [trained_resolution(config, architecture.facts)] * 2
     cond_shapes = family.cond_shapes(architecture.denoiser)
-    copied = copied_ahead(learner.device, learner.dtype)
+    copied = copied_ahead(context.device, context.dtype)
 
     def micros(step: int) -> list[MicroBatch]:
         refs = [Ref(index, f"random-{index}", 0) for index in range(config.train.effective_batch_size)]
         groups = [refs[first : first + choices.micro] for first in range(0, len(refs), choices.micro)]
         batches = [random_batch(group, architecture, cond_shapes, sides, choices.dtype) for group in groups]
         return copied(
-            [make_micro_batch(batch, step, config.train.seed, config.noise, learner.process) for batch in batches]
+            [make_micro_batch(batch, step, config.train.seed, config.noise, context.process) for batch in batches]
         )
 
-    job = LoopContext(
+    run = Run(
         config=config,
         folder=folder,
-        learner=learner,
+        context=context,
         processes=join_processes(),
         planned=OomFallback(choices.micro, built.checkpointed, swapped=built.swapped),
         total_steps=ENDLESS,
@@ -209,7 +209,7 @@ def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool =
         settings={},
         say=lambda line: None,
     )
-    return Subject(name, job, None, choices, family, architecture, built.notes)
+    return Subject(name, run, None, choices, family, architecture, built.notes)
 
 
 def with_random_weights(family: Family, architecture: Architecture) -> Family:

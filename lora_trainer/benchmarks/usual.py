@@ -34,8 +34,8 @@ class WrappedDenoiser(nn.Module):
 
     def __init__(self, subject: Subject) -> None:
         super().__init__()
-        self.denoiser = subject.learner.denoiser
-        self.predict = subject.learner.predict
+        self.denoiser = subject.context.denoiser
+        self.predict = subject.context.predict
 
     def forward(self, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
         return self.predict(self.denoiser, noisy, t, cond, sizes)
@@ -68,8 +68,8 @@ def usual_step(
     encode: Encode | None,
 ) -> Callable[[int], None]:
     """The step, by its number. With `encode` None, latents and conditioning are taken ready from `resident`."""
-    learner = subject.learner
-    device, dtype, process = learner.device, learner.dtype, learner.process
+    context = subject.context
+    device, dtype, process = context.device, context.dtype, context.process
     AcceleratorState._reset_state()  # its precision is fixed for a process, and several may be measured in one
     accelerator = Accelerator(mixed_precision=AUTOCAST[dtype])
     optimizer = torch.optim.AdamW(parameters, lr=1e-8, weight_decay=1e-2)

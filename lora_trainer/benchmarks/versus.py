@@ -118,11 +118,11 @@ def rows_versus(asked: Asked, named: str, steps: int, folder: Path) -> tuple[lis
 
 def untaken(settings: Config, base: Config, subject: Subject, folder: Path) -> str | None:
     """Why what differs from `base` did not take effect; None where it did."""
-    now, before, on_gpu = flattened(settings), flattened(base), subject.learner.device.type == "cuda"
+    now, before, on_gpu = flattened(settings), flattened(base), subject.context.device.type == "cuda"
     differs = [name for name in now if now[name] != before[name]]
     if differs and not on_gpu and set(differs) <= set(OF_A_GPU):
         return "it is for GPUs, and there is none"
-    compiled = subject.learner.compiled
+    compiled = subject.context.compiled
     if "compile.enabled" in differs and settings.compile.enabled is True and (compiled is None or not compiled.on):
         said = [event["message"] for event in read_lines(folder / EVENTS) if event.get("kind") == "compile"]
         reasons = [*(line for line in subject.said if line.startswith("not compiled")), *said]
@@ -188,8 +188,8 @@ def made_ready(asked: Asked, named: str, side: Resolved, folder: Path, stack: Ex
     others = torch.cuda.memory_allocated() if join_processes().device.type == "cuda" else 0
     made = subject_as_asked if side is asked.resolved else subject_of  # the other side's row says why not
     subject = made(side, folder, tiny=asked.tiny, named=named)
-    way = stack.enter_context(own_loop(subject.job, folder, Split(subject.learner.device), rate=None))
-    with holding(subject.learner, others) as held:
+    way = stack.enter_context(own_loop(subject.run, folder, Split(subject.context.device), rate=None))
+    with holding(subject.context, others) as held:
         for number in range(FIRST_STEPS):
             way(number)
     return subject, way, held

@@ -149,12 +149,12 @@ def trace(
         account.follow(tensor)
     resident, weights = list(account.live), subject.weights
     with META:
-        learner = _learner(subject)
+        context = _step_context(subject)
         if offloaded:
-            learner = replace(learner, predict=Watched(account, subject.denoiser).around(learner.predict))
+            context = replace(context, predict=Watched(account, subject.denoiser).around(context.predict))
         batch = _micro_batch(subject, micro, height, width)
         with account:
-            backward(learner, batch.to(META, subject.dtype), micro)
+            backward(context, batch.to(META, subject.dtype), micro)
     for copy in copies:
         copy.grad = None
     live = tuple(tuple(map(sub, moment, resident)) for moment in account.line)
@@ -276,7 +276,7 @@ def _described(value: Any) -> Any:
     return (type(value), value)
 
 
-def _learner(subject: Subject) -> StepContext:
+def _step_context(subject: Subject) -> StepContext:
     """What the backward pass asks of a learner; gradients stay where autograd leaves them."""
     process = Process(torch.empty(TIMESTEPS), cast("Prediction", subject.architecture.facts.prediction))
     masters = subject.adapter.masters

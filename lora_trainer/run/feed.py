@@ -50,7 +50,7 @@ class Feed:
 
 
 def make_feed(
-    config: Config, data: CachedData, learner: StepContext, processes: Processes, micro: int, total: int
+    config: Config, data: CachedData, context: StepContext, processes: Processes, micro: int, total: int
 ) -> Feed:
     """The feed of one process over `total` steps; `micro` is the largest micro-batch.
 
@@ -58,7 +58,7 @@ def make_feed(
     """
     seed = config.train.seed
     plan = plan_steps(data.samples, config.train.effective_batch_size, seed)
-    copied = copied_ahead(learner.device, learner.dtype)
+    copied = copied_ahead(context.device, context.dtype)
 
     def groups_of(refs: tuple[Ref, ...]) -> tuple[tuple[Ref, ...], ...]:
         return split_micros(refs, lambda ref: data.bucket(ref, seed), micro)
@@ -73,7 +73,7 @@ def make_feed(
             data.fresh.expect(ref for each in (groups, *later) for group in each for ref in group)
         epoch = step // plan.steps_per_epoch
         batches = [read_micro(data, group, step, epoch, seed) for group in groups]
-        return copied([make_micro_batch(batch, step, seed, config.noise, learner.process) for batch in batches])
+        return copied([make_micro_batch(batch, step, seed, config.noise, context.process) for batch in batches])
 
     def text_of(ref: Ref, step: int) -> str | None:
         number = data.text(ref, step, step // plan.steps_per_epoch, seed)

@@ -45,19 +45,19 @@ class Trial:
     step_bytes: int | None
 
 
-def find_micro(config: Config, inputs: Inputs, learner: StepContext, data: CachedData, most: int) -> tuple[int, str]:
+def find_micro(config: Config, inputs: Inputs, context: StepContext, data: CachedData, most: int) -> tuple[int, str]:
     """The largest micro-batch up to `most` that fits this process's memory, at least 1, and why."""
-    usable, where = room(config, learner)
+    usable, where = room(config, context)
     sample = largest_sample(inputs, data)
     trials: list[Trial] = []
 
     def fits(count: int) -> bool:
         # A GPU raises an error when it is full; without one, the system may kill the process.
-        expected = 0 if learner.device.type == "cuda" else expected_bytes(trials, count)
+        expected = 0 if context.device.type == "cuda" else expected_bytes(trials, count)
         if expected > usable:
             trials.append(Trial(count, expected))
             return False
-        step_bytes = measure_step(learner, repeated(sample, count), accumulated=count < most, config=config)
+        step_bytes = measure_step(context, repeated(sample, count), accumulated=count < most, config=config)
         trials.append(Trial(count, step_bytes))
         return step_bytes is not None and step_bytes <= usable
 
@@ -81,35 +81,35 @@ def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
     return good
 
 
-def room(config: Config, learner: StepContext) -> tuple[int, str]:
+def room(config: Config, context: StepContext) -> tuple[int, str]:
     """Bytes that a step may hold, and where: all of a GPU; on a CPU, what is free now."""
     limit = gpu_gib(config)
-    if learner.device.type == "cuda" and limit is not None:
+    if context.device.type == "cuda" and limit is not None:
         return int(usable_gib(limit) * GIB), f"a GPU of {limit:.1f} GiB"
     total, available = system_memory()
     return max(0, int(available - (1.0 - LARGEST_SYSTEM_SHARE) * total)), "free system memory"
 
 
-def measure_step(learner: StepContext, micro: MicroBatch, *, accumulated: bool, config: Config) -> int | None:
+def measure_step(context: StepContext, micro: MicroBatch, *, accumulated: bool, config: Config) -> int | None:
     """Bytes of a step with this micro-batch, with the optimizer's state to come; None where memory runs out.
 
     `accumulated`: gradients of earlier micro-batches are in memory too. The learner's gradients are cleared afterwards.
     """
-    device, step_bytes = learner.device, None
-    shapes = [tuple(master.shape) for master in learner.masters]
+    device, step_bytes = context.device, None
+    shapes = [tuple(master.shape) for master in context.masters]
     state = optimizer_state_on_gpu(config.optimizer.name, shapes)
     with memory_may_run_out():
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             for _ in range(1 + accumulated):
-                backward(learner, micro.to(device, learner.dtype), len(micro.t))
+                backward(context, micro.to(device, context.dtype), len(micro.t))
             step_bytes = torch.cuda.max_memory_allocated(device) + state
         else:
-            kept = Kept(*learner.modules)
+            kept = Kept(*context.modules)
             with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-                backward(learner, micro.to(device, learner.dtype), len(micro.t))
+                backward(context, micro.to(device, context.dtype), len(micro.t))
             step_bytes = int(MARGIN * kept.most) + state
-    abort_step(learner)
+    abort_step(context)
     free_memory(device)
     return step_bytes
 

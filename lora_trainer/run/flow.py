@@ -88,7 +88,7 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
         (order.folder / LEDGER).unlink(missing_ok=True)  # an earlier session's
     with remembering():  # what was trained is recorded before a signal ends more
         try:
-            shapes = weight_shapes(prepared.built.learner)
+            shapes = weight_shapes(prepared.built.context)
             done, total = start.state.step if start else 0, session.steps.total
             room = room_for(session.config, order.folder, shapes, done, total)
             refuse_without_room(room)
@@ -98,9 +98,9 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
                 order.console.print(f"all {total} steps are trained already")
             with open_trackers(session, start, record.changed) as trackers:
                 progress = step_line(order.console, total, done, order.watch)
-                state, interrupt = train(prepared.job, start, trackers, progress)
+                state, interrupt = train(prepared.run, start, trackers, progress)
         except UserError:
-            if session.processes.is_main and (saved := newest_valid(prepared.job.checkpoints)[0]) is not None:
+            if session.processes.is_main and (saved := newest_valid(prepared.run.checkpoints)[0]) is not None:
                 with contextlib.suppress(OSError):  # a disk that refused what was trained
                     write_record(order.folder, with_ledger(record, prepared, saved[1].state))
             raise
@@ -113,9 +113,9 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
             steps=state.step,
             training=asdict(state) | {"stopped_early": early},
             reason=f"the validation loss got no lower in {state.control.without_gain} validations" if early else None,
-            checkpoints=prepared.job.writer.summary(),
+            checkpoints=prepared.run.writer.summary(),
             memory=memory_told(session.choices.device),
-            seen=prepared.job.watches.summary(),
+            seen=prepared.run.watches.summary(),
         )
         if session.processes.is_main:
             record = with_ledger(record, prepared, state)
@@ -126,9 +126,9 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     return release(prepared, record, state)
 
 
-def weight_shapes(learner: StepContext) -> list[tuple[int, ...]]:
+def weight_shapes(context: StepContext) -> list[tuple[int, ...]]:
     """Of the trained weights."""
-    return [tuple(value.shape) for value in learner.adapter.masters.values()]
+    return [tuple(value.shape) for value in context.adapter.masters.values()]
 
 
 def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any]) -> Record:
@@ -232,7 +232,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     session, built = prepared.session, prepared.built
     config, console, folder = session.config, session.console, session.folder
     began, name = time.monotonic(), session.folder.name
-    released = choose_released(config, prepared.job.checkpoints, state, built.learner)
+    released = choose_released(config, prepared.run.checkpoints, state, built.context)
     facts = training_facts(config, session.inputs, name, released.step, session.steps, session.choices, record.started)
     weights = lora_weights(config, session.inputs, released.weights)
     untrained = untrained_words(config.textual_inversion.placeholder_tokens, session.inputs.train)
@@ -251,7 +251,7 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     )
     with remembering():  # the record names the files whatever becomes of the gate
         kohya, diffusers = write_with_retry(
-            "the LoRA", folder, export, lora_bytes(config, weight_shapes(built.learner))
+            "the LoRA", folder, export, lora_bytes(config, weight_shapes(built.context))
         )
         write = partial(write_learned_tokens, folder, name, replace(weights, embeddings=embeddings), dtype=stored)
         words = write_with_retry("new words", folder, write, 0)
@@ -273,7 +273,7 @@ def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, 
     step, can_check = record.released["step"], ADAPTERS[config.lora.type].is_checked
     checked = can_check and config.gates.lora_check != "off"
     if checked:
-        free_step_context(prepared.built.learner)
+        free_step_context(prepared.built.context)
         console.print("validating the LoRA from its file")
         reached(session, state, "validating")
         report = judge_lora(
@@ -338,11 +338,11 @@ def reached(session: Session, state: TrainState, phase: Phase) -> None:
     )
 
 
-def free_step_context(learner: StepContext) -> None:
+def free_step_context(context: StepContext) -> None:
     """Take what was trained off the GPU: judging and drawing load a fresh base."""
-    move_to_device(learner.denoiser, torch.device("cpu"))
-    for module in learner.modules[1:]:
+    move_to_device(context.denoiser, torch.device("cpu"))
+    for module in context.modules[1:]:
         module.to("cpu")
-    learner.optimizer.state.clear()
-    if learner.device.type == "cuda":
+    context.optimizer.state.clear()
+    if context.device.type == "cuda":
         torch.cuda.empty_cache()

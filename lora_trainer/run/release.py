@@ -64,7 +64,7 @@ class Released:
         return {"step": self.step, "val_loss": self.val_loss, "reason": self.reason}
 
 
-def choose_released(config: Config, checkpoints: Path, state: TrainState, learner: StepContext) -> Released:
+def choose_released(config: Config, checkpoints: Path, state: TrainState, context: StepContext) -> Released:
     """The weights of the best step where there are validation images and it is requested; else the last."""
     step = RELEASED_STEP[config.checkpoint.export_weights](state)
     last = f"the last, step {state.step}"
@@ -81,7 +81,7 @@ def choose_released(config: Config, checkpoints: Path, state: TrainState, learne
         reason = "the last: no validation images"
     else:
         reason = f"validation loss was lowest at the end: {state.val_loss:.4f}"
-    return Released(state.step, state.val_loss, learner.shown(), reason)
+    return Released(state.step, state.val_loss, context.shown(), reason)
 
 
 RELEASED_STEP: dict[str, Callable[[TrainState], int]] = {
@@ -294,7 +294,7 @@ def draw_while_training(
     """Export the current LoRA, then generate images from that file, as a user's program does."""
     samples, name = folder / "samples", step_name(state.step)
     facts = training_facts(config, inputs, name, state.step, steps, choices, time.time() - state.seconds)
-    weights = lora_weights(config, inputs, built.learner.shown())
+    weights = lora_weights(config, inputs, built.context.shown())
     dtype = DTYPES[config.checkpoint.export_dtype]
     kohya, diffusers = export_lora(
         samples, name, weights, facts, built.shapes, inputs.family, dtype, adapter_kind(config).forms
@@ -336,7 +336,7 @@ def withdraw_after(folder: Path, step: int) -> None:
 @contextmanager
 def making_room(built: Built, config: Config, choices: Choices) -> Iterator[None]:
     """Move the trained denoiser to system memory inside the block where a second, unquantized one would not fit."""
-    denoiser, device = built.learner.denoiser, choices.device
+    denoiser, device = built.context.denoiser, choices.device
     usable = usable_bytes(config, device)
     another = choices.dtype.itemsize * sum(map(math.prod, built.shapes.values()))
     if usable is None or usable > ROOM_TO_DRAW * another:

@@ -35,9 +35,9 @@ from lora_trainer.run.order import Order
 from lora_trainer.run.release import draw_while_training, export_step, withdraw_after
 from lora_trainer.training.build import Built, build_step_context
 from lora_trainer.training.hardware import rounds_alike_anywhere, set_hardware
-from lora_trainer.training.job import LoopContext
 from lora_trainer.training.layout import Layout
 from lora_trainer.training.processes import Processes, join_processes
+from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.step import StepContext
 from lora_trainer.training.texts import encoded_now
@@ -80,7 +80,7 @@ class Prepared:
     session: Session
     built: Built
     feed: Feed
-    job: LoopContext
+    run: Run
     validation: list[EncodedSample]
     cache_seconds: float
 
@@ -121,13 +121,13 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
         console.print("latents are encoded while training (cache.latents=false); the VAE stays loaded")
         fresh = fresh_latents(session.config, inputs, session.choices, session.processes.world)
         data = replace(data, fresh=fresh)
-    session = with_found_micro(session, built.learner, data)
-    feed = make_feed(session.config, data, built.learner, session.processes, session.choices.micro, session.steps.total)
-    job = make_job(session, built, feed, validation, settings)
-    return Prepared(session, built, feed, job, validation, cache_seconds)
+    session = with_found_micro(session, built.context, data)
+    feed = make_feed(session.config, data, built.context, session.processes, session.choices.micro, session.steps.total)
+    run = make_job(session, built, feed, validation, settings)
+    return Prepared(session, built, feed, run, validation, cache_seconds)
 
 
-def with_found_micro(session: Session, learner: StepContext, data: CachedData) -> Session:
+def with_found_micro(session: Session, context: StepContext, data: CachedData) -> Session:
     """The session with the micro-batch that `train.auto_find_micro_batch_size` finds, which is said with its numbers.
 
     A run that is gone on with keeps what was found when it began: another size would change its rounding.
@@ -143,8 +143,8 @@ def with_found_micro(session: Session, learner: StepContext, data: CachedData) -
     if found is not None:
         micro, reason = min(found, most), "as it was found when the run began (train.auto_find_micro_batch_size)"
     else:
-        with nullcontext() if learner.compiled is None else learner.compiled.off():
-            micro, reason = find_micro(config, session.inputs, learner, data, most)
+        with nullcontext() if context.compiled is None else context.compiled.off():
+            micro, reason = find_micro(config, session.inputs, context, data, most)
         micro = smallest(micro, processes)
     choices = replace(session.choices, micro=micro, micro_reason=reason)
     session.console.print(choices.lines[-1])
@@ -209,7 +209,7 @@ def build(session: Session) -> Built:
     )
     return replace(
         built,
-        learner=replace(built.learner, rank=processes.rank, world=processes.world, await_gpu=processes.await_gpu),
+        context=replace(built.context, rank=processes.rank, world=processes.world, await_gpu=processes.await_gpu),
     )
 
 
@@ -255,31 +255,31 @@ def largest_latents(session: Session) -> tuple[int, int, int, int]:
 
 def make_job(
     session: Session, built: Built, feed: Feed, validation: list[EncodedSample], settings: dict[str, Any]
-) -> LoopContext:
+) -> Run:
     """The loop's job: how to get the micro-batches of a step, validate and sample."""
-    config, learner = session.config, built.learner
+    config, context = session.config, built.context
 
     def predict(*arguments: Any) -> Tensor:
         with abortable():
-            return learner.predict(learner.denoiser, *arguments)
+            return context.predict(context.denoiser, *arguments)
 
     def validate(asked: int) -> float:
-        for module in learner.modules:
+        for module in context.modules:
             module.eval()
         try:
-            with learner.adapter.holding(learner.shown()):
+            with context.adapter.holding(context.shown()):
                 losses = validation_losses(
                     predict,
-                    encoded_now(learner.texts, validation, learner.device),
-                    learner.process,
+                    encoded_now(context.texts, validation, context.device),
+                    context.process,
                     seed=config.train.seed,
                     timesteps=VALIDATION_TIMESTEPS,
-                    device=learner.device,
+                    device=context.device,
                     micro=asked,
-                    dtype=learner.dtype,
+                    dtype=context.dtype,
                 )
         finally:
-            for module in learner.modules:
+            for module in context.modules:
                 module.train()
         return float(losses.mean())
 
@@ -291,10 +291,10 @@ def make_job(
     def export(step: int, weights: Mapping[str, Tensor]) -> None:
         export_step(session.folder, config, session.inputs, session.steps, session.choices, built.shapes, step, weights)
 
-    return LoopContext(
+    return Run(
         config=config,
         folder=session.folder,
-        learner=learner,
+        context=context,
         processes=session.processes,
         planned=OomFallback(session.choices.micro, built.checkpointed, swapped=built.swapped),
         total_steps=session.steps.total,
@@ -332,5 +332,5 @@ def try_to_draw(session: Session, built: Built, state: TrainState) -> None:
         return
     # Out here nothing holds the pipeline that drew any more, and there is room for the denoiser, where it made way.
     free_memory(session.choices.device)
-    move_to_device(built.learner.denoiser, session.choices.device)
+    move_to_device(built.context.denoiser, session.choices.device)
     session.console.print(f"no images at step {state.step}: {reason}")

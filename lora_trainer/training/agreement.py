@@ -35,7 +35,7 @@ class Agreement:
 
 
 def agreement(
-    learner: StepContext, compiled: Compiled, micros: Sequence[MicroBatch], samples: int, *, tf32: bool
+    context: StepContext, compiled: Compiled, micros: Sequence[MicroBatch], samples: int, *, tf32: bool
 ) -> Agreement | None:
     """Compiled and eager gradients of the same samples and noise; None where eager's are zero or not finite.
 
@@ -44,26 +44,26 @@ def agreement(
     in a new adapter, are given small values for it, since the gradients of the others would all be zero. Everything is
     left as it was.
     """
-    unit = TF32 if tf32 and learner.dtype == torch.float32 else torch.finfo(learner.dtype).eps
-    ready = [micro.to(learner.device, learner.dtype) for micro in micros]
-    with learner.adapter.holding(none_at_zero(learner.adapter)):
-        found = gradients(learner, ready, samples)
+    unit = TF32 if tf32 and context.dtype == torch.float32 else torch.finfo(context.dtype).eps
+    ready = [micro.to(context.device, context.dtype) for micro in micros]
+    with context.adapter.holding(none_at_zero(context.adapter)):
+        found = gradients(context, ready, samples)
         with compiled.off():
-            wanted = gradients(learner, ready, samples)
-            again = gradients(learner, [nudged(micro, unit) for micro in ready], samples)
+            wanted = gradients(context, ready, samples)
+            again = gradients(context, [nudged(micro, unit) for micro in ready], samples)
     length = float(wanted.norm())
     if not math.isfinite(length) or not length:
         return None
     return Agreement(float((found - wanted).norm()) / length, max(float((again - wanted).norm()) / length, unit))
 
 
-def gradients(learner: StepContext, micros: Sequence[MicroBatch], samples: int) -> Tensor:
+def gradients(context: StepContext, micros: Sequence[MicroBatch], samples: int) -> Tensor:
     """All of a step's gradients, one after the other, on the CPU in float64; the masters keep none."""
     torch.manual_seed(0)  # for dropout, which a step seeds by its place
     for micro in micros:
-        backward(replace(learner, scaler=None), micro, samples)
-    parts = [master.grad.flatten().cpu() for master in learner.masters if master.grad is not None]
-    abort_step(learner)
+        backward(replace(context, scaler=None), micro, samples)
+    parts = [master.grad.flatten().cpu() for master in context.masters if master.grad is not None]
+    abort_step(context)
     return torch.cat(parts).double() if parts else torch.zeros(1, dtype=torch.float64)
 
 

@@ -41,7 +41,7 @@ class Built:
     `details` are sentences for the record, printed in a verbose run alone.
     """
 
-    learner: StepContext
+    context: StepContext
     shapes: dict[str, tuple[int, ...]]
     attention: str
     checkpointed: int  # blocks
@@ -90,12 +90,12 @@ def build_step_context(
     checkpoint_blocks(denoiser, checkpointed, config.memory.checkpointing_mode)
     compiled, said = compiled_as_wanted(denoiser, config, layout, device)
     texts = build_texts(config, family, facts, dtype=dtype, device=device, checkpointed=checkpointed > 0)
-    learner = make_step_context(
+    context = make_step_context(
         config, family, facts, denoiser, parameters, dtype=dtype, device=device, reduce=reduce, texts=texts
     )
     whole = ", the text encoders' among them" if texts else ""
     notes = (
-        f"LoRA: rank {config.lora.rank}, {len(names)} modules, {learner.adapter.size:,} trainable parameters{whole}",
+        f"LoRA: rank {config.lora.rank}, {len(names)} modules, {context.adapter.size:,} trainable parameters{whole}",
         *(texts.notes if texts else ()),
         f"attention backend: {attention.name} ({attention.reason})",
         f"gradient checkpointing: {checkpointed} of {blocks} blocks{no_more(layout.checkpointing, blocks)}",
@@ -111,7 +111,7 @@ def build_step_context(
     broken = [failure for failure in attention.failures if failure not in absent]
     notes += (f"warning: an attention does not work here: {'; '.join(broken)}",) if broken else ()
     details = (f"not used for attention: {'; '.join(absent)}",) if absent else ()
-    return Built(replace(learner, compiled=compiled), shapes, attention.name, checkpointed, notes, swapped, details)
+    return Built(replace(context, compiled=compiled), shapes, attention.name, checkpointed, notes, swapped, details)
 
 
 def make_step_context(

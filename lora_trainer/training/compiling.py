@@ -19,10 +19,10 @@ from lora_trainer.models.compiled import (
     why_not,
 )
 from lora_trainer.training.agreement import agreement
-from lora_trainer.training.job import LoopContext
 from lora_trainer.training.layout import Layout
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.run import Run
 from lora_trainer.training.step import OomDuringAllReduce, OomDuringUpdate
 
 WITHOUT = "training goes on without compiling (compile.enabled=false says so from the start)"
@@ -57,12 +57,10 @@ def compiled_as_wanted(
     return compiled, (compiled.line, *notes)
 
 
-def disagreement(
-    job: LoopContext, compiled: Compiled, micros: list[MicroBatch], step: int, reporter: Reporter
-) -> str | None:
+def disagreement(run: Run, compiled: Compiled, micros: list[MicroBatch], step: int, reporter: Reporter) -> str | None:
     """What is wrong with the compiled blocks' gradients; None where they agree, which is told, or it cannot be said yet."""
-    tf32 = bool(job.config.hardware.tf32) and job.learner.device.type == "cuda"
-    found = agreement(job.learner, compiled, micros, job.samples_in(step), tf32=tf32)
+    tf32 = bool(run.config.hardware.tf32) and run.context.device.type == "cuda"
+    found = agreement(run.context, compiled, micros, run.samples_in(step), tf32=tf32)
     if found is None:
         return None
     if not found.holds:

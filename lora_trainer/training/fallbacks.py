@@ -17,11 +17,11 @@ from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.compiled import Compiled, compiler_message
 from lora_trainer.training.compiling import WITHOUT, disagreement, failed_by_it, refuse_graph_break
 from lora_trainer.training.guard import watchful
-from lora_trainer.training.job import LoopContext
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.oom_fallback import describe, grown, install, reduced
 from lora_trainer.training.recovery import SMALLER_RUN, SMALLER_STATE, Rollback, WeightsLost, nothing_left
 from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.step import (
     OomDuringAllReduce,
@@ -44,7 +44,7 @@ class Failure:
 
 
 def step_with_fallbacks(
-    run: LoopContext,
+    run: Run,
     state: TrainState,
     batches: Sequence[MicroBatch],
     lr: float,
@@ -56,7 +56,7 @@ def step_with_fallbacks(
     Raises StepAborted for a signal, with no trace left; Rollback when memory ran out while weights were changed;
     TrainingFailed with nothing left to reduce.
     """
-    context, samples = run.learner, run.samples_in(state.step)
+    context, samples = run.context, run.samples_in(state.step)
     compiled, fit = context.compiled, grown(run, state, reporter)
     is_changed = fit != state.fit
     with stopping.step(state) as gradients_are_there:
@@ -107,7 +107,7 @@ def split_batches(batches: Sequence[MicroBatch], most: int | None) -> list[Micro
 
 
 def compiled_failure(
-    run: LoopContext, compiled: Compiled | None, parts: list[MicroBatch], state: TrainState, reporter: Reporter
+    run: Run, compiled: Compiled | None, parts: list[MicroBatch], state: TrainState, reporter: Reporter
 ) -> Failure | None:
     """What is wrong with compiled blocks before the step; in the first step of a process their gradients are checked."""
     if compiled is None:
@@ -128,7 +128,7 @@ def failure_of(error: Exception, compiled: Compiled | None) -> Failure:
 
 
 def with_less_memory(
-    run: LoopContext,
+    run: Run,
     state: TrainState,
     fit: OomFallback,
     parts: Sequence[MicroBatch],

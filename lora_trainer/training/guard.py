@@ -18,9 +18,9 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.monitor.events import Kind
 from lora_trainer.training.checkpoints.checkpoint import kept, newest_valid, step_of
 from lora_trainer.training.checkpoints.save import save
-from lora_trainer.training.job import LoopContext
 from lora_trainer.training.recovery import Rollback
 from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import StepContext, StepResult
 
@@ -30,56 +30,56 @@ MOST_NAMED = 5  # samples that a message names
 OTHER_PRECISION = "Train anew, with another --name and memory.weight_dtype=bf16 or fp32."
 
 
-def watchful(learner: StepContext, state: TrainState) -> StepContext:
+def watchful(context: StepContext, state: TrainState) -> StepContext:
     """The learner for the step after `state`: one that does not look ahead does where it once was too late."""
     if state.step < state.watched_until:
-        return replace(learner, guard="ahead")
-    return learner
+        return replace(context, guard="ahead")
+    return context
 
 
-def not_finite(job: LoopContext, state: TrainState, step: int, result: StepResult, reporter: Reporter) -> TrainState:
+def not_finite(run: Run, state: TrainState, step: int, result: StepResult, reporter: Reporter) -> TrainState:
     """The state after `step`, whose loss or gradient was not finite. Raises GoBack and TrainingFailed.
 
     `state` stands at the newest step that was trained: on a GPU there may be good ones since.
     """
-    policy, loss, norm = job.config.safeguards.on_nonfinite, float(result.loss), float(result.grad_norm)
+    policy, loss, norm = run.config.safeguards.on_nonfinite, float(result.loss), float(result.grad_norm)
     what = f"the loss or its gradient is not finite (loss {loss:.4g}, gradient {norm:.4g})"
     if result.guard == "late":  # the update was made: the steps are trained again, looking ahead
         raise Rollback(state, "not_finite", f"{what} at step {step}", watched_until=state.step)
-    if overflowed(job, result):
+    if overflowed(run, result):
         state = state.with_loss(loss)
         return replace(state, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
-    blamed = blamed_samples(result.losses, job.names_in(step - 1))
-    if not weights_are_finite(job.learner):
-        not_finite_weights(job, state, step, reporter)
+    blamed = blamed_samples(result.losses, run.names_in(step - 1))
+    if not weights_are_finite(run.context):
+        not_finite_weights(run, state, step, reporter)
     if policy == "stop":
         why = f"T{what[1:]} at step {step}; {blamed}."
-        stop(job, replace(state, step=step - 1), why, f"{remedy(job)} If that step fails again, start anew.", reporter)
+        stop(run, replace(state, step=step - 1), why, f"{remedy(run)} If that step fails again, start anew.", reporter)
     if policy == "rollback":
-        restore_good(job, state, step, f"{what}; {blamed}", reporter)
+        restore_good(run, state, step, f"{what}; {blamed}", reporter)
     reporter.event(step, "not_finite", f"{what}: the step is left out; {blamed}")
     control = replace(state.control, not_finite=state.control.not_finite + 1)
     return replace(state, skipped=state.skipped + 1, control=control)
 
 
-def not_finite_weights(job: LoopContext, state: TrainState, step: int, reporter: Reporter) -> NoReturn:
+def not_finite_weights(run: Run, state: TrainState, step: int, reporter: Reporter) -> NoReturn:
     """No step can be left out for these: the run goes back, or stops without saving them."""
-    if job.config.safeguards.on_nonfinite == "stop":
-        stop(job, state, f"The weights are not finite any more, at step {step}.", remedy(job), reporter)
-    restore_good(job, state, step, "the weights are not finite any more", reporter)
+    if run.config.safeguards.on_nonfinite == "stop":
+        stop(run, state, f"The weights are not finite any more, at step {step}.", remedy(run), reporter)
+    restore_good(run, state, step, "the weights are not finite any more", reporter)
 
 
-def finite_to_save(job: LoopContext, state: TrainState, reporter: Reporter) -> float:
+def finite_to_save(run: Run, state: TrainState, reporter: Reporter) -> float:
     """Raise GoBack or TrainingFailed rather than have weights saved that are not finite; the seconds that it took."""
     began = time.perf_counter()
-    if not weights_are_finite(job.learner):
-        not_finite_weights(job, state, state.step, reporter)
+    if not weights_are_finite(run.context):
+        not_finite_weights(run, state, state.step, reporter)
     return time.perf_counter() - began
 
 
-def overflowed(job: LoopContext, result: StepResult) -> bool:
+def overflowed(run: Run, result: StepResult) -> bool:
     """Of a step that was not finite: whether fp16's scale was too high for its gradient, which the scaler mends."""
-    return job.learner.scaler is not None and math.isfinite(float(result.loss))
+    return run.context.scaler is not None and math.isfinite(float(result.loss))
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class Hopeless:
     fix: str
 
 
-def hopeless(job: LoopContext, state: TrainState, step: int, result: StepResult) -> Hopeless | None:
+def hopeless(run: Run, state: TrainState, step: int, result: StepResult) -> Hopeless | None:
     """Asked after each step: too many in a row were left out, or fp16's scale has collapsed. `state` counts up to it."""
-    if (left_out := state.control.not_finite) >= job.config.safeguards.max_nonfinite_steps:
+    if (left_out := state.control.not_finite) >= run.config.safeguards.max_nonfinite_steps:
         what = f"the loss or its gradient was not finite in {left_out} steps in a row, up to step {step}"
-        return Hopeless("not_finite", what, remedy(job))
+        return Hopeless("not_finite", what, remedy(run))
     if (overflows := state.skipped_in_a_row) >= MOST_OVERFLOWS:
         what = f"gradients overflowed fp16 in {overflows} steps in a row, up to step {step}: nothing is learned"
         return Hopeless("overflow", what, OTHER_PRECISION)
@@ -105,53 +105,51 @@ def hopeless(job: LoopContext, state: TrainState, step: int, result: StepResult)
     return None
 
 
-def refuse(job: LoopContext, state: TrainState, step: int, why: Hopeless, reporter: Reporter) -> NoReturn:
+def refuse(run: Run, state: TrainState, step: int, why: Hopeless, reporter: Reporter) -> NoReturn:
     """Save what stood after `step` and raise TrainingFailed; with later steps trained, GoBack to come there again."""
     if step < state.step:
         raise Rollback(state, why.kind, why.what, watched_until=state.step)
-    stop(job, state, f"{why.what[0].upper()}{why.what[1:]}.", why.fix, reporter, why.kind)
+    stop(run, state, f"{why.what[0].upper()}{why.what[1:]}.", why.fix, reporter, why.kind)
 
 
-def restore_good(job: LoopContext, state: TrainState, step: int, what: str, reporter: Reporter) -> NoReturn:
+def restore_good(run: Run, state: TrainState, step: int, what: str, reporter: Reporter) -> NoReturn:
     """Go back to weights that were good, with a lower rate. Raises GoBack, or TrainingFailed after too many returns."""
     at = "" if step == state.step else f", at step {step}"  # the event says the newest
-    if state.restored >= job.config.safeguards.max_nonfinite_steps:
+    if state.restored >= run.config.safeguards.max_nonfinite_steps:
         reporter.event(state.step, "not_finite", f"{what}{at}, after {state.restored} returns: the run ends")
         why = f"After {state.restored} returns to an earlier checkpoint {what}, at step {step} again."
-        raise TrainingFailed(Problem(why, f"{left(job, state)} {remedy(job)}"))
+        raise TrainingFailed(Problem(why, f"{left(run, state)} {remedy(run)}"))
     lower = replace(state, restored=state.restored + 1)
     told = f"{what}{at}: the rate falls to {lower.rate_factor:.4g} of the schedule's"
     raise Rollback(lower, "not_finite", told, failed_at=step)
 
 
-def stop(
-    job: LoopContext, state: TrainState, why: str, fix: str, reporter: Reporter, kind: Kind = "not_finite"
-) -> NoReturn:
+def stop(run: Run, state: TrainState, why: str, fix: str, reporter: Reporter, kind: Kind = "not_finite") -> NoReturn:
     """Save what is good and raise TrainingFailed; all processes come here at the same step."""
     reporter.event(state.step, kind, f"{why[0].lower()}{why[1:].rstrip('.')}: the run ends")
-    if state.step > 0 and weights_are_finite(job.learner):
-        save(job, state, last=True)
-    raise TrainingFailed(Problem(why, f"{left(job, state)} {fix}"))
+    if state.step > 0 and weights_are_finite(run.context):
+        save(run, state, last=True)
+    raise TrainingFailed(Problem(why, f"{left(run, state)} {fix}"))
 
 
-def left(job: LoopContext, state: TrainState) -> str:
+def left(run: Run, state: TrainState) -> str:
     """What can be gone on from. Finite weights may be ruined all the same: those that no step was finite with."""
-    newest, _ = newest_valid(job.checkpoints)
+    newest, _ = newest_valid(run.checkpoints)
     last = state.control.last_finite
     if newest is None or state.control.not_finite < 2 or step_of(newest[0]) < last:
-        return kept(job.checkpoints)
-    older, _ = newest_valid(job.checkpoints, lambda step: step < last)
+        return kept(run.checkpoints)
+    older, _ = newest_valid(run.checkpoints, lambda step: step < last)
     ruined = f"Since step {last} none was finite, so the weights of {newest[0]} are probably ruined."
     if older is None:
         return f"{ruined} No checkpoint is from before that: start anew, with another --name."
     return f"{ruined} {older[0]} is from before that: delete the later ones there, and --resume goes on from it."
 
 
-def remedy(job: LoopContext) -> str:
+def remedy(run: Run) -> str:
     """What to do about numbers that are not finite, by what the run is."""
-    if damaged := damaged_weight(job.learner.denoiser):
+    if damaged := damaged_weight(run.context.denoiser):
         return f"The base itself is damaged: its {damaged} is not finite. Get its files again, and use another --name."
-    others = {"fp32": "", "bf16": "fp32"}.get(str(job.settings.get("precision")), "bf16 or fp32")
+    others = {"fp32": "", "bf16": "fp32"}.get(str(run.settings.get("precision")), "bf16 or fp32")
     anew = f", or train anew, with another --name and memory.weight_dtype={others}" if others else ""
     return f"Lower optimizer.learning_rate{anew}."
 
@@ -172,9 +170,9 @@ def with_settings(state: TrainState, config: Config) -> TrainState:
     return replace(now, control=forgiven, skipped_in_a_row=0, restored=0, failed_at=0, returned_to=0, rate_scale=scale)
 
 
-def weights_are_finite(learner: StepContext) -> bool:
+def weights_are_finite(context: StepContext) -> bool:
     """Looked at once for all of them: the largest is not finite where any is not."""
-    return math.isfinite(float(get_total_norm(learner.masters, math.inf)))
+    return math.isfinite(float(get_total_norm(context.masters, math.inf)))
 
 
 def damaged_weight(denoiser: nn.Module) -> str | None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from lora_trainer.training.checkpoints.save import keep_weights, save
 from lora_trainer.training.guard import finite_to_save
-from lora_trainer.training.job import LoopContext, is_due, is_regular
 from lora_trainer.training.metrics import Metrics
 from lora_trainer.training.oom_fallback import agreed
 from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.run import Run, is_due, is_regular
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.stopping import Stopping
 from lora_trainer.training.validation import validate
@@ -18,7 +18,7 @@ from lora_trainer.training.validation import validate
 Hook = Callable[[TrainState], TrainState]  # the state after a step -> the state after the hook
 
 
-def make_hooks(run: LoopContext, stopping: Stopping, metrics: Metrics, reporter: Reporter) -> tuple[Hook, ...]:
+def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporter) -> tuple[Hook, ...]:
     """The hooks of a run. Each raises TrainingFailed, Rollback or ProcessLost."""
     config, sample = run.config, run.sample
     seconds_of_check = 0.0

@@ -20,12 +20,12 @@ from lora_trainer.training.fallbacks import step_with_fallbacks
 from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.guard import with_settings
 from lora_trainer.training.hooks import make_hooks
-from lora_trainer.training.job import LoopContext, is_unvalidated, lr_at
 from lora_trainer.training.metrics import Metrics
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.oom_fallback import install
 from lora_trainer.training.recovery import Rollback, out_of_reach, rolled_back, saved_and_failed
 from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.run import Run, is_unvalidated, lr_at
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import abort_step
 from lora_trainer.training.stopping import Stopping
@@ -36,7 +36,7 @@ READING_FAILED = "Check the disk, and that other programs leave memory free; --r
 
 
 def train(
-    run: LoopContext, start: Checkpoint | None, trackers: Trackers | None, line: AbstractContextManager[Watch]
+    run: Run, start: Checkpoint | None, trackers: Trackers | None, line: AbstractContextManager[Watch]
 ) -> tuple[TrainState, Interrupt]:
     """Train until the planned steps are done, a signal comes, or `train.max_hours` is over.
 
@@ -75,7 +75,7 @@ def train(
 
 
 def training_loop(
-    run: LoopContext, state: TrainState, loader: Iterator[list[MicroBatch]], reporter: Reporter, interrupt: Interrupt
+    run: Run, state: TrainState, loader: Iterator[list[MicroBatch]], reporter: Reporter, interrupt: Interrupt
 ) -> Iterator[TrainState]:
     """Train on what `loader` gives, a list of micro-batches a step. Yields the state after each; the last is saved.
 
@@ -95,7 +95,7 @@ def training_loop(
             waited = time.perf_counter() - started
             result, fit = step_with_fallbacks(run, state, batches, lr, stopping, reporter)
         except StepAborted:
-            abort_step(run.learner)
+            abort_step(run.context)
             state = metrics.flush(state)
             if state.step > 0:
                 save(run, state, reporter.flush, last=True)
@@ -115,7 +115,7 @@ def training_loop(
             return
 
 
-def read_steps(run: LoopContext, first: int) -> Iterator[list[MicroBatch]]:
+def read_steps(run: Run, first: int) -> Iterator[list[MicroBatch]]:
     """The micro-batches of each step from `first` on; read ahead in another thread."""
     for step in range(first, run.total_steps):
         yield run.micros(step)
@@ -133,16 +133,16 @@ def next_batches(loader: Iterator[list[MicroBatch]], step: int) -> list[MicroBat
         raise TrainingFailed(Problem(message, READING_FAILED)) from error
 
 
-def is_finished(run: LoopContext, state: TrainState) -> bool:
+def is_finished(run: Run, state: TrainState) -> bool:
     return state.step >= run.total_steps or stopped_early(run.config.safeguards, state.control)
 
 
-def failed(run: LoopContext, state: TrainState, metrics: Metrics, error: UserError) -> TrainingFailed:
+def failed(run: Run, state: TrainState, metrics: Metrics, error: UserError) -> TrainingFailed:
     """The error that a run ends with, once all that can be saved is saved."""
     return saved_and_failed(run, state if out_of_reach(run, error) else metrics.flush(state), error)
 
 
-def report_end(run: LoopContext, state: TrainState, reporter: Reporter, interrupt: Interrupt) -> None:
+def report_end(run: Run, state: TrainState, reporter: Reporter, interrupt: Interrupt) -> None:
     """Report why training ends before its last step."""
     if interrupt:
         message = f"{interrupt.name}: everything was saved {interrupt.seconds:.2f} s after it"

@@ -13,8 +13,8 @@ from lora_trainer.monitor.memory import peak_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress
 from lora_trainer.training.control import after_step
 from lora_trainer.training.guard import by_loss, hopeless, not_finite, overflowed, refuse
-from lora_trainer.training.job import LoopContext
 from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import StepResult
 
@@ -38,7 +38,7 @@ class Pending:
 class Metrics:
     """The metrics of finished steps that are not read yet, and what is done with them once they are."""
 
-    def __init__(self, run: LoopContext, reporter: Reporter) -> None:
+    def __init__(self, run: Run, reporter: Reporter) -> None:
         self._run, self._reporter = run, reporter
         self._pending: list[Pending] = []
 
@@ -49,7 +49,7 @@ class Metrics:
     def are_due(self, state: TrainState) -> bool:
         """On a GPU at every tenth step of the run, wherever it was stopped, and where something is wrong."""
         wrong = self._pending[-1].result.skipped or state.step <= state.watched_until
-        return wrong or state.step % look_every(self._run.learner.device) == 0
+        return wrong or state.step % look_every(self._run.context.device) == 0
 
     def flush(self, state: TrainState) -> TrainState:
         """Read the metrics, write them, show the newest, and react to them. Raises Rollback, TrainingFailed."""
@@ -86,26 +86,22 @@ def look_every(device: torch.device) -> int:
     return LOOK_EVERY if device.type == "cuda" else 1
 
 
-def after_good(
-    job: LoopContext, state: TrainState, each: Pending, loss: float, norm: float, reporter: Reporter
-) -> TrainState:
+def after_good(run: Run, state: TrainState, each: Pending, loss: float, norm: float, reporter: Reporter) -> TrainState:
     """The state after a step with a finite loss and gradient, and what the run makes of it."""
     good = replace(state.control, not_finite=0, last_finite=each.step)
-    control, decisions = after_step(job.config.safeguards, good, each.step, loss, norm)
+    control, decisions = after_step(run.config.safeguards, good, each.step, loss, norm)
     for decision in decisions:
-        of = f"; its samples: {by_loss(each.result.losses, job.names_in(each.step - 1))}"
+        of = f"; its samples: {by_loss(each.result.losses, run.names_in(each.step - 1))}"
         reporter.event(each.step, decision.kind, decision.message + (of if decision.kind == "spike" else ""))
     return replace(state.with_loss(loss), skipped_in_a_row=0, control=control)
 
 
-def progress_of(
-    job: LoopContext, state: TrainState, rate: float, seconds: float, phase: Phase = "training"
-) -> Progress:
+def progress_of(run: Run, state: TrainState, rate: float, seconds: float, phase: Phase = "training") -> Progress:
     """What a person sees of the newest step."""
     return Progress(
         phase=phase,
         step=state.step,
-        total=job.total_steps,
+        total=run.total_steps,
         loss=state.loss_average,
         skipped=state.control.not_finite + state.skipped_in_a_row,
         val_loss=state.val_loss,
@@ -113,15 +109,15 @@ def progress_of(
         best=state.best_val_loss,
         lr=rate,
         seconds=seconds,
-        memory_gib=peak_memory_gib(job.learner.device),
+        memory_gib=peak_memory_gib(run.context.device),
     )
 
 
-def row_of(job: LoopContext, each: Pending, loss: float, norm: float, seconds: float) -> dict[str, Any]:
+def row_of(run: Run, each: Pending, loss: float, norm: float, seconds: float) -> dict[str, Any]:
     """A step's object in metrics.jsonl."""
     return {
         "step": each.step,
-        "epoch": (each.step - 1) // job.steps_per_epoch,
+        "epoch": (each.step - 1) // run.steps_per_epoch,
         "loss": loss,
         "lr": each.rate,
         "grad_norm": norm,
@@ -129,5 +125,5 @@ def row_of(job: LoopContext, each: Pending, loss: float, norm: float, seconds: f
         "data_seconds": each.waited,
         "samples": each.result.samples,
         "samples_per_second": each.result.samples / seconds,
-        "memory_gib": round(peak_memory_gib(job.learner.device), 4),
+        "memory_gib": round(peak_memory_gib(run.context.device), 4),
     }

@@ -11,8 +11,8 @@ from lora_trainer.monitor.events import Kind
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, kept
 from lora_trainer.training.checkpoints.save import forget_after, restore, returning_point, save_alone
 from lora_trainer.training.group import ProcessLost
-from lora_trainer.training.job import LoopContext
 from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 
 # Resolution, precision and rank belong to a run: they are changed in a new one.
@@ -39,14 +39,14 @@ class Rollback(Exception):
         self.changes: Mapping[str, Any] = changes
 
 
-def rolled_back(job: LoopContext, first: Checkpoint, back: Rollback, reporter: Reporter) -> TrainState:
+def rolled_back(run: Run, first: Checkpoint, back: Rollback, reporter: Reporter) -> TrainState:
     """The state to go on from, with weights and optimizer as they were there. Nothing that was written stays of later."""
     now, failed_at = back.state, back.failed_at
-    point = returning_point(job) or first
+    point = returning_point(run) or first
     if failed_at is not None and failed_at <= now.failed_at and point.state.step == now.returned_to:
-        point = returning_point(job, before=now.returned_to) or first
-    restored = restore(job, point)
-    forget_after(job, restored.step)
+        point = returning_point(run, before=now.returned_to) or first
+    restored = restore(run, point)
+    forget_after(run, restored.step)
     reporter.forget_after(restored.step)
     reporter.event(back.state.step, back.kind, f"{back.reason}; the run goes on from step {restored.step}")
     carried = {
@@ -62,21 +62,21 @@ def rolled_back(job: LoopContext, first: Checkpoint, back: Rollback, reporter: R
     return replace(restored, **{**carried, **back.changes})
 
 
-def saved_and_failed(job: LoopContext, state: TrainState, error: UserError) -> TrainingFailed:
+def saved_and_failed(run: Run, state: TrainState, error: UserError) -> TrainingFailed:
     """For a step that cannot be done: what was trained is saved first, if weights are still those of a step."""
-    if state.step > 0 and not isinstance(error, WeightsLost) and not out_of_reach(job, error):
-        save_alone(job, state)
+    if state.step > 0 and not isinstance(error, WeightsLost) and not out_of_reach(run, error):
+        save_alone(run, state)
     first, *others = error.problems
-    several = job.processes.world > 1
-    who = f"Process {job.processes.rank}: " if several and not error.every_process_reports else ""
-    failed = TrainingFailed([Problem(who + first.message, f"{kept(job.checkpoints)} {first.fix}"), *others])
+    several = run.processes.world > 1
+    who = f"Process {run.processes.rank}: " if several and not error.every_process_reports else ""
+    failed = TrainingFailed([Problem(who + first.message, f"{kept(run.checkpoints)} {first.fix}"), *others])
     failed.every_process_reports = several
     return failed
 
 
-def out_of_reach(job: LoopContext, error: UserError) -> bool:
+def out_of_reach(run: Run, error: UserError) -> bool:
     """Whether the weights cannot be had: a GPU that waits for a lost process gives nothing away any more."""
-    return isinstance(error, ProcessLost) and job.learner.device.type != "cpu"
+    return isinstance(error, ProcessLost) and run.context.device.type != "cpu"
 
 
 def nothing_left(when: str, reason: str) -> TrainingFailed:

@@ -113,7 +113,7 @@ def changing_weights(kind: type[Exception] = OomDuringUpdate) -> Iterator[None]:
 
 
 def train_step(
-    learner: StepContext,
+    context: StepContext,
     micros: Iterable[MicroBatch],
     samples: int,
     rate: float,
@@ -127,51 +127,51 @@ def train_step(
     sample in a short step still takes part. `clip_scale` is a factor on the clipping. `settle` is
     called when the gradients are there: until then the step can be given up, and nothing is changed.
     """
-    total = torch.zeros((), device=learner.device)
+    total = torch.zeros((), device=context.device)
     losses: tuple[Tensor, ...] = ()
     for number, micro in enumerate(micros):
         # In fp32 the gradients so far lie where CUDA graphs put them, which is safe until the next beginning.
-        if number > 0 and learner.compiled is not None and not learner.adapter.shared:
-            learner.compiled.begin_step()
-        part, own = backward(learner, micro.to(learner.device, learner.dtype), samples)
+        if number > 0 and context.compiled is not None and not context.adapter.shared:
+            context.compiled.begin_step()
+        part, own = backward(context, micro.to(context.device, context.dtype), samples)
         total += part
         losses = (*losses, own)
     summed: list[Tensor] = []
-    if learner.reduce is not None:
-        losses = (in_the_step(learner, losses, samples),)
-        summed = [total, *losses, *all_gradients(learner.masters)]
+    if context.reduce is not None:
+        losses = (in_the_step(context, losses, samples),)
+        summed = [total, *losses, *all_gradients(context.masters)]
         flat = torch.cat([each.flatten() for each in summed])
     # What processes have settled together cannot be done again by one of them alone.
-    with nullcontext() if learner.reduce is None else changing_weights(OomDuringAllReduce):
+    with nullcontext() if context.reduce is None else changing_weights(OomDuringAllReduce):
         settle()
-        if learner.reduce is not None:
-            spread(learner.reduce(flat), summed)
-        set_lr(learner.optimizer, rate, learner.shares)
-        norm, skipped = update(learner, total, clip_scale)
+        if context.reduce is not None:
+            spread(context.reduce(flat), summed)
+        set_lr(context.optimizer, rate, context.shares)
+        norm, skipped = update(context, total, clip_scale)
     # A product, since the scaler changes its own in place; and on the device, since nobody waits for it.
-    scale = learner.scaler.scale(torch.ones((), device=learner.device)) if learner.scaler else None
-    return StepResult(total, norm, losses, learner.guard, skipped, samples, scale)
+    scale = context.scaler.scale(torch.ones((), device=context.device)) if context.scaler else None
+    return StepResult(total, norm, losses, context.guard, skipped, samples, scale)
 
 
-def backward(learner: StepContext, micro: MicroBatch, samples: int) -> tuple[Tensor, Tensor]:
+def backward(context: StepContext, micro: MicroBatch, samples: int) -> tuple[Tensor, Tensor]:
     """Forward and backward of one micro-batch: its part of the step's loss [] and its samples' own [B], detached."""
     abort_if_late()
-    process = learner.process
-    noisy = process.add_noise(micro.latents, micro.added, micro.t).to(learner.dtype)
-    cond = micro.cond if learner.texts is None else learner.texts.encode(micro.captions, micro.cond)
-    predicted = learner.predict(learner.denoiser, noisy, micro.t, cond, micro.sizes)
+    process = context.process
+    noisy = process.add_noise(micro.latents, micro.added, micro.t).to(context.dtype)
+    cond = micro.cond if context.texts is None else context.texts.encode(micro.captions, micro.cond)
+    predicted = context.predict(context.denoiser, noisy, micro.t, cond, micro.sizes)
     target = process.target(micro.latents, micro.noise, micro.t)
-    losses = learner.loss(predicted, target, micro.t, micro.mask) * micro.weights
+    losses = context.loss(predicted, target, micro.t, micro.mask) * micro.weights
     loss = losses.sum() / samples
-    (loss if learner.scaler is None else learner.scaler.scale(loss)).backward()
-    learner.adapter.collect_gradients()
+    (loss if context.scaler is None else context.scaler.scale(loss)).backward()
+    context.adapter.collect_gradients()
     return loss.detach(), losses.detach()
 
 
-def in_the_step(learner: StepContext, losses: tuple[Tensor, ...], samples: int) -> Tensor:
+def in_the_step(context: StepContext, losses: tuple[Tensor, ...], samples: int) -> Tensor:
     """This process's losses in their places among those of the step [samples], 0 elsewhere: a sum joins them."""
-    world, joined = learner.world, torch.zeros(samples, device=learner.device)
-    start = sum(math.ceil((samples - rank) / world) for rank in range(min(learner.rank, samples)))
+    world, joined = context.world, torch.zeros(samples, device=context.device)
+    start = sum(math.ceil((samples - rank) / world) for rank in range(min(context.rank, samples)))
     for each in losses:
         joined[start : start + len(each)] = each
         start += len(each)
@@ -192,25 +192,25 @@ def spread(flat: Tensor, into: list[Tensor]) -> None:
         each.copy_(part.view_as(each))
 
 
-def update(learner: StepContext, loss: Tensor, clip_scale: float) -> tuple[Tensor, bool]:
+def update(context: StepContext, loss: Tensor, clip_scale: float) -> tuple[Tensor, bool]:
     """Clip, step, publish, clear. Returns the norm before clipping, and whether the update was seen to be left out."""
-    scaler, optimizer = learner.scaler, learner.optimizer
+    scaler, optimizer = context.scaler, context.optimizer
     if scaler is not None:
         scaler.unscale_(optimizer)
-    norm = learner.clip(learner.masters, clip_scale)
-    if learner.guard == "ahead" or learner.optimizer_waits:
-        learner.await_gpu()
+    norm = context.clip(context.masters, clip_scale)
+    if context.guard == "ahead" or context.optimizer_waits:
+        context.await_gpu()
     # The scaler's own `step` would look at gradients alone, and wait for the GPU to do so.
-    skipped = learner.guard == "ahead" and not (math.isfinite(float(loss)) and math.isfinite(float(norm)))
+    skipped = context.guard == "ahead" and not (math.isfinite(float(loss)) and math.isfinite(float(norm)))
     with changing_weights():
-        if learner.guard == "on_device":
+        if context.guard == "on_device":
             step_if(optimizer, torch.isfinite(loss) & torch.isfinite(norm))
         elif not skipped:
             optimizer.step()
         if scaler is not None:
             scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        learner.adapter.publish()
+        context.adapter.publish()
     return norm, skipped
 
 
@@ -226,10 +226,10 @@ def step_if(optimizer: torch.optim.Optimizer, good: Tensor) -> None:
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def abort_step(learner: StepContext) -> None:
+def abort_step(context: StepContext) -> None:
     """Leave no trace of a step that was not finished: it can be done again, as if for the first time."""
-    for parameter in (*learner.masters, *learner.adapter.copies.values()):
+    for parameter in (*context.masters, *context.adapter.copies.values()):
         parameter.grad = None
-    if (scaler := learner.scaler) is not None:
-        scaler.scale(torch.zeros((), device=learner.device))  # it makes its state with the first loss
+    if (scaler := context.scaler) is not None:
+        scaler.scale(torch.zeros((), device=context.device))  # it makes its state with the first loss
         scaler.update(scaler.get_scale())  # the same scale; forgets that gradients were unscaled already

@@ -12,7 +12,7 @@ from torch import Tensor
 from lora_trainer.config.schema import Config
 from lora_trainer.core.interrupt import SIGNALS, Interrupt, StepAborted, abortable, no_more_aborting
 from lora_trainer.training.control import stopped_early
-from lora_trainer.training.job import LoopContext, is_unvalidated
+from lora_trainer.training.run import Run, is_unvalidated
 from lora_trainer.training.state import TrainState
 
 
@@ -23,9 +23,9 @@ class Stopping:
     the host would have to wait for them: they are read one step later, and several GPUs finish their step.
     """
 
-    def __init__(self, job: LoopContext, interrupt: Interrupt) -> None:
-        self._job, self._interrupt = job, interrupt
-        self._alone = job.processes.reduce is None
+    def __init__(self, run: Run, interrupt: Interrupt) -> None:
+        self._job, self._interrupt = run, interrupt
+        self._alone = run.processes.reduce is None
         self._seconds = 0.0  # of the newest step
         self._votes: Tensor | None = None  # of the newest step, on the CPU once `_there` has come
         self._there: torch.cuda.Event | None = None
@@ -52,7 +52,7 @@ class Stopping:
         if self._alone:
             with abortable(self._seconds):
                 yield no_more_aborting
-        elif self._job.learner.device.type != "cpu":
+        elif self._job.context.device.type != "cpu":
             yield self._vote_on_gpu
         else:
             with self._step_together() as vote:
@@ -67,9 +67,9 @@ class Stopping:
 
     def is_last(self, state: TrainState) -> bool:
         """Whether the loop ends after the step that led to `state`."""
-        job = self._job
-        over = state.step >= job.total_steps or stopped_early(job.config.safeguards, state.control)
-        return over or self._agreed or is_unvalidated(job, state)  # what a signal aborted is done after resuming
+        run = self._job
+        over = state.step >= run.total_steps or stopped_early(run.config.safeguards, state.control)
+        return over or self._agreed or is_unvalidated(run, state)  # what a signal aborted is done after resuming
 
     @property
     def is_signalled(self) -> bool:
@@ -99,7 +99,7 @@ class Stopping:
         """What all processes say together, [signals + 2]: how many were told which signal, are late, have given up."""
         assert self._job.processes.reduce is not None
         mine = [*(self._interrupt.signal == each for each in SIGNALS), self._late, given_up]
-        votes = torch.zeros(len(mine), device=self._job.learner.device)
+        votes = torch.zeros(len(mine), device=self._job.context.device)
         for place, said in enumerate(mine):
             if said:
                 votes[place].fill_(1.0)  # by the GPU itself: a copy to it would wait for all that it has to do before
@@ -127,11 +127,11 @@ class Stopping:
         return bool(given_up > 0.0)
 
 
-def any_given_up(job: LoopContext, mine: bool) -> bool:
+def any_given_up(run: Run, mine: bool) -> bool:
     """Whether any process gave up what all of them were doing."""
-    if job.processes.reduce is None:
+    if run.processes.reduce is None:
         return mine
-    return float(job.processes.sum_of_all(torch.tensor([float(mine)]))) > 0.0
+    return float(run.processes.sum_of_all(torch.tensor([float(mine)]))) > 0.0
 
 
 def out_of_time(config: Config, state: TrainState) -> bool:

@@ -15,10 +15,10 @@ from lora_trainer.monitor.progress import Phase
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.training.checkpoints.save import keep_best
 from lora_trainer.training.control import after_validation, after_worse
-from lora_trainer.training.job import LoopContext, lr_at
 from lora_trainer.training.metrics import progress_of
 from lora_trainer.training.recovery import nothing_left, saved_and_failed
 from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.run import Run, lr_at
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.stopping import any_given_up
 
@@ -26,22 +26,22 @@ VALIDATING: Phase = "validating"
 MOST_ASKED_AT_ONCE = 4
 
 
-def validate(job: LoopContext, state: TrainState, reporter: Reporter) -> TrainState:
+def validate(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
     """Measure the validation loss, where something is held out; keep the weights of the lowest.
 
     Given up for a signal, it leaves the state as it was.
     """
-    if job.validate is None:
+    if run.validate is None:
         return state
-    reporter.progress(progress_of(job, state, lr_at(job, state, state.step), 0.0, VALIDATING))
+    reporter.progress(progress_of(run, state, lr_at(run, state, state.step), 0.0, VALIDATING))
     given_up, loss, fit = False, math.nan, state.fit
     try:
-        loss, fit = loss_that_fits(job, job.validate, state, reporter)
+        loss, fit = loss_that_fits(run, run.validate, state, reporter)
     except StepAborted:
         given_up = True
-    if any_given_up(job, given_up):
+    if any_given_up(run, given_up):
         return state
-    loss = of_all(job, loss)
+    loss = of_all(run, loss)
     before, state = state, replace(state, val_loss=loss, validated_step=state.step, fit=fit)
     if state.step == 0:
         state = replace(state, base_val_loss=loss if math.isfinite(loss) else None)
@@ -54,17 +54,17 @@ def validate(job: LoopContext, state: TrainState, reporter: Reporter) -> TrainSt
     if not math.isfinite(loss):
         reporter.event(state.step, "not_finite", "the validation loss is not finite: no weights are chosen by it")
     if best:
-        keep_best(job, state.step)
-    return judged(job, state, reporter)
+        keep_best(run, state.step)
+    return judged(run, state, reporter)
 
 
-def judged(job: LoopContext, state: TrainState, reporter: Reporter) -> TrainState:
+def judged(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
     """What the run makes of a validation loss that it measured in its rhythm; others, at an end, change nothing."""
-    every = job.config.validation.every_n_steps
+    every = run.config.validation.every_n_steps
     if state.step == 0 or state.val_loss is None or not every or state.step % every:
         return state
-    control, decisions = after_validation(job.config.safeguards, state.control, state.val_loss, state.rate_factor)
-    if state.step > warmup_length(job.config.lr_scheduler, job.total_steps):
+    control, decisions = after_validation(run.config.safeguards, state.control, state.val_loss, state.rate_factor)
+    if state.step > warmup_length(run.config.lr_scheduler, run.total_steps):
         control, worse = after_worse(control, state.val_loss, state.base_val_loss)
         decisions = [*decisions, *worse]
     for decision in decisions:
@@ -73,15 +73,15 @@ def judged(job: LoopContext, state: TrainState, reporter: Reporter) -> TrainStat
     return replace(state, control=control)
 
 
-def of_all(job: LoopContext, loss: float) -> float:
+def of_all(run: Run, loss: float) -> float:
     """The main process's validation loss, for all of them: what they decide by it must be the same to the bit."""
-    if job.processes.reduce is None:
+    if run.processes.reduce is None:
         return loss
-    return float(job.processes.sum_of_all(torch.tensor([loss if job.processes.is_main else 0.0])))
+    return float(run.processes.sum_of_all(torch.tensor([loss if run.processes.is_main else 0.0])))
 
 
 def loss_that_fits(
-    job: LoopContext, measure: Callable[[int], float], state: TrainState, reporter: Reporter
+    run: Run, measure: Callable[[int], float], state: TrainState, reporter: Reporter
 ) -> tuple[float, OomFallback]:
     """The validation loss, asked in smaller and smaller parts for as long as memory runs out; and what did fit.
 
@@ -91,16 +91,16 @@ def loss_that_fits(
     fit = state.fit
     while True:
         # What training fits, looking on fits.
-        asked = fit.asked or min(MOST_ASKED_AT_ONCE, job.planned.micro or 1)
+        asked = fit.asked or min(MOST_ASKED_AT_ONCE, run.planned.micro or 1)
         try:
             return measure(asked), fit
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             reason = first_line(error)
-        free_memory(job.learner.device)
+        free_memory(run.context.device)
         if asked == 1:
-            raise saved_and_failed(job, state, nothing_left(f"while validating step {state.step}", reason))
+            raise saved_and_failed(run, state, nothing_left(f"while validating step {state.step}", reason))
         fit = replace(fit, asked=-(-asked // 2))
         message = f"out of memory while validating ({reason}): {fit.asked} questions at once in place of {asked}"
         reporter.event(state.step, "memory", message)

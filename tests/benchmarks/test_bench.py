@@ -291,9 +291,9 @@ def test_blocks_that_were_not_compiled_are_not_measured(tmp_path):
     wanted = whole.model_copy(update={"compile": whole.compile.model_copy(update={"enabled": True})})
 
     def why(compiled: object) -> str | None:
-        learner = SimpleNamespace(device=torch.device("cpu"), compiled=compiled)
+        context = SimpleNamespace(device=torch.device("cpu"), compiled=compiled)
         return versus.untaken(
-            wanted, whole, SimpleNamespace(learner=learner, said=("not compiled: no blocks",)), tmp_path
+            wanted, whole, SimpleNamespace(context=context, said=("not compiled: no blocks",)), tmp_path
         )
 
     assert why(None) == "not compiled: no blocks"

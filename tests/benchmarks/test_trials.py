@@ -203,8 +203,8 @@ def test_gradients_averaged_between_micro_batches_come_to_the_same_sum():
         return flat.add_(other[0])
 
     master = torch.nn.Parameter(torch.zeros(2))
-    learner = SimpleNamespace(masters=[master], reduce=reduce, world=2)
-    for gradient in sums.averaged_between(learner, own):
+    context = SimpleNamespace(masters=[master], reduce=reduce, world=2)
+    for gradient in sums.averaged_between(context, own):
         master.grad = gradient.clone() if master.grad is None else master.grad + gradient
     assert [each.tolist() for each in summed] == [[1.0, 2.0]], "the last is left to the step itself"
     # Both add the mean once, and the later gradient: 2 * (1 + 7) / 2 + 3.
@@ -284,7 +284,7 @@ def test_a_row_with_several_sizes_builds_them_all(shapes, dynamic, tmp_path):
     """Built, and not compiled before its first step."""
     spec = Spec("sizes", "sd15", {"data.resolution": 512, "compile.enabled": True})
     settings = settings_of(spec, Asking(tiny=True), torch.device("cpu"))
-    blocks = subject.subject_as_asked(settings, tmp_path, tiny=True, shapes=shapes).learner.compiled
+    blocks = subject.subject_as_asked(settings, tmp_path, tiny=True, shapes=shapes).context.compiled
     assert blocks is not None
     assert blocks.dynamic is dynamic
 

@@ -90,8 +90,8 @@ def test_on_a_cpu_free_memory_is_never_filled(bench, monkeypatch):
     memory = finding.measure_step
     needs = {}
 
-    def measure_step(learner: Any, micro: Any, **named: Any) -> int | None:
-        needs[len(micro.t)] = memory(learner, micro, **named)
+    def measure_step(context: Any, micro: Any, **named: Any) -> int | None:
+        needs[len(micro.t)] = memory(context, micro, **named)
         return needs[len(micro.t)]
 
     monkeypatch.setattr(finding, "measure_step", measure_step)

@@ -86,11 +86,11 @@ def test_a_schedule_free_run_exports_its_averaged_weights(bench):
     seen: dict[str, torch.Tensor] = {}
     true = flow.choose_released
 
-    def looking(config, checkpoints, state, learner):
-        released = true(config, checkpoints, state, learner)
-        trained = {name: master.detach().clone() for name, master in learner.adapter.masters.items()}
-        learner.optimizer.eval()
-        seen.update({name: master.detach().clone() for name, master in learner.adapter.masters.items()})
+    def looking(config, checkpoints, state, context):
+        released = true(config, checkpoints, state, context)
+        trained = {name: master.detach().clone() for name, master in context.adapter.masters.items()}
+        context.optimizer.eval()
+        seen.update({name: master.detach().clone() for name, master in context.adapter.masters.items()})
         assert any(not torch.equal(seen[name], trained[name]) for name in seen)
         return released
 

@@ -22,9 +22,9 @@ def test_micro_batches_change_neither_samples_nor_noise(micro, calls, bench):
     seen: list[list[MicroBatch]] = []
     true = fallbacks.train_step
 
-    def train_step(learner, micros, *others):
+    def train_step(context, micros, *others):
         seen.append(list(micros))
-        return true(learner, seen[-1], *others)
+        return true(context, seen[-1], *others)
 
     def inputs_by_timestep(size: int) -> dict[float, bytes]:
         """The timestep and noise of each sample of the first step, by its first noise value."""

@@ -28,7 +28,7 @@ def test_the_model_leaves_the_gpu_when_another_does_not_fit_next_to_it(
     denoiser = nn.Sequential(nn.Linear(64, 64, bias=False)).to(torch.bfloat16).requires_grad_(False)
     if narrow := make_quantizer(stored):
         store_layers(denoiser, narrow)
-    built: Any = SimpleNamespace(learner=SimpleNamespace(denoiser=denoiser), shapes=shapes_of({"unet": denoiser}))
+    built: Any = SimpleNamespace(context=SimpleNamespace(denoiser=denoiser), shapes=shapes_of({"unet": denoiser}))
     choices: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     went: list[str] = []
     monkeypatch.setattr(release, "usable_bytes", lambda config, device: usable)

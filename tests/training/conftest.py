@@ -10,7 +10,7 @@ import pytest
 
 from lora_trainer.monitor import memory
 from tests.recipes.recipe import draw_images, save_tiny_model
-from tests.training.tiny_job import TinyPlace
+from tests.training.tiny_run import TinyPlace
 
 
 @pytest.fixture(autouse=True)

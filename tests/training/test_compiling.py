@@ -22,21 +22,21 @@ from lora_trainer.models.compiled import Compiled
 from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.run.compiling import compiling_pays
 from lora_trainer.training import compiling
-from lora_trainer.training.job import LoopContext
 from lora_trainer.training.layout import Layout
+from lora_trainer.training.run import Run
 from tests.export.tiny import tiny_unet
-from tests.training.tiny_job import TinyPlace, outcome
+from tests.training.tiny_run import TinyPlace, outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, while it traces
 
 
-def blocks_of(job: LoopContext) -> Compiled:
-    assert job.learner.compiled is not None
-    return job.learner.compiled
+def blocks_of(run: Run) -> Compiled:
+    assert run.context.compiled is not None
+    return run.context.compiled
 
 
-def messages_of(job: LoopContext) -> list[str]:
-    return [event["message"] for event in read_lines(job.folder / EVENTS) if event["kind"] == "compile"]
+def messages_of(run: Run) -> list[str]:
+    return [event["message"] for event in read_lines(run.folder / EVENTS) if event["kind"] == "compile"]
 
 
 @pytest.fixture(autouse=True)
@@ -100,17 +100,17 @@ def test_a_step_whose_compilation_fails_is_repeated_eagerly(
     forward: Callable[[Tensor], Tensor],
     backward: Callable[[Tensor], Tensor],
 ) -> None:
-    usual = one_form.job("usual", steps=2, **ONE_SIZE | {"compile__enabled": False})
+    usual = one_form.run("usual", steps=2, **ONE_SIZE | {"compile__enabled": False})
     one_form.train(usual)
     use_compiler(monkeypatch, forward, backward)
-    job = one_form.job("failing", steps=2, checkpoint__every_n_steps=1, **ONE_SIZE)
-    state, _ = one_form.train(job)
-    assert (state.step, state.fit.eager, blocks_of(job).on) == (2, True, False)
-    assert len(messages_of(job)) == 1
-    assert "no such instruction" in messages_of(job)[0]
-    for name, value in usual.learner.adapter.masters.items():
-        assert torch.equal(value, job.learner.adapter.masters[name])
-    again = one_form.job("failing", steps=3, **ONE_SIZE)
+    run = one_form.run("failing", steps=2, checkpoint__every_n_steps=1, **ONE_SIZE)
+    state, _ = one_form.train(run)
+    assert (state.step, state.fit.eager, blocks_of(run).on) == (2, True, False)
+    assert len(messages_of(run)) == 1
+    assert "no such instruction" in messages_of(run)[0]
+    for name, value in usual.context.adapter.masters.items():
+        assert torch.equal(value, run.context.adapter.masters[name])
+    again = one_form.run("failing", steps=3, **ONE_SIZE)
     assert one_form.resume(again)[0].step == 3  # it knows, and reports nothing more
     assert len(messages_of(again)) == 1
 
@@ -120,22 +120,22 @@ def test_gradients_are_compared_with_eager_before_the_first_step(
     one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, factor: float, eager: bool
 ) -> None:
     settings = ONE_SIZE | {"memory__weight_dtype": precision, "lora__dropout": 0.3, "checkpoint__every_n_steps": 1}
-    usual = one_form.job("usual", steps=2, **settings | {"compile__enabled": False})
+    usual = one_form.run("usual", steps=2, **settings | {"compile__enabled": False})
     one_form.train(usual)
     use_compiler(monkeypatch, as_it_is, lambda gradient: factor * gradient)
-    job = one_form.job("off", steps=1, **settings)
-    state, _ = one_form.train(job)
-    assert (state.fit.eager, blocks_of(job).on) == (eager, not eager)
-    (line,) = [line for line in messages_of(job) if "gradients are" in line]
+    run = one_form.run("off", steps=1, **settings)
+    state, _ = one_form.train(run)
+    assert (state.fit.eager, blocks_of(run).on) == (eager, not eager)
+    (line,) = [line for line in messages_of(run) if "gradients are" in line]
     rounding = float(line.partition("rounding gives ")[2][:7])
     assert rounding < {"fp32": 1e-5, "bf16": 0.05}[precision], "a fault much larger than this is found"
-    again = one_form.job("off", steps=2, **settings)
+    again = one_form.run("off", steps=2, **settings)
     assert one_form.resume(again)[0].fit.eager is eager
     # Failed regions are not compiled again; good ones are compared with eager again.
     assert len([line for line in messages_of(again) if "gradients are" in line]) == (1 if eager else 2)
     # The check changes nothing: adapter values, gradients and random numbers are as without it.
-    for name, value in usual.learner.adapter.masters.items():
-        assert torch.equal(value, again.learner.adapter.masters[name])
+    for name, value in usual.context.adapter.masters.items():
+        assert torch.equal(value, again.context.adapter.masters[name])
 
 
 def test_a_graph_break_ends_the_run_with_fullgraph(one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_graph_break_ends_the_run_with_fullgraph(one_form: TinyPlace, monkeypa
         torch._dynamo.graph_break("a reason")
 
     monkeypatch.setattr(JointTransformerBlock, "forward", breaking)
-    strict = one_form.job("strict", steps=1, compile__fullgraph=True, validation__split=0.0, **ONE_SIZE)
+    strict = one_form.run("strict", steps=1, compile__fullgraph=True, validation__split=0.0, **ONE_SIZE)
     with pytest.raises(TrainingFailed, match="cannot be compiled whole"):
         one_form.train(strict)
 
@@ -159,7 +159,7 @@ def test_without_a_compiler_blocks_stay_as_they_are(place: TinyPlace) -> None:
     import torch._inductor.config as inductor
 
     with inductor.patch({"cpp.cxx": ("no-such-compiler",)}):
-        assert place.job("none", steps=1, compile__enabled=True).learner.compiled is None
+        assert place.run("none", steps=1, compile__enabled=True).context.compiled is None
         (line,) = lines_of(Layout(torch.float32, "fp32", False, compiled=True))
     assert line.startswith("not compiled: ")
     assert line.endswith("a CPU needs a C++ compiler (g++, clang or MSVC)")
@@ -169,7 +169,7 @@ def test_determinism_applies_only_to_the_run_that_sets_it(place: TinyPlace) -> N
     import torch._inductor.config as inductor
 
     for wanted in (True, False):
-        place.job(f"same {wanted}", steps=1, compile__enabled=True, train__deterministic=wanted)
+        place.run(f"same {wanted}", steps=1, compile__enabled=True, train__deterministic=wanted)
         assert inductor.deterministic is wanted
 
 
@@ -189,7 +189,7 @@ def test_graphs_start_anew_per_micro_batch_when_gradients_are_copied_out(
     """Counted by torch, which counts down. Only a GPU shows the effect on CUDA graphs."""
     settings = ONE_SIZE | {"compile__mode": "reduce-overhead", "memory__weight_dtype": precision}
     use_compiler(monkeypatch, as_it_is, as_it_is)
-    job = one_form.job(
+    run = one_form.run(
         precision,
         steps=1,
         train__effective_batch_size=4,
@@ -198,7 +198,7 @@ def test_graphs_start_anew_per_micro_batch_when_gradients_are_copied_out(
         **settings,
     )
     before = MarkStepBox.mark_step_counter
-    one_form.train(job)
+    one_form.train(run)
     assert before - MarkStepBox.mark_step_counter == beginnings
 
 
@@ -216,14 +216,14 @@ def test_auto_decides_by_the_steps_and_the_device_of_the_run() -> None:
 @pytest.mark.slow
 def test_a_compiled_run_learns_the_same_and_resumes_bit_exactly(place: TinyPlace) -> None:
     settings = {"compile__enabled": True, "checkpoint__every_n_steps": 2}
-    usual, straight = place.job("usual", steps=4), place.job("straight", steps=4, **settings)
+    usual, straight = place.run("usual", steps=4), place.run("straight", steps=4, **settings)
     place.train(usual)
     place.train(straight)
-    for name, value in usual.learner.adapter.masters.items():
-        torch.testing.assert_close(straight.learner.adapter.masters[name], value, rtol=1e-3, atol=1e-5)
-    place.train(place.job("broken", steps=2, **settings))
+    for name, value in usual.context.adapter.masters.items():
+        torch.testing.assert_close(straight.context.adapter.masters[name], value, rtol=1e-3, atol=1e-5)
+    place.train(place.run("broken", steps=2, **settings))
     torch._dynamo.reset()  # a new process reads the compile cache
-    second = place.job("broken", steps=4, **settings)
+    second = place.run("broken", steps=4, **settings)
     place.resume(second)
     assert outcome(straight)["tensors"] == outcome(second)["tensors"]
     assert "read from the cache" in messages_of(second)[-1]

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from lora_trainer.config.schema import SafeguardsSection
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.training.control import FIRST_JUDGED, after_step, after_validation, after_worse, stopped_early
-from lora_trainer.training.job import LoopContext
+from lora_trainer.training.run import Run
 from lora_trainer.training.state import Control, TrainState
 from lora_trainer.training.validation import validation_line
 from tests.training.test_guard import numbers, weights
-from tests.training.tiny_job import TinyPlace, signal_at_step
+from tests.training.tiny_run import TinyPlace, signal_at_step
 
 PLATEAU = SafeguardsSection(reduce_lr_on_plateau=True)
 JUMP = SafeguardsSection(clip_on_loss_spike=True)
@@ -89,11 +89,11 @@ def test_a_run_worse_than_its_base_model_is_reported(place: TinyPlace):
     """After warmup, and also after a rollback to the start. The run continues to its end."""
     lines: list[str] = []
     measured = {0: 0.3, 1: 1.2, 2: 1.1, 3: 1.0, 4: 0.9}
-    job = place.job("a", steps=4, validation__every_n_steps=1, lr_scheduler__warmup_steps=1)
+    run = place.run("a", steps=4, validation__every_n_steps=1, lr_scheduler__warmup_steps=1)
     losses = iter(measured.values())
-    state, _ = place.train(replace(job, validate=lambda at_once: next(losses), say=lines.append))
+    state, _ = place.train(replace(run, validate=lambda at_once: next(losses), say=lines.append))
     assert (state.step, state.base_val_loss) == (4, 0.3)
-    (event,) = [each for each in read_lines(job.folder / EVENTS) if each["kind"] == "diverging"]
+    (event,) = [each for each in read_lines(run.folder / EVENTS) if each["kind"] == "diverging"]
     assert event["step"] == 3
     assert "1, and that of the base alone was 0.3" in event["message"]
     assert "step 1: validation loss 1.2000, the lowest so far; worse than the base alone (0.3000)" in lines
@@ -163,23 +163,23 @@ def test_a_gradient_spike_is_reported_and_does_not_change_the_usual_norm():
     assert control.norm_sum < 0.2
 
 
-def scripted(job: LoopContext, val_losses: list[float]) -> LoopContext:
+def scripted(run: Run, val_losses: list[float]) -> Run:
     """The job with the given validation losses in place of measured ones, by step from 0."""
     place = [0]
-    true = job.samples_in
+    true = run.samples_in
 
     def samples_in(step: int) -> int:
         place[0] = step + 1
         return true(step)
 
-    return replace(job, samples_in=samples_in, validate=lambda at_once: val_losses[place[0]])
+    return replace(run, samples_in=samples_in, validate=lambda at_once: val_losses[place[0]])
 
 
 def test_a_nonfinite_validation_loss_is_reported_and_decides_nothing(place: TinyPlace):
-    job = scripted(place.job("a", steps=2, validation__every_n_steps=1), [float("nan"), 0.9, float("inf")])
-    state, _ = place.train(job)
+    run = scripted(place.run("a", steps=2, validation__every_n_steps=1), [float("nan"), 0.9, float("inf")])
+    state, _ = place.train(run)
     assert state.best_step == 1
-    rows = read_lines(job.folder / EVENTS)
+    rows = read_lines(run.folder / EVENTS)
     events = [(event["step"], event["message"]) for event in rows if event["kind"] == "not_finite"]
     expected = "the validation loss is not finite: no weights are chosen by it"
     assert events == [(0, expected), (2, expected)]
@@ -188,17 +188,17 @@ def test_a_nonfinite_validation_loss_is_reported_and_decides_nothing(place: Tiny
 def test_early_stopping_exports_the_best(place: TinyPlace):
     settings = {"validation__every_n_steps": 1, "safeguards__early_stopping": True, "safeguards__patience": 2}
     curve = [1.0, 0.9, 0.8, 0.85, 0.8, 0.1, 0.1]
-    job = scripted(place.job("a", **settings), curve)
-    state, interrupt = place.train(job)
+    run = scripted(place.run("a", **settings), curve)
+    state, interrupt = place.train(run)
     assert (state.step, state.best_step, bool(interrupt)) == (4, 2, False)
-    (event,) = read_lines(job.folder / EVENTS)
+    (event,) = read_lines(run.folder / EVENTS)
     assert (event["step"], event["kind"]) == (4, "early_stop")
     # Stopped and resumed, it ends at the same step. A finished run stays finished.
     for step in range(4):
-        place.resume(signal_at_step(scripted(place.job("b", **settings), curve), step))
-    again, _ = place.resume(scripted(place.job("b", **settings), curve))
+        place.resume(signal_at_step(scripted(place.run("b", **settings), curve), step))
+    again, _ = place.resume(scripted(place.run("b", **settings), curve))
     assert (again.step, again.best_step, again.control) == (4, 2, state.control)
-    more, _ = place.resume(scripted(place.job("a", **settings | {"safeguards__patience": 3}), curve))
+    more, _ = place.resume(scripted(place.run("a", **settings | {"safeguards__patience": 3}), curve))
     assert (more.step, more.best_step) == (6, 5)
 
 
@@ -210,7 +210,7 @@ def test_a_plateau_shows_in_the_learning_rates_and_survives_a_stop(place: TinyPl
         "lr_scheduler__warmup_steps": 0,
         "checkpoint__every_n_steps": 100,
     }
-    straight = scripted(place.job("straight", steps=8, **settings), [0.5] * 9)
+    straight = scripted(place.run("straight", steps=8, **settings), [0.5] * 9)
     state, _ = place.train(straight)
     rates = [row["lr"] for row in read_lines(straight.folder / METRICS)]
     assert [rate / rates[0] for rate in rates] == [1.0] * 3 + [0.5] * 3 + [0.25] * 2
@@ -219,8 +219,8 @@ def test_a_plateau_shows_in_the_learning_rates_and_survives_a_stop(place: TinyPl
         (6, "plateau"),
     ]
     for step in (1, 4):
-        place.resume(signal_at_step(scripted(place.job("broken", steps=8, **settings), [0.5] * 9), step))
-    broken = scripted(place.job("broken", steps=8, **settings), [0.5] * 9)
+        place.resume(signal_at_step(scripted(place.run("broken", steps=8, **settings), [0.5] * 9), step))
+    broken = scripted(place.run("broken", steps=8, **settings), [0.5] * 9)
     ended, _ = place.resume(broken)
     assert replace(ended, seconds=0.0) == replace(state, seconds=0.0)
     assert weights(broken) == weights(straight)
@@ -230,10 +230,10 @@ def test_a_plateau_shows_in_the_learning_rates_and_survives_a_stop(place: TinyPl
 def test_a_loss_spike_clips_the_steps_after_it(place: TinyPlace):
     """`clip_scale` is a factor on `max_grad_norm`: the run trains as with the lower norm."""
     settings = {"optimizer__name": "lion", "optimizer__max_grad_norm": 1e-3}
-    job = place.job("a", **settings)
-    calm = replace(job, learner=replace(job.learner, clip=lambda masters, scale: true(masters, scale * 0.5)))
-    true = job.learner.clip
+    run = place.run("a", **settings)
+    calm = replace(run, context=replace(run.context, clip=lambda masters, scale: true(masters, scale * 0.5)))
+    true = run.context.clip
     place.train(calm)
-    lower = place.job("lower", **settings | {"optimizer__max_grad_norm": 5e-4})
+    lower = place.run("lower", **settings | {"optimizer__max_grad_norm": 5e-4})
     place.train(lower)
     assert weights(calm) == weights(lower)

@@ -8,7 +8,7 @@ import torch
 from lora_trainer.training import step
 from lora_trainer.training.determinism import only_deterministic
 from tests.recipes.recipe import Bench, patched
-from tests.training.tiny_job import TinyPlace, outcome
+from tests.training.tiny_run import TinyPlace, outcome
 
 
 def put(*_: object) -> torch.Tensor:
@@ -29,7 +29,7 @@ def test_the_command_names_the_operation_and_the_setting(place: TinyPlace, capsy
 
 
 def test_on_a_cpu_it_changes_nothing(place: TinyPlace) -> None:
-    usual, exact = place.job("usual", steps=2), place.job("exact", steps=2, train__deterministic=True)
+    usual, exact = place.run("usual", steps=2), place.run("exact", steps=2, train__deterministic=True)
     place.train(usual)
     with only_deterministic(True, exact.checkpoints):
         place.train(exact)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lora_trainer.training.hardware import rounds_alike_anywhere
-from tests.training.tiny_job import TinyPlace, outcome
+from tests.training.tiny_run import TinyPlace, outcome
 
 pytestmark = pytest.mark.exact
 ALIGNED = 64  # bytes: CPU kernels may depend on this alignment
@@ -34,9 +34,9 @@ def trained(place: TinyPlace, tmp_path: Path, offset: int) -> object:
     """The outcome of a two-step run with new caches and moved weights."""
     model = moved_weights(place.model, tmp_path / f"model_{offset}", offset)
     other = TinyPlace(model, place.data, tmp_path / f"runs_{offset}", tmp_path / f"cache_{offset}")
-    job = other.job("run", steps=2, validation__every_n_steps=2)
-    other.train(job)
-    return outcome(job)
+    run = other.run("run", steps=2, validation__every_n_steps=2)
+    other.train(run)
+    return outcome(run)
 
 
 @pytest.mark.parametrize(

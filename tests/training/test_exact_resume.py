@@ -19,9 +19,9 @@ from lora_trainer.config.toml import setting_names
 from lora_trainer.models import FAMILIES
 from lora_trainer.training import control
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
-from lora_trainer.training.job import LoopContext
+from lora_trainer.training.run import Run
 from tests.recipes.recipe import draw_images
-from tests.training.tiny_job import TinyPlace, flush_every, outcome, signal_at_step
+from tests.training.tiny_run import TinyPlace, flush_every, outcome, signal_at_step
 
 pytestmark = pytest.mark.exact
 
@@ -206,15 +206,15 @@ def several_sources(folder: Path) -> tuple[dict[str, Any], ...]:
 
 
 @pytest.fixture
-def makes(place: TinyPlace, tiny_models: Callable[[str], Path], tmp_path: Path) -> Callable[..., LoopContext]:
+def makes(place: TinyPlace, tiny_models: Callable[[str], Path], tmp_path: Path) -> Callable[..., Run]:
     """A fresh job of a case, in a named folder."""
 
-    def make(case: str, name: str, **changes: object) -> LoopContext:
+    def make(case: str, name: str, **changes: object) -> Run:
         settings = {**CASES[case], **changes}
         here = replace(place, model=tiny_models(str(settings.pop("family", "sd15"))))
         if settings.pop("sources", False):
             settings["data__sources"] = several_sources(tmp_path / "sources")
-        return here.job(name, steps=STEPS, **settings)
+        return here.run(name, steps=STEPS, **settings)
 
     return make
 
@@ -224,8 +224,8 @@ def test_stopped_after_every_step(case, place, makes):
     straight = makes(case, "straight")
     place.train(straight)
     for step in range(STEPS):
-        job = signal_at_step(makes(case, "broken"), step)
-        state, interrupt = place.resume(job)
+        run = signal_at_step(makes(case, "broken"), step)
+        state, interrupt = place.resume(run)
         assert state.step == step + 1
         assert interrupt.signal == signal.SIGTERM
     # After a signal in the last step, this session measures the result.
@@ -247,16 +247,16 @@ def test_stopped_between_two_flushes(place, makes, monkeypatch):
     }
     settings |= {"checkpoint__every_n_steps": 100, "validation__every_n_steps": 0}
 
-    def losing(name: str) -> LoopContext:
-        job = makes("plain", name, **settings)
-        true, seen = job.micros, 3.0
+    def losing(name: str) -> Run:
+        run = makes("plain", name, **settings)
+        true, seen = run.micros, 3.0
 
         def micros(step: int) -> list[Any]:
             """The target moves further away with each step; that of the fifth is not finite."""
             scale = float("nan") if step == 4 else seen**step
             return [replace(micro, noise=micro.noise * scale) for micro in true(step)]
 
-        return replace(job, micros=micros, learner=replace(job.learner, guard="on_device"))
+        return replace(run, micros=micros, context=replace(run.context, guard="on_device"))
 
     straight = losing("straight")
     place.train(straight)
@@ -270,9 +270,9 @@ def test_stopped_between_two_flushes(place, makes, monkeypatch):
     assert outcome(broken) == found
 
 
-def stop_in_forward(job: LoopContext, number: int) -> LoopContext:
+def stop_in_forward(run: Run, number: int) -> Run:
     """The same job, with a signal before its `number`th training forward pass."""
-    predict, left = job.learner.predict, [number]
+    predict, left = run.context.predict, [number]
 
     def counted(*arguments: Any) -> torch.Tensor:
         left[0] -= 1
@@ -280,7 +280,7 @@ def stop_in_forward(job: LoopContext, number: int) -> LoopContext:
             os.kill(os.getpid(), signal.SIGTERM)
         return predict(*arguments)
 
-    return replace(job, learner=replace(job.learner, predict=counted))
+    return replace(run, context=replace(run.context, predict=counted))
 
 
 def test_stopped_inside_gradient_accumulation(place, makes):
@@ -288,8 +288,8 @@ def test_stopped_inside_gradient_accumulation(place, makes):
     straight = makes("split", "straight")
     place.train(straight)
     for forward, step in ((2, 0), (5, 1), (6, 2)):  # the last is aborted before its third
-        job = stop_in_forward(makes("split", "broken", train__grace_seconds=1e-6), forward)
-        state, interrupt = place.resume(job)
+        run = stop_in_forward(makes("split", "broken", train__grace_seconds=1e-6), forward)
+        state, interrupt = place.resume(run)
         assert interrupt.signal == signal.SIGTERM
         assert state.step == step
     broken = makes("split", "broken")
@@ -356,29 +356,29 @@ def test_8bit_state_is_8bit_before_and_after(case, place, makes):
 
     first = signal_at_step(makes(case, "a"), 1)
     place.resume(first)
-    assert torch.uint8 in kinds(first.learner.optimizer)
+    assert torch.uint8 in kinds(first.context.optimizer)
     found, _ = newest_valid(first.checkpoints)
     assert found is not None
     second = makes(case, "a")
     place.resume(second)
-    assert kinds(second.learner.optimizer) == kinds(first.learner.optimizer)
+    assert kinds(second.context.optimizer) == kinds(first.context.optimizer)
 
 
 def test_fp16_overflows_again_where_it_overflowed(place, makes):
     """The scale halves and the step is skipped, before or after a stop. The scale continues from there."""
 
-    def hot(name: str) -> LoopContext:
-        job = makes("fp16", name)
-        job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 2.0**26})
-        return job
+    def hot(name: str) -> Run:
+        run = makes("fp16", name)
+        run.context.scaler.load_state_dict(run.context.scaler.state_dict() | {"scale": 2.0**26})
+        return run
 
     straight = hot("straight")
     place.train(straight)
-    assert straight.learner.scaler.get_scale() < 2.0**26
+    assert straight.context.scaler.get_scale() < 2.0**26
     for step in (0, 1, 3):
         place.resume(signal_at_step(hot("broken"), step))
     broken = makes("fp16", "broken")  # its scale comes from the checkpoint
     state, _ = place.resume(broken)
     assert state.skipped > 1
-    assert broken.learner.scaler.get_scale() == straight.learner.scaler.get_scale()
+    assert broken.context.scaler.get_scale() == straight.context.scaler.get_scale()
     assert outcome(broken) == outcome(straight)

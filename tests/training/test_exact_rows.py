@@ -10,7 +10,7 @@ import pytest
 from lora_trainer.core import io
 from lora_trainer.monitor import trackers
 from tests.recipes.recipe import patched
-from tests.training.tiny_job import TinyPlace, outcome
+from tests.training.tiny_run import TinyPlace, outcome
 
 pytestmark = pytest.mark.exact
 
@@ -41,11 +41,11 @@ def cut_in(number: int) -> Callable[[Path, str], None]:
     "number", [pytest.param(n, marks=() if n in (5, 8) else pytest.mark.slow) for n in range(1, 1 + WRITES)]
 )
 def test_rows_continue_after_a_kill_while_writing(number: int, place: TinyPlace) -> None:
-    straight = place.job("straight", **SETTINGS)
+    straight = place.run("straight", **SETTINGS)
     place.train(straight)
     with patched(trackers, "append_text", cut_in(number)), pytest.raises(PowerCut):
-        place.train(place.job("torn", **SETTINGS))
-    torn = place.job("torn", **SETTINGS)
+        place.train(place.run("torn", **SETTINGS))
+    torn = place.run("torn", **SETTINGS)
     place.resume(torn)
     assert outcome(torn) == outcome(straight)
     rows = outcome(torn)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lora_trainer.builtin import BASE_FOLDER
-from lora_trainer.training.job import LoopContext
 from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.run import Run
 from lora_trainer.training.step import backward
-from tests.training.tiny_job import TinyPlace, outcome, together
+from tests.training.tiny_run import TinyPlace, outcome, together
 
 pytestmark = pytest.mark.exact
 
@@ -27,11 +27,11 @@ def noise_inputs(micros: list[MicroBatch]) -> Counter[tuple[bytes, ...]]:
     )
 
 
-def gradient(job: LoopContext, micros: list[MicroBatch]) -> torch.Tensor:
+def gradient(run: Run, micros: list[MicroBatch]) -> torch.Tensor:
     """The gradients of the first step, in one row."""
     for micro in micros:
-        backward(job.learner, micro, 4)
-    return torch.cat([master.grad.flatten() for master in job.learner.masters])
+        backward(run.context, micro, 4)
+    return torch.cat([master.grad.flatten() for master in run.context.masters])
 
 
 @pytest.mark.parametrize("rates", [(), (1e-4,)])
@@ -40,23 +40,23 @@ def test_a_step_of_the_builtin_model_is_the_same_for_every_micro_batch_size(rate
     here = replace(place, model=BASE_FOLDER)
     common: dict[str, object] = {"train__effective_batch_size": 4, "data__resolution": 64, "data__max_aspect": 1.0}
     common["text_encoder__learning_rates"] = rates
-    jobs = [here.job(f"by_{most}", steps=1, train__max_micro_batch_size=most, **common) for most in (4, 2, 1)]
-    fed = [job.micros(0) for job in jobs]
+    runs = [here.run(f"by_{most}", steps=1, train__max_micro_batch_size=most, **common) for most in (4, 2, 1)]
+    fed = [run.micros(0) for run in runs]
     assert [[len(micro.latents) for micro in micros] for micros in fed] == [[4], [2, 2], [1, 1, 1, 1]]
     assert noise_inputs(fed[0]) == noise_inputs(fed[1]) == noise_inputs(fed[2])
-    whole, *split = [gradient(job, micros) for job, micros in zip(jobs, fed, strict=True)]
+    whole, *split = [gradient(run, micros) for run, micros in zip(runs, fed, strict=True)]
     assert float(whole.norm()) > 0.0
     assert all(float((part - whole).norm() / whole.norm()) < 1e-5 for part in split)
 
 
-def jobs_of(place: TinyPlace, name: str, world: int, **settings: object) -> list[LoopContext]:
+def jobs_of(place: TinyPlace, name: str, world: int, **settings: object) -> list[Run]:
     args = {"train__effective_batch_size": 3, "checkpoint__every_n_steps": 1, "checkpoint__keep_last": 9, **settings}
-    return [place.job(name, steps=STEPS, processes=each, **args) for each in together(world)]
+    return [place.run(name, steps=STEPS, processes=each, **args) for each in together(world)]
 
 
-def later_ones_gone(jobs: list[LoopContext], step: int) -> None:
+def later_ones_gone(runs: list[Run], step: int) -> None:
     """As if the run had been killed after the checkpoint of `step`."""
-    for path in jobs[0].checkpoints.glob("step-*"):
+    for path in runs[0].checkpoints.glob("step-*"):
         if int(path.name.removeprefix("step-")) > step:
             path.rename(path.with_name(f"gone-{path.name}-{step}"))
 
@@ -84,16 +84,16 @@ def test_two_processes_resume_exactly_from_any_step(kind, place):
     place.resume_together(straight)
     expected = outcome(straight[0])
     for step in (1, 4):
-        jobs = jobs_of(place, "straight", 2, **PARTS[kind])
-        later_ones_gone(jobs, step)
-        place.resume_together(jobs)
-        assert outcome(jobs[0]) == expected, f"from step {step}"
+        runs = jobs_of(place, "straight", 2, **PARTS[kind])
+        later_ones_gone(runs, step)
+        place.resume_together(runs)
+        assert outcome(runs[0]) == expected, f"from step {step}"
 
 
-def numbers(job: LoopContext) -> tuple[list[float], torch.Tensor]:
+def numbers(run: Run) -> tuple[list[float], torch.Tensor]:
     """The losses of all steps, and the weights at the end."""
-    weights = torch.cat([master.detach().flatten() for master in job.learner.masters])
-    return [row["loss"] for row in outcome(job)["metrics.jsonl"]], weights
+    weights = torch.cat([master.detach().flatten() for master in run.context.masters])
+    return [row["loss"] for row in outcome(run)["metrics.jsonl"]], weights
 
 
 # With Lion the sign of a gradient decides, so rounding sometimes matters.

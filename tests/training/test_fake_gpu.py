@@ -150,12 +150,12 @@ def test_a_step_mixes_no_devices(gpu: FakeGpu, kind: Kind) -> None:
         latents=(2, facts.latent_channels, 8, 8),
     )
     batch = a_batch(family, facts, text_embeddings_of(family, model))
-    micro = make_micro_batch(batch, 0, 0, config.noise, built.learner.process)
+    micro = make_micro_batch(batch, 0, 0, config.noise, built.context.process)
     gpu.reads.clear()
-    result = train_step(built.learner, [micro], 2, 1e-4)
+    result = train_step(built.context, [micro], 2, 1e-4)
     assert gpu.reads == []
     assert result.loss.device == result.grad_norm.device == GPU
-    assert len(built.learner.optimizer.state) == len(built.learner.masters)
+    assert len(built.context.optimizer.state) == len(built.context.masters)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from lora_trainer.models.memory.checkpointing import checkpointed_blocks
 from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, read_lines
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, read_checkpoint
-from lora_trainer.training.job import LoopContext
 from lora_trainer.training.oom_fallback import agreed
 from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.validation import MOST_ASKED_AT_ONCE
-from tests.training.tiny_job import TinyPlace, outcome, signal_at_step, together
+from tests.training.tiny_run import TinyPlace, outcome, signal_at_step, together
 
 pytestmark = pytest.mark.exact
 
@@ -56,51 +56,51 @@ def counted(fails: Callable[[int], bool], work: Callable[..., Any], error: Excep
     return work_or_fail
 
 
-def in_forward(job: LoopContext, fails: Callable[[int], bool], error: Exception | None = None) -> LoopContext:
-    return replace(job, learner=replace(job.learner, predict=counted(fails, job.learner.predict, error)))
+def in_forward(run: Run, fails: Callable[[int], bool], error: Exception | None = None) -> Run:
+    return replace(run, context=replace(run.context, predict=counted(fails, run.context.predict, error)))
 
 
-def in_backward(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
-    calls, true = iter(range(10**9)), job.learner.predict
+def in_backward(run: Run, fails: Callable[[int], bool]) -> Run:
+    calls, true = iter(range(10**9)), run.context.predict
 
     def predict(*args: Any) -> Tensor:
         predicted = true(*args)
         short: Tensor = ShortBackward.apply(predicted)  # type: ignore[no-untyped-call]
         return short if fails(next(calls)) else predicted
 
-    return replace(job, learner=replace(job.learner, predict=predict))
+    return replace(run, context=replace(run.context, predict=predict))
 
 
-def in_clipping(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
-    return replace(job, learner=replace(job.learner, clip=counted(fails, job.learner.clip)))
+def in_clipping(run: Run, fails: Callable[[int], bool]) -> Run:
+    return replace(run, context=replace(run.context, clip=counted(fails, run.context.clip)))
 
 
-def in_update(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
+def in_update(run: Run, fails: Callable[[int], bool]) -> Run:
     """After the weights changed, so that simply repeating the step would be wrong."""
-    job.learner.optimizer.step = counted(fails, job.learner.optimizer.step)  # type: ignore[method-assign]
-    return job
+    run.context.optimizer.step = counted(fails, run.context.optimizer.step)  # type: ignore[method-assign]
+    return run
 
 
-def on_gpu(job: LoopContext, room: int) -> LoopContext:
+def on_gpu(run: Run, room: int) -> Run:
     """A GPU with room for `room` samples."""
-    true = job.learner.predict
+    true = run.context.predict
 
     def predict(*args: Any) -> Tensor:
         if len(args[2]) > room:
             raise torch.OutOfMemoryError(SHORT)
         return true(*args)
 
-    return replace(job, learner=replace(job.learner, predict=predict))
+    return replace(run, context=replace(run.context, predict=predict))
 
 
-def events(job: LoopContext) -> list[tuple[int, str]]:
-    found = [row for row in read_lines(job.folder / EVENTS) if row["kind"] == "memory"]
+def events(run: Run) -> list[tuple[int, str]]:
+    found = [row for row in read_lines(run.folder / EVENTS) if row["kind"] == "memory"]
     return [(row["step"], row["message"]) for row in found]
 
 
-def trained(job: LoopContext) -> dict[str, Any]:
+def trained(run: Run) -> dict[str, Any]:
     """The results of the steps, without events."""
-    found = outcome(job)
+    found = outcome(run)
     return {name: found[name] for name in ("step", "tensors", "optimizer", METRICS)}
 
 
@@ -108,11 +108,11 @@ FIRST = [in_forward, in_backward, in_clipping, in_update]
 
 
 @pytest.mark.parametrize("place_of", FIRST)
-def test_a_first_step_out_of_memory_is_split_in_halves(place: TinyPlace, place_of: Callable[..., LoopContext]):
+def test_a_first_step_out_of_memory_is_split_in_halves(place: TinyPlace, place_of: Callable[..., Run]):
     """Bit for bit the run with that split from the start, wherever memory ran out."""
-    planned = place.job("asked", steps=4, train__max_micro_batch_size=2, **FOUR)
+    planned = place.run("asked", steps=4, train__max_micro_batch_size=2, **FOUR)
     place.train(planned)
-    short = place_of(place.job("short", steps=4, **FOUR), lambda call: call == 0)
+    short = place_of(place.run("short", steps=4, **FOUR), lambda call: call == 0)
     state, _ = place.train(short)
     assert trained(short) == trained(planned)
     assert state.fit == OomFallback(micro=2)
@@ -133,12 +133,12 @@ def test_a_first_step_out_of_memory_is_split_in_halves(place: TinyPlace, place_o
     ],
 )
 def test_other_out_of_memory_messages_are_recognized(place: TinyPlace, error: Exception):
-    short = in_forward(place.job("short", steps=1, **FOUR), lambda call: call == 0, error)
+    short = in_forward(place.run("short", steps=1, **FOUR), lambda call: call == 0, error)
     assert place.train(short)[0].fit.micro == 2
 
 
 def test_another_error_is_not_taken_for_out_of_memory(place: TinyPlace):
-    broken = in_forward(place.job("broken", steps=1, **FOUR), lambda call: call == 0, RuntimeError("a bug"))
+    broken = in_forward(place.run("broken", steps=1, **FOUR), lambda call: call == 0, RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
         place.train(broken)
 
@@ -146,18 +146,18 @@ def test_another_error_is_not_taken_for_out_of_memory(place: TinyPlace):
 @pytest.mark.slow
 def test_fp16_repeats_a_step_whose_gradients_were_already_unscaled(place: TinyPlace):
     settings = FOUR | {"memory__weight_dtype": "fp16", "steps": 2}
-    asked = place.job("asked", train__max_micro_batch_size=2, **settings)
+    asked = place.run("asked", train__max_micro_batch_size=2, **settings)
     place.train(asked)
-    short = in_clipping(place.job("short", **settings), lambda call: call == 0)
+    short = in_clipping(place.run("short", **settings), lambda call: call == 0)
     place.train(short)
     assert outcome(short)["scaler"] == outcome(asked)["scaler"]
     assert trained(short) == trained(asked)
 
 
 def test_an_update_out_of_memory_is_repeated_from_the_last_checkpoint(place: TinyPlace):
-    calm = place.job("calm", **FOUR)
+    calm = place.run("calm", **FOUR)
     place.train(calm)
-    short = in_update(place.job("short", **FOUR), lambda call: call == 4)
+    short = in_update(place.run("short", **FOUR), lambda call: call == 4)
     state, _ = place.train(short)
     assert events(short)[0][1].endswith("the run goes on from step 3")
     # The same three steps, then the rest in halves.
@@ -165,7 +165,7 @@ def test_an_update_out_of_memory_is_repeated_from_the_last_checkpoint(place: Tin
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["loss"] for row in rows[:3]] == [row["loss"] for row in calm_rows[:3]]
     start = read_checkpoint(calm.checkpoints / "step-000003")
-    halves = place.job("halves", **FOUR)
+    halves = place.run("halves", **FOUR)
     place.train(halves, replace(start, state=replace(start.state, fit=state.fit)))
     assert trained(short)["tensors"] == trained(halves)["tensors"]
 
@@ -173,11 +173,11 @@ def test_an_update_out_of_memory_is_repeated_from_the_last_checkpoint(place: Tin
 def test_gradient_checkpointing_is_enabled_when_one_sample_does_not_fit(place: TinyPlace):
     """This changes no bit."""
     settings = FOUR | {"train__effective_batch_size": 1, "steps": 4}
-    calm = place.job("calm", **settings)
+    calm = place.run("calm", **settings)
     place.train(calm)
-    short = in_forward(place.job("short", **settings), lambda call: call in (2, 3))
+    short = in_forward(place.run("short", **settings), lambda call: call in (2, 3))
     state, _ = place.train(short)
-    blocks = checkpointed_blocks(short.learner.denoiser)
+    blocks = checkpointed_blocks(short.context.denoiser)
     assert blocks > 1
     assert (state.fit.micro, state.fit.checkpointed) == (None, blocks)
     assert [step for step, _ in events(short)] == [3, 3]
@@ -185,7 +185,7 @@ def test_gradient_checkpointing_is_enabled_when_one_sample_does_not_fit(place: T
 
 
 def test_a_run_with_no_fallback_left_saves_what_was_trained(place: TinyPlace):
-    short = in_forward(place.job("short", **FOUR | {"checkpoint__every_n_steps": 100}), lambda call: call >= 9)
+    short = in_forward(place.run("short", **FOUR | {"checkpoint__every_n_steps": 100}), lambda call: call >= 9)
     with pytest.raises(TrainingFailed, match="nothing left to reduce") as failed:
         place.train(short)
     problem = failed.value.problems[0]
@@ -197,13 +197,13 @@ def test_a_run_with_no_fallback_left_saves_what_was_trained(place: TinyPlace):
     assert step > 0
     assert f"step-{step:06d} is safe" in problem.fix
     assert len(read_lines(short.folder / METRICS)) == step
-    place.resume(place.job("short", **FOUR))
+    place.resume(place.run("short", **FOUR))
     assert outcome(short)["step"] == 6
 
 
 def test_the_micro_batch_grows_back_and_waits_twice_as_long_after_a_failed_try(place: TinyPlace):
     settings = FOUR | {"memory__oom_recovery_steps": 2, "steps": 9}
-    short = on_gpu(place.job("short", **settings), room=2)
+    short = on_gpu(place.run("short", **settings), room=2)
     place.train(short)
     tries = [(step, "trying" in message) for step, message in events(short)]
     assert tries == [(1, False), (3, True), (4, False), (8, True), (8, False)]
@@ -212,29 +212,29 @@ def test_the_micro_batch_grows_back_and_waits_twice_as_long_after_a_failed_try(p
 @pytest.mark.slow
 def test_a_run_that_fits_again_returns_to_its_plan(place: TinyPlace):
     settings = FOUR | {"memory__oom_recovery_steps": 2, "train__effective_batch_size": 1, "steps": 9}
-    short = in_forward(place.job("short", **settings), lambda call: call in (0, 1))
+    short = in_forward(place.run("short", **settings), lambda call: call in (0, 1))
     state, _ = place.train(short)
     assert (state.fit.micro, state.fit.checkpointed, state.fit.failed) == (None, None, 0)
-    assert checkpointed_blocks(short.learner.denoiser) == 0
+    assert checkpointed_blocks(short.context.denoiser) == 0
     assert [step for step, _ in events(short)] == [1, 1, 3, 5]
 
 
 def test_a_run_that_was_out_of_memory_resumes_bit_exactly(place: TinyPlace):
     """Stopped after any step, on the same GPU: the same micro-batches and the same tries to grow."""
     settings = FOUR | {"memory__oom_recovery_steps": 2, "steps": 8, "checkpoint__every_n_steps": 100}
-    whole = on_gpu(place.job("whole", **settings), room=2)
+    whole = on_gpu(place.run("whole", **settings), room=2)
     place.train(whole)
     for stop in (2, 4, 7):
         name = f"stopped_{stop}"
-        place.train(signal_at_step(on_gpu(place.job(name, **settings), room=2), stop - 1))
-        again = on_gpu(place.job(name, **settings), room=2)
+        place.train(signal_at_step(on_gpu(place.run(name, **settings), room=2), stop - 1))
+        again = on_gpu(place.run(name, **settings), room=2)
         place.resume(again)
         assert outcome(again) == outcome(whole), stop
 
 
-def validated_on_gpu(job: LoopContext, room: int) -> LoopContext:
+def validated_on_gpu(run: Run, room: int) -> Run:
     """A GPU with room for `room` validation samples."""
-    true = job.validate
+    true = run.validate
     assert true is not None
 
     def validate(asked: int) -> float:
@@ -242,15 +242,15 @@ def validated_on_gpu(job: LoopContext, room: int) -> LoopContext:
             raise torch.OutOfMemoryError(SHORT)
         return true(asked)
 
-    return replace(job, validate=validate)
+    return replace(run, validate=validate)
 
 
 def test_a_validation_out_of_memory_uses_smaller_micro_batches(place: TinyPlace):
     """The same losses up to rounding. A resumed run keeps the micro-batch size, bit for bit."""
     settings = FOUR | {"validation__every_n_steps": 2}
-    calm = place.job("calm", **settings)
+    calm = place.run("calm", **settings)
     place.train(calm)
-    whole = validated_on_gpu(place.job("whole", **settings), room=1)
+    whole = validated_on_gpu(place.run("whole", **settings), room=1)
     state, _ = place.train(whole)
     assert [step for step, _ in events(whole)] == [0, 0]
     assert "2 questions at once in place of 4" in events(whole)[0][1]
@@ -259,16 +259,16 @@ def test_a_validation_out_of_memory_uses_smaller_micro_batches(place: TinyPlace)
     assert len(measured) == 4
     assert measured == pytest.approx(expected, rel=1e-5)
     assert trained(whole) == trained(calm)
-    place.train(signal_at_step(validated_on_gpu(place.job("stopped", **settings), room=1), 3))
-    again = validated_on_gpu(place.job("stopped", **settings), room=1)
+    place.train(signal_at_step(validated_on_gpu(place.run("stopped", **settings), room=1), 3))
+    again = validated_on_gpu(place.run("stopped", **settings), room=1)
     place.resume(again)
     assert outcome(again) == outcome(whole)
 
 
 def test_a_validation_that_never_fits_saves_what_was_trained(place: TinyPlace):
     asked = iter(range(100))
-    job = place.job("short", **FOUR | {"validation__every_n_steps": 2, "checkpoint__every_n_steps": 100})
-    true = job.validate
+    run = place.run("short", **FOUR | {"validation__every_n_steps": 2, "checkpoint__every_n_steps": 100})
+    true = run.validate
     assert true is not None
 
     def validate(most: int) -> float:
@@ -277,17 +277,17 @@ def test_a_validation_that_never_fits_saves_what_was_trained(place: TinyPlace):
         return true(most)
 
     with pytest.raises(TrainingFailed, match="while validating step 4"):
-        place.train(replace(job, validate=validate))
-    assert job.learner.denoiser.training
-    assert newest_valid(job.checkpoints)[0] is not None
+        place.train(replace(run, validate=validate))
+    assert run.context.denoiser.training
+    assert newest_valid(run.checkpoints)[0] is not None
 
 
 def test_one_of_two_processes_shrinks_its_micro_batch_alone(place: TinyPlace):
     """No process waits in vain. Ten steps later both use the smaller micro-batches, reported once."""
     settings = FOUR | {"steps": 11}
-    calm = [place.job("calm", processes=each, **settings) for each in together(2)]
+    calm = [place.run("calm", processes=each, **settings) for each in together(2)]
     place.resume_together(calm)
-    first, second = (place.job("short", processes=each, **settings) for each in together(2))
+    first, second = (place.run("short", processes=each, **settings) for each in together(2))
     short = [first, in_forward(second, lambda call: call == 4)]
     states = place.resume_together(short)
     assert [state.fit for state in states] == [states[0].fit] * 2
@@ -295,27 +295,27 @@ def test_one_of_two_processes_shrinks_its_micro_batch_alone(place: TinyPlace):
     ((step, message),) = events(first)
     assert step == 10
     assert "another process ran out of memory" in message
-    mine, theirs = ([row["loss"] for row in read_lines(job.folder / METRICS)] for job in (short[0], calm[0]))
+    mine, theirs = ([row["loss"] for row in read_lines(run.folder / METRICS)] for run in (short[0], calm[0]))
     assert mine[:2] == theirs[:2]
     assert mine == pytest.approx(theirs, rel=1e-3)
 
 
 def test_one_of_two_processes_does_not_retry_its_update_alone(place: TinyPlace):
     """The other has continued: from there the two would sum gradients of different steps."""
-    first, second = (place.job("short", processes=each, **FOUR) for each in together(2))
+    first, second = (place.run("short", processes=each, **FOUR) for each in together(2))
     with pytest.raises(TrainingFailed, match="Process 0: Out of memory while the weights were changed, at step 3"):
         place.resume_together([in_update(first, lambda call: call == 2), second])
     assert not list_checkpoints(first.checkpoints), "these weights are of no step"
 
 
-def in_the_sum(job: LoopContext, fails: Callable[[int], bool]) -> LoopContext:
-    return replace(job, learner=replace(job.learner, reduce=counted(fails, job.learner.reduce)))
+def in_the_sum(run: Run, fails: Callable[[int], bool]) -> Run:
+    return replace(run, context=replace(run.context, reduce=counted(fails, run.context.reduce)))
 
 
 @pytest.mark.parametrize("place_of", [in_the_sum, in_clipping])
 def test_one_of_two_processes_out_of_memory_in_the_all_reduce_saves_and_leaves(place: TinyPlace, place_of: Any):
     """It cannot retry alone either, but its weights are still those of the step before."""
-    first, second = (place.job("short", processes=each, **FOUR) for each in together(2))
+    first, second = (place.run("short", processes=each, **FOUR) for each in together(2))
     with pytest.raises(
         TrainingFailed, match="Process 0: Out of memory while gradients were summed or clipped, at step 3"
     ):
@@ -331,17 +331,17 @@ def test_blocks_are_swapped_when_all_are_already_checkpointed(place: TinyPlace):
         "memory__blocks_to_swap": 1,
         "memory__gradient_checkpointing": "true",
     }
-    calm = place.job("calm", **settings)
+    calm = place.run("calm", **settings)
     place.train(calm)
-    assert calm.planned.swapped == swapped_count(calm.learner.denoiser) == 1
-    short = in_forward(place.job("short", memory__oom_recovery_steps=3, **settings), lambda call: call in (2, 3, 4))
+    assert calm.planned.swapped == swapped_count(calm.context.denoiser) == 1
+    short = in_forward(place.run("short", memory__oom_recovery_steps=3, **settings), lambda call: call in (2, 3, 4))
     state, _ = place.train(short)
-    blocks = len(swappable_blocks(short.learner.denoiser))
+    blocks = len(swappable_blocks(short.context.denoiser))
     swaps = [message.split(" in place of ")[0].split(" and ")[-1] for _, message in events(short)]
     assert [step for step, _ in events(short)] == [3, 3, 3, 6]
     assert swaps == [f"{count} streamed" for count in (-(-blocks // 4), -(-blocks // 2), blocks, -(-blocks // 2))]
     assert (state.fit.swapped, state.fit.checkpointed) == (-(-blocks // 2), None)
-    assert swapped_count(short.learner.denoiser) == state.fit.swapped
+    assert swapped_count(short.context.denoiser) == state.fit.swapped
     assert trained(short) == trained(calm)
 
 
@@ -352,12 +352,12 @@ def test_a_run_with_block_swap_resumes_bit_exactly(place: TinyPlace):
         "memory__blocks_to_swap": 2,
         "memory__gradient_checkpointing": "true",
     }
-    whole = in_forward(place.job("whole", **settings), lambda call: call == 1)
+    whole = in_forward(place.run("whole", **settings), lambda call: call == 1)
     place.train(whole)
-    place.train(signal_at_step(in_forward(place.job("stopped", **settings), lambda call: call == 1), 3))
-    again = place.job("stopped", **settings)
+    place.train(signal_at_step(in_forward(place.run("stopped", **settings), lambda call: call == 1), 3))
+    again = place.run("stopped", **settings)
     state, _ = place.resume(again)
-    assert swapped_count(again.learner.denoiser) == state.fit.swapped
+    assert swapped_count(again.context.denoiser) == state.fit.swapped
     assert state.fit.swapped is not None
     assert outcome(again) == outcome(whole)
 
@@ -370,7 +370,7 @@ def test_a_gpu_without_room_to_grow_continues_unchanged(place: TinyPlace, monkey
         "memory__blocks_to_swap": 1,
         "memory__gradient_checkpointing": "true",
     }
-    short = in_forward(place.job("short", memory__oom_recovery_steps=2, **settings), lambda call: call == 0)
+    short = in_forward(place.run("short", memory__oom_recovery_steps=2, **settings), lambda call: call == 0)
     monkeypatch.setattr(
         block_swap.SwappedBlock, "settle", counted(lambda call: call == 0, block_swap.SwappedBlock.settle)
     )
@@ -388,10 +388,10 @@ def test_a_checkpoint_without_block_swap_is_read():
 def test_two_processes_agree_on_the_fewest_resident_blocks(place: TinyPlace):
     """Among processes with equal micro-batches and checkpointing, the largest number of swapped blocks counts."""
     settings = FOUR | {"memory__blocks_to_swap": 1, "memory__gradient_checkpointing": "true"}
-    jobs = [place.job("short", processes=each, **settings) for each in together(2)]
+    runs = [place.run("short", processes=each, **settings) for each in together(2)]
     fallbacks = [OomFallback(), OomFallback(swapped=3, since=7, failed=1)]
-    reporters = [Reporter(None, unwatched, lambda line: None) for _ in jobs]
+    reporters = [Reporter(None, unwatched, lambda line: None) for _ in runs]
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda job, fit, reporter: agreed(job, fit, 10, reporter), jobs, fallbacks, reporters))
+        found = list(pool.map(lambda run, fit, reporter: agreed(run, fit, 10, reporter), runs, fallbacks, reporters))
     assert found == [fallbacks[1]] * 2
-    assert swapped_count(jobs[0].learner.denoiser) == 3
+    assert swapped_count(runs[0].context.denoiser) == 3

@@ -18,22 +18,22 @@ from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.training.build import choose_guard
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
 from lora_trainer.training.guard import weights_are_finite
-from lora_trainer.training.job import LoopContext
+from lora_trainer.training.run import Run
 from lora_trainer.training.step import Guard
-from tests.training.tiny_job import OF_THE_CLOCK, TinyPlace, signal_at_step, together
+from tests.training.tiny_run import OF_THE_CLOCK, TinyPlace, signal_at_step, together
 
 NAN = float("nan")
 BAD = 3  # the step, counted from 0, that is not finite
-Wound = Callable[[LoopContext, Guard], LoopContext]
+Wound = Callable[[Run, Guard], Run]
 
 
-def guarded(job: LoopContext, guard: Guard) -> LoopContext:
-    return replace(job, learner=replace(job.learner, guard=guard))
+def guarded(run: Run, guard: Guard) -> Run:
+    return replace(run, context=replace(run.context, guard=guard))
 
 
-def bad_sample(job: LoopContext, *steps: int, row: int = 0) -> LoopContext:
+def bad_sample(run: Run, *steps: int, row: int = 0) -> Run:
     """One sample of the last micro-batch of these steps has nonfinite latents."""
-    true = job.micros
+    true = run.micros
 
     def micros(step: int) -> list[Any]:
         micros_of_step = true(step)
@@ -43,20 +43,20 @@ def bad_sample(job: LoopContext, *steps: int, row: int = 0) -> LoopContext:
             micros_of_step[-1] = replace(micros_of_step[-1], latents=latents)
         return micros_of_step
 
-    return replace(job, micros=micros)
+    return replace(run, micros=micros)
 
 
-def bad_loss(job: LoopContext, change: Callable[[Tensor, Tensor], Tensor], *steps: int) -> LoopContext:
+def bad_loss(run: Run, change: Callable[[Tensor, Tensor], Tensor], *steps: int) -> Run:
     """In these steps, `change` applied to the sample losses and the prediction, by the noise of the step."""
-    true, marked = job.learner.loss, set()
+    true, marked = run.context.loss, set()
 
     def loss(predicted: Tensor, target: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
         found = true(predicted, target, t, mask)
         return change(found, predicted) if t.sum().item() in marked else found
 
     for step in steps:
-        marked |= {micro.t.sum().item() for micro in job.micros(step)}
-    return replace(job, learner=replace(job.learner, loss=loss))
+        marked |= {micro.t.sum().item() for micro in run.micros(step)}
+    return replace(run, context=replace(run.context, loss=loss))
 
 
 def nan_without_gradient(losses: Tensor, predicted: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ def overflowing_norm(losses: Tensor, predicted: Tensor) -> Tensor:
 
 
 WOUNDS: dict[str, Wound] = {
-    "nan sample": lambda job, guard: bad_sample(guarded(job, guard), BAD),
-    "nan loss": lambda job, guard: bad_loss(guarded(job, guard), nan_without_gradient, BAD),
-    "infinite gradient": lambda job, guard: bad_loss(guarded(job, guard), gradient_without_nan, BAD),
-    "infinite norm": lambda job, guard: bad_loss(guarded(job, guard), overflowing_norm, BAD),
+    "nan sample": lambda run, guard: bad_sample(guarded(run, guard), BAD),
+    "nan loss": lambda run, guard: bad_loss(guarded(run, guard), nan_without_gradient, BAD),
+    "infinite gradient": lambda run, guard: bad_loss(guarded(run, guard), gradient_without_nan, BAD),
+    "infinite norm": lambda run, guard: bad_loss(guarded(run, guard), overflowing_norm, BAD),
 }
 SETTINGS: dict[str, object] = {"checkpoint__every_n_steps": 2, "validation__every_n_steps": 2}
 KINDS: dict[str, dict[str, object]] = {
@@ -88,26 +88,26 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-def weights(job: LoopContext) -> dict[str, bytes]:
-    found = {name: master.detach().numpy().tobytes() for name, master in job.learner.adapter.masters.items()}
-    average = job.learner.average
+def weights(run: Run) -> dict[str, bytes]:
+    found = {name: master.detach().numpy().tobytes() for name, master in run.context.adapter.masters.items()}
+    average = run.context.average
     return found | (
         {f"{name} average": each.numpy().tobytes() for name, each in average.values.items()} if average else {}
     )
 
 
-def numbers(job: LoopContext) -> list[dict[str, Any]]:
-    return [{key: row[key] for key in row if key not in OF_THE_CLOCK} for row in read_lines(job.folder / METRICS)]
+def numbers(run: Run) -> list[dict[str, Any]]:
+    return [{key: row[key] for key in row if key not in OF_THE_CLOCK} for row in read_lines(run.folder / METRICS)]
 
 
-def events(job: LoopContext, kind: str = "not_finite") -> list[dict[str, Any]]:
-    return [each for each in read_lines(job.folder / EVENTS) if each["kind"] == kind]
+def events(run: Run, kind: str = "not_finite") -> list[dict[str, Any]]:
+    return [each for each in read_lines(run.folder / EVENTS) if each["kind"] == kind]
 
 
-def optimizer_numbers(job: LoopContext) -> list[Any]:
+def optimizer_numbers(run: Run) -> list[Any]:
     """The nonzero state of an optimizer: before its first step there is no state."""
-    state = [value for each in job.learner.optimizer.state.values() for value in each.values()]
-    groups = [value for group in job.learner.optimizer.param_groups for key, value in group.items() if key != "params"]
+    state = [value for each in run.context.optimizer.state.values() for value in each.values()]
+    groups = [value for group in run.context.optimizer.param_groups for key, value in group.items() if key != "params"]
     return [value.tolist() if isinstance(value, Tensor) else value for value in (*state, *groups)]
 
 
@@ -131,10 +131,10 @@ def test_three_guards_skip_the_same_steps(place: TinyPlace, kind, wound):
     """Checked ahead, by the optimizer on the device, or late with retraining: bit for bit the same."""
     ended = {}
     for guard in get_args(Guard):
-        job = WOUNDS[wound](place.job(guard, **SETTINGS, **KINDS[kind]), guard)
-        state, _ = place.train(job)
+        run = WOUNDS[wound](place.run(guard, **SETTINGS, **KINDS[kind]), guard)
+        state, _ = place.train(run)
         assert (state.step, state.skipped) == (6, 1)
-        ended[guard] = (weights(job), numbers(job), optimizer_numbers(job), state.best_val_loss)
+        ended[guard] = (weights(run), numbers(run), optimizer_numbers(run), state.best_val_loss)
     assert ended["ahead"] == ended["on_device"] == ended["late"]
     row = ended["ahead"][1][BAD]
     assert (row["step"], row["loss"], row["grad_norm"], row["skipped"]) == (BAD + 1, None, None, True)
@@ -147,52 +147,52 @@ def test_three_guards_skip_the_same_steps(place: TinyPlace, kind, wound):
 def test_other_optimizers_skip_the_same_steps(place: TinyPlace, kind):
     ended = {}
     for guard in ("ahead", "late"):
-        job = bad_sample(guarded(place.job(guard, **SETTINGS, **KINDS[kind]), guard), BAD)
-        place.train(job)
-        ended[guard] = (weights(job), numbers(job), optimizer_numbers(job))
+        run = bad_sample(guarded(place.run(guard, **SETTINGS, **KINDS[kind]), guard), BAD)
+        place.train(run)
+        ended[guard] = (weights(run), numbers(run), optimizer_numbers(run))
     assert ended["ahead"] == ended["late"]
 
 
 @pytest.mark.parametrize("guard", ["ahead", "on_device"])
 def test_a_skipped_step_changes_nothing(place: TinyPlace, guard):
     """Weights, state and the optimizer's step count are unchanged."""
-    before = guarded(place.job("before", steps=BAD), guard)
+    before = guarded(place.run("before", steps=BAD), guard)
     place.train(before)
-    after = bad_sample(guarded(place.job("after", steps=BAD + 1, lr_scheduler__warmup_steps=0), guard), BAD)
+    after = bad_sample(guarded(place.run("after", steps=BAD + 1, lr_scheduler__warmup_steps=0), guard), BAD)
     place.train(after)
     assert weights(after) == weights(before)
     assert optimizer_numbers(after) == optimizer_numbers(before)
 
 
 def test_the_samples_are_named(place: TinyPlace):
-    job = place.job("a", train__effective_batch_size=4, **SETTINGS)
-    job = bad_sample(job, BAD)
-    place.train(job)
-    micros = job.micros(BAD)
+    run = place.run("a", train__effective_batch_size=4, **SETTINGS)
+    run = bad_sample(run, BAD)
+    place.train(run)
+    micros = run.micros(BAD)
     at = sum(len(micro.latents) for micro in micros[:-1])
-    (event,) = events(job)
+    (event,) = events(run)
     assert event["step"] == BAD + 1
-    assert event["message"].endswith(f"the step is left out; not finite is the loss of {job.names_in(BAD)[at]}")
+    assert event["message"].endswith(f"the step is left out; not finite is the loss of {run.names_in(BAD)[at]}")
     assert "loss nan" in event["message"]
 
 
 def test_samples_are_named_where_only_the_gradient_is_bad(place: TinyPlace):
-    job = bad_loss(place.job("a", **SETTINGS), gradient_without_nan, BAD)
-    place.train(job)
-    (event,) = events(job)
-    assert f"the images of the step: {', '.join(job.names_in(BAD))}; none of them alone" in event["message"]
+    run = bad_loss(place.run("a", **SETTINGS), gradient_without_nan, BAD)
+    place.train(run)
+    (event,) = events(run)
+    assert f"the images of the step: {', '.join(run.names_in(BAD))}; none of them alone" in event["message"]
 
 
 @pytest.mark.parametrize("guard", get_args(Guard))
 def test_too_many_skipped_steps_in_a_row_end_the_run(place: TinyPlace, guard):
-    job = bad_sample(guarded(place.job("a", steps=8, safeguards__max_nonfinite_steps=3, **SETTINGS), guard), 1, 3, 4, 5)
+    run = bad_sample(guarded(place.run("a", steps=8, safeguards__max_nonfinite_steps=3, **SETTINGS), guard), 1, 3, 4, 5)
     with pytest.raises(TrainingFailed, match=r"not finite in 3 steps in a row, up to step 6\.") as ended:
-        place.train(job)
+        place.train(run)
     assert "Since step 3 none was finite, so the weights of " in str(ended.value)
     assert "step-000006 are probably ruined. " in str(ended.value)
     assert "with another --name. Lower optimizer.learning_rate." in str(ended.value), "it is in fp32 already"
-    assert events(job)[-1]["message"].endswith("3 steps in a row, up to step 6: the run ends")
-    assert [row["step"] for row in numbers(job)] == [1, 2, 3, 4, 5, 6]
+    assert events(run)[-1]["message"].endswith("3 steps in a row, up to step 6: the run ends")
+    assert [row["step"] for row in numbers(run)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_stop_saves_the_state_before_the_step(place: TinyPlace):
@@ -202,16 +202,16 @@ def test_stop_saves_the_state_before_the_step(place: TinyPlace):
         "lr_scheduler__warmup_steps": 0,
         "safeguards__on_nonfinite": "stop",
     }
-    straight = place.job("straight", **settings)
+    straight = place.run("straight", **settings)
     place.train(straight)
     for guard in get_args(Guard):
-        job = bad_sample(guarded(place.job(guard, **settings), guard), BAD)
+        run = bad_sample(guarded(place.run(guard, **settings), guard), BAD)
         with pytest.raises(TrainingFailed, match=r"at step 4; not finite is the loss of .*step-000003 is safe"):
-            place.train(job)
-        assert "not finite" in events(job)[-1]["message"]
-        assert events(job)[-1]["message"].endswith(": the run ends")
-        assert [path.name for path in list_checkpoints(job.checkpoints)] == ["step-000003"]
-        healed = place.job(guard, **settings)
+            place.train(run)
+        assert "not finite" in events(run)[-1]["message"]
+        assert events(run)[-1]["message"].endswith(": the run ends")
+        assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-000003"]
+        healed = place.run(guard, **settings)
         state, _ = place.resume(healed)
         assert state.step == 6
         assert weights(healed) == weights(straight)
@@ -227,43 +227,43 @@ def test_rollback_halves_the_learning_rate(place: TinyPlace, guard):
         seen[0] += predicted.requires_grad
         return losses + NAN if seen[0] <= (2 if guard == "late" else 1) else losses
 
-    job = bad_loss(guarded(place.job("a", safeguards__on_nonfinite="rollback", **SETTINGS), guard), once, BAD)
-    state, _ = place.train(job)
+    run = bad_loss(guarded(place.run("a", safeguards__on_nonfinite="rollback", **SETTINGS), guard), once, BAD)
+    state, _ = place.train(run)
     assert (state.step, state.restored, state.skipped) == (6, 1, 0)
-    rates = [row["lr"] for row in numbers(job)]
+    rates = [row["lr"] for row in numbers(run)]
     assert [rate / rates[0] for rate in rates] == [1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
-    assert "the rate falls to 0.5 of the schedule's; the run goes on from step 2" in events(job)[-1]["message"]
-    assert "at step" not in events(job)[-1]["message"], "the event says the step"
+    assert "the rate falls to 0.5 of the schedule's; the run goes on from step 2" in events(run)[-1]["message"]
+    assert "at step" not in events(run)[-1]["message"], "the event says the step"
 
 
 def test_rollback_returns_to_the_start_without_a_checkpoint(place: TinyPlace):
     settings = {**SETTINGS, "checkpoint__every_n_steps": 100, "safeguards__max_nonfinite_steps": 2}
-    job = bad_sample(place.job("a", safeguards__on_nonfinite="rollback", **settings), BAD)
+    run = bad_sample(place.run("a", safeguards__on_nonfinite="rollback", **settings), BAD)
     with pytest.raises(TrainingFailed, match=r"After 2 returns to an earlier checkpoint .* at step 4 again"):
-        place.train(job)
-    assert [row["lr"] for row in numbers(job)] == [0.0025] * 3
-    straight = place.job("straight", optimizer__learning_rate=0.0025, steps=BAD, **settings)
+        place.train(run)
+    assert [row["lr"] for row in numbers(run)] == [0.0025] * 3
+    straight = place.run("straight", optimizer__learning_rate=0.0025, steps=BAD, **settings)
     place.train(straight)
-    assert weights(job) == weights(straight)
+    assert weights(run) == weights(straight)
 
 
 def test_nonfinite_weights_are_rolled_back(place: TinyPlace):
     """Skipping a step cannot fix them: detected with every policy."""
-    job = place.job("a", **SETTINGS)
+    run = place.run("a", **SETTINGS)
     ruined = [False]
 
     def samples_in(step: int) -> int:
         if step == BAD and not ruined[0]:
             ruined[0] = True
-            next(iter(job.learner.masters)).data.view(-1)[0] = NAN
-        return job.samples_in(step)
+            next(iter(run.context.masters)).data.view(-1)[0] = NAN
+        return run.samples_in(step)
 
-    state, _ = place.train(replace(job, samples_in=samples_in))
+    state, _ = place.train(replace(run, samples_in=samples_in))
     assert (state.step, state.restored, state.skipped) == (6, 1, 0)
-    (event,) = events(job)
+    (event,) = events(run)
     assert event["step"] == 4
     assert event["message"].startswith("the weights are not finite any more: the rate falls")
-    assert all(torch.isfinite(master).all() for master in job.learner.masters)
+    assert all(torch.isfinite(master).all() for master in run.context.masters)
 
 
 @pytest.mark.parametrize(
@@ -271,10 +271,10 @@ def test_nonfinite_weights_are_rolled_back(place: TinyPlace):
 )
 def test_a_stop_in_between_changes_nothing(place: TinyPlace, guard):
     """A run with skipped steps, stopped and resumed after each step, equals the uninterrupted one."""
-    straight = bad_sample(guarded(place.job("straight", **SETTINGS), guard), 1, BAD)
+    straight = bad_sample(guarded(place.run("straight", **SETTINGS), guard), 1, BAD)
     place.train(straight)
     for step in range(6):
-        broken = bad_sample(guarded(place.job("broken", **SETTINGS), guard), 1, BAD)
+        broken = bad_sample(guarded(place.run("broken", **SETTINGS), guard), 1, BAD)
         place.resume(signal_at_step(broken, step))
     place.resume(broken)
     assert weights(broken) == weights(straight)
@@ -283,18 +283,18 @@ def test_a_stop_in_between_changes_nothing(place: TinyPlace, guard):
 
 def test_nonfinite_weights_are_never_saved(place: TinyPlace):
     """Ruined by an update with a finite gradient, in the step before a checkpoint."""
-    job = place.job("a", safeguards__max_nonfinite_steps=2, **SETTINGS)
-    true = job.learner.optimizer.step
+    run = place.run("a", safeguards__max_nonfinite_steps=2, **SETTINGS)
+    true = run.context.optimizer.step
 
     def step(*args: Any) -> None:
         true(*args)
-        if len(numbers(job)) == 3:
-            next(iter(job.learner.masters)).data.view(-1)[0] = NAN
+        if len(numbers(run)) == 3:
+            next(iter(run.context.masters)).data.view(-1)[0] = NAN
 
-    job.learner.optimizer.step = step
+    run.context.optimizer.step = step
     with pytest.raises(TrainingFailed, match=r"After 2 returns .* the weights are not finite any more, at step 4"):
-        place.train(job)
-    assert [path.name for path in list_checkpoints(job.checkpoints)] == ["step-000002"]
+        place.train(run)
+    assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-000002"]
 
 
 class Reads(TorchDispatchMode):
@@ -309,39 +309,39 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize("value", [0.0, 3e38, NAN, math.inf, -math.inf])
 def test_all_weights_are_checked_with_one_read(place: TinyPlace, value: float):
-    learner = place.job("a", **SETTINGS).learner
-    assert len(learner.masters) > 10
-    for master in (learner.masters[0], learner.masters[-1]):
+    context = place.run("a", **SETTINGS).context
+    assert len(context.masters) > 10
+    for master in (context.masters[0], context.masters[-1]):
         before = master.data.clone()
         master.data.view(-1)[-1] = value
         with Reads() as reads:
-            assert weights_are_finite(learner) == math.isfinite(value)
+            assert weights_are_finite(context) == math.isfinite(value)
         assert reads.count == 1
         master.data.copy_(before)
 
 
 def test_an_fp16_overflow_is_not_a_nonfinite_loss(place: TinyPlace):
     """The scaler handles the overflow; only the nonfinite loss is reported and counted for the policy."""
-    job = place.job("a", memory__weight_dtype="fp16", **SETTINGS)
-    job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 2.0**30})
-    state, _ = place.train(bad_sample(job, 5))
-    rows = numbers(job)
+    run = place.run("a", memory__weight_dtype="fp16", **SETTINGS)
+    run.context.scaler.load_state_dict(run.context.scaler.state_dict() | {"scale": 2.0**30})
+    state, _ = place.train(bad_sample(run, 5))
+    rows = numbers(run)
     assert rows[0]["skipped"]
     assert math.isfinite(rows[0]["loss"])
     assert rows[0]["grad_norm"] is None
     assert rows[5]["skipped"]
     assert rows[5]["loss"] is None
     assert state.skipped == sum("skipped" in row for row in rows) > 1
-    assert [event["step"] for event in events(job)] == [6]
+    assert [event["step"] for event in events(run)] == [6]
 
 
 def test_a_collapsed_loss_scale_ends_the_run_with_the_last_good_weights(place: TinyPlace):
-    job = place.job("a", memory__weight_dtype="fp16", **SETTINGS)
-    job.learner.scaler.load_state_dict(job.learner.scaler.state_dict() | {"scale": 1.0})
-    job = bad_loss(job, gradient_without_nan, BAD)
+    run = place.run("a", memory__weight_dtype="fp16", **SETTINGS)
+    run.context.scaler.load_state_dict(run.context.scaler.state_dict() | {"scale": 1.0})
+    run = bad_loss(run, gradient_without_nan, BAD)
     with pytest.raises(TrainingFailed, match=r"fell to 0\.5.*at step 4\. .*step-000004 is safe.*bf16 or fp32"):
-        place.train(job)
-    assert [each["step"] for each in events(job, "overflow")] == [4]
+        place.train(run)
+    assert [each["step"] for each in events(run, "overflow")] == [4]
 
 
 def test_the_three_guards_are_chosen_by_device_and_optimizer():
@@ -356,17 +356,17 @@ def test_the_three_guards_are_chosen_by_device_and_optimizer():
 
 def test_a_bad_sample_in_one_process_skips_the_step_in_all(place: TinyPlace):
     """The sum carries it to every process: all skip the same step, and the main one names the sample."""
-    alone = bad_sample(place.job("alone", train__effective_batch_size=3, **SETTINGS), 0)
+    alone = bad_sample(place.run("alone", train__effective_batch_size=3, **SETTINGS), 0)
     refs = alone.names_in(0)
     place.train(alone)
-    jobs = [place.job("two", train__effective_batch_size=3, processes=each, **SETTINGS) for each in together(2)]
-    wounded = [job if job.processes.is_main else bad_sample(job, 0) for job in jobs]
+    runs = [place.run("two", train__effective_batch_size=3, processes=each, **SETTINGS) for each in together(2)]
+    wounded = [run if run.processes.is_main else bad_sample(run, 0) for run in runs]
     states = place.resume_together(wounded)
     assert [(state.step, state.skipped) for state in states] == [(6, 1)] * 2
-    assert weights(jobs[0]) == weights(jobs[1])
-    own = jobs[1].micros(0)
-    (event,) = events(jobs[0])
-    names = jobs[0].names_in(0)
+    assert weights(runs[0]) == weights(runs[1])
+    own = runs[1].micros(0)
+    (event,) = events(runs[0])
+    names = runs[0].names_in(0)
     assert sorted(names) == sorted(refs)
     place_of = 2 + sum(len(micro.latents) for micro in own[:-1])  # three samples of two processes: 2 and 1
     assert event["message"].endswith(f"not finite is the loss of {names[place_of]}")

@@ -18,7 +18,7 @@ from lora_trainer.training.hardware import (
     set_memory_order,
     try_convolutions,
 )
-from tests.training.tiny_job import TinyPlace
+from tests.training.tiny_run import TinyPlace
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -94,13 +94,13 @@ def test_channels_last_for_a_unet_on_a_gpu_or_when_set() -> None:
 
 
 def test_channels_last_changes_only_rounding(place: TinyPlace) -> None:
-    usual, other = place.job("first", steps=3), place.job("last", steps=3, hardware__channels_last=True)
+    usual, other = place.run("first", steps=3), place.run("last", steps=3, hardware__channels_last=True)
     place.train(usual)
     place.train(other)
-    convolution = next(m for m in other.learner.denoiser.modules() if isinstance(m, nn.Conv2d) and m.in_channels > 4)
+    convolution = next(m for m in other.context.denoiser.modules() if isinstance(m, nn.Conv2d) and m.in_channels > 4)
     assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
-    for name, value in usual.learner.adapter.masters.items():
-        torch.testing.assert_close(other.learner.adapter.masters[name], value, rtol=1e-3, atol=1e-5)
+    for name, value in usual.context.adapter.masters.items():
+        torch.testing.assert_close(other.context.adapter.masters[name], value, rtol=1e-3, atol=1e-5)
 
 
 def test_matmuls_round_the_same_at_every_address() -> None:

@@ -19,7 +19,7 @@ from lora_trainer.training.loop import read_steps, training_loop
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import TrainState
-from tests.training.tiny_job import TinyPlace, flush_every
+from tests.training.tiny_run import TinyPlace, flush_every
 
 ASKED = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__contains__", "cpu", "numpy")
 ASKED_WITHIN = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "allclose")
@@ -66,12 +66,12 @@ def asked_in_steps(place: TinyPlace, patch: pytest.MonkeyPatch, guard: str, **se
     """The reads of some loop steps when metrics are flushed every tenth step, as on a GPU."""
     flush_every(10, patch)
     settings = {"validation__every_n_steps": 0, "checkpoint__every_n_steps": 100, "validation__split": 0, **settings}
-    job = place.job("run", steps=8, **settings)
-    job = replace(job, learner=replace(job.learner, guard=guard))
+    run = place.run("run", steps=8, **settings)
+    run = replace(run, context=replace(run.context, guard=guard))
     reporter = Reporter(None, unwatched, print)
-    with job.writer, closing(prefetch(read_steps(job, 0), 8)) as source:
+    with run.writer, closing(prefetch(read_steps(run, 0), 8)) as source:
         ready: list[list[MicroBatch]] = list(source)  # the thread that reads ahead works on the CPU
-        states = training_loop(job, TrainState(), iter(ready), reporter, Interrupt())
+        states = training_loop(run, TrainState(), iter(ready), reporter, Interrupt())
         next(states)  # the optimizer creates its state
         with Questions() as questions:
             for _ in range(STEPS):
@@ -108,12 +108,12 @@ def test_waiting_for_the_device_is_detected(place, monkeypatch):
 def test_the_gpu_is_not_waited_for(place, monkeypatch):
     """By torch's sync debug mode: any call that waits for the GPU is an error."""
     flush_every(10, monkeypatch)
-    job = place.job("run", steps=8, validation__every_n_steps=0, checkpoint__every_n_steps=100, validation__split=0)
-    assert job.learner.device.type == "cuda"
-    assert job.learner.guard == "on_device"
+    run = place.run("run", steps=8, validation__every_n_steps=0, checkpoint__every_n_steps=100, validation__split=0)
+    assert run.context.device.type == "cuda"
+    assert run.context.guard == "on_device"
     try:
-        with job.writer, closing(prefetch(read_steps(job, 0), 4)) as source:
-            states = training_loop(job, TrainState(), source, Reporter(None, unwatched, print), Interrupt())
+        with run.writer, closing(prefetch(read_steps(run, 0), 4)) as source:
+            states = training_loop(run, TrainState(), source, Reporter(None, unwatched, print), Interrupt())
             next(states)
             torch.cuda.set_sync_debug_mode("error")
             for _ in range(STEPS):

@@ -14,15 +14,15 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.interrupt import Interrupt
 from lora_trainer.run.find_micro import smallest
 from lora_trainer.training import processes as rooms
-from lora_trainer.training.job import LoopContext
 from lora_trainer.training.metrics import Metrics
 from lora_trainer.training.oom_fallback import agreed
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.reporter import Reporter
+from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.stopping import Stopping, any_given_up
 from lora_trainer.training.validation import of_all
-from tests.training.tiny_job import TinyPlace
+from tests.training.tiny_run import TinyPlace
 
 
 def patiently(ready: Callable[[], bool]) -> None:
@@ -51,20 +51,20 @@ def test_a_gpu_has_the_device_name_of_its_tensors(monkeypatch):
     assert rooms.join_processes().device == torch.device("cuda", 0)
 
 
-READS: dict[str, Callable[[LoopContext, Reporter], object]] = {
-    "numbers of steps": lambda job, reporter: Metrics(job, reporter).flush(TrainState()),
-    "what fits": lambda job, reporter: agreed(job, OomFallback(), 10, reporter),
-    "given up": lambda job, reporter: any_given_up(job, mine=False),
-    "the validation loss": lambda job, reporter: of_all(job, 1.0),
-    "the smallest micro-batch": lambda job, reporter: smallest(2, job.processes),
+READS: dict[str, Callable[[Run, Reporter], object]] = {
+    "numbers of steps": lambda run, reporter: Metrics(run, reporter).flush(TrainState()),
+    "what fits": lambda run, reporter: agreed(run, OomFallback(), 10, reporter),
+    "given up": lambda run, reporter: any_given_up(run, mine=False),
+    "the validation loss": lambda run, reporter: of_all(run, 1.0),
+    "the smallest micro-batch": lambda run, reporter: smallest(2, run.processes),
 }
 
 
 @pytest.mark.parametrize("read", READS)
 def test_nothing_is_read_before_the_gpu_is_done(place: TinyPlace, hanging, read):
-    job = replace(place.job("a"), processes=hanging)
+    run = replace(place.run("a"), processes=hanging)
     with pytest.raises(Lost):
-        READS[read](job, Reporter(None, lambda progress: None, lambda line: None))
+        READS[read](run, Reporter(None, lambda progress: None, lambda line: None))
 
 
 def test_a_single_process_never_waits(monkeypatch):
@@ -88,10 +88,10 @@ class Kept(TorchDispatchMode):
 
 def test_a_vote_is_written_on_its_device(place: TinyPlace, hanging):
     """On the device itself: a copy from unpinned memory would wait for the whole step."""
-    job = replace(place.job("a"), processes=hanging)
-    job = replace(job, learner=replace(job.learner, device=torch.device("meta")))
+    run = replace(place.run("a"), processes=hanging)
+    run = replace(run, context=replace(run.context, device=torch.device("meta")))
     with Kept() as kept:
-        votes = Stopping(job, Interrupt())._vote(given_up=True)
+        votes = Stopping(run, Interrupt())._vote(given_up=True)
     assert votes.device.type == "meta"
     assert {"aten.zeros.default", "aten.fill_.Scalar"} <= set(kept.calls)
     assert not [name for name in kept.calls if "copy" in name or "lift" in name]

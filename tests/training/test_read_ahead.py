@@ -13,23 +13,23 @@ from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.training import micro_batch as micros_ahead
 from lora_trainer.training import processes
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
-from lora_trainer.training.job import LoopContext
 from lora_trainer.training.micro_batch import MicroBatch, copied_ahead
-from tests.training.tiny_job import TinyPlace, outcome
+from lora_trainer.training.run import Run
+from tests.training.tiny_run import TinyPlace, outcome
 
 SHORT = "CUDA out of memory. Tried to allocate 20.00 MiB."
 
 
-def without_data_of(job: LoopContext, step: int, error: Exception) -> LoopContext:
+def without_data_of(run: Run, step: int, error: Exception) -> Run:
     """The same job, whose data of `step`, counted from 0, cannot be read."""
-    micros_of_step = job.micros
+    micros_of_step = run.micros
 
     def micros(at: int) -> list[MicroBatch]:
         if at == step:
             raise error
         return micros_of_step(at)
 
-    return replace(job, micros=micros)
+    return replace(run, micros=micros)
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def without_data_of(job: LoopContext, step: int, error: Exception) -> LoopContex
 )
 def test_the_trained_steps_are_saved_and_the_resumed_run_is_the_same(place: TinyPlace, error: Exception, words: str):
     settings: dict[str, Any] = {"steps": 6, "checkpoint__every_n_steps": 100}
-    whole = place.job("whole", **settings)
+    whole = place.run("whole", **settings)
     place.train(whole)
-    broken = without_data_of(place.job("broken", **settings), 4, error)
+    broken = without_data_of(place.run("broken", **settings), 4, error)
     with pytest.raises(TrainingFailed, match=f"{words}.*step-000004 is safe"):
         place.train(broken)
     assert [path.name for path in list_checkpoints(broken.checkpoints)] == ["step-000004"]
-    resumed = place.job("broken", **settings)
+    resumed = place.run("broken", **settings)
     place.resume(resumed)
     assert outcome(resumed) == outcome(whole)
 

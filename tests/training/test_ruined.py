@@ -13,32 +13,32 @@ from lora_trainer.config.schema import Config, OptimizerSection, SafeguardsSecti
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.monitor.progress import Progress, step_numbers
 from lora_trainer.training.guard import remedy, with_settings
-from lora_trainer.training.job import LoopContext
+from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 from tests.training.test_guard import SETTINGS, bad_sample, events
-from tests.training.tiny_job import TinyPlace
+from tests.training.tiny_run import TinyPlace
 
 
-def failing(place: TinyPlace, name: str, **settings: object) -> LoopContext:
+def failing(place: TinyPlace, name: str, **settings: object) -> Run:
     """A run whose steps 4, 5 and 6 are not finite."""
-    return bad_sample(place.job(name, **{"safeguards__max_nonfinite_steps": 3, **SETTINGS, **settings}), 3, 4, 5)
+    return bad_sample(place.run(name, **{"safeguards__max_nonfinite_steps": 3, **SETTINGS, **settings}), 3, 4, 5)
 
 
 def test_rollback_takes_an_older_checkpoint_when_the_same_step_fails_again(place: TinyPlace):
     """The checkpoint written in between is new, and tried first."""
     began: list[int] = []
-    job = place.job(
+    run = place.run(
         "a", safeguards__on_nonfinite="rollback", checkpoint__every_n_steps=1, checkpoint__keep_last=9, steps=7
     )
-    micros_of_step = job.micros
+    micros_of_step = run.micros
 
     def micros(step: int) -> list[Any]:
         began.append(step)
         ruined = step == 5 and began.count(5) <= 3
-        return bad_sample(replace(job, micros=micros_of_step), step).micros(step) if ruined else micros_of_step(step)
+        return bad_sample(replace(run, micros=micros_of_step), step).micros(step) if ruined else micros_of_step(step)
 
-    state, _ = place.train(replace(job, micros=micros))
-    endings = [each["message"].rsplit("; ", 1)[1] for each in events(job)]
+    state, _ = place.train(replace(run, micros=micros))
+    endings = [each["message"].rsplit("; ", 1)[1] for each in events(run)]
     assert endings == [f"the run goes on from step {step}" for step in (5, 4, 5)]
     assert (state.step, state.restored) == (7, 3)
 
@@ -48,8 +48,8 @@ def test_other_settings_reset_the_failure_count(place: TinyPlace):
     with pytest.raises(TrainingFailed):
         place.train(failing(place, "a", steps=9))
     with pytest.raises(TrainingFailed, match="in 4 steps in a row, up to step 7"):
-        place.resume(bad_sample(place.job("a", steps=9, safeguards__max_nonfinite_steps=3, **SETTINGS), 6))
-    lower = place.job("a", steps=9, safeguards__max_nonfinite_steps=3, optimizer__learning_rate=1e-4, **SETTINGS)
+        place.resume(bad_sample(place.run("a", steps=9, safeguards__max_nonfinite_steps=3, **SETTINGS), 6))
+    lower = place.run("a", steps=9, safeguards__max_nonfinite_steps=3, optimizer__learning_rate=1e-4, **SETTINGS)
     state, _ = place.resume(bad_sample(lower, 7))
     assert (state.step, state.skipped) == (9, 5)
 
@@ -69,26 +69,26 @@ def test_rollbacks_are_forgotten_when_settings_change():
 
 
 def test_the_checkpoint_from_before_the_failures_is_named(place: TinyPlace):
-    job = failing(place, "a", checkpoint__keep_last=9)
+    run = failing(place, "a", checkpoint__keep_last=9)
     with pytest.raises(TrainingFailed, match=r"step-000002 is from before that: delete the later ones there"):
-        place.train(job)
+        place.train(run)
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("bf16", "weight_dtype=fp32"), ("fp32", None)])
 def test_the_advice_names_only_settings_not_yet_in_use(place: TinyPlace, precision, expected):
-    job = place.job(precision, memory__weight_dtype=precision, **SETTINGS)
-    assert (remedy(job) == "Lower optimizer.learning_rate.") == (expected is None)
-    assert expected is None or expected in remedy(job)
+    run = place.run(precision, memory__weight_dtype=precision, **SETTINGS)
+    assert (remedy(run) == "Lower optimizer.learning_rate.") == (expected is None)
+    assert expected is None or expected in remedy(run)
 
 
 def test_a_damaged_base_model_is_reported(place: TinyPlace):
     """A lower learning rate does not fix it."""
-    job = place.job("a", steps=9, safeguards__max_nonfinite_steps=3, **SETTINGS)
-    name, weight = next(each for each in job.learner.denoiser.named_parameters() if not each[1].requires_grad)
+    run = place.run("a", steps=9, safeguards__max_nonfinite_steps=3, **SETTINGS)
+    name, weight = next(each for each in run.context.denoiser.named_parameters() if not each[1].requires_grad)
     with torch.no_grad():
         weight.view(-1)[0] = math.nan
     with pytest.raises(TrainingFailed) as ended:
-        place.train(job)
+        place.train(run)
     assert f"The base itself is damaged: its {name} is not finite." in str(ended.value)
     assert "learning_rate" not in str(ended.value)
 

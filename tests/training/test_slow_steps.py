@@ -6,14 +6,14 @@ import time
 
 from lora_trainer.monitor.slowness import KNOWN, LASTING
 from lora_trainer.monitor.trackers import EVENTS, read_lines
-from tests.training.tiny_job import TinyPlace
+from tests.training.tiny_run import TinyPlace
 
 QUICK = KNOWN + 2  # steps
 
 
 def test_slow_steps_are_reported_with_both_times(place: TinyPlace) -> None:
     """A hook really sleeps in the forward pass, many times as long as the step takes."""
-    job = place.job("slow", steps=QUICK + LASTING, train__effective_batch_size=1, validation__split=0.0)
+    run = place.run("slow", steps=QUICK + LASTING, train__effective_batch_size=1, validation__split=0.0)
     calls: list[object] = []
 
     def sleep(*_: object) -> None:
@@ -21,10 +21,10 @@ def test_slow_steps_are_reported_with_both_times(place: TinyPlace) -> None:
         if len(calls) > QUICK:
             time.sleep(0.3)
 
-    job.learner.denoiser.register_forward_pre_hook(sleep)
-    place.train(job)
+    run.context.denoiser.register_forward_pre_hook(sleep)
+    place.train(run)
     assert len(calls) == QUICK + LASTING
-    events = [event for event in read_lines(job.folder / EVENTS) if event["kind"] == "slow"]
+    events = [event for event in read_lines(run.folder / EVENTS) if event["kind"] == "slow"]
     assert events[-1]["step"] == QUICK + LASTING
     assert "a step takes 0." in events[-1]["message"]
     assert "check what else runs on this machine" in events[-1]["message"]

@@ -43,7 +43,7 @@ def make_step_context(unet: nn.Module, dtype: torch.dtype = torch.float32, **cha
     else:
         adapter = make_adapter(parameters, dtype)
     name = changes.pop("optimizer", "adamw")
-    learner = StepContext(
+    context = StepContext(
         denoiser=unet,
         predict=family.predict,
         process=PROCESS,
@@ -58,7 +58,7 @@ def make_step_context(unet: nn.Module, dtype: torch.dtype = torch.float32, **cha
         dtype=dtype,
         clip=partial(clip_by_norm, largest=0.0),
     )
-    return dataclasses.replace(learner, **changes)
+    return dataclasses.replace(context, **changes)
 
 
 def random_micro(count: int, dtype: torch.dtype = torch.float32) -> MicroBatch:
@@ -72,22 +72,22 @@ def random_micro(count: int, dtype: torch.dtype = torch.float32) -> MicroBatch:
     return MicroBatch(latents, noise, noise, t, {"embeds": embeds}, drawn(count, 6), torch.ones(count, dtype=dtype))
 
 
-def gradients(learner: StepContext, micros: list[MicroBatch], samples: int) -> list[torch.Tensor]:
+def gradients(context: StepContext, micros: list[MicroBatch], samples: int) -> list[torch.Tensor]:
     for micro in micros:
-        backward(learner, micro, samples)
-    found = [master.grad.clone() for master in learner.masters]
-    learner.optimizer.zero_grad()
+        backward(context, micro, samples)
+    found = [master.grad.clone() for master in context.masters]
+    context.optimizer.zero_grad()
     return found
 
 
 @pytest.mark.parametrize("bounds", [(0, 2, 4), (0, 1, 4), (0, 1, 2, 3, 4)])
 def test_splitting_a_step_changes_rounding_only(unet, bounds):
-    learner = make_step_context(unet, torch.float64)
-    for parameter in learner.masters:  # up projections start at zero and would hide most gradients
+    context = make_step_context(unet, torch.float64)
+    for parameter in context.masters:  # up projections start at zero and would hide most gradients
         parameter.data += 0.01
     micro = random_micro(4, torch.float64)
-    whole = gradients(learner, [micro], 4)
-    split = gradients(learner, [micro.part(a, b) for a, b in pairwise(bounds)], 4)
+    whole = gradients(context, [micro], 4)
+    split = gradients(context, [micro.part(a, b) for a, b in pairwise(bounds)], 4)
     norm = torch.cat([g.flatten() for g in whole]).norm()
     difference = torch.cat([(a - b).flatten() for a, b in zip(whole, split, strict=True)]).norm()
     assert norm > 0
@@ -96,10 +96,10 @@ def test_splitting_a_step_changes_rounding_only(unet, bounds):
 
 def test_two_processes_sum_to_one(unet):
     """Each process has its share of the samples. Summed gradients equal those of the whole step."""
-    learner = make_step_context(unet, torch.float64)
+    context = make_step_context(unet, torch.float64)
     micro = random_micro(3, torch.float64)
-    whole = gradients(learner, [micro], 3)
-    shares = [gradients(learner, [micro.part(a, b)], 3) for a, b in ((0, 2), (2, 3))]
+    whole = gradients(context, [micro], 3)
+    shares = [gradients(context, [micro.part(a, b)], 3) for a, b in ((0, 2), (2, 3))]
     for expected, *parts in zip(whole, *shares, strict=True):
         assert torch.allclose(expected, sum(parts), rtol=1e-9, atol=1e-15)
 
@@ -111,46 +111,46 @@ def test_a_process_without_samples_still_takes_part(unet):
         seen.append(tensor.clone())
         return tensor
 
-    learner = make_step_context(unet, reduce=reduce)
-    result = train_step(learner, [], samples=1, rate=1e-3)
+    context = make_step_context(unet, reduce=reduce)
+    result = train_step(context, [], samples=1, rate=1e-3)
     assert len(seen) == 1
     assert float(seen[0].abs().sum()) == 0.0
     assert float(result.loss) == 0.0
 
 
 def test_a_loss_weight_multiplies_the_loss_of_its_sample(unet):
-    learner = make_step_context(unet, torch.float64)
-    for parameter in learner.masters:
+    context = make_step_context(unet, torch.float64)
+    for parameter in context.masters:
         parameter.data += 0.01
     micro = random_micro(2, torch.float64)
-    first, second = (gradients(learner, [micro.part(row, row + 1)], 2) for row in (0, 1))
+    first, second = (gradients(context, [micro.part(row, row + 1)], 2) for row in (0, 1))
     weighted = dataclasses.replace(micro, weights=torch.tensor([3.0, 0.0], dtype=torch.float64))
-    for one, other, expected in zip(first, second, gradients(learner, [weighted], 2), strict=True):
+    for one, other, expected in zip(first, second, gradients(context, [weighted], 2), strict=True):
         assert float(other.abs().sum()) > 0.0
         assert torch.allclose(3.0 * one, expected, rtol=1e-9, atol=1e-15)
 
 
 def test_masks_split_and_stay_on_their_samples(unet):
     """A mask of ones trains like no mask, bit for bit. A mask does not affect other samples."""
-    learner = make_step_context(unet, torch.float64)
-    for parameter in learner.masters:
+    context = make_step_context(unet, torch.float64)
+    for parameter in context.masters:
         parameter.data += 0.01
     micro = random_micro(2, torch.float64)
     mask = torch.ones(2, 1, 8, 8)
-    plain = gradients(learner, [micro], 2)
-    white = gradients(learner, [dataclasses.replace(micro, mask=mask)], 2)
+    plain = gradients(context, [micro], 2)
+    white = gradients(context, [dataclasses.replace(micro, mask=mask)], 2)
     assert all(torch.equal(one, other) for one, other in zip(plain, white, strict=True))
     mask[1, :, :, 4:] = 0.0
     masked = dataclasses.replace(micro, mask=mask)
-    whole = torch.cat([each.flatten() for each in gradients(learner, [masked], 2)])
-    split = gradients(learner, [micro.part(0, 1), masked.part(1, 2)], 2)
+    whole = torch.cat([each.flatten() for each in gradients(context, [masked], 2)])
+    split = gradients(context, [micro.part(0, 1), masked.part(1, 2)], 2)
     assert (whole - torch.cat([each.flatten() for each in split])).norm() < 1e-9 * whole.norm()
 
 
 def test_training_lowers_the_loss(unet):
-    learner = make_step_context(unet)
+    context = make_step_context(unet)
     micro = random_micro(4)
-    losses = [float(train_step(learner, [micro], 4, 1e-2).loss) for _ in range(12)]
+    losses = [float(train_step(context, [micro], 4, 1e-2).loss) for _ in range(12)]
     assert losses[-1] < 0.9 * losses[0]
 
 
@@ -171,28 +171,28 @@ def test_clipping_clips_and_reports_the_norm_before():
 
 
 def test_bf16_keeps_fp32_masters_that_small_updates_reach(unet):
-    learner = make_step_context(unet, torch.bfloat16)
-    before = [master.clone() for master in learner.masters]
-    train_step(learner, [random_micro(2).to(learner.device, torch.bfloat16)], 2, 1e-5)
-    masters, copies = learner.adapter.masters, learner.adapter.copies
+    context = make_step_context(unet, torch.bfloat16)
+    before = [master.clone() for master in context.masters]
+    train_step(context, [random_micro(2).to(context.device, torch.bfloat16)], 2, 1e-5)
+    masters, copies = context.adapter.masters, context.adapter.copies
     assert all(master.dtype == torch.float32 for master in masters.values())
     assert all(copy.dtype == torch.bfloat16 for copy in copies.values())
-    assert any(not torch.equal(master, old) for master, old in zip(learner.masters, before, strict=True))
+    assert any(not torch.equal(master, old) for master, old in zip(context.masters, before, strict=True))
     assert all(torch.equal(copies[name], masters[name].bfloat16()) for name in masters)
 
 
 def test_fp16_overflow_is_skipped_and_the_scale_falls(unet):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=1000)
-    learner = make_step_context(unet, torch.float16, scaler=scaler)
-    before = [master.clone() for master in learner.masters]
-    result = train_step(learner, [random_micro(2)], 2, 1e-2)
+    context = make_step_context(unet, torch.float16, scaler=scaler)
+    before = [master.clone() for master in context.masters]
+    result = train_step(context, [random_micro(2)], 2, 1e-2)
     assert result.skipped
     assert scaler.get_scale() == 2.0**29
-    assert all(torch.equal(master, old) for master, old in zip(learner.masters, before, strict=True))
-    calm = make_learner_scaled(learner, 2.0**4)
+    assert all(torch.equal(master, old) for master, old in zip(context.masters, before, strict=True))
+    calm = with_scale(context, 2.0**4)
     assert not train_step(calm, [random_micro(2)], 2, 1e-2).skipped
     assert any(not torch.equal(master, old) for master, old in zip(calm.masters, before, strict=True))
 
 
-def make_learner_scaled(learner: StepContext, scale: float) -> StepContext:
-    return dataclasses.replace(learner, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
+def with_scale(context: StepContext, scale: float) -> StepContext:
+    return dataclasses.replace(context, scaler=torch.amp.GradScaler("cpu", init_scale=scale))

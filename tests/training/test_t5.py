@@ -26,8 +26,8 @@ def rates(here) -> tuple[float, ...]:
 
 
 def test_attention_and_feed_forward_layers_train_as_in_sd_scripts(here):
-    job = here.job("a", text_encoder__learning_rates=rates(here), text_encoder__lora_rank=2, **SETTINGS)
-    found = gradients(lit(job))
+    run = here.run("a", text_encoder__learning_rates=rates(here), text_encoder__lora_rank=2, **SETTINGS)
+    found = gradients(lit(run))
     t5 = {name: gradient for name, gradient in found.items() if ".encoder.block." in name}
     assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in t5} == {*"qkvo", "wi_0", "wi_1", "wo"}
     assert len(t5) == 2 * 2 * 7  # halves, blocks, products
@@ -37,25 +37,25 @@ def test_attention_and_feed_forward_layers_train_as_in_sd_scripts(here):
 
 
 def test_no_dropout_and_captions_are_encoded_as_in_sampling(here):
-    cached = here.job("a", **SETTINGS)
-    spoken = here.job("b", text_encoder__learning_rates=rates(here), **SETTINGS)
+    cached = here.run("a", **SETTINGS)
+    spoken = here.run("b", text_encoder__learning_rates=rates(here), **SETTINGS)
     for one, other in zip(cached.micros(0), spoken.micros(0), strict=True):
         assert not other.cond  # nothing of it is cached
-        embeds = spoken.learner.texts.encode(other.captions, {})
+        embeds = spoken.context.texts.encode(other.captions, {})
         assert embeds.keys() == one.cond.keys()
         assert all(torch.allclose(embeds[name], value, atol=1e-5) for name, value in one.cond.items())
 
 
 def test_a_step_is_the_same_split_whole_and_recomputed(here):
-    def gradient(job) -> torch.Tensor:
-        micros = lit(job).micros(0)
+    def gradient(run) -> torch.Tensor:
+        micros = lit(run).micros(0)
         for micro in micros:
-            backward(job.learner, micro, sum(len(each.latents) for each in micros))
-        return torch.cat([master.grad.flatten() for master in job.learner.adapter.masters.values()])
+            backward(run.context, micro, sum(len(each.latents) for each in micros))
+        return torch.cat([master.grad.flatten() for master in run.context.adapter.masters.values()])
 
     common = {**SETTINGS, "text_encoder__learning_rates": rates(here), "train__effective_batch_size": 2}
     whole, ones, again = (
-        gradient(here.job(name, steps=1, **common, **more))
+        gradient(here.run(name, steps=1, **common, **more))
         for name, more in (
             ("a", {}),
             ("b", {"train__max_micro_batch_size": 1}),
@@ -69,11 +69,11 @@ def test_a_step_is_the_same_split_whole_and_recomputed(here):
 def test_a_learning_rate_for_a_missing_encoder_is_refused(place, tiny_models):
     family = FAMILIES["sd3"]
     with pytest.raises(UsageError, match=r"text_encoder_3, which model\.without_t5 skips"):
-        replace(place, model=tiny_models("sd3")).job(
+        replace(place, model=tiny_models("sd3")).run(
             "a", text_encoder__learning_rates=RATES["sd3"], model__without_t5=True
         )
     with pytest.raises(UsageError, match=r"text_encoder_3, which .* lacks"):
-        replace(place, model=tiny_models("sd3-without-t5")).job("a", text_encoder__learning_rates=RATES["sd3"])
+        replace(place, model=tiny_models("sd3-without-t5")).run("a", text_encoder__learning_rates=RATES["sd3"])
     with pytest.raises(UsageError, match="language model"):
         FAMILIES["z_image"].text_rates((1e-3,))
     assert family.word_texts == ("text_encoder", "text_encoder_2")

@@ -13,36 +13,36 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from lora_trainer.training.checkpoints.save import restore
-from lora_trainer.training.job import LoopContext
+from lora_trainer.training.run import Run
 from lora_trainer.training.step import backward
-from tests.training.tiny_job import TinyPlace, outcome
+from tests.training.tiny_run import TinyPlace, outcome
 
 
-def gradients(job: LoopContext, count: int = 2) -> dict[str, torch.Tensor]:
+def gradients(run: Run, count: int = 2) -> dict[str, torch.Tensor]:
     """The gradients of the first step, by name."""
-    for micro in job.micros(0):
-        backward(job.learner, micro, count)
+    for micro in run.micros(0):
+        backward(run.context, micro, count)
     return {
-        name: master.grad.clone() for name, master in job.learner.adapter.masters.items() if master.grad is not None
+        name: master.grad.clone() for name, master in run.context.adapter.masters.items() if master.grad is not None
     }
 
 
-def lit(job: LoopContext) -> LoopContext:
+def lit(run: Run) -> Run:
     """With nonzero up projections, so that every gradient is meaningful."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for master in job.learner.adapter.masters.values():
+        for master in run.context.adapter.masters.values():
             master.copy_(0.05 * torch.randn(master.shape, generator=draw))
-    job.learner.adapter.publish()
-    return job
+    run.context.adapter.publish()
+    return run
 
 
 def test_the_denoisers_weights_keep_their_names(place):
     """Checkpoints of runs without text encoders are still read."""
-    alone, both = place.job("a"), place.job("b", text_encoder__learning_rates=(1e-3,))
-    names = list(alone.learner.adapter.masters)
-    assert list(both.learner.adapter.masters)[: len(names)] == names
-    others = list(both.learner.adapter.masters)[len(names) :]
+    alone, both = place.run("a"), place.run("b", text_encoder__learning_rates=(1e-3,))
+    names = list(alone.context.adapter.masters)
+    assert list(both.context.adapter.masters)[: len(names)] == names
+    others = list(both.context.adapter.masters)[len(names) :]
     assert others
     assert all(name.startswith("text_encoder.") for name in others)
     place.train(alone)
@@ -53,12 +53,12 @@ def test_the_denoisers_weights_keep_their_names(place):
 def test_each_encoder_has_its_own_learning_rate_after_warmup_and_decay(place, tiny_models):
     here = replace(place, model=tiny_models("sdxl"))
     rates = {"text_encoder__learning_rates": (2e-3, 5e-4), "optimizer__learning_rate": 1e-2}
-    job = here.job(
+    run = here.run(
         "a", steps=3, lr_scheduler__name="linear", lr_scheduler__warmup_steps=0, optimizer__weight_decay=0.1, **rates
     )
-    here.train(job)
-    of = {id(each): group["lr"] for group in job.learner.optimizer.param_groups for each in group["params"]}
-    shown = {name: of[id(master)] for name, master in job.learner.adapter.masters.items()}
+    here.train(run)
+    of = {id(each): group["lr"] for group in run.context.optimizer.param_groups for each in group["params"]}
+    shown = {name: of[id(master)] for name, master in run.context.adapter.masters.items()}
     (last,) = {rate for name, rate in shown.items() if not name.startswith("text_encoder")}
     assert 0.0 < last < 1e-2
     for prefix, share in (("text_encoder.", 5), ("text_encoder_2.", 20)):
@@ -83,41 +83,41 @@ def test_a_run_resumes_with_other_learning_rates(name, place, tiny_models):
             "textual_inversion__learning_rate": texts[2],
         }
 
-    def second_moments(job: LoopContext) -> dict[str, torch.Tensor]:
-        of = job.learner.optimizer.state
-        return {name: of[master]["exp_avg_sq"].clone() for name, master in job.learner.adapter.masters.items()}
+    def second_moments(run: Run) -> dict[str, torch.Tensor]:
+        of = run.context.optimizer.state
+        return {name: of[master]["exp_avg_sq"].clone() for name, master in run.context.adapter.masters.items()}
 
     one_rate = (1.0,) * 4 if name == "prodigy" else (1e-2,) * 4
     others = [(1e-2, 5e-3, 5e-3, 5e-3), (5e-3,) * 4, (5e-3, 1e-2, 5e-3, 1e-2)]
-    first = here.job("a", steps=2, **settings(*one_rate))
+    first = here.run("a", steps=2, **settings(*one_rate))
     here.train(first)
     wanted = second_moments(first)
     for rates in [(0.5,) * 4] if name == "prodigy" else others:
-        job = here.job("a", steps=4, **settings(*rates))
-        found, _ = newest_valid(job.checkpoints)
-        restore(job, found[1])
-        kept = second_moments(job)
+        run = here.run("a", steps=4, **settings(*rates))
+        found, _ = newest_valid(run.checkpoints)
+        restore(run, found[1])
+        kept = second_moments(run)
         assert kept.keys() == wanted.keys()
         assert all(torch.equal(kept[key], value) for key, value in wanted.items())
-    state, _ = here.resume(job)
+    state, _ = here.resume(run)
     assert state.step == 4
-    shown = {id(each): group["lr"] for group in job.learner.optimizer.param_groups for each in group["params"]}
+    shown = {id(each): group["lr"] for group in run.context.optimizer.param_groups for each in group["params"]}
     assert len(set(shown.values())) == len(set(rates))
 
 
 def test_a_learning_rate_of_zero_does_not_train_an_encoder(place, tiny_models):
-    job = replace(place, model=tiny_models("sdxl")).job("a", text_encoder__learning_rates=(0.0, 1e-3))
-    kinds = {name.partition(".")[0] for name in job.learner.adapter.masters if name.startswith("text")}
+    run = replace(place, model=tiny_models("sdxl")).run("a", text_encoder__learning_rates=(0.0, 1e-3))
+    kinds = {name.partition(".")[0] for name in run.context.adapter.masters if name.startswith("text")}
     assert kinds == {"text_encoder_2"}
 
 
 def test_only_layers_in_use_are_trained(place, tiny_models):
     """SDXL uses the second-to-last layer of the first encoder: a LoRA on the last one would learn nothing."""
-    job = replace(place, model=tiny_models("sdxl")).job("a", text_encoder__learning_rates=(1e-3, 1e-3))
-    found = gradients(lit(job))
-    assert found.keys() == job.learner.adapter.masters.keys()
+    run = replace(place, model=tiny_models("sdxl")).run("a", text_encoder__learning_rates=(1e-3, 1e-3))
+    found = gradients(lit(run))
+    assert found.keys() == run.context.adapter.masters.keys()
     assert all(float(gradient.abs().max()) > 0.0 for gradient in found.values())
-    encoder = job.learner.texts.parts.encoders["text_encoder"]
+    encoder = run.context.texts.parts.encoders["text_encoder"]
     last = f"text_encoder.encoder.layers.{encoder.config.num_hidden_layers - 1}."
     assert not any(name.startswith(last) for name in found)
 
@@ -133,7 +133,7 @@ def test_only_layers_in_use_are_trained(place, tiny_models):
 )
 def test_gradients_reach_the_encoders_through_gradient_checkpointing(settings, place):
     plain, saving = (
-        lit(place.job(name, text_encoder__learning_rates=(1e-3,), **more))
+        lit(place.run(name, text_encoder__learning_rates=(1e-3,), **more))
         for name, more in (("a", {}), ("b", settings))
     )
     wanted, found = gradients(plain), gradients(saving)
@@ -149,12 +149,12 @@ def test_captions_equal_those_of_a_cached_run(place):
         "captions__prefix": "(a:1.5) ",
         "captions__prompt_weighting": True,
     }
-    cached, spoken = place.job("a", **settings), place.job("b", text_encoder__learning_rates=(1e-3,), **settings)
+    cached, spoken = place.run("a", **settings), place.run("b", text_encoder__learning_rates=(1e-3,), **settings)
     weighted = 0
     for step in range(4):
         for one, other in zip(cached.micros(step), spoken.micros(step), strict=True):
             assert not other.cond
-            embeds = spoken.learner.texts.encode(other.captions, {})
+            embeds = spoken.context.texts.encode(other.captions, {})
             assert all(torch.allclose(embeds[name], value, atol=1e-5) for name, value in one.cond.items())
             assert other.part(0, 1).captions == other.captions[:1]
             weighted += sum(not isinstance(caption, str) for caption in other.captions)
@@ -162,20 +162,20 @@ def test_captions_equal_those_of_a_cached_run(place):
 
 
 def test_validation_captions_use_the_current_encoders(place):
-    job = place.job("a", text_encoder__learning_rates=(1e-2,), validation__every_n_steps=2)
-    before = job.validate(2)
-    masters = job.learner.adapter.masters
+    run = place.run("a", text_encoder__learning_rates=(1e-2,), validation__every_n_steps=2)
+    before = run.validate(2)
+    masters = run.context.adapter.masters
     with torch.no_grad():
         for name, master in masters.items():
             if name.startswith("text_encoder."):
                 master.add_(0.2)
-    assert job.validate(2) != before
-    assert all(module.training for module in job.learner.modules)
+    assert run.validate(2) != before
+    assert all(module.training for module in run.context.modules)
 
 
 def test_more_learning_rates_than_trainable_encoders_are_refused(place):
     with pytest.raises(UsageError, match=r"text_encoder.learning_rates holds 2 rates"):
-        place.job("a", text_encoder__learning_rates=(1e-3, 1e-3))
+        place.run("a", text_encoder__learning_rates=(1e-3, 1e-3))
     with pytest.raises(UsageError, match=r"at most 1 rate: --set 'text_encoder.learning_rates=\[0\.002\]'"):
         FAMILIES["sd15"].text_rates((2e-3, 1e-3))
     assert FAMILIES["sdxl"].text_rates((0.0, 1e-4, 0.0)) == {"text_encoder_2": 1e-4}
@@ -186,10 +186,10 @@ def twice(place: TinyPlace) -> Callable[..., list[dict]]:
     """The outcome of two runs with the given settings."""
 
     def run(**settings: object) -> list[dict]:
-        jobs = [place.job(name, steps=3, **settings) for name in ("a", "b")]
-        for job in jobs:
-            place.train(job)
-        return [outcome(job) for job in jobs]
+        runs = [place.run(name, steps=3, **settings) for name in ("a", "b")]
+        for run in runs:
+            place.train(run)
+        return [outcome(run) for run in runs]
 
     return run
 
@@ -203,12 +203,12 @@ def test_a_half_precision_run_keeps_fp32_masters_and_is_reproducible(precision, 
 def test_out_of_memory_splits_captions_too(place: TinyPlace, tmp_path: Path):
     """The step is repeated in halves, each with its own captions: equal up to rounding."""
     whole, halves = (
-        place.job(
+        place.run(
             name, steps=1, text_encoder__learning_rates=(1e-3,), train__effective_batch_size=4, data__max_aspect=1.0
         )
         for name in ("a", "b")
     )
-    encode, failed = halves.learner.texts.encode, []
+    encode, failed = halves.context.texts.encode, []
 
     def short(captions, known):
         if len(captions) > 2:
@@ -216,11 +216,11 @@ def test_out_of_memory_splits_captions_too(place: TinyPlace, tmp_path: Path):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return encode(captions, known)
 
-    halves = replace(halves, learner=replace(halves.learner, texts=replace(halves.learner.texts, encode=short)))
+    halves = replace(halves, context=replace(halves.context, texts=replace(halves.context.texts, encode=short)))
     place.train(whole)
     place.train(halves)
     assert failed
-    one, other = (outcome(job)["metrics.jsonl"][0]["loss"] for job in (whole, halves))
+    one, other = (outcome(run)["metrics.jsonl"][0]["loss"] for run in (whole, halves))
     assert one == pytest.approx(other, rel=1e-4)
 
 
@@ -232,7 +232,7 @@ def test_only_new_tokens_are_trained_and_at_their_own_learning_rate(place, tiny_
         "textual_inversion__num_vectors": 3,
         "captions__prefix": "<zobo> <zub> ",
     }
-    job = here.job(
+    run = here.run(
         "a",
         steps=2,
         lr_scheduler__warmup_steps=0,
@@ -240,14 +240,14 @@ def test_only_new_tokens_are_trained_and_at_their_own_learning_rate(place, tiny_
         textual_inversion__learning_rate=0.05,
         **words,
     )
-    parts = job.learner.texts.parts
+    parts = run.context.texts.parts
     before = {
         name: {key: value.clone() for key, value in each.state_dict().items()} for name, each in parts.encoders.items()
     }
-    here.train(job)
-    own = {name: master for name, master in job.learner.adapter.masters.items() if name.startswith("text_encoder")}
+    here.train(run)
+    own = {name: master for name, master in run.context.adapter.masters.items() if name.startswith("text_encoder")}
     assert sorted(name.partition(".")[0] for name in own) == ["text_encoder", "text_encoder_2"]
-    for group in job.learner.optimizer.param_groups:
+    for group in run.context.optimizer.param_groups:
         if any(each is master for each in group["params"] for master in own.values()):
             assert (group["lr"], group["weight_decay"]) == (0.05, 0.0)
     for component, encoder in parts.encoders.items():

@@ -17,7 +17,7 @@ from lora_trainer.models.memory import offload
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.quantization.store import make_quantizer, store_layers
 from lora_trainer.training.step import StepContext, backward
-from tests.training.tiny_job import TinyPlace
+from tests.training.tiny_run import TinyPlace
 
 CPU = torch.device("cpu")
 MICRO, SIDE = 2, 32
@@ -37,35 +37,35 @@ def subject_of(place: TinyPlace, *, products: bool = False) -> Subject:
     )
 
 
-def really_held(learner: StepContext, subject: Subject, *, offloaded: bool) -> int:
+def really_held(context: StepContext, subject: Subject, *, offloaded: bool) -> int:
     """Peak bytes of a step on the CPU without the weights. Offloaded tensors do not count."""
     account = Counted()
-    frozen, adapter = own_tensors(learner)
+    frozen, adapter = own_tensors(context)
     for tensor in (*frozen, *adapter):
         account.follow(tensor)
     before = account.now
     if offloaded:
-        learner = replace(learner, predict=Watched(account, learner.denoiser, CPU).around(learner.predict))
+        context = replace(context, predict=Watched(account, context.denoiser, CPU).around(context.predict))
     micro = _micro_batch(subject, MICRO, SIDE, SIDE)
     filled = {name: torch.zeros_like(each) for name, each in vars(micro).items() if isinstance(each, torch.Tensor)}
     cond = {name: torch.zeros_like(each) for name, each in micro.cond.items()}
     with account:
-        backward(learner, replace(micro, **filled, cond=cond).to(CPU, torch.float32), MICRO)
+        backward(context, replace(micro, **filled, cond=cond).to(CPU, torch.float32), MICRO)
     return account.most - before
 
 
 @pytest.mark.parametrize("checkpointed", [0, 2])
 def test_a_trace_shows_what_offloading_leaves_on_a_gpu(place: TinyPlace, monkeypatch, checkpointed):
     """Tensors below `least` bytes stay; of the others only those in transfer count."""
-    subject, learner = subject_of(place), place.job("traced").learner
-    checkpoint_blocks(learner.denoiser, checkpointed)
+    subject, context = subject_of(place), place.run("traced").context
+    checkpoint_blocks(context.denoiser, checkpointed)
 
     def moved_bytes(least: int, *, offloaded: bool) -> int:
         monkeypatch.setattr(offload, "LEAST_BYTES", least)
         found = trace(
             subject, micro=MICRO, height=SIDE, width=SIDE, checkpointed=checkpointed, offloaded=offloaded
         ).peak
-        assert found == pytest.approx(really_held(learner, subject, offloaded=offloaded), rel=0.05)
+        assert found == pytest.approx(really_held(context, subject, offloaded=offloaded), rel=0.05)
         return found
 
     whole = moved_bytes(64, offloaded=False)
@@ -77,8 +77,8 @@ def test_a_trace_shows_what_offloading_leaves_on_a_gpu(place: TinyPlace, monkeyp
 
 @pytest.mark.parametrize(("checkpointed", "chosen"), [(0, "full"), (99, "full"), (99, "selective")])
 def test_a_trace_counts_the_memory_of_int8_matmuls(place: TinyPlace, checkpointed, chosen):
-    subject, learner = subject_of(place, products=True), place.job("products").learner
-    store_layers(learner.denoiser, make_quantizer("int8", products=True))
-    checkpoint_blocks(learner.denoiser, checkpointed, chosen)
+    subject, context = subject_of(place, products=True), place.run("products").context
+    store_layers(context.denoiser, make_quantizer("int8", products=True))
+    checkpoint_blocks(context.denoiser, checkpointed, chosen)
     found = trace(subject, micro=MICRO, height=SIDE, width=SIDE, checkpointed=checkpointed, recompute=chosen).peak
-    assert found == pytest.approx(really_held(learner, subject, offloaded=False), rel=0.05)
+    assert found == pytest.approx(really_held(context, subject, offloaded=False), rel=0.05)

@@ -82,7 +82,7 @@ def measure(asked: Asked) -> Report:
             steps = tried.steps[count] = steps_of(subject, micro, asked.steps or STEPS)
             return steps is not None and under(steps, tried.expected[count], limit)
 
-        most = MOST if subject.learner.device.type == "cuda" else MOST_ON_CPU
+        most = MOST if subject.context.device.type == "cuda" else MOST_ON_CPU
         found = largest_that_fits(fits, most)
         planned = planned_largest(expected, limit, most)
     rows = batch_rows(subject.name, tried)
@@ -91,13 +91,13 @@ def measure(asked: Asked) -> Report:
 
 def steps_of(subject: Subject, micro: MicroBatch, steps: int) -> Steps | None:
     """Time steps of one micro-batch; None where memory ran out."""
-    learner, found = subject.learner, None
+    context, found = subject.context, None
     with memory_may_run_out():
-        found = take_steps(own_way(learner, [[micro]]), learner.device, WARM_UP, steps)
-        if learner.device.type == "cpu":
-            found = replace(found, held=on_cpu(learner, [micro])[1])
-    abort_step(learner)
-    free_memory(learner.device)
+        found = take_steps(own_way(context, [[micro]]), context.device, WARM_UP, steps)
+        if context.device.type == "cpu":
+            found = replace(found, held=on_cpu(context, [micro])[1])
+    abort_step(context)
+    free_memory(context.device)
     return found
 
 

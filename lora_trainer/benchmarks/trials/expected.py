@@ -56,15 +56,15 @@ def expected_of(resolved: Resolved, subject: Subject, micros: Sequence[MicroBatc
     height, width = largest.latents.shape[-2:]
     side = math.sqrt(height * width) * demand.downscale
     demand = replace(demand, resolution=round(side), samples=sum(len(micro.t) for micro in micros))
-    if subject.learner.device.type != "cuda":
+    if subject.context.device.type != "cuda":
         demand = replace(demand, offloaded=False)  # nothing moves there
-    denoiser = subject.learner.denoiser
+    denoiser = subject.context.denoiser
     held = checkpointed_blocks(denoiser), subject.precision, swapped_count(denoiser)
     parts = parts_of(demand, len(largest.t), *held)
     shapes = demand.shapes
     numbers = sum(map(math.prod, shapes))
     one_of_each = 4 * numbers
-    adapter = one_of_each if subject.precision == "fp32" else one_of_each + numbers * subject.learner.dtype.itemsize
+    adapter = one_of_each if subject.precision == "fp32" else one_of_each + numbers * subject.context.dtype.itemsize
     optimizer = round(parts.optimizer * GIB)
     passing = round((parts.adapter + parts.activations) * GIB) - adapter
     weights = round(parts.weights * GIB)

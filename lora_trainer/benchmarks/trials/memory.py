@@ -77,31 +77,31 @@ def measure(asked: Asked) -> Report:
     """Measure the memory of a step. Raises UserError."""
     with tempfile.TemporaryDirectory() as folder:
         subject = subject_of(asked.resolved, Path(folder), tiny=asked.tiny)
-        learner, inputs = subject.learner, inputs_of(subject)
+        context, inputs = subject.context, inputs_of(subject)
         largest = max(inputs, key=lambda micros: max(micro.latents.numel() for micro in micros))
         expected = expected_of(asked.resolved, subject, largest)
-        measured, held = measured_parts(learner, largest)
-        steps = take_steps(own_way(learner, inputs), learner.device, WARM_UP, asked.steps or STEPS)
+        measured, held = measured_parts(context, largest)
+        steps = take_steps(own_way(context, inputs), context.device, WARM_UP, asked.steps or STEPS)
     rows = part_rows(subject, expected, measured, held, steps, gpu_gib(asked.resolved.config))
-    return Report(rows, ABOUT, notes_on(learner.device, expected, measured, held), COLUMNS, first="part")
+    return Report(rows, ABOUT, notes_on(context.device, expected, measured, held), COLUMNS, first="part")
 
 
-def measured_parts(learner: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Held]:
+def measured_parts(context: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Held]:
     """Take two steps: the first makes the optimizer's state, the second shows the peak."""
-    return on_gpu(learner, micros) if learner.device.type == "cuda" else on_cpu(learner, micros)
+    return on_gpu(context, micros) if context.device.type == "cuda" else on_cpu(context, micros)
 
 
-def own_tensors(learner: StepContext) -> tuple[list[Tensor], list[Tensor]]:
+def own_tensors(context: StepContext) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors that exist before the first step: the frozen ones, and the adapter's."""
-    adapter: list[Tensor] = [*learner.adapter.copies.values(), *learner.adapter.masters.values()]
+    adapter: list[Tensor] = [*context.adapter.copies.values(), *context.adapter.masters.values()]
     mine = {id(tensor) for tensor in adapter}
-    frozen = [each for each in (*learner.denoiser.parameters(), *learner.denoiser.buffers()) if id(each) not in mine]
+    frozen = [each for each in (*context.denoiser.parameters(), *context.denoiser.buffers()) if id(each) not in mine]
     return frozen, adapter
 
 
-def state_of(learner: StepContext) -> list[Tensor]:
+def state_of(context: StepContext) -> list[Tensor]:
     """What the optimizer keeps by now."""
-    return [each for kept in learner.optimizer.state.values() for each in kept.values() if isinstance(each, Tensor)]
+    return [each for kept in context.optimizer.state.values() for each in kept.values() if isinstance(each, Tensor)]
 
 
 def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
@@ -112,18 +112,18 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
     return sum(-(-size // ROUNDING) * ROUNDING for size in storages.values())
 
 
-def on_cpu(learner: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Held]:
+def on_cpu(context: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Held]:
     """Count storages while two steps are taken."""
-    frozen, adapter = own_tensors(learner)
+    frozen, adapter = own_tensors(context)
     account = Counted()
-    way = own_way(learner, [micros])
+    way = own_way(context, [micros])
     for tensor in frozen:
         account.follow(tensor)
     weights = account.now
     for tensor in adapter:
         account.follow(tensor)
     own = account.now - weights
-    for tensor in state_of(learner):
+    for tensor in state_of(context):
         account.follow(tensor)
     with account:
         way(0)
@@ -135,15 +135,15 @@ def on_cpu(learner: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Held
     return AtPeak(weights=weights, adapter=own, optimizer=optimizer, passing=passing), Held(most)
 
 
-def on_gpu(learner: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Held]:
+def on_gpu(context: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Held]:
     """Ask the allocator while two steps are taken."""
-    device, way = learner.device, own_way(learner, [micros])
-    frozen, adapter = own_tensors(learner)
+    device, way = context.device, own_way(context, [micros])
+    frozen, adapter = own_tensors(context)
     weights, own = bytes_of(frozen, device), bytes_of(adapter, device)
     way(0)
     free_memory(device)
     before = torch.cuda.memory_allocated(device)
-    optimizer = bytes_of(state_of(learner), device)
+    optimizer = bytes_of(state_of(context), device)
     torch.cuda.reset_peak_memory_stats(device)
     retries = retries_of(device)
     way(1)

@@ -18,10 +18,10 @@ from lora_trainer.benchmarks.turns import timed_in_turn
 def fused_pair(asked: Asked, folder: Path, steps: int) -> Pair:
     """Both on copies of the same masters with the same gradients. Raises UserError."""
     subject = subject_of(asked.resolved, folder, tiny=asked.tiny)
-    learner = subject.learner
+    context = subject.context
 
     def taken(fused: bool) -> torch.optim.Optimizer:
-        copies = [nn.Parameter(master.detach().clone()) for master in learner.masters]
+        copies = [nn.Parameter(master.detach().clone()) for master in context.masters]
         for copy in copies:
             copy.grad = torch.full_like(copy, 1e-3)
         return torch.optim.AdamW(copies, lr=RATE, fused=fused, foreach=False)
@@ -32,5 +32,5 @@ def fused_pair(asked: Asked, folder: Path, steps: int) -> Pair:
 
         return step
 
-    timed = timed_in_turn({"plain": way(taken(False)), "fused": way(taken(True))}, steps, learner.device)
+    timed = timed_in_turn({"plain": way(taken(False)), "fused": way(taken(True))}, steps, context.device)
     return Pair(subject.name, *(Steps(tuple(each.wall), (), Held(), 0.0) for each in timed.values()))

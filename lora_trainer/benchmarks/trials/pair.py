@@ -49,20 +49,20 @@ def measured_pair(without: Resolved, with_it: Resolved, folder: Path, *, tiny: b
     Raises UserError.
     """
     first = subject_as_asked(without, folder, tiny=tiny)
-    name, device = first.name, first.learner.device
+    name, device = first.name, first.context.device
     if device.type == "cuda":
-        one = take_steps(own_way(first.learner, inputs_of(first)), device, warm_up, steps)
+        one = take_steps(own_way(first.context, inputs_of(first)), device, warm_up, steps)
         del first
         free_memory(device)
         second = subject_as_asked(with_it, folder, tiny=tiny)
-        return Pair(name, one, take_steps(own_way(second.learner, inputs_of(second)), device, warm_up, steps))
+        return Pair(name, one, take_steps(own_way(second.context, inputs_of(second)), device, warm_up, steps))
     return Pair(name, *in_turn(first, subject_as_asked(with_it, folder, tiny=tiny), warm_up, steps))
 
 
 def in_turn(first: Subject, second: Subject, warm_up: int, steps: int) -> tuple[Steps, Steps]:
     """Steps of both on a CPU, first the one and then the other, every other time the other way round."""
     inputs = [inputs_of(each) for each in (first, second)]
-    ways = [own_way(each.learner, given) for each, given in zip((first, second), inputs, strict=True)]
+    ways = [own_way(each.context, given) for each, given in zip((first, second), inputs, strict=True)]
     seconds: list[list[float]] = [[], []]
     losses: list[list[Tensor]] = [[], []]
     for number in range(max(warm_up + steps, FIRST)):
@@ -70,7 +70,7 @@ def in_turn(first: Subject, second: Subject, warm_up: int, steps: int) -> tuple[
             taken, loss = timed(ways[which], number)
             seconds[which].append(taken)
             losses[which].append(loss)
-    held: list[Held] = [on_cpu(each.learner, given[0])[1] for each, given in zip((first, second), inputs, strict=True)]
+    held: list[Held] = [on_cpu(each.context, given[0])[1] for each, given in zip((first, second), inputs, strict=True)]
     made = [
         Steps(
             tuple(seconds[which][warm_up:]),

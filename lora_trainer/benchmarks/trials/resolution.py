@@ -106,13 +106,13 @@ def sides_of(resolved: Resolved, *, tiny: bool) -> tuple[int, ...]:
 def row_of(resolved: Resolved, asked: Asked, side: int, rows: list[ResolutionRow]) -> ResolutionRow:
     with tempfile.TemporaryDirectory() as folder:
         subject = subject_of(resolved, Path(folder), tiny=asked.tiny)
-        learner, inputs = subject.learner, inputs_of(subject)
+        context, inputs = subject.context, inputs_of(subject)
         largest = max(inputs, key=lambda micros: max(micro.latents.numel() for micro in micros))
         expected = expected_of(resolved, subject, largest)
         before, after = what_it_brings(subject)
-        steps = take_steps(own_way(learner, inputs), learner.device, WARM_UP, asked.steps or STEPS)
-        held = on_cpu(learner, largest)[1] if learner.device.type == "cpu" else steps.held
-    free_memory(learner.device)
+        steps = take_steps(own_way(context, inputs), context.device, WARM_UP, asked.steps or STEPS)
+        held = on_cpu(context, largest)[1] if context.device.type == "cpu" else steps.held
+    free_memory(context.device)
     low, high = steps.tenths
     return ResolutionRow(
         name=str(side),
@@ -131,11 +131,11 @@ def row_of(resolved: Resolved, asked: Asked, side: int, rows: list[ResolutionRow
 
 def what_it_brings(subject: Subject) -> tuple[float | None, float | None]:
     """The validation loss before and after training on so many samples of the run's own data."""
-    job = subject.job
-    if job.validate is None:
+    run = subject.run
+    if run.validate is None:
         return None, None
-    before = job.validate(TOGETHER)
-    way = own_way(subject.learner, [job.micros(step) for step in range(TRAINED)], job.config.optimizer.learning_rate)
+    before = run.validate(TOGETHER)
+    way = own_way(subject.context, [run.micros(step) for step in range(TRAINED)], run.config.optimizer.learning_rate)
     for step in range(TRAINED):
         way(step)
-    return before, job.validate(TOGETHER)
+    return before, run.validate(TOGETHER)

@@ -146,16 +146,16 @@ def measured_row(spec: Spec, asking: Asking) -> TableRow:
     resolved = settings_of(spec, asking, gpu)
     with tempfile.TemporaryDirectory() as folder:
         subject = subject_as_asked(resolved, Path(folder), tiny=asking.tiny, shapes=spec.shapes)
-    learner = subject.learner
+    context = subject.context
     inputs = inputs_of(subject)
     if spec.shapes > 1:
         inputs = [[shaped(micro, number % spec.shapes) for micro in micros] for number, micros in enumerate(inputs)]
     expected = None if asking.tiny else expected_of(resolved, subject, inputs[0])
     before = compilations()
-    steps = take_steps(way_of(spec, subject, inputs), learner.device, asking.warm_up, asking.steps)
+    steps = take_steps(way_of(spec, subject, inputs), context.device, asking.warm_up, asking.steps)
     made = compilations() - before
-    if learner.device.type == "cpu" and spec.way == "ours":
-        _, held = on_cpu(learner, inputs[0])
+    if context.device.type == "cpu" and spec.way == "ours":
+        _, held = on_cpu(context, inputs[0])
         steps = replace(steps, held=held)
     return row_from(spec, subject, inputs, steps, expected, made)
 
@@ -163,9 +163,9 @@ def measured_row(spec: Spec, asking: Asking) -> TableRow:
 def way_of(spec: Spec, subject: Subject, inputs: list[list[MicroBatch]]) -> Callable[[int], Tensor]:
     """The trainer's own step, or the step as diffusers' example does it: autocast, LoRA in fp32, cached inputs."""
     if spec.way == "ours":
-        return own_way(subject.learner, inputs)
-    parameters = add_usual_adapter(subject.learner.denoiser)
-    use_adapter(subject.learner.denoiser, USUAL)
+        return own_way(subject.context, inputs)
+    parameters = add_usual_adapter(subject.context.denoiser)
+    use_adapter(subject.context.denoiser, USUAL)
     usual, nothing = usual_step(subject, parameters, inputs, None), torch.zeros(())
 
     def step(number: int) -> Tensor:
@@ -212,7 +212,7 @@ def row_from(
         error=error,
         retries=None if held.allocated is None else held.retries,
         precision=subject.precision,
-        checkpointed=checkpointed_blocks(subject.learner.denoiser),
+        checkpointed=checkpointed_blocks(subject.context.denoiser),
         micro=max(len(micro.t) for micro in inputs[0]),
         warm_up_seconds=steps.warming,
         compilations=compiled or None,

@@ -14,7 +14,7 @@ from lora_trainer.benchmarks.trials.steps import Held, Steps, inputs_of, own_way
 from lora_trainer.benchmarks.turns import in_turn
 from lora_trainer.training.checkpoints.save import arrived, save, take, write
 from lora_trainer.training.checkpoints.writer import Buffers
-from lora_trainer.training.job import LoopContext
+from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 
 EVERY = 5  # steps: far more often than any run saves, so that it can be seen
@@ -24,27 +24,27 @@ def saving_pair(asked: Asked, folder: Path, steps: int) -> Pair:
     """Seconds of a step with a checkpoint after each fifth, over rounds of five. Raises UserError."""
     subject = subject_of(asked.resolved, folder, tiny=asked.tiny)
     folder.mkdir(parents=True, exist_ok=True)
-    job = replace(subject.job, folder=folder)
-    way = own_way(subject.learner, inputs_of(subject))
-    rounds: dict[Callable[[LoopContext, TrainState], None], list[float]] = {in_the_loop: [], save: []}
-    with job.writer:
+    run = replace(subject.run, folder=folder)
+    way = own_way(subject.context, inputs_of(subject))
+    rounds: dict[Callable[[Run, TrainState], None], list[float]] = {in_the_loop: [], save: []}
+    with run.writer:
         for number in range(1 + max(2, steps // EVERY)):
             for how in in_turn(list(rounds), number):
-                wait_for(job.learner.device)
+                wait_for(run.context.device)
                 began = time.perf_counter()
                 for step in range(EVERY):
                     way(step)
-                how(job, TrainState(step=EVERY * (number + 1)))
-                wait_for(job.learner.device)
+                how(run, TrainState(step=EVERY * (number + 1)))
+                wait_for(run.context.device)
                 if number:  # the first warms
                     rounds[how].append((time.perf_counter() - began) / EVERY)
     one, other = (Steps(tuple(seconds), (), Held(), 0.0) for seconds in rounds.values())
     return Pair(subject.name, one, other)
 
 
-def in_the_loop(job: LoopContext, state: TrainState) -> None:
+def in_the_loop(run: Run, state: TrainState) -> None:
     """Copy, write and flush while the loop waits."""
     buffers: Buffers = {}
-    checkpoint, ready = take(job, state, buffers), arrived(job)
+    checkpoint, ready = take(run, state, buffers), arrived(run)
     ready()
-    write(job, checkpoint, 0)
+    write(run, checkpoint, 0)

@@ -93,7 +93,7 @@ def inputs_of(subject: Subject, count: int = INPUTS) -> list[list[MicroBatch]]:
 
 
 def own_way(
-    learner: StepContext,
+    context: StepContext,
     inputs: Sequence[list[MicroBatch]],
     rate: float = RATE,
     feed: Callable[[list[MicroBatch]], Iterable[MicroBatch]] = iter,
@@ -102,8 +102,8 @@ def own_way(
 
     def step(number: int) -> Tensor:
         micros = inputs[number % len(inputs)]
-        samples = sum(len(micro.latents) for micro in micros) * learner.world
-        return train_step(learner, feed(micros), samples, rate).loss
+        samples = sum(len(micro.latents) for micro in micros) * context.world
+        return train_step(context, feed(micros), samples, rate).loss
 
     return step
 

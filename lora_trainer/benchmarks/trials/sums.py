@@ -55,27 +55,27 @@ def sums_pair(asked: Asked, folder: Path, steps: int) -> Pair:
 def work(order: Mapping[str, Any], answer: Path) -> None:
     """Take steps of both kinds in turn with the others; the first process writes its seconds."""
     joined = join(order, [])
-    learner, inputs = joined.learner, joined.inputs
+    context, inputs = joined.context, joined.inputs
     ways = {
-        "each": own_way(learner, inputs, feed=partial(averaged_between, learner)),
-        "once": own_way(learner, inputs),
+        "each": own_way(context, inputs, feed=partial(averaged_between, context)),
+        "once": own_way(context, inputs),
     }
-    timed = timed_in_turn(ways, order["steps"], learner.device)
+    timed = timed_in_turn(ways, order["steps"], context.device)
     if joined.processes.is_main:
         write_json(answer, {"model": joined.name, **{way: seconds.wall for way, seconds in timed.items()}})
     joined.processes.wait()
 
 
-def averaged_between(learner: StepContext, micros: list[MicroBatch]) -> Iterator[MicroBatch]:
+def averaged_between(context: StepContext, micros: list[MicroBatch]) -> Iterator[MicroBatch]:
     """A step's micro-batches; between two of them the gradients so far become the mean over all processes.
 
     So the sum at the step's end is what it is without: each process brings its share of what all have averaged.
     """
     for number, micro in enumerate(micros):
-        if number and learner.reduce is not None:
-            gradients = all_gradients(learner.masters)
-            flat = learner.reduce(torch.cat([each.flatten() for each in gradients]))
-            spread(flat.div_(learner.world), gradients)
+        if number and context.reduce is not None:
+            gradients = all_gradients(context.masters)
+            flat = context.reduce(torch.cat([each.flatten() for each in gradients]))
+            spread(flat.div_(context.world), gradients)
         yield micro
 
 

@@ -29,7 +29,7 @@ class Joined:
 
     name: str
     processes: Processes
-    learner: StepContext
+    context: StepContext
     inputs: list[list[MicroBatch]]
 
 
@@ -39,21 +39,21 @@ def join(order: Mapping[str, Any], summed: list[int]) -> Joined:
     resolved = resolve([Layer(name, values) for name, values in order["layers"].items()])
     with tempfile.TemporaryDirectory() as folder:
         subject = subject_of(resolved, Path(folder), tiny=order["tiny"], named=order["named"])
-    learner = replace(subject.learner, rank=processes.rank, world=processes.world)
+    context = replace(subject.context, rank=processes.rank, world=processes.world)
     if processes.reduce is not None:
         reduce = noting(processes.reduce, summed)
-        learner = replace(learner, reduce=reduce, await_gpu=processes.await_gpu)
+        context = replace(context, reduce=reduce, await_gpu=processes.await_gpu)
     inputs = inputs_of(subject, INPUTS * processes.world)[processes.rank :: processes.world]
     processes.wait()
-    return Joined(subject.name, processes, learner, inputs)
+    return Joined(subject.name, processes, context, inputs)
 
 
 def work(order: Mapping[str, Any], answer: Path) -> None:
     """Take steps with the others; the first process writes its times."""
     summed: list[int] = []
     joined = join(order, summed)
-    processes, learner = joined.processes, joined.learner
-    steps = take_steps(own_way(learner, joined.inputs), learner.device, WARM_UP, order["steps"])
+    processes, context = joined.processes, joined.context
+    steps = take_steps(own_way(context, joined.inputs), context.device, WARM_UP, order["steps"])
     samples = sum(len(micro.t) for micro in joined.inputs[0]) * processes.world
     low, high = steps.tenths
     if processes.is_main:

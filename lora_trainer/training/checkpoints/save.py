@@ -22,7 +22,7 @@ from lora_trainer.training.checkpoints.checkpoint import (
     unflatten,
 )
 from lora_trainer.training.checkpoints.writer import Buffers
-from lora_trainer.training.job import LoopContext, is_regular
+from lora_trainer.training.run import Run, is_regular
 from lora_trainer.training.state import TrainState
 
 
@@ -30,21 +30,21 @@ def nothing() -> None:
     pass
 
 
-def take(job: LoopContext, state: TrainState, buffers: Buffers | None = None) -> Checkpoint:
+def take(run: Run, state: TrainState, buffers: Buffers | None = None) -> Checkpoint:
     """What resuming from here needs: copies on the CPU, in `buffers` where they fit.
 
     Of weights on a GPU the copies are under way: `arrived` says when they are there.
     """
-    learner, into = job.learner, {} if buffers is None else buffers
-    tensors, rest = flatten(learner.optimizer.state_dict(), "optimizer")
-    average = learner.average.values if learner.average else None
+    context, into = run.context, {} if buffers is None else buffers
+    tensors, rest = flatten(context.optimizer.state_dict(), "optimizer")
+    average = context.average.values if context.average else None
     return Checkpoint(
         state=state,
-        adapter=copied(learner.adapter.masters, into, "adapter"),
+        adapter=copied(context.adapter.masters, into, "adapter"),
         average=None if average is None else copied(average, into, "average"),
         optimizer=unflatten(rest, copied(tensors, into)),
-        scaler=learner.scaler.state_dict() if learner.scaler else None,
-        settings=job.settings,
+        scaler=context.scaler.state_dict() if context.scaler else None,
+        settings=run.settings,
     )
 
 
@@ -60,9 +60,9 @@ def copied(values: Mapping[str, Tensor], buffers: Buffers, prefix: str = "") -> 
     return copies
 
 
-def arrived(job: LoopContext) -> Callable[[], None]:
+def arrived(run: Run) -> Callable[[], None]:
     """A function that returns when the copies made until now are there."""
-    if job.learner.device.type != "cuda":
+    if run.context.device.type != "cuda":
         return nothing
     event = torch.cuda.Event()
     event.record()
@@ -70,7 +70,7 @@ def arrived(job: LoopContext) -> Callable[[], None]:
 
 
 def save(
-    job: LoopContext,
+    run: Run,
     state: TrainState,
     before: Callable[[], None] = nothing,
     *,
@@ -82,120 +82,120 @@ def save(
     `before` is called in the thread that writes. With `last` all is on the disk when this returns. `held_up` are the
     seconds that the loop has been held up for this already.
     """
-    if not job.processes.is_main:
+    if not run.processes.is_main:
         return
     began = time.perf_counter() - held_up
-    if last or not is_regular(job, state.step):
-        job.writer.settle()  # no other takes the place of a regular one: the run goes back to these
-    buffers = job.writer.buffers("checkpoint")
-    checkpoint, ready = take(job, state, buffers), arrived(job)
+    if last or not is_regular(run, state.step):
+        run.writer.settle()  # no other takes the place of a regular one: the run goes back to these
+    buffers = run.writer.buffers("checkpoint")
+    checkpoint, ready = take(run, state, buffers), arrived(run)
 
     def bring() -> None:
         ready()
         before()
-        write(job, checkpoint, bytes_of(buffers))
+        write(run, checkpoint, bytes_of(buffers))
 
-    job.writer.put("checkpoint", bring, buffers)
-    job.writer.stalls.append(time.perf_counter() - began)
+    run.writer.put("checkpoint", bring, buffers)
+    run.writer.stalls.append(time.perf_counter() - began)
     if last:
-        job.writer.settle()
+        run.writer.settle()
 
 
-def write(job: LoopContext, checkpoint: Checkpoint, size: int) -> None:
+def write(run: Run, checkpoint: Checkpoint, size: int) -> None:
     """Bring a checkpoint of `size` bytes to the disk, and delete those that it makes superfluous."""
-    state, keep = checkpoint.state, job.config.checkpoint.keep_last
-    bring = partial(save_checkpoint, job.checkpoints, checkpoint)
-    write_with_retry(f"the checkpoint of step {state.step}", job.folder, bring, size)
-    prune(job.checkpoints, keep, state.step, partial(is_regular, job))
-    prune_best(job.checkpoints, state.step, state.best_step)
+    state, keep = checkpoint.state, run.config.checkpoint.keep_last
+    bring = partial(save_checkpoint, run.checkpoints, checkpoint)
+    write_with_retry(f"the checkpoint of step {state.step}", run.folder, bring, size)
+    prune(run.checkpoints, keep, state.step, partial(is_regular, run))
+    prune_best(run.checkpoints, state.step, state.best_step)
 
 
-def keep_best(job: LoopContext, step: int) -> None:
+def keep_best(run: Run, step: int) -> None:
     """Hand over the weights that are the best until now: they are written before any checkpoint that names them."""
-    if not job.processes.is_main:
+    if not run.processes.is_main:
         return
-    buffers = job.writer.buffers("best")
-    weights, ready = copied(job.learner.shown(), buffers), arrived(job)
+    buffers = run.writer.buffers("best")
+    weights, ready = copied(run.context.shown(), buffers), arrived(run)
 
     def bring() -> None:
         ready()
-        file = partial(save_best, job.checkpoints, step, weights)
-        write_with_retry(f"the file of the best weights, of step {step},", job.folder, file, bytes_of(buffers))
+        file = partial(save_best, run.checkpoints, step, weights)
+        write_with_retry(f"the file of the best weights, of step {step},", run.folder, file, bytes_of(buffers))
 
-    job.writer.put("best", bring, buffers)
+    run.writer.put("best", bring, buffers)
 
 
-def keep_weights(job: LoopContext, step: int) -> None:
+def keep_weights(run: Run, step: int) -> None:
     """Hand over the weights of a step as a LoRA file that is kept for good."""
-    if not job.processes.is_main or job.export is None:
+    if not run.processes.is_main or run.export is None:
         return
-    if job.writer.waits("weights"):
-        job.writer.settle()  # each is written, so none may heap up before a slow disk
-    buffers = job.writer.buffers("weights")
-    weights, ready, export = copied(job.learner.shown(), buffers), arrived(job), job.export
+    if run.writer.waits("weights"):
+        run.writer.settle()  # each is written, so none may heap up before a slow disk
+    buffers = run.writer.buffers("weights")
+    weights, ready, export = copied(run.context.shown(), buffers), arrived(run), run.export
 
     def bring() -> None:
         ready()
-        write_with_retry(f"the LoRA of step {step}", job.folder, partial(export, step, weights), bytes_of(buffers))
+        write_with_retry(f"the LoRA of step {step}", run.folder, partial(export, step, weights), bytes_of(buffers))
 
-    job.writer.put("weights", bring, buffers)
+    run.writer.put("weights", bring, buffers)
 
 
-def save_alone(job: LoopContext, state: TrainState) -> None:
+def save_alone(run: Run, state: TrainState) -> None:
     """Save what was trained, where no other process is waited for."""
     if state.step > 0:
-        save(job, state, last=True)
+        save(run, state, last=True)
 
 
-def settle(job: LoopContext) -> None:
+def settle(run: Run) -> None:
     """Return when all that was handed over is on the disk, for every process."""
-    job.writer.settle()
-    job.processes.wait()
+    run.writer.settle()
+    run.processes.wait()
 
 
-def restore(job: LoopContext, start: Checkpoint) -> TrainState:
+def restore(run: Run, start: Checkpoint) -> TrainState:
     """Put weights, their average, optimizer and scaler back to where a checkpoint was taken."""
-    learner = job.learner
-    learner.adapter.load(start.adapter)
-    if learner.average and start.average:
-        learner.average.load(start.average)
+    context = run.context
+    context.adapter.load(start.adapter)
+    if context.average and start.average:
+        context.average.load(start.average)
     with torch.no_grad():
-        learner.optimizer.load_state_dict(start.optimizer)
-    if learner.scaler and start.scaler:
-        learner.scaler.load_state_dict(start.scaler)
+        context.optimizer.load_state_dict(start.optimizer)
+    if context.scaler and start.scaler:
+        context.scaler.load_state_dict(start.scaler)
     return start.state
 
 
-def returning_point(job: LoopContext, before: int | None = None) -> Checkpoint | None:
+def returning_point(run: Run, before: int | None = None) -> Checkpoint | None:
     """The newest checkpoint, of a step `before` that one, that the run's own rhythm wrote, which no stop by a signal moves.
 
     Where none of them can be read, as after a change of the rhythm, the newest of all.
     """
-    settle(job)
+    settle(run)
 
     def wanted(step: int) -> bool:
         return before is None or step < before
 
-    regular, _ = newest_valid(job.checkpoints, lambda step: wanted(step) and is_regular(job, step))
-    found = regular or newest_valid(job.checkpoints, wanted)[0]
+    regular, _ = newest_valid(run.checkpoints, lambda step: wanted(step) and is_regular(run, step))
+    found = regular or newest_valid(run.checkpoints, wanted)[0]
     return found[1] if found else None
 
 
-def forget_after(job: LoopContext, step: int) -> None:
+def forget_after(run: Run, step: int) -> None:
     """Delete what was saved of later steps than `step`, to which all processes went back: it would be resumed from."""
-    job.processes.wait()  # all have read theirs
-    if job.processes.is_main:
-        write_with_retry("the folder of checkpoints", job.folder, partial(forget_files, job, step))
-    job.processes.wait()
+    run.processes.wait()  # all have read theirs
+    if run.processes.is_main:
+        write_with_retry("the folder of checkpoints", run.folder, partial(forget_files, run, step))
+    run.processes.wait()
 
 
-def forget_files(job: LoopContext, step: int) -> None:
+def forget_files(run: Run, step: int) -> None:
     """The same, as the disk says it: raises OSError."""
-    job.withdraw(step)
-    drop_after(job.checkpoints, step)
-    drop_best_after(job.checkpoints, step)
-    if job.checkpoints.exists():
-        flush_folder(job.checkpoints)
+    run.withdraw(step)
+    drop_after(run.checkpoints, step)
+    drop_best_after(run.checkpoints, step)
+    if run.checkpoints.exists():
+        flush_folder(run.checkpoints)
 
 
 def bytes_of(buffers: Buffers) -> int:

@@ -24,10 +24,10 @@ from lora_trainer.training.checkpoints.checkpoint import (
 )
 from lora_trainer.training.checkpoints.save import save, settle, take
 from lora_trainer.training.checkpoints.writer import Item, Kind, Writer, still_wanted
-from lora_trainer.training.job import LoopContext
+from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 from tests.recipes.recipe import patched
-from tests.training.tiny_job import TinyPlace, outcome
+from tests.training.tiny_run import TinyPlace, outcome
 
 kinds = st.sampled_from(["checkpoint", "best", "weights"])
 
@@ -131,17 +131,17 @@ def test_a_write_error_is_raised_in_the_loop_once() -> None:
 
 
 def test_a_snapshot_does_not_change_with_the_weights(place: TinyPlace) -> None:
-    job = place.job("run", steps=3, train__ema_decay=0.5, checkpoint__every_n_steps=1)
+    run = place.run("run", steps=3, train__ema_decay=0.5, checkpoint__every_n_steps=1)
     taken: list[Checkpoint] = []
     copies: list[dict[str, torch.Tensor]] = []
 
-    def remembered(job: LoopContext, state: TrainState, *buffers: Any) -> Checkpoint:
-        taken.append(take(job, state))
-        copies.append({name: value.detach().clone() for name, value in job.learner.adapter.masters.items()})
-        return take(job, state, *buffers)
+    def remembered(run: Run, state: TrainState, *buffers: Any) -> Checkpoint:
+        taken.append(take(run, state))
+        copies.append({name: value.detach().clone() for name, value in run.context.adapter.masters.items()})
+        return take(run, state, *buffers)
 
     with patched(saving, "take", remembered):
-        place.train(job)
+        place.train(run)
     assert len(taken) == 3
     for checkpoint, copy in zip(taken, copies, strict=True):
         assert all(torch.equal(checkpoint.adapter[name], copy[name]) for name in copy)
@@ -156,7 +156,7 @@ def test_a_slow_disk_skips_some_checkpoints_and_loses_nothing(place: TinyPlace) 
         "validation__every_n_steps": 1,
         "optimizer__learning_rate": 0.3,
     }
-    quick, slow = (place.job(name, steps=6, **settings) for name in ("quick", "slow"))
+    quick, slow = (place.run(name, steps=6, **settings) for name in ("quick", "slow"))
     place.train(quick)
     opened = threading.Event()
 
@@ -180,60 +180,60 @@ def test_a_slow_disk_skips_some_checkpoints_and_loses_nothing(place: TinyPlace) 
 
 
 def test_a_full_disk_ends_the_run_by_the_next_step(place: TinyPlace) -> None:
-    job = place.job("run", steps=40, checkpoint__every_n_steps=2)
+    run = place.run("run", steps=40, checkpoint__every_n_steps=2)
     calls: list[int] = []
 
     def samples_in(step: int) -> int:
         calls.append(step)
-        job.writer._changed.acquire()
-        job.writer._changed.wait_for(lambda: not job.writer._busy, timeout=300)  # a loop as slow as a real one
-        job.writer._changed.release()
-        return job.samples_in(step)
+        run.writer._changed.acquire()
+        run.writer._changed.wait_for(lambda: not run.writer._busy, timeout=300)  # a loop as slow as a real one
+        run.writer._changed.release()
+        return run.samples_in(step)
 
     def full(*_: object) -> None:
         raise TrainingFailed(Problem("The disk is full."))
 
     with patched(saving, "save_checkpoint", full), pytest.raises(TrainingFailed, match="full"):
-        place.train(replace(job, samples_in=samples_in))
+        place.train(replace(run, samples_in=samples_in))
     assert max(calls) <= 3
 
 
 def test_a_checkpoint_of_a_stop_never_replaces_a_regular_one(place: TinyPlace) -> None:
-    job = place.job("run", steps=6, checkpoint__every_n_steps=4, checkpoint__keep_last=1)
-    with job.writer:
+    run = place.run("run", steps=6, checkpoint__every_n_steps=4, checkpoint__keep_last=1)
+    with run.writer:
         for step in (4, 5, 6):
-            save(job, TrainState(step=step), last=step == 6)
-    assert [step_of(path) for path in list_checkpoints(job.checkpoints)] == [6, 4]
-    settle(job)
+            save(run, TrainState(step=step), last=step == 6)
+    assert [step_of(path) for path in list_checkpoints(run.checkpoints)] == [6, 4]
+    settle(run)
 
 
 def test_samples_come_after_the_checkpoint_of_their_step(place: TinyPlace) -> None:
-    job = place.job("run", steps=4, checkpoint__every_n_steps=4, sample__every_n_steps=2)
+    run = place.run("run", steps=4, checkpoint__every_n_steps=4, sample__every_n_steps=2)
     there: list[list[int]] = []
     drawn = replace(
-        job, sample=lambda state: there.append([step_of(path) for path in list_checkpoints(job.checkpoints)])
+        run, sample=lambda state: there.append([step_of(path) for path in list_checkpoints(run.checkpoints)])
     )
     place.train(drawn)
     assert there == [[2]]
 
 
 def test_epochs_between_checkpoints(place: TinyPlace) -> None:
-    job = place.job("run", steps=12, checkpoint__every_n_steps=4, checkpoint__every_n_epochs=1, checkpoint__keep_last=9)
-    place.train(job)
-    epochs = set(range(job.steps_per_epoch, 13, job.steps_per_epoch))
+    run = place.run("run", steps=12, checkpoint__every_n_steps=4, checkpoint__every_n_epochs=1, checkpoint__keep_last=9)
+    place.train(run)
+    epochs = set(range(run.steps_per_epoch, 13, run.steps_per_epoch))
     assert len(epochs) > 1
-    assert {step_of(path) for path in list_checkpoints(job.checkpoints)} == {4, 8, 12} | epochs
+    assert {step_of(path) for path in list_checkpoints(run.checkpoints)} == {4, 8, 12} | epochs
 
 
 def test_the_time_a_checkpoint_blocks_the_loop_counts_from_its_start(place: TinyPlace) -> None:
     """With the check of the weights and the wait for earlier snapshots."""
-    job, clock = place.job("a", checkpoint__every_n_steps=2), [100.0]
+    run, clock = place.run("a", checkpoint__every_n_steps=2), [100.0]
 
     def settle() -> None:
         clock[0] += 5.0
 
-    job.writer.settle = settle  # type: ignore[method-assign]
+    run.writer.settle = settle  # type: ignore[method-assign]
     with patched(saving.time, "perf_counter", lambda: clock[0]):
-        save(job, TrainState(step=2), held_up=0.25)
-        save(job, TrainState(step=3), held_up=0.25)
-    assert job.writer.stalls == [0.25, 5.25]
+        save(run, TrainState(step=2), held_up=0.25)
+        save(run, TrainState(step=3), held_up=0.25)
+    assert run.writer.stalls == [0.25, 5.25]

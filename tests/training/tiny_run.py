@@ -4,7 +4,7 @@
     job = place.job("a", steps=6, optimizer__name="lion")
     state, interrupt = place.train(job)
 
-Inspect `job.learner`, `job.folder` and `job.checkpoints`; replace what the loop calls with
+Inspect `run.context`, `run.folder` and `run.checkpoints`; replace what the loop calls with
 `dataclasses.replace(job, …)`.
 """
 
@@ -40,9 +40,9 @@ from lora_trainer.run.settings import settle
 from lora_trainer.training import metrics
 from lora_trainer.training.checkpoints.best import best_path
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
-from lora_trainer.training.job import LoopContext
 from lora_trainer.training.loop import train
 from lora_trainer.training.processes import Processes
+from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 from tests.recipes.recipe import QUICK, tensor_bytes
 
@@ -59,7 +59,7 @@ class TinyPlace:
     folder: Path
     cache: Path
 
-    def job(self, name: str, *, steps: int = 6, processes: Processes | None = None, **settings: object) -> LoopContext:
+    def run(self, name: str, *, steps: int = 6, processes: Processes | None = None, **settings: object) -> Run:
         """A fresh job in `folder/name`, as the command builds it. Settings as `lora__rank=8`; None omits one.
 
         `processes` makes it the job of one of several.
@@ -81,37 +81,37 @@ class TinyPlace:
             counted = arithmetic(order.config, inputs.train, choices.micro, processes.world)
             session = replace(session, processes=processes, choices=choices, steps=counted)
         order.folder.mkdir(parents=True, exist_ok=True)
-        return prepare(session, fixed_settings(order.config, inputs, session.choices)).job
+        return prepare(session, fixed_settings(order.config, inputs, session.choices)).run
 
-    def train(self, job: LoopContext, start: Checkpoint | None = None) -> tuple[TrainState, Interrupt]:
+    def train(self, run: Run, start: Checkpoint | None = None) -> tuple[TrainState, Interrupt]:
         """Run the loop, from a checkpoint if set."""
         step = start.state.step if start else -1
-        trackers = Trackers(job.folder, resume_step=step) if job.processes.is_main else None
+        trackers = Trackers(run.folder, resume_step=step) if run.processes.is_main else None
         try:
-            return train(job, start, trackers, nullcontext(unwatched))
+            return train(run, start, trackers, nullcontext(unwatched))
         finally:
             if trackers is not None:
                 trackers.close()
 
-    def resume(self, job: LoopContext) -> tuple[TrainState, Interrupt]:
+    def resume(self, run: Run) -> tuple[TrainState, Interrupt]:
         """Run the loop from the newest checkpoint of the job's folder, or from the start."""
-        found, _ = newest_valid(job.checkpoints)
-        return self.train(job, found[1] if found else None)
+        found, _ = newest_valid(run.checkpoints)
+        return self.train(run, found[1] if found else None)
 
-    def resume_together(self, jobs: Sequence[LoopContext]) -> list[TrainState]:
+    def resume_together(self, runs: Sequence[Run]) -> list[TrainState]:
         """The same for the jobs of all processes of a run."""
         # Each reads its own copy: an optimizer keeps using the tensors that it gets.
-        starts = [found[1] if found else None for found, _ in (newest_valid(job.checkpoints) for job in jobs)]
+        starts = [found[1] if found else None for found, _ in (newest_valid(run.checkpoints) for run in runs)]
 
-        def one(job: LoopContext, start: Checkpoint | None) -> TrainState:
+        def one(run: Run, start: Checkpoint | None) -> TrainState:
             try:
-                return self.train(job, start)[0]
+                return self.train(run, start)[0]
             except BaseException:
-                job.processes.barrier.abort()  # the others must not wait for it
+                run.processes.barrier.abort()  # the others must not wait for it
                 raise
 
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            return list(pool.map(one, jobs, starts))
+        with ThreadPoolExecutor(len(runs)) as pool:
+            return list(pool.map(one, runs, starts))
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ def flush_every(steps: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(metrics, "look_every", lambda device: steps)
 
 
-def signal_at_step(job: LoopContext, step: int, number: int = signal.SIGTERM) -> LoopContext:
+def signal_at_step(run: Run, step: int, number: int = signal.SIGTERM) -> Run:
     """The same job, with one signal at the start of `step`, counted from 0."""
-    original, signaled = job.samples_in, list[int]()
+    original, signaled = run.samples_in, list[int]()
 
     def samples_in(at: int) -> int:
         if at == step and not signaled:  # a run that rolls back may repeat the step
@@ -161,26 +161,26 @@ def signal_at_step(job: LoopContext, step: int, number: int = signal.SIGTERM) ->
             os.kill(os.getpid(), number)
         return original(at)
 
-    return replace(job, samples_in=samples_in)
+    return replace(run, samples_in=samples_in)
 
 
-def outcome(job: LoopContext) -> dict[str, Any]:
+def outcome(run: Run) -> dict[str, Any]:
     """The outcome of a run without times: equal for equal runs."""
-    found, _ = newest_valid(job.checkpoints)
+    found, _ = newest_valid(run.checkpoints)
     assert found is not None
     newest, checkpoint = found
     document = read_json(newest / "state.json")
-    rows = [{key: row[key] for key in row if key not in OF_THE_CLOCK} for row in read_lines(job.folder / METRICS)]
+    rows = [{key: row[key] for key in row if key not in OF_THE_CLOCK} for row in read_lines(run.folder / METRICS)]
     return {
         "step": checkpoint.state.step,
         "state": replace(checkpoint.state, seconds=0.0),
         "tensors": {path.name: tensor_bytes(path) for path in sorted(newest.glob("*.safetensors"))},
         "optimizer": document["optimizer"],
         "scaler": document["scaler"],
-        "best": tensor_bytes(best_path(job.checkpoints, best)) if (best := checkpoint.state.best_step) else None,
+        "best": tensor_bytes(best_path(run.checkpoints, best)) if (best := checkpoint.state.best_step) else None,
         METRICS: rows,
-        VALIDATION: read_lines(job.folder / VALIDATION),
+        VALIDATION: read_lines(run.folder / VALIDATION),
         EVENTS: [
-            event for event in read_lines(job.folder / EVENTS) if event["kind"] not in ("signal", "system_memory")
+            event for event in read_lines(run.folder / EVENTS) if event["kind"] not in ("signal", "system_memory")
         ],
     }

@@ -25,12 +25,12 @@ def keep_all(step: int) -> None:
 
 
 @dataclass(frozen=True)
-class LoopContext:
+class Run:
     """All that the loop needs. `micros(step)` gives this process's micro-batches of a step."""
 
     config: Config
     folder: Path
-    learner: StepContext
+    context: StepContext
     processes: Processes
     planned: OomFallback  # the largest micro-batch and the checkpointed blocks, as they were chosen
     total_steps: int
@@ -49,25 +49,25 @@ class LoopContext:
     @cached_property
     def watches(self) -> Watches:
         """Beside the loop."""
-        return Watches(self.learner.device, cached=self.config.cache.latents)
+        return Watches(self.context.device, cached=self.config.cache.latents)
 
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
 
-def lr_at(job: LoopContext, state: TrainState, step: int) -> float:
+def lr_at(run: Run, state: TrainState, step: int) -> float:
     """The learning rate of `step`, counted from 0: the schedule's, times what the run itself made of it."""
     return (
-        job.config.optimizer.learning_rate
+        run.config.optimizer.learning_rate
         * state.rate_factor
-        * lr_multiplier(job.config.lr_scheduler, step, job.total_steps)
+        * lr_multiplier(run.config.lr_scheduler, step, run.total_steps)
     )
 
 
-def is_regular(job: LoopContext, step: int) -> bool:
+def is_regular(run: Run, step: int) -> bool:
     """Whether the run's own rhythm saves after `step` steps, by steps or by epochs."""
-    return due_to_save(job.config.checkpoint, job.steps_per_epoch, step)
+    return due_to_save(run.config.checkpoint, run.steps_per_epoch, step)
 
 
 def due_to_save(section: CheckpointSection, steps_per_epoch: int, step: int) -> bool:
@@ -83,7 +83,7 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def is_unvalidated(job: LoopContext, state: TrainState) -> bool:
+def is_unvalidated(run: Run, state: TrainState) -> bool:
     """Whether the weights of this step were to be validated and were not, since a signal aborted it."""
-    wanted = is_due(job.config.validation.every_n_steps, state.step) or state.step in (0, job.total_steps)
-    return job.validate is not None and wanted and state.validated_step != state.step
+    wanted = is_due(run.config.validation.every_n_steps, state.step) or state.step in (0, run.total_steps)
+    return run.validate is not None and wanted and state.validated_step != state.step
