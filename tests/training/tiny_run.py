@@ -1,11 +1,11 @@
 """The loop on a tiny model through the real preparation, without gate, export and images: half a second a run.
 
     place = TinyPlace(model, images, folder, cache)
-    job = place.job("a", steps=6, optimizer__name="lion")
-    state, interrupt = place.train(job)
+    run = place.run("a", steps=6, optimizer__name="lion")
+    state, interrupt = place.train(run)
 
 Inspect `run.context`, `run.folder` and `run.checkpoints`; replace what the loop calls with
-`dataclasses.replace(job, …)`.
+`dataclasses.replace(run, …)`.
 """
 
 from __future__ import annotations
