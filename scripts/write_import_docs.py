@@ -23,7 +23,7 @@ from lora_trainer.importers import (
     onetrainer_keys,
     simpletuner_keys,
 )
-from lora_trainer.importers.reading import Rule
+from lora_trainer.importers.reading import KeyRule
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "import.md"
 
@@ -58,7 +58,7 @@ that only diffusion has (min-SNR, noise offset, multi-resolution noise, zero ter
 
 `--data dataset.toml` reads a kohya dataset TOML without any import, and refuses unknown keys.
 """
-TABLES: tuple[tuple[str, str, Mapping[str, Rule], Mapping[str, Any]], ...] = (
+TABLES: tuple[tuple[str, str, Mapping[str, KeyRule], Mapping[str, Any]], ...] = (
     ("kohya config", "`train_network.py --config_file`: section names mean nothing.", kohya.RULES, kohya.DEFAULTS),
     (
         "kohya dataset TOML",
@@ -107,7 +107,7 @@ def import_page() -> str:
     return "\n".join([INTRODUCTION, *(_part(*table) for table in TABLES)])
 
 
-def _part(title: str, text: str, rules: Mapping[str, Rule], defaults: Mapping[str, Any]) -> str:
+def _part(title: str, text: str, rules: Mapping[str, KeyRule], defaults: Mapping[str, Any]) -> str:
     rows = [_row(key, rule, defaults.get(key)) for key, rule in rules.items() if rule.verdict != "ignored"]
     ignored: dict[str, list[str]] = {}
     for key, rule in rules.items():
@@ -118,7 +118,7 @@ def _part(title: str, text: str, rules: Mapping[str, Rule], defaults: Mapping[st
     return "\n".join([f"## {title}\n", f"{text}\n", *table, "\nIgnored:\n", *lines, ""])
 
 
-def _row(key: str, rule: Rule, default: Any) -> str:
+def _row(key: str, rule: KeyRule, default: Any) -> str:
     becomes = ", ".join(f"`{name}`" for name in rule.ours) or "–"
     why = rule.why if rule.verdict == "changed" else ""
     return f"| `{key}` | {becomes} | {why} | {'' if default is None else f'`{shown(default)}`'} |"

@@ -27,11 +27,22 @@ from torch.nn.functional import mse_loss
 from lora_trainer.adapters.lora import ADAPTER
 from lora_trainer.benchmarks.best import rows_and_best
 from lora_trainer.benchmarks.held import holding
-from lora_trainer.benchmarks.measures import COLUMNS, NOISY, OWN, STEPS, Asked, Column, Report, Row, row_of, too_noisy
+from lora_trainer.benchmarks.measures import (
+    COLUMNS,
+    NOISY,
+    OWN,
+    STEPS,
+    Column,
+    MeasureRow,
+    Report,
+    RequestedMeasure,
+    row_of,
+    too_noisy,
+)
 from lora_trainer.benchmarks.own_loop import STILL, Way, own_loop
 from lora_trainer.benchmarks.rates import lr_at
 from lora_trainer.benchmarks.split import PARTS, Split
-from lora_trainer.benchmarks.subject import Subject, architecture_named, subject_of
+from lora_trainer.benchmarks.subject import BenchSubject, architecture_named, subject_of
 from lora_trainer.benchmarks.turns import SPLIT_STEPS, WARM_UP, Timed, split_of, timed_in_turn
 from lora_trainer.benchmarks.usual import USUAL, add_usual_adapter, use_adapter, usual_step
 from lora_trainer.benchmarks.versus import ABOUT as VERSUS_ABOUT
@@ -63,7 +74,7 @@ ABOUT = {
 
 
 @dataclass(frozen=True)
-class StepRow(Row):
+class StepRow(MeasureRow):
     """`split` is seconds of the step's parts; `tflop` its operations, with what checkpointing recomputes.
 
     `mfu` is the share of the device's rate: one where a step takes no longer than its operations must. On a CPU
@@ -92,9 +103,9 @@ STEP_COLUMNS: tuple[Column, ...] = (
 )
 
 
-def measure(asked: Asked) -> Report:
+def measure(asked: RequestedMeasure) -> Report:
     """Time the ways of doing a step, of each model that was asked for. Raises UserError."""
-    rows: list[Row | NotRun] = []
+    rows: list[MeasureRow | NotRun] = []
     notes: list[str] = []
     for named in asked.subjects or (OWN,):
         with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +117,7 @@ def measure(asked: Asked) -> Report:
     return Report(rows, about, tuple(dict.fromkeys(notes)), columns)
 
 
-def bench_model(asked: Asked, named: str, folder: Path) -> tuple[Sequence[Row | NotRun], list[str]]:
+def bench_model(asked: RequestedMeasure, named: str, folder: Path) -> tuple[Sequence[MeasureRow | NotRun], list[str]]:
     steps = asked.steps or STEPS
     rows, notes = rows_and_notes(asked, named, steps, folder)
     config = asked.resolved.config
@@ -115,7 +126,9 @@ def bench_model(asked: Asked, named: str, folder: Path) -> tuple[Sequence[Row | 
     return rows, notes
 
 
-def rows_and_notes(asked: Asked, named: str, steps: int, folder: Path) -> tuple[Sequence[Row | NotRun], list[str]]:
+def rows_and_notes(
+    asked: RequestedMeasure, named: str, steps: int, folder: Path
+) -> tuple[Sequence[MeasureRow | NotRun], list[str]]:
     if asked.best is not None:
         return rows_and_best(asked, named, steps, folder)
     if asked.versus:
@@ -123,7 +136,7 @@ def rows_and_notes(asked: Asked, named: str, steps: int, folder: Path) -> tuple[
     return bench_step(subject_of(asked.resolved, folder, tiny=asked.tiny, named=named), steps, folder)
 
 
-def bench_step(subject: Subject, steps: int, folder: Path) -> tuple[list[StepRow], list[str]]:
+def bench_step(subject: BenchSubject, steps: int, folder: Path) -> tuple[list[StepRow], list[str]]:
     """The rows of one model, and a note for each that could not be measured."""
     context, notes = subject.context, list[str]()
     device, split = context.device, Split(context.device)
@@ -164,7 +177,7 @@ def better_than_the_least(rows: Sequence[StepRow]) -> list[str]:
 
 
 def made_one_by_one(
-    subject: Subject, make: Mapping[str, Callable[[], Way]], notes: list[str]
+    subject: BenchSubject, make: Mapping[str, Callable[[], Way]], notes: list[str]
 ) -> tuple[dict[str, Way], dict[str, float | None]]:
     """Each way with its first steps taken, and the most that it held, as if it were there alone.
 
@@ -194,7 +207,7 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def use(subject: Subject, name: str) -> None:
+def use(subject: BenchSubject, name: str) -> None:
     """Let the LoRA of a way work; compiled blocks are for the trainer's own."""
     if subject.context.compiled is not None:
         subject.context.compiled.on = name == "ours"
@@ -202,7 +215,7 @@ def use(subject: Subject, name: str) -> None:
 
 
 def with_encoding(
-    subject: Subject, rows: Sequence[StepRow], bare: Way, resident: list[list[MicroBatch]], steps: int
+    subject: BenchSubject, rows: Sequence[StepRow], bare: Way, resident: list[list[MicroBatch]], steps: int
 ) -> tuple[list[StepRow], list[str]]:
     """The rows with that of the usual step which encodes, and a note where there is none."""
     *others, cached = rows
@@ -222,7 +235,7 @@ def with_encoding(
     return [*others, replace(beside(USUAL, subject, times[USUAL], times["bare"]), encodes=True), cached], []
 
 
-def bare_step(subject: Subject, resident: list[list[MicroBatch]], split: Split) -> Way:
+def bare_step(subject: BenchSubject, resident: list[list[MicroBatch]], split: Split) -> Way:
     """Forward, backward and update on batches that lie ready."""
     context = subject.context
     ready = [[micro.to(context.device, context.dtype) for micro in micros] for micros in resident]
@@ -245,7 +258,7 @@ def bare_step(subject: Subject, resident: list[list[MicroBatch]], split: Split) 
     return step
 
 
-def beside(name: str, subject: Subject, own: Timed, base: Timed) -> StepRow:
+def beside(name: str, subject: BenchSubject, own: Timed, base: Timed) -> StepRow:
     row = StepRow(**asdict(row_of(name, subject.name, own.wall, base.wall)))
     if subject.context.device.type != "cpu" or not all(base.cpu):  # some systems count CPU time in coarse ticks
         return row
@@ -254,7 +267,7 @@ def beside(name: str, subject: Subject, own: Timed, base: Timed) -> StepRow:
 
 
 def with_rates(
-    subject: Subject, rows: Sequence[StepRow], resident: Sequence[list[MicroBatch]]
+    subject: BenchSubject, rows: Sequence[StepRow], resident: Sequence[list[MicroBatch]]
 ) -> tuple[list[StepRow], list[str]]:
     """The rows with operations and rates, and where the device's rate is from."""
     tflop = tflop_of(subject, resident)
@@ -266,7 +279,7 @@ def with_rates(
     return found, [f"floor: {rate:.3g} TFLOP/s, {source}" if rate else f"floor: {source}"]
 
 
-def tflop_of(subject: Subject, resident: Sequence[list[MicroBatch]]) -> float:
+def tflop_of(subject: BenchSubject, resident: Sequence[list[MicroBatch]]) -> float:
     """Operations of a step on average, in TFLOP: of the commonest micro-batch as the plan has it, of others by their size."""
     shapes = Counter(tuple(micro.latents.shape) for micros in resident for micro in micros)
     (samples, _, height, width), _ = shapes.most_common(1)[0]

@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_trainer.benchmarks.measures import Asked, Report, tenths
+from lora_trainer.benchmarks.measures import Report, RequestedMeasure, tenths
 from lora_trainer.data.caches.store import Store, write_entries
 
 ENTRIES, ROUNDS, TOGETHER = 512, 9, 4
@@ -68,7 +68,7 @@ COLUMNS = (
 )
 
 
-def measure(asked: Asked) -> Report:
+def measure(asked: RequestedMeasure) -> Report:
     """Time the ways of reading, `asked.steps` rounds of each."""
     return Report(bench_cache(asked.steps or ROUNDS, ENTRIES), ABOUT, columns=COLUMNS, first="latents from")
 

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from lora_trainer.benchmarks.device import synchronize
-from lora_trainer.benchmarks.measures import STEPS, Asked, Report, Row, row_of
+from lora_trainer.benchmarks.measures import STEPS, MeasureRow, Report, RequestedMeasure, row_of
 from lora_trainer.benchmarks.subject import ENDLESS, TINY_NEEDS_A_FAMILY, public_built
 from lora_trainer.benchmarks.turns import WARM_UP
 from lora_trainer.config.layers import Resolved
@@ -72,7 +72,7 @@ class Measured:
     waits: list[float]
 
 
-def measure(asked: Asked) -> Report:
+def measure(asked: RequestedMeasure) -> Report:
     """Time steps with and without the loader. Raises UserError."""
     resolved = asked.resolved
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -88,7 +88,7 @@ def measure(asked: Asked) -> Report:
     return Report(list(rows_of(name, timed, alone)), ABOUT)
 
 
-def rows_of(model: str, timed: Mapping[str, Measured], alone: Mapping[str, list[float]]) -> Iterator[Row]:
+def rows_of(model: str, timed: Mapping[str, Measured], alone: Mapping[str, list[float]]) -> Iterator[MeasureRow]:
     base = timed["resident"].steps
     for way, measured in timed.items():
         yield row_of(way, model, measured.steps, base)

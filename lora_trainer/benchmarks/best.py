@@ -11,7 +11,7 @@ import tomli_w
 import torch
 
 from lora_trainer.benchmarks.device import device_name
-from lora_trainer.benchmarks.measures import Asked
+from lora_trainer.benchmarks.measures import RequestedMeasure
 from lora_trainer.benchmarks.versus import NotRun, VersusRow, rows_versus
 from lora_trainer.config.resuming import CHANGES_THE_REST, FIXED
 from lora_trainer.config.schema import Config
@@ -25,7 +25,9 @@ BEST = "best together"
 Settings = Mapping[str, Any]
 
 
-def rows_and_best(asked: Asked, named: str, steps: int, folder: Path) -> tuple[list[VersusRow | NotRun], list[str]]:
+def rows_and_best(
+    asked: RequestedMeasure, named: str, steps: int, folder: Path
+) -> tuple[list[VersusRow | NotRun], list[str]]:
     """The settings that were asked for, or the usual ones, each beside the step without; the best are written.
 
     The best of each setting are measured together too, and written only where that is better than any alone.

@@ -15,20 +15,20 @@ from lora_trainer.training.step import StepContext
 
 
 @dataclass
-class Held:
+class HeldMemory:
     """GiB at the peak, with the weights; None until it is known, and where it cannot be."""
 
     gib: float | None = None
 
 
 @contextmanager
-def holding(context: StepContext, without: int = 0, *, own_optimizer: bool = True) -> Iterator[Held]:
+def holding(context: StepContext, without: int = 0, *, own_optimizer: bool = True) -> Iterator[HeldMemory]:
     """What is held at most inside the block. On a GPU `without` bytes, which others hold, are not counted.
 
     On a CPU the learner's own tensors count from the start, with its optimizer's state unless the block uses another
     one; compiled steps are not measured.
     """
-    held, device = Held(), context.device
+    held, device = HeldMemory(), context.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         yield held

@@ -21,7 +21,7 @@ SUBJECTS = {OWN: "the run's own model, or a family alone", SMALL: "a U-Net of 30
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedMeasure:
     """`steps` are timed steps, or rounds; None is the measurement's own number. `tiny` is a family's thin form.
 
     For the table: at most so many `minutes`, kept in the file `rows`; and rows with `only` in their names.
@@ -39,7 +39,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasureRow:
     """One way of doing a thing, in seconds. `ratio` is over the first row: the median of the ratios step by step.
 
     `peak_gib` is what was held at most, with the weights; None where that is not known.
@@ -115,7 +115,7 @@ class Measure:
     module: str
     takes: frozenset[str] = field(default_factory=frozenset)
 
-    def __call__(self, asked: Asked) -> Report:
+    def __call__(self, asked: RequestedMeasure) -> Report:
         """Measure. Raises UserError."""
         report: Report = import_module(f"lora_trainer.benchmarks.{self.module}").measure(asked)
         return report
@@ -145,7 +145,7 @@ def tenths(values: Sequence[float]) -> tuple[float, float]:
     return found[0], found[-1]
 
 
-def too_noisy(rows: Sequence[Row]) -> list[str]:
+def too_noisy(rows: Sequence[MeasureRow]) -> list[str]:
     """A line with the rows that do not differ measurably from the first, or none."""
     doubtful = [row.name for row in rows[1:] if (row.ratio_p10 or 2.0) < 1 < (row.ratio_p90 or 0.0)]
     if not doubtful:
@@ -153,11 +153,11 @@ def too_noisy(rows: Sequence[Row]) -> list[str]:
     return [f"{', '.join(doubtful)}: now quicker, now slower than {rows[0].name}: {NOISY}"]
 
 
-def row_of(name: str, model: str, seconds: Sequence[float], base: Sequence[float]) -> Row:
+def row_of(name: str, model: str, seconds: Sequence[float], base: Sequence[float]) -> MeasureRow:
     """The row of seconds measured step by step, beside those of the first row."""
     ratios = [own / least for own, least in zip(seconds, base, strict=True)]
     spread = tenths(ratios)
-    return Row(
+    return MeasureRow(
         name,
         model,
         statistics.median(seconds),

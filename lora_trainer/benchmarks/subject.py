@@ -54,7 +54,7 @@ TINY = 8  # a thin model's sides are so much smaller
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchSubject:
     """`job` is what the trainer's loop is given; `load_encode` loads the encoders, None where there are none."""
 
     name: str
@@ -79,7 +79,9 @@ class Subject:
         return self.choices.precision.value
 
 
-def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False, named: str = OWN, shapes: int = 1) -> Subject:
+def subject_of(
+    resolved: Resolved, folder: Path, *, tiny: bool = False, named: str = OWN, shapes: int = 1
+) -> BenchSubject:
     """What is measured: the small U-Net, or the public architecture when only a family is named, or the run's own model.
 
     An architecture alone will meet micro-batches of so many `shapes`.
@@ -96,7 +98,7 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool = False, named: s
     session = prepared.session
     name, load = session.inputs.facts.name, partial(load_encode, prepared)
     own = own_architecture(session.inputs)
-    return Subject(name, prepared.run, load, session.choices, session.inputs.family, own, prepared.built.notes)
+    return BenchSubject(name, prepared.run, load, session.choices, session.inputs.family, own, prepared.built.notes)
 
 
 def architecture_named(config: Config, named: str = OWN) -> str | None:
@@ -106,7 +108,7 @@ def architecture_named(config: Config, named: str = OWN) -> str | None:
 
 def subject_as_asked(
     resolved: Resolved, folder: Path, *, tiny: bool = False, named: str = OWN, shapes: int = 1
-) -> Subject:
+) -> BenchSubject:
     """As `subject_of`, where what is asked for is what is measured.
 
     Raises UsageError also where its blocks should be compiled and cannot be: a run continues without.
@@ -176,7 +178,9 @@ def public_built(
     return name, built, architecture, choices
 
 
-def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool = False, shapes: int = 1) -> Subject:
+def public_subject(
+    resolved: Resolved, named: str, folder: Path, *, tiny: bool = False, shapes: int = 1
+) -> BenchSubject:
     """A published denoiser with random weights and random inputs: no model, no data, no encoders."""
     name, built, architecture, choices = public_built(resolved, named, tiny=tiny, shapes=shapes)
     config, context = suited(resolved, architecture.facts.prediction).config, built.context
@@ -209,7 +213,7 @@ def public_subject(resolved: Resolved, named: str, folder: Path, *, tiny: bool =
         settings={},
         say=lambda line: None,
     )
-    return Subject(name, run, None, choices, family, architecture, built.notes)
+    return BenchSubject(name, run, None, choices, family, architecture, built.notes)
 
 
 def with_random_weights(family: Family, architecture: Architecture) -> Family:

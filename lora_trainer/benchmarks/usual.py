@@ -22,7 +22,7 @@ from torch.nn.functional import mse_loss
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lora_trainer.adapters.lora import ADAPTER
-from lora_trainer.benchmarks.subject import Encode, Subject
+from lora_trainer.benchmarks.subject import BenchSubject, Encode
 from lora_trainer.training.micro_batch import MicroBatch
 
 USUAL = "usual"
@@ -32,7 +32,7 @@ AUTOCAST = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 class WrappedDenoiser(nn.Module):
     """The denoiser behind one call, so that accelerate's autocast wraps this and not the denoiser itself."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: BenchSubject) -> None:
         super().__init__()
         self.denoiser = subject.context.denoiser
         self.predict = subject.context.predict
@@ -62,7 +62,7 @@ def use_adapter(denoiser: nn.Module, name: str) -> None:
 
 
 def usual_step(
-    subject: Subject,
+    subject: BenchSubject,
     parameters: list[nn.Parameter],
     resident: list[list[MicroBatch]],
     encode: Encode | None,

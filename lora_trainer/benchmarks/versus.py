@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from lora_trainer.benchmarks.held import Held, holding
-from lora_trainer.benchmarks.measures import COLUMNS, Asked, Column, Row, row_of, too_noisy
+from lora_trainer.benchmarks.held import HeldMemory, holding
+from lora_trainer.benchmarks.measures import COLUMNS, Column, MeasureRow, RequestedMeasure, row_of, too_noisy
 from lora_trainer.benchmarks.own_loop import Way, own_loop
 from lora_trainer.benchmarks.split import Split
-from lora_trainer.benchmarks.subject import Subject, subject_as_asked, subject_of
+from lora_trainer.benchmarks.subject import BenchSubject, subject_as_asked, subject_of
 from lora_trainer.benchmarks.trials.steps import FIRST, changed, loss_difference
 from lora_trainer.benchmarks.turns import WARM_UP, timed_in_turn
 from lora_trainer.config.layers import Resolved, flattened
@@ -42,7 +42,7 @@ ABOUT = {
 
 
 @dataclass(frozen=True)
-class VersusRow(Row):
+class VersusRow(MeasureRow):
     """`loss_mean` and `loss_most`: how far the losses of the first steps are from those without, relative; 0 is equal."""
 
     loss_mean: float | None = None
@@ -96,7 +96,9 @@ class Taken:
     not_run: str | None = None  # why its settings did not take effect
 
 
-def rows_versus(asked: Asked, named: str, steps: int, folder: Path) -> tuple[list[VersusRow | NotRun], list[str]]:
+def rows_versus(
+    asked: RequestedMeasure, named: str, steps: int, folder: Path
+) -> tuple[list[VersusRow | NotRun], list[str]]:
     """A row without, and one with each of the settings that were asked for; notes. Raises UserError."""
     rows, notes = list[VersusRow | NotRun](), list[str]()
     for place, (text, settings) in enumerate(asked.versus.items()):
@@ -116,7 +118,7 @@ def rows_versus(asked: Asked, named: str, steps: int, folder: Path) -> tuple[lis
     return rows, [*notes, *too_noisy([row for row in rows if isinstance(row, VersusRow)])]
 
 
-def untaken(settings: Config, base: Config, subject: Subject, folder: Path) -> str | None:
+def untaken(settings: Config, base: Config, subject: BenchSubject, folder: Path) -> str | None:
     """Why what differs from `base` did not take effect; None where it did."""
     now, before, on_gpu = flattened(settings), flattened(base), subject.context.device.type == "cuda"
     differs = [name for name in now if now[name] != before[name]]
@@ -131,7 +133,7 @@ def untaken(settings: Config, base: Config, subject: Subject, folder: Path) -> s
 
 
 def both_taken(
-    asked: Asked, named: str, sides: Mapping[str, Resolved], steps: int, folder: Path, *, together: bool
+    asked: RequestedMeasure, named: str, sides: Mapping[str, Resolved], steps: int, folder: Path, *, together: bool
 ) -> tuple[dict[str, Taken], list[str]]:
     """Both sides, in turn where they can be, and why where not."""
     taken = in_turn(asked, named, sides, steps, folder / "in-turn") if together else None
@@ -147,7 +149,7 @@ def both_taken(
 
 
 def in_turn(
-    asked: Asked, named: str, sides: Mapping[str, Resolved], steps: int, folder: Path
+    asked: RequestedMeasure, named: str, sides: Mapping[str, Resolved], steps: int, folder: Path
 ) -> dict[str, Taken] | None:
     """Both sides step by step; None where memory does not suffice for both."""
     device = join_processes().device
@@ -166,7 +168,7 @@ def in_turn(
         return None
 
 
-def one_alone(asked: Asked, named: str, name: str, side: Resolved, steps: int, folder: Path) -> Taken:
+def one_alone(asked: RequestedMeasure, named: str, name: str, side: Resolved, steps: int, folder: Path) -> Taken:
     device = join_processes().device
     with ExitStack() as stack:
         subject, way, held = made_ready(asked, named, side, folder, stack)
@@ -177,12 +179,16 @@ def one_alone(asked: Asked, named: str, name: str, side: Resolved, steps: int, f
     return found
 
 
-def taken_of(asked: Asked, subject: Subject, side: Resolved, seconds: list[float], folder: Path, held: Held) -> Taken:
+def taken_of(
+    asked: RequestedMeasure, subject: BenchSubject, side: Resolved, seconds: list[float], folder: Path, held: HeldMemory
+) -> Taken:
     why = untaken(side.config, asked.resolved.config, subject, folder)
     return Taken(seconds, losses_in(folder), held.gib, subject.name, why)
 
 
-def made_ready(asked: Asked, named: str, side: Resolved, folder: Path, stack: ExitStack) -> tuple[Subject, Way, Held]:
+def made_ready(
+    asked: RequestedMeasure, named: str, side: Resolved, folder: Path, stack: ExitStack
+) -> tuple[BenchSubject, Way, HeldMemory]:
     """A model of its own with its loop, its first steps taken; what they held."""
     folder.mkdir(parents=True)
     others = torch.cuda.memory_allocated() if join_processes().device.type == "cuda" else 0

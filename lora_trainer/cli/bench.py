@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.benchmarks.baseline import Regressed, held_against, read_baseline
-from lora_trainer.benchmarks.measures import MEASURES, NOISE, SUBJECTS, Asked, Report
+from lora_trainer.benchmarks.measures import MEASURES, NOISE, SUBJECTS, Report, RequestedMeasure
 from lora_trainer.cli.arguments import add_run_arguments, explained, resolved_from
 from lora_trainer.cli.bench_checks import FLAGS, settings_of, wrong_arguments
 from lora_trainer.config.layers import Resolved
@@ -102,7 +102,7 @@ def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     refuse_what_clashes(resolved, versus)
     with data_in_use():
         own = {name: vars(arguments)[name] for name in FLAGS} | {"versus": versus}
-        report = MEASURES[arguments.what](Asked(resolved, arguments.steps, **own))
+        report = MEASURES[arguments.what](RequestedMeasure(resolved, arguments.steps, **own))
     document = {"bench": arguments.what} | report.to_json(device, package_versions())
     notes, worse = ([], []) if baseline is None else held_against(baseline, document)
     report = replace(report, notes=[*report.notes, *notes])

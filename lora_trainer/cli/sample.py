@@ -23,7 +23,7 @@ from lora_trainer.run.reading import read_as_trained, run_beside
 if TYPE_CHECKING:
     import torch
 
-    from lora_trainer.evaluation.recipe import Asked, Drawing
+    from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 
 MOST_IMAGES = 4096
 TRIGGER_PHRASE = "modelspec.trigger_phrase"  # in a LoRA file's header
@@ -33,7 +33,7 @@ TRIGGER_PHRASE = "modelspec.trigger_phrase"  # in a LoRA file's header
 class GridPlan:
     """The images to generate, and the precision and batch size of a recipe."""
 
-    rows: Sequence[Asked]
+    rows: Sequence[ImageRequest]
     drawing: Drawing
     dtype: str | None = None
     at_once: int | None = None
@@ -79,7 +79,7 @@ def sample_command(
     return DONE
 
 
-def _refuse_many(rows: Sequence[Asked], drawing: Drawing) -> None:
+def _refuse_many(rows: Sequence[ImageRequest], drawing: Drawing) -> None:
     count = len(rows) * (1 + len(drawing.strengths))
     if count > MOST_IMAGES:
         raise UsageError(Problem(f"These are {count} images.", f"At most {MOST_IMAGES} are generated at once."))

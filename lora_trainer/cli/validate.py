@@ -23,7 +23,7 @@ from lora_trainer.monitor.console import Console
 from lora_trainer.run.bases.base import describe_model, is_builtin
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import data_in_use, read_inputs, read_model, trained_framings
-from lora_trainer.run.reading import Run, read_as_trained, run_beside
+from lora_trainer.run.reading import RunFolder, read_as_trained, run_beside
 
 MEANINGS = {
     "integrity": "complete, finite, loads, changes images",
@@ -123,7 +123,7 @@ def _evaluate(path: Path, config: Config, measured: Samples) -> LoraReport:
     return with_less(evaluate, usable_bytes(config, device), device, _say)
 
 
-def _samples_of_folder(config: Config, data: Path, run: Run | None) -> Samples:
+def _samples_of_folder(config: Config, data: Path, run: RunFolder | None) -> Samples:
     """The images of a folder. If the file's run trained on one of them (by content), they do not count as unseen."""
     _, facts = read_model(config)
     manifest, findings = read_manifest([data], allow_missing_captions=True)
@@ -137,7 +137,7 @@ def _samples_of_folder(config: Config, data: Path, run: Run | None) -> Samples:
     return Samples(manifest.samples, plan, known == 0, origin)
 
 
-def _trained_contents(run: Run | None) -> set[str]:
+def _trained_contents(run: RunFolder | None) -> set[str]:
     """Contents of the images that a run trained on, from its data as it is now; none if that cannot be read."""
     if run is None:
         return set()
@@ -147,7 +147,7 @@ def _trained_contents(run: Run | None) -> set[str]:
         return set()
 
 
-def _samples_of_run(config: Config, run: Run | None) -> Samples:
+def _samples_of_run(config: Config, run: RunFolder | None) -> Samples:
     """The run's validation images; without a run those of the built-in dataset, for the built-in base model."""
     if run is None and not is_builtin(config.model):
         origin = "no --data and no run.json beside the file: learning cannot be measured"

@@ -36,7 +36,7 @@ class Preset:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenPresets:
     """The layers of the selected presets, notes for the user, and problems."""
 
     layers: tuple[Layer, ...] = ()
@@ -86,7 +86,7 @@ def family_layers(family: str, *, builtin: bool) -> list[Layer]:
     return [Layer(f"family preset {name}", known[name].values) for name in names if name in known]
 
 
-def preset_layers(requested: Sequence[str], memory_gib: float | None = None) -> Chosen:
+def preset_layers(requested: Sequence[str], memory_gib: float | None = None) -> ChosenPresets:
     """Layers for the values of --preset, each of which may name several presets with commas.
 
     `memory_gib` is what the CUDA GPU reports, None without one; only `auto` uses it.
@@ -112,7 +112,7 @@ def preset_layers(requested: Sequence[str], memory_gib: float | None = None) -> 
             notes.append(note)
         else:
             layers.append(Layer(f"preset {name}", presets()[name].values))
-    return Chosen(tuple(layers), tuple(notes), tuple(problems))
+    return ChosenPresets(tuple(layers), tuple(notes), tuple(problems))
 
 
 _OTHER = {"VRAM preset": "training preset", "training preset": "VRAM preset"}

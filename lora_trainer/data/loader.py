@@ -178,20 +178,21 @@ def prefetch(source: Iterator[Item], depth: int = 2) -> Generator[Item, None, No
         except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the consumer
             offer(_Failure(error))
 
-    def take() -> object:
-        while True:  # on Windows only a wait that ends can be interrupted
-            try:
-                return ready.get(timeout=1.0)
-            except queue.Empty:
-                abort_if_late()
-
     thread = threading.Thread(target=work, name="prefetch", daemon=True)
     thread.start()
     try:
-        while (item := take()) is not _END:
+        while (item := _take(ready)) is not _END:
             if isinstance(item, _Failure):
                 raise item.error
             yield item  # type: ignore[misc]
     finally:
         stopped.set()
         thread.join()
+
+
+def _take(ready: queue.Queue[object]) -> object:
+    while True:  # on Windows only a wait that ends can be interrupted
+        try:
+            return ready.get(timeout=1.0)
+        except queue.Empty:
+            abort_if_late()

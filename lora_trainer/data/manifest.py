@@ -24,7 +24,7 @@ from lora_trainer.data.images.jobs import Facts
 from lora_trainer.data.images.scan import read_headers
 from lora_trainer.data.images.workers import Progress
 from lora_trainer.data.sample import Manifest, Mask, Sample, Span
-from lora_trainer.data.sources.found import Found, Reading, SourceRequest
+from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.masks import judged_alpha, judged_mask
 from lora_trainer.data.sources.places import find_overlaps, places_of
 from lora_trainer.data.sources.read import read_source
@@ -69,7 +69,7 @@ def _read_manifest(
     captions: CaptionsSection | None,
     progress: Progress | None,
 ) -> tuple[Manifest, tuple[Finding, ...]]:
-    reading = Reading(allow_missing_captions)
+    reading = SourceReading(allow_missing_captions)
     requests = [request_source(number, source, captions or CaptionsSection()) for number, source in enumerate(sources)]
     located = [(each, places_of(each, reading)) for each in requests]
     find_overlaps(located, reading)
@@ -91,7 +91,7 @@ def request_source(number: int, source: SourceSection | Path, captions: Captions
 
 
 def _samples(
-    found: Sequence[tuple[SourceRequest, Sequence[Found]]], reading: Reading, progress: Progress | None
+    found: Sequence[tuple[SourceRequest, Sequence[FoundImage]]], reading: SourceReading, progress: Progress | None
 ) -> tuple[Sample, ...]:
     """Every image whose header can be read, in the order of the sources; each file is read once."""
     places: dict[Place, None] = {}
@@ -115,7 +115,11 @@ def _samples(
 
 
 def _sample(
-    found: Found, read: Facts, request: SourceRequest, facts: dict[Place, Facts | BrokenImageError], reading: Reading
+    found: FoundImage,
+    read: Facts,
+    request: SourceRequest,
+    facts: dict[Place, Facts | BrokenImageError],
+    reading: SourceReading,
 ) -> Sample:
     sample = Sample(
         found.path,
@@ -144,7 +148,7 @@ def _sample(
     return judged_mask(named, (mask.width, mask.height), reading)
 
 
-def _weight_of(found: Found, request: SourceRequest, reading: Reading) -> float:
+def _weight_of(found: FoundImage, request: SourceRequest, reading: SourceReading) -> float:
     """The table's weight times the source's; a finding where it is no number of at least 0."""
     weight, own = found.weight, request.section.loss_weight
     if weight is None:
@@ -160,7 +164,7 @@ def _weight_of(found: Found, request: SourceRequest, reading: Reading) -> float:
     return own
 
 
-def _caption_of(found: Found, request: SourceRequest, reading: Reading) -> str:
+def _caption_of(found: FoundImage, request: SourceRequest, reading: SourceReading) -> str:
     candidates = (found.caption, request.section.default_caption, found.folder_caption)
     text = next((each for each in candidates if each is not None), None)
     caption = tidy(text or "", keep_lines=request.captions.wildcards)

@@ -40,7 +40,7 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Group:
+class SampleGroup:
     """Samples that are seen equally often: they share `seen` places of an epoch in turn.
 
     With `seen` a multiple of their number each epoch has every one of them equally often;
@@ -56,7 +56,7 @@ class Group:
         return self.indices[place], seen_before
 
 
-def make_groups(samples: Sequence[Sample], seed: int) -> tuple[Group, ...]:
+def make_groups(samples: Sequence[Sample], seed: int) -> tuple[SampleGroup, ...]:
     """How often an epoch sees each sample: by its repeats; regularization samples as often as all others.
 
     Samples are sorted by content, so their names, their order and the order of sources change no step.
@@ -81,10 +81,10 @@ def _order_key(sample: Sample) -> tuple[object, ...]:
     return sample.facts, sample.variants, sample.source
 
 
-def _group(indices: Sequence[int], seen: int, seed: int) -> Group:
+def _group(indices: Sequence[int], seen: int, seed: int) -> SampleGroup:
     if seen % len(indices):  # who is first must not depend on names
         indices = [indices[place] for place in _shuffled(len(indices), seed, "turns", len(indices))]
-    return Group(tuple(indices), seen)
+    return SampleGroup(tuple(indices), seen)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class StepPlan:
     """The order of all steps. Steps and epochs count from 0. Asking for a step costs its samples alone."""
 
     samples: Sequence[Sample]
-    groups: tuple[Group, ...]
+    groups: tuple[SampleGroup, ...]
     effective: int
     seed: int
 

@@ -24,7 +24,7 @@ from lora_trainer.data.images.spans import open_bytes
 from lora_trainer.data.manifest import request_source
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.sources.folder import KOHYA_FOLDER
-from lora_trainer.data.sources.found import Reading, SourceRequest
+from lora_trainer.data.sources.found import SourceReading, SourceRequest
 from lora_trainer.data.sources.places import place_from, places_of
 from lora_trainer.data.views import Framing
 from lora_trainer.dataset_check.captions import fix_garbled
@@ -91,7 +91,7 @@ def write_fixed(
     """
     target = Path(os.path.abspath(target))
     request = [request_source(number, source, captions or CaptionsSection()) for number, source in enumerate(sources)]
-    places = [places_of(each, Reading()) for each in request]
+    places = [places_of(each, SourceReading()) for each in request]
     images = {sample.path for sample in manifest.samples if sample.span is None}
     if problems := place_problems(target, [place for several in places for place in several], images):
         raise UsageError(problems)

@@ -43,7 +43,7 @@ NEEDED = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class ImageRequest:
     """One row of a grid: generated without the LoRA, and with it at every strength."""
 
     prompt: str
@@ -67,7 +67,7 @@ class Drawing:
 
 
 def recipe(
-    pipeline: Any, family: Family, base: Path, named: str, lora: Path, rows: Sequence[Asked], drawing: Drawing
+    pipeline: Any, family: Family, base: Path, named: str, lora: Path, rows: Sequence[ImageRequest], drawing: Drawing
 ) -> dict[str, Any]:
     """Everything needed to generate the same images elsewhere. `named` is the user's name of the base model."""
     import diffusers
@@ -130,10 +130,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def rows_of(found: Mapping[str, Any]) -> list[Asked]:
+def rows_of(found: Mapping[str, Any]) -> list[ImageRequest]:
     """The rows of a recipe. Raises UsageError for what is no prompt with a seed, and for none."""
     try:
-        rows = [Asked(str(each["prompt"]), int(each["seed"])) for each in found["images"]]
+        rows = [ImageRequest(str(each["prompt"]), int(each["seed"])) for each in found["images"]]
         if not rows or not all(0 <= row.seed < 2**63 for row in rows):
             raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -199,7 +199,7 @@ def same_base(kept: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     return bare(kept) == bare(wanted)
 
 
-def embedded_text(used: Mapping[str, Any], row: Asked | None, strength: float | None) -> PngInfo:
+def embedded_text(used: Mapping[str, Any], row: ImageRequest | None, strength: float | None) -> PngInfo:
     """The recipe for a PNG: as programs of this field show it (`parameters`) and whole (`recipe`). It names no folder."""
     info = PngInfo()
     parts = {name: _last(value) if isinstance(value, str) else value for name, value in used["model_parts"].items()}
@@ -222,7 +222,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if any(sign in text for sign in ",:\n") else text
 
 
-def parameters(used: Mapping[str, Any], row: Asked, strength: float | None) -> str:
+def parameters(used: Mapping[str, Any], row: ImageRequest, strength: float | None) -> str:
     """Three lines as AUTOMATIC1111's web UI writes them: prompt with the LoRA's tag, negative prompt, numbers."""
     lines = [row.prompt]
     width, height = used["size"]

@@ -26,8 +26,8 @@ from lora_trainer.evaluation.loading import (
     without_lora,
 )
 from lora_trainer.evaluation.placing import bring_pipeline
-from lora_trainer.evaluation.recipe import Asked, Drawing, embedded_text, recipe, same_base
-from lora_trainer.evaluation.sheet import Group, Row, contact_sheet, save_image
+from lora_trainer.evaluation.recipe import Drawing, ImageRequest, embedded_text, recipe, same_base
+from lora_trainer.evaluation.sheet import SheetGroup, SheetRow, contact_sheet, save_image
 from lora_trainer.export.weights import LoraWeights, shapes_of
 from lora_trainer.models.drawing import prompted, read_prompts, texts_of
 from lora_trainer.models.family import Family
@@ -62,7 +62,7 @@ def compare(
     family: Family,
     base: Path,
     lora: Path,
-    rows: Sequence[Asked],
+    rows: Sequence[ImageRequest],
     drawing: Drawing,
     where: Where,
     *,
@@ -124,7 +124,7 @@ def _draw_columns(
     pipeline: Any,
     family: Family,
     weights: LoraWeights,
-    rows: Sequence[Asked],
+    rows: Sequence[ImageRequest],
     drawing: Drawing,
     where: Where,
     used: dict[str, Any],
@@ -176,7 +176,7 @@ def draw(
     pipeline: Any,
     family: Family,
     read: dict[str, dict[str, torch.Tensor]],
-    rows: Sequence[Asked],
+    rows: Sequence[ImageRequest],
     drawing: Drawing,
     at_once: int = DRAWN_AT_ONCE,
 ) -> Iterator[Image.Image]:
@@ -224,10 +224,10 @@ def untouched(where: Where, rows: int) -> Iterator[Image.Image]:
 def write_sheet(where: Where, used: dict[str, Any]) -> Path:
     """Write the sheet of all finished images, with gaps for the others, and the recipe next to it."""
     strengths: list[float | None] = [None, *used["strengths"]]
-    groups: dict[str, list[Row]] = {}
-    for index, row in enumerate(Asked(**each) for each in used["images"]):
+    groups: dict[str, list[SheetRow]] = {}
+    for index, row in enumerate(ImageRequest(**each) for each in used["images"]):
         paths = [where.image(index, strength) for strength in strengths]
-        groups.setdefault(row.prompt, []).append(Row(f"seed {row.seed}", paths))
+        groups.setdefault(row.prompt, []).append(SheetRow(f"seed {row.seed}", paths))
     guidance = "" if used["guidance"] is None else f" · guidance {used['guidance']:g}"
     width, height = used["size"]
     title = f"{shortened(used['lora'])} on {shortened(short_path(used['model']))}"
@@ -237,7 +237,7 @@ def write_sheet(where: Where, used: dict[str, Any]) -> Path:
         details += f" · negative prompt: {used['negative']}"
     headings = ["untouched base", *(f"LoRA at {strength:g}" for strength in used["strengths"])]
     sheet = contact_sheet(
-        title, details, headings, [Group(prompt or "(empty prompt)", r) for prompt, r in groups.items()]
+        title, details, headings, [SheetGroup(prompt or "(empty prompt)", r) for prompt, r in groups.items()]
     )
     save_image(where.sheet, sheet, embedded_text(used, None, None))
     write_json(where.recipe, used)

@@ -21,7 +21,7 @@ INK, FAINT, PAPER, GAP = (20, 20, 20), (96, 96, 96), (255, 255, 255), (232, 232,
 
 
 @dataclass(frozen=True)
-class Row:
+class SheetRow:
     """Image files side by side with a label above them. A missing file leaves a gap."""
 
     label: str
@@ -29,14 +29,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Group:
+class SheetGroup:
     """Rows under one heading: a prompt, all its seeds."""
 
     heading: str
-    rows: Sequence[Row]
+    rows: Sequence[SheetRow]
 
 
-def contact_sheet(title: str, details: str, headings: Sequence[str], groups: Sequence[Group]) -> Image.Image:
+def contact_sheet(title: str, details: str, headings: Sequence[str], groups: Sequence[SheetGroup]) -> Image.Image:
     """All groups under a title and one heading for each column, repeated above every group; prompts between lines."""
     together = min(len(headings), MOST_COLUMNS)
     cell = cell_size(groups, together)
@@ -45,7 +45,7 @@ def contact_sheet(title: str, details: str, headings: Sequence[str], groups: Seq
     size = max(LEAST_TEXT, width // LETTERS)
     written = "".join([title, details, *headings, *(group.heading for group in groups)])
     large, usual = fonts_for(written, size, max(LEAST_TEXT, round(size * 0.8)))
-    writer = Writer(width, margin)
+    writer = SheetWriter(width, margin)
     writer.text(title, large, INK)
     writer.text(details, usual, FAINT)
     for group in groups:
@@ -60,7 +60,7 @@ def contact_sheet(title: str, details: str, headings: Sequence[str], groups: Seq
     return writer.sheet()
 
 
-class Writer:
+class SheetWriter:
     """Collects a sheet's text and images from top to bottom; they are drawn once its height is known."""
 
     def __init__(self, width: int, margin: int) -> None:
@@ -109,7 +109,7 @@ class Writer:
         return sheet
 
 
-def cell_size(groups: Sequence[Group], columns: int) -> tuple[int, int]:
+def cell_size(groups: Sequence[SheetGroup], columns: int) -> tuple[int, int]:
     """Width and height of every image on the sheet: small ones enlarged, and less where there are very many."""
     rows = sum(-(-len(row.images) // columns) for group in groups for row in group.rows)
     width, height = 1, 1

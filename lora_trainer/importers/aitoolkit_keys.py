@@ -18,7 +18,7 @@ from lora_trainer.importers.kohya_keys import (
     betas,
 )
 from lora_trainer.importers.merge import RESOLUTIONS
-from lora_trainer.importers.reading import Around, Rule, Took
+from lora_trainer.importers.reading import Around, KeyRule, Took
 from lora_trainer.importers.rules import (
     by,
     count,
@@ -170,7 +170,7 @@ def _augmented(value: Any, around: Around) -> Took:
     return Took({"source.color_variants": 4}) if is_on(value) else Took({}, "off", "ignored")
 
 
-def _all(section: str, names: str, rule: Rule) -> dict[str, Rule]:
+def _all(section: str, names: str, rule: KeyRule) -> dict[str, KeyRule]:
     return {f"{section}{name}": rule for name in names.split()}
 
 
@@ -193,7 +193,7 @@ DATA_LACKS = (
     "standardize_images clip_image_path replacements square_crop controls batch_size do_i2v do_audio"
 )
 UNUSED = lacking("there is no such thing here", off=(1, 1.0, "balanced", "noise", 1000, 999))
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, KeyRule] = {
     "job": lacking("only training is imported", off=("extension", "train")),
     "config.name": same("run.name", text),
     "type": lacking("only LoRA training is imported", off=("sd_trainer", "diffusion_trainer", "ui_trainer")),
@@ -318,7 +318,7 @@ DEFAULTS: Mapping[str, Any] = {
     "sample.sample_steps": 20,
     "sample.guidance_scale": 7,
 }
-DATASET_RULES: Mapping[str, Rule] = {
+DATASET_RULES: Mapping[str, KeyRule] = {
     "folder_path": path_to("source.path"),
     "dataset_path": path_to("source.path"),
     "default_caption": same("source.default_caption", text),

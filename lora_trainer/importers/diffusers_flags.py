@@ -16,7 +16,7 @@ from lora_trainer.importers.flow_words import (
 from lora_trainer.importers.kohya_dataset import NEW_EACH_TIME
 from lora_trainer.importers.kohya_keys import CACHED, LOGS, READ_FROM_MODEL, SPEED, UPLOADS
 from lora_trainer.importers.merge import no_validation
-from lora_trainer.importers.reading import SOURCES, Around, Reading, Rule, Took, located
+from lora_trainer.importers.reading import SOURCES, Around, KeyRule, Reading, Took, located
 from lora_trainer.importers.rules import (
     by,
     count,
@@ -91,7 +91,7 @@ def _small_states(value: Any, around: Around) -> Took:
     return Took({"optimizer.name": "adamw8bit"}) if truth(value) else Took({}, "off", "ignored")
 
 
-def _only_with(key: str, word: str, ours: str, kind: Any) -> Rule:
+def _only_with(key: str, word: str, ours: str, kind: Any) -> KeyRule:
     def read(value: Any, around: Around) -> Took:
         if word not in str(around[key]):
             return Took({}, f"means nothing without {key} = {word}", "ignored")
@@ -108,10 +108,10 @@ def _upcast(value: Any, around: Around) -> Took:
     return Took({"checkpoint.export_dtype": "fp32"}) if truth(value) else Took({}, "off", "ignored")
 
 
-ONLY_MISSING = Rule(
+ONLY_MISSING = KeyRule(
     "changed", (SOURCES,), "the caption of images that have none of their own", lambda value, around: Took({})
 )
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, KeyRule] = {
     "pretrained_model_name_or_path": MODEL,
     "output_dir": path_to("run.output"),
     "instance_data_dir": by(_images, SOURCES),

@@ -13,7 +13,7 @@ from typing import Any
 
 from lora_trainer.config.options import NEEDS
 from lora_trainer.importers.documents import SCRIPT
-from lora_trainer.importers.reading import Around, Rule, Took, Verdict
+from lora_trainer.importers.reading import Around, KeyRule, Took, Verdict
 from lora_trainer.importers.rules import by, is_on, lacking, nothing, number, part_of, text, truth
 
 ALL = "flow.timestep_sampling flow.logit_mean flow.logit_std flow.mode_scale flow.shift"
@@ -53,7 +53,7 @@ def number_of(around: Around, key: str, otherwise: float) -> float:
         return otherwise
 
 
-def number_with(key: str) -> Rule:
+def number_with(key: str) -> KeyRule:
     """A number that is read together with another key."""
 
     def read(value: Any, around: Around) -> Took:
@@ -63,12 +63,12 @@ def number_with(key: str) -> Rule:
     return by(read, "", f"read together with {key}")
 
 
-def of_flows(rules: Mapping[str, Rule], why: str, verdict: Verdict) -> dict[str, Rule]:
+def of_flows(rules: Mapping[str, KeyRule], why: str, verdict: Verdict) -> dict[str, KeyRule]:
     """A program's rules for flow-matching models, without the settings that only diffusion models have."""
     return {key: replace(rule, read=partial(_without_diffusion, rule, why, verdict)) for key, rule in rules.items()}
 
 
-def _without_diffusion(rule: Rule, why: str, verdict: Verdict, value: Any, around: Around) -> Took:
+def _without_diffusion(rule: KeyRule, why: str, verdict: Verdict, value: Any, around: Around) -> Took:
     took = rule.read(value, around)
     kept = {name: each for name, each in took.settings.items() if name not in OF_DIFFUSION}
     return took if len(kept) == len(took.settings) else Took(kept, why, verdict)
@@ -136,16 +136,16 @@ def _kohya_weighting(value: Any, around: Around) -> Took:
     return by_weighting(text(value).lower(), around, shift, backwards=False, squared=True)
 
 
-def of_flow(rule: Rule) -> Rule:
+def of_flow(rule: KeyRule) -> KeyRule:
     """A rule of kohya's that applies only to flow-matching models."""
 
     def read(value: Any, around: Around) -> Took:
         return rule.read(value, around) if kohya_family(around) else Took({}, NO_FLOW, "ignored")
 
-    return Rule(rule.verdict, rule.ours, rule.why, read)
+    return KeyRule(rule.verdict, rule.ours, rule.why, read)
 
 
-KOHYA: Mapping[str, Rule] = {
+KOHYA: Mapping[str, KeyRule] = {
     "timestep_sampling": by(_kohya_sampling, ALL),
     "weighting_scheme": by(_kohya_weighting, ALL),
     **{key: of_flow(number_with("timestep_sampling")) for key in ("sigmoid_scale", "discrete_flow_shift")},
@@ -186,7 +186,7 @@ def _simpletuner(value: Any, around: Around) -> Took:
     return Took(settings, "a beta distribution there" if beta else "", "changed" if beta else None)
 
 
-SIMPLETUNER: Mapping[str, Rule] = {
+SIMPLETUNER: Mapping[str, KeyRule] = {
     **{
         key: by(_simpletuner, ALL)
         for key in (
@@ -241,7 +241,7 @@ def _onetrainer_switch(value: Any, around: Around) -> Took:
     return _onetrainer_number(0, around)
 
 
-ONETRAINER: Mapping[str, Rule] = {
+ONETRAINER: Mapping[str, KeyRule] = {
     "timestep_distribution": by(_onetrainer, ALL),
     **{key: by(_onetrainer_number, ALL) for key in ("noising_weight", "noising_bias", "timestep_shift")},
     "dynamic_timestep_shifting": by(_onetrainer_switch, ALL),
@@ -272,7 +272,7 @@ def _aitoolkit(value: Any, around: Around) -> Took:
     return Took(times("uniform", shift=1.0), WEIGHED if word == "weighted" else "uniform here", "changed")
 
 
-AITOOLKIT: Mapping[str, Rule] = {"train.timestep_type": by(_aitoolkit, ALL)}
+AITOOLKIT: Mapping[str, KeyRule] = {"train.timestep_type": by(_aitoolkit, ALL)}
 
 
 # What the parsers of its scripts hold for each family, and the layers that learn unless lora_layers says others.
@@ -310,7 +310,7 @@ def _guidance(value: Any, around: Around) -> Took:
     return Took({}) if "flux" in str(around[SCRIPT]) and number(value) != 1.0 else Took({}, "as here", "ignored")
 
 
-DIFFUSERS: Mapping[str, Rule] = {
+DIFFUSERS: Mapping[str, KeyRule] = {
     "weighting_scheme": by(_diffusers, ALL),
     **{key: number_with("weighting_scheme") for key in ("logit_mean", "logit_std", "mode_scale")},
     "guidance_scale": by(_guidance, "", NO_GUIDANCE, changes=True),

@@ -19,7 +19,7 @@ from lora_trainer.importers.kohya_dataset import (
     is_kohya_dataset,
 )
 from lora_trainer.importers.kohya_keys import RULES as TRAINING_RULES
-from lora_trainer.importers.reading import SOURCES, Around, Reading, Rule, Took, is_empty, located, pairs
+from lora_trainer.importers.reading import SOURCES, Around, KeyRule, Reading, Took, is_empty, located, pairs
 from lora_trainer.importers.rules import by, count, is_on, other_file, part_of, text, truth
 
 TABLES = ("network_args", "optimizer_args")  # lists of `key=value`
@@ -76,7 +76,7 @@ def _masked_loss(value: Any, around: Around) -> Took:
     return Took({})
 
 
-def of_all_data(rule: Rule) -> Rule:
+def of_all_data(rule: KeyRule) -> KeyRule:
     """A rule of one source, applied to all data."""
 
     def read(value: Any, around: Around) -> Took:
@@ -109,7 +109,7 @@ _SHARED = {
     & {*rule.ours}
     and key not in ("metadata_file", "custom_attributes", "network_multiplier", "validation_split")
 }
-DATA_RULES: Mapping[str, Rule] = {
+DATA_RULES: Mapping[str, KeyRule] = {
     "dataset_config": other_file(SOURCES),
     "train_data_dir": by(_train_source, SOURCES),
     "reg_data_dir": by(_regularization, SOURCES),
@@ -126,7 +126,7 @@ DATA_RULES: Mapping[str, Rule] = {
     **_SHARED,
     "caption_extention": _SHARED["caption_extension"],
 }
-RULES: Mapping[str, Rule] = {**DATA_RULES, **TRAINING_RULES}
+RULES: Mapping[str, KeyRule] = {**DATA_RULES, **TRAINING_RULES}
 DEFAULTS: Mapping[str, Any] = {
     "train_batch_size": 1,
     "validation_split": 0.0,

@@ -15,7 +15,7 @@ from typing import Any
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem
 from lora_trainer.importers.merge import RESOLUTIONS, together
-from lora_trainer.importers.reading import Around, Line, Reading, Rule, Took, is_empty, located
+from lora_trainer.importers.reading import Around, KeyRule, Line, Reading, Took, is_empty, located
 from lora_trainer.importers.rules import (
     by,
     is_on,
@@ -78,7 +78,7 @@ def _resolution(value: Any, around: Around) -> Took:
     )
 
 
-def _of_buckets(ours: str) -> Rule:
+def _of_buckets(ours: str) -> KeyRule:
     def read(value: Any, around: Around) -> Took:
         if around["enable_bucket"] is not None and not is_on(around["enable_bucket"]):
             return Took({}, "means nothing without enable_bucket", "ignored")
@@ -87,7 +87,7 @@ def _of_buckets(ours: str) -> Rule:
     return by(read, ours)
 
 
-SUBSET_RULES: Mapping[str, Rule] = {
+SUBSET_RULES: Mapping[str, KeyRule] = {
     "image_dir": path_to("source.path"),
     "metadata_file": path_to("source.captions_file"),
     "class_tokens": same("source.default_caption", text),
@@ -122,7 +122,7 @@ SUBSET_RULES: Mapping[str, Rule] = {
     "custom_attributes": nothing("notes for other scripts"),
     "cache_info": nothing("what was read of an image is always kept"),
 }
-DATASET_RULES: Mapping[str, Rule] = {
+DATASET_RULES: Mapping[str, KeyRule] = {
     "resolution": by(_resolution, "data.resolution"),
     "batch_size": same("train.effective_batch_size", whole),
     "enable_bucket": by(_buckets, "data.max_aspect"),
@@ -134,7 +134,7 @@ DATASET_RULES: Mapping[str, Rule] = {
     "validation_seed": same("validation.split_seed", whole),
     "network_multiplier": lacking("the LoRA's strength is 1 in training", off=(1, 1.0)),
 }
-RULES: Mapping[str, Rule] = {**DATASET_RULES, **SUBSET_RULES}
+RULES: Mapping[str, KeyRule] = {**DATASET_RULES, **SUBSET_RULES}
 # Defaults of kohya's scripts that differ from ours.
 DEFAULTS: Mapping[str, Any] = {
     "num_repeats": 1,

@@ -17,7 +17,7 @@ from lora_trainer.importers.kohya_keys import (
     share_of_steps,
     warmup,
 )
-from lora_trainer.importers.reading import Around, Reading, Rule, Took, is_empty, pairs
+from lora_trainer.importers.reading import Around, KeyRule, Reading, Took, is_empty, pairs
 from lora_trainer.importers.rules import by, is_on, lacking, nothing, number, part_of, same, text, whole
 from lora_trainer.importers.words import (
     ALL_OF_ATTENTION,
@@ -64,7 +64,7 @@ LYCORIS = "factor bypass_mode dora_wd use_cp use_tucker use_scalar rank_dropout_
 MORE_LYCORIS = "decompose_both train_on_input unit train_lora_ggpo ggpo_sigma ggpo_beta".split()
 
 
-def _unless_zero(rule: Rule) -> Rule:
+def _unless_zero(rule: KeyRule) -> KeyRule:
     """The GUI writes 0 for a number that is not set."""
 
     def read(value: Any, around: Around) -> Took:
@@ -83,7 +83,7 @@ def _kind(value: Any, around: Around) -> Took:
     return Took({"lora.target_modules": list(layers)}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
 
 
-def _with_convolutions(rule: Rule) -> Rule:
+def _with_convolutions(rule: KeyRule) -> KeyRule:
     """A key of networks that train convolutions."""
 
     def read(value: Any, around: Around) -> Took:
@@ -116,7 +116,7 @@ def _percent(value: Any, around: Around) -> Took:
     return share_of_steps(share, around)
 
 
-def _noise(word: str, key: str) -> Rule:
+def _noise(word: str, key: str) -> KeyRule:
     """One of the two kinds of noise, as noise_offset_type says."""
     rule = RULES[key]
 
@@ -128,7 +128,7 @@ def _noise(word: str, key: str) -> Rule:
     return replace(rule, read=read)
 
 
-def _rules() -> dict[str, Rule]:
+def _rules() -> dict[str, KeyRule]:
     script = {key: rule for key, rule in kohya.RULES.items() if "." not in key and key not in NAMES.values()}
     known = {**script, **{gui: kohya.RULES[name] for gui, name in NAMES.items()}}
     zero = "max_train_steps max_train_epochs seed bucket_reso_steps lr_warmup_steps network_dim".split()
@@ -166,8 +166,8 @@ def _rules() -> dict[str, Rule]:
     }
 
 
-RULES_OF_GUI: Mapping[str, Rule] = _rules()
-MORE_RULES: Mapping[str, Rule] = {
+RULES_OF_GUI: Mapping[str, KeyRule] = _rules()
+MORE_RULES: Mapping[str, KeyRule] = {
     **RULES_OF_GUI,
     **{key: rule for key, rule in kohya.RULES.items() if key.startswith(("optimizer_args.", "network_args."))},
 }

@@ -9,7 +9,7 @@ from typing import Any
 from lora_trainer.core.errors import UsageError
 from lora_trainer.importers import kohya_texts
 from lora_trainer.importers.flow_words import KOHYA, kohya_family
-from lora_trainer.importers.reading import Around, Rule, Took, located
+from lora_trainer.importers.reading import Around, KeyRule, Took, located
 from lora_trainer.importers.rules import (
     by,
     count,
@@ -85,7 +85,7 @@ def share_of_steps(share: float, around: Around) -> Took:
     return Took({"lr_scheduler.warmup_steps": steps}, f"{share:.0%} of {count(around, 'max_train_steps')} steps")
 
 
-def _only_with(key: str, word: str, ours: str, kind: Any) -> Rule:
+def _only_with(key: str, word: str, ours: str, kind: Any) -> KeyRule:
     """A key that counts only if another key has a certain value."""
 
     def read(value: Any, around: Around) -> Took:
@@ -111,7 +111,7 @@ def _alpha(value: Any, around: Around) -> Took:
     return Took({"lora.alpha": number(value)}) if is_on(value) else Took({}, "0 means as network_dim, as here")
 
 
-def _as(key: str, ours: str, why: str) -> Rule:
+def _as(key: str, ours: str, why: str) -> KeyRule:
     """A value of the convolutions; that of all layers is used instead."""
 
     def read(value: Any, around: Around) -> Took:
@@ -202,7 +202,7 @@ def prompts(value: Any, around: Around) -> Took:
     return Took({"sample.prompts": found}, why, "changed" if options else "mapped")
 
 
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, KeyRule] = {
     "pretrained_model_name_or_path": MODEL,
     "output_dir": path_to("run.output"),
     "output_name": same("run.name", text),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_trainer.importers.flow_words import NO_FLOW, kohya_family, of_flow
-from lora_trainer.importers.reading import Around, Rule, Took
+from lora_trainer.importers.reading import Around, KeyRule, Took
 from lora_trainer.importers.rules import by, is_on, lacking, nothing, number, part_of, same, truth, whole
 from lora_trainer.importers.words import CLIP_SKIP, TEXT_RATES, VAE, text_rates
 
@@ -63,7 +63,7 @@ def _max_tokens(value: Any, around: Around) -> Took:
     return Took({"text_encoder.max_tokens": tokens}) if tokens not in (75, 77) else Took({}, "as here", "ignored")
 
 
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, KeyRule] = {
     "text_encoder_lr": by(_text_rate, TEXT_RATES),
     "network_train_unet_only": by(_unet_only, TEXT_RATES),
     "clip_skip": CLIP_SKIP,

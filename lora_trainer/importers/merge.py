@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from lora_trainer.config.toml import shown
-from lora_trainer.importers.reading import SOURCES, Around, Line, Reading, Rule, is_empty
+from lora_trainer.importers.reading import SOURCES, Around, KeyRule, Line, Reading, is_empty
 
 VIEWS = ("flip", "color_variants", "crop")  # set once in [data] if all sources agree
 RESOLUTIONS = "source.resolutions"
@@ -22,7 +22,7 @@ def read_tables(
     reading: Reading,
     place: str,
     tables: Sequence[Mapping[str, Any]],
-    rules: Mapping[str, Rule],
+    rules: Mapping[str, KeyRule],
     defaults: Mapping[str, Any],
     also: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:

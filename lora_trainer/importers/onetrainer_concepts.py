@@ -10,7 +10,7 @@ from lora_trainer.importers.kohya_dataset import COLORS, NEW_EACH_TIME
 from lora_trainer.importers.kohya_keys import CACHED
 from lora_trainer.importers.merge import RESOLUTIONS
 from lora_trainer.importers.onetrainer_keys import UNUSED, named
-from lora_trainer.importers.reading import Around, Rule, Took, located
+from lora_trainer.importers.reading import Around, KeyRule, Took, located
 from lora_trainer.importers.rules import (
     by,
     is_on,
@@ -111,7 +111,7 @@ def _mode(value: Any, around: Around) -> Took:
     return Took({}, "read together with text.tag_dropout_probability")
 
 
-def _strength(switch: str, why: str = "how strong is fixed here") -> Rule:
+def _strength(switch: str, why: str = "how strong is fixed here") -> KeyRule:
     """How strong a change is, which is fixed here."""
 
     def read(value: Any, around: Around) -> Took:
@@ -122,12 +122,12 @@ def _strength(switch: str, why: str = "how strong is fixed here") -> Rule:
 
 
 COLOR = by(_colors, "source.color_variants", NEW_EACH_TIME, changes=True)
-CONCEPT_RULES: Mapping[str, Rule] = {
+CONCEPT_RULES: Mapping[str, KeyRule] = {
     "name": nothing("a name"),
     "path": by(_path, "source.path source.masks"),
     "enabled": nothing("enabled"),
     "type": by(_type, "source.is_reg"),
-    "include_subdirectories": Rule(
+    "include_subdirectories": KeyRule(
         "changed",
         (),
         "folders below are read too",

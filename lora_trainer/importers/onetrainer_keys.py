@@ -9,7 +9,7 @@ from typing import Any
 from lora_trainer.importers.flow_words import ONETRAINER, ONETRAINER_FLOWS, is_onetrainer_flow
 from lora_trainer.importers.kohya_dataset import AREA_OF_MASK
 from lora_trainer.importers.kohya_keys import CACHED, LOGS, OTHER_FAMILY, READ_FROM_MODEL, SPEED
-from lora_trainer.importers.reading import SOURCES, Around, Rule, Took, located
+from lora_trainer.importers.reading import SOURCES, Around, KeyRule, Took, located
 from lora_trainer.importers.rules import (
     by,
     is_on,
@@ -173,7 +173,7 @@ def _skipped(value: Any, around: Around) -> Took:
     return Took({})
 
 
-def _every(unit: str, section: str, **units: str) -> Rule:
+def _every(unit: str, section: str, **units: str) -> KeyRule:
     """A distance whose unit another key says; those of `units` are ours."""
 
     def read(value: Any, around: Around) -> Took:
@@ -208,7 +208,7 @@ def _buckets(value: Any, around: Around) -> Took:
     return Took({"data.max_aspect": 4.0 if truth(value) else 1.0})
 
 
-def only_with(switch: str, ours: str, kind: Any) -> Rule:
+def only_with(switch: str, ours: str, kind: Any) -> KeyRule:
     """A value that counts only with its switch on."""
 
     def read(value: Any, around: Around) -> Took:
@@ -218,7 +218,7 @@ def only_with(switch: str, ours: str, kind: Any) -> Rule:
     return by(read, ours)
 
 
-def named(before: str, names: str, rule: Rule) -> dict[str, Rule]:
+def named(before: str, names: str, rule: KeyRule) -> dict[str, KeyRule]:
     return {f"{before}{name}": rule for name in names.split()}
 
 
@@ -239,7 +239,7 @@ OF_PARTS = (
 )
 NOT_OTHERS = (("transformer", "learning_rate"), ("text_encoder_3", "train"), ("text_encoder_3", "learning_rate"))
 MORE_OF_PARTS = "offload_fraction activation_offloading gradient_checkpointing"
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, KeyRule] = {
     "__version": nothing("the version of its file"),
     "training_method": by(_kind, "", "only a LoRA is trained", changes=True),
     "model_type": by(_model_type, "", OTHER_FAMILY),

@@ -67,7 +67,7 @@ class Around:
 
 
 @dataclass(frozen=True)
-class Rule:
+class KeyRule:
     """How to read a key. The documentation shows `verdict`, `ours` and `why`.
 
     `read` raises ValueError with the kind of value that it expects ("a whole number").
@@ -95,7 +95,7 @@ class Reading:
         """`kohya's`, `diffusers'`."""
         return self.tool + ("'" if self.tool.endswith("s") else "'s")
 
-    def take(self, key: str, value: Any, rule: Rule, around: Around, *, default: bool = False) -> None:
+    def take(self, key: str, value: Any, rule: KeyRule, around: Around, *, default: bool = False) -> None:
         """Read one key by its rule; a value of the wrong kind becomes a problem."""
         if is_empty(value):
             self.lines.append(Line(key, value, "ignored", {}, "not set"))
@@ -129,7 +129,7 @@ class Reading:
     def take_all(
         self,
         keys: Mapping[str, Any],
-        rules: Mapping[str, Rule],
+        rules: Mapping[str, KeyRule],
         defaults: Mapping[str, Any],
         names: Mapping[str, str] | None = None,
         around: Around | None = None,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lora_trainer.importers.reading import Around, Rule, Took, located
+from lora_trainer.importers.reading import Around, KeyRule, Took, located
 
 Kind = Callable[[Any], Any]
 OFF: tuple[Any, ...] = (False, 0, 0.0, "0", "false", "none", [], {})
@@ -62,26 +62,26 @@ def side(value: Any) -> int:
     return round(math.sqrt(sides[0] * sides[-1]))
 
 
-def same(ours: str, kind: Kind) -> Rule:
+def same(ours: str, kind: Kind) -> KeyRule:
     """The same setting under another name."""
-    return Rule("mapped", (ours,), "", lambda value, around: Took({ours: kind(value)}))
+    return KeyRule("mapped", (ours,), "", lambda value, around: Took({ours: kind(value)}))
 
 
-def changed(ours: str, kind: Kind, why: str) -> Rule:
+def changed(ours: str, kind: Kind, why: str) -> KeyRule:
     """Almost the same setting; `why` says how it differs."""
-    return Rule("changed", (ours,), why, lambda value, around: Took({ours: kind(value)}))
+    return KeyRule("changed", (ours,), why, lambda value, around: Took({ours: kind(value)}))
 
 
-def unless_off(ours: str, kind: Kind, why: str = "") -> Rule:
+def unless_off(ours: str, kind: Kind, why: str = "") -> KeyRule:
     """A setting that 0 or false turns off; `why` says how it differs when it is on."""
 
     def read(value: Any, around: Around) -> Took:
         return Took({ours: kind(value)}) if is_on(value) else Took({}, "off", "ignored")
 
-    return Rule("changed" if why else "mapped", (ours,), why, read)
+    return KeyRule("changed" if why else "mapped", (ours,), why, read)
 
 
-def lacking(why: str, off: tuple[Any, ...] = ()) -> Rule:
+def lacking(why: str, off: tuple[Any, ...] = ()) -> KeyRule:
     """A key that affects training and does not exist here; nothing is lost if it is off."""
 
     def read(value: Any, around: Around) -> Took:
@@ -90,33 +90,33 @@ def lacking(why: str, off: tuple[Any, ...] = ()) -> Rule:
             return Took({}, "off, or what is done here", "ignored")
         return Took({})
 
-    return Rule("changed", (), why, read)
+    return KeyRule("changed", (), why, read)
 
 
-def nothing(why: str) -> Rule:
+def nothing(why: str) -> KeyRule:
     """A key that does not affect what is learned."""
-    return Rule("ignored", (), why, lambda value, around: Took({}))
+    return KeyRule("ignored", (), why, lambda value, around: Took({}))
 
 
-def part_of(key: str, ours: str = "") -> Rule:
+def part_of(key: str, ours: str = "") -> KeyRule:
     """A key that is read together with another."""
     why = f"read together with {key}"
-    return Rule("mapped", (ours,) if ours else (), why, lambda value, around: Took({}, why))
+    return KeyRule("mapped", (ours,) if ours else (), why, lambda value, around: Took({}, why))
 
 
-def by(read: Callable[[Any, Around], Took], ours: str, why: str = "", *, changes: bool = False) -> Rule:
+def by(read: Callable[[Any, Around], Took], ours: str, why: str = "", *, changes: bool = False) -> KeyRule:
     """A key with its own function."""
-    return Rule("changed" if changes else "mapped", tuple(ours.split()), why, read)
+    return KeyRule("changed" if changes else "mapped", tuple(ours.split()), why, read)
 
 
-def path_to(ours: str) -> Rule:
+def path_to(ours: str) -> KeyRule:
     """A path, resolved against the file's folder."""
-    return Rule("mapped", (ours,), "", lambda value, around: Took({ours: located(around.folder, text(value))}))
+    return KeyRule("mapped", (ours,), "", lambda value, around: Took({ours: located(around.folder, text(value))}))
 
 
-def other_file(ours: str) -> Rule:
+def other_file(ours: str) -> KeyRule:
     """A key that names another file, which is read with this one."""
-    return Rule(
+    return KeyRule(
         "mapped",
         (ours,),
         "",

@@ -9,7 +9,7 @@ from typing import Any
 from lora_trainer.importers.flow_words import SIMPLETUNER, SIMPLETUNER_FLOWS
 from lora_trainer.importers.kohya_keys import CACHED, LOGS, OTHER_FAMILY, READ_FROM_MODEL, SPEED, UPLOADS
 from lora_trainer.importers.merge import RESOLUTIONS
-from lora_trainer.importers.reading import SOURCES, Around, Rule, Took, found_upwards, located
+from lora_trainer.importers.reading import SOURCES, Around, KeyRule, Took, found_upwards, located
 from lora_trainer.importers.rules import (
     by,
     count,
@@ -178,11 +178,11 @@ def _mask(value: Any, around: Around) -> Took:
     return Took({"source.masks": found}, "masks of these images")
 
 
-def _all(names: str, rule: Rule) -> dict[str, Rule]:
+def _all(names: str, rule: KeyRule) -> dict[str, KeyRule]:
     return dict.fromkeys(names.split(), rule)
 
 
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, KeyRule] = {
     "pretrained_model_name_or_path": MODEL,
     "model_family": by(_family, "", OTHER_FAMILY),
     "model_type": lacking("only a LoRA is trained", off=("lora",)),
@@ -321,7 +321,7 @@ DEFAULTS: Mapping[str, Any] = {
     "checkpoint_step_interval": 500,
     "checkpoints_total_limit": 5,
 }
-BACKEND_RULES: Mapping[str, Rule] = {
+BACKEND_RULES: Mapping[str, KeyRule] = {
     "id": nothing("a name"),
     "type": nothing("a local folder"),
     "dataset_type": nothing("images"),

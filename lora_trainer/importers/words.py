@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from lora_trainer.importers.reading import Around, Rule, Took, located
+from lora_trainer.importers.reading import Around, KeyRule, Took, located
 from lora_trainer.importers.rules import by, count, is_on, lookup, number, text, truth, whole
 
 # Name without case and punctuation -> (ours, how it differs).
@@ -165,7 +165,7 @@ def checkpointing(value: Any, around: Around) -> Took:
     return Took({"memory.gradient_checkpointing": True})
 
 
-def batch_of(*factors: str) -> Rule:
+def batch_of(*factors: str) -> KeyRule:
     """Samples of one optimizer step: the value times the numbers of other keys."""
 
     def read(value: Any, around: Around) -> Took:
@@ -174,7 +174,7 @@ def batch_of(*factors: str) -> Rule:
     return by(read, "train.effective_batch_size")
 
 
-def average_with(key: str, otherwise: float, on: Callable[[Any], bool] = truth) -> Rule:
+def average_with(key: str, otherwise: float, on: Callable[[Any], bool] = truth) -> KeyRule:
     """A switch of the EMA, whose decay another key sets."""
 
     def read(value: Any, around: Around) -> Took:
@@ -189,7 +189,7 @@ def average_with(key: str, otherwise: float, on: Callable[[Any], bool] = truth) 
 CHECKPOINTING = by(checkpointing, "memory.gradient_checkpointing")
 OPTIMIZER = by(optimizer, "optimizer.name optimizer.weight_decay optimizer.beta2", "others than ours are replaced")
 SCHEDULE = by(schedule, "lr_scheduler.name", "others than ours are replaced")
-PRECISION: Rule = by(precision, "memory.weight_dtype")
+PRECISION: KeyRule = by(precision, "memory.weight_dtype")
 EXPORT_DTYPE = by(
     export_dtype, "checkpoint.export_dtype", "others than fp16, bf16 and fp32 are fp16 here", changes=True
 )

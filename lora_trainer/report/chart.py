@@ -17,7 +17,7 @@ Point = tuple[float, float]  # step, value
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One curve to draw; `style` is its CSS class (`raw`, `main`, `other`, `a` to `f`)."""
 
     name: str
@@ -85,7 +85,7 @@ class Chart:
 def make_chart(
     key: str,
     title: str,
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     *,
     unit: str = "",
     marks: Sequence[Mark] = (),
@@ -96,7 +96,7 @@ def make_chart(
 
     `log` leaves out values that are not above 0.
     """
-    kept = [Line(line.name, drawable(line.points, log=log), line.style) for line in lines]
+    kept = [ChartLine(line.name, drawable(line.points, log=log), line.style) for line in lines]
     seen = [(step, value) for line in kept for step, value in line.points if math.isfinite(value)]
     if not seen:
         return None
@@ -225,7 +225,7 @@ def value_of(point: Point) -> float:
     return point[1]
 
 
-def draw(line: Line, points: Sequence[Point], across: Axis, up: Axis) -> Drawn:
+def draw(line: ChartLine, points: Sequence[Point], across: Axis, up: Axis) -> Drawn:
     """SVG path data: a new stretch after each gap."""
     parts: list[str] = []
     dots: list[Point] = []
@@ -256,7 +256,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
     return result
 
 
-def summary_of(lines: Sequence[Line]) -> str:
+def summary_of(lines: Sequence[ChartLine]) -> str:
     """A description of the plot for screen readers."""
     parts = []
     for line in lines:

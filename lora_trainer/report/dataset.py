@@ -38,7 +38,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """One kind of finding. Images that look the same are in `rows`, others are one row."""
 
     severity: str
@@ -135,14 +135,14 @@ def figures_of(report: DataReport, steps: StepArithmetic, validation: int) -> li
     ]
 
 
-def sections_of(report: DataReport) -> list[Section]:
+def sections_of(report: DataReport) -> list[PageSection]:
     """One section for each kind of finding, worst first; copies are shown with what they are copies of."""
     sections = []
     for code, found in report.grouped:
         first = found[0]
         if first.path is None:
             title = " ".join(finding.message for finding in found)
-            sections.append(Section(first.severity, title, first.fix))
+            sections.append(PageSection(first.severity, title, first.fix))
             continue
         title = f"{report.heading(code, found)}."
         if code in SAME:
@@ -150,7 +150,7 @@ def sections_of(report: DataReport) -> list[Section]:
             more = len(groups_with(report, found)) - MOST_GROUPS
         else:
             rows, more = [shown_of(report, found)], len(found) - MOST_EACH
-        sections.append(Section(first.severity, title, first.fix, tuple(rows), max(0, more)))
+        sections.append(PageSection(first.severity, title, first.fix, tuple(rows), max(0, more)))
     return sections
 
 

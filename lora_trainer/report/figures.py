@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from lora_trainer.monitor.progress import duration
-from lora_trainer.report.chart import Chart, Line, Mark, Point, make_chart, short, smoothed
+from lora_trainer.report.chart import Chart, ChartLine, Mark, Point, make_chart, short, smoothed
 from lora_trainer.report.read import RunReport, mapping, number
 from lora_trainer.report.verdict import released_step
 
@@ -95,10 +95,13 @@ def finite(points: Sequence[Point]) -> list[Point]:
 
 def charts_of(run: RunReport) -> Charts:
     """Lay out every plot of a run."""
-    loss = [Line("each step", run.series["loss"], "raw"), Line("smoothed", smoothed(run.series["loss"]), "main")]
+    loss = [
+        ChartLine("each step", run.series["loss"], "raw"),
+        ChartLine("smoothed", smoothed(run.series["loss"]), "main"),
+    ]
     norm = [
-        Line("each step", run.series["grad_norm"], "raw"),
-        Line("smoothed", smoothed(run.series["grad_norm"]), "main"),
+        ChartLine("each step", run.series["grad_norm"], "raw"),
+        ChartLine("smoothed", smoothed(run.series["grad_norm"]), "main"),
     ]
     speed = run.series["samples_per_second"]
     return Charts(
@@ -107,19 +110,21 @@ def charts_of(run: RunReport) -> Charts:
         validation=make_chart(
             "val-loss",
             "Validation loss",
-            [Line("validation loss", run.validation, "other")],
+            [ChartLine("validation loss", run.validation, "other")],
             marks=validation_marks(run),
         ),
-        lr=make_chart("lr", "Learning rate", [Line("learning rate", run.series["lr"])], from_zero=True),
+        lr=make_chart("lr", "Learning rate", [ChartLine("learning rate", run.series["lr"])], from_zero=True),
         norm=make_chart("norm", "Gradient norm", norm, from_zero=True),
         speed=make_chart(
             "speed",
             "Speed",
-            [Line("each step", speed, "raw"), Line("smoothed", smoothed(speed), "main")],
+            [ChartLine("each step", speed, "raw"), ChartLine("smoothed", smoothed(speed), "main")],
             unit="samples a second",
             from_zero=True,
         ),
-        memory=make_chart("memory", "Memory", [Line("memory", run.series["memory_gib"])], unit="GiB", from_zero=True),
+        memory=make_chart(
+            "memory", "Memory", [ChartLine("memory", run.series["memory_gib"])], unit="GiB", from_zero=True
+        ),
     )
 
 
@@ -175,8 +180,8 @@ def comparison_charts(runs: Sequence[RunReport]) -> list[Chart]:
         (name, run, STYLES[index % len(STYLES)])
         for index, (name, run) in enumerate(zip(names_of(runs), runs, strict=True))
     ]
-    validation = [Line(name, run.validation, style) for name, run, style in named]
-    loss = [Line(name, smoothed(run.series["loss"]), style) for name, run, style in named]
+    validation = [ChartLine(name, run.validation, style) for name, run, style in named]
+    loss = [ChartLine(name, smoothed(run.series["loss"]), style) for name, run, style in named]
     charts = (
         make_chart("val-loss", "Validation loss", validation),
         make_chart("loss", "Training loss, smoothed", loss),

@@ -14,7 +14,7 @@ MOST_FRAMES = 8
 
 
 @dataclass(frozen=True)
-class Pair:
+class ImagePair:
     """The same prompt and seed without the LoRA and with it, at each strength; a side that was not kept is None."""
 
     prompt: str
@@ -43,7 +43,7 @@ class Strip:
 class Gallery:
     """All images of the page. `at_end`: the pairs are the finished LoRA's. `hidden` counts those beyond the page's limit."""
 
-    pairs: tuple[Pair, ...]
+    pairs: tuple[ImagePair, ...]
     strips: tuple[Strip, ...]
     at_end: bool
     hidden: int
@@ -64,13 +64,13 @@ def gallery_of(run: RunReport) -> Gallery:
     return Gallery(tuple(pairs[:MOST_PAIRS]), tuple(strips[:MOST_STRIPS]), last is None, hidden)
 
 
-def pairs_of(images: list[Image]) -> list[Pair]:
+def pairs_of(images: list[Image]) -> list[ImagePair]:
     drawn: dict[tuple[str, int], dict[float | None, Path]] = {}
     for image in images:
         drawn.setdefault((image.prompt, image.seed), {})[image.strength] = image.path
     strengths = list(dict.fromkeys(each for found in drawn.values() for each in found if each is not None)) or [1.0]
     return [
-        Pair(prompt, seed, tuple((side_name(each, strengths), found.get(each)) for each in (None, *strengths)))
+        ImagePair(prompt, seed, tuple((side_name(each, strengths), found.get(each)) for each in (None, *strengths)))
         for (prompt, seed), found in drawn.items()
     ]
 

@@ -38,7 +38,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Group:
+class ImageGroup:
     """Findings of one kind: what to do, and each file with what is wrong with it."""
 
     code: str
@@ -59,7 +59,7 @@ class Image:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SettingRow:
     """One `section.key`: its value as text, the layer that set it, and what it is."""
 
     name: str
@@ -80,12 +80,12 @@ class RunReport:
     record: Mapping[str, Any]
     dataset: Score
     lora: Score
-    data_findings: tuple[Group, ...]
-    lora_findings: tuple[Group, ...]
+    data_findings: tuple[ImageGroup, ...]
+    lora_findings: tuple[ImageGroup, ...]
     series: Mapping[str, tuple[Point, ...]]
     validation: tuple[Point, ...]
     images: tuple[Image, ...]
-    settings: tuple[Setting, ...]
+    settings: tuple[SettingRow, ...]
     checkpoints: tuple[str, ...]  # names, newest first
 
     @property
@@ -192,7 +192,7 @@ def parts_of(gate: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     return tuple((name, value) for name, each in parts.items() if (value := number(each)) is not None)
 
 
-def grouped(findings: Any) -> tuple[Group, ...]:
+def grouped(findings: Any) -> tuple[ImageGroup, ...]:
     """Findings of one kind together, worst first; files are named without their folders."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for finding in map(mapping, sequence(findings)):
@@ -200,7 +200,7 @@ def grouped(findings: Any) -> tuple[Group, ...]:
             groups.setdefault((text(finding.get("severity")), text(finding.get("code"))), []).append(finding)
     ordered = sorted(groups.items(), key=lambda entry: RANKS.get(entry[0][0], 3))
     return tuple(
-        Group(
+        ImageGroup(
             code,
             severity,
             text(found[0].get("fix")),
@@ -232,7 +232,7 @@ def images_in(folder: Path, *, ended: bool) -> Iterable[Image]:
                     yield Image(text(asked.get("prompt")), whole(asked.get("seed")) or 0, step, strength, drawn)
 
 
-def settings_of(record: Mapping[str, Any]) -> tuple[Setting, ...]:
+def settings_of(record: Mapping[str, Any]) -> tuple[SettingRow, ...]:
     """Every setting of the record, with what the schema says of those that it still knows."""
     origins, kinds = mapping(record.get("origins")), section_types()
     found = []
@@ -240,7 +240,7 @@ def settings_of(record: Mapping[str, Any]) -> tuple[Setting, ...]:
         for key, value in mapping(values).items():
             name, fields = f"{section}.{key}", kinds[section].model_fields if section in kinds else {}
             about = (fields[key].description or "") if key in fields else ""
-            found.append(Setting(name, written(value), text(origins.get(name)) or "unknown", about))
+            found.append(SettingRow(name, written(value), text(origins.get(name)) or "unknown", about))
     return tuple(found)
 
 

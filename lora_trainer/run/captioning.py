@@ -16,7 +16,7 @@ from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import Problem, UsageError, memory_may_run_out
 from lora_trainer.core.io import write_text
 from lora_trainer.data.images.images import BrokenImageError, load_rgb
-from lora_trainer.data.sources.found import Found, Reading, SourceRequest
+from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.read import read_source
 
 Watch = Callable[[int, int], None]  # (done, of)
@@ -82,12 +82,12 @@ def find_wanted(folders: Sequence[Path], output: Path | None) -> tuple[list[Want
     return wanted, existing, unusable
 
 
-def _images(folder: Path, number: int) -> tuple[list[Found], dict[Path, str]]:
+def _images(folder: Path, number: int) -> tuple[list[FoundImage], dict[Path, str]]:
     """Images below a folder, and the errors of captions that cannot be read.
 
     `caption` is None where there is none, or where it cannot be read.
     """
-    reading = Reading(allow_missing_captions=True)
+    reading = SourceReading(allow_missing_captions=True)
     # A source with a default caption does not fall back on the names of kohya folders.
     section = SourceSection(path=str(folder), default_caption="")
     found = read_source([folder], SourceRequest(number, section, CaptionsSection()), reading)

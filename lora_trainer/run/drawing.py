@@ -19,7 +19,7 @@ from lora_trainer.run.inputs import Inputs
 if TYPE_CHECKING:
     import torch
 
-    from lora_trainer.evaluation.recipe import Asked, Drawing
+    from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 
 BUILT_IN = "built-in"
 # The keys of [model] that images depend on, besides its name.
@@ -62,11 +62,11 @@ def with_parts(config: Config, found: Mapping[str, Any], *, named: bool) -> Conf
     return config.model_copy(update={"model": model})
 
 
-def rows_for(prompts: list[str], seeds: list[int]) -> list[Asked]:
+def rows_for(prompts: list[str], seeds: list[int]) -> list[ImageRequest]:
     """Every prompt with every seed, a prompt's seeds next to each other."""
-    from lora_trainer.evaluation.recipe import Asked
+    from lora_trainer.evaluation.recipe import ImageRequest
 
-    return [Asked(prompt, seed) for prompt in dict.fromkeys(prompts) for seed in dict.fromkeys(seeds)]
+    return [ImageRequest(prompt, seed) for prompt in dict.fromkeys(prompts) for seed in dict.fromkeys(seeds)]
 
 
 def filled(prompt: str, words: tuple[str, ...]) -> str:

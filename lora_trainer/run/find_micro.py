@@ -105,7 +105,7 @@ def measure_step(context: StepContext, micro: MicroBatch, *, accumulated: bool, 
                 backward(context, micro.to(device, context.dtype), len(micro.t))
             step_bytes = torch.cuda.max_memory_allocated(device) + state
         else:
-            kept = Kept(*context.modules)
+            kept = RememberedFind(*context.modules)
             with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
                 backward(context, micro.to(device, context.dtype), len(micro.t))
             step_bytes = int(MARGIN * kept.most) + state
@@ -114,7 +114,7 @@ def measure_step(context: StepContext, micro: MicroBatch, *, accumulated: bool, 
     return step_bytes
 
 
-class Kept:
+class RememberedFind:
     """Counts bytes kept for the backward pass, each storage once, without the model's own: `most` is the peak."""
 
     def __init__(self, *models: nn.Module) -> None:

@@ -24,7 +24,7 @@ READING = ("clip_skip", "max_tokens", "max_sequence_length")  # what of [text_en
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """The run of a LoRA file, from its `run.json`."""
 
     config: Config
@@ -32,7 +32,7 @@ class Run:
     unseen: Finding | None = None  # the error of a LoRA that has not seen every image
 
 
-def run_beside(lora: Path, say: Callable[[str], None] = on_stderr) -> Run | None:
+def run_beside(lora: Path, say: Callable[[str], None] = on_stderr) -> RunFolder | None:
     """The run that a file lies in."""
     record = lora.parent / "run.json"
     if not record.is_file():
@@ -42,7 +42,7 @@ def run_beside(lora: Path, say: Callable[[str], None] = on_stderr) -> Run | None
         judged = document.get("lora", {}) if lora.name in document.get("files", {}).values() else {}
         found = [each for each in judged.get("findings", ()) if each["code"] == NEVER_TRAINED]
         unseen = Finding(NEVER_TRAINED, "error", str(found[0]["message"]), str(found[0]["fix"])) if found else None
-        return Run(Config.model_validate(document["config"]), str(document.get("data_hash", "")), unseen)
+        return RunFolder(Config.model_validate(document["config"]), str(document.get("data_hash", "")), unseen)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         say(f"warning: {record} cannot be read and is ignored")
         return None

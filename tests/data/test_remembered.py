@@ -8,7 +8,7 @@ from pathlib import Path
 from lora_trainer.data.caches.upkeep import cache_clean, cache_status
 from lora_trainer.data.images.decode import measure_images
 from lora_trainer.data.images.measures import MEASURES
-from lora_trainer.data.images.remembered import Kept, Place, Remembered, Stamp, remembered
+from lora_trainer.data.images.remembered import FilePlace, Kept, Remembered, Stamp, remembered
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
 from tests.data.conftest import Draw
@@ -17,7 +17,7 @@ from tests.data.conftest import Draw
 def known(samples: tuple[Sample, ...]) -> tuple[list[str], list[str]]:
     """Names of the images with cached headers, and with cached measures."""
     with remembered() as store:
-        headers = store.headers([Place(bytes(each.path), 0, -1) for each in samples])
+        headers = store.headers([FilePlace(bytes(each.path), 0, -1) for each in samples])
         measures = store.measures([each.content for each in samples], MEASURES)
     paths = {place.path for place in headers}
     names = [each.path.name for each in samples if bytes(each.path) in paths]
@@ -43,7 +43,7 @@ def test_entries_of_deleted_files_are_removed(tmp_path: Path, own_cache_folder: 
 
 def test_above_the_limit_the_oldest_entries_are_removed_first(tmp_path: Path) -> None:
     files = [tmp_path / f"{number:04}" for number in range(400)]
-    places = [Place(bytes(file), 0, -1) for file in files]
+    places = [FilePlace(bytes(file), 0, -1) for file in files]
     contents = [f"{number:064x}" for number in range(400)]
     for file in files:
         file.touch()
@@ -64,6 +64,6 @@ def test_above_the_limit_the_oldest_entries_are_removed_first(tmp_path: Path) ->
     assert (tmp_path / "cache" / "images.sqlite").stat().st_size <= 200_000
 
 
-def left(store: Remembered, places: list[Place]) -> list[int]:
+def left(store: Remembered, places: list[FilePlace]) -> list[int]:
     headers = store.headers(places)
     return [number for number, place in enumerate(places) if place in headers]

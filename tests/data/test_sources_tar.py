@@ -18,7 +18,7 @@ from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.images.images import BrokenImageError, load_rgb
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.sources.found import Reading, SourceRequest
+from lora_trainer.data.sources.found import SourceReading, SourceRequest
 from lora_trainer.data.sources.tar import read_tar
 from tests.data.conftest import Draw, noise_image
 
@@ -205,7 +205,7 @@ def test_any_corruption_leads_only_to_findings(
     data = bytearray(path.read_bytes())
     data[place : place + len(junk)] = junk
     path.write_bytes(data)
-    reading = Reading()
+    reading = SourceReading()
     request = SourceRequest(0, SourceSection(path=str(path)), CaptionsSection())
     for found in read_tar(path, request, reading):
         assert found.span is not None

@@ -19,7 +19,7 @@ from lora_trainer.core.io import read_json
 from lora_trainer.evaluation import sample
 from lora_trainer.evaluation.health import Health
 from lora_trainer.evaluation.lora_check import check_lora, falling, in_parts, judge
-from lora_trainer.evaluation.recipe import Asked, Drawing
+from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 from lora_trainer.evaluation.report import LoraReport, caveat
 from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.evaluation.validation_loss import EncodedSample, Improvement, validation_losses
@@ -264,7 +264,7 @@ def test_a_gpu_generates_one_image_at_a_time(
         return pipeline
 
     family, drawing = replace(FAMILY, make_pipeline=make_pipeline), Drawing(steps=2, guidance=3.0, size=(64, 64))
-    rows = [Asked(prompt, seed) for prompt, seed in zip(PROMPTS, (1, 2), strict=True)]
+    rows = [ImageRequest(prompt, seed) for prompt, seed in zip(PROMPTS, (1, 2), strict=True)]
     compare(family, base, trained, rows, drawing, Where(tmp_path, "grid"), device=torch.device(device))
     assert len(list(tmp_path.glob("*_without.png"))) == 2
     assert set(drawn) == {2 * at_once}  # guidance needs two forward passes
@@ -277,7 +277,7 @@ def pixels(path: Path) -> bytes:
 
 
 def test_before_and_after(trained: Path, base: Path, tmp_path: Path) -> None:
-    rows = [Asked("a red circle", 1), Asked("a blue square on a white background", 2)]
+    rows = [ImageRequest("a red circle", 1), ImageRequest("a blue square on a white background", 2)]
     drawing, where = Drawing(steps=2, guidance=3.0, size=(64, 64)), Where(tmp_path, "before_after")
     compare(FAMILY, base, trained, rows, drawing, where)
     whole = pixels(where.image(0, None))

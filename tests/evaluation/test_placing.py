@@ -17,7 +17,7 @@ from lora_trainer.diffusion.timesteps import stratified_timesteps
 from lora_trainer.evaluation import drift, lora_check, placing
 from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.evaluation.placing import bytes_of, keep, with_less
-from lora_trainer.evaluation.recipe import Asked, Drawing
+from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.lora_file import write_lora
@@ -111,7 +111,9 @@ def test_images_do_not_depend_on_the_devices_of_the_parts(subject: tuple[str, Pa
 
     def drawn(usable: int | None) -> list[np.ndarray]:
         where, drawing = Where(tmp_path / str(usable), "grid"), Drawing(2, 3.0, (64, 64))
-        compare(FAMILIES[name], base, lora, [Asked("a ring", 1)], drawing, where, usable=usable, say=messages.append)
+        compare(
+            FAMILIES[name], base, lora, [ImageRequest("a ring", 1)], drawing, where, usable=usable, say=messages.append
+        )
         return [np.asarray(Image.open(where.image(0, strength)), dtype=int) for strength in (None, 1.0)]
 
     whole, swapped = drawn(None), drawn(0)

@@ -14,8 +14,8 @@ from lora_trainer.cli.main import main
 from lora_trainer.core.interrupt import Stopped
 from lora_trainer.core.io import write_json
 from lora_trainer.evaluation import lettering, sample
-from lora_trainer.evaluation.recipe import Asked, Drawing, parameters
-from lora_trainer.evaluation.sheet import Group, Row, contact_sheet, wrapped
+from lora_trainer.evaluation.recipe import Drawing, ImageRequest, parameters
+from lora_trainer.evaluation.sheet import SheetGroup, SheetRow, contact_sheet, wrapped
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
@@ -200,8 +200,8 @@ def test_finished_images_are_kept_when_interrupted(
 def test_many_images_make_a_sheet_that_can_be_opened(tmp_path: Path) -> None:
     path = tmp_path / "one.png"
     Image.new("RGB", (768, 1344), "red").save(path)
-    rows = [Row(f"seed {seed}", [path] * 5) for seed in range(64)]
-    sheet = contact_sheet("cat", "20 steps", ["base", "1", "2", "3", "4"], [Group("a prompt " * 40, rows)])
+    rows = [SheetRow(f"seed {seed}", [path] * 5) for seed in range(64)]
+    sheet = contact_sheet("cat", "20 steps", ["base", "1", "2", "3", "4"], [SheetGroup("a prompt " * 40, rows)])
     assert sheet.width * sheet.height < 60_000_000
     assert sheet.width <= 4300
 
@@ -319,7 +319,10 @@ def test_many_strengths_wrap_to_several_rows(tmp_path: Path) -> None:
     Image.new("RGB", (64, 64), "red").save(path)
     few, many = (
         contact_sheet(
-            "cat", "20 steps", [str(each) for each in range(count)], [Group("a", [Row("seed 0", [path] * count)])]
+            "cat",
+            "20 steps",
+            [str(each) for each in range(count)],
+            [SheetGroup("a", [SheetRow("seed 0", [path] * count)])],
         )
         for count in (12, 60)
     )
@@ -329,7 +332,7 @@ def test_many_strengths_wrap_to_several_rows(tmp_path: Path) -> None:
 
 def test_a_model_name_with_special_characters_is_quoted(grid: Path) -> None:
     used = json.loads((grid / "cat_before_after.json").read_text(encoding="utf-8"))
-    text = parameters({**used, "model": "mine, v1: best", "lora": 'c"at.safetensors'}, Asked("a", 1), 1.0)
+    text = parameters({**used, "model": "mine, v1: best", "lora": 'c"at.safetensors'}, ImageRequest("a", 1), 1.0)
     assert ', Model: "mine, v1: best", ' in text
     assert 'Lora hashes: "c\\"at: ' in text
 
@@ -347,5 +350,5 @@ def test_a_guidance_scale_below_one_uses_the_negative_prompt() -> None:
 
     read = {name: {"embeds": torch.full((1, 3, 4), value)} for name, value in (("a", 1.0), ("b", 2.0))}
     drawing = Drawing(steps=1, guidance=0.5, size=(64, 64), negative="b")
-    list(sample.draw(Pipeline(), FAMILIES["sd15"], read, [Asked("a", 0)], drawing))
+    list(sample.draw(Pipeline(), FAMILIES["sd15"], read, [ImageRequest("a", 0)], drawing))
     assert torch.equal(calls[0]["negative_prompt_embeds"], read["b"]["embeds"])

@@ -31,7 +31,7 @@ from lora_trainer.importers import (
     simpletuner_keys,
 )
 from lora_trainer.importers.imported import Imported, as_toml, finished, import_file
-from lora_trainer.importers.reading import Reading, Rule
+from lora_trainer.importers.reading import KeyRule, Reading
 from write_import_docs import import_page
 
 FILES = Path(__file__).with_name("files")
@@ -328,7 +328,7 @@ TEXTS = ["", "1", "0.1", "abc", "true", "512,512", "1,2,3", "a\0b", "x.txt", "Ad
 ODD = st.sampled_from([*NUMBERS, *TEXTS, [], ["a"], [1, 2], ["a=1", "b"], {}, {"a": 1}, [{}]])
 
 
-def some(rules: Mapping[str, Rule]) -> st.SearchStrategy[dict[str, object]]:
+def some(rules: Mapping[str, KeyRule]) -> st.SearchStrategy[dict[str, object]]:
     return st.dictionaries(st.sampled_from(sorted(rules)), ODD, max_size=6)
 
 

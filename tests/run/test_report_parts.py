@@ -15,7 +15,7 @@ from PIL import Image
 from lora_trainer.report import images
 from lora_trainer.report.chart import (
     MOST_POINTS,
-    Line,
+    ChartLine,
     Mark,
     linear_ticks,
     log_ticks,
@@ -37,7 +37,7 @@ def over_steps(values: list[float]) -> list[tuple[float, float]]:
 @given(VALUES, st.booleans(), st.booleans())
 def test_any_numbers_make_a_chart_inside_its_frame(values: list[float], log: bool, from_zero: bool) -> None:
     points = over_steps(values)
-    chart = make_chart("key", "Title", [Line("line", points)], log=log, from_zero=from_zero)
+    chart = make_chart("key", "Title", [ChartLine("line", points)], log=log, from_zero=from_zero)
     shown = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
     assert (chart is None) == (not shown)
     if chart is not None:
@@ -74,7 +74,7 @@ def test_ticks_are_round_inside_and_distinct(one: float, other: float) -> None:
 
 
 def test_a_gap_breaks_the_line_and_a_lone_point_is_a_dot() -> None:
-    chart = make_chart("key", "Title", [Line("line", over_steps([1.0, 2.0, math.nan, 3.0, math.inf, 4.0, 5.0]))])
+    chart = make_chart("key", "Title", [ChartLine("line", over_steps([1.0, 2.0, math.nan, 3.0, math.inf, 4.0, 5.0]))])
     assert chart is not None
     assert chart.lines[0].path.count("M") == 2
     assert len(chart.lines[0].dots) == 1
@@ -83,7 +83,7 @@ def test_a_gap_breaks_the_line_and_a_lone_point_is_a_dot() -> None:
 
 def test_a_mark_outside_the_curve_is_skipped() -> None:
     marks = [Mark("in", (2.0, 2.0)), Mark("out", (9.0, 2.0))]
-    chart = make_chart("key", "Title", [Line("line", over_steps([1.0, 2.0, 3.0]))], marks=marks)
+    chart = make_chart("key", "Title", [ChartLine("line", over_steps([1.0, 2.0, 3.0]))], marks=marks)
     assert chart is not None
     assert [(mark.name, mark.left, mark.top) for mark in chart.marks] == [("in", 500.0, 500.0)]
 

@@ -15,7 +15,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.memory.texts import EncoderSize, TextSizes
 from lora_trainer.models.t5 import T5_TARGETS
 from lora_trainer.models.unet import CLIP_TARGETS
-from lora_trainer.run.find_micro import Kept
+from lora_trainer.run.find_micro import RememberedFind
 from lora_trainer.run.plans.plan import architecture_of, make_demand, make_plan
 from lora_trainer.run.settings import settle
 from lora_trainer.training.texts import checkpoint_layers, drop_nothing
@@ -33,7 +33,7 @@ def test_clip_keeps_the_predicted_memory(checkpointed):
     sum_updates(encoder)
     if checkpointed:
         checkpoint_layers(encoder)
-    kept = Kept(encoder)
+    kept = RememberedFind(encoder)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
         loss = encoder(torch.zeros(2, 77, dtype=torch.long))[0].sum()
         forward = kept.most
@@ -66,7 +66,7 @@ def test_t5_keeps_the_predicted_memory(checkpointed):
     sum_updates(encoder)
     if checkpointed:
         checkpoint_layers(encoder)
-    kept = Kept(encoder)
+    kept = RememberedFind(encoder)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
         loss = encoder(torch.zeros(2, tokens, dtype=torch.long))[0].sum()
         forward = kept.most

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.benchmarks.measures import Asked, Column, Report
+from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure
 from lora_trainer.benchmarks.trials.optimizer import fused_pair
 from lora_trainer.benchmarks.trials.pair import Pair, measured_pair
 from lora_trainer.benchmarks.trials.saving import saving_pair
@@ -31,7 +31,7 @@ class Optimization:
     claimed: str
     without: Mapping[str, Any] = field(default_factory=dict)
     with_it: Mapping[str, Any] = field(default_factory=dict)
-    pair: Callable[[Asked, Path, int], Pair] | None = None
+    pair: Callable[[RequestedMeasure, Path, int], Pair] | None = None
     why_not: str | None = None
 
 
@@ -107,7 +107,7 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def measure(asked: Asked) -> Report:
+def measure(asked: RequestedMeasure) -> Report:
     """Measure the optimizations. Raises UserError."""
     wanted = [option for option in OPTIMIZATIONS if asked.only is None or asked.only in option.name]
     if not wanted:
@@ -127,7 +127,7 @@ def measure(asked: Asked) -> Report:
     return Report(rows, ABOUT, notes, COLUMNS, first="optimization")
 
 
-def row_of(option: Optimization, asked: Asked, folder: Path, steps: int, *, on_gpu: bool) -> AblationRow:
+def row_of(option: Optimization, asked: RequestedMeasure, folder: Path, steps: int, *, on_gpu: bool) -> AblationRow:
     """An optimization measured, or why it was not."""
     if option.why_not and not (on_gpu and option.with_it):
         return AblationRow(option.name, "", option.claimed, left_out=option.why_not)
@@ -155,7 +155,7 @@ def row_of(option: Optimization, asked: Asked, folder: Path, steps: int, *, on_g
     )
 
 
-def pair_of(option: Optimization, asked: Asked, folder: Path, steps: int, *, on_gpu: bool) -> Pair:
+def pair_of(option: Optimization, asked: RequestedMeasure, folder: Path, steps: int, *, on_gpu: bool) -> Pair:
     if option.pair is not None:
         return option.pair(asked, folder, steps)
     fast = FASTEST if on_gpu and option.without is SLOW else {}

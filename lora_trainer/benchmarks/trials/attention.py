@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.benchmarks.measures import Asked, Column, Report
+from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure
 from lora_trainer.benchmarks.trials.expected import model_of
 from lora_trainer.benchmarks.trials.steps import Counted
 from lora_trainer.evaluation.loading import free_memory
@@ -60,7 +60,7 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def measure(asked: Asked) -> Report:
+def measure(asked: RequestedMeasure) -> Report:
     """Time all implementations at all sizes of a step's attention. Raises UserError."""
     config, device = asked.resolved.config, join_processes().device
     family, architecture = model_of(asked.resolved, tiny=asked.tiny)

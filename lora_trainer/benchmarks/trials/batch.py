@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_trainer.benchmarks.measures import TIMES, Asked, Column, Report
-from lora_trainer.benchmarks.subject import Subject, subject_of
+from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure
+from lora_trainer.benchmarks.subject import BenchSubject, subject_of
 from lora_trainer.benchmarks.trials.expected import Expected, expected_of, overhead_of
 from lora_trainer.benchmarks.trials.memory import on_cpu
 from lora_trainer.benchmarks.trials.steps import Steps, changed, own_way, take_steps
@@ -61,7 +61,7 @@ class Tried:
     expected: dict[int, Expected]
 
 
-def measure(asked: Asked) -> Report:
+def measure(asked: RequestedMeasure) -> Report:
     """Measure micro-batches until one does not fit. Raises UserError."""
     resolved = changed(asked.resolved, ONE)
     config = resolved.config
@@ -89,7 +89,7 @@ def measure(asked: Asked) -> Report:
     return Report(rows, ABOUT, notes_on(rows, found, planned, most, limit), COLUMNS, first="samples at once")
 
 
-def steps_of(subject: Subject, micro: MicroBatch, steps: int) -> Steps | None:
+def steps_of(subject: BenchSubject, micro: MicroBatch, steps: int) -> Steps | None:
     """Time steps of one micro-batch; None where memory ran out."""
     context, found = subject.context, None
     with memory_may_run_out():

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lora_trainer.benchmarks.subject import Subject, thinned
+from lora_trainer.benchmarks.subject import BenchSubject, thinned
 from lora_trainer.config.layers import Resolved
 from lora_trainer.memory_plan.estimate import CONTEXT_GIB, FRAGMENTATION, GIB, Demand, Parts, parts_of
 from lora_trainer.models import FAMILIES
@@ -49,7 +49,7 @@ def model_of(resolved: Resolved, *, tiny: bool) -> tuple[Family, Architecture]:
     return family, thinned(architecture) if tiny else architecture
 
 
-def expected_of(resolved: Resolved, subject: Subject, micros: Sequence[MicroBatch]) -> Expected:
+def expected_of(resolved: Resolved, subject: BenchSubject, micros: Sequence[MicroBatch]) -> Expected:
     """The plan of the step that these micro-batches make."""
     largest = max(micros, key=lambda micro: math.prod(micro.latents.shape))
     demand = make_demand(resolved, subject.family, subject.architecture, None, precision=subject.precision)

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lora_trainer.benchmarks.measures import Asked, Column, Report
-from lora_trainer.benchmarks.subject import Subject, subject_of
+from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure
+from lora_trainer.benchmarks.subject import BenchSubject, subject_of
 from lora_trainer.benchmarks.trials.expected import AtPeak, Expected, expected_of
 from lora_trainer.benchmarks.trials.steps import (
     Counted,
-    Held,
+    StepMemory,
     Steps,
     held_on,
     inputs_of,
@@ -73,7 +73,7 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def measure(asked: Asked) -> Report:
+def measure(asked: RequestedMeasure) -> Report:
     """Measure the memory of a step. Raises UserError."""
     with tempfile.TemporaryDirectory() as folder:
         subject = subject_of(asked.resolved, Path(folder), tiny=asked.tiny)
@@ -86,7 +86,7 @@ def measure(asked: Asked) -> Report:
     return Report(rows, ABOUT, notes_on(context.device, expected, measured, held), COLUMNS, first="part")
 
 
-def measured_parts(context: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Held]:
+def measured_parts(context: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, StepMemory]:
     """Take two steps: the first makes the optimizer's state, the second shows the peak."""
     return on_gpu(context, micros) if context.device.type == "cuda" else on_cpu(context, micros)
 
@@ -112,7 +112,7 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
     return sum(-(-size // ROUNDING) * ROUNDING for size in storages.values())
 
 
-def on_cpu(context: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Held]:
+def on_cpu(context: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, StepMemory]:
     """Count storages while two steps are taken."""
     frozen, adapter = own_tensors(context)
     account = Counted()
@@ -132,10 +132,10 @@ def on_cpu(context: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Held
         way(1)
         most = account.most
     passing = most - weights - own - optimizer
-    return AtPeak(weights=weights, adapter=own, optimizer=optimizer, passing=passing), Held(most)
+    return AtPeak(weights=weights, adapter=own, optimizer=optimizer, passing=passing), StepMemory(most)
 
 
-def on_gpu(context: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Held]:
+def on_gpu(context: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, StepMemory]:
     """Ask the allocator while two steps are taken."""
     device, way = context.device, own_way(context, [micros])
     frozen, adapter = own_tensors(context)
@@ -155,7 +155,7 @@ def on_gpu(context: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Held
 
 
 def part_rows(
-    subject: Subject, expected: Expected, measured: AtPeak, held: Held, steps: Steps, limit: float | None
+    subject: BenchSubject, expected: Expected, measured: AtPeak, held: StepMemory, steps: Steps, limit: float | None
 ) -> list[PartRow]:
     """A row for each part, and one for all of it."""
     low, high = steps.tenths
@@ -189,7 +189,7 @@ def part_rows(
     ]
 
 
-def notes_on(device: torch.device, expected: Expected, measured: AtPeak, held: Held) -> list[str]:
+def notes_on(device: torch.device, expected: Expected, measured: AtPeak, held: StepMemory) -> list[str]:
     """What the numbers mean for the planner's constants, or why they say nothing of them."""
     if device.type != "cuda" or held.reserved is None:
         unseen = f"context and workspaces ({CONTEXT_GIB:g} GiB) and fragmentation ({FRAGMENTATION:.0%})"

@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lora_trainer.benchmarks.measures import Asked
+from lora_trainer.benchmarks.measures import RequestedMeasure
 from lora_trainer.benchmarks.own_loop import Way
 from lora_trainer.benchmarks.subject import subject_of
 from lora_trainer.benchmarks.trials.pair import Pair
-from lora_trainer.benchmarks.trials.steps import RATE, Held, Steps
+from lora_trainer.benchmarks.trials.steps import RATE, StepMemory, Steps
 from lora_trainer.benchmarks.turns import timed_in_turn
 
 
-def fused_pair(asked: Asked, folder: Path, steps: int) -> Pair:
+def fused_pair(asked: RequestedMeasure, folder: Path, steps: int) -> Pair:
     """Both on copies of the same masters with the same gradients. Raises UserError."""
     subject = subject_of(asked.resolved, folder, tiny=asked.tiny)
     context = subject.context
@@ -33,4 +33,4 @@ def fused_pair(asked: Asked, folder: Path, steps: int) -> Pair:
         return step
 
     timed = timed_in_turn({"plain": way(taken(False)), "fused": way(taken(True))}, steps, context.device)
-    return Pair(subject.name, *(Steps(tuple(each.wall), (), Held(), 0.0) for each in timed.values()))
+    return Pair(subject.name, *(Steps(tuple(each.wall), (), StepMemory(), 0.0) for each in timed.values()))

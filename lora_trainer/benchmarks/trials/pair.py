@@ -10,9 +10,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lora_trainer.benchmarks.subject import Subject, subject_as_asked
+from lora_trainer.benchmarks.subject import BenchSubject, subject_as_asked
 from lora_trainer.benchmarks.trials.memory import on_cpu
-from lora_trainer.benchmarks.trials.steps import FIRST, Held, Steps, inputs_of, loss_difference, own_way, take_steps
+from lora_trainer.benchmarks.trials.steps import (
+    FIRST,
+    StepMemory,
+    Steps,
+    inputs_of,
+    loss_difference,
+    own_way,
+    take_steps,
+)
 from lora_trainer.config.layers import Resolved
 from lora_trainer.evaluation.loading import free_memory
 
@@ -59,7 +67,7 @@ def measured_pair(without: Resolved, with_it: Resolved, folder: Path, *, tiny: b
     return Pair(name, *in_turn(first, subject_as_asked(with_it, folder, tiny=tiny), warm_up, steps))
 
 
-def in_turn(first: Subject, second: Subject, warm_up: int, steps: int) -> tuple[Steps, Steps]:
+def in_turn(first: BenchSubject, second: BenchSubject, warm_up: int, steps: int) -> tuple[Steps, Steps]:
     """Steps of both on a CPU, first the one and then the other, every other time the other way round."""
     inputs = [inputs_of(each) for each in (first, second)]
     ways = [own_way(each.context, given) for each, given in zip((first, second), inputs, strict=True)]
@@ -70,7 +78,9 @@ def in_turn(first: Subject, second: Subject, warm_up: int, steps: int) -> tuple[
             taken, loss = timed(ways[which], number)
             seconds[which].append(taken)
             losses[which].append(loss)
-    held: list[Held] = [on_cpu(each.context, given[0])[1] for each, given in zip((first, second), inputs, strict=True)]
+    held: list[StepMemory] = [
+        on_cpu(each.context, given[0])[1] for each, given in zip((first, second), inputs, strict=True)
+    ]
     made = [
         Steps(
             tuple(seconds[which][warm_up:]),

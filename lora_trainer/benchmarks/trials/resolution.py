@@ -10,8 +10,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.benchmarks.measures import TIMES, Asked, Column, Report
-from lora_trainer.benchmarks.subject import TINY, Subject, subject_of
+from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure
+from lora_trainer.benchmarks.subject import TINY, BenchSubject, subject_of
 from lora_trainer.benchmarks.trials.expected import expected_of, model_of
 from lora_trainer.benchmarks.trials.memory import on_cpu
 from lora_trainer.benchmarks.trials.steps import changed, inputs_of, own_way, take_steps
@@ -71,7 +71,7 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def measure(asked: Asked) -> Report:
+def measure(asked: RequestedMeasure) -> Report:
     """Measure each resolution. Raises UserError."""
     rows: list[ResolutionRow] = []
     notes: list[str] = []
@@ -103,7 +103,7 @@ def sides_of(resolved: Resolved, *, tiny: bool) -> tuple[int, ...]:
     return tuple(sorted({max(step, native * quarters // 4 // step * step) for quarters in (2, 3, 4)}))
 
 
-def row_of(resolved: Resolved, asked: Asked, side: int, rows: list[ResolutionRow]) -> ResolutionRow:
+def row_of(resolved: Resolved, asked: RequestedMeasure, side: int, rows: list[ResolutionRow]) -> ResolutionRow:
     with tempfile.TemporaryDirectory() as folder:
         subject = subject_of(resolved, Path(folder), tiny=asked.tiny)
         context, inputs = subject.context, inputs_of(subject)
@@ -129,7 +129,7 @@ def row_of(resolved: Resolved, asked: Asked, side: int, rows: list[ResolutionRow
     )
 
 
-def what_it_brings(subject: Subject) -> tuple[float | None, float | None]:
+def what_it_brings(subject: BenchSubject) -> tuple[float | None, float | None]:
     """The validation loss before and after training on so many samples of the run's own data."""
     run = subject.run
     if run.validate is None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lora_trainer.benchmarks.subject import TINY, Subject, subject_as_asked
+from lora_trainer.benchmarks.subject import TINY, BenchSubject, subject_as_asked
 from lora_trainer.benchmarks.trials.expected import Expected, expected_of, model_of
 from lora_trainer.benchmarks.trials.memory import on_cpu
 from lora_trainer.benchmarks.trials.steps import Steps, inputs_of, own_way, take_steps
@@ -160,7 +160,7 @@ def measured_row(spec: Spec, asking: Asking) -> TableRow:
     return row_from(spec, subject, inputs, steps, expected, made)
 
 
-def way_of(spec: Spec, subject: Subject, inputs: list[list[MicroBatch]]) -> Callable[[int], Tensor]:
+def way_of(spec: Spec, subject: BenchSubject, inputs: list[list[MicroBatch]]) -> Callable[[int], Tensor]:
     """The trainer's own step, or the step as diffusers' example does it: autocast, LoRA in fp32, cached inputs."""
     if spec.way == "ours":
         return own_way(subject.context, inputs)
@@ -191,7 +191,12 @@ def compilations() -> int:
 
 
 def row_from(
-    spec: Spec, subject: Subject, inputs: list[list[MicroBatch]], steps: Steps, expected: Expected | None, compiled: int
+    spec: Spec,
+    subject: BenchSubject,
+    inputs: list[list[MicroBatch]],
+    steps: Steps,
+    expected: Expected | None,
+    compiled: int,
 ) -> TableRow:
     low, high = steps.tenths
     held, samples = steps.held, sum(len(micro.t) for micro in inputs[0])

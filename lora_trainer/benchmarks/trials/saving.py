@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from lora_trainer.benchmarks.measures import Asked
+from lora_trainer.benchmarks.measures import RequestedMeasure
 from lora_trainer.benchmarks.subject import subject_of
 from lora_trainer.benchmarks.trials.pair import Pair
-from lora_trainer.benchmarks.trials.steps import Held, Steps, inputs_of, own_way, wait_for
+from lora_trainer.benchmarks.trials.steps import StepMemory, Steps, inputs_of, own_way, wait_for
 from lora_trainer.benchmarks.turns import in_turn
 from lora_trainer.training.checkpoints.save import arrived, save, take, write
 from lora_trainer.training.checkpoints.writer import Buffers
@@ -20,7 +20,7 @@ from lora_trainer.training.state import TrainState
 EVERY = 5  # steps: far more often than any run saves, so that it can be seen
 
 
-def saving_pair(asked: Asked, folder: Path, steps: int) -> Pair:
+def saving_pair(asked: RequestedMeasure, folder: Path, steps: int) -> Pair:
     """Seconds of a step with a checkpoint after each fifth, over rounds of five. Raises UserError."""
     subject = subject_of(asked.resolved, folder, tiny=asked.tiny)
     folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def saving_pair(asked: Asked, folder: Path, steps: int) -> Pair:
                 wait_for(run.context.device)
                 if number:  # the first warms
                     rounds[how].append((time.perf_counter() - began) / EVERY)
-    one, other = (Steps(tuple(seconds), (), Held(), 0.0) for seconds in rounds.values())
+    one, other = (Steps(tuple(seconds), (), StepMemory(), 0.0) for seconds in rounds.values())
     return Pair(subject.name, one, other)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from lora_trainer.benchmarks.measures import OWN, TIMES, Asked, Column, Report
+from lora_trainer.benchmarks.measures import OWN, TIMES, Column, Report, RequestedMeasure
 from lora_trainer.benchmarks.trials.steps import layers_of
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import read_json, write_json
@@ -65,7 +65,7 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def measure(asked: Asked) -> Report:
+def measure(asked: RequestedMeasure) -> Report:
     """Launch one process, two, … up to the GPUs, or two without GPUs. Raises UserError."""
     config = asked.resolved.config
     if config.model.family is None or config.model.path is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.benchmarks.measures import tenths
-from lora_trainer.benchmarks.subject import Subject
+from lora_trainer.benchmarks.subject import BenchSubject
 from lora_trainer.config.layers import DEFAULT, Layer, Resolved, flattened, resolve
 from lora_trainer.config.toml import EMPTY
 from lora_trainer.evaluation.loading import free_memory
@@ -33,7 +33,7 @@ BENCH = "bench"  # the layer that a measurement adds; what it sets counts as ask
 
 
 @dataclass(frozen=True)
-class Held:
+class StepMemory:
     """Peak bytes: live, and reserved by the allocator; None where they are not counted.
 
     `retries` is how often the allocator had to give memory back before it got some.
@@ -54,7 +54,7 @@ class Steps:
 
     seconds: tuple[float, ...]
     losses: tuple[float, ...]
-    held: Held
+    held: StepMemory
     warming: float  # seconds of all steps before the timed ones
 
     @property
@@ -87,7 +87,7 @@ def changed(resolved: Resolved, settings: Mapping[str, Any]) -> Resolved:
     return resolve([*(Layer(name, values) for name, values in layers_of(resolved).items()), Layer(BENCH, own)])
 
 
-def inputs_of(subject: Subject, count: int = INPUTS) -> list[list[MicroBatch]]:
+def inputs_of(subject: BenchSubject, count: int = INPUTS) -> list[list[MicroBatch]]:
     """The micro-batches of some steps, made before anything is timed."""
     return [subject.micros(number) for number in range(count)]
 
@@ -161,12 +161,12 @@ def retries_of(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
-def held_on(device: torch.device, retries: int) -> Held:
+def held_on(device: torch.device, retries: int) -> StepMemory:
     """What a GPU held at most since its counters were set back."""
     if device.type != "cuda":
-        return Held()
+        return StepMemory()
     most, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return Held(most, reserved, retries_of(device) - retries)
+    return StepMemory(most, reserved, retries_of(device) - retries)
 
 
 def loss_difference(losses: Sequence[float], base: Sequence[float]) -> tuple[float, float] | None:

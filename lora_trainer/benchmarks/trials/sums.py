@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from lora_trainer.benchmarks.measures import OWN, SMALL, Asked
+from lora_trainer.benchmarks.measures import OWN, SMALL, RequestedMeasure
 from lora_trainer.benchmarks.trials.pair import Pair
 from lora_trainer.benchmarks.trials.scaling import launched
-from lora_trainer.benchmarks.trials.steps import Held, Steps, changed, layers_of, own_way
+from lora_trainer.benchmarks.trials.steps import StepMemory, Steps, changed, layers_of, own_way
 from lora_trainer.benchmarks.trials.together import join
 from lora_trainer.benchmarks.turns import timed_in_turn
 from lora_trainer.core.errors import Problem, UsageError
@@ -32,7 +32,7 @@ ACCUMULATED = {
 }  # of each process: four micro-batches a step
 
 
-def sums_pair(asked: Asked, folder: Path, steps: int) -> Pair:
+def sums_pair(asked: RequestedMeasure, folder: Path, steps: int) -> Pair:
     """A process on each GPU, or two on a CPU; a family's published model, else the U-Net of 30 M weights.
 
     Raises UserError.
@@ -48,7 +48,7 @@ def sums_pair(asked: Asked, folder: Path, steps: int) -> Pair:
         "named": SMALL if model.family is None or model.path is not None else OWN,
     }
     found = launched(CHILD, order, gpus or 2, on_gpus=bool(gpus))
-    each, once = (Steps(tuple(found[way]), (), Held(), 0.0) for way in ("each", "once"))
+    each, once = (Steps(tuple(found[way]), (), StepMemory(), 0.0) for way in ("each", "once"))
     return Pair(found["model"], each, once)
 
 

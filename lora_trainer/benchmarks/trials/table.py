@@ -22,7 +22,7 @@ import torch
 
 from lora_trainer.benchmarks.baseline import read_measurement
 from lora_trainer.benchmarks.device import device_name
-from lora_trainer.benchmarks.measures import Asked, Column, Report
+from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure
 from lora_trainer.benchmarks.trials.cap import prove_cap
 from lora_trainer.benchmarks.trials.row import Asking, Spec, TableRow, child
 from lora_trainer.benchmarks.trials.steps import loss_difference
@@ -59,7 +59,7 @@ def spec_of(row: Mapping[str, Any], document: Mapping[str, Any]) -> Spec:
 SPECS = read_rows()
 
 
-def measure(asked: Asked) -> Report:
+def measure(asked: RequestedMeasure) -> Report:
     """Fill the table, or what is missing of it. Raises UsageError for a file of another device."""
     path = asked.rows or Path(FILE)
     on_gpu = torch.cuda.is_available()

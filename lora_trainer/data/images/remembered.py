@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS measures (
 """
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """Where an image's bytes lie: a file's path as the system writes it, and which part; (0, -1) is the whole."""
 
     path: bytes
@@ -79,17 +79,17 @@ class Remembered:
         self._connection = connection
         self._file = file
 
-    def headers(self, places: Sequence[Place]) -> dict[Place, Kept]:
+    def headers(self, places: Sequence[FilePlace]) -> dict[FilePlace, Kept]:
         """The stored headers of these places, whether or not the files changed."""
-        found: dict[Place, Kept] = {}
+        found: dict[FilePlace, Kept] = {}
         for names in _parts(sorted({place.path for place in places})):
             marks = ",".join("?" * len(names))
             for row in self._query(f"SELECT * FROM headers WHERE path IN ({marks})", names):
                 stamp, (content, width, height, kind, frames) = Stamp(*row[3:7]), row[7:]
-                found[Place(*row[:3])] = Kept(stamp, content.hex(), width, height, kind, frames)
+                found[FilePlace(*row[:3])] = Kept(stamp, content.hex(), width, height, kind, frames)
         return found
 
-    def keep_headers(self, rows: Mapping[Place, Kept]) -> None:
+    def keep_headers(self, rows: Mapping[FilePlace, Kept]) -> None:
         values = [
             (*place, *kept.stamp, bytes.fromhex(kept.content), kept.width, kept.height, kept.format, kept.frames)
             for place, kept in rows.items()

@@ -14,7 +14,7 @@ from typing import Any
 
 from lora_trainer.data.images.images import BrokenImageError
 from lora_trainer.data.images.jobs import Facts
-from lora_trainer.data.images.remembered import Kept, Place, Remembered, Stamp, remembered, stamp_of
+from lora_trainer.data.images.remembered import FilePlace, Kept, Remembered, Stamp, remembered, stamp_of
 from lora_trainer.data.images.workers import Progress, Task, Ticker, run_tasks
 from lora_trainer.data.sample import Span
 
@@ -44,13 +44,13 @@ def read_headers(
 
 def _read(
     left: Sequence[int],
-    keys: Sequence[Place],
+    keys: Sequence[FilePlace],
     found: list[Facts | BrokenImageError | None],
     store: Remembered,
     ticker: Ticker,
 ) -> None:
     """Read what is not remembered into `found`, and remember it."""
-    fresh: dict[Place, Kept] = {}
+    fresh: dict[FilePlace, Kept] = {}
     tasks = [Task([os.fsdecode(keys[number].path), *keys[number][1:]], seconds=HEADER_SECONDS) for number in left]
     for number, result in run_tasks("facts", tasks):
         place = left[number]
@@ -65,10 +65,10 @@ def _read(
     store.keep_headers(fresh)
 
 
-def _key(path: Path, span: Span | None) -> Place:
+def _key(path: Path, span: Span | None) -> FilePlace:
     if span is None:
-        return Place(os.fsencode(os.path.abspath(path)), 0, -1)
-    return Place(os.fsencode(os.path.abspath(span.file)), span.offset, span.size)
+        return FilePlace(os.fsencode(os.path.abspath(path)), 0, -1)
+    return FilePlace(os.fsencode(os.path.abspath(span.file)), span.offset, span.size)
 
 
 def _stamp(path: bytes, stamps: dict[bytes, Stamp | None]) -> Stamp | None:

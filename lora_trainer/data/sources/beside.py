@@ -7,7 +7,7 @@ from collections.abc import Container
 from pathlib import Path
 
 from lora_trainer.core.bounded import TextError, read_text
-from lora_trainer.data.sources.found import Reading, SourceRequest
+from lora_trainer.data.sources.found import SourceReading, SourceRequest
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 
 CAPTION_ENDINGS = (".txt", ".caption")
@@ -18,7 +18,7 @@ def caption_endings(request: SourceRequest) -> tuple[str, ...]:
 
 
 def caption_beside(
-    image: Path, names: Container[str], request: SourceRequest, reading: Reading
+    image: Path, names: Container[str], request: SourceRequest, reading: SourceReading
 ) -> tuple[str | None, str]:
     """(caption, what was found instead). `names` are the files of the image's folder.
 

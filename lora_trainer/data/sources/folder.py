@@ -9,10 +9,10 @@ from pathlib import Path
 
 from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.sources.beside import caption_beside, caption_endings
-from lora_trainer.data.sources.found import Found, Reading, SourceRequest
+from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.listing import Listing
 from lora_trainer.data.sources.metadata import METADATA_NAMES, key_of, read_metadata
-from lora_trainer.data.sources.rows import Row
+from lora_trainer.data.sources.rows import SourceRow
 
 FOREIGN_IMAGES = (".heic", ".heif", ".jxl", ".psd", ".svg", ".raw", ".cr2", ".nef", ".dng")
 KOHYA_FOLDER = re.compile(r"(\d+)_(.*)")
@@ -36,7 +36,7 @@ def is_image(name: str) -> bool:
     return ending_of(name) in IMAGE_ENDINGS
 
 
-def read_folder(listing: Listing, request: SourceRequest, reading: Reading) -> list[Found]:
+def read_folder(listing: Listing, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """All images of a listing in the order of their paths, with captions, repeats and weights."""
     root = listing.root
     images = _images_of(listing, request, reading)
@@ -55,17 +55,17 @@ def read_folder(listing: Listing, request: SourceRequest, reading: Reading) -> l
             reading.note(f"{bases[folder]}: 0 repeats, skipped.")
             continue
         path = bases[folder] / name
-        row = rows.get(key_of(str(path)), Row(name)) if rows else Row(name)
+        row = rows.get(key_of(str(path)), SourceRow(name)) if rows else SourceRow(name)
         caption, instead = caption_beside(path, names[folder], request, reading)
         if caption is None:
             caption = row.text
         named = kohya[1] if kohya else None
-        found.append(Found(path, caption, repeats, row.weight, instead=instead, folder_caption=named))
+        found.append(FoundImage(path, caption, repeats, row.weight, instead=instead, folder_caption=named))
     _find_unused(listing, request, reading)
     return found
 
 
-def _images_of(listing: Listing, request: SourceRequest, reading: Reading) -> list[tuple[str, str]]:
+def _images_of(listing: Listing, request: SourceRequest, reading: SourceReading) -> list[tuple[str, str]]:
     """(folder, name) of each image by its whole path; masks beside images are none."""
     found: list[tuple[str, str, str]] = []
     labels: list[str] = []
@@ -85,7 +85,7 @@ def _images_of(listing: Listing, request: SourceRequest, reading: Reading) -> li
     return [(folder, name) for _, folder, name in sorted(found)]
 
 
-def _rows_of(listing: Listing, images: list[tuple[str, str]], reading: Reading) -> Mapping[str, Row]:
+def _rows_of(listing: Listing, images: list[tuple[str, str]], reading: SourceReading) -> Mapping[str, SourceRow]:
     """The rows of the image folders' tables, by the image's key."""
     tables = [
         listing.path(folder, name)
@@ -96,13 +96,13 @@ def _rows_of(listing: Listing, images: list[tuple[str, str]], reading: Reading) 
     if not tables:
         return {}
     keys = {key_of(str(listing.path(folder, name))) for folder, name in images}
-    rows: dict[str, Row] = {}
+    rows: dict[str, SourceRow] = {}
     for table in tables:
         rows.update(read_metadata(table, keys, reading))
     return rows
 
 
-def _kohya_of(root: Path, folder: str, reading: Reading) -> tuple[int, str] | None:
+def _kohya_of(root: Path, folder: str, reading: SourceReading) -> tuple[int, str] | None:
     """(repeats, caption) of the nearest folder named `10_name`, the source itself included."""
     inner = folder.split("/") if folder else []
     for depth in range(len(inner), -1, -1):
@@ -116,7 +116,7 @@ def _kohya_of(root: Path, folder: str, reading: Reading) -> tuple[int, str] | No
     return None
 
 
-def no_images(listing: Listing, reading: Reading) -> None:
+def no_images(listing: Listing, reading: SourceReading) -> None:
     """Add a problem that lists what was found in place of images."""
     endings = Counter(ending_of(name) or "no ending" for names in listing.names.values() for name in names)
     listed = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(5))
@@ -125,7 +125,7 @@ def no_images(listing: Listing, reading: Reading) -> None:
     reading.problem(message, "Name the folder that holds the images.")
 
 
-def _find_unused(listing: Listing, request: SourceRequest, reading: Reading) -> None:
+def _find_unused(listing: Listing, request: SourceRequest, reading: SourceReading) -> None:
     endings = {*caption_endings(request)}
     for folder, names in listing.names.items():
         stems: set[str] | None = None

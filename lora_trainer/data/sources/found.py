@@ -12,7 +12,7 @@ from lora_trainer.data.sample import Mask, Span
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundImage:
     """One image that a source holds. `caption` is None where it has none of its own, `folder_caption` is the one in
     its folder's name.
 
@@ -51,7 +51,7 @@ class SourceRequest:
 
 
 @dataclass
-class Reading:
+class SourceReading:
     """The findings of reading sources: problems end it, findings and notes do not."""
 
     allow_missing_captions: bool = False

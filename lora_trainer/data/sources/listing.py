@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.data.images.images import IMAGE_ENDINGS
-from lora_trainer.data.sources.found import Reading
+from lora_trainer.data.sources.found import SourceReading
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class FolderNames:
         return (self._folder / str(name)).is_file()
 
 
-def list_folder(root: Path, reading: Reading, without: Path | None = None) -> Listing:
+def list_folder(root: Path, reading: SourceReading, without: Path | None = None) -> Listing:
     """Linked folders are followed once, so links in circles end; `without` is a folder to skip."""
     names: dict[str, tuple[str, ...]] = {}
     seen: set[tuple[int, int]] = set()

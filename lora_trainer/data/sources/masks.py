@@ -11,7 +11,7 @@ from pathlib import Path
 from lora_trainer.data.images.images import BrokenImageError, opened
 from lora_trainer.data.sample import Mask, Sample, Span
 from lora_trainer.data.sources.folder import MASK_LABEL, is_image
-from lora_trainer.data.sources.found import Found, Reading, SourceRequest
+from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.listing import list_folder
 
 ALPHA = "alpha"
@@ -24,7 +24,9 @@ def masks_folder(request: SourceRequest) -> Path | None:
     return None if masks is None or masks == ALPHA else Path(os.path.abspath(Path(masks).expanduser()))
 
 
-def with_masks(found: Sequence[Found], root: Path, request: SourceRequest, reading: Reading) -> list[Found]:
+def with_masks(
+    found: Sequence[FoundImage], root: Path, request: SourceRequest, reading: SourceReading
+) -> list[FoundImage]:
     """Each image with where its mask lies; its content is read with the headers."""
     if request.section.masks is None:
         return list(found)
@@ -35,7 +37,7 @@ def with_masks(found: Sequence[Found], root: Path, request: SourceRequest, readi
         message = f"There is no folder of masks {folder}."
         reading.problem(message, "Check data.sources.masks: a folder of gray images, or `alpha`.")
         return list(found)
-    listing = list_folder(folder, Reading())
+    listing = list_folder(folder, SourceReading())
     masks: dict[str, Path] = {}
     for inner, names in listing.names.items():
         for name in filter(is_image, names):
@@ -56,7 +58,7 @@ def with_masks(found: Sequence[Found], root: Path, request: SourceRequest, readi
     return paired
 
 
-def _inner(found: Found, root: Path) -> str:
+def _inner(found: FoundImage, root: Path) -> str:
     """An image's path below the source or from where its file lies, its whole path elsewhere, without its ending."""
     path = found.path
     for base in (root, root.parent):
@@ -66,7 +68,7 @@ def _inner(found: Found, root: Path) -> str:
     return os.path.splitext(path.as_posix())[0]
 
 
-def _paired(found: Found, inner: str, alone: Mapping[str, int], masks: Mapping[str, Path]) -> Found:
+def _paired(found: FoundImage, inner: str, alone: Mapping[str, int], masks: Mapping[str, Path]) -> FoundImage:
     """By its path below the source, else by its name alone where `alone` counts one image of it; never itself."""
     stem = inner.rpartition("/")[2]
     names = (inner, stem) if alone[stem] == 1 else (inner,)
@@ -77,7 +79,7 @@ def _paired(found: Found, inner: str, alone: Mapping[str, int], masks: Mapping[s
     return found
 
 
-def _missing(path: Path, what: str, reading: Reading) -> None:
+def _missing(path: Path, what: str, reading: SourceReading) -> None:
     message = f"{what}; all of it is trained on."
     reading.find("missing_mask", "warning", message, "Add one, or move the image to a source without masks.", path)
 
@@ -88,7 +90,7 @@ def has_transparency(path: Path, span: Span | None) -> bool:
         return bool(image.has_transparency_data)
 
 
-def judged_mask(sample: Sample, size: tuple[int, int], reading: Reading) -> Sample:
+def judged_mask(sample: Sample, size: tuple[int, int], reading: SourceReading) -> Sample:
     """The sample with its mask file, whose `size` (width, height) must be of the image's shape."""
     width, height = size
     stretch = width * sample.height / (height * sample.width)
@@ -102,7 +104,7 @@ def judged_mask(sample: Sample, size: tuple[int, int], reading: Reading) -> Samp
     return sample
 
 
-def judged_alpha(sample: Sample, reading: Reading) -> Sample:
+def judged_alpha(sample: Sample, reading: SourceReading) -> Sample:
     """The sample with its own transparency as a mask, where it has any."""
     try:
         if has_transparency(sample.path, sample.span):

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.core.bounded import TextError
-from lora_trainer.data.sources.found import Found, Reading, SourceRequest
-from lora_trainer.data.sources.rows import READERS, Row, Table, read_table
+from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
+from lora_trainer.data.sources.rows import READERS, SourceRow, Table, read_table
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 
@@ -21,7 +21,7 @@ def key_of(path: str) -> str:
     return path if path.isascii() else unicodedata.normalize("NFC", path)
 
 
-def read_metadata(path: Path, images: Iterable[str], reading: Reading) -> dict[str, Row]:
+def read_metadata(path: Path, images: Iterable[str], reading: SourceReading) -> dict[str, SourceRow]:
     """The rows of an image folder's table by the image's key; `images` are the keys of those that are there."""
     table = table_or_finding(path, reading)
     if table is None:
@@ -37,7 +37,7 @@ def read_metadata(path: Path, images: Iterable[str], reading: Reading) -> dict[s
     return {key: row for key, row in rows.items() if key in known}
 
 
-def table_or_finding(path: Path, reading: Reading) -> Table | None:
+def table_or_finding(path: Path, reading: SourceReading) -> Table | None:
     """A table with its bad lines as one finding; None when it cannot be read at all."""
     try:
         table = read_table(path)
@@ -50,7 +50,9 @@ def table_or_finding(path: Path, reading: Reading) -> Table | None:
     return table
 
 
-def with_captions_file(found: Sequence[Found], root: Path, request: SourceRequest, reading: Reading) -> list[Found]:
+def with_captions_file(
+    found: Sequence[FoundImage], root: Path, request: SourceRequest, reading: SourceReading
+) -> list[FoundImage]:
     """The captions of `captions_file` over all others. Names are looked for below the source and beside the table,
     with and without their ending, then by the name alone where only one image has it."""
     path = Path(os.path.abspath(Path(request.section.captions_file or "").expanduser()))
@@ -63,7 +65,7 @@ def with_captions_file(found: Sequence[Found], root: Path, request: SourceReques
         return list(found)
     places = _places(found)
     base = root if root.is_dir() else root.parent
-    rows: dict[int, Row] = {}
+    rows: dict[int, SourceRow] = {}
     absent, overruled = [], []
     for row in table.rows:
         place = _place_of(row.name, (str(root), str(base), str(path.parent)), places)
@@ -87,7 +89,7 @@ def with_captions_file(found: Sequence[Found], root: Path, request: SourceReques
     return [_with_row(each, rows.get(place)) for place, each in enumerate(found)]
 
 
-def _find_overruled(pairs: Sequence[tuple[Row, Row]], path: Path, reading: Reading) -> None:
+def _find_overruled(pairs: Sequence[tuple[SourceRow, SourceRow]], path: Path, reading: SourceReading) -> None:
     """A finding for rows whose image is described otherwise by another, which is used. `pairs` are (row, used)."""
     others = [row.name for row, used in pairs if (row.text, row.weight) != (used.text, used.weight)]
     if others:
@@ -97,7 +99,7 @@ def _find_overruled(pairs: Sequence[tuple[Row, Row]], path: Path, reading: Readi
         reading.find("two_captions", "note", message, "Keep one line for each image.", path)
 
 
-def _with_row(found: Found, row: Row | None) -> Found:
+def _with_row(found: FoundImage, row: SourceRow | None) -> FoundImage:
     if row is None:
         return found
     return replace(
@@ -107,7 +109,7 @@ def _with_row(found: Found, row: Row | None) -> Found:
     )
 
 
-def _places(found: Sequence[Found]) -> Mapping[str, int]:
+def _places(found: Sequence[FoundImage]) -> Mapping[str, int]:
     """The place of each image, by its path, its path without ending, and its name where that is the only one."""
     places: dict[str, int] = {}
     names: dict[str, int] = {}

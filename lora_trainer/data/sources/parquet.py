@@ -19,7 +19,7 @@ from lora_trainer.core.bounded import TextError
 from lora_trainer.core.io import atomic_path, read_json, user_cache_folder, write_json
 from lora_trainer.data.caches.claims import CLOCK_STEP, POLL, Claims, oldest_user, upkeep
 from lora_trainer.data.sample import Span
-from lora_trainer.data.sources.found import Found, Reading, SourceRequest
+from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.rows import TEXT_COLUMNS, rows_of_parquet, text_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def image_column(path: Path) -> str | None:
     return next((name for name in IMAGE_COLUMNS if "binary" in kinds.get(name, "")), None)
 
 
-def read_parquet(path: Path, column: str, request: SourceRequest, reading: Reading) -> list[Found]:
+def read_parquet(path: Path, column: str, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """The images of one file in the order of its rows. Raises what pyarrow raises."""
     folder = user_cache_folder() / UNPACKED
     stat = path.stat()
@@ -76,7 +76,7 @@ def read_parquet(path: Path, column: str, request: SourceRequest, reading: Readi
         text = text_of(row)
         span = Span(blob, image.offset, image.size)
         caption = text if isinstance(text, str) else None
-        found.append(Found(path / image.name, caption, request.repeats(), row.get("weight"), span))
+        found.append(FoundImage(path / image.name, caption, request.repeats(), row.get("weight"), span))
     reading.note(f"{path}: {len(found)} images, {blob.stat().st_size / 1e6:.0f} MB, are laid out in {folder}.")
     return found
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lora_trainer.config.schema import SourceSection
-from lora_trainer.data.sources.found import Reading, SourceRequest
+from lora_trainer.data.sources.found import SourceReading, SourceRequest
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(\d{1,12})\.\.(\d{1,12})")
 MOST_SHARDS = 100_000
 
 
-def places_of(request: SourceRequest, reading: Reading) -> tuple[Path, ...]:
+def places_of(request: SourceRequest, reading: SourceReading) -> tuple[Path, ...]:
     """The places of one source: `data-{000..009}.tar` is ten. Problems for those that are not there."""
     text = request.section.path
     places = [place_from(word) for word in _expanded(text, reading)]
@@ -31,7 +31,7 @@ def places_of(request: SourceRequest, reading: Reading) -> tuple[Path, ...]:
 
 def named_places(section: SourceSection) -> list[Path]:
     """The places that a source names, whether they are there or not: its images, its table, its masks."""
-    named = [*_expanded(section.path, Reading()), section.captions_file, section.masks]
+    named = [*_expanded(section.path, SourceReading()), section.captions_file, section.masks]
     return [place_from(each) for each in named if each is not None and each != "alpha"]
 
 
@@ -40,7 +40,7 @@ def place_from(text: str | Path) -> Path:
     return Path(os.path.abspath(Path(text).expanduser()))
 
 
-def _expanded(text: str, reading: Reading) -> list[str]:
+def _expanded(text: str, reading: SourceReading) -> list[str]:
     """Every name that a pattern with braces means: `{000..009}` or `{train,extra}`. A file of that very name wins."""
     if os.path.lexists(os.path.expanduser(text)):
         return [text]
@@ -76,7 +76,7 @@ def _choices(inner: str) -> Sequence[str]:
 DIFFERING = ("resolutions", "flip", "color_variants", "crop", "default_caption", "captions_file", "masks", "captions")
 
 
-def find_overlaps(requests: Sequence[tuple[SourceRequest, Sequence[Path]]], reading: Reading) -> None:
+def find_overlaps(requests: Sequence[tuple[SourceRequest, Sequence[Path]]], reading: SourceReading) -> None:
     """Images must not come in twice unseen: repeats say that openly."""
     fix = "Name it once; to weigh images use repeats, or folders such as 10_name."
     seen: dict[Path, list[tuple[SourceRequest, Path]]] = {}

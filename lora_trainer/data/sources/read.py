@@ -10,7 +10,7 @@ from pathlib import Path
 from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.sources.beside import caption_beside
 from lora_trainer.data.sources.folder import ending_of, is_image, no_images, read_folder
-from lora_trainer.data.sources.found import Found, Reading, SourceRequest
+from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.listing import FolderNames, Listing, list_folder
 from lora_trainer.data.sources.masks import masks_folder, with_masks
 from lora_trainer.data.sources.metadata import METADATA_NAMES, with_captions_file
@@ -21,7 +21,7 @@ TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 SHARDS = (".tar", ".parquet")
 
 
-def read_source(places: Sequence[Path], request: SourceRequest, reading: Reading) -> list[Found]:
+def read_source(places: Sequence[Path], request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """The images of one source, with captions of its `captions_file` and its masks."""
     before = len(reading.problems)
     found = [each for place in places for each in _read_place(place, request, reading)]
@@ -35,7 +35,7 @@ def read_source(places: Sequence[Path], request: SourceRequest, reading: Reading
     return with_masks(found, root, request, reading)
 
 
-def _last_reason(reading: Reading) -> str:
+def _last_reason(reading: SourceReading) -> str:
     """Of what was found, or noted, the last: it was about the place that holds nothing."""
     if reading.findings:
         last = reading.findings[-1]
@@ -43,7 +43,7 @@ def _last_reason(reading: Reading) -> str:
     return list(reading.notes)[-1] if reading.notes else "Name one that does."
 
 
-def _read_place(place: Path, request: SourceRequest, reading: Reading) -> list[Found]:
+def _read_place(place: Path, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     if place.is_dir():
         return _read_folder(place, request, reading)
     if not place.is_file():
@@ -55,7 +55,7 @@ def _read_place(place: Path, request: SourceRequest, reading: Reading) -> list[F
         return []
     if is_image(place.name):
         caption, instead = caption_beside(place, FolderNames(place.parent), request, reading)
-        return [Found(place, caption, request.repeats(), instead=instead)]
+        return [FoundImage(place, caption, request.repeats(), instead=instead)]
     reader = FILES.get(ending_of(place.name))
     if reader is not None:
         return reader(place, request, reading)
@@ -66,7 +66,7 @@ def _read_place(place: Path, request: SourceRequest, reading: Reading) -> list[F
     return []
 
 
-def _read_folder(place: Path, request: SourceRequest, reading: Reading) -> list[Found]:
+def _read_folder(place: Path, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """The images of a folder, then those in the tars and Parquet files below it."""
     masks = masks_folder(request)
     listing = list_folder(place, reading, without=masks if masks != place else None)
@@ -80,7 +80,7 @@ def _read_folder(place: Path, request: SourceRequest, reading: Reading) -> list[
     return found
 
 
-def _with_table(found: list[Found], listing: Listing) -> list[Found]:
+def _with_table(found: list[FoundImage], listing: Listing) -> list[FoundImage]:
     """Images without a caption, with a table beside them that is only read when it is named."""
     if all(each.caption is not None for each in found):
         return found
@@ -118,7 +118,7 @@ def _holds_images(path: Path) -> bool:
         return True
 
 
-def _read_parquet(path: Path, request: SourceRequest, reading: Reading) -> list[Found]:
+def _read_parquet(path: Path, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """Images in the file itself, or a table that names them."""
     from pyarrow import ArrowException
 
@@ -135,13 +135,13 @@ def _read_parquet(path: Path, request: SourceRequest, reading: Reading) -> list[
         return []
 
 
-def _read_dataset_toml(path: Path, request: SourceRequest, reading: Reading) -> list[Found]:
+def _read_dataset_toml(path: Path, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     del request
     reading.problem(f"{path} is a list of sources, not a source.", "Use it alone, with --data or lora-trainer import.")
     return []
 
 
-FILES: dict[str, Callable[[Path, SourceRequest, Reading], list[Found]]] = {
+FILES: dict[str, Callable[[Path, SourceRequest, SourceReading], list[FoundImage]]] = {
     ".tar": read_tar,
     ".parquet": _read_parquet,
     **dict.fromkeys((".jsonl", ".json", ".csv", ".tsv"), read_table_source),

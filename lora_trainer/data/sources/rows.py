@@ -24,7 +24,7 @@ TEXT_COLUMNS = ("text", "caption", "prompt", "tags")
 
 
 @dataclass(frozen=True)
-class Row:
+class SourceRow:
     """One row of a table. `weight` is as it was written, of whatever type; None where there is none."""
 
     name: str
@@ -36,7 +36,7 @@ class Row:
 class Table:
     """The rows of one file. `bad` holds what could not be read, counted from 1, of `total` lines or rows."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[SourceRow, ...]
     bad: tuple[int, ...]
     total: int
 
@@ -46,7 +46,7 @@ def read_table(path: Path) -> Table:
     return READERS[path.suffix.lower()](path)
 
 
-def row_of(value: object) -> Row | None:
+def row_of(value: object) -> SourceRow | None:
     """A row of named columns; None when it names no file or its caption is no text."""
     if not isinstance(value, Mapping):
         return None
@@ -54,7 +54,7 @@ def row_of(value: object) -> Row | None:
     text, weight = text_of(value), value.get("weight")
     if name is None or not isinstance(text, str | None):
         return None
-    return Row(name, text, None if weight == "" else weight)
+    return SourceRow(name, text, None if weight == "" else weight)
 
 
 def text_of(value: Mapping[str, Any]) -> object:
@@ -65,7 +65,7 @@ def text_of(value: Mapping[str, Any]) -> object:
 def _table(values: Iterator[object] | list[object]) -> Table:
     rows, bad, total = [], [], 0
     for total, value in enumerate(values, start=1):
-        row = value if isinstance(value, Row) else row_of(value)
+        row = value if isinstance(value, SourceRow) else row_of(value)
         if row is None:
             bad.append(total)
         else:
@@ -107,9 +107,9 @@ def read_json(path: Path) -> Table:
     return _table([_named(name, value) for name, value in document.items()])
 
 
-def _named(name: str, value: object) -> Row | None:
+def _named(name: str, value: object) -> SourceRow | None:
     if isinstance(value, str):
-        return Row(name, value)
+        return SourceRow(name, value)
     if not isinstance(value, Mapping):
         return None
     caption, tags = value.get("caption"), value.get("tags")
@@ -193,7 +193,7 @@ def read_lines(path: Path) -> Table:
             continue
         name, separator, text = line.partition("\t") if "\t" in line else line.partition("|")
         if separator and name.strip():
-            rows.append(Row(name.strip(), text.strip()))
+            rows.append(SourceRow(name.strip(), text.strip()))
         else:
             bad.append(total)
     return Table(tuple(rows), tuple(bad), total)

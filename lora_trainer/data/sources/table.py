@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 from lora_trainer.data.sources.beside import caption_beside
-from lora_trainer.data.sources.found import Found, Reading, SourceRequest
+from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.metadata import table_or_finding
 
 SHARES = ("//", "\\\\", "\\/", "/\\")  # of other machines: on Windows, opening one sends them the user's identity
 
 
-def read_table_source(path: Path, request: SourceRequest, reading: Reading) -> list[Found]:
+def read_table_source(path: Path, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """Its rows in order. A row without a caption may have one beside its image."""
     table = table_or_finding(path, reading)
     if table is None:
@@ -36,7 +36,7 @@ def read_table_source(path: Path, request: SourceRequest, reading: Reading) -> l
         caption, instead = row.text, ""
         if caption is None:
             caption, instead = caption_beside(image, names[folder], request, reading)
-        found.append(Found(image, caption, request.repeats(), row.weight, instead=instead))
+        found.append(FoundImage(image, caption, request.repeats(), row.weight, instead=instead))
     if elsewhere:
         message = f"{path} names {len(elsewhere)} images by their address (first: {elsewhere[0]})."
         reading.problem(message, "Fetch them first: nothing is downloaded here.")

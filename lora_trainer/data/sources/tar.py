@@ -15,7 +15,7 @@ from lora_trainer.data.images.spans import open_bytes
 from lora_trainer.data.sample import Span
 from lora_trainer.data.sources.beside import CAPTION_ENDINGS, caption_endings
 from lora_trainer.data.sources.folder import is_image
-from lora_trainer.data.sources.found import Found, Reading, SourceRequest
+from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.rows import text_of
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 
@@ -33,7 +33,7 @@ class _Group:
     texts: dict[str, Span] = field(default_factory=dict)  # by ending
 
 
-def read_tar(path: Path, request: SourceRequest, reading: Reading) -> list[Found]:
+def read_tar(path: Path, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """The images of one tar in the order of its members. Members before a damaged place are used."""
     fix = "Unpack it (gunzip, or tar -xf) and name the plain tar or the folder: images are read in place."
     try:
@@ -75,7 +75,7 @@ class _Heads:
         return self._file.read(size)
 
 
-def _members(path: Path, file: _Heads, reading: Reading) -> Iterator[tuple[str, Span]]:
+def _members(path: Path, file: _Heads, reading: SourceReading) -> Iterator[tuple[str, Span]]:
     """(cleaned name, span) of each regular member; one finding where the tar is damaged."""
     size = path.stat().st_size
     links = count = end = 0
@@ -146,8 +146,8 @@ def _key_of(stem: str, groups: dict[str, _Group]) -> _Group | None:
 
 
 def _found_of(
-    path: Path, group: _Group, key: _Group, file: BinaryIO, request: SourceRequest, reading: Reading
-) -> Found:
+    path: Path, group: _Group, key: _Group, file: BinaryIO, request: SourceRequest, reading: SourceReading
+) -> FoundImage:
     """The sample of a group, with the texts of its key where it has none of its own."""
     name, span = group.images[0]
     image = path / name
@@ -162,11 +162,11 @@ def _found_of(
         text, weight = text_of(described), described.get("weight")
         if caption is None and isinstance(text, str):
             caption = text
-    return Found(image, caption, request.repeats(), weight, span, instead=instead)
+    return FoundImage(image, caption, request.repeats(), weight, span, instead=instead)
 
 
 def _text_beside(
-    image: Path, texts: dict[str, Span], file: BinaryIO, request: SourceRequest, reading: Reading
+    image: Path, texts: dict[str, Span], file: BinaryIO, request: SourceRequest, reading: SourceReading
 ) -> tuple[str | None, str]:
     """(caption, what was found instead)."""
     ending = next((ending for ending in caption_endings(request) if ending in texts), None)
@@ -182,7 +182,7 @@ def _text_beside(
         return None, ""
 
 
-def _described(image: Path, span: Span, file: BinaryIO, reading: Reading) -> dict[str, Any]:
+def _described(image: Path, span: Span, file: BinaryIO, reading: SourceReading) -> dict[str, Any]:
     """The JSON beside an image; a finding and nothing when it is none."""
     try:
         value = json.loads(_read(file, span))

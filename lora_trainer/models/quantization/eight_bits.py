@@ -28,7 +28,7 @@ def widened(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (weight.view(FLOAT8) if weight.dtype == torch.uint8 else weight).to(dtype).mul_(scale)
 
 
-class _Linear(torch.autograd.Function):
+class _Linear8bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight, scale)
@@ -81,7 +81,7 @@ class Linear8(nn.Linear):
     """A frozen linear layer whose weight is stored in 8 bits."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's own name
-        result: Tensor = _Linear.apply(input, self.weight, self.get_buffer(SCALE), self.bias)  # type: ignore[no-untyped-call]
+        result: Tensor = _Linear8bit.apply(input, self.weight, self.get_buffer(SCALE), self.bias)  # type: ignore[no-untyped-call]
         return result
 
 

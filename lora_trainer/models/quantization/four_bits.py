@@ -45,7 +45,7 @@ def widened(packed: Tensor, scale: Tensor, shape: Sequence[int], dtype: torch.dt
     return flat.view(*shape)
 
 
-class _Linear(torch.autograd.Function):
+class _Linear4bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, width: int) -> Tensor:
         ctx.save_for_backward(packed, scale)
@@ -63,7 +63,7 @@ class Linear4(nn.Linear):
     """A frozen linear layer whose weight is stored in 4 bits."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's own name
-        result: Tensor = _Linear.apply(input, self.weight, self.get_buffer(SCALE), self.bias, self.out_features)  # type: ignore[no-untyped-call]
+        result: Tensor = _Linear4bit.apply(input, self.weight, self.get_buffer(SCALE), self.bias, self.out_features)  # type: ignore[no-untyped-call]
         return result
 
 

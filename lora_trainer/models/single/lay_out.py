@@ -28,7 +28,7 @@ from lora_trainer.models.folder import (
 )
 from lora_trainer.models.places import laid_out_models, prune_laid_out, write_places
 from lora_trainer.models.single.fitting import check_vae
-from lora_trainer.models.single.recognize import Checkpoint, recognize
+from lora_trainer.models.single.recognize import SingleFile, recognize
 from lora_trainer.models.single.stored import Part, Stored
 from lora_trainer.models.single.texts import MAY_LACK, TEXTS, text_part
 from lora_trainer.models.single.tokenizers import LACK_TOKENIZER, copy_small, copy_tokenizer
@@ -44,7 +44,7 @@ NEEDED = ("unet", "transformer", "vae", "scheduler", "text_encoder", "tokenizer"
 Parts = Mapping[str, Path | None]
 
 
-def lay_out(base: Path | Checkpoint, parts: Parts | None = None, *, kept: bool = True) -> Path:
+def lay_out(base: Path | SingleFile, parts: Parts | None = None, *, kept: bool = True) -> Path:
     """A folder in diffusers' layout for a checkpoint, or for a folder with replaced parts. No weight is copied.
 
     `parts` names by component a replacement for the base model's own part, or one that it lacks: a component's folder
@@ -55,7 +55,7 @@ def lay_out(base: Path | Checkpoint, parts: Parts | None = None, *, kept: bool =
     replacement = dict(parts or {})
     if isinstance(base, Path) and base.is_file():
         base = recognize(base)
-    place, variant = (base.file, base.variant) if isinstance(base, Checkpoint) else (base, "")
+    place, variant = (base.file, base.variant) if isinstance(base, SingleFile) else (base, "")
     name = f"{place.stem[:SHOWN_OF_NAME]}-{_key(place, variant, replacement)[:16]}"
     target = laid_out_models() / (name if kept else f"{name}.{os.getpid()}.part")
     if (target / "model_index.json").exists():
@@ -66,7 +66,7 @@ def lay_out(base: Path | Checkpoint, parts: Parts | None = None, *, kept: bool =
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     try:
-        if isinstance(base, Checkpoint):
+        if isinstance(base, SingleFile):
             _from_checkpoint(base, replacement, temporary)
         else:
             _from_folder(base, replacement, temporary)
@@ -81,9 +81,9 @@ def lay_out(base: Path | Checkpoint, parts: Parts | None = None, *, kept: bool =
     return target
 
 
-def lacking_parts(base: Path | Checkpoint) -> set[str]:
+def lacking_parts(base: Path | SingleFile) -> set[str]:
     """The text encoders and tokenizers of its family that a checkpoint or a folder lacks. Raises UsageError."""
-    if isinstance(base, Checkpoint):
+    if isinstance(base, SingleFile):
         kinds = TEXTS.get(base.family, {})
         absent = {name for name, (_, prefix) in kinds.items() if not _is_usable(base.part(prefix))}
         return absent | {
@@ -114,7 +114,7 @@ def _state(path: Path) -> list[Any]:
     return [[os.path.abspath(each), (state := each.stat()).st_size, state.st_mtime_ns] for each in found]
 
 
-def _from_checkpoint(checkpoint: Checkpoint, replacement: dict[str, Path | None], target: Path) -> None:
+def _from_checkpoint(checkpoint: SingleFile, replacement: dict[str, Path | None], target: Path) -> None:
     """Write the folder of a checkpoint. Raises one UsageError for everything that it lacks."""
     family = checkpoint.family
     published = _published(family)
@@ -157,7 +157,7 @@ def _published(family: str) -> dict[str, Any]:
     return document
 
 
-def _denoiser(checkpoint: Checkpoint) -> Part:
+def _denoiser(checkpoint: SingleFile) -> Part:
     if checkpoint.family in TRANSFORMERS:
         return TRANSFORMERS[checkpoint.family](checkpoint.denoiser)
     part = unet_part(checkpoint.denoiser, checkpoint.family)
@@ -166,7 +166,7 @@ def _denoiser(checkpoint: Checkpoint) -> Part:
     return part
 
 
-def _scheduler(checkpoint: Checkpoint, published: Mapping[str, Any]) -> dict[str, Any]:
+def _scheduler(checkpoint: SingleFile, published: Mapping[str, Any]) -> dict[str, Any]:
     config = published["scheduler"] | published.get("scheduler_of", {}).get(checkpoint.variant, {})
     if checkpoint.prediction is not None:
         config["prediction_type"] = checkpoint.prediction
@@ -175,7 +175,7 @@ def _scheduler(checkpoint: Checkpoint, published: Mapping[str, Any]) -> dict[str
     return dict(config)
 
 
-def _text_part(checkpoint: Checkpoint, name: str, kind: str, prefix: str, replacement: Path | None) -> Part | Path:
+def _text_part(checkpoint: SingleFile, name: str, kind: str, prefix: str, replacement: Path | None) -> Part | Path:
     """A text encoder: the replacement, else the checkpoint's own."""
     if replacement is not None and replacement.is_dir():
         return replacement
@@ -192,7 +192,7 @@ def _text_part(checkpoint: Checkpoint, name: str, kind: str, prefix: str, replac
     return text_part(kind, stored)
 
 
-def _vae(checkpoint: Checkpoint, published: Mapping[str, Any], replacement: Path | None) -> Part | Path:
+def _vae(checkpoint: SingleFile, published: Mapping[str, Any], replacement: Path | None) -> Part | Path:
     """The replacement VAE, where it fits, else the checkpoint's own. Raises UsageError."""
     stored = next((part for prefix in VAE_PREFIXES if (part := checkpoint.part(prefix)).shapes), None)
     own = None if stored is None else vae_part(stored, published)

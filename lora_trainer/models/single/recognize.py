@@ -53,7 +53,7 @@ LATER_KINDS = (
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SingleFile:
     """A base model in one file. `denoiser` holds its tensors; `header` is that of the file."""
 
     file: Path
@@ -70,7 +70,7 @@ class Checkpoint:
         return Stored.of(self.file, self.header, prefix)
 
 
-def recognize(file: Path, variant: str | None = None) -> Checkpoint:
+def recognize(file: Path, variant: str | None = None) -> SingleFile:
     """Family and variant of a checkpoint, from its header alone; `variant` is set by the user where no key shows it.
 
     Raises UsageError for a file that is damaged or a pickle, for models that cannot be trained, and for files that
@@ -86,12 +86,12 @@ def recognize(file: Path, variant: str | None = None) -> Checkpoint:
             if prefix + first in header:
                 denoiser = Stored.of(file, header, prefix) if prefix else _own(Stored.of(file, header, prefix))
                 refuse_quantized(file, denoiser.types)
-                return _of_variant(known(Checkpoint(file, "", denoiser, header)), variant)
+                return _of_variant(known(SingleFile(file, "", denoiser, header)), variant)
     refuse_quantized(file, {name: header[name]["dtype"] for name in names})
     raise UsageError(_unknown(file, names))
 
 
-def _of_variant(found: Checkpoint, variant: str | None) -> Checkpoint:
+def _of_variant(found: SingleFile, variant: str | None) -> SingleFile:
     """The checkpoint with the user's variant. Raises UsageError where keys decide, or its family has no such model."""
     if variant is None:
         return found
@@ -129,7 +129,7 @@ def _unknown(file: Path, names: list[str]) -> Problem:
     return Problem(f"{file} is of no known architecture: it holds {seen}.", f"What can be read: {families}.")
 
 
-def _unet(found: Checkpoint) -> Checkpoint:
+def _unet(found: SingleFile) -> SingleFile:
     """A U-Net: 1.x, 2.x or XL by the width of the text that it reads."""
     stored, file = found.denoiser, found.file
     if any(".time_stack." in name or "motion_modules" in name for name in stored.shapes):
@@ -154,7 +154,7 @@ def _unet(found: Checkpoint) -> Checkpoint:
     prediction = str((found.header.get(METADATA) or {}).get("modelspec.prediction_type", ""))
     velocity = "v_pred" in found.header or prediction.lower() in ("v", "v_prediction", "v-prediction")
     velocity = velocity or (family == "sd2" and prediction == "" and _spreads(found))
-    return Checkpoint(
+    return SingleFile(
         file,
         family,
         stored,
@@ -164,7 +164,7 @@ def _unet(found: Checkpoint) -> Checkpoint:
     )
 
 
-def _spreads(found: Checkpoint) -> bool:
+def _spreads(found: SingleFile) -> bool:
     """Whether a 2.x model predicts velocity, by a norm of its last block."""
     if SD2_NORM not in found.denoiser.shapes:
         return False
@@ -193,11 +193,11 @@ def _e4m3(stored: int) -> float:
     return -size if stored & 128 else size
 
 
-def _sd3(found: Checkpoint) -> Checkpoint:
-    return Checkpoint(found.file, "sd3", found.denoiser, found.header)
+def _sd3(found: SingleFile) -> SingleFile:
+    return SingleFile(found.file, "sd3", found.denoiser, found.header)
 
 
-def _flux(found: Checkpoint) -> Checkpoint:
+def _flux(found: SingleFile) -> SingleFile:
     stored = found.denoiser
     for name, kind in (
         ("distilled_guidance_layer.in_proj.bias", "Chroma"),
@@ -213,16 +213,16 @@ def _flux(found: Checkpoint) -> Checkpoint:
         message = f"{found.file} is a Fill or Control model: {channels} input channels in place of {FIRST_OF_FLUX}."
         raise UsageError(Problem(message, "Use FLUX.1 dev or schnell."))
     variant = "dev" if "guidance_in.in_layer.weight" in stored.shapes else "schnell"
-    return Checkpoint(found.file, "flux", stored, found.header, variant=variant)
+    return SingleFile(found.file, "flux", stored, found.header, variant=variant)
 
 
-def _z_image(found: Checkpoint) -> Checkpoint:
+def _z_image(found: SingleFile) -> SingleFile:
     named_turbo = "turbo" in found.file.name.lower()  # as in the published file's name
     note = (
         f"{found.file.name} is assumed to be Z-Image Turbo (9 steps, no guidance): base and Turbo have the same keys."
     )
     fix = "If it is the base, set model.flavor=base."
-    return Checkpoint(
+    return SingleFile(
         found.file,
         "z_image",
         found.denoiser,
@@ -232,7 +232,7 @@ def _z_image(found: Checkpoint) -> Checkpoint:
     )
 
 
-KNOWN: dict[str, Callable[[Checkpoint], Checkpoint]] = {
+KNOWN: dict[str, Callable[[SingleFile], SingleFile]] = {
     "input_blocks.0.0.weight": _unet,
     "joint_blocks.0.x_block.attn.qkv.weight": _sd3,
     "double_blocks.0.img_attn.qkv.weight": _flux,

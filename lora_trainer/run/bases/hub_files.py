@@ -23,7 +23,7 @@ MOST_SMALL_BYTES = 1 << 26  # of a file that holds no weights; vocabularies of l
 
 
 @dataclass(frozen=True)
-class Chosen:
+class HubFiles:
     """The files to have, in the order to fetch them, and what is missing, in words."""
 
     small: tuple[str, ...]
@@ -35,7 +35,7 @@ class Chosen:
         return (*self.small, *self.weights)
 
 
-def choose_files(names: Collection[str], index: Mapping[str, Any], *, weights: bool, without_t5: bool) -> Chosen:
+def choose_files(names: Collection[str], index: Mapping[str, Any], *, weights: bool, without_t5: bool) -> HubFiles:
     """The files of the parts that a `model_index.json` names: configs, vocabularies and one set of weights of each.
 
     Of a T5 that is left out what describes it is taken where it is there, and no weights.
@@ -44,12 +44,12 @@ def choose_files(names: Collection[str], index: Mapping[str, Any], *, weights: b
     left_out = [part for part in parts if without_t5 and "T5" in str(index[part])]
     inside = [name for name in names if "/" in name]
     found = choose_parts(inside, parts, weights=weights, left_out=left_out)
-    return Chosen((*found.small, INDEX), found.weights, found.lacking)
+    return HubFiles((*found.small, INDEX), found.weights, found.lacking)
 
 
 def choose_parts(
     names: Collection[str], parts: Collection[str], *, weights: bool, left_out: Collection[str] = ()
-) -> Chosen:
+) -> HubFiles:
     """The files of some parts, of which those that are left out may lack anything. A VAE may be all of a repository."""
     small: list[str] = []
     heavy: list[str] = []
@@ -74,7 +74,7 @@ def choose_parts(
         heavy += [f"{place}{name}" for name in found]
         if not found:
             lacking.append(f"{place or 'it'} {_instead(inside)}")
-    return Chosen(tuple(small), tuple(heavy), tuple(lacking))
+    return HubFiles(tuple(small), tuple(heavy), tuple(lacking))
 
 
 def is_autoencoder(names: Collection[str]) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lora_trainer.core.disk import FULL
 from lora_trainer.core.errors import Problem, UsageError, first_line
-from lora_trainer.run.bases.hub_files import INDEX, PICKLES, Chosen, single_checkpoints
+from lora_trainer.run.bases.hub_files import INDEX, PICKLES, HubFiles, single_checkpoints
 from lora_trainer.run.bases.names import HubModel
 
 TRY_AGAIN = "Run the same command again: the download resumes."
@@ -55,7 +55,7 @@ def no_parts(model: HubModel, names: Collection[str]) -> Problem:
     return Problem(f"{model.origin}: {model} holds no {wanted}.", fix)
 
 
-def incomplete(model: HubModel, chosen: Chosen) -> list[Problem]:
+def incomplete(model: HubModel, chosen: HubFiles) -> list[Problem]:
     fix = "Only whole models in .safetensors are loaded; look for another repository or revision."
     return [Problem(f"{model}: {what}.", fix) for what in chosen.lacking]
 

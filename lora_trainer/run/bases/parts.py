@@ -15,7 +15,7 @@ from lora_trainer.run.bases.hub_files import INDEX, choose_parts, files_in, part
 from lora_trainer.run.bases.names import as_hub_part, local_path, page_of_the_web
 
 if TYPE_CHECKING:  # every command imports this file; it is needed for checkpoints only
-    from lora_trainer.models.single.recognize import Checkpoint
+    from lora_trainer.models.single.recognize import SingleFile
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Found:
 
 def find_parts(
     model: ModelSection,
-    base: Path | Checkpoint,
+    base: Path | SingleFile,
     places: dict[str, str],
     *,
     offline: bool,

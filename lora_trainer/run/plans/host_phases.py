@@ -30,7 +30,7 @@ NAMES = {"fp32": "F32", "fp16": "F16"}  # of precisions in files; all others com
 
 
 @dataclass(frozen=True)
-class Base:
+class HostBase:
     """A base's parts with the number of their weights, and the precision that its files are held against."""
 
     facts: ModelFacts
@@ -77,7 +77,7 @@ def host_phases(
     }
 
 
-def _caching(demand: Demand, base: Base, costs: PhaseCosts, images: int) -> float:
+def _caching(demand: Demand, base: HostBase, costs: PhaseCosts, images: int) -> float:
     """Images first, then captions, each with their own encoders alone."""
     pixels = demand.area * demand.downscale**2
     encoding = base.held("F32", ("vae", base.autoencoder)) + images * pixels * encoding_bytes(costs, FP32)[1]
@@ -86,11 +86,11 @@ def _caching(demand: Demand, base: Base, costs: PhaseCosts, images: int) -> floa
     return max(encoding, texts + together * FP32 * FRAGMENTATION * costs.caption)
 
 
-def _base(demand: Demand, family: Family, facts: ModelFacts, costs: PhaseCosts) -> Base:
+def _base(demand: Demand, family: Family, facts: ModelFacts, costs: PhaseCosts) -> HostBase:
     numbers = range(1, len(phase_costs(facts.family).text_encoders) + 1)
     names = ["text_encoder" if number == 1 else f"text_encoder_{number}" for number in numbers]
     texts = tuple(zip((name for name in names if name not in family.text.without), costs.text_encoders, strict=False))
-    return Base(
+    return HostBase(
         facts=facts,
         denoiser=(family.denoiser_prefix, demand.memory_model.weights("bf16") // 2),
         trainable=tuple(part for part in texts if part[0] in family.word_texts),
