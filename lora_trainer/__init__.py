@@ -1,6 +1,11 @@
 """Train LoRAs for diffusion models, and score the dataset and the LoRA of every run."""
 
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lora_trainer.api import check_dataset, load_config, plan, train, validate_lora
+    from lora_trainer.run.trainer import ProductionTrainer
 
 __version__ = "0.1.0"
 
@@ -21,3 +26,18 @@ hand_over("lora.type", ADAPTERS)
 hand_over("optimizer.name", OPTIMIZERS)
 hand_over("loss.type", ERRORS)
 hand_over("loss.weighting", WEIGHTINGS)
+
+__all__ = ["ProductionTrainer", "check_dataset", "load_config", "plan", "train", "validate_lora"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when they are used: importing the package loads no torch."""
+    if name in __all__:
+        from lora_trainer import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.config.schema import Config
-from lora_trainer.core.errors import DONE, LORA_REFUSED, DatasetRefused, Problem, UsageError
-from lora_trainer.core.findings import counted, printable_lines
-from lora_trainer.core.tensorfile import METADATA, read_tensor_header
-from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.sample import Sample
-from lora_trainer.data.views import BucketPlan, plan_plain
+from lora_trainer.core.errors import DONE, LORA_REFUSED
+from lora_trainer.core.findings import printable_lines
 from lora_trainer.evaluation.report import LoraReport, caveat
 from lora_trainer.monitor.console import Console
-from lora_trainer.run.bases.base import describe_model, is_builtin
-from lora_trainer.run.counting import JUDGED, counting
-from lora_trainer.run.inputs import data_in_use, read_inputs, read_model, trained_framings
-from lora_trainer.run.reading import RunFolder, read_as_trained, run_beside
+from lora_trainer.run.score_lora import score_lora
 
 MEANINGS = {
     "integrity": "complete, finite, loads, changes images",
@@ -33,143 +25,15 @@ MEANINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Samples:
-    """The images that learning is measured on, their buckets, and where they come from."""
-
-    samples: tuple[Sample, ...]
-    plan: BucketPlan
-    unseen: bool
-    origin: str
-
-
-NO_PLAN = BucketPlan(())
-
-
-@data_in_use()
 def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, config: Config) -> int:
-    """Score a LoRA file and print the report. Returns 0 if it passes `gates.lora`, else 4.
-
-    Without `data`, the validation images of the run whose `run.json` is beside the file are used. They count as
-    not trained on while the data is unchanged. Without a run, and with the built-in base model, those of the built-in
-    dataset are used. Raises UsageError for a file, model or folder that cannot be read.
-    """
+    """Score a LoRA file and print the report. Returns 0 if it passes `gates.lora`, else 4. Raises UsageError."""
     path = Path(lora)
-    if path.is_dir():
-        inside = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "none"
-        raise UsageError(Problem(f"{path} is a folder, not a LoRA file.", f"LoRA files in it: {inside}."))
-    if not path.is_file():
-        raise UsageError(Problem(f"There is no LoRA file {path}.", "Check the path."))
-    header = read_tensor_header(path).get(METADATA, {})  # refuse what is not a LoRA before a model is needed
-    run = run_beside(path)
-    config = read_as_trained(config, None if run is None else run.config, header)
-    _say(f"base model: {describe_model(config.model)}")
-    samples = _samples_of_folder(config, Path(data), run) if data is not None else _samples_of_run(config, run)
-    _say(samples.origin)
-    report = _evaluate(path, config, samples)
-    if run is not None and run.unseen is not None:
-        report = replace(report, findings=(*report.findings, run.unseen))
+    report = score_lora(path, None if data is None else Path(data), config, _say)
     if as_json:
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         print_report(path, report)
     return DONE if report.passed else LORA_REFUSED
-
-
-def _evaluate(path: Path, config: Config, measured: Samples) -> LoraReport:
-    import torch
-
-    from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
-    from lora_trainer.evaluation.lora_check import LORA_CHECKS, check_lora, refused_unloaded
-    from lora_trainer.evaluation.placing import with_less
-    from lora_trainer.models.family import Encoders
-    from lora_trainer.models.lora_names import read_lora_with_tokens
-    from lora_trainer.run.choices import ENCODER_DTYPE, choose_precision, computed_in, usable_bytes
-
-    family, facts = read_model(config)
-    if report := refused_unloaded(read_lora_with_tokens(path), facts.path, family, config.gates.lora):
-        return report
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def encoders() -> Encoders:  # each is loaded when it is first used
-        return family.load_encoders(facts.path, ENCODER_DTYPE, device)
-
-    def texts() -> EncodeTexts:
-        return text_reader(family, facts, ENCODER_DTYPE, device, usable_bytes(config, device))
-
-    try:
-        samples = encode_samples(measured.samples, measured.plan, encoders, texts, device)
-    except DatasetRefused as refused:
-        raise UsageError(refused.problems) from refused
-
-    def evaluate(usable: int | None) -> LoraReport:
-        with counting() as count:
-            return check_lora(
-                path,
-                facts.path,
-                family,
-                samples,
-                unseen=measured.unseen,
-                dtype=computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device),
-                device=device,
-                usable=usable,
-                gate=config.gates.lora,
-                share=LORA_CHECKS[config.gates.lora_check]
-                or LORA_CHECKS["full"],  # the command was requested, so "off" measures too
-                progress=_say,
-                watch=count(JUDGED),
-            )
-
-    return with_less(evaluate, usable_bytes(config, device), device, _say)
-
-
-def _samples_of_folder(config: Config, data: Path, run: RunFolder | None) -> Samples:
-    """The images of a folder. If the file's run trained on one of them (by content), they do not count as unseen."""
-    _, facts = read_model(config)
-    manifest, findings = read_manifest([data], allow_missing_captions=True)
-    _say(*(f"skipped: {finding.path} {finding.message}" for finding in findings if finding.severity == "error"))
-    plan = plan_plain(manifest.samples, trained_framings(config, facts)[:1])
-    trained = _trained_contents(run)
-    known = sum(sample.content in trained for sample in manifest.samples)
-    origin = f"learning is measured on {counted(len(manifest.samples), 'image')} of {data}"
-    if known:
-        origin += f", of which the run of this file trained on {known}"
-    return Samples(manifest.samples, plan, known == 0, origin)
-
-
-def _trained_contents(run: RunFolder | None) -> set[str]:
-    """Contents of the images that a run trained on, from its data as it is now; none if that cannot be read."""
-    if run is None:
-        return set()
-    try:
-        return {sample.content for sample in read_inputs(run.config).train}
-    except (UsageError, DatasetRefused):
-        return set()
-
-
-def _samples_of_run(config: Config, run: RunFolder | None) -> Samples:
-    """The run's validation images; without a run those of the built-in dataset, for the built-in base model."""
-    if run is None and not is_builtin(config.model):
-        origin = "no --data and no run.json beside the file: learning cannot be measured"
-        return Samples((), NO_PLAN, True, origin)
-    sections = {name: getattr(config, name) for name in ("model", "text_encoder", "textual_inversion")}
-    trained_with = config if run is None else run.config.model_copy(update=sections)
-    try:
-        inputs = read_inputs(trained_with)
-    except UsageError as error:
-        return Samples((), NO_PLAN, True, f"learning cannot be measured: {error}")
-    origin = "the built-in dataset" if run is None else "the run's data"
-    if run is not None and inputs.manifest.data_hash != run.data_hash:
-        samples, plan = inputs.validation, inputs.validation_plan
-        if not samples:
-            samples, plan = inputs.train, inputs.train_plan
-        message = f"the run's data has changed since: its {counted(len(samples), 'image')} may have been trained on"
-        return Samples(samples, plan, False, f"{message}; name others with --data")
-    if inputs.validation:
-        message = f"learning is measured on {counted(len(inputs.validation), 'validation image')} of {origin}"
-        return Samples(inputs.validation, inputs.validation_plan, True, message)
-    message = f"no validation images: learning is measured on {origin} itself"
-    return Samples(inputs.train, inputs.train_plan, False, message)
 
 
 def print_report(path: Path, report: LoraReport) -> None:
@@ -205,6 +69,5 @@ def _numbers(numbers: Any) -> list[str]:
     return lines
 
 
-def _say(*lines: str) -> None:
-    for line in lines:
-        print(printable_lines(line), file=sys.stderr)
+def _say(line: str) -> None:
+    print(printable_lines(line), file=sys.stderr)

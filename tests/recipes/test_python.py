@@ -30,7 +30,7 @@ def trainer_of(bench: Bench, name: str, **more: object) -> ProductionTrainer:
 
 
 def test_the_documented_example_runs(bench, tmp_path, monkeypatch, checkout, capsys):
-    (block,) = re.findall(r"^```python\n(.*?)^```", (checkout / "docs/python.md").read_text("utf-8"), re.M | re.S)
+    _, block = re.findall(r"^```python\n(.*?)^```", (checkout / "docs/python.md").read_text("utf-8"), re.M | re.S)
     (tmp_path / "my-sd15").symlink_to(bench.model)
     (tmp_path / "images").symlink_to(bench.data)
     monkeypatch.chdir(tmp_path)

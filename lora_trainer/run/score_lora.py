@@ -1,0 +1,159 @@
+"""Score a LoRA file with the LoRA gate: what `validate` and `validate_lora` do, without printing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import DatasetRefused, Problem, UsageError
+from lora_trainer.core.findings import counted
+from lora_trainer.core.tensorfile import METADATA, read_tensor_header
+from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.views import BucketPlan, plan_plain
+from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.run.bases.base import describe_model, is_builtin
+from lora_trainer.run.counting import JUDGED, counting
+from lora_trainer.run.inputs import data_in_use, read_inputs, read_model, trained_framings
+from lora_trainer.run.reading import RunFolder, read_as_trained, run_beside
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The images that learning is measured on, their buckets, and where they come from."""
+
+    samples: tuple[Sample, ...]
+    plan: BucketPlan
+    unseen: bool
+    origin: str
+
+
+NO_PLAN = BucketPlan(())
+
+
+@data_in_use()
+def score_lora(path: Path, data: Path | None, config: Config, say: Say) -> LoraReport:
+    """Score a LoRA file.
+
+    Without `data`, the validation images of the run whose `run.json` is beside the file are used. They count as
+    not trained on while the data is unchanged. Without a run, and with the built-in base model, those of the built-in
+    dataset are used. `say` takes lines about what is measured. Raises UsageError for a file, model or folder that
+    cannot be read.
+    """
+    if path.is_dir():
+        inside = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "none"
+        raise UsageError(Problem(f"{path} is a folder, not a LoRA file.", f"LoRA files in it: {inside}."))
+    if not path.is_file():
+        raise UsageError(Problem(f"There is no LoRA file {path}.", "Check the path."))
+    header = read_tensor_header(path).get(METADATA, {})  # refuse what is not a LoRA before a model is needed
+    run = run_beside(path)
+    config = read_as_trained(config, None if run is None else run.config, header)
+    say(f"base model: {describe_model(config.model)}")
+    samples = _samples_of_folder(config, data, run, say) if data is not None else _samples_of_run(config, run)
+    say(samples.origin)
+    report = _evaluate(path, config, samples, say)
+    if run is not None and run.unseen is not None:
+        report = replace(report, findings=(*report.findings, run.unseen))
+    return report
+
+
+def _evaluate(path: Path, config: Config, measured: Samples, say: Say) -> LoraReport:
+    import torch
+
+    from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
+    from lora_trainer.evaluation.lora_check import LORA_CHECKS, check_lora, refused_unloaded
+    from lora_trainer.evaluation.placing import with_less
+    from lora_trainer.models.family import Encoders
+    from lora_trainer.models.lora_names import read_lora_with_tokens
+    from lora_trainer.run.choices import ENCODER_DTYPE, choose_precision, computed_in, usable_bytes
+
+    family, facts = read_model(config)
+    if report := refused_unloaded(read_lora_with_tokens(path), facts.path, family, config.gates.lora):
+        return report
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def encoders() -> Encoders:  # each is loaded when it is first used
+        return family.load_encoders(facts.path, ENCODER_DTYPE, device)
+
+    def texts() -> EncodeTexts:
+        return text_reader(family, facts, ENCODER_DTYPE, device, usable_bytes(config, device))
+
+    try:
+        samples = encode_samples(measured.samples, measured.plan, encoders, texts, device)
+    except DatasetRefused as refused:
+        raise UsageError(refused.problems) from refused
+
+    def evaluate(usable: int | None) -> LoraReport:
+        with counting() as count:
+            return check_lora(
+                path,
+                facts.path,
+                family,
+                samples,
+                unseen=measured.unseen,
+                dtype=computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device),
+                device=device,
+                usable=usable,
+                gate=config.gates.lora,
+                share=LORA_CHECKS[config.gates.lora_check]
+                or LORA_CHECKS["full"],  # the command was requested, so "off" measures too
+                progress=say,
+                watch=count(JUDGED),
+            )
+
+    return with_less(evaluate, usable_bytes(config, device), device, say)
+
+
+def _samples_of_folder(config: Config, data: Path, run: RunFolder | None, say: Say) -> Samples:
+    """The images of a folder. If the file's run trained on one of them (by content), they do not count as unseen."""
+    _, facts = read_model(config)
+    manifest, findings = read_manifest([data], allow_missing_captions=True)
+    for finding in findings:
+        if finding.severity == "error":
+            say(f"skipped: {finding.path} {finding.message}")
+    plan = plan_plain(manifest.samples, trained_framings(config, facts)[:1])
+    trained = _trained_contents(run)
+    known = sum(sample.content in trained for sample in manifest.samples)
+    origin = f"learning is measured on {counted(len(manifest.samples), 'image')} of {data}"
+    if known:
+        origin += f", of which the run of this file trained on {known}"
+    return Samples(manifest.samples, plan, known == 0, origin)
+
+
+def _trained_contents(run: RunFolder | None) -> set[str]:
+    """Contents of the images that a run trained on, from its data as it is now; none if that cannot be read."""
+    if run is None:
+        return set()
+    try:
+        return {sample.content for sample in read_inputs(run.config).train}
+    except (UsageError, DatasetRefused):
+        return set()
+
+
+def _samples_of_run(config: Config, run: RunFolder | None) -> Samples:
+    """The run's validation images; without a run those of the built-in dataset, for the built-in base model."""
+    if run is None and not is_builtin(config.model):
+        origin = "no --data and no run.json beside the file: learning cannot be measured"
+        return Samples((), NO_PLAN, True, origin)
+    sections = {name: getattr(config, name) for name in ("model", "text_encoder", "textual_inversion")}
+    trained_with = config if run is None else run.config.model_copy(update=sections)
+    try:
+        inputs = read_inputs(trained_with)
+    except UsageError as error:
+        return Samples((), NO_PLAN, True, f"learning cannot be measured: {error}")
+    origin = "the built-in dataset" if run is None else "the run's data"
+    if run is not None and inputs.manifest.data_hash != run.data_hash:
+        samples, plan = inputs.validation, inputs.validation_plan
+        if not samples:
+            samples, plan = inputs.train, inputs.train_plan
+        message = f"the run's data has changed since: its {counted(len(samples), 'image')} may have been trained on"
+        return Samples(samples, plan, False, f"{message}; name others with --data")
+    if inputs.validation:
+        message = f"learning is measured on {counted(len(inputs.validation), 'validation image')} of {origin}"
+        return Samples(inputs.validation, inputs.validation_plan, True, message)
+    message = f"no validation images: learning is measured on {origin} itself"
+    return Samples(inputs.train, inputs.train_plan, False, message)
