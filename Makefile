@@ -1,7 +1,7 @@
 # Every target first brings its environment in .venv up to date.
 PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu demo test check format slow faults test-matrix
+.PHONY: help setup setup-gpu demo test check format slow faults test-matrix docs
 
 help:
 	@echo "make setup      make .venv and install the package and its requirements"
@@ -12,6 +12,7 @@ help:
 	@echo "make slow       run the tests that take too long for make test (an hour on two cores)"
 	@echo "make faults     run the long fault suite and print its table (an hour on two cores)"
 	@echo "make test-matrix  run the exactness tests with other instruction sets and numbers of threads"
+	@echo "make docs       build the documentation site: site/index.html"
 
 setup:
 	@scripts/setup_environment.sh
@@ -47,3 +48,11 @@ faults: setup
 
 test-matrix: setup
 	@scripts/test_matrix.sh
+
+# mkdocs itself makes no network request; only the first installation does.
+docs: setup
+	@[ .venv/docs -nt .venv/installed ] || \
+	{ $(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]' && touch .venv/docs; }
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
+	@! grep -rlE '<(script|link|img|iframe)[^>]*(src|href)="(https?:)?//' site --include='*.html'
+	@echo "site/index.html"

@@ -18,6 +18,12 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 
 INTRODUCTION = """# Every setting
 
+This page lists every setting with its default, its limits and its meaning.
+
+```
+lora-trainer train --preset 12gb --data ./images --set lora.rank=32 --explain
+```
+
 Written by `scripts/write_config_docs.py` from `lora_trainer/config/schema/`; edit those files, not this one.
 
 Settings come in layers, and a later one wins: the defaults below, the model family's preset, `--preset`, `--config`,

@@ -38,8 +38,14 @@ ORDER = (
 )
 INTRODUCTION = """# What can be lost
 
-`make faults` wrote this table. Each try disturbs a run of 4 steps with a checkpoint every 2 steps, inspects
-its folder and resumes it. Every file under its final name must be complete, every failure must have a message and no
+This page lists what each kind of failure can cost a run.
+
+```
+make faults
+```
+
+The command wrote this table. Each try disturbs a run of 4 steps with a checkpoint every 2 steps, inspects its folder and resumes
+it. Every file under its final name must be complete, every failure must have a message and no
 traceback, `--resume` must exit with 0, and no partly written file may be left.
 
 - *lost*: the most steps that one try had to train again.

@@ -29,12 +29,14 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "import.md"
 
 INTRODUCTION = """# Configs of other trainers
 
-Written by `scripts/write_import_docs.py` from `lora_trainer/importers`; edit that, not this page.
+`lora-trainer import` converts the config of another trainer, and this page lists every key that it knows.
 
 ```
 lora-trainer import kohya.toml --output cat.toml
 lora-trainer train --config cat.toml
 ```
+
+Written by `scripts/write_import_docs.py` from `lora_trainer/importers`; edit that, not this page.
 
 The command recognizes the kind of file by its content. It lists every key, in this order: unknown keys; keys whose
 meaning changes (how); defaults of the other trainer that differ from ours, written out so that the run is the same;

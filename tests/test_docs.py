@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lora_trainer.cli.arguments import Parser, add_debug_argument, unknown_arguments
 from lora_trainer.cli.main import COMMANDS
 from lora_trainer.config.presets import preset_layers, presets
 from lora_trainer.config.toml import parse_assignment, setting_names
 from lora_trainer.core.errors import Problem, UsageError
+from write_cli_docs import cli_page
 from write_config_docs import config_page
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -53,9 +56,12 @@ def launches() -> list[str]:
 
 
 def check_command_line(words: list[str]) -> None:
-    """The command exists, its arguments parse, its presets and settings exist."""
+    """The command exists, its arguments parse, its presets and settings exist. What a shell redirects is not read."""
+    words = words[: words.index(">")] if ">" in words else words
+    if words == ["--help"]:
+        return
     assert words[0] in COMMANDS, f"no command {words[0]}"
-    if len(words) == 1:  # a mention of a command, not a line to copy
+    if len(words) == 1 or words[1:] == ["--help"]:  # a mention of a command, or its help
         return
     parser = Parser(prog=words[0], allow_abbrev=False)
     COMMANDS[words[0]].add_arguments(parser)
@@ -109,10 +115,49 @@ def test_the_readme_lists_every_command() -> None:
     assert [name for name in COMMANDS if f"| `lora-trainer {name}" not in readme] == []
 
 
+def test_the_readme_is_short() -> None:
+    assert len((CHECKOUT / "README.md").read_text("utf-8").splitlines()) <= 150
+
+
+def pages_in(navigation: object) -> list[str]:
+    """The paths in a part of mkdocs.yml's `nav`: lists of titles with a path, or with more of the same."""
+    if isinstance(navigation, str):
+        return [navigation]
+    parts = navigation.values() if isinstance(navigation, dict) else navigation
+    return [path for part in parts for path in pages_in(part)]  # type: ignore[attr-defined]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    site = yaml.safe_load((CHECKOUT / "mkdocs.yml").read_text("utf-8"))
+    folder = CHECKOUT / site["docs_dir"]
+    pages = [path.relative_to(folder).as_posix() for path in folder.rglob("*.md")]
+    assert sorted(pages_in(site["nav"])) == sorted(pages)
+    assert [title for part in site["nav"] for title in part] == [
+        "Home",
+        "Tutorials",
+        "How-to",
+        "Reference",
+        "Explanation",
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("docs/")])
+def test_a_page_opens_with_its_purpose(name: str) -> None:
+    title, purpose, *_ = (CHECKOUT / name).read_text("utf-8").split("\n\n")
+    assert re.fullmatch(r"# \S.*", title)
+    assert re.match(r"[A-Z`-].*\.", purpose, flags=re.DOTALL), purpose
+
+
+def test_the_site_loads_nothing_from_the_network() -> None:
+    site = yaml.safe_load((CHECKOUT / "mkdocs.yml").read_text("utf-8"))
+    assert site["theme"]["font"] is False
+    assert {"extra_css", "extra_javascript"} & set(site) == set()
+
+
 def test_the_preset_tables_equal_the_presets() -> None:
-    readme = (CHECKOUT / "README.md").read_text("utf-8")
+    page = (CHECKOUT / "docs" / "presets.md").read_text("utf-8")
     constants = dict[str, str]()
-    for names, rest in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.*) \|$", readme, flags=re.MULTILINE):
+    for names, rest in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.*) \|$", page, flags=re.MULTILINE):
         constants |= dict.fromkeys(re.findall(r"\w+", names), rest)
     for name, preset in presets().items():
         values = preset.values
@@ -156,6 +201,22 @@ def test_the_table_of_settings_is_up_to_date() -> None:
     assert all(f"| `{name}` |" in page for name in setting_names())
     current = (CHECKOUT / "docs" / "config.md").read_text("utf-8")
     assert current == page, "run: python scripts/write_config_docs.py"
+
+
+def test_the_page_of_commands_is_up_to_date() -> None:
+    page = cli_page()
+    assert all(f"\n## {name}\n" in page for name in COMMANDS)
+    current = (CHECKOUT / "docs" / "cli.md").read_text("utf-8")
+    assert current == page, "run: python scripts/write_cli_docs.py"
+
+
+def test_the_diagram_of_the_house_equals_the_contract() -> None:
+    contracts = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
+    layers = [set(re.findall(r"(?<![(\w])\w+", layer)) for layer in contracts[0]["layers"]]
+    text = (CHECKOUT / "CONTRIBUTING.md").read_text("utf-8")
+    (diagram,) = re.findall(r"^```text\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    drawn = [re.match(r"│ ([a-z_ ]+?)  ", line) for line in diagram.splitlines()]
+    assert [set(each[1].split()) for each in drawn if each] == layers
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,8 +12,14 @@ from lora_trainer.run.settings import settle
 
 INTRODUCTION = """# What every preset fits
 
-Written by `lora-trainer plan --all`; a test holds it current. Each row is a tier with a goal on a family's published
-model, predicted without a GPU as `docs/memory.md` says. Sizes are in GiB; at most 90 % of a GPU are used.
+This page shows the predicted memory of every VRAM preset with every training preset, for each model family.
+
+```
+lora-trainer plan --all
+```
+
+The command wrote this page, and a test compares it with the code. Each row is one of either kind of preset on a family's published
+model, predicted without a GPU as [memory.md](memory.md) describes. Sizes are in GiB; at most 90 % of a GPU are used.
 """
 HEADER = (
     "| preset | px | rank | micro-batch | blocks checkpointed | blocks swapped | weights | weights GiB | adapter | optimizer "
