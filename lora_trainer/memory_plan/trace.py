@@ -95,7 +95,7 @@ class Subject:
         copies = {id(copy) for copy in self.adapter.copies.values()}
         every = (*self.denoiser.parameters(), *self.denoiser.buffers())
         frozen = [tensor.untyped_storage() for tensor in every if id(tensor) not in copies]
-        return sum({storage._cdata: _held(storage.nbytes()) for storage in frozen}.values())
+        return sum({storage._cdata: _allocated(storage.nbytes()) for storage in frozen}.values())
 
 
 def make_subject(
@@ -178,7 +178,7 @@ class Account(TorchDispatchMode):
         key = storage._cdata
         if key in self.followed:
             return
-        size = _held(storage.nbytes())
+        size = _allocated(storage.nbytes())
         parts = [(kind, round(size * share)) for kind, share in self.split(storage.nbytes())]
 
         def forget(_: object) -> None:
@@ -206,14 +206,16 @@ class Account(TorchDispatchMode):
 
     def _result(self, function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """What the operator gives. Blocks repeat, so what is new memory is made again from its shape, which is quicker."""
-        key = (function, _described(arguments), _described(tuple(named.items())))
+        key = (function, _signature(arguments), _signature(tuple(named.items())))
         if key in self.made:
             made = self.made[key]
-            return made.again() if isinstance(made, _Made) else tree_map_only(_Made, _Made.again, made)
+            return made.again() if isinstance(made, _NewTensor) else tree_map_only(_NewTensor, _NewTensor.again, made)
         result = function(*arguments, **named)
         given = {leaf.untyped_storage()._cdata for leaf in _tensors((arguments, tuple(named.values())))}
         if all(leaf.is_meta and leaf.untyped_storage()._cdata not in given for leaf in _tensors(result)):
-            self.made[key] = tree_map_only(Tensor, lambda leaf: _Made(leaf.shape, leaf.stride(), leaf.dtype), result)
+            self.made[key] = tree_map_only(
+                Tensor, lambda leaf: _NewTensor(leaf.shape, leaf.stride(), leaf.dtype), result
+            )
         return result
 
 
@@ -242,7 +244,7 @@ class Watched(Offload):
 
 
 @dataclass(frozen=True)
-class _Made:
+class _NewTensor:
     """A tensor of an operator's result, to be made again."""
 
     shape: tuple[int, ...]
@@ -253,7 +255,7 @@ class _Made:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
 
 
-def _held(size: int) -> int:
+def _allocated(size: int) -> int:
     """What a GPU's allocator holds for so many bytes."""
     return -(-size // ROUNDING) * ROUNDING
 
@@ -267,12 +269,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _described(value: Any) -> Any:
+def _signature(value: Any) -> Any:
     """What a result's shape hangs on, to be compared."""
     if isinstance(value, Tensor):
         return (value.shape, value.stride(), value.dtype)
     if isinstance(value, list | tuple):
-        return tuple(map(_described, value))
+        return tuple(map(_signature, value))
     return (type(value), value)
 
 

@@ -53,7 +53,7 @@ from lora_trainer.run.resuming import find_start, fixed_settings
 from lora_trainer.run.room import refuse_without_room, room_for
 from lora_trainer.run.session import TIMED_ATTENTION, Prepared, Session, open_session, prepare
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
-from lora_trainer.training.control import stopped_early
+from lora_trainer.training.control import is_stopped_early
 from lora_trainer.training.loop import train
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import StepContext
@@ -78,7 +78,10 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
         order.console.print(line)
     prepared = prepare(session, settings)
     if session.processes.is_main:
-        text, file = to_toml(repeatable(prepared.session, prepared.built.attention)), order.folder / "config.toml"
+        text, file = (
+            to_toml(repeatable_config(prepared.session, prepared.built.attention)),
+            order.folder / "config.toml",
+        )
         keep = partial(write_text, file, text)
         current().keep(file.name, keep)
         write_with_retry(file.name, order.folder, keep, len(text))
@@ -102,11 +105,11 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
         except UserError:
             if session.processes.is_main and (saved := newest_valid(prepared.run.checkpoints)[0]) is not None:
                 with contextlib.suppress(OSError):  # a disk that refused what was trained
-                    write_record(order.folder, with_ledger(record, prepared, saved[1].state))
+                    write_record(order.folder, with_sample_counts(record, prepared, saved[1].state))
             raise
         finally:
             prepared.feed.close()
-        early = stopped_early(session.config.safeguards, state.control)
+        early = is_stopped_early(session.config.safeguards, state.control)
         trained = state.seconds - (start.state.seconds if start else 0.0)
         record = replace(
             record.with_seconds(train=trained),
@@ -114,11 +117,11 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
             training=asdict(state) | {"stopped_early": early},
             reason=f"the validation loss got no lower in {state.control.without_gain} validations" if early else None,
             checkpoints=prepared.run.writer.summary(),
-            memory=memory_told(session.choices.device),
+            memory=memory_summary(session.choices.device),
             seen=prepared.run.watches.summary(),
         )
         if session.processes.is_main:
-            record = with_ledger(record, prepared, state)
+            record = with_sample_counts(record, prepared, state)
             write_record(order.folder, record)
     if interrupt or not session.processes.is_main:
         return Outcome(record, None, None, interrupt.exit_code if interrupt else None)
@@ -145,7 +148,7 @@ def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any
         record.with_seconds(cache=prepared.cache_seconds),
         hardware=hardware,
         changed=(*record.changed, *moved),
-        pinned=record.pinned | pinned(record.config, decided(session, prepared.built.attention)),
+        pinned=record.pinned | pinned(record.config, decided_settings(session, prepared.built.attention)),
         model={**record.model, "sha256": settings["model"]},
         arithmetic=session.steps.to_json(),
         choices=(
@@ -158,7 +161,7 @@ def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any
     )
 
 
-def with_ledger(record: Record, prepared: Prepared, state: TrainState) -> Record:
+def with_sample_counts(record: Record, prepared: Prepared, state: TrainState) -> Record:
     """The record with what was trained how often, which is said and written beside it.
 
     A disk that is full costs the table alone: the weights are saved already.
@@ -178,18 +181,18 @@ def with_ledger(record: Record, prepared: Prepared, state: TrainState) -> Record
     return replace(record, sample_counts=summary, files={**record.files, "sample_counts": file})
 
 
-def repeatable(session: Session, attention: str) -> Config:
+def repeatable_config(session: Session, attention: str) -> Config:
     """The config that repeats this run from any folder: absolute paths, and what the hardware decided.
 
     In a file these count as asked for, and what was asked for never falls back.
     """
     config = with_absolute_paths(session.config)
-    held = {"run": {"name": session.folder.name}, **decided(session, attention)}
+    held = {"run": {"name": session.folder.name}, **decided_settings(session, attention)}
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in held.items()}
     return config.model_copy(update=sections)
 
 
-def decided(session: Session, attention: str) -> dict[str, dict[str, Any]]:
+def decided_settings(session: Session, attention: str) -> dict[str, dict[str, Any]]:
     """What the hardware, or a measurement, made of settings that leave it open; by section and key."""
     found = {"max_micro_batch_size": session.choices.micro} if session.config.train.auto_find_micro_batch_size else {}
     threads = {"threads": torch.get_num_threads()} if session.choices.device.type == "cpu" else {}
@@ -200,7 +203,7 @@ def decided(session: Session, attention: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def memory_told(device: torch.device) -> dict[str, float]:
+def memory_summary(device: torch.device) -> dict[str, float]:
     """For the record: the peak, and on a GPU what was held for it, what is held but in no use, how often it was tight."""
     told = {"peak_gib": round(highest_memory_gib(device), 3)}
     if held := gpu_pool(device):
@@ -275,7 +278,7 @@ def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, 
     if checked:
         free_step_context(prepared.built.context)
         console.print("validating the LoRA from its file")
-        reached(session, state, "validating")
+        show_phase(session, state, "validating")
         report = judge_lora(
             kohya,
             config,
@@ -298,7 +301,7 @@ def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, 
     record = replace(record, scores={**record.scores, "lora": score}, lora=report.to_json())
     if not checked:
         return Outcome(record, report, None)
-    reached(session, state, "drawing")
+    show_phase(session, state, "drawing")
     try:
         with counting(console) as count:
             comparison = draw_comparison(
@@ -324,7 +327,7 @@ def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, 
     return Outcome(replace(record, files=files), report, comparison)
 
 
-def reached(session: Session, state: TrainState, phase: Phase) -> None:
+def show_phase(session: Session, state: TrainState, phase: Phase) -> None:
     """Tell the watcher that training is over and what comes now."""
     session.order.watch(
         Progress(

@@ -40,7 +40,7 @@ from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.step import StepContext
-from lora_trainer.training.texts import encoded_now
+from lora_trainer.training.texts import encode_validation_captions
 
 VALIDATION_TIMESTEPS = 8
 TIMED_ATTENTION = "timed_attention"  # in the record's hardware
@@ -123,7 +123,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
         data = replace(data, fresh=fresh)
     session = with_found_micro(session, built.context, data)
     feed = make_feed(session.config, data, built.context, session.processes, session.choices.micro, session.steps.total)
-    run = make_job(session, built, feed, validation, settings)
+    run = make_run(session, built, feed, validation, settings)
     return Prepared(session, built, feed, run, validation, cache_seconds)
 
 
@@ -196,7 +196,7 @@ def layout_of(session: Session) -> Layout:
 
 def build(session: Session) -> Built:
     processes = session.processes
-    config, asked = with_attention_of_before(session)
+    config, asked = with_earlier_attention(session)
     built = build_step_context(
         config,
         session.inputs.family,
@@ -204,7 +204,7 @@ def build(session: Session) -> Built:
         layout_of(session),
         device=session.choices.device,
         reduce=processes.reduce,
-        attention_asked=asked,
+        is_attention_requested=asked,
         latents=largest_latents(session),
     )
     return replace(
@@ -213,7 +213,7 @@ def build(session: Session) -> Built:
     )
 
 
-def with_attention_of_before(session: Session) -> tuple[Config, bool]:
+def with_earlier_attention(session: Session) -> tuple[Config, bool]:
     """The config, and whether its attention was asked for: a run that is gone on with keeps what was the fastest.
 
     Another time might give another answer, and another attention rounds otherwise.
@@ -253,7 +253,7 @@ def largest_latents(session: Session) -> tuple[int, int, int, int]:
     return session.choices.micro, facts.latent_channels, height, width
 
 
-def make_job(
+def make_run(
     session: Session, built: Built, feed: Feed, validation: list[EncodedSample], settings: dict[str, Any]
 ) -> Run:
     """The loop's job: how to get the micro-batches of a step, validate and sample."""
@@ -270,7 +270,7 @@ def make_job(
             with context.adapter.holding(context.shown()):
                 losses = validation_losses(
                     predict,
-                    encoded_now(context.texts, validation, context.device),
+                    encode_validation_captions(context.texts, validation, context.device),
                     context.process,
                     seed=config.train.seed,
                     timesteps=VALIDATION_TIMESTEPS,

@@ -46,11 +46,11 @@ def agreement(
     """
     unit = TF32 if tf32 and context.dtype == torch.float32 else torch.finfo(context.dtype).eps
     ready = [micro.to(context.device, context.dtype) for micro in micros]
-    with context.adapter.holding(none_at_zero(context.adapter)):
+    with context.adapter.holding(fill_zeros(context.adapter)):
         found = gradients(context, ready, samples)
         with compiled.off():
             wanted = gradients(context, ready, samples)
-            again = gradients(context, [nudged(micro, unit) for micro in ready], samples)
+            again = gradients(context, [nudge(micro, unit) for micro in ready], samples)
     length = float(wanted.norm())
     if not math.isfinite(length) or not length:
         return None
@@ -67,7 +67,7 @@ def gradients(context: StepContext, micros: Sequence[MicroBatch], samples: int) 
     return torch.cat(parts).double() if parts else torch.zeros(1, dtype=torch.float64)
 
 
-def none_at_zero(adapter: Adapter) -> dict[str, Tensor]:
+def fill_zeros(adapter: Adapter) -> dict[str, Tensor]:
     """The adapter's values, with small random ones in place of tensors that are all zero."""
     draw = torch.Generator().manual_seed(0)
     return {
@@ -78,7 +78,7 @@ def none_at_zero(adapter: Adapter) -> dict[str, Tensor]:
     }
 
 
-def nudged(micro: MicroBatch, unit: float) -> MicroBatch:
+def nudge(micro: MicroBatch, unit: float) -> MicroBatch:
     """The same with latents and noise larger or smaller by the share `unit`."""
     draw = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, micro.latents.shape, generator=draw).mul_(2).sub_(1).to(micro.latents.device)

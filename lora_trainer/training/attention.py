@@ -20,7 +20,7 @@ TORCH_ALONE = ("auto", "sdpa", "math")  # which on a processor need no look at t
 MOST_SCORES = 2**26  # bytes of one attention; a step keeps several such tensors for each of its layers
 
 
-def put_attention_on(
+def set_up_attention(
     denoiser: nn.Module,
     config: Config,
     family: Family,

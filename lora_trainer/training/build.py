@@ -26,8 +26,8 @@ from lora_trainer.models.memory.phases import count_of, no_more
 from lora_trainer.models.quantization.store import counted_products, int8_products, make_quantizer
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer, shares_of
-from lora_trainer.training.attention import put_attention_on
-from lora_trainer.training.compiling import compiled_as_wanted
+from lora_trainer.training.attention import set_up_attention
+from lora_trainer.training.compiling import compile_if_enabled
 from lora_trainer.training.hardware import hardware_note, set_memory_order, try_convolutions
 from lora_trainer.training.layout import Layout
 from lora_trainer.training.step import Guard, StepContext
@@ -58,7 +58,7 @@ def build_step_context(
     *,
     device: torch.device,
     reduce: Callable[[Tensor], Tensor] | None,
-    attention_asked: bool,
+    is_attention_requested: bool,
     latents: Sequence[int],
 ) -> Built:
     """Load the denoiser frozen, put the LoRA on it and make its optimizer.
@@ -77,8 +77,8 @@ def build_step_context(
     last = set_memory_order(denoiser, config, device)
     tried = try_convolutions(config, device, layout.shapes)
     names = target_modules(denoiser, family, config.lora.target_modules)
-    attention = put_attention_on(
-        denoiser, config, family, latents, dtype=dtype, device=device, asked=attention_asked, reduce=reduce
+    attention = set_up_attention(
+        denoiser, config, family, latents, dtype=dtype, device=device, asked=is_attention_requested, reduce=reduce
     )
     kind, seed = adapter_kind(config), position_key(config.train.seed, "lora_init") % 2**32
     parameters = kind.inject(denoiser, names, denoiser_options(config), seed)
@@ -88,7 +88,7 @@ def build_step_context(
     blocks = len(checkpointable_blocks(denoiser))
     checkpointed = count_of(layout.checkpointing, blocks)
     checkpoint_blocks(denoiser, checkpointed, config.memory.checkpointing_mode)
-    compiled, said = compiled_as_wanted(denoiser, config, layout, device)
+    compiled, said = compile_if_enabled(denoiser, config, layout, device)
     texts = build_texts(config, family, facts, dtype=dtype, device=device, checkpointed=checkpointed > 0)
     context = make_step_context(
         config, family, facts, denoiser, parameters, dtype=dtype, device=device, reduce=reduce, texts=texts

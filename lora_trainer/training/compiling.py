@@ -28,7 +28,7 @@ from lora_trainer.training.step import OomDuringAllReduce, OomDuringUpdate
 WITHOUT = "training goes on without compiling (compile.enabled=false says so from the start)"
 
 
-def compiled_as_wanted(
+def compile_if_enabled(
     denoiser: nn.Module, config: Config, layout: Layout, device: torch.device
 ) -> tuple[Compiled | None, tuple[str, ...]]:
     """The denoiser's blocks compiled as the settings say, where that can be; and what is said of it."""
@@ -65,12 +65,12 @@ def disagreement(run: Run, compiled: Compiled, micros: list[MicroBatch], step: i
         return None
     if not found.holds:
         return found.words
-    compiled.held = True
+    compiled.is_checked = True
     reporter.event(step + 1, "compile", f"compiled blocks: {found.words}")
     return None
 
 
-def failed_by_it(error: Exception) -> bool:
+def can_retry_without_compiling(error: Exception) -> bool:
     """Whether the step can be done again without compiling, and may go better then."""
     if isinstance(error, OomDuringUpdate | OomDuringAllReduce | UserError) or is_out_of_memory(error):
         return False

@@ -76,7 +76,7 @@ def after_validation(
         lowest_val_loss=loss if gained else lowest,
     )
     found = []
-    if stopped_early(config, control):
+    if is_stopped_early(config, control):
         message = f"the validation loss got no lower in {control.without_gain} validations: the training ends here"
         found.append(Decision("early_stop", message))
     if not config.reduce_lr_on_plateau or not math.isfinite(loss):
@@ -107,7 +107,7 @@ def after_worse(control: Control, loss: float, base: float | None) -> tuple[Cont
     return control, [Decision("diverging", message)]
 
 
-def stopped_early(config: SafeguardsSection, control: Control) -> bool:
+def is_stopped_early(config: SafeguardsSection, control: Control) -> bool:
     """Whether patience is over."""
     return config.early_stopping and control.without_gain >= config.patience
 

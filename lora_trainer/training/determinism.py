@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.training.checkpoints.checkpoint import kept
+from lora_trainer.training.checkpoints.checkpoint import resume_hint
 
 LACKING = "does not have a deterministic implementation"
 # cuBLAS sums in one order only with work space of a fixed size; read when a GPU is first computed on.
@@ -44,7 +44,7 @@ def only_deterministic(wanted: bool, checkpoints: Path) -> Iterator[None]:
         raise TrainingFailed(
             Problem(
                 f"{what} has no form that gives the same bits each time, and train.deterministic asks for nothing else.",
-                f"{kept(checkpoints)} Set train.deterministic=false, or hardware.attention_backend=math where attention is meant.",
+                f"{resume_hint(checkpoints)} Set train.deterministic=false, or hardware.attention_backend=math where attention is meant.",
             )
         ) from error
     finally:

@@ -15,11 +15,11 @@ from lora_trainer.core.errors import Problem, TrainingFailed, first_line, is_out
 from lora_trainer.core.randomness import position_key
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.compiled import Compiled, compiler_message
-from lora_trainer.training.compiling import WITHOUT, disagreement, failed_by_it, refuse_graph_break
-from lora_trainer.training.guard import watchful
+from lora_trainer.training.compiling import WITHOUT, can_retry_without_compiling, disagreement, refuse_graph_break
+from lora_trainer.training.guard import with_guard
 from lora_trainer.training.micro_batch import MicroBatch
-from lora_trainer.training.oom_fallback import describe, grown, install, reduced
-from lora_trainer.training.recovery import SMALLER_RUN, SMALLER_STATE, Rollback, WeightsLost, nothing_left
+from lora_trainer.training.oom_fallback import describe, grow, install, reduce_memory
+from lora_trainer.training.recovery import SMALLER_RUN, SMALLER_STATE, Rollback, WeightsLost, out_of_memory_error
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
@@ -57,7 +57,7 @@ def step_with_fallbacks(
     TrainingFailed with nothing left to reduce.
     """
     context, samples = run.context, run.samples_in(state.step)
-    compiled, fit = context.compiled, grown(run, state, reporter)
+    compiled, fit = context.compiled, grow(run, state, reporter)
     is_changed = fit != state.fit
     with stopping.step(state) as gradients_are_there:
         while True:
@@ -73,7 +73,7 @@ def step_with_fallbacks(
                         key = position_key(run.config.train.seed, "dropout", state.step, run.processes.rank)
                         torch.manual_seed(key % 2**32)
                     clip_scale = state.control.clip_scale
-                    result = train_step(watchful(context, state), parts, samples, lr, clip_scale, gradients_are_there)
+                    result = train_step(with_guard(context, state), parts, samples, lr, clip_scale, gradients_are_there)
                     if context.average is not None:
                         with changing_weights():
                             context.average.follow(context.adapter.masters, state.step)
@@ -113,13 +113,15 @@ def compiled_failure(
     if compiled is None:
         return None
     compiled.begin_step()
-    reason = disagreement(run, compiled, parts, state.step, reporter) if compiled.on and not compiled.held else None
+    reason = (
+        disagreement(run, compiled, parts, state.step, reporter) if compiled.on and not compiled.is_checked else None
+    )
     return None if reason is None else Failure(Exception, reason, of_compiler=True)
 
 
 def failure_of(error: Exception, compiled: Compiled | None) -> Failure:
     """What can be done about an error of a step is known by this. Raises the error where nothing can."""
-    if compiled is not None and compiled.on and failed_by_it(error):
+    if compiled is not None and compiled.on and can_retry_without_compiling(error):
         refuse_graph_break(error, compiled)
         return Failure(type(error), compiler_message(error), of_compiler=True)
     if isinstance(error, OomDuringUpdate | OomDuringAllReduce) or is_out_of_memory(error):
@@ -140,12 +142,12 @@ def with_less_memory(
     if failure.kind is OomDuringAllReduce:
         message = f"Out of memory while gradients were summed or clipped, at step {step} ({reason})."
         raise TrainingFailed(Problem(message, SMALLER_RUN))
-    less = reduced(run, fit, max((len(part.t) for part in parts), default=1), state.step)
+    less = reduce_memory(run, fit, max((len(part.t) for part in parts), default=1), state.step)
     if failure.kind is OomDuringUpdate and (run.processes.reduce is not None or less is None):
         message = f"Out of memory while the weights were changed, at step {step} ({reason})."
         raise WeightsLost(Problem(message, SMALLER_STATE))
     if less is None:
-        raise nothing_left(f"at step {step}", reason)
+        raise out_of_memory_error(f"at step {step}", reason)
     message = f"out of memory ({reason}): {describe(run, less)} in place of {describe(run, fit, parts)}"
     if failure.kind is OomDuringUpdate:
         raise Rollback(state, "memory", message, fit=less)

@@ -54,7 +54,7 @@ def _leave_for_good() -> None:
 
 
 @dataclass(frozen=True)
-class Word:
+class Heartbeat:
     """What a process says of itself. `beat` changes as long as it lives; `waits` counts the meetings it has come to."""
 
     beat: int = 0
@@ -68,15 +68,15 @@ class Group:
 
     def __init__(self, rank: int, world: int, device: torch.device, timeout: float) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
-        self._mine = self._written = Word()
-        self._heard = {other: (time.monotonic(), Word()) for other in range(world) if other != rank}
+        self._mine = self._written = Heartbeat()
+        self._heard = {other: (time.monotonic(), Heartbeat()) for other in range(world) if other != rank}
         self._gone: str | None = None  # why the store with the main process cannot be reached any more,
         self._gone_at = 0.0  # and since when
         self._passed_on = False
         self._over, self._news = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._store = _shared_store(rank, device, timeout)
-        self._thread = threading.Thread(target=self._talk, name="group", daemon=True)
+        self._thread = threading.Thread(target=self._exchange, name="group", daemon=True)
         self._thread.start()
         atexit.register(self.leave)
 
@@ -87,11 +87,11 @@ class Group:
         self._news.set()
         waits = self._mine.waits
         # Whoever leaves before its own arrival is written may die unseen, and the others would wait for it here.
-        self.patiently(
+        self.wait_until(
             lambda: self._written.waits >= waits and all(word.waits >= waits for _, word in self._heard.values())
         )
 
-    def patiently(self, ready: Callable[[], bool]) -> None:
+    def wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait until something is ready, awake for signals. Raises ProcessLost where it never will be."""
         pause = 0.0
         while not ready():
@@ -120,7 +120,7 @@ class Group:
         self._news.set()
         self._thread.join(timeout=2.0)
 
-    def _talk(self) -> None:
+    def _exchange(self) -> None:
         others = [str(other) for other in self._heard]
         try:
             while True:
@@ -130,7 +130,7 @@ class Group:
                 self._store.set(str(self.rank), json.dumps(asdict(mine)))
                 self._written = mine
                 for other, line in zip(self._heard, self._store.multi_get(others), strict=True):
-                    self._hear(other, Word(**json.loads(line)))
+                    self._receive(other, Heartbeat(**json.loads(line)))
                 if over:
                     return
                 self._news.wait(EVERY_SECONDS)
@@ -139,7 +139,7 @@ class Group:
             self._gone_at = time.monotonic()
             self._gone = str(error).splitlines()[0] if str(error) else type(error).__name__
 
-    def _hear(self, other: int, word: Word) -> None:
+    def _receive(self, other: int, word: Heartbeat) -> None:
         if word != self._heard[other][1]:
             self._heard[other] = (time.monotonic(), word)
         if word.signal is not None and signal_that_came() is None and not self._passed_on and not self._over.is_set():
@@ -157,7 +157,7 @@ def _shared_store(rank: int, device: torch.device, timeout: float) -> Any:
     if rank == 0:
         store = open_store(port=0, is_master=True)
         for each in range(int(os.environ["WORLD_SIZE"])):
-            store.set(str(each), json.dumps(asdict(Word())))
+            store.set(str(each), json.dumps(asdict(Heartbeat())))
         port += store.port
     dist.all_reduce(port)
     return store or open_store(port=int(port), is_master=False)

@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.monitor.events import Kind
-from lora_trainer.training.checkpoints.checkpoint import kept, newest_valid, step_of
+from lora_trainer.training.checkpoints.checkpoint import newest_valid, resume_hint, step_of
 from lora_trainer.training.checkpoints.save import save
 from lora_trainer.training.recovery import Rollback
 from lora_trainer.training.reporter import Reporter
@@ -30,7 +30,7 @@ MOST_NAMED = 5  # samples that a message names
 OTHER_PRECISION = "Train anew, with another --name and memory.weight_dtype=bf16 or fp32."
 
 
-def watchful(context: StepContext, state: TrainState) -> StepContext:
+def with_guard(context: StepContext, state: TrainState) -> StepContext:
     """The learner for the step after `state`: one that does not look ahead does where it once was too late."""
     if state.step < state.watched_until:
         return replace(context, guard="ahead")
@@ -46,44 +46,44 @@ def not_finite(run: Run, state: TrainState, step: int, result: StepResult, repor
     what = f"the loss or its gradient is not finite (loss {loss:.4g}, gradient {norm:.4g})"
     if result.guard == "late":  # the update was made: the steps are trained again, looking ahead
         raise Rollback(state, "not_finite", f"{what} at step {step}", watched_until=state.step)
-    if overflowed(run, result):
+    if has_overflowed(run, result):
         state = state.with_loss(loss)
         return replace(state, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
     blamed = blamed_samples(result.losses, run.names_in(step - 1))
     if not weights_are_finite(run.context):
-        not_finite_weights(run, state, step, reporter)
+        handle_nonfinite_weights(run, state, step, reporter)
     if policy == "stop":
         why = f"T{what[1:]} at step {step}; {blamed}."
         stop(run, replace(state, step=step - 1), why, f"{remedy(run)} If that step fails again, start anew.", reporter)
     if policy == "rollback":
-        restore_good(run, state, step, f"{what}; {blamed}", reporter)
+        roll_back_with_lower_lr(run, state, step, f"{what}; {blamed}", reporter)
     reporter.event(step, "not_finite", f"{what}: the step is left out; {blamed}")
     control = replace(state.control, not_finite=state.control.not_finite + 1)
     return replace(state, skipped=state.skipped + 1, control=control)
 
 
-def not_finite_weights(run: Run, state: TrainState, step: int, reporter: Reporter) -> NoReturn:
+def handle_nonfinite_weights(run: Run, state: TrainState, step: int, reporter: Reporter) -> NoReturn:
     """No step can be left out for these: the run goes back, or stops without saving them."""
     if run.config.safeguards.on_nonfinite == "stop":
         stop(run, state, f"The weights are not finite any more, at step {step}.", remedy(run), reporter)
-    restore_good(run, state, step, "the weights are not finite any more", reporter)
+    roll_back_with_lower_lr(run, state, step, "the weights are not finite any more", reporter)
 
 
-def finite_to_save(run: Run, state: TrainState, reporter: Reporter) -> float:
+def check_weights_are_finite(run: Run, state: TrainState, reporter: Reporter) -> float:
     """Raise GoBack or TrainingFailed rather than have weights saved that are not finite; the seconds that it took."""
     began = time.perf_counter()
     if not weights_are_finite(run.context):
-        not_finite_weights(run, state, state.step, reporter)
+        handle_nonfinite_weights(run, state, state.step, reporter)
     return time.perf_counter() - began
 
 
-def overflowed(run: Run, result: StepResult) -> bool:
+def has_overflowed(run: Run, result: StepResult) -> bool:
     """Of a step that was not finite: whether fp16's scale was too high for its gradient, which the scaler mends."""
     return run.context.scaler is not None and math.isfinite(float(result.loss))
 
 
 @dataclass(frozen=True)
-class Hopeless:
+class StopReason:
     """Why a run cannot go on: what happened, with the step, and what to do."""
 
     kind: Kind
@@ -91,34 +91,34 @@ class Hopeless:
     fix: str
 
 
-def hopeless(run: Run, state: TrainState, step: int, result: StepResult) -> Hopeless | None:
+def find_stop_reason(run: Run, state: TrainState, step: int, result: StepResult) -> StopReason | None:
     """Asked after each step: too many in a row were left out, or fp16's scale has collapsed. `state` counts up to it."""
     if (left_out := state.control.not_finite) >= run.config.safeguards.max_nonfinite_steps:
         what = f"the loss or its gradient was not finite in {left_out} steps in a row, up to step {step}"
-        return Hopeless("not_finite", what, remedy(run))
+        return StopReason("not_finite", what, remedy(run))
     if (overflows := state.skipped_in_a_row) >= MOST_OVERFLOWS:
         what = f"gradients overflowed fp16 in {overflows} steps in a row, up to step {step}: nothing is learned"
-        return Hopeless("overflow", what, OTHER_PRECISION)
+        return StopReason("overflow", what, OTHER_PRECISION)
     if result.scale is not None and (scale := float(result.scale)) < SMALLEST_SCALE:
         what = f"the scale of fp16's losses fell to {scale:.3g}: gradients overflow as they are, at step {step}"
-        return Hopeless("overflow", what, OTHER_PRECISION)
+        return StopReason("overflow", what, OTHER_PRECISION)
     return None
 
 
-def refuse(run: Run, state: TrainState, step: int, why: Hopeless, reporter: Reporter) -> NoReturn:
+def stop_or_roll_back(run: Run, state: TrainState, step: int, why: StopReason, reporter: Reporter) -> NoReturn:
     """Save what stood after `step` and raise TrainingFailed; with later steps trained, GoBack to come there again."""
     if step < state.step:
         raise Rollback(state, why.kind, why.what, watched_until=state.step)
     stop(run, state, f"{why.what[0].upper()}{why.what[1:]}.", why.fix, reporter, why.kind)
 
 
-def restore_good(run: Run, state: TrainState, step: int, what: str, reporter: Reporter) -> NoReturn:
+def roll_back_with_lower_lr(run: Run, state: TrainState, step: int, what: str, reporter: Reporter) -> NoReturn:
     """Go back to weights that were good, with a lower rate. Raises GoBack, or TrainingFailed after too many returns."""
     at = "" if step == state.step else f", at step {step}"  # the event says the newest
     if state.restored >= run.config.safeguards.max_nonfinite_steps:
         reporter.event(state.step, "not_finite", f"{what}{at}, after {state.restored} returns: the run ends")
         why = f"After {state.restored} returns to an earlier checkpoint {what}, at step {step} again."
-        raise TrainingFailed(Problem(why, f"{left(run, state)} {remedy(run)}"))
+        raise TrainingFailed(Problem(why, f"{resume_advice(run, state)} {remedy(run)}"))
     lower = replace(state, restored=state.restored + 1)
     told = f"{what}{at}: the rate falls to {lower.rate_factor:.4g} of the schedule's"
     raise Rollback(lower, "not_finite", told, failed_at=step)
@@ -129,15 +129,15 @@ def stop(run: Run, state: TrainState, why: str, fix: str, reporter: Reporter, ki
     reporter.event(state.step, kind, f"{why[0].lower()}{why[1:].rstrip('.')}: the run ends")
     if state.step > 0 and weights_are_finite(run.context):
         save(run, state, last=True)
-    raise TrainingFailed(Problem(why, f"{left(run, state)} {fix}"))
+    raise TrainingFailed(Problem(why, f"{resume_advice(run, state)} {fix}"))
 
 
-def left(run: Run, state: TrainState) -> str:
+def resume_advice(run: Run, state: TrainState) -> str:
     """What can be gone on from. Finite weights may be ruined all the same: those that no step was finite with."""
     newest, _ = newest_valid(run.checkpoints)
     last = state.control.last_finite
     if newest is None or state.control.not_finite < 2 or step_of(newest[0]) < last:
-        return kept(run.checkpoints)
+        return resume_hint(run.checkpoints)
     older, _ = newest_valid(run.checkpoints, lambda step: step < last)
     ruined = f"Since step {last} none was finite, so the weights of {newest[0]} are probably ruined."
     if older is None:

@@ -12,7 +12,7 @@ import torch
 from lora_trainer.monitor.memory import peak_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress
 from lora_trainer.training.control import after_step
-from lora_trainer.training.guard import by_loss, hopeless, not_finite, overflowed, refuse
+from lora_trainer.training.guard import by_loss, find_stop_reason, has_overflowed, not_finite, stop_or_roll_back
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
@@ -29,7 +29,7 @@ class Pending:
     """
 
     step: int
-    rate: float
+    lr: float
     result: StepResult
     started: float
     waited: float
@@ -65,16 +65,20 @@ class Metrics:
                     state = after_good(run, state, each, loss, norm, reporter)
                 else:
                     state = not_finite(run, state, each.step, each.result, reporter)
-                    row |= {"loss": loss if overflowed(run, each.result) else None, "grad_norm": None, "skipped": True}
+                    row |= {
+                        "loss": loss if has_overflowed(run, each.result) else None,
+                        "grad_norm": None,
+                        "skipped": True,
+                    }
                 rows.append(row)
-                if why := hopeless(run, state, each.step, each.result):
+                if why := find_stop_reason(run, state, each.step, each.result):
                     break
         finally:
             reporter.steps(rows)
         if why:
-            refuse(run, state, each.step, why, reporter)
+            stop_or_roll_back(run, state, each.step, why, reporter)
         if pending:
-            reporter.progress(progress_of(run, state, pending[-1].rate, seconds))
+            reporter.progress(progress_of(run, state, pending[-1].lr, seconds))
             waited = sum(each.waited for each in pending) / len(pending)
             reporter.pace(pending[-1].step, seconds, waited, state.fit)
         pending.clear()
@@ -96,7 +100,7 @@ def after_good(run: Run, state: TrainState, each: Pending, loss: float, norm: fl
     return replace(state.with_loss(loss), skipped_in_a_row=0, control=control)
 
 
-def progress_of(run: Run, state: TrainState, rate: float, seconds: float, phase: Phase = "training") -> Progress:
+def progress_of(run: Run, state: TrainState, lr: float, seconds: float, phase: Phase = "training") -> Progress:
     """What a person sees of the newest step."""
     return Progress(
         phase=phase,
@@ -107,7 +111,7 @@ def progress_of(run: Run, state: TrainState, rate: float, seconds: float, phase:
         val_loss=state.val_loss,
         val_loss_step=state.validated_step,
         best=state.best_val_loss,
-        lr=rate,
+        lr=lr,
         seconds=seconds,
         memory_gib=peak_memory_gib(run.context.device),
     )
@@ -119,7 +123,7 @@ def row_of(run: Run, each: Pending, loss: float, norm: float, seconds: float) ->
         "step": each.step,
         "epoch": (each.step - 1) // run.steps_per_epoch,
         "loss": loss,
-        "lr": each.rate,
+        "lr": each.lr,
         "grad_norm": norm,
         "seconds": seconds,
         "data_seconds": each.waited,

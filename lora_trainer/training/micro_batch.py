@@ -58,7 +58,7 @@ class MicroBatch:
     def to(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
         """The same on the device; conditioning in the model's precision, the rest, sizes among it, in fp32."""
         if self.copied is not None:
-            return self._taken(device)
+            return self._wait_for_copy(device)
         ahead = device.type == "cuda"
         return self._each(
             lambda value: value.to(device, non_blocking=ahead),
@@ -81,7 +81,7 @@ class MicroBatch:
             captions=self.captions[start:end],
         )
 
-    def _taken(self, device: torch.device) -> MicroBatch:
+    def _wait_for_copy(self, device: torch.device) -> MicroBatch:
         """Copied ahead: the stream that works now waits for the copy, and its memory is not used anew until then."""
         assert self.copied is not None
         stream = torch.cuda.current_stream(device)
@@ -113,7 +113,7 @@ class MicroBatch:
         )
 
 
-def copied_ahead(device: torch.device, dtype: torch.dtype) -> Callable[[list[MicroBatch]], list[MicroBatch]]:
+def make_copier(device: torch.device, dtype: torch.dtype) -> Callable[[list[MicroBatch]], list[MicroBatch]]:
     """What brings the micro-batches of a step to the device ahead of time, from the thread that reads ahead.
 
     On a GPU they are copied in a stream of their own, so that no step waits for a copy; those of a step that holds
@@ -125,10 +125,10 @@ def copied_ahead(device: torch.device, dtype: torch.dtype) -> Callable[[list[Mic
 
     def copy(micros: list[MicroBatch]) -> list[MicroBatch]:
         with memory_may_run_out():
-            return brought(micros)
+            return move_all(micros)
         return micros  # copied in the step, which does with less where memory does not suffice either
 
-    def brought(micros: list[MicroBatch]) -> list[MicroBatch]:
+    def move_all(micros: list[MicroBatch]) -> list[MicroBatch]:
         with torch.cuda.device(device), torch.cuda.stream(stream):  # a new thread would lock memory for the first GPU
             staged = [micro.staged(device, dtype) for micro in micros]
             if sum(micro.bytes for micro in staged) > COPIED_AHEAD:

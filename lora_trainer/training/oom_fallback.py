@@ -18,7 +18,7 @@ from lora_trainer.training.state import OomFallback, TrainState
 AGREE_EVERY = 10  # steps between asking all processes what fits each of them
 
 
-def reduced(run: Run, fit: OomFallback, largest: int, step: int) -> OomFallback | None:
+def reduce_memory(run: Run, fit: OomFallback, largest: int, step: int) -> OomFallback | None:
     """One fallback down from micro-batches of at most `largest`: half of it, then more blocks; None below the last.
 
     More blocks are checkpointed first: a block computed again costs less than one that is waited for.
@@ -33,7 +33,7 @@ def reduced(run: Run, fit: OomFallback, largest: int, step: int) -> OomFallback 
     return replace(fit, swapped=visiting[0], since=step, grown=False, failed=failed) if visiting else None
 
 
-def grown(run: Run, state: TrainState, reporter: Reporter) -> OomFallback:
+def grow(run: Run, state: TrainState, reporter: Reporter) -> OomFallback:
     """One fallback up, which is logged, after enough steps in which memory sufficed; else the same."""
     fit = state.fit
     steps = state.step - fit.since
@@ -102,7 +102,7 @@ def describe(run: Run, fit: OomFallback, given: Sequence[MicroBatch] = ()) -> st
     return f"micro-batches of {largest} with {checkpointed(run, fit)} blocks checkpointed{visiting}"
 
 
-def agreed(run: Run, fit: OomFallback, step: int, reporter: Reporter) -> OomFallback:
+def agree_across_processes(run: Run, fit: OomFallback, step: int, reporter: Reporter) -> OomFallback:
     """The smallest fit of all processes, every so many steps: so a resumed run, which knows one, goes on with that.
 
     In between each process shrinks alone: gradients are summed at the end of the step.

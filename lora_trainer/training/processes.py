@@ -34,7 +34,7 @@ class Processes:
     device: torch.device
     reduce: Callable[[Tensor], Tensor] | None
     wait: Callable[[], None]
-    patiently: Callable[[Callable[[], bool]], None] = lambda ready: None
+    wait_until: Callable[[Callable[[], bool]], None] = lambda ready: None
 
     @property
     def is_main(self) -> bool:
@@ -43,7 +43,7 @@ class Processes:
     def await_gpu(self) -> None:
         """Return when the GPU has done all that it was given until now. Raises ProcessLost where it never will."""
         if self.reduce is not None:
-            self.patiently(when_done(self.device))
+            self.wait_until(when_done(self.device))
 
     def sum_of_all(self, mine: Tensor) -> Tensor:
         """What the processes hold on the CPU, summed there, for a host to read; `mine` itself when alone."""
@@ -91,7 +91,7 @@ def _together(rank: int, world: int, device: torch.device, timeout_minutes: floa
         try:
             work = all_reduce(tensor, async_op=True)
             if tensor.device.type == "cpu":  # on a GPU the host does not wait for it
-                group.patiently(work.is_completed)
+                group.wait_until(work.is_completed)
             work.wait()
         except RuntimeError as error:
             if is_out_of_memory(error):
@@ -100,7 +100,7 @@ def _together(rank: int, world: int, device: torch.device, timeout_minutes: floa
         return tensor
 
     def wait() -> None:
-        group.patiently(when_done(device))
+        group.wait_until(when_done(device))
         group.meet()
 
-    return Processes(rank, world, device, reduce, wait, group.patiently)
+    return Processes(rank, world, device, reduce, wait, group.wait_until)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_trainer.core.errors import Problem, TrainingFailed, UserError
 from lora_trainer.monitor.events import Kind
-from lora_trainer.training.checkpoints.checkpoint import Checkpoint, kept
+from lora_trainer.training.checkpoints.checkpoint import Checkpoint, resume_hint
 from lora_trainer.training.checkpoints.save import forget_after, restore, returning_point, save_alone
 from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.reporter import Reporter
@@ -39,7 +39,7 @@ class Rollback(Exception):
         self.changes: Mapping[str, Any] = changes
 
 
-def rolled_back(run: Run, first: Checkpoint, back: Rollback, reporter: Reporter) -> TrainState:
+def roll_back(run: Run, first: Checkpoint, back: Rollback, reporter: Reporter) -> TrainState:
     """The state to go on from, with weights and optimizer as they were there. Nothing that was written stays of later."""
     now, failed_at = back.state, back.failed_at
     point = returning_point(run) or first
@@ -62,24 +62,24 @@ def rolled_back(run: Run, first: Checkpoint, back: Rollback, reporter: Reporter)
     return replace(restored, **{**carried, **back.changes})
 
 
-def saved_and_failed(run: Run, state: TrainState, error: UserError) -> TrainingFailed:
+def save_and_make_error(run: Run, state: TrainState, error: UserError) -> TrainingFailed:
     """For a step that cannot be done: what was trained is saved first, if weights are still those of a step."""
-    if state.step > 0 and not isinstance(error, WeightsLost) and not out_of_reach(run, error):
+    if state.step > 0 and not isinstance(error, WeightsLost) and not is_out_of_reach(run, error):
         save_alone(run, state)
     first, *others = error.problems
     several = run.processes.world > 1
     who = f"Process {run.processes.rank}: " if several and not error.every_process_reports else ""
-    failed = TrainingFailed([Problem(who + first.message, f"{kept(run.checkpoints)} {first.fix}"), *others])
+    failed = TrainingFailed([Problem(who + first.message, f"{resume_hint(run.checkpoints)} {first.fix}"), *others])
     failed.every_process_reports = several
     return failed
 
 
-def out_of_reach(run: Run, error: UserError) -> bool:
+def is_out_of_reach(run: Run, error: UserError) -> bool:
     """Whether the weights cannot be had: a GPU that waits for a lost process gives nothing away any more."""
     return isinstance(error, ProcessLost) and run.context.device.type != "cpu"
 
 
-def nothing_left(when: str, reason: str) -> TrainingFailed:
+def out_of_memory_error(when: str, reason: str) -> TrainingFailed:
     """For memory that ran out with nothing left to reduce."""
     message = f"Out of memory {when} ({reason}), one sample at a time and with nothing left to reduce."
     return TrainingFailed(Problem(message, SMALLER_RUN))

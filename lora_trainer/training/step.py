@@ -116,7 +116,7 @@ def train_step(
     context: StepContext,
     micros: Iterable[MicroBatch],
     samples: int,
-    rate: float,
+    lr: float,
     clip_scale: float = 1.0,
     settle: Callable[[], None] = no_more_aborting,
 ) -> StepResult:
@@ -138,7 +138,7 @@ def train_step(
         losses = (*losses, own)
     summed: list[Tensor] = []
     if context.reduce is not None:
-        losses = (in_the_step(context, losses, samples),)
+        losses = (place_in_step(context, losses, samples),)
         summed = [total, *losses, *all_gradients(context.masters)]
         flat = torch.cat([each.flatten() for each in summed])
     # What processes have settled together cannot be done again by one of them alone.
@@ -146,7 +146,7 @@ def train_step(
         settle()
         if context.reduce is not None:
             spread(context.reduce(flat), summed)
-        set_lr(context.optimizer, rate, context.shares)
+        set_lr(context.optimizer, lr, context.shares)
         norm, skipped = update(context, total, clip_scale)
     # A product, since the scaler changes its own in place; and on the device, since nobody waits for it.
     scale = context.scaler.scale(torch.ones((), device=context.device)) if context.scaler else None
@@ -168,7 +168,7 @@ def backward(context: StepContext, micro: MicroBatch, samples: int) -> tuple[Ten
     return loss.detach(), losses.detach()
 
 
-def in_the_step(context: StepContext, losses: tuple[Tensor, ...], samples: int) -> Tensor:
+def place_in_step(context: StepContext, losses: tuple[Tensor, ...], samples: int) -> Tensor:
     """This process's losses in their places among those of the step [samples], 0 elsewhere: a sum joins them."""
     world, joined = context.world, torch.zeros(samples, device=context.device)
     start = sum(math.ceil((samples - rank) / world) for rank in range(min(context.rank, samples)))

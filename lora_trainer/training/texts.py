@@ -69,14 +69,14 @@ def build_texts(
     for component, rate in trained.items():
         encoder = parts.encoders[component]
         names = used_modules(encoder, matching_modules(encoder, family.text_targets[component]), encode_alone)
-        own = put_adapter_on(encoder, names, config, component)
+        own = add_adapter(encoder, names, config, component)
         parameters |= own
         rates.append((rate, own.keys()))
         notes.append(f"{component}: LoRA rank {text_options(config).rank}, {len(names)} modules, lr={rate:g}")
         if checkpointed:
             checkpoint_layers(encoder)
     if config.textual_inversion.placeholder_tokens:
-        words = learned_words(parts, family.word_texts, config, checkpointed=checkpointed)
+        words = add_trainable_tokens(parts, family.word_texts, config, checkpointed=checkpointed)
         parameters |= words
         rates.append((config.textual_inversion.learning_rate, words.keys()))
         named = f"{', '.join(config.textual_inversion.placeholder_tokens)} of {config.textual_inversion.num_vectors} embeddings each"
@@ -86,7 +86,7 @@ def build_texts(
     return TrainedTexts(parts, encode, parameters, tuple(rates), shapes, tuple(notes))
 
 
-def learned_words(
+def add_trainable_tokens(
     parts: TextParts, components: Sequence[str], config: Config, *, checkpointed: bool
 ) -> dict[str, nn.Parameter]:
     """Teach every CLIP encoder the words of `textual_inversion.placeholder_tokens`; their embeddings by name, the component first."""
@@ -99,7 +99,7 @@ def learned_words(
     return own
 
 
-def put_adapter_on(encoder: nn.Module, names: list[str], config: Config, component: str) -> dict[str, nn.Parameter]:
+def add_adapter(encoder: nn.Module, names: list[str], config: Config, component: str) -> dict[str, nn.Parameter]:
     """The adapter on the named modules of one text encoder; its parameters by name, the component first."""
     kind, seed = adapter_kind(config), position_key(config.train.seed, "lora_init", component) % 2**32
     own = kind.inject(encoder, names, text_options(config), seed)
@@ -146,7 +146,7 @@ def checkpoint_layers(encoder: Any) -> None:
 
 
 @torch.no_grad()
-def encoded_now(
+def encode_validation_captions(
     texts: TrainedTexts | None, samples: Sequence[EncodedSample], device: torch.device
 ) -> list[EncodedSample]:
     """The samples with their captions as trained text encoders read them now; as they are where none is trained."""

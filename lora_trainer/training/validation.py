@@ -16,14 +16,14 @@ from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.training.checkpoints.save import keep_best
 from lora_trainer.training.control import after_validation, after_worse
 from lora_trainer.training.metrics import progress_of
-from lora_trainer.training.recovery import nothing_left, saved_and_failed
+from lora_trainer.training.recovery import out_of_memory_error, save_and_make_error
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run, lr_at
 from lora_trainer.training.state import OomFallback, TrainState
-from lora_trainer.training.stopping import any_given_up
+from lora_trainer.training.stopping import any_aborted
 
 VALIDATING: Phase = "validating"
-MOST_ASKED_AT_ONCE = 4
+MOST_SAMPLES_AT_ONCE = 4
 
 
 def validate(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
@@ -34,14 +34,14 @@ def validate(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
     if run.validate is None:
         return state
     reporter.progress(progress_of(run, state, lr_at(run, state, state.step), 0.0, VALIDATING))
-    given_up, loss, fit = False, math.nan, state.fit
+    aborted, loss, fit = False, math.nan, state.fit
     try:
-        loss, fit = loss_that_fits(run, run.validate, state, reporter)
+        loss, fit = measure_with_oom_fallback(run, run.validate, state, reporter)
     except StepAborted:
-        given_up = True
-    if any_given_up(run, given_up):
+        aborted = True
+    if any_aborted(run, aborted):
         return state
-    loss = of_all(run, loss)
+    loss = broadcast_loss(run, loss)
     before, state = state, replace(state, val_loss=loss, validated_step=state.step, fit=fit)
     if state.step == 0:
         state = replace(state, base_val_loss=loss if math.isfinite(loss) else None)
@@ -55,10 +55,10 @@ def validate(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
         reporter.event(state.step, "not_finite", "the validation loss is not finite: no weights are chosen by it")
     if best:
         keep_best(run, state.step)
-    return judged(run, state, reporter)
+    return apply_safeguards(run, state, reporter)
 
 
-def judged(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
+def apply_safeguards(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
     """What the run makes of a validation loss that it measured in its rhythm; others, at an end, change nothing."""
     every = run.config.validation.every_n_steps
     if state.step == 0 or state.val_loss is None or not every or state.step % every:
@@ -73,14 +73,14 @@ def judged(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
     return replace(state, control=control)
 
 
-def of_all(run: Run, loss: float) -> float:
+def broadcast_loss(run: Run, loss: float) -> float:
     """The main process's validation loss, for all of them: what they decide by it must be the same to the bit."""
     if run.processes.reduce is None:
         return loss
     return float(run.processes.sum_of_all(torch.tensor([loss if run.processes.is_main else 0.0])))
 
 
-def loss_that_fits(
+def measure_with_oom_fallback(
     run: Run, measure: Callable[[int], float], state: TrainState, reporter: Reporter
 ) -> tuple[float, OomFallback]:
     """The validation loss, asked in smaller and smaller parts for as long as memory runs out; and what did fit.
@@ -91,7 +91,7 @@ def loss_that_fits(
     fit = state.fit
     while True:
         # What training fits, looking on fits.
-        asked = fit.asked or min(MOST_ASKED_AT_ONCE, run.planned.micro or 1)
+        asked = fit.asked or min(MOST_SAMPLES_AT_ONCE, run.planned.micro or 1)
         try:
             return measure(asked), fit
         except Exception as error:
@@ -100,7 +100,7 @@ def loss_that_fits(
             reason = first_line(error)
         free_memory(run.context.device)
         if asked == 1:
-            raise saved_and_failed(run, state, nothing_left(f"while validating step {state.step}", reason))
+            raise save_and_make_error(run, state, out_of_memory_error(f"while validating step {state.step}", reason))
         fit = replace(fit, asked=-(-asked // 2))
         message = f"out of memory while validating ({reason}): {fit.asked} questions at once in place of {asked}"
         reporter.event(state.step, "memory", message)

@@ -152,7 +152,7 @@ def test_a_graph_break_ends_the_run_with_fullgraph(one_form: TinyPlace, monkeypa
 
 def lines_of(layout: Layout, **settings: object) -> tuple[str, ...]:
     config = resolve([Layer("test", {"compile": {"enabled": True, **settings}})]).config
-    return compiling.compiled_as_wanted(tiny_unet("sd15"), config, layout, torch.device("cpu"))[1]
+    return compiling.compile_if_enabled(tiny_unet("sd15"), config, layout, torch.device("cpu"))[1]
 
 
 def test_without_a_compiler_blocks_stay_as_they_are(place: TinyPlace) -> None:

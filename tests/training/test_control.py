@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lora_trainer.config.schema import SafeguardsSection
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
-from lora_trainer.training.control import FIRST_JUDGED, after_step, after_validation, after_worse, stopped_early
+from lora_trainer.training.control import FIRST_JUDGED, after_step, after_validation, after_worse, is_stopped_early
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import Control, TrainState
 from lora_trainer.training.validation import validation_line
@@ -114,7 +114,7 @@ def test_a_line_shows_differences_beyond_four_digits():
 def test_a_nonfinite_validation_loss_is_no_gain_and_no_plateau():
     control, events, rate = validated(PLATEAU, [0.5] * 9 + [float("nan")] * 3)
     assert (events, rate, control.without_gain) == ([], 1.0, 11)
-    assert stopped_early(PATIENT, control)
+    assert is_stopped_early(PATIENT, control)
 
 
 def test_a_spike_of_the_smoothed_loss_clips_harder():

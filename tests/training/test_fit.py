@@ -18,11 +18,11 @@ from lora_trainer.models.memory.checkpointing import checkpointed_blocks
 from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, read_lines
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, read_checkpoint
-from lora_trainer.training.oom_fallback import agreed
+from lora_trainer.training.oom_fallback import agree_across_processes
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
-from lora_trainer.training.validation import MOST_ASKED_AT_ONCE
+from lora_trainer.training.validation import MOST_SAMPLES_AT_ONCE
 from tests.training.tiny_run import TinyPlace, outcome, signal_at_step, together
 
 pytestmark = pytest.mark.exact
@@ -254,7 +254,7 @@ def test_a_validation_out_of_memory_uses_smaller_micro_batches(place: TinyPlace)
     state, _ = place.train(whole)
     assert [step for step, _ in events(whole)] == [0, 0]
     assert "2 questions at once in place of 4" in events(whole)[0][1]
-    assert (MOST_ASKED_AT_ONCE, state.fit.asked, state.fit.micro) == (4, 1, None)
+    assert (MOST_SAMPLES_AT_ONCE, state.fit.asked, state.fit.micro) == (4, 1, None)
     measured, expected = ([row["loss"] for row in read_lines(each.folder / VALIDATION)] for each in (whole, calm))
     assert len(measured) == 4
     assert measured == pytest.approx(expected, rel=1e-5)
@@ -392,6 +392,10 @@ def test_two_processes_agree_on_the_fewest_resident_blocks(place: TinyPlace):
     fallbacks = [OomFallback(), OomFallback(swapped=3, since=7, failed=1)]
     reporters = [Reporter(None, unwatched, lambda line: None) for _ in runs]
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda run, fit, reporter: agreed(run, fit, 10, reporter), runs, fallbacks, reporters))
+        found = list(
+            pool.map(
+                lambda run, fit, reporter: agree_across_processes(run, fit, 10, reporter), runs, fallbacks, reporters
+            )
+        )
     assert found == [fallbacks[1]] * 2
     assert swapped_count(runs[0].context.denoiser) == 3

@@ -14,7 +14,7 @@ from torch import Tensor
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.io import atomic_path
 from lora_trainer.export.tensor_file import DamagedFile, read_sealed, verify_sealed, write_sealed
-from lora_trainer.training.checkpoints.checkpoint import NewerVersion, kept, list_checkpoints, read_state
+from lora_trainer.training.checkpoints.checkpoint import NewerVersion, list_checkpoints, read_state, resume_hint
 
 
 def best_path(folder: Path, step: int) -> Path:
@@ -29,7 +29,8 @@ def save_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
     except (OSError, DamagedFile) as error:
         raise TrainingFailed(
             Problem(
-                f"The best weights of step {step} could not be written ({error}).", f"{kept(folder)} Free some room."
+                f"The best weights of step {step} could not be written ({error}).",
+                f"{resume_hint(folder)} Free some room.",
             )
         ) from error
 

@@ -103,7 +103,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         raise TrainingFailed(
             Problem(
                 f"The checkpoint of step {checkpoint.state.step} could not be written ({error}).",
-                f"{kept(folder)} Free some room.",
+                f"{resume_hint(folder)} Free some room.",
             )
         ) from error
 
@@ -166,7 +166,7 @@ def put_back(folder: Path) -> None:
                 os.replace(aside, target)
 
 
-def kept(folder: Path) -> str:
+def resume_hint(folder: Path) -> str:
     """What is safe on the disk, for an error message."""
     newest, _ = newest_valid(folder)
     return f"{newest[0]} is safe: --resume goes on from there." if newest else "Nothing had been saved yet."

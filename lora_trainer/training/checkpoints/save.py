@@ -40,15 +40,15 @@ def take(run: Run, state: TrainState, buffers: Buffers | None = None) -> Checkpo
     average = context.average.values if context.average else None
     return Checkpoint(
         state=state,
-        adapter=copied(context.adapter.masters, into, "adapter"),
-        average=None if average is None else copied(average, into, "average"),
-        optimizer=unflatten(rest, copied(tensors, into)),
+        adapter=copy_to_cpu(context.adapter.masters, into, "adapter"),
+        average=None if average is None else copy_to_cpu(average, into, "average"),
+        optimizer=unflatten(rest, copy_to_cpu(tensors, into)),
         scaler=context.scaler.state_dict() if context.scaler else None,
         settings=run.settings,
     )
 
 
-def copied(values: Mapping[str, Tensor], buffers: Buffers, prefix: str = "") -> dict[str, Tensor]:
+def copy_to_cpu(values: Mapping[str, Tensor], buffers: Buffers, prefix: str = "") -> dict[str, Tensor]:
     """Copies of tensors on the CPU. Those of a GPU go to pinned memory, and nobody waits for them."""
     copies = {}
     for name, value in values.items():
@@ -60,7 +60,7 @@ def copied(values: Mapping[str, Tensor], buffers: Buffers, prefix: str = "") -> 
     return copies
 
 
-def arrived(run: Run) -> Callable[[], None]:
+def copy_barrier(run: Run) -> Callable[[], None]:
     """A function that returns when the copies made until now are there."""
     if run.context.device.type != "cuda":
         return nothing
@@ -88,7 +88,7 @@ def save(
     if last or not is_regular(run, state.step):
         run.writer.settle()  # no other takes the place of a regular one: the run goes back to these
     buffers = run.writer.buffers("checkpoint")
-    checkpoint, ready = take(run, state, buffers), arrived(run)
+    checkpoint, ready = take(run, state, buffers), copy_barrier(run)
 
     def bring() -> None:
         ready()
@@ -115,7 +115,7 @@ def keep_best(run: Run, step: int) -> None:
     if not run.processes.is_main:
         return
     buffers = run.writer.buffers("best")
-    weights, ready = copied(run.context.shown(), buffers), arrived(run)
+    weights, ready = copy_to_cpu(run.context.shown(), buffers), copy_barrier(run)
 
     def bring() -> None:
         ready()
@@ -132,7 +132,7 @@ def keep_weights(run: Run, step: int) -> None:
     if run.writer.waits("weights"):
         run.writer.settle()  # each is written, so none may heap up before a slow disk
     buffers = run.writer.buffers("weights")
-    weights, ready, export = copied(run.context.shown(), buffers), arrived(run), run.export
+    weights, ready, export = copy_to_cpu(run.context.shown(), buffers), copy_barrier(run), run.export
 
     def bring() -> None:
         ready()
