@@ -267,7 +267,7 @@ def make_run(
         for module in context.modules:
             module.eval()
         try:
-            with context.adapter.holding(context.shown()):
+            with context.adapter.swapped_in(context.shown()):
                 losses = validation_losses(
                     predict,
                     encode_validation_captions(context.texts, validation, context.device),

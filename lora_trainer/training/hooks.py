@@ -60,7 +60,7 @@ def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporte
 
     def checkpoint(state: TrainState) -> TrainState:
         if is_checkpoint_due(state):
-            # Sample images have ended more than one run: before them, all is on the disk.
+            # Drawing samples has ended runs: before it, all is on the disk.
             wait = stopping.is_last(state) or is_sample_due(state)
             save(run, state, reporter.flush, last=wait, held_up=seconds_of_check)
         return state

@@ -32,7 +32,7 @@ from lora_trainer.training.stopping import Stopping
 from lora_trainer.training.validation import validate
 
 READ_AHEAD = 4  # steps
-READING_FAILED = "Check the disk, and that other programs leave memory free; --resume continues."
+READING_FAILED = "Check the disk, and that other programs leave memory free; then --resume continues."
 
 
 def train(
@@ -77,7 +77,7 @@ def train(
 def training_loop(
     run: Run, state: TrainState, loader: Iterator[list[MicroBatch]], reporter: Reporter, interrupt: Interrupt
 ) -> Iterator[TrainState]:
-    """Train on what `loader` gives, a list of micro-batches a step. Yields the state after each; the last is saved.
+    """Train on the steps of `loader`, each a list of micro-batches. Yields the state after each; the last is saved.
 
     Raises TrainingFailed, and Rollback.
     """
@@ -86,7 +86,7 @@ def training_loop(
     began, earlier = time.monotonic(), state.seconds
     install(run, state.fit)
     while True:
-        stand_by()  # nothing is trained while what was trained cannot be written
+        stand_by()  # while the disk refuses what was trained, nothing more is trained
         run.writer.check()
         started, lr = time.perf_counter(), lr_at(run, state, state.step)
         try:
@@ -122,14 +122,14 @@ def read_steps(run: Run, first: int) -> Iterator[list[MicroBatch]]:
 
 
 def next_batches(loader: Iterator[list[MicroBatch]], step: int) -> list[MicroBatch]:
-    """The micro-batches of the step after `step`. Raises TrainingFailed where memory or the disk fails in reading them."""
+    """The micro-batches of the step after `step`. Raises TrainingFailed where memory or the disk fails on reading."""
     try:
         return next(loader)
     except Exception as error:
         if not isinstance(error, OSError) and not is_out_of_memory(error):
             raise
         what = "Memory ran out" if is_out_of_memory(error) else "The system failed"
-        message = f"{what} in reading the data of step {step + 1} ({first_line(error)})."
+        message = f"{what} while reading the data of step {step + 1} ({first_line(error)})."
         raise TrainingFailed(Problem(message, READING_FAILED)) from error
 
 
@@ -138,7 +138,7 @@ def is_finished(run: Run, state: TrainState) -> bool:
 
 
 def final_error(run: Run, state: TrainState, metrics: Metrics, error: UserError) -> TrainingFailed:
-    """The error that a run ends with, once all that can be saved is saved."""
+    """The error that a run ends with, after all that can be saved is saved."""
     return save_and_make_error(run, state if is_out_of_reach(run, error) else metrics.flush(state), error)
 
 

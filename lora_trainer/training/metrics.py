@@ -1,4 +1,4 @@
-"""The numbers of finished steps, which may wait on the device until somebody looks at them."""
+"""The metrics of finished steps, which may stay on the device until they are read."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import StepResult
 
-LOOK_EVERY = 10  # steps whose numbers may wait on a GPU before anybody looks at them
+READ_EVERY = 10  # steps whose metrics may stay on a GPU
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A finished step whose numbers may still be on the device.
+    """A finished step whose metrics may still be on the device.
 
-    `started` is on the clock of `time.perf_counter`; `waited` seconds went by until its data was there.
+    `started` is on the clock of `time.perf_counter`; `waited` are the seconds until its data was there.
     """
 
     step: int
@@ -36,20 +36,20 @@ class Pending:
 
 
 class Metrics:
-    """The metrics of finished steps that are not read yet, and what is done with them once they are."""
+    """Keeps the metrics of finished steps until they are read, then logs them and reacts to them."""
 
     def __init__(self, run: Run, reporter: Reporter) -> None:
         self._run, self._reporter = run, reporter
         self._pending: list[Pending] = []
 
     def add(self, state: TrainState, result: StepResult, lr: float, started: float, waited: float) -> None:
-        """Keep those of the step that led to `state`."""
+        """Keep the metrics of the step that led to `state`."""
         self._pending.append(Pending(state.step, lr, result, started, waited))
 
     def are_due(self, state: TrainState) -> bool:
-        """On a GPU at every tenth step of the run, wherever it was stopped, and where something is wrong."""
+        """On a GPU every `READ_EVERY` steps of the run, however it was resumed, and where something is wrong."""
         wrong = self._pending[-1].result.skipped or state.step <= state.watched_until
-        return wrong or state.step % look_every(self._run.context.device) == 0
+        return wrong or state.step % read_every(self._run.context.device) == 0
 
     def flush(self, state: TrainState) -> TrainState:
         """Read the metrics, write them, show the newest, and react to them. Raises Rollback, TrainingFailed."""
@@ -85,13 +85,13 @@ class Metrics:
         return state
 
 
-def look_every(device: torch.device) -> int:
+def read_every(device: torch.device) -> int:
     """Steps between two reads of metrics: on a CPU nothing is waited for."""
-    return LOOK_EVERY if device.type == "cuda" else 1
+    return READ_EVERY if device.type == "cuda" else 1
 
 
 def after_good(run: Run, state: TrainState, each: Pending, loss: float, norm: float, reporter: Reporter) -> TrainState:
-    """The state after a step with a finite loss and gradient, and what the run makes of it."""
+    """The state after a step with a finite loss and gradient, and after the safeguards' decisions."""
     good = replace(state.control, not_finite=0, last_finite=each.step)
     control, decisions = after_step(run.config.safeguards, good, each.step, loss, norm)
     for decision in decisions:
@@ -101,7 +101,7 @@ def after_good(run: Run, state: TrainState, each: Pending, loss: float, norm: fl
 
 
 def progress_of(run: Run, state: TrainState, lr: float, seconds: float, phase: Phase = "training") -> Progress:
-    """What a person sees of the newest step."""
+    """What the progress line shows of the newest step."""
     return Progress(
         phase=phase,
         step=state.step,

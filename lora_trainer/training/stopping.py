@@ -1,4 +1,4 @@
-"""Leaving the loop before its last step: for a signal, or because the time is over; all processes at the same step."""
+"""Stop training before its last step, for a signal or `train.max_hours`, in all processes at the same step."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lora_trainer.training.state import TrainState
 
 
 class Stopping:
-    """Asked in each step. Processes vote before they sum their gradients, so that none goes on alone.
+    """Decides in each step. Processes vote before they sum their gradients, so that none continues alone.
 
-    On the CPU the votes are read at once, and a step that is given up in one process is given up in all. On GPUs
-    the host would have to wait for them: they are read one step later, and several GPUs finish their step.
+    On the CPU the votes are read at once, and a step that one process aborts is aborted in all. On GPUs the host
+    would have to wait for them: they are read one step later, and all GPUs finish their step.
     """
 
     def __init__(self, run: Run, interrupt: Interrupt) -> None:
         self._run, self._interrupt = run, interrupt
         self._alone = run.processes.reduce is None
         self._seconds = 0.0  # of the newest step
-        self._votes: Tensor | None = None  # of the newest step, on the CPU once `_there` has come
+        self._votes: Tensor | None = None  # of the newest step, on the CPU once the event `_there` is done
         self._there: torch.cuda.Event | None = None
         self._late = False
         self._agreed = False  # all processes end the loop after this step,
@@ -44,7 +44,7 @@ class Stopping:
 
     @contextmanager
     def step(self, state: TrainState) -> Iterator[Callable[[], None]]:
-        """Around the step after `state`; gives what the step calls when its gradients are there.
+        """Around the step after `state`. Yields the function that the step calls when its gradients are there.
 
         Raises StepAborted, before any weight is changed.
         """
@@ -69,7 +69,7 @@ class Stopping:
         """Whether the loop ends after the step that led to `state`."""
         run = self._run
         over = state.step >= run.total_steps or is_stopped_early(run.config.safeguards, state.control)
-        return over or self._agreed or is_unvalidated(run, state)  # what a signal aborted is done after resuming
+        return over or self._agreed or is_unvalidated(run, state)  # an aborted validation is done on resuming
 
     @property
     def is_signalled(self) -> bool:
@@ -96,17 +96,17 @@ class Stopping:
             raise
 
     def _vote(self, *, aborted: bool) -> Tensor:
-        """What all processes say together, [signals + 2]: how many were told which signal, are late, have given up."""
+        """The votes of all processes, summed, [signals + 2]: how many got each signal, are late, have aborted."""
         assert self._run.processes.reduce is not None
         mine = [*(self._interrupt.signal == each for each in SIGNALS), self._late, aborted]
         votes = torch.zeros(len(mine), device=self._run.context.device)
-        for place, said in enumerate(mine):
-            if said:
-                votes[place].fill_(1.0)  # by the GPU itself: a copy to it would wait for all that it has to do before
+        for place, is_set in enumerate(mine):
+            if is_set:
+                votes[place].fill_(1.0)  # by the GPU itself: a copy to it would wait for all queued work
         return self._run.processes.reduce(votes)
 
     def _vote_on_gpu(self) -> None:
-        """Take the votes of the step before, which are there, and send off those of this one."""
+        """Read the votes of the previous step, which are there, and send those of this one."""
         if self._votes is not None and self._there is not None:
             self._run.processes.wait_until(self._there.query)
             self._count(self._votes)
@@ -117,9 +117,9 @@ class Stopping:
         self._there.record()
 
     def _count(self, votes: Tensor) -> bool:
-        """Whether a process gave its step up; a signal that came anywhere has come here."""
-        *told, late, aborted = votes.tolist()
-        signal = next((each for each, count in zip(SIGNALS, told, strict=True) if count), None)
+        """Whether a process aborted its step. A signal that came to any process counts here too."""
+        *signaled, late, aborted = votes.tolist()
+        signal = next((each for each, count in zip(SIGNALS, signaled, strict=True) if count), None)
         if signal is not None and not self._interrupt:
             self._interrupt.remember(signal)
         self._signalled = signal is not None
@@ -128,7 +128,7 @@ class Stopping:
 
 
 def any_aborted(run: Run, mine: bool) -> bool:
-    """Whether any process gave up what all of them were doing."""
+    """Whether any process aborted what all of them were doing."""
     if run.processes.reduce is None:
         return mine
     return float(run.processes.sum_of_all(torch.tensor([float(mine)]))) > 0.0

@@ -35,9 +35,9 @@ def without_data_of(run: Run, step: int, error: Exception) -> Run:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (torch.OutOfMemoryError(SHORT), "Memory ran out in reading the data of step 5 "),
-        (MemoryError(), "Memory ran out in reading the data of step 5 "),
-        (OSError(5, "Input/output error"), "The system failed in reading the data of step 5 .*Input/output error"),
+        (torch.OutOfMemoryError(SHORT), "Memory ran out while reading the data of step 5 "),
+        (MemoryError(), "Memory ran out while reading the data of step 5 "),
+        (OSError(5, "Input/output error"), "The system failed while reading the data of step 5 .*Input/output error"),
     ],
 )
 def test_the_trained_steps_are_saved_and_the_resumed_run_is_the_same(place: TinyPlace, error: Exception, words: str):

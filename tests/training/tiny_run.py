@@ -148,7 +148,7 @@ def together(world: int) -> list[Together]:
 
 def flush_every(steps: int, patch: pytest.MonkeyPatch) -> None:
     """Delay metrics as on a GPU, which flushes every ten steps."""
-    patch.setattr(metrics, "look_every", lambda device: steps)
+    patch.setattr(metrics, "read_every", lambda device: steps)
 
 
 def signal_at_step(run: Run, step: int, number: int = signal.SIGTERM) -> Run:
