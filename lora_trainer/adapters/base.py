@@ -31,10 +31,10 @@ class AdapterOptions:
 class AdapterKind:
     """One kind of adapter.
 
-    `inject` adds it to the named linear and convolution modules of a denoiser or text encoder, in place, initialized from
-    a seed, and returns the trainable parameters by name. `updates` turns trained values of these names into the change of
-    each layer (`LayerUpdate`), by component (`unet`, `text_encoder`) and module. `forms` writes these as files. The memory
-    plan traces the injected modules.
+    `inject` adds it to the named linear and convolution modules of a denoiser or text encoder, in place, initialized
+    from a seed, and returns the trainable parameters by name. `updates` turns trained values of these names into the
+    change of each layer (`LayerUpdate`), for one component (`unet`, `text_encoder`), by the module's name behind it.
+    `forms` lays these out as files. The memory plan traces the injected modules.
     """
 
     inject: Callable[[nn.Module, Sequence[str], AdapterOptions, int], dict[str, nn.Parameter]]

@@ -22,7 +22,7 @@ ADAPTER = "default"
 
 
 def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str, ...]) -> list[str]:
-    """Names of the modules that a `lora.target_modules` value selects. Raises UsageError when a pattern matches none.
+    """Names of the modules that `lora.target_modules` selects. Raises UsageError when a pattern matches none.
 
     A value is `attention`, `attention+ff`, or patterns (`*.attn2.to_k`) of linear and convolution modules. Modules whose
     output is unused are skipped.

@@ -37,7 +37,7 @@ def traced_memory_model(
     products: bool = False,
     kind: str = "lora",
 ) -> MemoryModel:
-    """A memory model that traces on the meta device and stores its results below `folder`; `rank` is the first one needed.
+    """A memory model that traces on the meta device and stores its results below `folder`, first for `rank`.
 
     `products`: int8 weights are multiplied in int8. Raises UsageError for targets that match nothing.
     """

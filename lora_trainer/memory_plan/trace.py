@@ -205,7 +205,7 @@ class Account(TorchDispatchMode):
         return result
 
     def _result(self, function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """The operator's result. Blocks repeat, so a known one that is new memory is made from its shape, which is faster."""
+        """The operator's result. Blocks repeat: a known result in new memory is made from its shape, which is faster."""
         key = (function, _signature(arguments), _signature(tuple(named.items())))
         if key in self.results:
             known = self.results[key]

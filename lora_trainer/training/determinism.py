@@ -44,7 +44,8 @@ def only_deterministic(wanted: bool, checkpoints: Path) -> Iterator[None]:
         raise TrainingFailed(
             Problem(
                 f"{what} is not deterministic, and train.deterministic allows nothing else.",
-                f"{resume_hint(checkpoints)} Set train.deterministic=false, or hardware.attention_backend=math where attention is meant.",
+                f"{resume_hint(checkpoints)} Set train.deterministic=false, or hardware.attention_backend=math where "
+                "attention is meant.",
             )
         ) from error
     finally:

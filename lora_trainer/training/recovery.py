@@ -19,7 +19,10 @@ from lora_trainer.training.state import TrainState
 SMALLER_RUN = (
     "Close other programs that hold memory, or train anew with a lower data.resolution or memory.weight_dtype=fp8."
 )
-SMALLER_STATE = "Close other programs that hold memory, or train anew with optimizer.name=adamw8bit or adafactor, or a lower lora.rank."
+SMALLER_STATE = (
+    "Close other programs that hold memory, or train anew with optimizer.name=adamw8bit or adafactor, or a lower "
+    "lora.rank."
+)
 
 
 class Rollback(Exception):

@@ -92,7 +92,7 @@ class OomDuringUpdate(Exception):
 
 
 class OomDuringAllReduce(Exception):
-    """Memory ran out while gradients were summed or clipped: other processes have continued, so no step can be repeated.
+    """Memory ran out while gradients were summed or clipped: other processes continued, so no step can be repeated.
 
     The weights are still those of the step before.
     """
@@ -192,7 +192,7 @@ def spread(flat: Tensor, into: list[Tensor]) -> None:
 
 
 def update(context: StepContext, loss: Tensor, clip_scale: float) -> tuple[Tensor, bool]:
-    """Clip, step, copy the masters to the model, clear. Returns the norm before clipping, and whether it was skipped."""
+    """Clip, step, copy the masters to the model. Returns the norm before clipping, and whether it was skipped."""
     scaler, optimizer = context.scaler, context.optimizer
     if scaler is not None:
         scaler.unscale_(optimizer)

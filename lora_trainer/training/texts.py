@@ -79,8 +79,9 @@ def build_texts(
         tokens = add_trainable_tokens(parts, family.word_texts, config, checkpointed=checkpointed)
         parameters |= tokens
         lrs.append((config.textual_inversion.learning_rate, tokens.keys()))
-        named = f"{', '.join(config.textual_inversion.placeholder_tokens)} of {config.textual_inversion.num_vectors} embeddings each"
-        notes.append(f"learned tokens: {named}, lr={config.textual_inversion.learning_rate:g}")
+        section = config.textual_inversion
+        named = f"{', '.join(section.placeholder_tokens)} of {section.num_vectors} embeddings each"
+        notes.append(f"learned tokens: {named}, lr={section.learning_rate:g}")
     for encoder in parts.encoders.values():
         encoder.train()
     return TrainedTexts(parts, encode, parameters, tuple(lrs), shapes, tuple(notes))

@@ -293,7 +293,7 @@ def test_nonfinite_weights_are_never_saved(place: TinyPlace):
             next(iter(run.context.masters)).data.view(-1)[0] = NAN
 
     run.context.optimizer.step = step
-    with pytest.raises(TrainingFailed, match=r"After 2 returns .* the weights are not finite any more, at step 4"):
+    with pytest.raises(TrainingFailed, match=r"After 2 rollbacks .* the weights are not finite any more, at step 4"):
         place.train(run)
     assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-000002"]
 

@@ -1,7 +1,7 @@
 """Read and write checkpoints: everything that resuming needs, in safetensors and JSON, whole or absent.
 
-A checkpoint is written into a hidden folder, flushed, read back and only then renamed, so that a folder named `step-…`
-is always complete. It is renamed again before it is deleted. Readers change nothing: a writer may be running.
+A checkpoint is written into a hidden folder, flushed, read back and only then renamed, so that a folder named
+`step-…` is always complete. It is renamed again before it is deleted. Readers change nothing: a writer may be running.
 """
 
 from __future__ import annotations
@@ -293,8 +293,8 @@ def newest_valid(
 def prune(folder: Path, keep_last: int, newest: int, regular: Callable[[int], bool]) -> None:
     """Delete all but the last `keep_last` checkpoints up to step `newest`, which was just written.
 
-    The newest one of a `regular` step is kept too: a run rolls back to it, wherever it was stopped since. Later ones are
-    deleted: a run that rolled back to this step could not read them.
+    The newest one of a `regular` step is kept too: a run rolls back to it, wherever it was stopped since. Later ones
+    are deleted: a run that rolled back to this step could not read them.
     """
     there = list_checkpoints(folder)
     earlier = [path for path in there if step_of(path) <= newest]
