@@ -101,7 +101,7 @@ def build_step_context(
     context = make_step_context(
         config, family, facts, denoiser, parameters, dtype=dtype, device=device, reduce=reduce, texts=texts
     )
-    with_texts = ", the text encoders' included" if texts else ""
+    with_texts = ", text encoders included" if texts else ""
     notes = (
         f"LoRA: rank {config.lora.rank}, {len(names)} modules, {context.adapter.size:,} trainable parameters{with_texts}",
         *(texts.notes if texts else ()),
