@@ -1,1 +1,1 @@
-"""The adapter that is trained: put into the model, its fp32 masters, and their moving average."""
+"""The trained adapter: its kinds, its fp32 masters, and their EMA."""

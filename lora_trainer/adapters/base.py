@@ -1,6 +1,6 @@
-"""What the trainer asks of a kind of adapter. A kind is one file and one entry in `ADAPTERS`; LoRA is the first.
+"""The interface of an adapter kind. A kind is one file and one entry in `ADAPTERS`; LoRA is the first.
 
-No torch is loaded until a kind is.
+Torch is loaded only with a kind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """How an adapter is made on one model."""
+    """The options of an adapter on one model."""
 
     rank: int
     alpha: float
@@ -31,21 +31,21 @@ class AdapterOptions:
 class AdapterKind:
     """One kind of adapter.
 
-    `inject` puts it on the named linear and convolution modules of a denoiser or text encoder, in place, starting from a
-    seed, and returns the trainable parameters by name. `updates` gives from trained values of these names the change of
-    each layer (`LayerUpdate`), by the module's name behind its component's (`unet`, `text_encoder`). `forms` lays these
-    out as files. The memory plan traces what `inject` makes.
+    `inject` adds it to the named linear and convolution modules of a denoiser or text encoder, in place, initialized
+    from a seed, and returns the trainable parameters by name. `updates` turns trained values of these names into the
+    change of each layer (`LayerUpdate`), for one component (`unet`, `text_encoder`), by the module's name behind it.
+    `forms` lays these out as files. The memory plan traces the injected modules.
     """
 
     inject: Callable[[nn.Module, Sequence[str], AdapterOptions, int], dict[str, nn.Parameter]]
     updates: Callable[[Mapping[str, Tensor], str, AdapterOptions], Mapping[str, LayerUpdate]]
     forms: FileForms
-    speed_up: Callable[[nn.Module], None] = lambda model: None  # after `inject`, of a model that is trained
+    speed_up: Callable[[nn.Module], None] = lambda model: None  # called after `inject`, in training alone
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """What is known of a kind before torch is loaded, and how it is loaded."""
+    """What is known of a kind without torch, and how to load it."""
 
     load: Callable[[], AdapterKind]
     has_memory_profiles: bool = False  # published models have stored profiles with it

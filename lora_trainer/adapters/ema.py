@@ -1,4 +1,4 @@
-"""The weights that a run is judged by, where they are not the trained ones: an average of these."""
+"""EMA of the trained weights, and which weights a run evaluates and exports."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ Shown = Callable[[], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Ema:
-    """Exponential moving average of the masters in fp32, on their device. `values` change in place."""
+    """Exponential moving average of the masters, fp32, on their device. `values` change in place."""
 
     values: dict[str, Tensor]
     decay: float
 
-    def follow(self, masters: Mapping[str, Tensor], step: int) -> None:
-        """Move towards the masters after `step`, counted from 0."""
+    def update(self, masters: Mapping[str, Tensor], step: int) -> None:
+        """Average in the masters after `step`, counted from 0."""
         with torch.no_grad():
             torch._foreach_lerp_(list(self.values.values()), list(masters.values()), 1.0 - decay_at(self.decay, step))
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Go on from saved values of the same names."""
+        """Continue from saved values of the same names."""
         for name, value in self.values.items():
             value.copy_(values[name])
 
 
 def decay_at(decay: float, step: int) -> float:
-    """The decay with its warm-up: early averages forget the start sooner. 2/11, 3/12, … up to `decay`."""
+    """The decay with its warm-up, so that the start counts less: 2/11, 3/12, … up to `decay`."""
     return min(decay, (2.0 + step) / (11.0 + step))
 
 
 def make_ema(config: Config, adapter: Adapter) -> Ema | None:
-    """The average that `train.ema_decay` asks for."""
+    """The EMA of `train.ema_decay`; None without."""
     if config.train.ema_decay is None:
         return None
     return Ema({name: master.detach().clone() for name, master in adapter.masters.items()}, config.train.ema_decay)
 
 
 def shown_weights(optimizer: torch.optim.Optimizer, adapter: Adapter, average: Ema | None, name: str) -> Shown:
-    """How to get the weights that are validated, drawn with and exported, by name; fp32.
+    """A function that returns the weights that are validated, sampled with and exported, by name; fp32.
 
-    The average, or what a schedule-free optimizer makes of its state, or the masters themselves.
+    The EMA, or the average of a schedule-free optimizer, or the masters.
     """
     if average is not None:
         return lambda: average.values

@@ -1,4 +1,4 @@
-"""The LoRA inside the denoiser: chosen modules, injected by peft, their parameters by name."""
+"""LoRA: find its target modules, inject it with peft, and return its parameters by name."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ADAPTER = "default"
 
 
 def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str, ...]) -> list[str]:
-    """Names of the modules that a `lora.target_modules` value means. Raises UsageError when a pattern finds none.
+    """Names of the modules that `lora.target_modules` selects. Raises UsageError when a pattern matches none.
 
-    A value is `attention`, `attention+ff`, or patterns (`*.attn2.to_k`) of linear and
-    convolution modules. Modules that change nothing are skipped.
+    A value is `attention`, `attention+ff`, or patterns (`*.attn2.to_k`) of linear and convolution modules. Modules whose
+    output is unused are skipped.
     """
     unread = unread_modules(denoiser)
     adaptable = [
@@ -38,7 +38,7 @@ def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str
     problems = [
         Problem(
             f"lora.target_modules: {pattern!r} matches none of {len(adaptable)} modules.",
-            f"Give {', '.join(family.lora_targets)}, or a pattern such as '*.attn2.to_k'. {nearest(pattern, family.lora_targets)}",
+            f"Set {', '.join(family.lora_targets)}, or a pattern such as '*.attn2.to_k'. {nearest(pattern, family.lora_targets)}",
         )
         for pattern in (patterns if named is None else ())
         if not any(fnmatchcase(name, pattern) for name in adaptable)
@@ -49,14 +49,14 @@ def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str
 
 
 def unread_modules(denoiser: nn.Module) -> set[str]:
-    """Names of modules whose output is unused: the text queries of an attention whose text output is dropped (SD3's last)."""
+    """Names of modules whose output is unused: text queries of an attention without text output (SD3's last)."""
     return {
         f"{name}.add_q_proj" for name, module in denoiser.named_modules() if getattr(module, "context_pre_only", None)
     }
 
 
 def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Names of the linear and convolution modules that fit one of the patterns."""
+    """Names of the linear and convolution modules that match one of the patterns."""
     adaptable = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d))
     return [name for name in adaptable if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
@@ -73,7 +73,8 @@ def inject_lora(
 ) -> dict[str, nn.Parameter]:
     """Put a LoRA on the modules, in place; return its trainable parameters by name.
 
-    The update is scaled by alpha / rank, or by alpha / sqrt(rank) (arXiv:2312.03732). Down projections start as peft does (Kaiming uniform) from `seed`, up projections at 0.
+    The update is scaled by alpha / rank, or by alpha / sqrt(rank) (arXiv:2312.03732). Down projections are initialized
+    as in peft (Kaiming uniform) from `seed`, up projections with 0.
     """
     config = LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, use_rslora=rank_stabilized
@@ -81,14 +82,16 @@ def inject_lora(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, denoiser, adapter_name=ADAPTER)
-    for module in denoiser.modules():  # models that inspect a layer see the adapter's, around the quantized one
+    for (
+        module
+    ) in denoiser.modules():  # for models that inspect a layer: they see the adapter's, around the quantized one
         if is_narrow(base := getattr(module, "base_layer", None)):
             setattr(module, COMPUTED_IN, getattr(base, COMPUTED_IN))
     return {name: parameter for name, parameter in denoiser.named_parameters() if parameter.requires_grad}
 
 
 class SummedLinear(Linear):  # type: ignore[misc]  # peft is untyped
-    """A linear layer with one adapter and nothing else on it; peft handles all other cases.
+    """A linear layer with exactly one adapter; peft handles all other cases.
 
     peft multiplies the update by its scale and adds it in two operations, each of which reads and writes [M, out].
     Here one matmul adds onto the base layer's output: base [M, out] + scale * small [M, rank] up [out, rank]^T
@@ -96,8 +99,8 @@ class SummedLinear(Linear):  # type: ignore[misc]  # peft is untyped
     """
 
     def forward(self, x: Tensor, *arguments: object, **named: object) -> Tensor:
-        plain = not (arguments or named or self.merged or self.disable_adapters or self.lora_variant)
-        if not plain or self.active_adapters != [ADAPTER] or not isinstance(self.lora_dropout[ADAPTER], nn.Identity):
+        is_plain = not (arguments or named or self.merged or self.disable_adapters or self.lora_variant)
+        if not is_plain or self.active_adapters != [ADAPTER] or not isinstance(self.lora_dropout[ADAPTER], nn.Identity):
             return super().forward(x, *arguments, **named)  # type: ignore[no-any-return]
         down, up, scale = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight, self.scaling[ADAPTER]
         base = self.base_layer(x)
@@ -126,7 +129,7 @@ def inject(model: nn.Module, modules: Sequence[str], options: AdapterOptions, se
 
 
 def updates(trained: Mapping[str, Tensor], component: str, options: AdapterOptions) -> Mapping[str, LayerUpdate]:
-    """Low-rank updates, with the alpha that gives the scale of the training, as alpha / rank."""
+    """Low-rank updates, with the alpha whose alpha / rank is the scale in training."""
     alpha = options.alpha * math.sqrt(options.rank) if options.rank_stabilized else options.alpha
     return weights_from_peft(trained, component, alpha).modules
 

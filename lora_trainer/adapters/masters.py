@@ -1,9 +1,8 @@
 """The trained weights: fp32 masters for the optimizer, copies in the forward pass's precision.
 
-Small updates vanish when they are added to bf16 weights, and fp32 adapters on a bf16 base
-cost a cast and a saved input in every layer. So both are kept: the layers hold copies in
-the base's precision, the optimizer holds fp32 masters, and gradients and weights cross
-between them once a micro-batch and once a step.
+Small updates vanish when they are added to bf16 weights, and fp32 adapters on a bf16 base model cost a cast and a saved
+input in every layer. So the layers have copies in the base model's precision, and the optimizer has fp32 masters.
+Gradients are added to the masters once a micro-batch, weights copied back once a step.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Adapter:
-    """`copies` sit in the denoiser; `masters` are fp32. In an fp32 run they are the same objects."""
+    """`copies` are in the model; `masters` are fp32. In an fp32 run they are the same objects."""
 
     copies: dict[str, nn.Parameter]
     masters: dict[str, nn.Parameter]
 
     @property
-    def shared(self) -> bool:
+    def is_shared(self) -> bool:
         return all(self.copies[name] is self.masters[name] for name in self.copies)
 
     @property
@@ -34,29 +33,29 @@ class Adapter:
 
     def collect_gradients(self) -> None:
         """Add the copies' gradients to the masters' and clear them."""
-        if self.shared:
+        if self.is_shared:
             return
-        # A few kernels for hundreds of small tensors, and no fp32 copy of what is only added.
+        # A few kernels for hundreds of small tensors, and no fp32 copy of gradients that are only added.
         new: tuple[list[Tensor], list[Tensor]] = ([], [])
         known: tuple[list[Tensor], list[Tensor]] = ([], [])
         for name, copy in self.copies.items():
             master, gradient = self.masters[name], copy.grad
             if gradient is None:
                 continue
-            into, given = known if master.grad is not None else new
+            sums, gradients = known if master.grad is not None else new
             if master.grad is None:
                 master.grad = torch.empty_like(master)
-            into.append(master.grad)
-            given.append(gradient)
+            sums.append(master.grad)
+            gradients.append(gradient)
             copy.grad = None
         if new[0]:
             torch._foreach_copy_(*new)
         if known[0]:
             torch._foreach_add_(*known)
 
-    def publish(self) -> None:
+    def copy_to_model(self) -> None:
         """Copy the masters' values into the layers."""
-        if not self.shared:
+        if not self.is_shared:
             self.put(self.masters)
 
     def put(self, values: Mapping[str, Tensor]) -> None:
@@ -65,13 +64,13 @@ class Adapter:
             torch._foreach_copy_(list(self.copies.values()), [values[name] for name in self.copies])
 
     @contextmanager
-    def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """While open, the layers hold `values`; afterwards layers and masters are as before, bit for bit."""
+    def swapped_in(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside the block the layers have `values`; afterwards layers and masters are as before, bit for bit."""
         if values is self.masters:
             yield
             return
         masters: Mapping[str, Tensor] = self.masters
-        if self.shared:
+        if self.is_shared:
             masters = {name: master.detach().clone() for name, master in self.masters.items()}
         self.put(values)
         try:
@@ -84,14 +83,13 @@ class Adapter:
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(values[name])
-        self.publish()
+        self.copy_to_model()
 
 
 def make_adapter(parameters: dict[str, nn.Parameter], dtype: torch.dtype) -> Adapter:
     """Masters and copies from freshly injected parameters.
 
-    The parameters stay where they are in the denoiser and take `dtype`, if they have not
-    the base's precision already.
+    The parameters stay in the model and are cast to `dtype`, the base model's precision.
     """
     if dtype == torch.float32:
         return Adapter(parameters, parameters)

@@ -35,7 +35,7 @@ from lora_trainer.run.reading import reading
 from lora_trainer.run.session import Prepared, open_session, prepare
 from lora_trainer.training.build import Built, build_step_context
 from lora_trainer.training.hardware import set_hardware
-from lora_trainer.training.micro_batch import MicroBatch, copied_ahead, make_micro_batch
+from lora_trainer.training.micro_batch import MicroBatch, make_copier, make_micro_batch
 from lora_trainer.training.processes import join_processes
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback
@@ -170,7 +170,7 @@ def public_built(
         replace(choices.layout, compiled=config.compile.enabled is True, shapes=shapes),
         device=choices.device,
         reduce=None,
-        attention_asked=asked_by_user(resolved, "hardware.attention_backend"),
+        is_attention_requested=asked_by_user(resolved, "hardware.attention_backend"),
         latents=(choices.micro, facts.latent_channels, side // facts.downscale, side // facts.downscale),
     )
     called = "U-Net of 30 M weights" if named == SMALL else named
@@ -187,7 +187,7 @@ def public_subject(
     family = reading(config, FAMILIES[architecture.facts.family])
     sides = [trained_resolution(config, architecture.facts)] * 2
     cond_shapes = family.cond_shapes(architecture.denoiser)
-    copied = copied_ahead(context.device, context.dtype)
+    copied = make_copier(context.device, context.dtype)
 
     def micros(step: int) -> list[MicroBatch]:
         refs = [Ref(index, f"random-{index}", 0) for index in range(config.train.effective_batch_size)]

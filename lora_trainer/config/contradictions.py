@@ -304,7 +304,7 @@ def learned_tokens(settings: Settings) -> list[Yields]:
 
 
 def wrong_placeholder_tokens(settings: Settings) -> list[Problem]:
-    """Learned tokens that cannot be told apart from other words; only a user can have named them.
+    """Learned tokens that other words contain or equal; only a user can have named them.
 
     Tokenizers also find them inside other words, and ignore case.
     """

@@ -1,1 +1,1 @@
-"""The memory that a run needs, predicted before anything is loaded: profiles, traces, and the plan that fits."""
+"""Predict the memory that a run needs before anything is loaded: profiles, traces, and the plan that fits."""

@@ -1,11 +1,10 @@
-"""What a GPU's units can do at most, by its name: dense matrix products a second. No torch."""
+"""The peak speed of GPUs, by name: dense matmuls a second. No torch."""
 
 from __future__ import annotations
 
 import re
 
-# Dense products of 16 bits with sums in fp32, TFLOP/s, as data sheets have it; bf16, but for V100 and T4, which have
-# fp16 alone.
+# Dense 16-bit matmuls with fp32 sums, in TFLOP/s, from data sheets; bf16, or fp16 on V100 and T4, which have no bf16.
 GPU_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -47,8 +46,8 @@ GPU_TFLOPS = {
     "RTX 3060 Ti": 32.4,
     "RTX 3060": 25.5,
 }
-USUAL = ("H100", "RTX 4090", "RTX 3060")  # that a plan tells its times for
-OTHER_TFLOPS = {  # of them: dense products of what is not 16 bits wide, as data sheets have it
+USUAL = ("H100", "RTX 4090", "RTX 3060")  # for which a plan shows times
+OTHER_TFLOPS = {  # of them: dense matmuls in other precisions, from data sheets
     "H100": {"int8": 1979.0, "tf32": 494.7, "fp32": 66.9},
     "RTX 4090": {"int8": 660.6, "tf32": 82.6, "fp32": 82.6},
     "RTX 3060": {"int8": 102.0, "tf32": 12.7, "fp32": 12.7},
@@ -56,7 +55,7 @@ OTHER_TFLOPS = {  # of them: dense products of what is not 16 bits wide, as data
 
 
 def rate_of_gpu(name: str) -> float | None:
-    """TFLOP/s of the GPU of that name; None where it is not known, and for a notebook's, which runs slower."""
+    """TFLOP/s of the GPU of that name; None for an unknown one, and for a laptop's, which is slower."""
     if re.search(r"laptop|max-q|mobile", name, re.IGNORECASE):
         return None
     found = [gpu for gpu in GPU_TFLOPS if re.search(rf"\b{re.escape(gpu)}\b", name, re.IGNORECASE)]
@@ -64,8 +63,8 @@ def rate_of_gpu(name: str) -> float | None:
 
 
 def least_seconds(tflop: float, computed: str) -> dict[str, float]:
-    """What so many operations take on each of the usual GPUs, at the least; `computed` in bf16, int8, tf32 or fp32.
+    """The least seconds for so many operations on each of the usual GPUs; `computed` is bf16, int8, tf32 or fp32.
 
-    With products in int8 all of them are taken to be, though those of convolutions and backward passes are not.
+    With int8, all matmuls count as int8, though some are not.
     """
     return {gpu: tflop / OTHER_TFLOPS[gpu].get(computed, GPU_TFLOPS[gpu]) for gpu in USUAL}

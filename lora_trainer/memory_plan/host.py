@@ -35,7 +35,7 @@ def host_of(demand: Demand, fit: MemoryPlan) -> Host:
 
 
 def weight_bytes(family: Family, facts: ModelFacts, precision: str) -> int:
-    """Bytes of the base model that a run on a CPU copies: weights that the file has in the computing precision stay mapped.
+    """Bytes of the base model that a run on a CPU copies: weights already in the computing precision stay mapped.
 
     Raises UsageError for weights that cannot be read. Quantized ones count 0: they are smaller than in the file.
     """

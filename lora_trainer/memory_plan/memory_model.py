@@ -1,6 +1,6 @@
-"""The memory of a model without a stored ledger: traced when first asked for, and remembered in the cache folder.
+"""The memory of a model without a stored memory profile: traced when first needed, and stored in the cache folder.
 
-Torch is loaded only when something is not known yet.
+Torch is loaded only for what is not stored yet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lora_trainer.config.schema import CheckpointingMode, Precision
     from lora_trainer.memory_plan.trace import Subject
 
-STEPS_OF_CHECKPOINTING = 6  # that are tried
+STEPS_OF_CHECKPOINTING = 6  # numbers of checkpointed blocks to try
 
 
 def traced_memory_model(
@@ -37,11 +37,9 @@ def traced_memory_model(
     products: bool = False,
     kind: str = "lora",
 ) -> MemoryModel:
-    """A gauge that traces on the meta device and remembers what it found below `folder`; `rank` is asked for first.
+    """A memory model that traces on the meta device and stores its results below `folder`, first for `rank`.
 
-    `products`: weights in int8 are multiplied so.
-
-    Raises UsageError for targets that match nothing.
+    `products`: int8 weights are multiplied in int8. Raises UsageError for targets that match nothing.
     """
     remembered = _memory(folder / "plans" / f"{_key(family, architecture, targets, kind, products=products)}.json")
 
@@ -63,9 +61,9 @@ def traced_memory_model(
     def footprint(sizes: Sizes, precision: str) -> Footprint:
         kept = "bf16" if precision == "fp16" else precision
         resident = replace(sizes, swapped=0)
-        # Narrow weights are widened in the same way whatever their form, but where int8 is multiplied as it is.
-        alike = FORM_OF[kept] == "narrow" and not (products and kept == "int8")
-        form = "fp8" if alike else kept
+        # All quantized weights are dequantized alike, except int8 that is multiplied in int8.
+        is_alike = FORM_OF[kept] == "narrow" and not (products and kept == "int8")
+        form = "fp8" if is_alike else kept
 
         def measure() -> dict[str, int]:
             return asdict(traced_footprint(subject(sizes.rank, form), resident))
@@ -106,13 +104,13 @@ def _subject(
 
 
 def _memory(path: Path) -> Callable[[str, Callable[[], Any]], Any]:
-    """A function that makes each named thing once and keeps it in the file."""
+    """A function that computes each named value once and keeps it in the file."""
     known = _read(path)
 
     def remembered(name: str, make: Callable[[], Any]) -> Any:
         if name not in known:
             known[name] = make()
-            with suppress(OSError):  # a plan that cannot be remembered is made again
+            with suppress(OSError):  # a value that cannot be stored is computed again
                 write_json(path, known)
         return known[name]
 

@@ -64,7 +64,7 @@ class Footprint:
 class MemoryModel:
     """How much memory the steps of one model take, with one choice of LoRA targets.
 
-    Any number of the `swappable` blocks can be swapped. `shapes` gives the LoRA's tensors for a rank, `weights` the
+    Any number of the `swappable` blocks can be swapped. `shapes` returns the LoRA's tensors for a rank, `weights` the
     bytes of the base model in a precision, `footprint` the peak for sizes and a precision. `stride` is by how many
     blocks to try more checkpointing: a footprint is free from a profile, and takes seconds where it is `traced`.
     """

@@ -1,4 +1,4 @@
-"""What one forward and backward pass holds in memory and computes, traced on tensors without data.
+"""Trace the memory and operations of one forward and backward pass, on tensors without data.
 
 The trainer's own backward pass runs on the meta device. Each tensor's storage is counted from the operator that makes
 it until Python frees it, rounded up to 512 bytes as CUDA's allocator does; attention goes to the flash operator, as on
@@ -39,7 +39,7 @@ from lora_trainer.training.step import StepContext, backward
 
 META = torch.device("meta")
 TIMESTEPS = 1000
-Split = Callable[[int], Sequence[tuple[int, float]]]  # a size -> what kinds it consists of, and each one's share
+Split = Callable[[int], Sequence[tuple[int, float]]]  # a size -> its kinds, with the share of each
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 
 
@@ -47,8 +47,8 @@ ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 class Trace:
     """Bytes and operations of one micro-batch's forward and backward pass.
 
-    `live` is what stands beside weights and copies after each operator. Bytes and operations are kept apart by the
-    kind of their size, as `split` names it.
+    `live` is the memory besides weights and copies after each operator. Bytes and operations are counted for each kind
+    of `split`.
     """
 
     weights: int
@@ -58,7 +58,7 @@ class Trace:
 
     @property
     def peak(self) -> int:
-        """The most that stands at once beside weights and copies."""
+        """The largest memory besides weights and copies."""
         return max(map(sum, self.live))
 
 
@@ -66,7 +66,7 @@ class Trace:
 class Subject:
     """A denoiser on the meta device with its LoRA, ready to be traced. Shapes are those of the trained tensors.
 
-    `made` remembers what operators gave, for the next trace.
+    `results` remembers the results of operators, for the next trace.
     """
 
     denoiser: nn.Module
@@ -74,7 +74,7 @@ class Subject:
     architecture: Architecture
     adapter: Adapter
     dtype: torch.dtype
-    made: dict[Any, Any] = field(default_factory=dict)
+    results: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def blocks(self) -> int:
@@ -86,16 +86,16 @@ class Subject:
 
     @property
     def freed(self) -> list[int]:
-        """Bytes that are not on the GPU when none, one, two, … blocks visit it."""
+        """Bytes that are not on the GPU when none, one, two, … blocks are swapped."""
         return freed_by_swapping(self.denoiser)
 
     @property
     def weights(self) -> int:
-        """Bytes of all that is frozen, as a GPU's allocator holds it."""
+        """Bytes of all frozen weights, as a GPU's allocator rounds them."""
         copies = {id(copy) for copy in self.adapter.copies.values()}
         every = (*self.denoiser.parameters(), *self.denoiser.buffers())
         frozen = [tensor.untyped_storage() for tensor in every if id(tensor) not in copies]
-        return sum({storage._cdata: _held(storage.nbytes()) for storage in frozen}.values())
+        return sum({storage._cdata: _allocated(storage.nbytes()) for storage in frozen}.values())
 
 
 def make_subject(
@@ -109,7 +109,7 @@ def make_subject(
     products: bool = False,
     kind: str = "lora",
 ) -> Subject:
-    """Build the denoiser without weights and put the LoRA on it. `products`: weights in int8 are multiplied so.
+    """Build the denoiser without weights and put the LoRA on it. `products`: int8 weights are multiplied in int8.
 
     Raises UsageError for targets that match nothing.
     """
@@ -119,8 +119,8 @@ def make_subject(
         nn.Module.to(denoiser, dtype)  # not diffusers' own, which warns
         names = target_modules(denoiser, family, targets)
         parameters = ADAPTERS[kind].load().inject(denoiser, names, AdapterOptions(rank, float(rank)), 0)
-        if narrow := make_quantizer(stored, products=products):
-            store_layers(denoiser, narrow)
+        if quantize := make_quantizer(stored, products=products):
+            store_layers(denoiser, quantize)
         adapter = make_adapter(parameters, dtype)
     return Subject(denoiser.train(), family, architecture, adapter, dtype)
 
@@ -139,12 +139,12 @@ def trace(
 ) -> Trace:
     """Trace one micro-batch of latents [micro, C, height, width] with so many blocks checkpointed.
 
-    `offloaded`: what autograd keeps waits in host memory. `split` says for a number of bytes or operations of which of
-    `kinds` it consists.
+    `offloaded`: activations that autograd saves are in host memory. `split` divides a number of bytes or operations
+    among `kinds`.
     """
     checkpoint_blocks(subject.denoiser, checkpointed, recompute)
     copies = list(subject.adapter.copies.values())
-    account = Account(split, kinds, subject.made)
+    account = Account(split, kinds, subject.results)
     for tensor in (*subject.denoiser.parameters(), *subject.denoiser.buffers(), *copies):
         account.follow(tensor)
     resident, weights = list(account.live), subject.weights
@@ -162,15 +162,15 @@ def trace(
 
 
 class Account(TorchDispatchMode):
-    """Follows every storage that appears while it is entered, and counts operations."""
+    """Follows every storage that is allocated inside it, and counts operations."""
 
-    def __init__(self, split: Split, kinds: int, made: dict[Any, Any]) -> None:
+    def __init__(self, split: Split, kinds: int, results: dict[Any, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.split = split
         self.live, self.flops = [0] * kinds, [0] * kinds
         self.line: list[tuple[int, ...]] = []
         self.followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.made = made
+        self.results = results
 
     def follow(self, tensor: Tensor) -> None:
         """Count the tensor's storage from now until it is freed."""
@@ -178,7 +178,7 @@ class Account(TorchDispatchMode):
         key = storage._cdata
         if key in self.followed:
             return
-        size = _held(storage.nbytes())
+        size = _allocated(storage.nbytes())
         parts = [(kind, round(size * share)) for kind, share in self.split(storage.nbytes())]
 
         def forget(_: object) -> None:
@@ -205,29 +205,31 @@ class Account(TorchDispatchMode):
         return result
 
     def _result(self, function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """What the operator gives. Blocks repeat, so what is new memory is made again from its shape, which is quicker."""
-        key = (function, _described(arguments), _described(tuple(named.items())))
-        if key in self.made:
-            made = self.made[key]
-            return made.again() if isinstance(made, _Made) else tree_map_only(_Made, _Made.again, made)
+        """The operator's result. Blocks repeat: a known result in new memory is made from its shape, which is faster."""
+        key = (function, _signature(arguments), _signature(tuple(named.items())))
+        if key in self.results:
+            known = self.results[key]
+            return known.make() if isinstance(known, _NewTensor) else tree_map_only(_NewTensor, _NewTensor.make, known)
         result = function(*arguments, **named)
-        given = {leaf.untyped_storage()._cdata for leaf in _tensors((arguments, tuple(named.values())))}
-        if all(leaf.is_meta and leaf.untyped_storage()._cdata not in given for leaf in _tensors(result)):
-            self.made[key] = tree_map_only(Tensor, lambda leaf: _Made(leaf.shape, leaf.stride(), leaf.dtype), result)
+        inputs = {leaf.untyped_storage()._cdata for leaf in _tensors((arguments, tuple(named.values())))}
+        if all(leaf.is_meta and leaf.untyped_storage()._cdata not in inputs for leaf in _tensors(result)):
+            self.results[key] = tree_map_only(
+                Tensor, lambda leaf: _NewTensor(leaf.shape, leaf.stride(), leaf.dtype), result
+            )
         return result
 
 
 class Watched(Offload):
-    """Offloading whose storages are followed when they come back too."""
+    """Offloading whose storages are followed again when they return."""
 
     def __init__(self, account: Account, denoiser: nn.Module, device: torch.device = META) -> None:
         super().__init__(device, denoiser)
         self.account = account
 
     def around(self, predict: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def with_offload(*given: Any) -> Tensor:
+        def with_offload(*arguments: Any) -> Tensor:
             with self.keeping():
-                return predict(*given)
+                return predict(*arguments)
 
         return with_offload
 
@@ -242,19 +244,19 @@ class Watched(Offload):
 
 
 @dataclass(frozen=True)
-class _Made:
-    """A tensor of an operator's result, to be made again."""
+class _NewTensor:
+    """Shape and dtype of a new tensor in an operator's result, to make another one."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def again(self) -> Tensor:
+    def make(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
 
 
-def _held(size: int) -> int:
-    """What a GPU's allocator holds for so many bytes."""
+def _allocated(size: int) -> int:
+    """What a GPU's allocator reserves for so many bytes."""
     return -(-size // ROUNDING) * ROUNDING
 
 
@@ -267,17 +269,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _described(value: Any) -> Any:
-    """What a result's shape hangs on, to be compared."""
+def _signature(value: Any) -> Any:
+    """What the shape of a result depends on, as a key."""
     if isinstance(value, Tensor):
         return (value.shape, value.stride(), value.dtype)
     if isinstance(value, list | tuple):
-        return tuple(map(_described, value))
+        return tuple(map(_signature, value))
     return (type(value), value)
 
 
 def _step_context(subject: Subject) -> StepContext:
-    """What the backward pass asks of a learner; gradients stay where autograd leaves them."""
+    """The context that the backward pass needs; gradients stay where autograd puts them."""
     process = Process(torch.empty(TIMESTEPS), cast("Prediction", subject.architecture.facts.prediction))
     masters = subject.adapter.masters
     return StepContext(

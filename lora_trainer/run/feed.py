@@ -23,7 +23,7 @@ from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.run.caching import LATENT_DTYPE, in_halves
 from lora_trainer.run.choices import Choices
 from lora_trainer.run.inputs import Inputs
-from lora_trainer.training.micro_batch import MicroBatch, copied_ahead, make_micro_batch
+from lora_trainer.training.micro_batch import MicroBatch, make_copier, make_micro_batch
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import StepContext
 
@@ -58,7 +58,7 @@ def make_feed(
     """
     seed = config.train.seed
     plan = plan_steps(data.samples, config.train.effective_batch_size, seed)
-    copied = copied_ahead(context.device, context.dtype)
+    copied = make_copier(context.device, context.dtype)
 
     def groups_of(refs: tuple[Ref, ...]) -> tuple[tuple[Ref, ...], ...]:
         return split_micros(refs, lambda ref: data.bucket(ref, seed), micro)

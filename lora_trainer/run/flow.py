@@ -1,4 +1,4 @@
-"""From a prepared session to a judged LoRA: resume, train, export, validate, draw."""
+"""Run a session from start to end: resume, train, export, check the LoRA, draw."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lora_trainer.core.errors import UserError, first_line
 from lora_trainer.core.hardware import describe_machine
 from lora_trainer.core.interrupt import remembering, stop_if_signalled
 from lora_trainer.core.io import write_text
-from lora_trainer.data.sample_counts import FILE as LEDGER
+from lora_trainer.data.sample_counts import FILE as SAMPLE_COUNTS
 from lora_trainer.data.sample_counts import never_trained, write_sample_counts
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.export.lora_file import write_learned_tokens
@@ -53,7 +53,7 @@ from lora_trainer.run.resuming import find_start, fixed_settings
 from lora_trainer.run.room import refuse_without_room, room_for
 from lora_trainer.run.session import TIMED_ATTENTION, Prepared, Session, open_session, prepare
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
-from lora_trainer.training.control import stopped_early
+from lora_trainer.training.control import is_stopped_early
 from lora_trainer.training.loop import train
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import StepContext
@@ -78,15 +78,18 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
         order.console.print(line)
     prepared = prepare(session, settings)
     if session.processes.is_main:
-        text, file = to_toml(repeatable(prepared.session, prepared.built.attention)), order.folder / "config.toml"
+        text, file = (
+            to_toml(repeatable_config(prepared.session, prepared.built.attention)),
+            order.folder / "config.toml",
+        )
         keep = partial(write_text, file, text)
         current().keep(file.name, keep)
         write_with_retry(file.name, order.folder, keep, len(text))
     record = with_preparation(record, prepared, settings)
-    if session.processes.is_main:  # a run that fails from here on says what it ran on
+    if session.processes.is_main:  # a run that fails from here on has its hardware in the record
         write_record(order.folder, record)
-        (order.folder / LEDGER).unlink(missing_ok=True)  # an earlier session's
-    with remembering():  # what was trained is recorded before a signal ends more
+        (order.folder / SAMPLE_COUNTS).unlink(missing_ok=True)  # an earlier session's
+    with remembering():  # what was trained is recorded before a signal ends the run
         try:
             shapes = weight_shapes(prepared.built.context)
             done, total = start.state.step if start else 0, session.steps.total
@@ -101,12 +104,12 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
                 state, interrupt = train(prepared.run, start, trackers, progress)
         except UserError:
             if session.processes.is_main and (saved := newest_valid(prepared.run.checkpoints)[0]) is not None:
-                with contextlib.suppress(OSError):  # a disk that refused what was trained
-                    write_record(order.folder, with_ledger(record, prepared, saved[1].state))
+                with contextlib.suppress(OSError):  # the disk may refuse this too
+                    write_record(order.folder, with_sample_counts(record, prepared, saved[1].state))
             raise
         finally:
             prepared.feed.close()
-        early = stopped_early(session.config.safeguards, state.control)
+        early = is_stopped_early(session.config.safeguards, state.control)
         trained = state.seconds - (start.state.seconds if start else 0.0)
         record = replace(
             record.with_seconds(train=trained),
@@ -114,11 +117,11 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
             training=asdict(state) | {"stopped_early": early},
             reason=f"the validation loss got no lower in {state.control.without_gain} validations" if early else None,
             checkpoints=prepared.run.writer.summary(),
-            memory=memory_told(session.choices.device),
+            memory=memory_summary(session.choices.device),
             seen=prepared.run.watches.summary(),
         )
         if session.processes.is_main:
-            record = with_ledger(record, prepared, state)
+            record = with_sample_counts(record, prepared, state)
             write_record(order.folder, record)
     if interrupt or not session.processes.is_main:
         return Outcome(record, None, None, interrupt.exit_code if interrupt else None)
@@ -127,7 +130,7 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
 
 
 def weight_shapes(context: StepContext) -> list[tuple[int, ...]]:
-    """Of the trained weights."""
+    """The shapes of the trained weights."""
     return [tuple(value.shape) for value in context.adapter.masters.values()]
 
 
@@ -145,7 +148,7 @@ def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any
         record.with_seconds(cache=prepared.cache_seconds),
         hardware=hardware,
         changed=(*record.changed, *moved),
-        pinned=record.pinned | pinned(record.config, decided(session, prepared.built.attention)),
+        pinned=record.pinned | pinned(record.config, decided_settings(session, prepared.built.attention)),
         model={**record.model, "sha256": settings["model"]},
         arithmetic=session.steps.to_json(),
         choices=(
@@ -158,39 +161,39 @@ def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any
     )
 
 
-def with_ledger(record: Record, prepared: Prepared, state: TrainState) -> Record:
-    """The record with what was trained how often, which is said and written beside it.
+def with_sample_counts(record: Record, prepared: Prepared, state: TrainState) -> Record:
+    """The record with the sample counts, which are also logged and written to a file.
 
-    A disk that is full costs the table alone: the weights are saved already.
+    On a full disk only that file is missing: the weights are saved already.
     """
     session = prepared.session
     if not state.step:
         return record
-    ledger = prepared.feed.sample_counts(state.step)
-    told = ledger.line + (f"; {state.skipped} of {state.step} steps were left out" if state.skipped else "")
-    session.console.print(f"trained: {told}")
-    summary = ledger.to_json() | {"skipped_steps": state.skipped, "line": told}
+    counts = prepared.feed.sample_counts(state.step)
+    line = counts.line + (f"; {state.skipped} of {state.step} steps were skipped" if state.skipped else "")
+    session.console.print(f"trained: {line}")
+    summary = counts.to_json() | {"skipped_steps": state.skipped, "line": line}
     try:
-        file: str | None = write_sample_counts(session.folder, ledger)
+        file: str | None = write_sample_counts(session.folder, counts)
     except OSError as error:
-        session.console.print(f"{LEDGER} could not be written: {error}")
+        session.console.print(f"{SAMPLE_COUNTS} could not be written: {error}")
         file = None
     return replace(record, sample_counts=summary, files={**record.files, "sample_counts": file})
 
 
-def repeatable(session: Session, attention: str) -> Config:
-    """The config that repeats this run from any folder: absolute paths, and what the hardware decided.
+def repeatable_config(session: Session, attention: str) -> Config:
+    """The config that repeats this run from any folder: absolute paths, and the settings chosen for the hardware.
 
-    In a file these count as asked for, and what was asked for never falls back.
+    In a file these count as set by the user, so they never fall back.
     """
     config = with_absolute_paths(session.config)
-    held = {"run": {"name": session.folder.name}, **decided(session, attention)}
-    sections = {name: getattr(config, name).model_copy(update=values) for name, values in held.items()}
+    fixed = {"run": {"name": session.folder.name}, **decided_settings(session, attention)}
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in fixed.items()}
     return config.model_copy(update=sections)
 
 
-def decided(session: Session, attention: str) -> dict[str, dict[str, Any]]:
-    """What the hardware, or a measurement, made of settings that leave it open; by section and key."""
+def decided_settings(session: Session, attention: str) -> dict[str, dict[str, Any]]:
+    """The values of automatic settings, from the hardware or a measurement, by section and key."""
     found = {"max_micro_batch_size": session.choices.micro} if session.config.train.auto_find_micro_batch_size else {}
     threads = {"threads": torch.get_num_threads()} if session.choices.device.type == "cpu" else {}
     return {
@@ -200,20 +203,20 @@ def decided(session: Session, attention: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def memory_told(device: torch.device) -> dict[str, float]:
-    """For the record: the peak, and on a GPU what was held for it, what is held but in no use, how often it was tight."""
-    told = {"peak_gib": round(highest_memory_gib(device), 3)}
-    if held := gpu_pool(device):
-        told |= {"held_gib": round(held.most_reserved / 2**30, 3), "unused_gib": round(held.unused / 2**30, 3)}
-        told |= {"retries": held.retries, "limit_gib": round(held.limit / 2**30, 3)}
-    return told
+def memory_summary(device: torch.device) -> dict[str, float]:
+    """For the record: peak memory, and on a GPU what torch reserved, what of it is unused, and allocation retries."""
+    summary = {"peak_gib": round(highest_memory_gib(device), 3)}
+    if pool := gpu_pool(device):
+        summary |= {"held_gib": round(pool.most_reserved / 2**30, 3), "unused_gib": round(pool.unused / 2**30, 3)}
+        summary |= {"retries": pool.retries, "limit_gib": round(pool.limit / 2**30, 3)}
+    return summary
 
 
 @contextlib.contextmanager
 def open_trackers(session: Session, start: Checkpoint | None, changed: Sequence[str]) -> Iterator[Trackers | None]:
     """The run's files of metrics and events; None in all processes but the main one.
 
-    `changed` is what a resumed run does otherwise than before.
+    `changed` are the differences of a resumed run.
     """
     if not session.processes.is_main:
         yield None
@@ -228,7 +231,7 @@ def open_trackers(session: Session, start: Checkpoint | None, changed: Sequence[
 
 
 def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
-    """Export, judge and draw; the record with scores and files."""
+    """Export, check and draw; the outcome with scores and files."""
     session, built = prepared.session, prepared.built
     config, console, folder = session.config, session.console, session.folder
     began, name = time.monotonic(), session.folder.name
@@ -249,33 +252,33 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
         stored,
         adapter_kind(config).forms,
     )
-    with remembering():  # the record names the files whatever becomes of the gate
+    with remembering():  # the record names the files, whatever the gate finds
         kohya, diffusers = write_with_retry(
             "the LoRA", folder, export, lora_bytes(config, weight_shapes(built.context))
         )
         write = partial(write_learned_tokens, folder, name, replace(weights, embeddings=embeddings), dtype=stored)
-        words = write_with_retry("new words", folder, write, 0)
+        tokens = write_with_retry("learned tokens", folder, write, 0)
         files = {**record.files, "kohya": kohya.name, "diffusers": diffusers.name}
-        files |= {path.stem.removeprefix(f"{name}."): path.name for path in words}
+        files |= {path.stem.removeprefix(f"{name}."): path.name for path in tokens}
         record = replace(record, files=files, released=released.to_json())
         write_record(folder, record)
     console.print(f"exported: {kohya.name} and {diffusers.name} (step {released.step})")
-    if words:
-        console.print(f"new words, also in {kohya.name}: {', '.join(path.name for path in words)}", markup=False)
+    if tokens:
+        console.print(f"learned tokens, also in {kohya.name}: {', '.join(path.name for path in tokens)}", markup=False)
     stop_if_signalled()
-    outcome = measure(prepared, record, state, kohya, untrained)
+    outcome = check_lora(prepared, record, state, kohya, untrained)
     return replace(outcome, record=outcome.record.with_seconds(validate=time.monotonic() - began))
 
 
-def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, untrained: Sequence[str]) -> Outcome:
-    """Judge the exported file and draw with it, where `gates.lora_check` asks for it; the record with what came of it."""
+def check_lora(prepared: Prepared, record: Record, state: TrainState, kohya: Path, untrained: Sequence[str]) -> Outcome:
+    """Check the exported file and draw with it, as `gates.lora_check` says; the outcome with the report."""
     session, config, console = prepared.session, prepared.session.config, prepared.session.console
     step, can_check = record.released["step"], ADAPTERS[config.lora.type].is_checked
-    checked = can_check and config.gates.lora_check != "off"
-    if checked:
+    is_checked = can_check and config.gates.lora_check != "off"
+    if is_checked:
         free_step_context(prepared.built.context)
         console.print("validating the LoRA from its file")
-        reached(session, state, "validating")
+        show_phase(session, state, "validating")
         report = judge_lora(
             kohya,
             config,
@@ -290,15 +293,15 @@ def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, 
         console.print(f"{why}: the LoRA is not scored, and no images are made with it")
         report = LoraReport(None, config.gates.lora, {})
     unseen = never_trained(prepared.feed.plan, step, state.step)
-    judged = (cause_shown(each, config, step) for each in report.findings)
+    explained = (cause_shown(each, config, step) for each in report.findings)
     falling = still_falling(read_lines(session.folder / VALIDATION), state.step)
-    findings = (unseen, *judged, falling, *map(untrained_word, untrained))
+    findings = (unseen, *explained, falling, *map(untrained_word, untrained))
     report = replace(report, findings=tuple(filter(None, findings)))
     score = None if report.score is None else round(report.score, 4)
     record = replace(record, scores={**record.scores, "lora": score}, lora=report.to_json())
-    if not checked:
+    if not is_checked:
         return Outcome(record, report, None)
-    reached(session, state, "drawing")
+    show_phase(session, state, "drawing")
     try:
         with counting(console) as count:
             comparison = draw_comparison(
@@ -312,20 +315,15 @@ def measure(prepared: Prepared, record: Record, state: TrainState, kohya: Path, 
                 most=1 if config.gates.lora_check == "lite" else None,
                 progress=count(DRAWN),
             )
-    except (
-        RuntimeError,
-        ValueError,
-        OSError,
-        MemoryError,
-    ) as error:  # the LoRA is whole and judged: images are not worth its loss
+    except (RuntimeError, ValueError, OSError, MemoryError) as error:  # the LoRA is whole and checked
         console.print(f"the before/after images could not be drawn: {first_line(error)}")
         return Outcome(record, report, None)
     files = {**record.files, "before_after": comparison.relative_to(session.folder).as_posix()}
     return Outcome(replace(record, files=files), report, comparison)
 
 
-def reached(session: Session, state: TrainState, phase: Phase) -> None:
-    """Tell the watcher that training is over and what comes now."""
+def show_phase(session: Session, state: TrainState, phase: Phase) -> None:
+    """Report the phase after training to the watcher."""
     session.order.watch(
         Progress(
             phase,
@@ -339,7 +337,7 @@ def reached(session: Session, state: TrainState, phase: Phase) -> None:
 
 
 def free_step_context(context: StepContext) -> None:
-    """Take what was trained off the GPU: judging and drawing load a fresh base."""
+    """Take the trained model off the GPU: the check and drawing load a fresh base model."""
     move_to_device(context.denoiser, torch.device("cpu"))
     for module in context.modules[1:]:
         module.to("cpu")

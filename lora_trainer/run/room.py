@@ -11,7 +11,7 @@ from lora_trainer.core.disk import Patience, free_bytes, size_words
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.run.disk import highest_bytes
 from lora_trainer.run.order import Order
-from lora_trainer.training.checkpoints.checkpoint import kept, list_checkpoints
+from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, resume_hint
 
 SCARCE = 1.2  # times what is needed: below that it is said
 
@@ -47,7 +47,9 @@ class Room:
 def patience_of(order: Order) -> Patience:
     """How a run meets a disk that refuses."""
     checkpoints = order.folder / "checkpoints"
-    return Patience(order.config.checkpoint.wait_minutes, order.console.print, lambda: kept(checkpoints), order.folder)
+    return Patience(
+        order.config.checkpoint.wait_minutes, order.console.print, lambda: resume_hint(checkpoints), order.folder
+    )
 
 
 def room_for(config: Config, folder: Path, shapes: Sequence[tuple[int, ...]], done: int, total: int) -> Room:

@@ -1,4 +1,4 @@
-"""A session made ready: chosen for the hardware, caches filled, denoiser and LoRA built, the loop's job laid out."""
+"""Prepare a session: choose for the hardware, fill the caches, build denoiser and LoRA, and the loop's run."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.step import StepContext
-from lora_trainer.training.texts import encoded_now
+from lora_trainer.training.texts import encode_validation_captions
 
 VALIDATION_TIMESTEPS = 8
 TIMED_ATTENTION = "timed_attention"  # in the record's hardware
 UNEVEN_PRODUCTS = (
-    "warning: matrix products of this process round by the address of their operands, so results differ in rounding "
-    "from run to run. Import lora_trainer before anything is computed, or set MKL_CBWR=AUTO,STRICT."
+    "warning: matrix products of this process round by the memory address of their operands, so results differ in "
+    "rounding from run to run. Import lora_trainer before anything is computed, or set MKL_CBWR=AUTO,STRICT."
 )
 
 
@@ -75,7 +75,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that the loop and the release need. `cache_seconds` is what filling the caches took."""
+    """All that the loop and the export need. `cache_seconds` is the time to fill the caches."""
 
     session: Session
     built: Built
@@ -86,7 +86,7 @@ class Prepared:
 
 
 def open_session(order: Order, inputs: Inputs) -> Session:
-    """Join the processes and choose for the hardware; nothing heavy yet."""
+    """Join the processes and choose for the hardware; loads no model."""
     processes = join_processes(order.config.train.process_timeout_minutes)
     if crowded := cap_memory(order.config, processes.device):
         order.console.print(crowded)
@@ -101,7 +101,7 @@ def open_session(order: Order, inputs: Inputs) -> Session:
 
 
 def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
-    """Fill the caches, then build the learner; `settings` go into each checkpoint. Raises UserError."""
+    """Fill the caches, then build the step context; `settings` are in each checkpoint. Raises UserError."""
     inputs, console = session.inputs, session.console
     show_views(session.config, inputs, session.steps, console)
     for line in (session.steps.line, *model_lines(session.config, inputs), *session.choices.lines):
@@ -123,14 +123,14 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
         data = replace(data, fresh=fresh)
     session = with_found_micro(session, built.context, data)
     feed = make_feed(session.config, data, built.context, session.processes, session.choices.micro, session.steps.total)
-    run = make_job(session, built, feed, validation, settings)
+    run = make_run(session, built, feed, validation, settings)
     return Prepared(session, built, feed, run, validation, cache_seconds)
 
 
 def with_found_micro(session: Session, context: StepContext, data: CachedData) -> Session:
-    """The session with the micro-batch that `train.auto_find_micro_batch_size` finds, which is said with its numbers.
+    """The session with the micro-batch size that `train.auto_find_micro_batch_size` finds, which is logged.
 
-    A run that is gone on with keeps what was found when it began: another size would change its rounding.
+    A resumed run keeps the size found at its start: another would change its rounding.
     """
     config, processes = session.config, session.processes
     if not config.train.auto_find_micro_batch_size:
@@ -141,7 +141,7 @@ def with_found_micro(session: Session, context: StepContext, data: CachedData) -
     )
     found = earlier_find(session.folder) if session.order.resume else None
     if found is not None:
-        micro, reason = min(found, most), "as it was found when the run began (train.auto_find_micro_batch_size)"
+        micro, reason = min(found, most), "found at the start of the run (train.auto_find_micro_batch_size)"
     else:
         with nullcontext() if context.compiled is None else context.compiled.off():
             micro, reason = find_micro(config, session.inputs, context, data, most)
@@ -153,7 +153,7 @@ def with_found_micro(session: Session, context: StepContext, data: CachedData) -
 
 
 def fill(session: Session) -> CachePlans:
-    """Fill what is missing of the caches, together with the other processes; nobody waits in a collective."""
+    """Fill the missing entries of the caches, shared among processes, without waiting in a collective."""
     console, processes = session.console, session.processes
     plans = plan_caches(session.config, session.inputs, session.choices)
     for line in plans.lines:
@@ -175,7 +175,7 @@ def fill(session: Session) -> CachePlans:
 
 
 def filling_lines(console: Console) -> Callable[[str, int, int], None]:
-    """A line at the end of each cache, and for every hundred entries on the way, whoever built them."""
+    """A function that prints a line for every hundred entries of a cache, and at its end, of all processes."""
     shown: dict[str, int] = {}
 
     def show(what: str, done: int, total: int) -> None:
@@ -187,7 +187,7 @@ def filling_lines(console: Console) -> Callable[[str, int, int], None]:
 
 
 def layout_of(session: Session) -> Layout:
-    """How the denoiser is held and run: what was chosen for the hardware, and what the length of the run makes of it."""
+    """The denoiser's layout: as chosen for the hardware, and compiled where the run is long enough."""
     inputs, steps, choices = session.inputs, session.steps, session.choices
     compiled = compiling_pays(session.config, choices.device, steps.total)
     shapes = micro_shapes(steps, len(inputs.train_plan.counts))
@@ -196,7 +196,7 @@ def layout_of(session: Session) -> Layout:
 
 def build(session: Session) -> Built:
     processes = session.processes
-    config, asked = with_attention_of_before(session)
+    config, is_requested = with_earlier_attention(session)
     built = build_step_context(
         config,
         session.inputs.family,
@@ -204,7 +204,7 @@ def build(session: Session) -> Built:
         layout_of(session),
         device=session.choices.device,
         reduce=processes.reduce,
-        attention_asked=asked,
+        is_attention_requested=is_requested,
         latents=largest_latents(session),
     )
     return replace(
@@ -213,10 +213,10 @@ def build(session: Session) -> Built:
     )
 
 
-def with_attention_of_before(session: Session) -> tuple[Config, bool]:
-    """The config, and whether its attention was asked for: a run that is gone on with keeps what was the fastest.
+def with_earlier_attention(session: Session) -> tuple[Config, bool]:
+    """The config, and whether the user set its attention backend: a resumed run keeps what was the fastest.
 
-    Another time might give another answer, and another attention rounds otherwise.
+    A new timing could choose another backend, which rounds otherwise.
     """
     config, order = session.config, session.order
     if (
@@ -232,14 +232,14 @@ def with_attention_of_before(session: Session) -> tuple[Config, bool]:
 
 
 def earlier_threads(folder: Path) -> int | None:
-    """How many threads the run's own record says that it began with; None where it says no such number."""
+    """The threads at the start of the run, from its record; None where it has no such number."""
     hardware = (read_record(folder) or {}).get("hardware")
     count = hardware.get("threads") if isinstance(hardware, dict) else None
     return count if isinstance(count, int) and count > 0 else None
 
 
 def earlier_attention(folder: Path) -> str | None:
-    """What the run's own record says was timed as the fastest; None where it says nothing that is known here."""
+    """The fastest attention backend from the run's record; None where it has none that is known here."""
     hardware = (read_record(folder) or {}).get("hardware")
     name = hardware.get(TIMED_ATTENTION) if isinstance(hardware, dict) else None
     return name if name in get_args(AttentionName) else None
@@ -253,29 +253,29 @@ def largest_latents(session: Session) -> tuple[int, int, int, int]:
     return session.choices.micro, facts.latent_channels, height, width
 
 
-def make_job(
+def make_run(
     session: Session, built: Built, feed: Feed, validation: list[EncodedSample], settings: dict[str, Any]
 ) -> Run:
-    """The loop's job: how to get the micro-batches of a step, validate and sample."""
+    """What the loop needs: how to get the micro-batches of a step, validate and sample."""
     config, context = session.config, built.context
 
     def predict(*arguments: Any) -> Tensor:
         with abortable():
             return context.predict(context.denoiser, *arguments)
 
-    def validate(asked: int) -> float:
+    def validate(batch_size: int) -> float:
         for module in context.modules:
             module.eval()
         try:
-            with context.adapter.holding(context.shown()):
+            with context.adapter.swapped_in(context.shown()):
                 losses = validation_losses(
                     predict,
-                    encoded_now(context.texts, validation, context.device),
+                    encode_validation_captions(context.texts, validation, context.device),
                     context.process,
                     seed=config.train.seed,
                     timesteps=VALIDATION_TIMESTEPS,
                     device=context.device,
-                    micro=asked,
+                    micro=batch_size,
                     dtype=context.dtype,
                 )
         finally:
@@ -312,7 +312,7 @@ def make_job(
 
 
 def try_to_draw(session: Session, built: Built, state: TrainState) -> None:
-    """Images while training. Out of memory or a full disk there must not end the training: it is said, no more."""
+    """Draw images while training. Out of memory or a full disk is logged, and does not end the training."""
     try:
         draw_while_training(
             session.folder,
@@ -330,7 +330,7 @@ def try_to_draw(session: Session, built: Built, state: TrainState) -> None:
         reason = first_line(error)
     else:
         return
-    # Out here nothing holds the pipeline that drew any more, and there is room for the denoiser, where it made way.
+    # Out here the pipeline is freed: there is room for the denoiser, where that was moved away.
     free_memory(session.choices.device)
     move_to_device(built.context.denoiser, session.choices.device)
     session.console.print(f"no images at step {state.step}: {reason}")

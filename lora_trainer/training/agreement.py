@@ -1,4 +1,4 @@
-"""Compiled blocks held against eager ones: the gradients of a step's samples, before the step is made."""
+"""Compare the gradients of compiled blocks with those of eager ones, on a step's samples before the step."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from lora_trainer.models.compiled import Compiled
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.step import StepContext, abort_step, backward
 
-MARGIN = 4.0  # compiled blocks round at other places, and sum in another order
+MARGIN = 4.0  # compiled blocks round elsewhere, and sum in another order
 TF32 = 2.0**-10  # its last digit
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Lengths over that of eager's gradient: of what compiled blocks differ by, and of what rounding alone makes."""
+    """Relative to the length of eager's gradient: the difference of compiled blocks, and that of rounding alone."""
 
     off: float
     rounding: float
 
     @property
-    def holds(self) -> bool:
+    def is_close(self) -> bool:
         return self.off <= MARGIN * self.rounding
 
     @property
-    def words(self) -> str:
-        return f"gradients are {self.off:.1e} off those of blocks that are not compiled, rounding gives {self.rounding:.1e}"
+    def message(self) -> str:
+        return f"gradients differ by {self.off:.1e} from eager blocks'; rounding alone gives {self.rounding:.1e}"
 
 
 def agreement(
@@ -39,18 +39,17 @@ def agreement(
 ) -> Agreement | None:
     """Compiled and eager gradients of the same samples and noise; None where eager's are zero or not finite.
 
-    What rounding makes is found by asking eager twice, the second time with inputs one rounding away, so that all that
-    follows rounds otherwise; it is at least one rounding of the step's precision. Up projections that stand at zero, as
-    in a new adapter, are given small values for it, since the gradients of the others would all be zero. Everything is
-    left as it was.
+    The effect of rounding is measured by a second eager pass, with inputs one rounding away, so that all that follows
+    rounds otherwise; it is at least one rounding of the step's precision. Up projections at zero, as in a new adapter,
+    get small values meanwhile, since the gradients of the down projections would be zero. Nothing stays changed.
     """
     unit = TF32 if tf32 and context.dtype == torch.float32 else torch.finfo(context.dtype).eps
     ready = [micro.to(context.device, context.dtype) for micro in micros]
-    with context.adapter.holding(none_at_zero(context.adapter)):
+    with context.adapter.swapped_in(fill_zeros(context.adapter)):
         found = gradients(context, ready, samples)
         with compiled.off():
             wanted = gradients(context, ready, samples)
-            again = gradients(context, [nudged(micro, unit) for micro in ready], samples)
+            again = gradients(context, [nudge(micro, unit) for micro in ready], samples)
     length = float(wanted.norm())
     if not math.isfinite(length) or not length:
         return None
@@ -59,7 +58,7 @@ def agreement(
 
 def gradients(context: StepContext, micros: Sequence[MicroBatch], samples: int) -> Tensor:
     """All of a step's gradients, one after the other, on the CPU in float64; the masters keep none."""
-    torch.manual_seed(0)  # for dropout, which a step seeds by its place
+    torch.manual_seed(0)  # for dropout, which a step seeds by its position
     for micro in micros:
         backward(replace(context, scaler=None), micro, samples)
     parts = [master.grad.flatten().cpu() for master in context.masters if master.grad is not None]
@@ -67,7 +66,7 @@ def gradients(context: StepContext, micros: Sequence[MicroBatch], samples: int) 
     return torch.cat(parts).double() if parts else torch.zeros(1, dtype=torch.float64)
 
 
-def none_at_zero(adapter: Adapter) -> dict[str, Tensor]:
+def fill_zeros(adapter: Adapter) -> dict[str, Tensor]:
     """The adapter's values, with small random ones in place of tensors that are all zero."""
     draw = torch.Generator().manual_seed(0)
     return {
@@ -78,8 +77,8 @@ def none_at_zero(adapter: Adapter) -> dict[str, Tensor]:
     }
 
 
-def nudged(micro: MicroBatch, unit: float) -> MicroBatch:
-    """The same with latents and noise larger or smaller by the share `unit`."""
+def nudge(micro: MicroBatch, unit: float) -> MicroBatch:
+    """The same with latents and noise larger or smaller by the factor 1 ± `unit`."""
     draw = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, micro.latents.shape, generator=draw).mul_(2).sub_(1).to(micro.latents.device)
     factor = 1 + unit * signs

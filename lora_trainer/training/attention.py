@@ -1,4 +1,4 @@
-"""The attention of a run: which are tried, at which sizes, and what is put into the denoiser."""
+"""Choose a run's attention backend: which are tried, at which sizes, and which is installed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.attention.shapes import AttentionShape, shapes_of, small_shapes
 from lora_trainer.models.family import Family
 
-ALIKE = ("sdpa", "flash", "math")  # give the same bits each time when torch is told to
-TORCH_ALONE = ("auto", "sdpa", "math")  # which on a processor need no look at this run's sizes
+ALIKE = ("sdpa", "flash", "math")  # can give the same bits each time (train.deterministic)
+TORCH_ALONE = ("auto", "sdpa", "math")  # on a CPU these do not depend on this run's sizes
 
 MOST_SCORES = 2**26  # bytes of one attention; a step keeps several such tensors for each of its layers
 
 
-def put_attention_on(
+def set_up_attention(
     denoiser: nn.Module,
     config: Config,
     family: Family,
@@ -28,13 +28,13 @@ def put_attention_on(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    asked: bool,
+    is_requested: bool,
     reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> AttentionChoice:
     """Choose the attention and install it. `latents` is the shape [B, C, h, w] of the run's largest micro-batch.
 
-    `reduce` sums over processes: all take the same where the fastest is wanted. Raises UsageError where what the user
-    `asked` for does not work, or nothing does.
+    `reduce` sums over processes: with `fastest`, all take the same. Raises UsageError where the backend that the user
+    requested (`is_requested`) does not work, or none does.
     """
     wanted = config.hardware.attention_backend
     shapes: tuple[AttentionShape, ...]
@@ -46,16 +46,16 @@ def put_attention_on(
     if wanted == "fastest":
         choice = fastest_attention(timed_attentions(config, device, shapes, dtype), dtype, device, shapes, reduce)
     else:
-        choice = choose_attention(wanted, attention_order(config, asked), dtype, device, shapes)
+        choice = choose_attention(wanted, attention_order(config, is_requested=is_requested), dtype, device, shapes)
     install_attention(denoiser, choice.name)
     return choice
 
 
-def attention_order(config: Config, asked: bool) -> tuple[str, ...]:
-    """What to try when the wanted implementation fails; nothing when a user insisted on it."""
-    if asked and config.hardware.attention_backend != "auto":
+def attention_order(config: Config, *, is_requested: bool) -> tuple[str, ...]:
+    """What to try where the configured backend fails; nothing where the user requested it."""
+    if is_requested and config.hardware.attention_backend != "auto":
         return ()
-    if config.train.deterministic:  # xformers does not say whether it gives the same bits each time
+    if config.train.deterministic:  # xformers does not promise the same bits each time
         return ("sdpa", "math")
     if config.hardware.attention_backend == "xformers":
         return ("xformers", "sdpa", "math")
@@ -65,7 +65,7 @@ def attention_order(config: Config, asked: bool) -> tuple[str, ...]:
 def timed_attentions(
     config: Config, device: torch.device, shapes: Sequence[AttentionShape], dtype: torch.dtype
 ) -> tuple[str, ...]:
-    """What `fastest` tries. Nothing that keeps every score on a GPU, where no plan of its memory would hold, or of many."""
+    """What `fastest` tries. `math` keeps every score: never on a GPU, whose memory plan has no room for them."""
     names = ALIKE if config.train.deterministic else tuple(KINDS)
     scores = max((shape.batch * shape.heads * shape.queries * shape.keys for shape in shapes), default=0)
     keeps = device.type != "cuda" and scores * dtype.itemsize <= MOST_SCORES

@@ -1,4 +1,4 @@
-"""From a config to a learner: the denoiser with its LoRA, attention, checkpointing and optimizer."""
+"""Build what a step works on from a config: denoiser, LoRA, attention, checkpointing and optimizer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from lora_trainer.models.memory.phases import count_of, no_more
 from lora_trainer.models.quantization.store import counted_products, int8_products, make_quantizer
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer, shares_of
-from lora_trainer.training.attention import put_attention_on
-from lora_trainer.training.compiling import compiled_as_wanted
+from lora_trainer.training.attention import set_up_attention
+from lora_trainer.training.compiling import compile_if_enabled
 from lora_trainer.training.hardware import hardware_note, set_memory_order, try_convolutions
 from lora_trainer.training.layout import Layout
 from lora_trainer.training.step import Guard, StepContext
@@ -36,9 +36,10 @@ from lora_trainer.training.texts import TrainedTexts, build_texts
 
 @dataclass(frozen=True)
 class Built:
-    """The learner, the weight shapes of the untouched denoiser, and of trained text encoders, by name, and what was decided, also as sentences.
+    """The step context, and what was chosen for it.
 
-    `details` are sentences for the record, printed in a verbose run alone.
+    `shapes` are the weight shapes of the untouched denoiser and trained text encoders, by name. `notes` are lines for
+    the log; `details` are for the record, printed only in a verbose run.
     """
 
     context: StepContext
@@ -58,55 +59,62 @@ def build_step_context(
     *,
     device: torch.device,
     reduce: Callable[[Tensor], Tensor] | None,
-    attention_asked: bool,
+    is_attention_requested: bool,
     latents: Sequence[int],
 ) -> Built:
     """Load the denoiser frozen, put the LoRA on it and make its optimizer.
 
-    `latents` is the shape [B, C, h, w] of the run's largest micro-batch, which the attention is tried at.
-    Weights that are stored in fewer bits are narrowed one layer at a time, so that the wide ones are never all in memory.
-    Raises UsageError for targets that match nothing, an attention that was asked for and
-    does not work, or an optimizer that is not installed.
+    `latents` is the shape [B, C, h, w] of the run's largest micro-batch: attention backends are tried at that size.
+    Weights are quantized one layer at a time, so that the full model is never in memory.
+    Raises UsageError for targets that match nothing, a requested attention backend that does not work, or an optimizer
+    that is not installed.
     """
     dtype = layout.dtype
-    on_the_way = torch.device("cpu") if layout.swapped else device
+    load_device = torch.device("cpu") if layout.swapped else device
     products, no_products = int8_products(config.memory.int8_matmul, layout.stored, device)
-    narrow = make_quantizer(layout.stored, products=products, by=device)
-    denoiser = family.load_denoiser(facts.path, dtype, on_the_way, narrow)
+    quantize = make_quantizer(layout.stored, products=products, by=device)
+    denoiser = family.load_denoiser(facts.path, dtype, load_device, quantize)
     shapes = shapes_of({family.denoiser_prefix: denoiser})
-    last = set_memory_order(denoiser, config, device)
-    tried = try_convolutions(config, device, layout.shapes)
+    channels_last = set_memory_order(denoiser, config, device)
+    has_benchmark = try_convolutions(config, device, layout.shapes)
     names = target_modules(denoiser, family, config.lora.target_modules)
-    attention = put_attention_on(
-        denoiser, config, family, latents, dtype=dtype, device=device, asked=attention_asked, reduce=reduce
+    attention = set_up_attention(
+        denoiser,
+        config,
+        family,
+        latents,
+        dtype=dtype,
+        device=device,
+        is_requested=is_attention_requested,
+        reduce=reduce,
     )
     kind, seed = adapter_kind(config), position_key(config.train.seed, "lora_init") % 2**32
     parameters = kind.inject(denoiser, names, denoiser_options(config), seed)
-    kind.speed_up(denoiser)  # the plan traces without: at a peak that may take a few per cent more
+    kind.speed_up(denoiser)  # not in the plan's trace, whose peak may be a few per cent higher
     swapped = swap_blocks(denoiser, layout.swapped, device)
     move_to_device(denoiser.train(), device)
     blocks = len(checkpointable_blocks(denoiser))
     checkpointed = count_of(layout.checkpointing, blocks)
     checkpoint_blocks(denoiser, checkpointed, config.memory.checkpointing_mode)
-    compiled, said = compiled_as_wanted(denoiser, config, layout, device)
+    compiled, compile_notes = compile_if_enabled(denoiser, config, layout, device)
     texts = build_texts(config, family, facts, dtype=dtype, device=device, checkpointed=checkpointed > 0)
     context = make_step_context(
         config, family, facts, denoiser, parameters, dtype=dtype, device=device, reduce=reduce, texts=texts
     )
-    whole = ", the text encoders' among them" if texts else ""
+    with_texts = ", text encoders included" if texts else ""
     notes = (
-        f"LoRA: rank {config.lora.rank}, {len(names)} modules, {context.adapter.size:,} trainable parameters{whole}",
+        f"LoRA: rank {config.lora.rank}, {len(names)} modules, {context.adapter.size:,} trainable parameters{with_texts}",
         *(texts.notes if texts else ()),
         f"attention backend: {attention.name} ({attention.reason})",
         f"gradient checkpointing: {checkpointed} of {blocks} blocks{no_more(layout.checkpointing, blocks)}",
         *([counted_products(denoiser)] if products else [no_products] if no_products else []),
         *block_swap_note(denoiser, layout.swapped),
         *offload_note(config.memory.offload_activations, device),
-        hardware_note(config, device, last=last, tried=tried),
-        *said,
+        hardware_note(config, device, channels_last=channels_last, has_benchmark=has_benchmark),
+        *compile_notes,
     )
     shapes |= texts.shapes if texts else {}
-    # What is not here is of no concern; what is here and fails may make each step slower.
+    # No warning for a backend that is not installed; one that is and fails may make each step slower.
     absent = [failure for failure in attention.failures if "not installed" in failure or "cannot be used" in failure]
     broken = [failure for failure in attention.failures if failure not in absent]
     notes += (f"warning: an attention does not work here: {'; '.join(broken)}",) if broken else ()
@@ -126,10 +134,10 @@ def make_step_context(
     reduce: Callable[[Tensor], Tensor] | None,
     texts: TrainedTexts | None = None,
 ) -> StepContext:
-    """What a step works on, from a denoiser that stands ready with its LoRA's `parameters`, and trained `texts`."""
+    """The step context of a denoiser with its LoRA's `parameters` injected, and trained `texts`."""
     adapter = make_adapter({**parameters, **(texts.parameters if texts else {})}, dtype)
-    rates = texts.rates if texts else ()
-    optimizer = make_optimizer(adapter.masters, config.optimizer, rates)
+    text_lrs = texts.lrs if texts else ()
+    optimizer = make_optimizer(adapter.masters, config.optimizer, text_lrs)
     average = make_ema(config, adapter)
     process = trained_process(family.make_process(facts.path), config, device)
     scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
@@ -151,15 +159,15 @@ def make_step_context(
         guard=choose_guard(config, device, scaled=scaler is not None),
         optimizer_waits=OPTIMIZERS[config.optimizer.name].waits_for_gpu,
         texts=texts,
-        shares=shares_of(adapter.masters, config.optimizer, rates),
+        shares=shares_of(adapter.masters, config.optimizer, text_lrs),
     )
 
 
 def choose_guard(config: Config, device: torch.device, *, scaled: bool) -> Guard:
-    """How an update that is not finite is left out without waiting for the GPU in every step.
+    """How to skip an update that is not finite without waiting for the GPU in every step.
 
-    A CPU has nothing to wait for. AdamW in torch's fused form leaves it out by itself. The others must be
-    waited for, and with fp16, where overflows are no rare thing, they are; otherwise a bad step is found late.
+    A CPU has nothing to wait for. torch's fused AdamW skips by itself. For the others the host must wait: with fp16,
+    where overflows are common, it does; else a bad step is found late.
     """
     if device.type == "cpu":
         return "ahead"
@@ -169,7 +177,7 @@ def choose_guard(config: Config, device: torch.device, *, scaled: bool) -> Guard
 
 
 def trained_process(process: Process, config: Config, device: torch.device) -> Process:
-    """The model's process as the settings change it, beside the model, so that no step copies it there."""
+    """The model's process with the settings applied, on the device, so that no step copies it there."""
     alphas = process.alphas_cumprod
     if config.noise.zero_terminal_snr:
         alphas = zero_terminal_alphas(alphas)

@@ -1,4 +1,4 @@
-"""Compiled blocks: made as the settings say, and checked against eager ones before the first step of a process."""
+"""Compile blocks as the settings say, and check them against eager ones before the first step of a process."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run
 from lora_trainer.training.step import OomDuringAllReduce, OomDuringUpdate
 
-WITHOUT = "training goes on without compiling (compile.enabled=false says so from the start)"
+WITHOUT = "training continues without compiling (compile.enabled=false does so from the start)"
 
 
-def compiled_as_wanted(
+def compile_if_enabled(
     denoiser: nn.Module, config: Config, layout: Layout, device: torch.device
 ) -> tuple[Compiled | None, tuple[str, ...]]:
-    """The denoiser's blocks compiled as the settings say, where that can be; and what is said of it."""
+    """Compile the denoiser's blocks where the settings ask for it and it works here; and notes for the log."""
     if not layout.compiled:
         return None, ()
     if (reason := why_not(denoiser, device)) is not None:
@@ -42,43 +42,45 @@ def compiled_as_wanted(
     mode: str = settings.mode
     if mode in WITH_GRAPHS and layout.swapped:
         mode = {"reduce-overhead": "default"}.get(mode, "max-autotune-no-cudagraphs")
-        notes.append(f"compile.mode is {mode}: CUDA graphs need weights that stay in their places, and some stream")
+        notes.append(
+            f"compile.mode is {mode}: CUDA graphs need weights that stay in place, and some blocks are swapped"
+        )
     dynamic = layout.shapes > MOST_SHAPES if settings.dynamic == "auto" else settings.dynamic
-    import torch._inductor.config as inductor  # where something is compiled alone
+    import torch._inductor.config as inductor  # loaded only where something is compiled
 
-    inductor.deterministic = config.train.deterministic  # nothing that timing chose
-    inductor.fallback_random = bool(config.lora.dropout)  # the masks that eager draws
+    inductor.deterministic = config.train.deterministic  # no kernel that timing chose
+    inductor.fallback_random = bool(config.lora.dropout)  # the dropout masks that eager draws
     compiled = compile_blocks(denoiser, mode=mode, dynamic=dynamic, fullgraph=settings.fullgraph)
     if not dynamic and (layout.shapes > MOST_COMPILATIONS or layout.shapes * compiled.forms > MOST_OF_A_CLASS):
         notes.append(
-            f"{layout.shapes} sizes of micro-batch are more than torch compiles each for itself: blocks run as they are at "
-            "those that come last (compile.dynamic=true compiles once for all)"
+            f"{layout.shapes} sizes of micro-batch are more than torch compiles one by one: at the last of them blocks "
+            "run uncompiled (compile.dynamic=true compiles once for all)"
         )
     return compiled, (compiled.line, *notes)
 
 
 def disagreement(run: Run, compiled: Compiled, micros: list[MicroBatch], step: int, reporter: Reporter) -> str | None:
-    """What is wrong with the compiled blocks' gradients; None where they agree, which is told, or it cannot be said yet."""
+    """What is wrong with the compiled blocks' gradients; None where they agree, which is logged, or are all zero."""
     tf32 = bool(run.config.hardware.tf32) and run.context.device.type == "cuda"
     found = agreement(run.context, compiled, micros, run.samples_in(step), tf32=tf32)
     if found is None:
         return None
-    if not found.holds:
-        return found.words
-    compiled.held = True
-    reporter.event(step + 1, "compile", f"compiled blocks: {found.words}")
+    if not found.is_close:
+        return found.message
+    compiled.is_checked = True
+    reporter.event(step + 1, "compile", f"compiled blocks: {found.message}")
     return None
 
 
-def failed_by_it(error: Exception) -> bool:
-    """Whether the step can be done again without compiling, and may go better then."""
+def can_retry_without_compiling(error: Exception) -> bool:
+    """Whether the step can be repeated without compiling, and may work then."""
     if isinstance(error, OomDuringUpdate | OomDuringAllReduce | UserError) or is_out_of_memory(error):
         return False
     return is_compiler_error(error)
 
 
 def refuse_graph_break(error: Exception, compiled: Compiled) -> None:
-    """Raise TrainingFailed for a graph break where `compile.fullgraph` wants none."""
+    """Raise TrainingFailed for a graph break where `compile.fullgraph` forbids them."""
     if compiled.fullgraph and type(error).__name__ in ("Unsupported", "FailOnRecompileLimitHit"):
         message = f"compile.fullgraph: a block cannot be compiled whole ({first_line(error)})."
         raise TrainingFailed(Problem(message, "Set compile.fullgraph=false.")) from error

@@ -1,7 +1,7 @@
-"""What a run changes by itself where it was asked to: pure functions of its numbers (`[safeguards]`).
+"""The safeguards' decisions, as pure functions of a run's numbers (`[safeguards]`).
 
-Everything is decided from step numbers: at validations of the run's own rhythm, and at steps that are multiples of
-`JUDGED_EVERY`, so that a run stopped and gone on with anywhere decides the same at the same step.
+They depend on step numbers: regular validations, and steps that are multiples of `JUDGED_EVERY`. So a run that is
+stopped and resumed anywhere decides the same at the same step.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from lora_trainer.training.state import Control
 
 JUDGED_EVERY = 10  # steps
 NEWEST = 0.02  # weight of the newest step in the means of losses and of gradients' norms
-FIRST_JUDGED = 50  # steps until those means say anything
-FAR_WORSE, WORSE_IN_A_ROW = 1.5, 2  # times the base's validation loss, and validations, that the rate is too high for
+FIRST_JUDGED = 50  # steps until those means are meaningful
+FAR_WORSE, WORSE_IN_A_ROW = 1.5, 2  # times the base model's validation loss, and validations
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the run decided: for people, and the factor on the learning rate."""
+    """A decision: its message, and the factor on the learning rate."""
 
     kind: Kind
     message: str
@@ -31,7 +31,7 @@ class Decision:
 def after_step(
     config: SafeguardsSection, control: Control, step: int, loss: float, norm: float
 ) -> tuple[Control, list[Decision]]:
-    """After a good step, counted from 1: spikes of the gradient, and at steps that are judged, jumps of the loss."""
+    """After a good step, counted from 1: gradient spikes, and every `JUDGED_EVERY` steps loss spikes."""
     found = []
     if config.grad_spike_factor is not None:
         usual = mean_of(control.norm_sum, control.norms)
@@ -39,10 +39,10 @@ def after_step(
         if spiked and usual:
             message = f"the gradient's norm is {norm:.3g}, {norm / usual:.3g} times its usual {usual:.3g}"
             found.append(Decision("spike", message))
-        kept = config.grad_spike_factor * usual if spiked and usual else norm  # a spike is not to become the usual
-        control = replace(control, norm_sum=moved(control.norm_sum, kept), norms=control.norms + 1)
+        kept = config.grad_spike_factor * usual if spiked and usual else norm  # a spike must not become usual
+        control = replace(control, norm_sum=moving_sum(control.norm_sum, kept), norms=control.norms + 1)
     if config.clip_on_loss_spike:
-        control = replace(control, loss_sum=moved(control.loss_sum, loss), losses=control.losses + 1)
+        control = replace(control, loss_sum=moving_sum(control.loss_sum, loss), losses=control.losses + 1)
         if step % JUDGED_EVERY == 0:
             control, jumped = after_jump(config, control)
             found += jumped
@@ -50,7 +50,7 @@ def after_step(
 
 
 def after_jump(config: SafeguardsSection, control: Control) -> tuple[Control, list[Decision]]:
-    """Clip harder where the smoothed loss is far above the lowest that it was since the last jump."""
+    """Clip harder where the smoothed loss is far above its lowest since the last loss spike."""
     now, lowest = mean_of(control.loss_sum, control.losses), control.lowest_loss
     if now is None or control.losses < FIRST_JUDGED:
         return control, []
@@ -67,7 +67,7 @@ def after_jump(config: SafeguardsSection, control: Control) -> tuple[Control, li
 def after_validation(
     config: SafeguardsSection, control: Control, loss: float, rate_factor: float
 ) -> tuple[Control, list[Decision]]:
-    """After a validation loss of the run's rhythm: patience and plateau. One that is not finite is no gain, and no plateau."""
+    """After a regular validation: patience and plateau. A loss that is not finite is no gain, and no plateau."""
     lowest = control.lowest_val_loss
     gained = math.isfinite(loss) and (lowest is None or loss < lowest - config.min_delta)
     control = replace(
@@ -76,7 +76,7 @@ def after_validation(
         lowest_val_loss=loss if gained else lowest,
     )
     found = []
-    if stopped_early(config, control):
+    if is_stopped_early(config, control):
         message = f"the validation loss got no lower in {control.without_gain} validations: the training ends here"
         found.append(Decision("early_stop", message))
     if not config.reduce_lr_on_plateau or not math.isfinite(loss):
@@ -85,37 +85,37 @@ def after_validation(
     spread = max(window) - min(window)
     if len(window) < config.plateau_window or spread >= config.plateau_spread:
         return replace(control, val_losses=window), found
-    rate = rate_factor * config.plateau_factor
+    factor = rate_factor * config.plateau_factor
     message = (
         f"the validation loss moved by {spread:.2g} in {len(window)} validations:"
-        f" the rate falls to {rate:.4g} of the schedule's"
+        f" the learning rate falls to {factor:.4g} of the scheduled one"
     )
     return replace(control, val_losses=()), [*found, Decision("plateau", message, config.plateau_factor)]
 
 
 def after_worse(control: Control, loss: float, base: float | None) -> tuple[Control, list[Decision]]:
-    """After a validation loss past the warm-up: one that stays far above the base's is told, once, and nothing is changed."""
+    """After a validation past the warm-up: a loss that stays far above the base model's is logged once."""
     if base is None or loss <= FAR_WORSE * base:
         return replace(control, worse=0), []
     control = replace(control, worse=control.worse + 1)
     if control.worse != WORSE_IN_A_ROW:
         return control, []
     message = (
-        f"the validation loss is {loss:.5g}, and that of the base alone was {base:.5g}: the LoRA makes the model worse."
-        " The learning rate is too high: stop, and train anew with a lower optimizer.learning_rate"
+        f"the validation loss is {loss:.5g}, and that of the base model alone was {base:.5g}: the LoRA makes the model"
+        " worse. The learning rate is too high: stop, and start a new run with a lower optimizer.learning_rate"
     )
     return control, [Decision("diverging", message)]
 
 
-def stopped_early(config: SafeguardsSection, control: Control) -> bool:
+def is_stopped_early(config: SafeguardsSection, control: Control) -> bool:
     """Whether patience is over."""
     return config.early_stopping and control.without_gain >= config.patience
 
 
-def moved(total: float, value: float) -> float:
+def moving_sum(total: float, value: float) -> float:
     return (1.0 - NEWEST) * total + NEWEST * value
 
 
 def mean_of(total: float, count: int) -> float | None:
-    """What a moving sum that began at 0 is the mean of (Adam's correction, arXiv:1412.6980, section 3)."""
+    """The mean of a moving sum that began at 0 (Adam's correction, arXiv:1412.6980, section 3)."""
     return total / (1.0 - (1.0 - NEWEST) ** count) if count else None

@@ -1,4 +1,4 @@
-"""`train.deterministic`: only operations that give the same bits each time, or an error that names the one that cannot."""
+"""`train.deterministic`: allow only deterministic operations; the error names one that is not."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.training.checkpoints.checkpoint import kept
+from lora_trainer.training.checkpoints.checkpoint import resume_hint
 
 LACKING = "does not have a deterministic implementation"
-# cuBLAS sums in one order only with work space of a fixed size; read when a GPU is first computed on.
+# cuBLAS sums in one order only with a workspace of a fixed size; read at the first computation on a GPU.
 WORKSPACE, ITS_SIZE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 @contextmanager
 def only_deterministic(wanted: bool, checkpoints: Path) -> Iterator[None]:
-    """Inside the block torch uses nothing else, where that is wanted; afterwards it is set as before.
+    """Inside the block torch is deterministic, where that is `wanted`; afterwards it is set as before.
 
-    Raises TrainingFailed where an operation has no such form. `checkpoints` is named in the message.
+    Raises TrainingFailed for an operation that cannot be. `checkpoints` is named in the message.
     """
     if not wanted:
         yield
@@ -43,8 +43,9 @@ def only_deterministic(wanted: bool, checkpoints: Path) -> Iterator[None]:
         what = str(error).partition(LACKING)[0].strip() if LACKING in str(error) else "cuBLAS"
         raise TrainingFailed(
             Problem(
-                f"{what} has no form that gives the same bits each time, and train.deterministic asks for nothing else.",
-                f"{kept(checkpoints)} Set train.deterministic=false, or hardware.attention_backend=math where attention is meant.",
+                f"{what} is not deterministic, and train.deterministic allows nothing else.",
+                f"{resume_hint(checkpoints)} Set train.deterministic=false, or hardware.attention_backend=math where "
+                "attention is meant.",
             )
         ) from error
     finally:

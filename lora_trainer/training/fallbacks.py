@@ -1,6 +1,6 @@
-"""A step that fails is made again with less memory, or without compiled blocks; composed here, once.
+"""Repeat a failed step with less memory, or without compiled blocks.
 
-The step is made again with the same samples and the same noise, so that nothing but rounding changes.
+A repeated step has the same samples and the same noise: nothing but rounding changes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from lora_trainer.core.errors import Problem, TrainingFailed, first_line, is_out
 from lora_trainer.core.randomness import position_key
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.compiled import Compiled, compiler_message
-from lora_trainer.training.compiling import WITHOUT, disagreement, failed_by_it, refuse_graph_break
-from lora_trainer.training.guard import watchful
+from lora_trainer.training.compiling import WITHOUT, can_retry_without_compiling, disagreement, refuse_graph_break
+from lora_trainer.training.guard import with_guard
 from lora_trainer.training.micro_batch import MicroBatch
-from lora_trainer.training.oom_fallback import describe, grown, install, reduced
-from lora_trainer.training.recovery import SMALLER_RUN, SMALLER_STATE, Rollback, WeightsLost, nothing_left
+from lora_trainer.training.oom_fallback import describe, grow, install, reduce_memory
+from lora_trainer.training.recovery import SMALLER_RUN, SMALLER_STATE, Rollback, WeightsLost, out_of_memory_error
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
@@ -36,7 +36,7 @@ from lora_trainer.training.stopping import Stopping
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a step failed: without its exception, whose frames hold the memory that must be freed."""
+    """Why a step failed. Not the exception: its frames keep the memory that must be freed."""
 
     kind: type[Exception]
     reason: str
@@ -53,11 +53,11 @@ def step_with_fallbacks(
 ) -> tuple[StepResult, OomFallback]:
     """The step after `state`, and the fallback that it fits with.
 
-    Raises StepAborted for a signal, with no trace left; Rollback when memory ran out while weights were changed;
-    TrainingFailed with nothing left to reduce.
+    Raises StepAborted for a signal, with nothing changed; Rollback where memory ran out while weights were changed;
+    TrainingFailed where nothing is left to reduce.
     """
     context, samples = run.context, run.samples_in(state.step)
-    compiled, fit = context.compiled, grown(run, state, reporter)
+    compiled, fit = context.compiled, grow(run, state, reporter)
     is_changed = fit != state.fit
     with stopping.step(state) as gradients_are_there:
         while True:
@@ -68,18 +68,18 @@ def step_with_fallbacks(
                 failure = compiled_failure(run, compiled, parts, state, reporter)
                 if failure is None:
                     if run.config.lora.dropout:
-                        # From the step's position, as every other draw: no generator state to keep, and each process
-                        # has masks of its own.
+                        # Seeded by position, as every other draw: no generator state to save, other masks in each
+                        # process.
                         key = position_key(run.config.train.seed, "dropout", state.step, run.processes.rank)
                         torch.manual_seed(key % 2**32)
                     clip_scale = state.control.clip_scale
-                    result = train_step(watchful(context, state), parts, samples, lr, clip_scale, gradients_are_there)
+                    result = train_step(with_guard(context, state), parts, samples, lr, clip_scale, gradients_are_there)
                     if context.average is not None:
                         with changing_weights():
-                            context.average.follow(context.adapter.masters, state.step)
-            except Exception as error:  # noqa: BLE001  raised again where nothing can be done about it
+                            context.average.update(context.adapter.masters, state.step)
+            except Exception as error:  # noqa: BLE001  raised again where no fallback helps
                 failure = failure_of(error, compiled)
-            # Out here nothing refers to the frames of the attempt.
+            # Out here nothing refers to the frames of the failed step.
             if failure is None:
                 if compiled is not None and compiled.on and (news := compiled.news()) is not None:
                     reporter.event(state.step + 1, "compile", news)
@@ -88,7 +88,7 @@ def step_with_fallbacks(
             if compiled is not None and failure.of_compiler:
                 compiled.on = False
                 fit = replace(fit, eager=True)
-                message = f"compiled blocks failed ({failure.reason}): {WITHOUT}; this step is done so too"
+                message = f"compiled blocks failed ({failure.reason}): {WITHOUT}; this step is repeated"
                 reporter.event(state.step + 1, "compile", message)
             else:
                 free_memory(context.device)
@@ -96,30 +96,32 @@ def step_with_fallbacks(
 
 
 def split_batches(batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch]:
-    """The same samples in the same order, in micro-batches of at most `most`; None leaves them as they are."""
+    """The same samples in the same order, in micro-batches of at most `most`; None keeps them as they are."""
     parts = []
     for batch in batches:
         count = len(batch.t)
-        pieces = -(-count // most) if most else 1
-        bounds = [piece * count // pieces for piece in range(pieces + 1)]
-        parts += [batch] if pieces <= 1 else [batch.part(start, end) for start, end in pairwise(bounds)]
+        splits = -(-count // most) if most else 1
+        bounds = [split * count // splits for split in range(splits + 1)]
+        parts += [batch] if splits <= 1 else [batch.part(start, end) for start, end in pairwise(bounds)]
     return parts
 
 
 def compiled_failure(
     run: Run, compiled: Compiled | None, parts: list[MicroBatch], state: TrainState, reporter: Reporter
 ) -> Failure | None:
-    """What is wrong with compiled blocks before the step; in the first step of a process their gradients are checked."""
+    """What is wrong with compiled blocks: their gradients are checked before the first step of a process."""
     if compiled is None:
         return None
     compiled.begin_step()
-    reason = disagreement(run, compiled, parts, state.step, reporter) if compiled.on and not compiled.held else None
+    reason = (
+        disagreement(run, compiled, parts, state.step, reporter) if compiled.on and not compiled.is_checked else None
+    )
     return None if reason is None else Failure(Exception, reason, of_compiler=True)
 
 
 def failure_of(error: Exception, compiled: Compiled | None) -> Failure:
-    """What can be done about an error of a step is known by this. Raises the error where nothing can."""
-    if compiled is not None and compiled.on and failed_by_it(error):
+    """The failure that a fallback can handle. Raises the error again where none can."""
+    if compiled is not None and compiled.on and can_retry_without_compiling(error):
         refuse_graph_break(error, compiled)
         return Failure(type(error), compiler_message(error), of_compiler=True)
     if isinstance(error, OomDuringUpdate | OomDuringAllReduce) or is_out_of_memory(error):
@@ -140,14 +142,14 @@ def with_less_memory(
     if failure.kind is OomDuringAllReduce:
         message = f"Out of memory while gradients were summed or clipped, at step {step} ({reason})."
         raise TrainingFailed(Problem(message, SMALLER_RUN))
-    less = reduced(run, fit, max((len(part.t) for part in parts), default=1), state.step)
+    less = reduce_memory(run, fit, max((len(part.t) for part in parts), default=1), state.step)
     if failure.kind is OomDuringUpdate and (run.processes.reduce is not None or less is None):
         message = f"Out of memory while the weights were changed, at step {step} ({reason})."
         raise WeightsLost(Problem(message, SMALLER_STATE))
     if less is None:
-        raise nothing_left(f"at step {step}", reason)
+        raise out_of_memory_error(f"at step {step}", reason)
     message = f"out of memory ({reason}): {describe(run, less)} in place of {describe(run, fit, parts)}"
     if failure.kind is OomDuringUpdate:
         raise Rollback(state, "memory", message, fit=less)
-    reporter.event(step, "memory", f"{message}; the step is done again")
+    reporter.event(step, "memory", f"{message}; the step is repeated")
     return less

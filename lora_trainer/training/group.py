@@ -1,8 +1,8 @@
-"""What the processes of a run tell each other beside their tensors: that they live, where they wait, that a signal came.
+"""Heartbeats between the processes of a run: that they are alive, where they wait, that a signal came.
 
-A thread of each writes one line about it into a store that the main process holds, and reads those of the others, some
-times a second. So a process that works, however long it draws or saves, is waited for, and one that is dead is not: its
-line stands still, or the store with the main process is gone.
+A thread of each process writes its heartbeat into a store in the main process, and reads those of the others, several
+times a second. So a process that works is waited for, however long it draws or saves. A dead one is not: its heartbeat
+stops, or the store is gone with the main process.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.interrupt import signal_that_came
 
 EVERY_SECONDS = 0.1
-LEFT_SECONDS = 5.0  # until what a process said before it left has surely arrived
-FIX = "See what the other process said last."
+LEFT_SECONDS = 5.0  # after which the last heartbeat of a process that left has surely arrived
+FIX = "See the last lines of the other process."
 
 
 class ProcessLost(TrainingFailed):
-    """Another process of this run is dead, or has not been heard of for too long. Whoever is left says so."""
+    """Another process of this run is dead, or has sent no heartbeat for too long. Every process left reports it."""
 
     every_process_reports = True
 
     def __init__(self, what: str) -> None:
         super().__init__(Problem(f"{what}.", FIX))
-        if not _leaving:  # what waits for the lost one, in the libraries' threads, must not keep this process
+        if not _leaving:  # library threads that wait for the lost process must not keep this one alive
             _leaving.append(True)
             atexit.register(_leave_for_good)
 
@@ -54,8 +54,8 @@ def _leave_for_good() -> None:
 
 
 @dataclass(frozen=True)
-class Word:
-    """What a process says of itself. `beat` changes as long as it lives; `waits` counts the meetings it has come to."""
+class Heartbeat:
+    """What a process reports. `beat` changes while it lives; `waits` counts the barriers that it has reached."""
 
     beat: int = 0
     waits: int = 0
@@ -64,35 +64,35 @@ class Word:
 
 
 class Group:
-    """This process among `world`. Raises ProcessLost, where it waits, `timeout` seconds after the last word of another."""
+    """This process among `world`. Waiting raises ProcessLost `timeout` seconds after another's last heartbeat."""
 
     def __init__(self, rank: int, world: int, device: torch.device, timeout: float) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
-        self._mine = self._written = Word()
-        self._heard = {other: (time.monotonic(), Word()) for other in range(world) if other != rank}
-        self._gone: str | None = None  # why the store with the main process cannot be reached any more,
+        self._mine = self._written = Heartbeat()
+        self._heard = {other: (time.monotonic(), Heartbeat()) for other in range(world) if other != rank}
+        self._gone: str | None = None  # why the store in the main process is unreachable,
         self._gone_at = 0.0  # and since when
-        self._passed_on = False
+        self._passed_on = False  # the signal of another process
         self._over, self._news = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._store = _shared_store(rank, device, timeout)
-        self._thread = threading.Thread(target=self._talk, name="group", daemon=True)
+        self._thread = threading.Thread(target=self._exchange, name="group", daemon=True)
         self._thread.start()
         atexit.register(self.leave)
 
     def meet(self) -> None:
-        """Return when all processes have come here."""
+        """Return when all processes are here."""
         with self._lock:
             self._mine = replace(self._mine, waits=self._mine.waits + 1)
         self._news.set()
         waits = self._mine.waits
-        # Whoever leaves before its own arrival is written may die unseen, and the others would wait for it here.
-        self.patiently(
-            lambda: self._written.waits >= waits and all(word.waits >= waits for _, word in self._heard.values())
+        # A process that left before its own arrival is written could die unseen, and the others would wait for it.
+        self.wait_until(
+            lambda: self._written.waits >= waits and all(each.waits >= waits for _, each in self._heard.values())
         )
 
-    def patiently(self, ready: Callable[[], bool]) -> None:
-        """Wait until something is ready, awake for signals. Raises ProcessLost where it never will be."""
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait until `ready()`, awake for signals. Raises ProcessLost where another process is lost."""
         pause = 0.0
         while not ready():
             self.raise_if_lost()
@@ -100,18 +100,18 @@ class Group:
             pause = min(pause + 0.0001, 0.005)
 
     def raise_if_lost(self) -> None:
-        """Raise ProcessLost where another process is dead, silent for too long, or has left before its time."""
+        """Raise ProcessLost where another process is dead, silent for too long, or has left early."""
         now = time.monotonic()
-        for other, (heard, word) in self._heard.items():
-            if word.left and now - heard > LEFT_SECONDS:
+        for other, (heard, heartbeat) in self._heard.items():
+            if heartbeat.left and now - heard > LEFT_SECONDS:
                 raise ProcessLost(f"Process {other} of {self.world} has left the run")
             if now - heard > self.timeout:
-                raise ProcessLost(f"Process {other} of {self.world} has not been heard of for {now - heard:.0f} s")
+                raise ProcessLost(f"Process {other} of {self.world} has sent no heartbeat for {now - heard:.0f} s")
         if self._gone is not None and now - self._gone_at > LEFT_SECONDS:
             raise ProcessLost(f"The main process is gone: {self._gone}")
 
     def leave(self) -> None:
-        """Say goodbye, so that nobody who still works takes this process for lost."""
+        """Announce the end, so that no other process takes this one for lost."""
         if self._over.is_set():
             return
         with self._lock:
@@ -120,7 +120,7 @@ class Group:
         self._news.set()
         self._thread.join(timeout=2.0)
 
-    def _talk(self) -> None:
+    def _exchange(self) -> None:
         others = [str(other) for other in self._heard]
         try:
             while True:
@@ -130,25 +130,30 @@ class Group:
                 self._store.set(str(self.rank), json.dumps(asdict(mine)))
                 self._written = mine
                 for other, line in zip(self._heard, self._store.multi_get(others), strict=True):
-                    self._hear(other, Word(**json.loads(line)))
+                    self._receive(other, Heartbeat(**json.loads(line)))
                 if over:
                     return
                 self._news.wait(EVERY_SECONDS)
                 self._news.clear()
-        except Exception as error:  # noqa: BLE001  whatever it is, nothing is heard any more
+        except Exception as error:  # noqa: BLE001  whatever it is, no heartbeat arrives any more
             self._gone_at = time.monotonic()
             self._gone = str(error).splitlines()[0] if str(error) else type(error).__name__
 
-    def _hear(self, other: int, word: Word) -> None:
-        if word != self._heard[other][1]:
-            self._heard[other] = (time.monotonic(), word)
-        if word.signal is not None and signal_that_came() is None and not self._passed_on and not self._over.is_set():
+    def _receive(self, other: int, heartbeat: Heartbeat) -> None:
+        if heartbeat != self._heard[other][1]:
+            self._heard[other] = (time.monotonic(), heartbeat)
+        if (
+            heartbeat.signal is not None
+            and signal_that_came() is None
+            and not self._passed_on
+            and not self._over.is_set()
+        ):
             self._passed_on = True
-            _thread.interrupt_main(signal.Signals(word.signal))  # as if it had come here
+            _thread.interrupt_main(signal.Signals(heartbeat.signal))  # as if it had come here
 
 
 def _shared_store(rank: int, device: torch.device, timeout: float) -> Any:
-    """A store in the main process, which all reach; its port is told by way of the collectives."""
+    """A store in the main process for all of them; a collective distributes its port."""
     limit = timedelta(seconds=max(timeout, 1.0))
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     open_store = partial(dist.TCPStore, host, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]
@@ -157,7 +162,7 @@ def _shared_store(rank: int, device: torch.device, timeout: float) -> Any:
     if rank == 0:
         store = open_store(port=0, is_master=True)
         for each in range(int(os.environ["WORLD_SIZE"])):
-            store.set(str(each), json.dumps(asdict(Word())))
+            store.set(str(each), json.dumps(asdict(Heartbeat())))
         port += store.port
     dist.all_reduce(port)
     return store or open_store(port=int(port), is_master=False)

@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not finite: its update was left out, and `safeguards.on_nonfinite` says what follows."""
+"""Steps whose loss or gradient is not finite: skip, roll back or stop (`safeguards.on_nonfinite`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.monitor.events import Kind
-from lora_trainer.training.checkpoints.checkpoint import kept, newest_valid, step_of
+from lora_trainer.training.checkpoints.checkpoint import newest_valid, resume_hint, step_of
 from lora_trainer.training.checkpoints.save import save
 from lora_trainer.training.recovery import Rollback
 from lora_trainer.training.reporter import Reporter
@@ -24,144 +24,144 @@ from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import StepContext, StepResult
 
-MOST_OVERFLOWS = 50  # steps in a row that fp16 may leave out before the run is called failed
-SMALLEST_SCALE = 1.0  # of fp16's losses: under it even gradients as they are overflow
+MOST_OVERFLOWS = 50  # steps in a row that fp16 may skip before the run fails
+SMALLEST_SCALE = 1.0  # of fp16's losses: below it gradients overflow even unscaled
 MOST_NAMED = 5  # samples that a message names
 OTHER_PRECISION = "Train anew, with another --name and memory.weight_dtype=bf16 or fp32."
 
 
-def watchful(context: StepContext, state: TrainState) -> StepContext:
-    """The learner for the step after `state`: one that does not look ahead does where it once was too late."""
+def with_guard(context: StepContext, state: TrainState) -> StepContext:
+    """The context for the step after `state`: it checks before the update where that was once found too late."""
     if state.step < state.watched_until:
         return replace(context, guard="ahead")
     return context
 
 
 def not_finite(run: Run, state: TrainState, step: int, result: StepResult, reporter: Reporter) -> TrainState:
-    """The state after `step`, whose loss or gradient was not finite. Raises GoBack and TrainingFailed.
+    """The state after `step`, whose loss or gradient was not finite. Raises Rollback and TrainingFailed.
 
-    `state` stands at the newest step that was trained: on a GPU there may be good ones since.
+    `state` is that of the newest trained step: on a GPU, later steps than `step` may be done.
     """
     policy, loss, norm = run.config.safeguards.on_nonfinite, float(result.loss), float(result.grad_norm)
     what = f"the loss or its gradient is not finite (loss {loss:.4g}, gradient {norm:.4g})"
-    if result.guard == "late":  # the update was made: the steps are trained again, looking ahead
+    if result.guard == "late":  # the update was made: train these steps again, with the check before the update
         raise Rollback(state, "not_finite", f"{what} at step {step}", watched_until=state.step)
-    if overflowed(run, result):
+    if has_overflowed(run, result):
         state = state.with_loss(loss)
         return replace(state, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
     blamed = blamed_samples(result.losses, run.names_in(step - 1))
     if not weights_are_finite(run.context):
-        not_finite_weights(run, state, step, reporter)
+        handle_nonfinite_weights(run, state, step, reporter)
     if policy == "stop":
         why = f"T{what[1:]} at step {step}; {blamed}."
         stop(run, replace(state, step=step - 1), why, f"{remedy(run)} If that step fails again, start anew.", reporter)
     if policy == "rollback":
-        restore_good(run, state, step, f"{what}; {blamed}", reporter)
-    reporter.event(step, "not_finite", f"{what}: the step is left out; {blamed}")
+        roll_back_with_lower_lr(run, state, step, f"{what}; {blamed}", reporter)
+    reporter.event(step, "not_finite", f"{what}: the step is skipped; {blamed}")
     control = replace(state.control, not_finite=state.control.not_finite + 1)
     return replace(state, skipped=state.skipped + 1, control=control)
 
 
-def not_finite_weights(run: Run, state: TrainState, step: int, reporter: Reporter) -> NoReturn:
-    """No step can be left out for these: the run goes back, or stops without saving them."""
+def handle_nonfinite_weights(run: Run, state: TrainState, step: int, reporter: Reporter) -> NoReturn:
+    """Skipping a step does not help here: the run rolls back, or stops without saving them."""
     if run.config.safeguards.on_nonfinite == "stop":
         stop(run, state, f"The weights are not finite any more, at step {step}.", remedy(run), reporter)
-    restore_good(run, state, step, "the weights are not finite any more", reporter)
+    roll_back_with_lower_lr(run, state, step, "the weights are not finite any more", reporter)
 
 
-def finite_to_save(run: Run, state: TrainState, reporter: Reporter) -> float:
-    """Raise GoBack or TrainingFailed rather than have weights saved that are not finite; the seconds that it took."""
+def check_weights_are_finite(run: Run, state: TrainState, reporter: Reporter) -> float:
+    """Raise Rollback or TrainingFailed for weights that are not finite. Returns the seconds that the check took."""
     began = time.perf_counter()
     if not weights_are_finite(run.context):
-        not_finite_weights(run, state, state.step, reporter)
+        handle_nonfinite_weights(run, state, state.step, reporter)
     return time.perf_counter() - began
 
 
-def overflowed(run: Run, result: StepResult) -> bool:
-    """Of a step that was not finite: whether fp16's scale was too high for its gradient, which the scaler mends."""
+def has_overflowed(run: Run, result: StepResult) -> bool:
+    """Whether a step is not finite only because fp16's scale was too high, which the scaler corrects."""
     return run.context.scaler is not None and math.isfinite(float(result.loss))
 
 
 @dataclass(frozen=True)
-class Hopeless:
-    """Why a run cannot go on: what happened, with the step, and what to do."""
+class StopReason:
+    """Why a run cannot continue: what happened, with the step, and what to do."""
 
     kind: Kind
     what: str
     fix: str
 
 
-def hopeless(run: Run, state: TrainState, step: int, result: StepResult) -> Hopeless | None:
-    """Asked after each step: too many in a row were left out, or fp16's scale has collapsed. `state` counts up to it."""
-    if (left_out := state.control.not_finite) >= run.config.safeguards.max_nonfinite_steps:
-        what = f"the loss or its gradient was not finite in {left_out} steps in a row, up to step {step}"
-        return Hopeless("not_finite", what, remedy(run))
+def find_stop_reason(run: Run, state: TrainState, step: int, result: StepResult) -> StopReason | None:
+    """Why to stop after `step`: too many skipped in a row, or fp16's scale collapsed. `state` counts up to it."""
+    if (skipped := state.control.not_finite) >= run.config.safeguards.max_nonfinite_steps:
+        what = f"the loss or its gradient was not finite in {skipped} steps in a row, up to step {step}"
+        return StopReason("not_finite", what, remedy(run))
     if (overflows := state.skipped_in_a_row) >= MOST_OVERFLOWS:
         what = f"gradients overflowed fp16 in {overflows} steps in a row, up to step {step}: nothing is learned"
-        return Hopeless("overflow", what, OTHER_PRECISION)
+        return StopReason("overflow", what, OTHER_PRECISION)
     if result.scale is not None and (scale := float(result.scale)) < SMALLEST_SCALE:
-        what = f"the scale of fp16's losses fell to {scale:.3g}: gradients overflow as they are, at step {step}"
-        return Hopeless("overflow", what, OTHER_PRECISION)
+        what = f"the scale of fp16's losses fell to {scale:.3g}: gradients overflow even unscaled, at step {step}"
+        return StopReason("overflow", what, OTHER_PRECISION)
     return None
 
 
-def refuse(run: Run, state: TrainState, step: int, why: Hopeless, reporter: Reporter) -> NoReturn:
-    """Save what stood after `step` and raise TrainingFailed; with later steps trained, GoBack to come there again."""
+def stop_or_roll_back(run: Run, state: TrainState, step: int, why: StopReason, reporter: Reporter) -> NoReturn:
+    """Save the weights of `step` and raise TrainingFailed; raise Rollback where later steps are already done."""
     if step < state.step:
         raise Rollback(state, why.kind, why.what, watched_until=state.step)
     stop(run, state, f"{why.what[0].upper()}{why.what[1:]}.", why.fix, reporter, why.kind)
 
 
-def restore_good(run: Run, state: TrainState, step: int, what: str, reporter: Reporter) -> NoReturn:
-    """Go back to weights that were good, with a lower rate. Raises GoBack, or TrainingFailed after too many returns."""
-    at = "" if step == state.step else f", at step {step}"  # the event says the newest
+def roll_back_with_lower_lr(run: Run, state: TrainState, step: int, what: str, reporter: Reporter) -> NoReturn:
+    """Raise Rollback to good weights with a lower learning rate, or TrainingFailed after too many rollbacks."""
+    at = "" if step == state.step else f", at step {step}"  # the event has the newest step
     if state.restored >= run.config.safeguards.max_nonfinite_steps:
-        reporter.event(state.step, "not_finite", f"{what}{at}, after {state.restored} returns: the run ends")
-        why = f"After {state.restored} returns to an earlier checkpoint {what}, at step {step} again."
-        raise TrainingFailed(Problem(why, f"{left(run, state)} {remedy(run)}"))
+        reporter.event(state.step, "not_finite", f"{what}{at}, after {state.restored} rollbacks: the run ends")
+        why = f"After {state.restored} rollbacks to an earlier checkpoint {what}, at step {step} again."
+        raise TrainingFailed(Problem(why, f"{resume_advice(run, state)} {remedy(run)}"))
     lower = replace(state, restored=state.restored + 1)
-    told = f"{what}{at}: the rate falls to {lower.rate_factor:.4g} of the schedule's"
-    raise Rollback(lower, "not_finite", told, failed_at=step)
+    message = f"{what}{at}: the learning rate falls to {lower.rate_factor:.4g} of the scheduled one"
+    raise Rollback(lower, "not_finite", message, failed_at=step)
 
 
 def stop(run: Run, state: TrainState, why: str, fix: str, reporter: Reporter, kind: Kind = "not_finite") -> NoReturn:
-    """Save what is good and raise TrainingFailed; all processes come here at the same step."""
+    """Save finite weights and raise TrainingFailed. All processes come here at the same step."""
     reporter.event(state.step, kind, f"{why[0].lower()}{why[1:].rstrip('.')}: the run ends")
     if state.step > 0 and weights_are_finite(run.context):
         save(run, state, last=True)
-    raise TrainingFailed(Problem(why, f"{left(run, state)} {fix}"))
+    raise TrainingFailed(Problem(why, f"{resume_advice(run, state)} {fix}"))
 
 
-def left(run: Run, state: TrainState) -> str:
-    """What can be gone on from. Finite weights may be ruined all the same: those that no step was finite with."""
+def resume_advice(run: Run, state: TrainState) -> str:
+    """What to resume from. Finite weights may be ruined too: those with which no step was finite."""
     newest, _ = newest_valid(run.checkpoints)
     last = state.control.last_finite
     if newest is None or state.control.not_finite < 2 or step_of(newest[0]) < last:
-        return kept(run.checkpoints)
+        return resume_hint(run.checkpoints)
     older, _ = newest_valid(run.checkpoints, lambda step: step < last)
     ruined = f"Since step {last} none was finite, so the weights of {newest[0]} are probably ruined."
     if older is None:
         return f"{ruined} No checkpoint is from before that: start anew, with another --name."
-    return f"{ruined} {older[0]} is from before that: delete the later ones there, and --resume goes on from it."
+    return f"{ruined} {older[0]} is from before that: delete the later ones there, and --resume continues from it."
 
 
 def remedy(run: Run) -> str:
-    """What to do about numbers that are not finite, by what the run is."""
+    """What to do about numbers that are not finite in this run."""
     if damaged := damaged_weight(run.context.denoiser):
-        return f"The base itself is damaged: its {damaged} is not finite. Get its files again, and use another --name."
+        return f"The base model is damaged: its {damaged} is not finite. Download it again, and use another --name."
     others = {"fp32": "", "bf16": "fp32"}.get(str(run.settings.get("precision")), "bf16 or fp32")
     anew = f", or train anew, with another --name and memory.weight_dtype={others}" if others else ""
     return f"Lower optimizer.learning_rate{anew}."
 
 
 def with_settings(state: TrainState, config: Config) -> TrainState:
-    """The state that a run goes on from: with other settings than those it was saved with, its failures are over.
+    """The state that a run continues from. Where its settings have changed, its failures no longer count.
 
-    A rate that was halved for them stays so, unless another is asked for.
+    A learning rate that was halved for them stays halved, unless the config sets another.
     """
-    said = config.model_dump_json(include={"optimizer", "safeguards", "lr_scheduler"})
+    settings = config.model_dump_json(include={"optimizer", "safeguards", "lr_scheduler"})
     now = replace(
-        state, asked=hashlib.sha256(said.encode()).hexdigest()[:16], asked_rate=config.optimizer.learning_rate
+        state, asked=hashlib.sha256(settings.encode()).hexdigest()[:16], asked_rate=config.optimizer.learning_rate
     )
     if not state.asked or state.asked == now.asked:
         return now
@@ -171,21 +171,21 @@ def with_settings(state: TrainState, config: Config) -> TrainState:
 
 
 def weights_are_finite(context: StepContext) -> bool:
-    """Looked at once for all of them: the largest is not finite where any is not."""
+    """One check for all of them: the largest is not finite where any is not."""
     return math.isfinite(float(get_total_norm(context.masters, math.inf)))
 
 
 def damaged_weight(denoiser: nn.Module) -> str | None:
-    """The first frozen weight that is not finite. Asked where a run fails: while it loads, that would read all of the files."""
+    """The first frozen weight that is not finite. Only for failed runs: on loading it would read the whole files."""
     for name, weight in denoiser.named_parameters():
-        looked_at = weight.is_floating_point() and not weight.is_meta and not weight.requires_grad
-        if looked_at and not bool(torch.isfinite(weight.float()).all()):
+        is_relevant = weight.is_floating_point() and not weight.is_meta and not weight.requires_grad
+        if is_relevant and not bool(torch.isfinite(weight.float()).all()):
             return name
     return None
 
 
 def blamed_samples(losses: Sequence[torch.Tensor], names: Sequence[str]) -> str:
-    """Whose own loss was not finite, in words; of a step that had such losses only together, all of its samples."""
+    """The samples whose own loss is not finite, for a message; where none is, all samples of the step."""
     own = [float(loss) for part in losses for loss in part]
     blamed = [name for name, loss in zip(names, own, strict=False) if not math.isfinite(loss)]
     if blamed:
@@ -196,7 +196,7 @@ def blamed_samples(losses: Sequence[torch.Tensor], names: Sequence[str]) -> str:
 
 
 def by_loss(losses: Sequence[torch.Tensor], names: Sequence[str]) -> str:
-    """The samples of a step in words, the largest own loss first."""
+    """The samples of a step for a message, the largest own loss first."""
     own = [float(loss) for part in losses for loss in part]
     return named([name for _, name in sorted(zip(own, names, strict=False), key=lambda pair: -pair[0])])
 

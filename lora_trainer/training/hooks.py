@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lora_trainer.training.checkpoints.save import keep_weights, save
-from lora_trainer.training.guard import finite_to_save
+from lora_trainer.training.guard import check_weights_are_finite
 from lora_trainer.training.metrics import Metrics
-from lora_trainer.training.oom_fallback import agreed
+from lora_trainer.training.oom_fallback import agree_across_processes
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run, is_due, is_regular
 from lora_trainer.training.state import TrainState
@@ -37,7 +37,7 @@ def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporte
         return stopping.is_last(state) or is_sample_due(state) or is_regular(run, state.step)
 
     def agree_on_fallback(state: TrainState) -> TrainState:
-        return replace(state, fit=agreed(run, state.fit, state.step, reporter))
+        return replace(state, fit=agree_across_processes(run, state.fit, state.step, reporter))
 
     def read_metrics(state: TrainState) -> TrainState:
         stopping.decide(state)
@@ -47,7 +47,7 @@ def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporte
     def check_weights(state: TrainState) -> TrainState:
         nonlocal seconds_of_check
         needed = is_checkpoint_due(state) or is_validation_due(state)
-        seconds_of_check = finite_to_save(run, state, reporter) if needed else 0.0
+        seconds_of_check = check_weights_are_finite(run, state, reporter) if needed else 0.0
         return state
 
     def validation(state: TrainState) -> TrainState:
@@ -60,7 +60,7 @@ def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporte
 
     def checkpoint(state: TrainState) -> TrainState:
         if is_checkpoint_due(state):
-            # Sample images have ended more than one run: before them, all is on the disk.
+            # Drawing samples has ended runs: before it, all is on the disk.
             wait = stopping.is_last(state) or is_sample_due(state)
             save(run, state, reporter.flush, last=wait, held_up=seconds_of_check)
         return state

@@ -1,4 +1,4 @@
-"""How the denoiser is stored, held and run: one value, decided before it is loaded."""
+"""How the denoiser is stored, placed in memory and run: one value, chosen before it is loaded."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 
 from lora_trainer.config.schema import Blocks, Precision
 
-NARROW: tuple[Precision, ...] = ("fp8", "int8", "nf4")  # stored in fewer bits than what is computed in
+QUANTIZED: tuple[Precision, ...] = ("fp8", "int8", "nf4")  # fewer bits than the computing precision
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the plan, or the settings, made of a denoiser.
+    """The layout that the plan, or the settings, chose for a denoiser.
 
-    `dtype` is computed in and `stored` is what the frozen weights are kept in. `checkpointing` and `swapped` count
-    blocks: those that are computed again in the backward pass, those that visit the GPU one after the other.
-    `shapes` is how many sizes of micro-batches the run meets at most.
+    `dtype` is the computing precision, `stored` that of the frozen weights. `checkpointing` and `swapped` count blocks:
+    those recomputed in the backward pass, those swapped between CPU and GPU. `shapes` is the largest number of
+    micro-batch sizes in the run.
     """
 
     dtype: torch.dtype
@@ -29,5 +29,5 @@ class Layout:
 
     @property
     def narrow(self) -> bool:
-        """Whether frozen weights are stored in fewer bits than what is computed in."""
-        return self.stored in NARROW
+        """Whether frozen weights have fewer bits than the computing precision."""
+        return self.stored in QUANTIZED

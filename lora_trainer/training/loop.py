@@ -15,7 +15,7 @@ from lora_trainer.monitor.progress import Watch
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint
 from lora_trainer.training.checkpoints.save import restore, save, take
-from lora_trainer.training.control import stopped_early
+from lora_trainer.training.control import is_stopped_early
 from lora_trainer.training.fallbacks import step_with_fallbacks
 from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.guard import with_settings
@@ -23,7 +23,7 @@ from lora_trainer.training.hooks import make_hooks
 from lora_trainer.training.metrics import Metrics
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.oom_fallback import install
-from lora_trainer.training.recovery import Rollback, out_of_reach, rolled_back, saved_and_failed
+from lora_trainer.training.recovery import Rollback, is_out_of_reach, roll_back, save_and_make_error
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run, is_unvalidated, lr_at
 from lora_trainer.training.state import TrainState
@@ -32,7 +32,7 @@ from lora_trainer.training.stopping import Stopping
 from lora_trainer.training.validation import validate
 
 READ_AHEAD = 4  # steps
-READING_FAILED = "Check the disk, and that other programs leave memory free; --resume continues."
+READING_FAILED = "Check the disk, and that other programs leave memory free; then --resume continues."
 
 
 def train(
@@ -69,7 +69,7 @@ def train(
                         state = newer
                 break
             except Rollback as rollback:
-                state = rolled_back(run, first, rollback, reporter)
+                state = roll_back(run, first, rollback, reporter)
         report_end(run, state, reporter, interrupt)
         return state, interrupt
 
@@ -77,7 +77,7 @@ def train(
 def training_loop(
     run: Run, state: TrainState, loader: Iterator[list[MicroBatch]], reporter: Reporter, interrupt: Interrupt
 ) -> Iterator[TrainState]:
-    """Train on what `loader` gives, a list of micro-batches a step. Yields the state after each; the last is saved.
+    """Train on the steps of `loader`, each a list of micro-batches. Yields the state after each; the last is saved.
 
     Raises TrainingFailed, and Rollback.
     """
@@ -86,7 +86,7 @@ def training_loop(
     began, earlier = time.monotonic(), state.seconds
     install(run, state.fit)
     while True:
-        stand_by()  # nothing is trained while what was trained cannot be written
+        stand_by()  # while the disk refuses what was trained, nothing more is trained
         run.writer.check()
         started, lr = time.perf_counter(), lr_at(run, state, state.step)
         try:
@@ -102,14 +102,14 @@ def training_loop(
             yield state
             return
         except UserError as error:
-            raise failed(run, state, metrics, error) from error
+            raise final_error(run, state, metrics, error) from error
         state = replace(state, step=state.step + 1, fit=fit, seconds=earlier + time.monotonic() - began)
         metrics.add(state, result, lr, started, waited)
         try:
             for hook in hooks:
                 state = hook(state)
         except ProcessLost as error:
-            raise failed(run, state, metrics, error) from error
+            raise final_error(run, state, metrics, error) from error
         yield state
         if stopping.is_last(state):
             return
@@ -122,24 +122,24 @@ def read_steps(run: Run, first: int) -> Iterator[list[MicroBatch]]:
 
 
 def next_batches(loader: Iterator[list[MicroBatch]], step: int) -> list[MicroBatch]:
-    """The micro-batches of the step after `step`. Raises TrainingFailed where memory or the disk fails in reading them."""
+    """The micro-batches of the step after `step`. Raises TrainingFailed where memory or the disk fails on reading."""
     try:
         return next(loader)
     except Exception as error:
         if not isinstance(error, OSError) and not is_out_of_memory(error):
             raise
         what = "Memory ran out" if is_out_of_memory(error) else "The system failed"
-        message = f"{what} in reading the data of step {step + 1} ({first_line(error)})."
+        message = f"{what} while reading the data of step {step + 1} ({first_line(error)})."
         raise TrainingFailed(Problem(message, READING_FAILED)) from error
 
 
 def is_finished(run: Run, state: TrainState) -> bool:
-    return state.step >= run.total_steps or stopped_early(run.config.safeguards, state.control)
+    return state.step >= run.total_steps or is_stopped_early(run.config.safeguards, state.control)
 
 
-def failed(run: Run, state: TrainState, metrics: Metrics, error: UserError) -> TrainingFailed:
-    """The error that a run ends with, once all that can be saved is saved."""
-    return saved_and_failed(run, state if out_of_reach(run, error) else metrics.flush(state), error)
+def final_error(run: Run, state: TrainState, metrics: Metrics, error: UserError) -> TrainingFailed:
+    """The error that a run ends with, after all that can be saved is saved."""
+    return save_and_make_error(run, state if is_out_of_reach(run, error) else metrics.flush(state), error)
 
 
 def report_end(run: Run, state: TrainState, reporter: Reporter, interrupt: Interrupt) -> None:

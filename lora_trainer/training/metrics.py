@@ -1,4 +1,4 @@
-"""The numbers of finished steps, which may wait on the device until somebody looks at them."""
+"""The metrics of finished steps, which may stay on the device until they are read."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ import torch
 from lora_trainer.monitor.memory import peak_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress
 from lora_trainer.training.control import after_step
-from lora_trainer.training.guard import by_loss, hopeless, not_finite, overflowed, refuse
+from lora_trainer.training.guard import by_loss, find_stop_reason, has_overflowed, not_finite, stop_or_roll_back
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import StepResult
 
-LOOK_EVERY = 10  # steps whose numbers may wait on a GPU before anybody looks at them
+READ_EVERY = 10  # steps whose metrics may stay on a GPU
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A finished step whose numbers may still be on the device.
+    """A finished step whose metrics may still be on the device.
 
-    `started` is on the clock of `time.perf_counter`; `waited` seconds went by until its data was there.
+    `started` is on the clock of `time.perf_counter`; `waited` are the seconds until its data was there.
     """
 
     step: int
-    rate: float
+    lr: float
     result: StepResult
     started: float
     waited: float
 
 
 class Metrics:
-    """The metrics of finished steps that are not read yet, and what is done with them once they are."""
+    """Keeps the metrics of finished steps until they are read, then logs them and reacts to them."""
 
     def __init__(self, run: Run, reporter: Reporter) -> None:
         self._run, self._reporter = run, reporter
         self._pending: list[Pending] = []
 
     def add(self, state: TrainState, result: StepResult, lr: float, started: float, waited: float) -> None:
-        """Keep those of the step that led to `state`."""
+        """Keep the metrics of the step that led to `state`."""
         self._pending.append(Pending(state.step, lr, result, started, waited))
 
     def are_due(self, state: TrainState) -> bool:
-        """On a GPU at every tenth step of the run, wherever it was stopped, and where something is wrong."""
+        """On a GPU every `READ_EVERY` steps of the run, however it was resumed, and where something is wrong."""
         wrong = self._pending[-1].result.skipped or state.step <= state.watched_until
-        return wrong or state.step % look_every(self._run.context.device) == 0
+        return wrong or state.step % read_every(self._run.context.device) == 0
 
     def flush(self, state: TrainState) -> TrainState:
         """Read the metrics, write them, show the newest, and react to them. Raises Rollback, TrainingFailed."""
@@ -65,29 +65,33 @@ class Metrics:
                     state = after_good(run, state, each, loss, norm, reporter)
                 else:
                     state = not_finite(run, state, each.step, each.result, reporter)
-                    row |= {"loss": loss if overflowed(run, each.result) else None, "grad_norm": None, "skipped": True}
+                    row |= {
+                        "loss": loss if has_overflowed(run, each.result) else None,
+                        "grad_norm": None,
+                        "skipped": True,
+                    }
                 rows.append(row)
-                if why := hopeless(run, state, each.step, each.result):
+                if why := find_stop_reason(run, state, each.step, each.result):
                     break
         finally:
             reporter.steps(rows)
         if why:
-            refuse(run, state, each.step, why, reporter)
+            stop_or_roll_back(run, state, each.step, why, reporter)
         if pending:
-            reporter.progress(progress_of(run, state, pending[-1].rate, seconds))
+            reporter.progress(progress_of(run, state, pending[-1].lr, seconds))
             waited = sum(each.waited for each in pending) / len(pending)
             reporter.pace(pending[-1].step, seconds, waited, state.fit)
         pending.clear()
         return state
 
 
-def look_every(device: torch.device) -> int:
+def read_every(device: torch.device) -> int:
     """Steps between two reads of metrics: on a CPU nothing is waited for."""
-    return LOOK_EVERY if device.type == "cuda" else 1
+    return READ_EVERY if device.type == "cuda" else 1
 
 
 def after_good(run: Run, state: TrainState, each: Pending, loss: float, norm: float, reporter: Reporter) -> TrainState:
-    """The state after a step with a finite loss and gradient, and what the run makes of it."""
+    """The state after a step with a finite loss and gradient, and after the safeguards' decisions."""
     good = replace(state.control, not_finite=0, last_finite=each.step)
     control, decisions = after_step(run.config.safeguards, good, each.step, loss, norm)
     for decision in decisions:
@@ -96,8 +100,8 @@ def after_good(run: Run, state: TrainState, each: Pending, loss: float, norm: fl
     return replace(state.with_loss(loss), skipped_in_a_row=0, control=control)
 
 
-def progress_of(run: Run, state: TrainState, rate: float, seconds: float, phase: Phase = "training") -> Progress:
-    """What a person sees of the newest step."""
+def progress_of(run: Run, state: TrainState, lr: float, seconds: float, phase: Phase = "training") -> Progress:
+    """What the progress line shows of the newest step."""
     return Progress(
         phase=phase,
         step=state.step,
@@ -107,7 +111,7 @@ def progress_of(run: Run, state: TrainState, rate: float, seconds: float, phase:
         val_loss=state.val_loss,
         val_loss_step=state.validated_step,
         best=state.best_val_loss,
-        lr=rate,
+        lr=lr,
         seconds=seconds,
         memory_gib=peak_memory_gib(run.context.device),
     )
@@ -119,7 +123,7 @@ def row_of(run: Run, each: Pending, loss: float, norm: float, seconds: float) ->
         "step": each.step,
         "epoch": (each.step - 1) // run.steps_per_epoch,
         "loss": loss,
-        "lr": each.rate,
+        "lr": each.lr,
         "grad_norm": norm,
         "seconds": seconds,
         "data_seconds": each.waited,

@@ -1,6 +1,6 @@
-"""From a batch of cached samples to what the model is asked: every draw of a step, by position.
+"""Make micro-batches of cached samples: every random draw of a step, by position.
 
-Runs on the CPU, in the thread that reads ahead, so that the device never waits for it.
+This runs on the CPU, in the thread that reads ahead, so that the device never waits for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import drawn_timesteps
 from lora_trainer.models.family import Caption
 
-COPIED_AHEAD = 2**23  # bytes of a step; several steps are ahead
+COPIED_AHEAD = 2**23  # bytes of a step; several steps are read ahead
 
 
 @dataclass(frozen=True)
@@ -28,37 +28,44 @@ class MicroBatch:
     """One micro-batch, ready for the forward pass. B samples of one bucket."""
 
     latents: Tensor  # [B, C, h, w], scaled
-    noise: Tensor  # [B, C, h, w], what the target is made of
-    added: Tensor  # [B, C, h, w], what makes the latents noisy: the same, but for input perturbation
+    noise: Tensor  # [B, C, h, w], of the target
+    added: Tensor  # [B, C, h, w], added to the latents: the same, but for input perturbation
     t: Tensor  # [B]
     cond: Mapping[str, Tensor]
     sizes: Tensor  # [B, 6]
     weights: Tensor  # [B], what each sample's loss is multiplied by
     mask: Tensor | None = None  # [B, 1, h, w], where the loss counts: 1 fully, 0 not at all; None everywhere
-    captions: tuple[
-        Caption, ...
-    ] = ()  # B, where text encoders are trained: `cond` then holds what frozen ones gave, if any
-    copied: torch.cuda.Event | None = None  # on a GPU: what the stream that uses it must wait for
+    captions: tuple[Caption, ...] = ()  # B, where text encoders are trained: `cond` is then from frozen ones alone
+    copied: torch.cuda.Event | None = None  # on a GPU: the stream that uses it waits for this
 
     @property
     def bytes(self) -> int:
-        """Of all its tensors."""
-        held = (self.latents, self.noise, self.added, self.t, *self.cond.values(), self.sizes, self.weights, self.mask)
-        return sum(value.nbytes for value in held if value is not None)
+        """Bytes of all its tensors."""
+        tensors = (
+            self.latents,
+            self.noise,
+            self.added,
+            self.t,
+            *self.cond.values(),
+            self.sizes,
+            self.weights,
+            self.mask,
+        )
+        return sum(value.nbytes for value in tensors if value is not None)
 
     def staged(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
-        """Ready for `to`: for a GPU in page-locked memory, from which it copies while the CPU goes on.
+        """Ready for `to`: for a GPU in pinned memory, which it copies from while the CPU continues.
 
-        Conditioning takes the model's precision here: a cast on the way would make the copy wait.
+        Conditioning takes the model's precision here: a cast during the copy would make it wait.
         """
         if device.type != "cuda":
             return self
         return self._each(lambda value: value.pin_memory(), lambda value: value.to(dtype).pin_memory())
 
     def to(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
-        """The same on the device; conditioning in the model's precision, the rest, sizes among it, in fp32."""
+        """The same on the device; conditioning in the model's precision, the rest, with `sizes`, in fp32."""
         if self.copied is not None:
-            return self._taken(device)
+            return self._wait_for_copy(device)
         ahead = device.type == "cuda"
         return self._each(
             lambda value: value.to(device, non_blocking=ahead),
@@ -81,8 +88,8 @@ class MicroBatch:
             captions=self.captions[start:end],
         )
 
-    def _taken(self, device: torch.device) -> MicroBatch:
-        """Copied ahead: the stream that works now waits for the copy, and its memory is not used anew until then."""
+    def _wait_for_copy(self, device: torch.device) -> MicroBatch:
+        """Make the current stream wait for the copy made ahead, and keep its memory until that stream is done."""
         assert self.copied is not None
         stream = torch.cuda.current_stream(device)
         stream.wait_event(self.copied)
@@ -94,10 +101,9 @@ class MicroBatch:
         return self._each(used, used)
 
     def _each(self, change: Callable[[Tensor], Tensor], change_cond: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """Every tensor changed; the conditioning by `change_cond`.
+        """Apply `change` to every tensor, and `change_cond` to the conditioning.
 
-        Conditioning in bool stays as it is, beside the CPU: it says which parts of other conditioning count, and
-        asking a GPU for numbers would wait for it.
+        Masks (bool) stay on the CPU: reading them from a GPU would wait for it.
         """
         noise = change(self.noise)
         return MicroBatch(
@@ -113,11 +119,11 @@ class MicroBatch:
         )
 
 
-def copied_ahead(device: torch.device, dtype: torch.dtype) -> Callable[[list[MicroBatch]], list[MicroBatch]]:
-    """What brings the micro-batches of a step to the device ahead of time, from the thread that reads ahead.
+def make_copier(device: torch.device, dtype: torch.dtype) -> Callable[[list[MicroBatch]], list[MicroBatch]]:
+    """A function that copies the micro-batches of a step to the device, in the thread that reads ahead.
 
-    On a GPU they are copied in a stream of their own, so that no step waits for a copy; those of a step that holds
-    more than `COPIED_AHEAD` wait in page-locked memory. On a CPU, and where memory runs out, they stay as they are.
+    On a GPU they are copied in their own stream, so that no step waits for a copy; those of a step of more than
+    `COPIED_AHEAD` bytes wait in pinned memory. On a CPU, and where memory runs out, they stay where they are.
     """
     if device.type != "cuda":
         return lambda micros: micros
@@ -125,11 +131,11 @@ def copied_ahead(device: torch.device, dtype: torch.dtype) -> Callable[[list[Mic
 
     def copy(micros: list[MicroBatch]) -> list[MicroBatch]:
         with memory_may_run_out():
-            return brought(micros)
-        return micros  # copied in the step, which does with less where memory does not suffice either
+            return move_all(micros)
+        return micros  # copied in the step, which has fallbacks for memory
 
-    def brought(micros: list[MicroBatch]) -> list[MicroBatch]:
-        with torch.cuda.device(device), torch.cuda.stream(stream):  # a new thread would lock memory for the first GPU
+    def move_all(micros: list[MicroBatch]) -> list[MicroBatch]:
+        with torch.cuda.device(device), torch.cuda.stream(stream):  # a new thread would pin memory for the first GPU
             staged = [micro.staged(device, dtype) for micro in micros]
             if sum(micro.bytes for micro in staged) > COPIED_AHEAD:
                 return staged
@@ -140,7 +146,7 @@ def copied_ahead(device: torch.device, dtype: torch.dtype) -> Callable[[list[Mic
 
 
 def make_micro_batch(batch: Batch, step: int, seed: int, noise: NoiseSection, process: Process) -> MicroBatch:
-    """Draw posterior sample, noise and timestep of each sample from where it stands in the run."""
+    """Draw posterior sample, noise and timestep of each sample from its position in the run."""
     shape = tuple(batch.mean.shape[1:])
     places = [(step, sample, occurrence) for sample, occurrence in batch.places]
     posterior = torch.stack([position_noise(shape, seed, "posterior", *place) for place in places])

@@ -14,19 +14,19 @@ from torch.distributed import all_reduce
 from lora_trainer.core.errors import is_out_of_memory
 from lora_trainer.training.group import Group, ProcessLost
 
-# Who is waited for is decided by `Group`: a process that works is, for as long as this.
+# `Group` decides whether to wait for a process; collectives wait this long at most.
 COLLECTIVES_WAIT = timedelta(hours=24)
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process's place. `reduce` sums a tensor over all of them, in place; None when it is alone.
+    """This process among all. `reduce` sums a tensor over them, in place; None for a single process.
 
-    `wait` returns when all have come there; `patiently` when what it is given says True. They and `reduce` raise
-    ProcessLost when another process is dead.
+    `wait` is a barrier; `wait_until` returns when its argument returns True. They and `reduce` raise ProcessLost when
+    another process is dead.
 
-    On a GPU `reduce` is only sent off. Where the host reads what follows from it, it would wait for a dead process as
-    long as for a slow one: it calls `await_gpu` before, or takes `sum_of_all`.
+    On a GPU `reduce` only queues the sum. A host that reads a result of it would wait for a dead process too: it must
+    call `await_gpu` before, or use `sum_of_all`.
     """
 
     rank: int
@@ -34,29 +34,29 @@ class Processes:
     device: torch.device
     reduce: Callable[[Tensor], Tensor] | None
     wait: Callable[[], None]
-    patiently: Callable[[Callable[[], bool]], None] = lambda ready: None
+    wait_until: Callable[[Callable[[], bool]], None] = lambda ready: None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def await_gpu(self) -> None:
-        """Return when the GPU has done all that it was given until now. Raises ProcessLost where it never will."""
+        """Return when the GPU has done all queued work. Raises ProcessLost where it never will."""
         if self.reduce is not None:
-            self.patiently(when_done(self.device))
+            self.wait_until(when_done(self.device))
 
     def sum_of_all(self, mine: Tensor) -> Tensor:
-        """What the processes hold on the CPU, summed there, for a host to read; `mine` itself when alone."""
+        """The sum of a CPU tensor over all processes, on the CPU; `mine` itself for a single process."""
         if self.reduce is None:
             return mine
-        self.await_gpu()  # the copy to the GPU waits for what came before it
+        self.await_gpu()  # the copy to the GPU waits for earlier work
         total = self.reduce(mine.to(self.device))
         self.await_gpu()
         return total.cpu()
 
 
 def when_done(device: torch.device) -> Callable[[], bool]:
-    """A function that says whether a device has done what this thread gave it until now."""
+    """A function that returns whether the device has done the work queued until now."""
     if device.type != "cuda":
         return lambda: True
     event = torch.cuda.Event()
@@ -65,15 +65,15 @@ def when_done(device: torch.device) -> Callable[[], bool]:
 
 
 def join_processes(timeout_minutes: float = 30.0) -> Processes:
-    """Join the group that `accelerate launch` made, or stand alone.
+    """Join the group of `accelerate launch`, or run as a single process.
 
-    `timeout_minutes` after the last word of another process it counts as lost; the first call decides.
+    Another process is lost `timeout_minutes` after its last heartbeat; the first call decides.
     """
-    # Without being asked for the CPU, accelerate leaves each of several processes on it to itself.
+    # Unless the CPU is requested, accelerate does not connect processes on it.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=COLLECTIVES_WAIT)
     rank, world, device = state.process_index, state.num_processes, state.device
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", 0)  # as tensors there call it: a device without a number equals none of theirs
+        device = torch.device("cuda", 0)  # with an index, as tensors have it, so that devices compare equal
     if world == 1:
         return Processes(rank, world, device, None, lambda: None)
     return _together(rank, world, device, timeout_minutes)
@@ -91,7 +91,7 @@ def _together(rank: int, world: int, device: torch.device, timeout_minutes: floa
         try:
             work = all_reduce(tensor, async_op=True)
             if tensor.device.type == "cpu":  # on a GPU the host does not wait for it
-                group.patiently(work.is_completed)
+                group.wait_until(work.is_completed)
             work.wait()
         except RuntimeError as error:
             if is_out_of_memory(error):
@@ -100,7 +100,7 @@ def _together(rank: int, world: int, device: torch.device, timeout_minutes: floa
         return tensor
 
     def wait() -> None:
-        group.patiently(when_done(device))
+        group.wait_until(when_done(device))
         group.meet()
 
-    return Processes(rank, world, device, reduce, wait, group.patiently)
+    return Processes(rank, world, device, reduce, wait, group.wait_until)

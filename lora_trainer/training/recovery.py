@@ -1,4 +1,4 @@
-"""Going on after a step that failed: with less on the GPU, or from an earlier checkpoint."""
+"""Recovery from a failed step: roll back to an earlier checkpoint, or save and end the run."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from typing import Any
 
 from lora_trainer.core.errors import Problem, TrainingFailed, UserError
 from lora_trainer.monitor.events import Kind
-from lora_trainer.training.checkpoints.checkpoint import Checkpoint, kept
+from lora_trainer.training.checkpoints.checkpoint import Checkpoint, resume_hint
 from lora_trainer.training.checkpoints.save import forget_after, restore, returning_point, save_alone
 from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 
-# Resolution, precision and rank belong to a run: they are changed in a new one.
+# Resolution, weight dtype and rank cannot change on resuming: they need a new run.
 SMALLER_RUN = (
     "Close other programs that hold memory, or train anew with a lower data.resolution or memory.weight_dtype=fp8."
 )
-SMALLER_STATE = "Close other programs that hold memory, or train anew with optimizer.name=adamw8bit or adafactor, or a lower lora.rank."
+SMALLER_STATE = (
+    "Close other programs that hold memory, or train anew with optimizer.name=adamw8bit or adafactor, or a lower "
+    "lora.rank."
+)
 
 
 class Rollback(Exception):
-    """Leaves the loop at `state`; it goes on from `returning_point`, or the start, with `changes` to its state.
+    """Leaves the loop at `state`; training continues from `returning_point`, or the start, with `changes` to its state.
 
-    All processes must raise it at the same step. Draws are functions of position, so the steps in between come out
-    as before but for the changes. `failed_at` is the step that weights of an earlier one may get over: where it fails
-    again, what was returned to is passed over.
+    All processes must raise it at the same step. Draws depend on position alone, so the repeated steps differ only by
+    the changes. `failed_at` is the step that failed: where it fails again, an earlier checkpoint is taken.
     """
 
     def __init__(
@@ -39,8 +41,8 @@ class Rollback(Exception):
         self.changes: Mapping[str, Any] = changes
 
 
-def rolled_back(run: Run, first: Checkpoint, back: Rollback, reporter: Reporter) -> TrainState:
-    """The state to go on from, with weights and optimizer as they were there. Nothing that was written stays of later."""
+def roll_back(run: Run, first: Checkpoint, back: Rollback, reporter: Reporter) -> TrainState:
+    """Restore weights and optimizer, delete all that later steps wrote, and return the state to continue from."""
     now, failed_at = back.state, back.failed_at
     point = returning_point(run) or first
     if failed_at is not None and failed_at <= now.failed_at and point.state.step == now.returned_to:
@@ -48,7 +50,7 @@ def rolled_back(run: Run, first: Checkpoint, back: Rollback, reporter: Reporter)
     restored = restore(run, point)
     forget_after(run, restored.step)
     reporter.forget_after(restored.step)
-    reporter.event(back.state.step, back.kind, f"{back.reason}; the run goes on from step {restored.step}")
+    reporter.event(back.state.step, back.kind, f"{back.reason}; training continues from step {restored.step}")
     carried = {
         "seconds": now.seconds,
         "went_back": now.went_back + 1,
@@ -62,28 +64,28 @@ def rolled_back(run: Run, first: Checkpoint, back: Rollback, reporter: Reporter)
     return replace(restored, **{**carried, **back.changes})
 
 
-def saved_and_failed(run: Run, state: TrainState, error: UserError) -> TrainingFailed:
-    """For a step that cannot be done: what was trained is saved first, if weights are still those of a step."""
-    if state.step > 0 and not isinstance(error, WeightsLost) and not out_of_reach(run, error):
+def save_and_make_error(run: Run, state: TrainState, error: UserError) -> TrainingFailed:
+    """The error for a step that cannot be done. Saves what was trained first, where the weights are whole."""
+    if state.step > 0 and not isinstance(error, WeightsLost) and not is_out_of_reach(run, error):
         save_alone(run, state)
     first, *others = error.problems
     several = run.processes.world > 1
     who = f"Process {run.processes.rank}: " if several and not error.every_process_reports else ""
-    failed = TrainingFailed([Problem(who + first.message, f"{kept(run.checkpoints)} {first.fix}"), *others])
-    failed.every_process_reports = several
-    return failed
+    ended = TrainingFailed([Problem(who + first.message, f"{resume_hint(run.checkpoints)} {first.fix}"), *others])
+    ended.every_process_reports = several
+    return ended
 
 
-def out_of_reach(run: Run, error: UserError) -> bool:
-    """Whether the weights cannot be had: a GPU that waits for a lost process gives nothing away any more."""
+def is_out_of_reach(run: Run, error: UserError) -> bool:
+    """Whether the weights cannot be copied: a GPU that waits for a lost process does nothing else."""
     return isinstance(error, ProcessLost) and run.context.device.type != "cpu"
 
 
-def nothing_left(when: str, reason: str) -> TrainingFailed:
-    """For memory that ran out with nothing left to reduce."""
+def out_of_memory_error(when: str, reason: str) -> TrainingFailed:
+    """Memory ran out with nothing left to reduce."""
     message = f"Out of memory {when} ({reason}), one sample at a time and with nothing left to reduce."
     return TrainingFailed(Problem(message, SMALLER_RUN))
 
 
 class WeightsLost(TrainingFailed):
-    """Weights are half changed, and no smaller fit is left to go back with, or other processes went on."""
+    """Weights are half changed, and no fallback is left to roll back with, or other processes have continued."""

@@ -1,4 +1,4 @@
-"""Where the loop's numbers and words go: files, the progress line, the console. Silent in all processes but one."""
+"""Report the loop's metrics and messages: files, progress line, console. Only the main process reports."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Reporter:
             self.trackers.steps(rows)
 
     def validation(self, row: dict[str, Any], line: str) -> None:
-        """A validation loss, for validation.jsonl, and what is said of it."""
+        """A validation loss, for validation.jsonl, and its line for the console."""
         if self.trackers:
             self.trackers.validation(row)
             self.say(line)
 
     def event(self, step: int, kind: Kind, message: str) -> None:
-        """Something that happened after `step`: said, and kept in events.jsonl and the record."""
+        """Something that happened after `step`: logged, and kept in events.jsonl and the record."""
         if self.trackers:
             self.say(f"step {step}: {message}")
             self.trackers.event(Event(step, kind, message))
@@ -43,17 +43,17 @@ class Reporter:
         if self.trackers:
             self.show(progress)
 
-    def pace(self, step: int, seconds: float, waited: float, way: object) -> None:
-        """How long the steps up to `step` took, and waited for their data; `way` is how they were split."""
+    def pace(self, step: int, seconds: float, waited: float, fit: object) -> None:
+        """How long the steps up to `step` took, and waited for their data; `fit` is the fallback they ran with."""
         if self.trackers and self.watches:
-            self.watches.check(seconds, waited, partial(self.event, step), way)
+            self.watches.check(seconds, waited, partial(self.event, step), fit)
 
     def flush(self) -> None:
-        """Before a checkpoint: the disk holds what was written of the steps that it covers."""
+        """Before a checkpoint: bring the rows of its steps to the disk."""
         if self.trackers:
             self.trackers.flush()
 
     def forget_after(self, step: int) -> None:
-        """The run went back to `step`: what was written of later ones is written again."""
+        """After a rollback to `step`: remove the rows of later steps, which are written again."""
         if self.trackers:
             self.trackers.forget_after(step)

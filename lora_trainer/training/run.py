@@ -1,4 +1,4 @@
-"""What the loop is given: everything of a run that does not change from step to step."""
+"""What the loop needs: everything of a run that does not change from step to step."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ def keep_all(step: int) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """All that the loop needs. `micros(step)` gives this process's micro-batches of a step."""
+    """All that the loop needs. `micros(step)` makes this process's micro-batches of a step."""
 
     config: Config
     folder: Path
     context: StepContext
     processes: Processes
-    planned: OomFallback  # the largest micro-batch and the checkpointed blocks, as they were chosen
+    planned: OomFallback  # the planned micro-batch, checkpointed and swapped blocks
     total_steps: int
     steps_per_epoch: int
     samples_in: Callable[[int], int]  # step -> samples over all processes
-    names_in: Callable[[int], list[str]]  # step -> what people call its samples: process by process, micro by micro
+    names_in: Callable[[int], list[str]]  # step -> names of its samples: process by process, micro-batch by micro-batch
     micros: Callable[[int], list[MicroBatch]]
-    validate: Callable[[int], float] | None  # the validation loss, by so many questions at once
+    validate: Callable[[int], float] | None  # samples in one forward pass -> validation loss
     sample: Callable[[TrainState], None] | None
     settings: dict[str, Any]  # kept in each checkpoint
-    say: Callable[[str], None]  # a line for people
-    export: Callable[[int, Mapping[str, Tensor]], None] | None = None  # a LoRA file of a step's weights, kept for good
+    say: Callable[[str], None]  # print a line
+    export: Callable[[int, Mapping[str, Tensor]], None] | None = (
+        None  # write a LoRA file of a step's weights, never pruned
+    )
     withdraw: Callable[[int], None] = keep_all  # delete the files that `export` wrote of steps later than this one
-    writer: Writer = field(default_factory=Writer)  # of checkpoints, beside the loop
+    writer: Writer = field(default_factory=Writer)  # of checkpoints, in its own thread
 
     @cached_property
     def watches(self) -> Watches:
-        """Beside the loop."""
+        """What watches the speed of the loop."""
         return Watches(self.context.device, cached=self.config.cache.latents)
 
     @property
@@ -57,7 +59,7 @@ class Run:
 
 
 def lr_at(run: Run, state: TrainState, step: int) -> float:
-    """The learning rate of `step`, counted from 0: the schedule's, times what the run itself made of it."""
+    """The learning rate of `step`, counted from 0: the scheduled one, times the safeguards' factor."""
     return (
         run.config.optimizer.learning_rate
         * state.rate_factor
@@ -66,12 +68,12 @@ def lr_at(run: Run, state: TrainState, step: int) -> float:
 
 
 def is_regular(run: Run, step: int) -> bool:
-    """Whether the run's own rhythm saves after `step` steps, by steps or by epochs."""
+    """Whether a regular checkpoint is due after `step` steps, by steps or by epochs."""
     return due_to_save(run.config.checkpoint, run.steps_per_epoch, step)
 
 
 def due_to_save(section: CheckpointSection, steps_per_epoch: int, step: int) -> bool:
-    """The rhythm of `checkpoint.every_n_steps` and `checkpoint.every_n_epochs`: either is enough."""
+    """Whether `checkpoint.every_n_steps` or `checkpoint.every_n_epochs` saves after `step`."""
     epochs = section.every_n_epochs
     return step > 0 and (
         step % section.every_n_steps == 0 or (epochs is not None and step % (epochs * steps_per_epoch) == 0)
@@ -79,11 +81,11 @@ def due_to_save(section: CheckpointSection, steps_per_epoch: int, step: int) -> 
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether something that happens every so many steps does after this one; `every` is 0 for never."""
+    """Whether something with the interval `every` is due after `step`; 0 is never."""
     return every > 0 and step % every == 0
 
 
 def is_unvalidated(run: Run, state: TrainState) -> bool:
-    """Whether the weights of this step were to be validated and were not, since a signal aborted it."""
+    """Whether a validation of this step is due and not done, since a signal aborted it."""
     wanted = is_due(run.config.validation.every_n_steps, state.step) or state.step in (0, run.total_steps)
     return run.validate is not None and wanted and state.validated_step != state.step

@@ -1,43 +1,43 @@
-"""Where a run stands: all that the loop must know to go on, as one small value."""
+"""The state of a run: all that the loop needs to continue, as one small value."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-RESTORED_RATE = 0.5  # factor on the rate after a return to good weights
+RESTORED_RATE = 0.5  # factor on the learning rate after a rollback to good weights
 
 
 @dataclass(frozen=True)
 class OomFallback:
-    """How a step is brought onto the GPU after memory ran out. None: as it was planned."""
+    """What a step does with less memory after it ran out. None: as planned."""
 
     micro: int | None = None  # most samples of a micro-batch
-    checkpointed: int | None = None  # blocks whose activations are computed again in the backward pass
-    asked: int | None = None  # most validation samples at once
-    eager: bool = False  # compiled blocks failed, and are not used any more
-    since: int = 0  # step from which this holds; it is tried to grow back after `memory.oom_recovery_steps`
-    grown: bool = False  # the last change was such a try
-    failed: int = 0  # tries after which memory ran out again: each doubles the waiting
-    swapped: int | None = None  # blocks that visit the GPU one after the other
+    checkpointed: int | None = None  # blocks whose activations are recomputed in the backward pass
+    asked: int | None = None  # most validation samples in one forward pass
+    eager: bool = False  # compiled blocks failed, and are no longer used
+    since: int = 0  # step of the last change; a larger one is tried after `memory.oom_recovery_steps`
+    grown: bool = False  # the last change was such an attempt
+    failed: int = 0  # attempts after which memory ran out again: each doubles the wait
+    swapped: int | None = None  # blocks swapped between CPU and GPU
 
 
 @dataclass(frozen=True)
 class Control:
-    """What the run has made of itself so far (`[safeguards]`)."""
+    """What the safeguards have measured and changed so far (`[safeguards]`)."""
 
-    val_losses: tuple[float, ...] = ()  # the newest of them, for the plateau's window
+    val_losses: tuple[float, ...] = ()  # the newest, for the plateau's window
     lowest_val_loss: float | None = None
     without_gain: int = 0  # validations in a row that were no lower than that: patience
-    loss_sum: float = 0.0  # moving sum of steps' losses, for jumps
-    losses: int = 0  # how many there were
-    lowest_loss: float | None = None  # their smoothed lowest since the last jump
-    worse: int = 0  # validations in a row that were far worse than the base alone
-    norm_sum: float = 0.0  # the same of gradients' norms, for spikes
+    loss_sum: float = 0.0  # moving sum of the losses, for loss spikes
+    losses: int = 0  # number of losses in it
+    lowest_loss: float | None = None  # lowest smoothed loss since the last loss spike
+    worse: int = 0  # validations in a row that were far worse than the base model alone
+    norm_sum: float = 0.0  # the same of gradients' norms, for gradient spikes
     norms: int = 0
-    clip_scale: float = 1.0  # factor on the clipping of gradients, after a jump
+    clip_scale: float = 1.0  # factor on gradient clipping, after a loss spike
     not_finite: int = 0  # steps in a row whose loss or gradient was not finite
-    last_finite: int = 0  # the newest step whose were
+    last_finite: int = 0  # the newest step whose loss and gradient were
 
 
 @dataclass(frozen=True)
@@ -47,33 +47,33 @@ class TrainState:
     step: int = 0
     loss_average: float | None = None  # exponential, weight 0.02 for the newest step
     val_loss: float | None = None  # newest validation loss
-    validated_step: int | None = None  # the step that it was measured at
-    base_val_loss: float | None = None  # validation loss of the base alone: the one of step 0
+    validated_step: int | None = None  # the step of that measurement
+    base_val_loss: float | None = None  # validation loss of the base model alone: the one of step 0
     best_val_loss: float | None = None
     best_step: int | None = None
-    skipped: int = 0  # steps that were left out: an overflow of fp16, or a gradient that was not finite
+    skipped: int = 0  # steps skipped for an overflow of fp16, or a gradient that was not finite
     skipped_in_a_row: int = 0
     seconds: float = 0.0
-    rate_scale: float = 1.0  # factor on the schedule's rate, after plateaus
-    went_back: int = 0  # times that the run went back to an earlier checkpoint by itself
-    restored: int = 0  # times among them that the loss or gradient was not finite: each halves the rate
-    failed_at: int = 0  # the step that the newest of those was for,
-    returned_to: int = 0  # and the checkpoint that it came to
-    # `optimizer.learning_rate`, and a digest of the settings that steps may fail by: with others the run may do what it
-    # failed at before.
+    rate_scale: float = 1.0  # factor on the scheduled learning rate, after plateaus
+    went_back: int = 0  # rollbacks to an earlier checkpoint
+    restored: int = 0  # those for a loss or gradient that was not finite: each halves the learning rate
+    failed_at: int = 0  # the step that failed before the newest of those,
+    returned_to: int = 0  # and the step of the checkpoint that it restored
+    # `optimizer.learning_rate`, and a digest of the settings that can make steps fail: with others a failed step may
+    # succeed.
     asked_rate: float | None = None
     asked: str = ""
-    watched_until: int = 0  # up to here each step's loss is looked at before its update, whatever that costs
+    watched_until: int = 0  # up to here each step's loss is checked before its update
     fit: OomFallback = OomFallback()
     control: Control = Control()
 
     @property
     def rate_factor(self) -> float:
-        """What the run itself made of the schedule's rate."""
+        """The factor that the safeguards put on the scheduled learning rate."""
         return self.rate_scale * RESTORED_RATE**self.restored
 
     def with_loss(self, loss: float) -> TrainState:
-        """The same with a step's loss in the average."""
+        """The state with a step's loss in the average."""
         average = loss if self.loss_average is None else 0.98 * self.loss_average + 0.02 * loss
         return replace(self, loss_average=average)
 
@@ -82,7 +82,7 @@ class TrainState:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> TrainState:
-        """The inverse; what an older version did not know has its default. Raises TypeError for unknown names."""
+        """The inverse. Fields that an older version lacks have their defaults. Raises TypeError for unknown names."""
         known = dict(value)
         known["fit"] = OomFallback(**known.get("fit", {}))
         control = dict(known.get("control", {}))

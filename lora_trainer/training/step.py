@@ -23,8 +23,8 @@ from lora_trainer.optim.optimizers import set_lr
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.texts import TrainedTexts
 
-# How an update whose loss or gradient is not finite is left out: looked at before it, which a GPU must be waited for;
-# by the optimizer itself, on the device; or not at all, and the step is trained again once it was seen.
+# How an update whose loss or gradient is not finite is skipped: checked before the update, which waits for the GPU; by
+# the optimizer itself, on the device; or not at all, and the step is repeated once it is found.
 Guard = Literal["ahead", "on_device", "late"]
 Predict = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
 
@@ -33,8 +33,8 @@ Predict = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Te
 class StepContext:
     """What a step works on. `reduce` sums a tensor over all processes; None in a run of one.
 
-    `shown` gives the weights that are validated, drawn with and exported: with an average, or
-    a schedule-free optimizer, they are not the adapter's.
+    `shown` returns the weights that are validated, sampled with and exported: with EMA or a schedule-free optimizer
+    they are not the adapter's.
     """
 
     denoiser: nn.Module
@@ -51,17 +51,17 @@ class StepContext:
     dtype: torch.dtype
     clip: Clip
     guard: Guard = "ahead"
-    compiled: Compiled | None = None  # the denoiser's blocks, where they are
-    optimizer_waits: bool = False  # for the GPU, inside its step
-    await_gpu: Callable[[], None] = lambda: None  # unlike any other waiting, not for a lost process
+    compiled: Compiled | None = None  # the denoiser's blocks, where they are compiled
+    optimizer_waits: bool = False  # whether its step waits for the GPU
+    await_gpu: Callable[[], None] = lambda: None  # raises ProcessLost, unlike other waits
     rank: int = 0
     world: int = 1
     texts: TrainedTexts | None = None
-    shares: tuple[float, ...] = ()  # what each group of the optimizer takes of the rate; empty: all of it
+    shares: tuple[float, ...] = ()  # factor on the learning rate of each parameter group; empty: 1
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """All that holds trained weights: the denoiser, and the text encoders where they are trained."""
+        """The modules with trained weights: the denoiser, and the text encoders where they are trained."""
         return (self.denoiser, *(self.texts.parts.encoders.values() if self.texts else ()))
 
     @property
@@ -71,11 +71,11 @@ class StepContext:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Left on the device, so that nothing waits for it: loss and gradient norm (before clipping), each [].
+    """Loss and gradient norm (before clipping), each [], on the device, so that nothing waits for them.
 
-    `losses`, one after the other, are the samples' own: process by process, micro-batch by micro-batch. An update is
-    left out where loss or norm is not finite; `skipped` says so where that is known here already, as with the guard
-    `ahead`. With the guard `late` it was made.
+    `losses`, concatenated, are the samples' own: process by process, micro-batch by micro-batch. The update is skipped
+    where loss or norm is not finite; `skipped` is set where that is known already, as with the guard `ahead`. With the
+    guard `late` the update was made.
     """
 
     loss: Tensor
@@ -88,11 +88,11 @@ class StepResult:
 
 
 class OomDuringUpdate(Exception):
-    """Memory ran out while weights, optimizer or average were changed: they are no longer those of a step."""
+    """Memory ran out while weights, optimizer or EMA were changed: they are half changed."""
 
 
 class OomDuringAllReduce(Exception):
-    """Memory ran out while gradients were summed or clipped: other processes have gone on, and the step cannot be done again.
+    """Memory ran out while gradients were summed or clipped: other processes continued, so no step can be repeated.
 
     The weights are still those of the step before.
     """
@@ -100,7 +100,7 @@ class OomDuringAllReduce(Exception):
 
 @contextmanager
 def changing_weights(kind: type[Exception] = OomDuringUpdate) -> Iterator[None]:
-    """Memory that runs out inside the block is raised as `kind`: the step cannot simply be done again."""
+    """Raise `kind` where memory runs out inside the block: the step cannot simply be repeated."""
     try:
         yield
     except Exception as error:
@@ -109,46 +109,45 @@ def changing_weights(kind: type[Exception] = OomDuringUpdate) -> Iterator[None]:
         reason = first_line(error)
     else:
         return
-    raise kind(reason)  # out here, so that it holds nothing that must be freed
+    raise kind(reason)  # out here, so that its frames keep no memory
 
 
 def train_step(
     context: StepContext,
     micros: Iterable[MicroBatch],
     samples: int,
-    rate: float,
+    lr: float,
     clip_scale: float = 1.0,
     settle: Callable[[], None] = no_more_aborting,
 ) -> StepResult:
     """One update from the micro-batches of a step that has `samples` samples over all processes.
 
-    The loss is the sum over samples divided by their number, so it does not depend on how
-    the step is split. Gradients are summed over processes by hand: a process with no
-    sample in a short step still takes part. `clip_scale` is a factor on the clipping. `settle` is
-    called when the gradients are there: until then the step can be given up, and nothing is changed.
+    The loss is the sum over samples divided by their number, so it does not depend on how the step is split. Gradients
+    are summed over processes here: a process with no sample in a short step still takes part. `clip_scale` is a factor
+    on the clipping. `settle` is called when the gradients are there: until then the step can be aborted unchanged.
     """
     total = torch.zeros((), device=context.device)
     losses: tuple[Tensor, ...] = ()
     for number, micro in enumerate(micros):
-        # In fp32 the gradients so far lie where CUDA graphs put them, which is safe until the next beginning.
-        if number > 0 and context.compiled is not None and not context.adapter.shared:
+        # In fp32 the gradients so far are in the memory of CUDA graphs, which `begin_step` would reuse.
+        if number > 0 and context.compiled is not None and not context.adapter.is_shared:
             context.compiled.begin_step()
         part, own = backward(context, micro.to(context.device, context.dtype), samples)
         total += part
         losses = (*losses, own)
     summed: list[Tensor] = []
     if context.reduce is not None:
-        losses = (in_the_step(context, losses, samples),)
+        losses = (place_in_step(context, losses, samples),)
         summed = [total, *losses, *all_gradients(context.masters)]
         flat = torch.cat([each.flatten() for each in summed])
-    # What processes have settled together cannot be done again by one of them alone.
+    # After all processes have settled, one alone cannot repeat the step.
     with nullcontext() if context.reduce is None else changing_weights(OomDuringAllReduce):
         settle()
         if context.reduce is not None:
             spread(context.reduce(flat), summed)
-        set_lr(context.optimizer, rate, context.shares)
+        set_lr(context.optimizer, lr, context.shares)
         norm, skipped = update(context, total, clip_scale)
-    # A product, since the scaler changes its own in place; and on the device, since nobody waits for it.
+    # A product, since the scaler changes its own in place; on the device, so that nothing waits.
     scale = context.scaler.scale(torch.ones((), device=context.device)) if context.scaler else None
     return StepResult(total, norm, losses, context.guard, skipped, samples, scale)
 
@@ -168,8 +167,8 @@ def backward(context: StepContext, micro: MicroBatch, samples: int) -> tuple[Ten
     return loss.detach(), losses.detach()
 
 
-def in_the_step(context: StepContext, losses: tuple[Tensor, ...], samples: int) -> Tensor:
-    """This process's losses in their places among those of the step [samples], 0 elsewhere: a sum joins them."""
+def place_in_step(context: StepContext, losses: tuple[Tensor, ...], samples: int) -> Tensor:
+    """This process's losses at their positions in the step [samples], 0 elsewhere: `reduce` joins them."""
     world, joined = context.world, torch.zeros(samples, device=context.device)
     start = sum(math.ceil((samples - rank) / world) for rank in range(min(context.rank, samples)))
     for each in losses:
@@ -179,7 +178,7 @@ def in_the_step(context: StepContext, losses: tuple[Tensor, ...], samples: int) 
 
 
 def all_gradients(masters: list[nn.Parameter]) -> list[Tensor]:
-    """One for each master: zeros where this process had no sample."""
+    """The gradient of each master: zeros where this process had no sample."""
     for master in masters:
         if master.grad is None:
             master.grad = torch.zeros_like(master)
@@ -187,20 +186,20 @@ def all_gradients(masters: list[nn.Parameter]) -> list[Tensor]:
 
 
 def spread(flat: Tensor, into: list[Tensor]) -> None:
-    """Copy the parts of one flat tensor into tensors that hold as much together."""
+    """Copy one flat tensor into tensors of the same total size."""
     for each, part in zip(into, flat.split([each.numel() for each in into]), strict=True):
         each.copy_(part.view_as(each))
 
 
 def update(context: StepContext, loss: Tensor, clip_scale: float) -> tuple[Tensor, bool]:
-    """Clip, step, publish, clear. Returns the norm before clipping, and whether the update was seen to be left out."""
+    """Clip, step, copy the masters to the model. Returns the norm before clipping, and whether it was skipped."""
     scaler, optimizer = context.scaler, context.optimizer
     if scaler is not None:
         scaler.unscale_(optimizer)
     norm = context.clip(context.masters, clip_scale)
     if context.guard == "ahead" or context.optimizer_waits:
         context.await_gpu()
-    # The scaler's own `step` would look at gradients alone, and wait for the GPU to do so.
+    # The scaler's own `step` would check gradients alone, and wait for the GPU.
     skipped = context.guard == "ahead" and not (math.isfinite(float(loss)) and math.isfinite(float(norm)))
     with changing_weights():
         if context.guard == "on_device":
@@ -210,14 +209,14 @@ def update(context: StepContext, loss: Tensor, clip_scale: float) -> tuple[Tenso
         if scaler is not None:
             scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        context.adapter.publish()
+        context.adapter.copy_to_model()
     return norm, skipped
 
 
 def step_if(optimizer: torch.optim.Optimizer, good: Tensor) -> None:
-    """Step where `good` [] is true, and change nothing where not, without knowing here which. For torch's fused ones.
+    """Step where `good` [] is true, on the device, else change nothing. For torch's fused optimizers.
 
-    They read this of themselves, as torch's GradScaler tells them of an overflow.
+    They read `found_inf`, as torch's GradScaler sets it for an overflow.
     """
     optimizer.found_inf = (~good).float()  # type: ignore[attr-defined]
     try:
@@ -227,9 +226,9 @@ def step_if(optimizer: torch.optim.Optimizer, good: Tensor) -> None:
 
 
 def abort_step(context: StepContext) -> None:
-    """Leave no trace of a step that was not finished: it can be done again, as if for the first time."""
+    """Undo an unfinished step: it can be repeated as if for the first time."""
     for parameter in (*context.masters, *context.adapter.copies.values()):
         parameter.grad = None
     if (scaler := context.scaler) is not None:
-        scaler.scale(torch.zeros((), device=context.device))  # it makes its state with the first loss
-        scaler.update(scaler.get_scale())  # the same scale; forgets that gradients were unscaled already
+        scaler.scale(torch.zeros((), device=context.device))  # creates its state, else made with the first loss
+        scaler.update(scaler.get_scale())  # the same scale; resets that gradients were unscaled

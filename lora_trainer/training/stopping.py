@@ -1,4 +1,4 @@
-"""Leaving the loop before its last step: for a signal, or because the time is over; all processes at the same step."""
+"""Stop training before its last step, for a signal or `train.max_hours`, in all processes at the same step."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.interrupt import SIGNALS, Interrupt, StepAborted, abortable, no_more_aborting
-from lora_trainer.training.control import stopped_early
+from lora_trainer.training.control import is_stopped_early
 from lora_trainer.training.run import Run, is_unvalidated
 from lora_trainer.training.state import TrainState
 
 
 class Stopping:
-    """Asked in each step. Processes vote before they sum their gradients, so that none goes on alone.
+    """Decides in each step. Processes vote before they sum their gradients, so that none continues alone.
 
-    On the CPU the votes are read at once, and a step that is given up in one process is given up in all. On GPUs
-    the host would have to wait for them: they are read one step later, and several GPUs finish their step.
+    On the CPU the votes are read at once, and a step that one process aborts is aborted in all. On GPUs the host
+    would have to wait for them: they are read one step later, and all GPUs finish their step.
     """
 
     def __init__(self, run: Run, interrupt: Interrupt) -> None:
-        self._job, self._interrupt = run, interrupt
+        self._run, self._interrupt = run, interrupt
         self._alone = run.processes.reduce is None
         self._seconds = 0.0  # of the newest step
-        self._votes: Tensor | None = None  # of the newest step, on the CPU once `_there` has come
+        self._votes: Tensor | None = None  # of the newest step, on the CPU once the event `_there` is done
         self._there: torch.cuda.Event | None = None
         self._late = False
         self._agreed = False  # all processes end the loop after this step,
@@ -44,15 +44,15 @@ class Stopping:
 
     @contextmanager
     def step(self, state: TrainState) -> Iterator[Callable[[], None]]:
-        """Around the step after `state`; gives what the step calls when its gradients are there.
+        """Around the step after `state`. Yields the function that the step calls when its gradients are there.
 
         Raises StepAborted, before any weight is changed.
         """
-        self._late, began = out_of_time(self._job.config, state), time.monotonic()
+        self._late, began = out_of_time(self._run.config, state), time.monotonic()
         if self._alone:
             with abortable(self._seconds):
                 yield no_more_aborting
-        elif self._job.context.device.type != "cpu":
+        elif self._run.context.device.type != "cpu":
             yield self._vote_on_gpu
         else:
             with self._step_together() as vote:
@@ -63,13 +63,13 @@ class Stopping:
         """Decide, once for each step, whether the loop ends after it: `state` is the one after it."""
         if self._alone:
             self._signalled = bool(self._interrupt)
-            self._agreed = self._signalled or out_of_time(self._job.config, state)
+            self._agreed = self._signalled or out_of_time(self._run.config, state)
 
     def is_last(self, state: TrainState) -> bool:
         """Whether the loop ends after the step that led to `state`."""
-        run = self._job
-        over = state.step >= run.total_steps or stopped_early(run.config.safeguards, state.control)
-        return over or self._agreed or is_unvalidated(run, state)  # what a signal aborted is done after resuming
+        run = self._run
+        over = state.step >= run.total_steps or is_stopped_early(run.config.safeguards, state.control)
+        return over or self._agreed or is_unvalidated(run, state)  # an aborted validation is done on resuming
 
     @property
     def is_signalled(self) -> bool:
@@ -84,7 +84,7 @@ class Stopping:
             nonlocal voted
             no_more_aborting()
             voted = True
-            if self._count(self._vote(given_up=False)):
+            if self._count(self._vote(aborted=False)):
                 raise StepAborted
 
         try:
@@ -92,43 +92,43 @@ class Stopping:
                 yield vote
         except StepAborted:
             if not voted:
-                self._count(self._vote(given_up=True))
+                self._count(self._vote(aborted=True))
             raise
 
-    def _vote(self, *, given_up: bool) -> Tensor:
-        """What all processes say together, [signals + 2]: how many were told which signal, are late, have given up."""
-        assert self._job.processes.reduce is not None
-        mine = [*(self._interrupt.signal == each for each in SIGNALS), self._late, given_up]
-        votes = torch.zeros(len(mine), device=self._job.context.device)
-        for place, said in enumerate(mine):
-            if said:
-                votes[place].fill_(1.0)  # by the GPU itself: a copy to it would wait for all that it has to do before
-        return self._job.processes.reduce(votes)
+    def _vote(self, *, aborted: bool) -> Tensor:
+        """The votes of all processes, summed, [signals + 2]: how many got each signal, are late, have aborted."""
+        assert self._run.processes.reduce is not None
+        mine = [*(self._interrupt.signal == each for each in SIGNALS), self._late, aborted]
+        votes = torch.zeros(len(mine), device=self._run.context.device)
+        for place, is_set in enumerate(mine):
+            if is_set:
+                votes[place].fill_(1.0)  # by the GPU itself: a copy to it would wait for all queued work
+        return self._run.processes.reduce(votes)
 
     def _vote_on_gpu(self) -> None:
-        """Take the votes of the step before, which are there, and send off those of this one."""
+        """Read the votes of the previous step, which are there, and send those of this one."""
         if self._votes is not None and self._there is not None:
-            self._job.processes.patiently(self._there.query)
+            self._run.processes.wait_until(self._there.query)
             self._count(self._votes)
-        votes = self._vote(given_up=False)
+        votes = self._vote(aborted=False)
         self._votes = torch.empty(votes.shape, pin_memory=True)
         self._votes.copy_(votes, non_blocking=True)
         self._there = torch.cuda.Event()
         self._there.record()
 
     def _count(self, votes: Tensor) -> bool:
-        """Whether a process gave its step up; a signal that came anywhere has come here."""
-        *told, late, given_up = votes.tolist()
-        signal = next((each for each, count in zip(SIGNALS, told, strict=True) if count), None)
+        """Whether a process aborted its step. A signal that came to any process counts here too."""
+        *signaled, late, aborted = votes.tolist()
+        signal = next((each for each, count in zip(SIGNALS, signaled, strict=True) if count), None)
         if signal is not None and not self._interrupt:
             self._interrupt.remember(signal)
         self._signalled = signal is not None
         self._agreed = self._signalled or late > 0.0
-        return bool(given_up > 0.0)
+        return bool(aborted > 0.0)
 
 
-def any_given_up(run: Run, mine: bool) -> bool:
-    """Whether any process gave up what all of them were doing."""
+def any_aborted(run: Run, mine: bool) -> bool:
+    """Whether any process aborted what all of them were doing."""
     if run.processes.reduce is None:
         return mine
     return float(run.processes.sum_of_all(torch.tensor([float(mine)]))) > 0.0

@@ -1,7 +1,7 @@
-"""Text encoders that are trained along: what is trained of them, and captions encoded anew in every step.
+"""Train text encoders with the denoiser: their adapters, and captions encoded in every step.
 
-Their trained weights stand in the same adapter as the denoiser's, under their component's name (`text_encoder.…`), so
-that everything which is done to the one is done to the others.
+Their trained weights are in the denoiser's adapter, under their component's name (`text_encoder.…`), so whatever
+is done to the adapter is done to all of them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Encode = Callable[[Sequence[Caption], Mapping[str, Tensor]], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class TrainedTexts:
-    """Text encoders in memory, those that are trained and those that read captions beside them.
+    """Text encoders in memory: the trained ones, and frozen ones that read captions with them.
 
-    `encode` of captions, and of what frozen encoders gave for them (empty where there are none), gives conditioning
-    with gradients. `parameters` are all that is trained of them by name, and `rates` theirs with those names;
+    `encode` turns captions, and the cached text embeddings of frozen encoders (empty where there are none), into
+    conditioning with gradients. `parameters` are all trained ones by name, `lrs` their learning rates with those names;
     `shapes` are the weight shapes of the untouched encoders by module.
     """
 
     parts: TextParts
     encode: Encode
     parameters: Mapping[str, nn.Parameter]
-    rates: Rates
+    lrs: Rates
     shapes: Mapping[str, tuple[int, ...]]
     notes: tuple[str, ...]
 
@@ -47,9 +47,9 @@ class TrainedTexts:
 def build_texts(
     config: Config, family: Family, facts: ModelFacts, *, dtype: torch.dtype, device: torch.device, checkpointed: bool
 ) -> TrainedTexts | None:
-    """Load the text encoders and put on them what is trained; None where nothing of them is.
+    """Load the text encoders and add what is trained of them; None where nothing is.
 
-    `checkpointed`: their layers compute their activations again in the backward pass. Raises UsageError as `text_rates`.
+    `checkpointed`: their layers recompute their activations in the backward pass. Raises UsageError as `text_rates`.
     """
     if not config.trains_text:
         return None
@@ -65,31 +65,32 @@ def build_texts(
     def encode_alone() -> dict[str, Tensor]:
         return family.encode_text(parts, ("",), family.text)
 
-    parameters, rates, notes = dict[str, nn.Parameter](), list[tuple[float, Collection[str]]](), list[str]()
-    for component, rate in trained.items():
+    parameters, lrs, notes = dict[str, nn.Parameter](), list[tuple[float, Collection[str]]](), list[str]()
+    for component, lr in trained.items():
         encoder = parts.encoders[component]
         names = used_modules(encoder, matching_modules(encoder, family.text_targets[component]), encode_alone)
-        own = put_adapter_on(encoder, names, config, component)
+        own = add_adapter(encoder, names, config, component)
         parameters |= own
-        rates.append((rate, own.keys()))
-        notes.append(f"{component}: LoRA rank {text_options(config).rank}, {len(names)} modules, lr={rate:g}")
+        lrs.append((lr, own.keys()))
+        notes.append(f"{component}: LoRA rank {text_options(config).rank}, {len(names)} modules, lr={lr:g}")
         if checkpointed:
             checkpoint_layers(encoder)
     if config.textual_inversion.placeholder_tokens:
-        words = learned_words(parts, family.word_texts, config, checkpointed=checkpointed)
-        parameters |= words
-        rates.append((config.textual_inversion.learning_rate, words.keys()))
-        named = f"{', '.join(config.textual_inversion.placeholder_tokens)} of {config.textual_inversion.num_vectors} embeddings each"
-        notes.append(f"new words {named} at rate {config.textual_inversion.learning_rate:g}")
+        tokens = add_trainable_tokens(parts, family.word_texts, config, checkpointed=checkpointed)
+        parameters |= tokens
+        lrs.append((config.textual_inversion.learning_rate, tokens.keys()))
+        section = config.textual_inversion
+        named = f"{', '.join(section.placeholder_tokens)} of {section.num_vectors} embeddings each"
+        notes.append(f"learned tokens: {named}, lr={section.learning_rate:g}")
     for encoder in parts.encoders.values():
         encoder.train()
-    return TrainedTexts(parts, encode, parameters, tuple(rates), shapes, tuple(notes))
+    return TrainedTexts(parts, encode, parameters, tuple(lrs), shapes, tuple(notes))
 
 
-def learned_words(
+def add_trainable_tokens(
     parts: TextParts, components: Sequence[str], config: Config, *, checkpointed: bool
 ) -> dict[str, nn.Parameter]:
-    """Teach every CLIP encoder the words of `textual_inversion.placeholder_tokens`; their embeddings by name, the component first."""
+    """Add `textual_inversion.placeholder_tokens` to every CLIP encoder; their embeddings by name, component first."""
     own = add_learned_tokens(parts, initial_embeddings(parts, components, config.textual_inversion))
     for parameter in own.values():
         parameter.requires_grad_(True)
@@ -99,8 +100,8 @@ def learned_words(
     return own
 
 
-def put_adapter_on(encoder: nn.Module, names: list[str], config: Config, component: str) -> dict[str, nn.Parameter]:
-    """The adapter on the named modules of one text encoder; its parameters by name, the component first."""
+def add_adapter(encoder: nn.Module, names: list[str], config: Config, component: str) -> dict[str, nn.Parameter]:
+    """Put the adapter on the named modules of one text encoder; its parameters by name, component first."""
     kind, seed = adapter_kind(config), position_key(config.train.seed, "lora_init", component) % 2**32
     own = kind.inject(encoder, names, text_options(config), seed)
     kind.speed_up(encoder)
@@ -108,9 +109,9 @@ def put_adapter_on(encoder: nn.Module, names: list[str], config: Config, compone
 
 
 def used_modules(encoder: nn.Module, names: list[str], encode: Callable[[], Mapping[str, Tensor]]) -> list[str]:
-    """Those of the modules whose outputs reach the conditioning: of an earlier layer that is read, the later ones do not.
+    """The modules whose outputs reach the conditioning: with CLIP skip, the last layers do not.
 
-    Found by asking: each output is multiplied by a one of its own, and autograd says which of these matter.
+    Found by a trial: each output is multiplied by its own one, and autograd shows which of them matter.
     """
     ones = {name: torch.ones((), requires_grad=True) for name in names}
 
@@ -129,9 +130,9 @@ def used_modules(encoder: nn.Module, names: list[str], encode: Callable[[], Mapp
 
 
 def drop_nothing(encoder: nn.Module) -> None:
-    """Keep a frozen encoder from dropping values at random while it is trained along, as T5 would by its config.
+    """Disable an encoder's own dropout, which T5 has by its config.
 
-    Captions are then read as they are while drawing, and a step's numbers hang on its place in the run alone.
+    Captions are then encoded as while drawing, and a step's numbers depend on its position in the run alone.
     """
     for module in encoder.modules():
         if isinstance(module, nn.Dropout):
@@ -141,20 +142,20 @@ def drop_nothing(encoder: nn.Module) -> None:
 
 
 def checkpoint_layers(encoder: Any) -> None:
-    """Compute the activations of an encoder's layers again in the backward pass."""
+    """Recompute the activations of an encoder's layers in the backward pass."""
     encoder.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 @torch.no_grad()
-def encoded_now(
+def encode_validation_captions(
     texts: TrainedTexts | None, samples: Sequence[EncodedSample], device: torch.device
 ) -> list[EncodedSample]:
-    """The samples with their captions as trained text encoders read them now; as they are where none is trained."""
+    """The samples with their captions encoded by the trained text encoders; unchanged where none is trained."""
     if texts is None:
         return list(samples)
     found = []
     for sample in samples:
         known = {name: value[None].to(device) for name, value in sample.cond.items()}
-        said = texts.encode((sample.caption,), known)
-        found.append(replace(sample, cond={name: value[0] for name, value in said.items()}))
+        cond = texts.encode((sample.caption,), known)
+        found.append(replace(sample, cond={name: value[0] for name, value in cond.items()}))
     return found

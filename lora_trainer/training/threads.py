@@ -1,6 +1,6 @@
-"""How many threads compute on the CPU: what the user sets, else what the machine leaves.
+"""Choose how many threads compute on the CPU: what the user sets, else the free CPUs.
 
-The number is chosen once a run and recorded, because sums are split by it: a resumed or repeated run takes the same.
+The number is chosen once and recorded, because sums are split by it: a resumed or repeated run uses the same.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Threads:
 
 
 def choose_threads(requested: int | None, recorded: int | None = None) -> Threads:
-    """The first of these that is there: `requested`, the user's environment, `recorded`, what the machine leaves.
+    """The first of these that is set: `requested`, the user's environment, `recorded`, the free CPUs.
 
-    `requested` is `hardware.threads`, at most the available CPUs or what the environment sets beyond them; `recorded` is
-    what the run began with. That, and the choice, are at most this process's share of the CPUs; a single process leaves
-    what others keep busy.
+    `requested` is `hardware.threads`, at most the available CPUs, or more where the environment sets more. `recorded`
+    is the number at the start of the run. It, and the choice, are at most this process's share of the CPUs; a single
+    process leaves busy CPUs to others.
     """
     cpus, name = available_cpus(), user_variable()
     if requested is not None:
@@ -57,28 +57,30 @@ def choose_threads(requested: int | None, recorded: int | None = None) -> Thread
 def user_variable() -> str | None:
     """The name of the environment variable by which the user sets the threads, or None.
 
-    `accelerate launch` and torch's launcher set OMP_NUM_THREADS=1 where the user sets nothing, so under them what
-    counts is their own environment, and accelerate's flag.
+    `accelerate launch` and torch's launcher set OMP_NUM_THREADS=1 where the user sets nothing. So under them their own
+    environment counts, and accelerate's flag.
     """
     named = [name for name in VARIABLES if os.environ.get(name, "").isdigit() and int(os.environ[name])]
     if not named or not launched():
         return named[0] if named else None
     try:
         launcher = psutil.Process(os.getppid())
-        words, found = launcher.cmdline(), launcher.environ()
-    except psutil.Error:  # it may not be asked: what is set counts
+        arguments, found = launcher.cmdline(), launcher.environ()
+    except psutil.Error:  # not readable: what is set counts
         return named[0]
-    if not any(name in word for word in words for name in LAUNCHERS):  # a variable of accelerate's alone is no launch
+    if not any(
+        name in argument for argument in arguments for name in LAUNCHERS
+    ):  # not started by a launcher, whatever is in the environment
         return named[0]
-    if any(word.split("=")[0].replace("_", "-") == FLAG_OF_LAUNCHER for word in words):
+    if any(argument.split("=")[0].replace("_", "-") == FLAG_OF_LAUNCHER for argument in arguments):
         return VARIABLES[0]
     return next((name for name in named if found.get(name)), None)
 
 
 def cpus_in_use() -> tuple[int, float]:
-    """How many CPUs this process is bound to, and how many of them others keep busy: now and over the last minute.
+    """How many CPUs this process is bound to, and how many of them are busy: the lesser of now and the last minute.
 
-    The lesser of both: neither a short disturbance counts nor a job that has just ended.
+    So neither a short disturbance counts nor a program that has just ended.
     """
     shares = psutil.cpu_percent(SAMPLE_SECONDS, percpu=True)
     bound = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(shares))

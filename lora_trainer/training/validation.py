@@ -1,4 +1,4 @@
-"""The validation loss while training: measured, told, and the weights of the lowest kept."""
+"""The validation loss while training: measure and log it, and keep the weights of the lowest."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.training.checkpoints.save import keep_best
 from lora_trainer.training.control import after_validation, after_worse
 from lora_trainer.training.metrics import progress_of
-from lora_trainer.training.recovery import nothing_left, saved_and_failed
+from lora_trainer.training.recovery import out_of_memory_error, save_and_make_error
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run, lr_at
 from lora_trainer.training.state import OomFallback, TrainState
-from lora_trainer.training.stopping import any_given_up
+from lora_trainer.training.stopping import any_aborted
 
 VALIDATING: Phase = "validating"
-MOST_ASKED_AT_ONCE = 4
+MOST_SAMPLES_AT_ONCE = 4
 
 
 def validate(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
-    """Measure the validation loss, where something is held out; keep the weights of the lowest.
+    """Measure the validation loss, where there are validation images; keep the weights of the lowest.
 
-    Given up for a signal, it leaves the state as it was.
+    Aborted by a signal, it returns the state unchanged.
     """
     if run.validate is None:
         return state
     reporter.progress(progress_of(run, state, lr_at(run, state, state.step), 0.0, VALIDATING))
-    given_up, loss, fit = False, math.nan, state.fit
+    aborted, loss, fit = False, math.nan, state.fit
     try:
-        loss, fit = loss_that_fits(run, run.validate, state, reporter)
+        loss, fit = measure_with_oom_fallback(run, run.validate, state, reporter)
     except StepAborted:
-        given_up = True
-    if any_given_up(run, given_up):
+        aborted = True
+    if any_aborted(run, aborted):
         return state
-    loss = of_all(run, loss)
+    loss = broadcast_loss(run, loss)
     before, state = state, replace(state, val_loss=loss, validated_step=state.step, fit=fit)
     if state.step == 0:
         state = replace(state, base_val_loss=loss if math.isfinite(loss) else None)
-    # The untrained LoRA is what the others are held against, and no candidate; nothing is lower than NaN.
-    lower = before.best_val_loss is None or loss < before.best_val_loss
-    best = state.step > 0 and math.isfinite(loss) and lower
-    if best:
+    # Step 0 is the reference, not a candidate; nothing is lower than NaN.
+    is_lower = before.best_val_loss is None or loss < before.best_val_loss
+    is_best = state.step > 0 and math.isfinite(loss) and is_lower
+    if is_best:
         state = replace(state, best_val_loss=loss, best_step=state.step)
     reporter.validation({"step": state.step, "loss": loss}, validation_line(before, state))
     if not math.isfinite(loss):
         reporter.event(state.step, "not_finite", "the validation loss is not finite: no weights are chosen by it")
-    if best:
+    if is_best:
         keep_best(run, state.step)
-    return judged(run, state, reporter)
+    return apply_safeguards(run, state, reporter)
 
 
-def judged(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
-    """What the run makes of a validation loss that it measured in its rhythm; others, at an end, change nothing."""
+def apply_safeguards(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
+    """Apply the safeguards after a regular validation; an extra one, at the end, changes nothing."""
     every = run.config.validation.every_n_steps
     if state.step == 0 or state.val_loss is None or not every or state.step % every:
         return state
@@ -73,46 +73,46 @@ def judged(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
     return replace(state, control=control)
 
 
-def of_all(run: Run, loss: float) -> float:
-    """The main process's validation loss, for all of them: what they decide by it must be the same to the bit."""
+def broadcast_loss(run: Run, loss: float) -> float:
+    """The main process's validation loss, in all processes: their decisions must be the same to the bit."""
     if run.processes.reduce is None:
         return loss
     return float(run.processes.sum_of_all(torch.tensor([loss if run.processes.is_main else 0.0])))
 
 
-def loss_that_fits(
+def measure_with_oom_fallback(
     run: Run, measure: Callable[[int], float], state: TrainState, reporter: Reporter
 ) -> tuple[float, OomFallback]:
-    """The validation loss, asked in smaller and smaller parts for as long as memory runs out; and what did fit.
+    """The validation loss, with fewer samples at once for as long as memory runs out; and the fallback that fits.
 
-    Measured anew each time, so that what comes out depends on the size of the parts alone. Raises TrainingFailed when
-    not even one question fits; what was trained is saved.
+    Each attempt starts anew, so that the result depends on the batch size alone. Raises TrainingFailed where not even
+    one sample fits; what was trained is saved.
     """
     fit = state.fit
     while True:
-        # What training fits, looking on fits.
-        asked = fit.asked or min(MOST_ASKED_AT_ONCE, run.planned.micro or 1)
+        # A batch that training fits, validation fits.
+        batch_size = fit.asked or min(MOST_SAMPLES_AT_ONCE, run.planned.micro or 1)
         try:
-            return measure(asked), fit
+            return measure(batch_size), fit
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             reason = first_line(error)
         free_memory(run.context.device)
-        if asked == 1:
-            raise saved_and_failed(run, state, nothing_left(f"while validating step {state.step}", reason))
-        fit = replace(fit, asked=-(-asked // 2))
-        message = f"out of memory while validating ({reason}): {fit.asked} questions at once in place of {asked}"
+        if batch_size == 1:
+            raise save_and_make_error(run, state, out_of_memory_error(f"while validating step {state.step}", reason))
+        fit = replace(fit, asked=-(-batch_size // 2))
+        message = f"out of memory while validating ({reason}): {fit.asked} samples at once in place of {batch_size}"
         reporter.event(state.step, "memory", message)
 
 
 def validation_line(before: TrainState, now: TrainState) -> str:
-    """What a measurement showed, beside the lowest until then and the base alone."""
+    """The line of a validation: the loss, with the lowest until then and that of the base model alone."""
     loss, base = now.val_loss or 0.0, now.base_val_loss
     line = f"step {now.step}: validation loss {loss:.4f}"
     if now.step == 0:
-        return f"{line}, of the base alone"
-    worse = "" if base is None or not loss > base else f"; worse than the base alone ({base:.4f})"
+        return f"{line}, of the base model alone"
+    worse = "" if base is None or not loss > base else f"; worse than the base model alone ({base:.4f})"
     if now.best_step == now.step:
         return f"{line}, the lowest so far{since(before, loss)}{worse}"
     if now.best_val_loss is None:
@@ -121,7 +121,7 @@ def validation_line(before: TrainState, now: TrainState) -> str:
 
 
 def since(before: TrainState, loss: float) -> str:
-    """What the lowest was before; by how much it fell where four digits do not show it."""
+    """The lowest loss before; how much it fell, where four digits do not show it."""
     was = before.best_val_loss
     if was is None:
         return ""

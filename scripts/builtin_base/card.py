@@ -24,7 +24,7 @@ tags: [stable-diffusion, miniature, testing]
 
 Stable Diffusion 1.5's architecture in miniature, so that training a LoRA can be shown, tested and measured without a
 download and without a GPU. Same classes, same folder layout, same noise schedule (epsilon prediction, scaled-linear,
-1000 steps); pictures of 128 × 128 pixels, latents of 4 × 16 × 16. It is no smaller copy of Stable Diffusion's weights:
+1000 steps); images of 128 × 128 pixels, latents of 4 × 16 × 16. It is no smaller copy of Stable Diffusion's weights:
 it was trained from nothing.
 
 | part | parameters | file |
@@ -39,10 +39,10 @@ One shape on a plain background: {shapes}; in {colours}. Captions as it learned 
 It knows nothing else. What a new word means is left to a LoRA.
 
 ## How it was trained
-By `scripts/builtin_base/train.py`, on pictures that `scripts/builtin_base/drawing.py` draws on the way; no picture or
+By `scripts/builtin_base/train.py`, on images that `scripts/builtin_base/drawing.py` draws on the way; no image or
 text came from elsewhere. The autoencoder learned by L1 + squared error and a slight KL term, the denoiser and the text
 encoder together by min-SNR-weighted epsilon loss with 10 % empty captions; their exponential average was kept. The
-autoencoder took 4,200 steps of 16 pictures, the last 1,300 on its decoder alone; the denoiser 4,000 steps of 32, of a
+autoencoder took 4,200 steps of 16 images, the last 1,300 on its decoder alone; the denoiser 4,000 steps of 32, of a
 cosine laid out for 5,000. On two CPU cores with bf16 units, not always idle, that was about 100 minutes. Stored in half
 precision.
 
@@ -54,7 +54,7 @@ the seeds are 0 to {last_seed}, none selected; DDIM, {steps} steps, guidance {gu
 |---|---|---|---|---|
 {figures}
 
-The autoencoder's peak signal-to-noise ratio on 128 unseen pictures is {psnr:.1f} dB.
+The autoencoder's peak signal-to-noise ratio on 128 unseen images is {psnr:.1f} dB.
 
 ## Limits
 Captions are read up to 77 tokens. A word that is not in the list above is spelt letter by letter; letters outside ASCII

@@ -213,7 +213,7 @@ def judge_the_judge(count: int, vae: Any | None) -> dict[str, dict[str, float]]:
     scenes = [random_scene(rng) for _ in range(count)]
     drawn = [draw(scene) for scene in scenes]
     verdicts = [judge(picture) for picture in drawn]
-    found = {f"the judge on {count} drawn pictures": shares(verdicts, scenes)}
+    found = {f"the judge on {count} drawn images": shares(verdicts, scenes)}
     found["the judge on their captions, shuffled"] = shares(verdicts, rng.sample(scenes, count))
     if vae is not None:
         decoded = [judge(picture) for picture in decode_drawn(vae, drawn)]

@@ -157,9 +157,9 @@ def test_the_loop_waits_while_its_writer_waits(tmp_path):
             time.sleep(0.001)
         threading.Timer(0.05, free.set).start()
         stand_by()
-        order.append("goes on")
+        order.append("continues")
         writer.join()
-    assert order == ["written", "goes on"]
+    assert order == ["written", "continues"]
 
 
 def test_the_error_at_the_end_names_what_waited_first(tmp_path):

@@ -141,7 +141,9 @@ def test_damaged_caches(hurt: str, ground: Ground, expected: Expected, tell: Cal
             problems = nearly(run_folder(place), expected) if is_reported else differ
             row.add(Tried(f"{file.relative_to(whole)} at {share:.1%}", 0, problems, not differ))
             shutil.rmtree(place)
-    row.notes = "" if row.same == row.tries else "else told and to rounding: encoded again outside of its batch"
+    row.notes = (
+        "" if row.same == row.tries else "else reported, and equal to rounding: encoded again outside of its batch"
+    )
     tell(row)
 
 

@@ -297,7 +297,7 @@ def test_an_error_in_one_job_stops_no_other(night):
     (night.root / "birch" / "lora.toml").unlink()
     shutil.rmtree(night.root / "ash")
     shutil.rmtree(night.output / "cedar")
-    assert night.run("--resume") == 1, "what became of ash is still told"
+    assert night.run("--resume") == 1, "the failure of ash is still reported"
     assert night.jobs("status") == {"ash": "failed", "birch": "done", "cedar": "done"}
     assert night.jobs("attempts") == {"ash": 1, "birch": 2, "cedar": 2}, "a run that was deleted is made again"
 

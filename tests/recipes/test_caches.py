@@ -106,7 +106,7 @@ def test_data_that_becomes_unreadable_loses_no_step(bench, finished, monkeypatch
     assert threading.active_count() == before
     output = capsys.readouterr()
     assert (output.out + output.err).count("image_1.png is gone.") == 1
-    assert "step-000004 is safe: --resume goes on from there. Bring it back." in output.out + output.err
+    assert "step-000004 is safe: --resume continues from there. Bring it back." in output.out + output.err
     assert bench.run("first", "--resume", **settings) == 0
     assert exported(bench.folder("first")) == exported(finished.folder("first"))
     assert all(0 <= row["data_seconds"] < row["seconds"] for row in rows(bench.folder("first")))

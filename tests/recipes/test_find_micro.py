@@ -80,7 +80,7 @@ def test_a_resumed_run_keeps_the_found_size(bench, monkeypatch):
         assert bench.run("found", **settings | {"steps": 2}) == 0
     assert bench.run("found", "--resume", **settings) == 0
     assert chosen(bench, "found").startswith("micro-batch size: 2 ")
-    assert "as it was found when the run began" in chosen(bench, "found")
+    assert "found at the start of the run" in chosen(bench, "found")
     assert losses(bench.folder("found")) == losses(bench.folder("whole"))
 
 

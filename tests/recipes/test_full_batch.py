@@ -40,7 +40,7 @@ def died(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def quick_job(happens: Callable[[str], None]) -> Callable[..., RunResult]:
-    """A stand-in for training: writes a record and a line, then calls a hook before its last heartbeat."""
+    """A fake training: writes a record and a line, then calls a hook before its last heartbeat."""
 
     def train(resolved: Any, *, console: Any, watch: Callable[[Progress], None], **_: Any) -> RunResult:
         config = resolved.config.run

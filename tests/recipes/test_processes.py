@@ -214,7 +214,7 @@ def test_one_process_of_two_runs_out_of_memory_and_takes_smaller_micro_batches(
     short, calm = bench.folder("short"), bench.folder("calm")
     (event,) = rows(short, "events.jsonl")
     assert (event["step"], event["kind"]) == (10, "memory")
-    assert "another process ran out of memory: all go on with micro-batches of 1 " in event["message"]
+    assert "another process ran out of memory: all continue with micro-batches of 1 " in event["message"]
     assert record(short)["training"]["fit"]["micro"] == 1
     mine, theirs = ([row["loss"] for row in rows(folder)] for folder in (short, calm))
     assert len(mine) == 12

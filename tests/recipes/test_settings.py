@@ -137,9 +137,9 @@ def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
     assert record(folder)["steps"] == 5
     assert "images_never_trained" not in {finding["code"] for finding in record(folder)["lora"]["findings"]}
     capsys.readouterr()
-    assert bench.run("told", steps=2, **low) == 0, "train tells, produce refuses"
+    assert bench.run("noted", steps=2, **low) == 0, "train notes, produce refuses"
     assert unseen in capsys.readouterr().out
-    assert "Done, but below a minimum score" in (bench.folder("told") / "report.html").read_text("utf-8")
+    assert "Done, but below a minimum score" in (bench.folder("noted") / "report.html").read_text("utf-8")
     assert bench.run("off", command="produce", steps=2, gates__lora=0, gates__lora_check="off") == 0, (
         "a gate of 0 refuses nothing"
     )

@@ -24,7 +24,7 @@ def test_the_ema_follows_its_recursion():
     average = Ema(values, 0.6)
     for step in range(30):
         masters["a"].fill_(float(step))
-        average.follow(masters, step)
+        average.update(masters, step)
         expected = decay_at(0.6, step) * expected + (1 - decay_at(0.6, step)) * step
     assert average.values["a"].tolist() == pytest.approx([expected] * 3, rel=1e-6)
 
@@ -37,7 +37,7 @@ def test_swapped_in_weights_are_temporary(dtype):
     other = {name: torch.full_like(master, 0.1) for name, master in masters.items()}
 
     def check_weights() -> None:
-        with adapter.holding(other):
+        with adapter.swapped_in(other):
             assert all(torch.equal(copy, other[name].to(dtype)) for name, copy in adapter.copies.items())
             raise KeyboardInterrupt
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lora_trainer.config.schema import SafeguardsSection
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
-from lora_trainer.training.control import FIRST_JUDGED, after_step, after_validation, after_worse, stopped_early
+from lora_trainer.training.control import FIRST_JUDGED, after_step, after_validation, after_worse, is_stopped_early
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import Control, TrainState
 from lora_trainer.training.validation import validation_line
@@ -95,8 +95,8 @@ def test_a_run_worse_than_its_base_model_is_reported(place: TinyPlace):
     assert (state.step, state.base_val_loss) == (4, 0.3)
     (event,) = [each for each in read_lines(run.folder / EVENTS) if each["kind"] == "diverging"]
     assert event["step"] == 3
-    assert "1, and that of the base alone was 0.3" in event["message"]
-    assert "step 1: validation loss 1.2000, the lowest so far; worse than the base alone (0.3000)" in lines
+    assert "1, and that of the base model alone was 0.3" in event["message"]
+    assert "step 1: validation loss 1.2000, the lowest so far; worse than the base model alone (0.3000)" in lines
 
 
 def test_a_line_shows_differences_beyond_four_digits():
@@ -114,7 +114,7 @@ def test_a_line_shows_differences_beyond_four_digits():
 def test_a_nonfinite_validation_loss_is_no_gain_and_no_plateau():
     control, events, rate = validated(PLATEAU, [0.5] * 9 + [float("nan")] * 3)
     assert (events, rate, control.without_gain) == ([], 1.0, 11)
-    assert stopped_early(PATIENT, control)
+    assert is_stopped_early(PATIENT, control)
 
 
 def test_a_spike_of_the_smoothed_loss_clips_harder():

@@ -107,7 +107,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         install_attention(denoiser, "sdpa")
         return AttentionChoice("sdpa", "its probe compares numbers")
 
-    monkeypatch.setattr(build, "put_attention_on", put)
+    monkeypatch.setattr(build, "set_up_attention", put)
     with FakeGpu() as mode:
         yield mode
 
@@ -146,7 +146,7 @@ def test_a_step_mixes_no_devices(gpu: FakeGpu, kind: Kind) -> None:
         Layout(BF16, stored, checkpointing=1),
         device=GPU,
         reduce=None,
-        attention_asked=False,
+        is_attention_requested=False,
         latents=(2, facts.latent_channels, 8, 8),
     )
     batch = a_batch(family, facts, text_embeddings_of(family, model))

@@ -18,11 +18,11 @@ from lora_trainer.models.memory.checkpointing import checkpointed_blocks
 from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, read_lines
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, read_checkpoint
-from lora_trainer.training.oom_fallback import agreed
+from lora_trainer.training.oom_fallback import agree_across_processes
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
-from lora_trainer.training.validation import MOST_ASKED_AT_ONCE
+from lora_trainer.training.validation import MOST_SAMPLES_AT_ONCE
 from tests.training.tiny_run import TinyPlace, outcome, signal_at_step, together
 
 pytestmark = pytest.mark.exact
@@ -159,7 +159,7 @@ def test_an_update_out_of_memory_is_repeated_from_the_last_checkpoint(place: Tin
     place.train(calm)
     short = in_update(place.run("short", **FOUR), lambda call: call == 4)
     state, _ = place.train(short)
-    assert events(short)[0][1].endswith("the run goes on from step 3")
+    assert events(short)[0][1].endswith("training continues from step 3")
     # The same three steps, then the rest in halves.
     rows, calm_rows = (read_lines(each.folder / METRICS) for each in (short, calm))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -253,8 +253,8 @@ def test_a_validation_out_of_memory_uses_smaller_micro_batches(place: TinyPlace)
     whole = validated_on_gpu(place.run("whole", **settings), room=1)
     state, _ = place.train(whole)
     assert [step for step, _ in events(whole)] == [0, 0]
-    assert "2 questions at once in place of 4" in events(whole)[0][1]
-    assert (MOST_ASKED_AT_ONCE, state.fit.asked, state.fit.micro) == (4, 1, None)
+    assert "2 samples at once in place of 4" in events(whole)[0][1]
+    assert (MOST_SAMPLES_AT_ONCE, state.fit.asked, state.fit.micro) == (4, 1, None)
     measured, expected = ([row["loss"] for row in read_lines(each.folder / VALIDATION)] for each in (whole, calm))
     assert len(measured) == 4
     assert measured == pytest.approx(expected, rel=1e-5)
@@ -339,7 +339,7 @@ def test_blocks_are_swapped_when_all_are_already_checkpointed(place: TinyPlace):
     blocks = len(swappable_blocks(short.context.denoiser))
     swaps = [message.split(" in place of ")[0].split(" and ")[-1] for _, message in events(short)]
     assert [step for step, _ in events(short)] == [3, 3, 3, 6]
-    assert swaps == [f"{count} streamed" for count in (-(-blocks // 4), -(-blocks // 2), blocks, -(-blocks // 2))]
+    assert swaps == [f"{count} swapped" for count in (-(-blocks // 4), -(-blocks // 2), blocks, -(-blocks // 2))]
     assert (state.fit.swapped, state.fit.checkpointed) == (-(-blocks // 2), None)
     assert swapped_count(short.context.denoiser) == state.fit.swapped
     assert trained(short) == trained(calm)
@@ -392,6 +392,10 @@ def test_two_processes_agree_on_the_fewest_resident_blocks(place: TinyPlace):
     fallbacks = [OomFallback(), OomFallback(swapped=3, since=7, failed=1)]
     reporters = [Reporter(None, unwatched, lambda line: None) for _ in runs]
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda run, fit, reporter: agreed(run, fit, 10, reporter), runs, fallbacks, reporters))
+        found = list(
+            pool.map(
+                lambda run, fit, reporter: agree_across_processes(run, fit, 10, reporter), runs, fallbacks, reporters
+            )
+        )
     assert found == [fallbacks[1]] * 2
     assert swapped_count(runs[0].context.denoiser) == 3

@@ -58,7 +58,7 @@ def start(checkout: Path, how: str, minutes: float) -> list[subprocess.Popen[str
     ("how", "minutes", "code", "words"),
     [
         ("SIGKILL", 20.0, 5, "its connection broke"),  # noticed at once, not by a timeout
-        pytest.param("SIGSTOP", 0.05, 5, "has not been heard of for", marks=pytest.mark.slow),
+        pytest.param("SIGSTOP", 0.05, 5, "has sent no heartbeat for", marks=pytest.mark.slow),
         pytest.param("works", 0.05, 0, "together", marks=pytest.mark.slow),
     ],
 )

@@ -172,7 +172,7 @@ def test_the_samples_are_named(place: TinyPlace):
     at = sum(len(micro.latents) for micro in micros[:-1])
     (event,) = events(run)
     assert event["step"] == BAD + 1
-    assert event["message"].endswith(f"the step is left out; not finite is the loss of {run.names_in(BAD)[at]}")
+    assert event["message"].endswith(f"the step is skipped; not finite is the loss of {run.names_in(BAD)[at]}")
     assert "loss nan" in event["message"]
 
 
@@ -232,14 +232,15 @@ def test_rollback_halves_the_learning_rate(place: TinyPlace, guard):
     assert (state.step, state.restored, state.skipped) == (6, 1, 0)
     rates = [row["lr"] for row in numbers(run)]
     assert [rate / rates[0] for rate in rates] == [1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
-    assert "the rate falls to 0.5 of the schedule's; the run goes on from step 2" in events(run)[-1]["message"]
+    message = events(run)[-1]["message"]
+    assert "the learning rate falls to 0.5 of the scheduled one; training continues from step 2" in message
     assert "at step" not in events(run)[-1]["message"], "the event says the step"
 
 
 def test_rollback_returns_to_the_start_without_a_checkpoint(place: TinyPlace):
     settings = {**SETTINGS, "checkpoint__every_n_steps": 100, "safeguards__max_nonfinite_steps": 2}
     run = bad_sample(place.run("a", safeguards__on_nonfinite="rollback", **settings), BAD)
-    with pytest.raises(TrainingFailed, match=r"After 2 returns to an earlier checkpoint .* at step 4 again"):
+    with pytest.raises(TrainingFailed, match=r"After 2 rollbacks to an earlier checkpoint .* at step 4 again"):
         place.train(run)
     assert [row["lr"] for row in numbers(run)] == [0.0025] * 3
     straight = place.run("straight", optimizer__learning_rate=0.0025, steps=BAD, **settings)
@@ -262,7 +263,7 @@ def test_nonfinite_weights_are_rolled_back(place: TinyPlace):
     assert (state.step, state.restored, state.skipped) == (6, 1, 0)
     (event,) = events(run)
     assert event["step"] == 4
-    assert event["message"].startswith("the weights are not finite any more: the rate falls")
+    assert event["message"].startswith("the weights are not finite any more: the learning rate falls")
     assert all(torch.isfinite(master).all() for master in run.context.masters)
 
 
@@ -292,7 +293,7 @@ def test_nonfinite_weights_are_never_saved(place: TinyPlace):
             next(iter(run.context.masters)).data.view(-1)[0] = NAN
 
     run.context.optimizer.step = step
-    with pytest.raises(TrainingFailed, match=r"After 2 returns .* the weights are not finite any more, at step 4"):
+    with pytest.raises(TrainingFailed, match=r"After 2 rollbacks .* the weights are not finite any more, at step 4"):
         place.train(run)
     assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-000002"]
 

@@ -50,7 +50,7 @@ def test_onednn_is_used_unless_disabled() -> None:
             answers.append(torch.conv2d(x, weight))
         assert any("mkldnn" in event.key for event in seen.key_averages()) == wanted
     torch.testing.assert_close(answers[1], answers[0], rtol=1e-4, atol=1e-4)
-    assert "oneDNN off" in hardware_note(config(onednn=False), CPU, last=False, tried=False)
+    assert "oneDNN off" in hardware_note(config(onednn=False), CPU, channels_last=False, has_benchmark=False)
 
 
 @pytest.mark.parametrize(("wanted", "exactness", "named"), [(True, "tf32", "high"), (False, "ieee", "highest")])
@@ -90,7 +90,7 @@ def test_channels_last_for_a_unet_on_a_gpu_or_when_set() -> None:
     assert not set_memory_order(second := unet(), config(), CPU)
     assert not last(second)
     assert set_memory_order(second, config(channels_last=True), CPU)
-    assert "channels last" in hardware_note(config(), GPU, last=True, tried=False)
+    assert "channels last" in hardware_note(config(), GPU, channels_last=True, has_benchmark=False)
 
 
 def test_channels_last_changes_only_rounding(place: TinyPlace) -> None:

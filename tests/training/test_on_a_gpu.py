@@ -21,7 +21,7 @@ from lora_trainer.models.attention.shapes import AttentionShape
 from lora_trainer.monitor.gpu import open_gpu
 from lora_trainer.monitor.memory import gpu_pool
 from lora_trainer.run.choices import cap_memory
-from lora_trainer.training.micro_batch import MicroBatch, copied_ahead
+from lora_trainer.training.micro_batch import MicroBatch, make_copier
 from tests.recipes.recipe import Bench, draw_images, losses, patched, save_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -38,9 +38,9 @@ def test_a_run_on_the_gpu_is_the_run_on_the_cpu(place):
     assert place.run("gpu", data__resolution=64) == 0
     PartialState._reset_state()  # the device is chosen once per process
     with patched(torch.accelerator, "is_available", lambda: False):
-        assert place.run("processor", data__resolution=64) == 0
+        assert place.run("cpu", data__resolution=64) == 0
     PartialState._reset_state()
-    assert losses(place.folder("gpu")) == pytest.approx(losses(place.folder("processor")), rel=1e-3)
+    assert losses(place.folder("gpu")) == pytest.approx(losses(place.folder("cpu")), rel=1e-3)
 
 
 def test_the_step_stays_under_its_vram_preset(capsys):
@@ -142,7 +142,7 @@ def test_prefetched_copies_are_complete():
         cond = {"embeds": torch.full((2, 77, 768), float(number))}
         return MicroBatch(values, values, values, torch.zeros(2), cond, torch.zeros(2, 6), torch.ones(2), values[:, :1])
 
-    copied = copied_ahead(device, torch.bfloat16)
+    copied = make_copier(device, torch.bfloat16)
     sums = []
     with closing(prefetch((copied([micro(number)]) for number in range(50)), 4)) as source:
         for micros in source:
@@ -160,7 +160,7 @@ def test_a_large_step_stays_in_pinned_memory():
     device = torch.device("cuda", torch.cuda.current_device())
     values = torch.zeros(2, 16, 256, 256)
     large = MicroBatch(values, values, values, torch.zeros(2), {}, torch.zeros(2, 6), torch.ones(2))
-    (staged,) = copied_ahead(device, torch.bfloat16)([large])
+    (staged,) = make_copier(device, torch.bfloat16)([large])
     assert staged.latents.device.type == "cpu"
     assert staged.latents.is_pinned()
     assert staged.to(device, torch.bfloat16).latents.device == device

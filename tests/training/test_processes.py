@@ -15,17 +15,17 @@ from lora_trainer.core.interrupt import Interrupt
 from lora_trainer.run.find_micro import smallest
 from lora_trainer.training import processes as rooms
 from lora_trainer.training.metrics import Metrics
-from lora_trainer.training.oom_fallback import agreed
+from lora_trainer.training.oom_fallback import agree_across_processes
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
-from lora_trainer.training.stopping import Stopping, any_given_up
-from lora_trainer.training.validation import of_all
+from lora_trainer.training.stopping import Stopping, any_aborted
+from lora_trainer.training.validation import broadcast_loss
 from tests.training.tiny_run import TinyPlace
 
 
-def patiently(ready: Callable[[], bool]) -> None:
+def wait_until(ready: Callable[[], bool]) -> None:
     if not ready():
         raise Lost
 
@@ -41,7 +41,7 @@ class Lost(TrainingFailed):
 def hanging(monkeypatch) -> Processes:
     """One of two processes, whose GPU waits for the other forever."""
     monkeypatch.setattr(rooms, "when_done", lambda device: lambda: False)
-    return Processes(0, 2, torch.device("cpu"), lambda tensor: tensor, lambda: None, patiently)
+    return Processes(0, 2, torch.device("cpu"), lambda tensor: tensor, lambda: None, wait_until)
 
 
 def test_a_gpu_has_the_device_name_of_its_tensors(monkeypatch):
@@ -53,9 +53,9 @@ def test_a_gpu_has_the_device_name_of_its_tensors(monkeypatch):
 
 READS: dict[str, Callable[[Run, Reporter], object]] = {
     "numbers of steps": lambda run, reporter: Metrics(run, reporter).flush(TrainState()),
-    "what fits": lambda run, reporter: agreed(run, OomFallback(), 10, reporter),
-    "given up": lambda run, reporter: any_given_up(run, mine=False),
-    "the validation loss": lambda run, reporter: of_all(run, 1.0),
+    "what fits": lambda run, reporter: agree_across_processes(run, OomFallback(), 10, reporter),
+    "aborted": lambda run, reporter: any_aborted(run, mine=False),
+    "the validation loss": lambda run, reporter: broadcast_loss(run, 1.0),
     "the smallest micro-batch": lambda run, reporter: smallest(2, run.processes),
 }
 
@@ -69,7 +69,7 @@ def test_nothing_is_read_before_the_gpu_is_done(place: TinyPlace, hanging, read)
 
 def test_a_single_process_never_waits(monkeypatch):
     monkeypatch.setattr(rooms, "when_done", lambda device: lambda: False)
-    alone = Processes(0, 1, torch.device("cpu"), None, lambda: None, patiently)
+    alone = Processes(0, 1, torch.device("cpu"), None, lambda: None, wait_until)
     alone.await_gpu()
     assert alone.sum_of_all(torch.ones(2)).tolist() == [1.0, 1.0]
 
@@ -91,7 +91,7 @@ def test_a_vote_is_written_on_its_device(place: TinyPlace, hanging):
     run = replace(place.run("a"), processes=hanging)
     run = replace(run, context=replace(run.context, device=torch.device("meta")))
     with Kept() as kept:
-        votes = Stopping(run, Interrupt())._vote(given_up=True)
+        votes = Stopping(run, Interrupt())._vote(aborted=True)
     assert votes.device.type == "meta"
     assert {"aten.zeros.default", "aten.fill_.Scalar"} <= set(kept.calls)
     assert not [name for name in kept.calls if "copy" in name or "lift" in name]

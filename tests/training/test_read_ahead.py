@@ -13,7 +13,7 @@ from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.training import micro_batch as micros_ahead
 from lora_trainer.training import processes
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
-from lora_trainer.training.micro_batch import MicroBatch, copied_ahead
+from lora_trainer.training.micro_batch import MicroBatch, make_copier
 from lora_trainer.training.run import Run
 from tests.training.tiny_run import TinyPlace, outcome
 
@@ -35,9 +35,9 @@ def without_data_of(run: Run, step: int, error: Exception) -> Run:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (torch.OutOfMemoryError(SHORT), "Memory ran out in reading the data of step 5 "),
-        (MemoryError(), "Memory ran out in reading the data of step 5 "),
-        (OSError(5, "Input/output error"), "The system failed in reading the data of step 5 .*Input/output error"),
+        (torch.OutOfMemoryError(SHORT), "Memory ran out while reading the data of step 5 "),
+        (MemoryError(), "Memory ran out while reading the data of step 5 "),
+        (OSError(5, "Input/output error"), "The system failed while reading the data of step 5 .*Input/output error"),
     ],
 )
 def test_the_trained_steps_are_saved_and_the_resumed_run_is_the_same(place: TinyPlace, error: Exception, words: str):
@@ -64,7 +64,7 @@ def test_without_memory_to_prefetch_the_step_copies_for_itself(monkeypatch: pyte
     monkeypatch.setattr(MicroBatch, "staged", full)
     values = torch.zeros(2, 4, 8, 8)
     one = MicroBatch(values, values, values, torch.zeros(2), {}, torch.zeros(2, 6), torch.ones(2))
-    (found,) = copied_ahead(torch.device("cuda"), torch.bfloat16)([one])
+    (found,) = make_copier(torch.device("cuda"), torch.bfloat16)([one])
     assert found is one
 
 
@@ -83,7 +83,7 @@ def test_an_all_reduce_out_of_memory_is_not_taken_for_a_lost_process(monkeypatch
     def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError(SHORT)
 
-    monkeypatch.setattr(processes, "Group", lambda *args: type("Alone", (), {"meet": None, "patiently": None}))
+    monkeypatch.setattr(processes, "Group", lambda *args: type("Alone", (), {"meet": None, "wait_until": None}))
     monkeypatch.setattr(processes, "_groups", [])
     monkeypatch.setattr(processes, "all_reduce", full)
     reduce = processes._together(0, 2, torch.device("cpu"), 1.0).reduce

@@ -43,7 +43,7 @@ def fresh(place: TinyPlace, name: str) -> Run:
 
 def resumed_from(run: Run) -> list[str]:
     return [
-        each["message"].rpartition("the run goes on from ")[2]
+        each["message"].rpartition("training continues from ")[2]
         for each in read_lines(run.folder / EVENTS)
         if each["kind"] == "not_finite"
     ]

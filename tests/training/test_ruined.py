@@ -39,7 +39,7 @@ def test_rollback_takes_an_older_checkpoint_when_the_same_step_fails_again(place
 
     state, _ = place.train(replace(run, micros=micros))
     endings = [each["message"].rsplit("; ", 1)[1] for each in events(run)]
-    assert endings == [f"the run goes on from step {step}" for step in (5, 4, 5)]
+    assert endings == [f"training continues from step {step}" for step in (5, 4, 5)]
     assert (state.step, state.restored) == (7, 3)
 
 
@@ -89,7 +89,7 @@ def test_a_damaged_base_model_is_reported(place: TinyPlace):
         weight.view(-1)[0] = math.nan
     with pytest.raises(TrainingFailed) as ended:
         place.train(run)
-    assert f"The base itself is damaged: its {name} is not finite." in str(ended.value)
+    assert f"The base model is damaged: its {name} is not finite." in str(ended.value)
     assert "learning_rate" not in str(ended.value)
 
 

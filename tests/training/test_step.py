@@ -112,7 +112,7 @@ def test_a_process_without_samples_still_takes_part(unet):
         return tensor
 
     context = make_step_context(unet, reduce=reduce)
-    result = train_step(context, [], samples=1, rate=1e-3)
+    result = train_step(context, [], samples=1, lr=1e-3)
     assert len(seen) == 1
     assert float(seen[0].abs().sum()) == 0.0
     assert float(result.loss) == 0.0

@@ -33,7 +33,7 @@ def lit(run: Run) -> Run:
     with torch.no_grad():
         for master in run.context.adapter.masters.values():
             master.copy_(0.05 * torch.randn(master.shape, generator=draw))
-    run.context.adapter.publish()
+    run.context.adapter.copy_to_model()
     return run
 
 

@@ -138,17 +138,17 @@ def together(world: int) -> list[Together]:
     def wait() -> None:
         barrier.wait()
 
-    def patiently(ready: Callable[[], bool]) -> None:
+    def wait_until(ready: Callable[[], bool]) -> None:
         while not ready():
             time.sleep(0.002)
 
     device = torch.device("cpu")
-    return [Together(rank, world, device, summing(rank), wait, patiently, barrier=barrier) for rank in range(world)]
+    return [Together(rank, world, device, summing(rank), wait, wait_until, barrier=barrier) for rank in range(world)]
 
 
 def flush_every(steps: int, patch: pytest.MonkeyPatch) -> None:
     """Delay metrics as on a GPU, which flushes every ten steps."""
-    patch.setattr(metrics, "look_every", lambda device: steps)
+    patch.setattr(metrics, "read_every", lambda device: steps)
 
 
 def signal_at_step(run: Run, step: int, number: int = signal.SIGTERM) -> Run:

@@ -12,7 +12,7 @@ from lora_trainer.benchmarks.subject import subject_of
 from lora_trainer.benchmarks.trials.pair import Pair
 from lora_trainer.benchmarks.trials.steps import StepMemory, Steps, inputs_of, own_way, wait_for
 from lora_trainer.benchmarks.turns import in_turn
-from lora_trainer.training.checkpoints.save import arrived, save, take, write
+from lora_trainer.training.checkpoints.save import copy_barrier, save, take, write
 from lora_trainer.training.checkpoints.writer import Buffers
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
@@ -45,6 +45,6 @@ def saving_pair(asked: RequestedMeasure, folder: Path, steps: int) -> Pair:
 def in_the_loop(run: Run, state: TrainState) -> None:
     """Copy, write and flush while the loop waits."""
     buffers: Buffers = {}
-    checkpoint, ready = take(run, state, buffers), arrived(run)
+    checkpoint, ready = take(run, state, buffers), copy_barrier(run)
     ready()
     write(run, checkpoint, 0)

@@ -1,7 +1,7 @@
-"""The weights of the lowest validation loss: one file beside the checkpoints, named after its step.
+"""The weights of the lowest validation loss: one file next to the checkpoints, named after its step.
 
-A checkpoint's state says which step was best until then. So every file that a kept
-checkpoint names stays, and a run that goes on from an older one finds its best again.
+A checkpoint's state names the best step until then. Every file that a checkpoint names is kept, so a run that resumes
+from an older one finds its best again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.io import atomic_path
 from lora_trainer.export.tensor_file import DamagedFile, read_sealed, verify_sealed, write_sealed
-from lora_trainer.training.checkpoints.checkpoint import NewerVersion, kept, list_checkpoints, read_state
+from lora_trainer.training.checkpoints.checkpoint import NewerVersion, list_checkpoints, read_state, resume_hint
 
 
 def best_path(folder: Path, step: int) -> Path:
@@ -29,13 +29,14 @@ def save_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
     except (OSError, DamagedFile) as error:
         raise TrainingFailed(
             Problem(
-                f"The best weights of step {step} could not be written ({error}).", f"{kept(folder)} Free some room."
+                f"The best weights of step {step} could not be written ({error}).",
+                f"{resume_hint(folder)} Free some room.",
             )
         ) from error
 
 
 def write_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
-    """The same, as the disk says it: raises OSError, and DamagedFile when it reads back otherwise."""
+    """The same, but raises OSError, and DamagedFile where the file reads back otherwise."""
     path = best_path(folder, step)
     with atomic_path(path) as temporary:
         verify_sealed(temporary, path.name, write_sealed(temporary, weights, path.name))
@@ -51,9 +52,9 @@ def read_best(folder: Path, step: int) -> dict[str, Tensor] | None:
 
 
 def prune_best(folder: Path, step: int, best: int | None) -> None:
-    """Delete what no checkpoint names, the one of `step` being just written with `best` as its best.
+    """Delete the files that no checkpoint names; that of `step`, just written, names `best`.
 
-    Later ones stay: the checkpoint that will name them is not written yet.
+    Later ones stay: the checkpoint that names them is not written yet.
     """
     named = {best, *(best_step_of(path) for path in list_checkpoints(folder))}
     for number, path in best_files(folder).items():
@@ -62,20 +63,20 @@ def prune_best(folder: Path, step: int, best: int | None) -> None:
 
 
 def drop_best_after(folder: Path, step: int) -> None:
-    """Delete those of steps later than `step`, which no checkpoint up to it names. Raises OSError."""
+    """Delete the files of steps later than `step`. Raises OSError."""
     for number, path in best_files(folder).items():
         if number > step:
             path.unlink(missing_ok=True)
 
 
 def best_files(folder: Path) -> dict[int, Path]:
-    """The files that there are, by step."""
+    """The files by step."""
     found = {path.stem.removeprefix("best-"): path for path in folder.glob("best-*.safetensors")}
     return {int(number): path for number, path in found.items() if number.isdigit()}
 
 
 def best_step_of(checkpoint: Path) -> int | None:
-    """What a checkpoint's state names as the best step; None for a damaged one."""
+    """The best step that a checkpoint names; None for a damaged one."""
     try:
         step = read_state(checkpoint)["state"]["best_step"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, NewerVersion):

@@ -1,8 +1,7 @@
-"""Checkpoints: everything that resuming needs, in safetensors and JSON, whole or absent.
+"""Read and write checkpoints: everything that resuming needs, in safetensors and JSON, whole or absent.
 
-A checkpoint is written into a hidden folder, flushed, read back and only then renamed,
-so that a folder named `step-…` is always complete; it is renamed again before it is deleted.
-Readers change nothing in the folder: a writer may be at work beside them.
+A checkpoint is written into a hidden folder, flushed, read back and only then renamed, so that a folder named
+`step-…` is always complete. It is renamed again before it is deleted. Readers change nothing: a writer may be running.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ SEAL = "sha256"  # of all of `state.json` but itself
 
 
 class NewerVersion(UsageError):
-    """A checkpoint that a later version of this program wrote: it is whole, and cannot be read here."""
+    """A whole checkpoint that a later version of this program wrote, and that cannot be read here."""
 
 
 class Damaged(UsageError):
-    """A checkpoint that is not what was written, or not there."""
+    """A checkpoint that has changed since it was written, or is missing."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,9 @@ class Checkpoint:
 
 
 def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
-    """Split nested dicts and lists into their tensors, by path and not copied, and the rest, as JSON can hold it.
+    """Split nested dicts and lists into their tensors by path, not copied, and the rest for JSON.
 
-    Keys that are numbers are remembered as such: an optimizer's state is keyed by them.
+    Keys that are numbers stay numbers: an optimizer's state has such keys.
     """
     if isinstance(value, Tensor):
         return {prefix: value.detach()}, {"tensor": prefix}
@@ -74,7 +73,7 @@ def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
         return {name: tensor for found, _ in parts for name, tensor in found.items()}, {
             kind: [rest for _, rest in parts]
         }
-    if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for these
+    if isinstance(value, float) and not math.isfinite(value):  # JSON has no value for these
         return {}, {"float": str(value)}
     return {}, {"value": value}
 
@@ -103,13 +102,13 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         raise TrainingFailed(
             Problem(
                 f"The checkpoint of step {checkpoint.state.step} could not be written ({error}).",
-                f"{kept(folder)} Free some room.",
+                f"{resume_hint(folder)} Free some room.",
             )
         ) from error
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """The same, as the disk says it: raises OSError, and DamagedFile when it reads back otherwise. Leaves no half."""
+    """The same, but raises OSError, and DamagedFile where it reads back otherwise. Leaves nothing incomplete."""
     target = folder / step_name(checkpoint.state.step)
     hidden, aside = folder / f".{target.name}.part", aside_of(target)
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +135,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint, under a hidden name first: a death midway leaves nothing that looks like one.
+    """Delete a checkpoint, renamed first: a crash midway leaves nothing that looks like one.
 
     Raises OSError when it is still there.
     """
@@ -153,9 +152,9 @@ def aside_of(checkpoint: Path) -> Path:
 
 
 def put_back(folder: Path) -> None:
-    """A checkpoint that was set aside for another of its step takes its name again where that never came, or goes.
+    """Restore checkpoints that were set aside for another of the same step; delete them where that exists.
 
-    For those alone who hold the folder.
+    Only for the process that owns the folder.
     """
     for aside in folder.glob(".step-*.old"):
         target = folder / aside.name.removeprefix(".").removesuffix(".old")
@@ -166,10 +165,10 @@ def put_back(folder: Path) -> None:
                 os.replace(aside, target)
 
 
-def kept(folder: Path) -> str:
-    """What is safe on the disk, for an error message."""
+def resume_hint(folder: Path) -> str:
+    """What is on the disk and how to resume, for an error message."""
     newest, _ = newest_valid(folder)
-    return f"{newest[0]} is safe: --resume goes on from there." if newest else "Nothing had been saved yet."
+    return f"{newest[0]} is safe: --resume continues from there." if newest else "Nothing had been saved yet."
 
 
 def write_parts(folder: Path, checkpoint: Checkpoint) -> None:
@@ -212,7 +211,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     sound = sealed_text(document) == raw
     if document["version"] > VERSION and (sound or seal is None):
         message = f"{folder} is a checkpoint of version {document['version']}, and this program reads up to {VERSION}."
-        raise NewerVersion(Problem(message, "Go on with the newer program that wrote it, or choose another --name."))
+        raise NewerVersion(Problem(message, "Continue with the newer program that wrote it, or choose another --name."))
     if document["version"] < 3 and seal is None:
         averages = (AVERAGE,) if document.get("average") else ()
         return document | {"files": dict.fromkeys((ADAPTER, OPTIMIZER, *averages))}
@@ -223,7 +222,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a checkpoint, set aside or not. Raises UsageError when it is damaged, incomplete or of a newer version."""
-    for place in (folder, aside_of(folder)):  # a writer goes through them in this order, and ends at the first
+    for place in (folder, aside_of(folder)):  # in the order in which a writer uses them; it ends at the first
         with contextlib.suppress(Damaged):
             return read_parts(place, folder.name)
     return read_parts(folder, folder.name)
@@ -252,7 +251,7 @@ def read_parts(folder: Path, name: str) -> Checkpoint:
 
 
 def reason(error: BaseException | None) -> str:
-    """What is wrong with a checkpoint, in a few words that name the file."""
+    """What is wrong with a checkpoint, with the name of the file, for a message."""
     if isinstance(error, OSError):
         return f"{Path(error.filename or '').name}: {(error.strerror or str(error)).lower()}".removeprefix(": ")
     if isinstance(error, DamagedFile):
@@ -294,8 +293,8 @@ def newest_valid(
 def prune(folder: Path, keep_last: int, newest: int, regular: Callable[[int], bool]) -> None:
     """Delete all but the last `keep_last` checkpoints up to step `newest`, which was just written.
 
-    The newest one of a `regular` step stays beside them: a run goes back to it, wherever it was stopped since.
-    Later ones go: a run that has come back to this step could not read them.
+    The newest one of a `regular` step is kept too: a run rolls back to it, wherever it was stopped since. Later ones
+    are deleted: a run that rolled back to this step could not read them.
     """
     there = list_checkpoints(folder)
     earlier = [path for path in there if step_of(path) <= newest]

@@ -1,4 +1,4 @@
-"""Checkpoints of the loop: taken of a learner, written in the background, and put back into it."""
+"""Save checkpoints of the loop in the background, and restore them."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def nothing() -> None:
 
 
 def take(run: Run, state: TrainState, buffers: Buffers | None = None) -> Checkpoint:
-    """What resuming from here needs: copies on the CPU, in `buffers` where they fit.
+    """The checkpoint of this state: copies on the CPU, in `buffers` where they fit.
 
-    Of weights on a GPU the copies are under way: `arrived` says when they are there.
+    Copies from a GPU are still being made: `copy_barrier` waits for them.
     """
     context, into = run.context, {} if buffers is None else buffers
     tensors, rest = flatten(context.optimizer.state_dict(), "optimizer")
     average = context.average.values if context.average else None
     return Checkpoint(
         state=state,
-        adapter=copied(context.adapter.masters, into, "adapter"),
-        average=None if average is None else copied(average, into, "average"),
-        optimizer=unflatten(rest, copied(tensors, into)),
+        adapter=copy_to_cpu(context.adapter.masters, into, "adapter"),
+        average=None if average is None else copy_to_cpu(average, into, "average"),
+        optimizer=unflatten(rest, copy_to_cpu(tensors, into)),
         scaler=context.scaler.state_dict() if context.scaler else None,
         settings=run.settings,
     )
 
 
-def copied(values: Mapping[str, Tensor], buffers: Buffers, prefix: str = "") -> dict[str, Tensor]:
-    """Copies of tensors on the CPU. Those of a GPU go to pinned memory, and nobody waits for them."""
+def copy_to_cpu(values: Mapping[str, Tensor], buffers: Buffers, prefix: str = "") -> dict[str, Tensor]:
+    """Copy tensors to the CPU; from a GPU into pinned memory, without waiting."""
     copies = {}
     for name, value in values.items():
         place, pinned = f"{prefix}/{name}", value.is_cuda
@@ -60,8 +60,8 @@ def copied(values: Mapping[str, Tensor], buffers: Buffers, prefix: str = "") -> 
     return copies
 
 
-def arrived(run: Run) -> Callable[[], None]:
-    """A function that returns when the copies made until now are there."""
+def copy_barrier(run: Run) -> Callable[[], None]:
+    """A function that waits for the copies started until now."""
     if run.context.device.type != "cuda":
         return nothing
     event = torch.cuda.Event()
@@ -77,84 +77,84 @@ def save(
     last: bool = False,
     held_up: float = 0.0,
 ) -> None:
-    """Hand a checkpoint over to be written (main process only; all hold the same weights), and the oldest dropped.
+    """Queue a checkpoint for writing and prune old ones (main process only; all have the same weights).
 
-    `before` is called in the thread that writes. With `last` all is on the disk when this returns. `held_up` are the
-    seconds that the loop has been held up for this already.
+    `before` is called in the writer's thread. With `last` all is on the disk on return. `held_up` are the seconds that
+    the loop has already lost to this checkpoint.
     """
     if not run.processes.is_main:
         return
     began = time.perf_counter() - held_up
     if last or not is_regular(run, state.step):
-        run.writer.settle()  # no other takes the place of a regular one: the run goes back to these
+        run.writer.settle()  # an extra one must not replace a regular one, which the run rolls back to
     buffers = run.writer.buffers("checkpoint")
-    checkpoint, ready = take(run, state, buffers), arrived(run)
+    checkpoint, ready = take(run, state, buffers), copy_barrier(run)
 
-    def bring() -> None:
+    def write_item() -> None:
         ready()
         before()
         write(run, checkpoint, bytes_of(buffers))
 
-    run.writer.put("checkpoint", bring, buffers)
+    run.writer.put("checkpoint", write_item, buffers)
     run.writer.stalls.append(time.perf_counter() - began)
     if last:
         run.writer.settle()
 
 
 def write(run: Run, checkpoint: Checkpoint, size: int) -> None:
-    """Bring a checkpoint of `size` bytes to the disk, and delete those that it makes superfluous."""
+    """Write a checkpoint of `size` bytes, and delete those that it makes superfluous."""
     state, keep = checkpoint.state, run.config.checkpoint.keep_last
-    bring = partial(save_checkpoint, run.checkpoints, checkpoint)
-    write_with_retry(f"the checkpoint of step {state.step}", run.folder, bring, size)
+    write_file = partial(save_checkpoint, run.checkpoints, checkpoint)
+    write_with_retry(f"the checkpoint of step {state.step}", run.folder, write_file, size)
     prune(run.checkpoints, keep, state.step, partial(is_regular, run))
     prune_best(run.checkpoints, state.step, state.best_step)
 
 
 def keep_best(run: Run, step: int) -> None:
-    """Hand over the weights that are the best until now: they are written before any checkpoint that names them."""
+    """Queue the best weights so far: they are written before any checkpoint that names them."""
     if not run.processes.is_main:
         return
     buffers = run.writer.buffers("best")
-    weights, ready = copied(run.context.shown(), buffers), arrived(run)
+    weights, ready = copy_to_cpu(run.context.shown(), buffers), copy_barrier(run)
 
-    def bring() -> None:
+    def write_item() -> None:
         ready()
         file = partial(save_best, run.checkpoints, step, weights)
         write_with_retry(f"the file of the best weights, of step {step},", run.folder, file, bytes_of(buffers))
 
-    run.writer.put("best", bring, buffers)
+    run.writer.put("best", write_item, buffers)
 
 
 def keep_weights(run: Run, step: int) -> None:
-    """Hand over the weights of a step as a LoRA file that is kept for good."""
+    """Queue the weights of a step as a LoRA file that is never pruned."""
     if not run.processes.is_main or run.export is None:
         return
     if run.writer.waits("weights"):
-        run.writer.settle()  # each is written, so none may heap up before a slow disk
+        run.writer.settle()  # each is written, so they must not pile up on a slow disk
     buffers = run.writer.buffers("weights")
-    weights, ready, export = copied(run.context.shown(), buffers), arrived(run), run.export
+    weights, ready, export = copy_to_cpu(run.context.shown(), buffers), copy_barrier(run), run.export
 
-    def bring() -> None:
+    def write_item() -> None:
         ready()
         write_with_retry(f"the LoRA of step {step}", run.folder, partial(export, step, weights), bytes_of(buffers))
 
-    run.writer.put("weights", bring, buffers)
+    run.writer.put("weights", write_item, buffers)
 
 
 def save_alone(run: Run, state: TrainState) -> None:
-    """Save what was trained, where no other process is waited for."""
+    """Save what was trained, without waiting for other processes."""
     if state.step > 0:
         save(run, state, last=True)
 
 
 def settle(run: Run) -> None:
-    """Return when all that was handed over is on the disk, for every process."""
+    """Return when everything queued is on the disk, in every process."""
     run.writer.settle()
     run.processes.wait()
 
 
 def restore(run: Run, start: Checkpoint) -> TrainState:
-    """Put weights, their average, optimizer and scaler back to where a checkpoint was taken."""
+    """Restore weights, EMA, optimizer and scaler from a checkpoint."""
     context = run.context
     context.adapter.load(start.adapter)
     if context.average and start.average:
@@ -167,9 +167,9 @@ def restore(run: Run, start: Checkpoint) -> TrainState:
 
 
 def returning_point(run: Run, before: int | None = None) -> Checkpoint | None:
-    """The newest checkpoint, of a step `before` that one, that the run's own rhythm wrote, which no stop by a signal moves.
+    """The newest regular checkpoint, of a step `before` that one: signals do not change which steps are regular.
 
-    Where none of them can be read, as after a change of the rhythm, the newest of all.
+    Where none of them can be read, as after a change of the interval, the newest of all.
     """
     settle(run)
 
@@ -182,7 +182,7 @@ def returning_point(run: Run, before: int | None = None) -> Checkpoint | None:
 
 
 def forget_after(run: Run, step: int) -> None:
-    """Delete what was saved of later steps than `step`, to which all processes went back: it would be resumed from."""
+    """Delete all that was saved after `step`, to which all processes rolled back: else a run would resume from it."""
     run.processes.wait()  # all have read theirs
     if run.processes.is_main:
         write_with_retry("the folder of checkpoints", run.folder, partial(forget_files, run, step))
@@ -190,7 +190,7 @@ def forget_after(run: Run, step: int) -> None:
 
 
 def forget_files(run: Run, step: int) -> None:
-    """The same, as the disk says it: raises OSError."""
+    """The same, but raises OSError."""
     run.withdraw(step)
     drop_after(run.checkpoints, step)
     drop_best_after(run.checkpoints, step)

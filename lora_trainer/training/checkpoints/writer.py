@@ -1,4 +1,4 @@
-"""Writing while the loop goes on: it hands over copies, and a thread brings them to the disk."""
+"""Write files in a thread while training continues: the loop queues copies, the thread writes them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any, Literal, Self
 from torch import Tensor
 
 Kind = Literal["checkpoint", "best", "weights"]
-Buffers = dict[str, Tensor]  # copies of tensors, by name; used again for the next ones
+Buffers = dict[str, Tensor]  # copies of tensors, by name; reused for the next ones
 
 
 @dataclass(frozen=True)
 class Item:
-    """Something to write, from copies that nobody changes until it is written."""
+    """Something to write, from copies that stay unchanged until then."""
 
     kind: Kind
     write: Callable[[], None]
@@ -27,10 +27,10 @@ class Item:
 
 
 def still_wanted(waiting: Sequence[Item]) -> list[Item]:
-    """What of the waiting items is to be written: the newest checkpoint, and best weights that one may name.
+    """The waiting items that are still to be written: the newest checkpoint, and best weights that it may name.
 
-    Weights that are kept for good always are. So at most one checkpoint waits, with one file of best weights
-    before it and one after it.
+    LoRA files that are never pruned always are. So at most one checkpoint waits, with one file of best weights before
+    it and one after it.
     """
     wanted: list[Item] = []
     later: list[Kind] = []
@@ -46,10 +46,10 @@ def still_wanted(waiting: Sequence[Item]) -> list[Item]:
 
 
 class Writer:
-    """Writes in another thread, in the order in which things were handed over, but for what newer ones replace.
+    """Writes items in another thread, in order, except those that a newer one replaces.
 
-    What goes wrong there is raised in the loop: by `check`, `put` or `settle`, whichever comes first. Used as a
-    context: at its end all is written and the thread is gone. It may be opened again.
+    Errors there are raised in the loop: by `check`, `put` or `settle`, whichever comes first. It is a context manager:
+    at its end all is written and the thread has ended. It may be opened again.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._free: dict[Kind, list[Buffers]] = {}
         self.replaced = 0  # checkpoints that a newer one replaced before they were written
-        self.stalls: list[float] = []  # seconds that the loop was held up, for each checkpoint
+        self.stalls: list[float] = []  # seconds that the loop lost, for each checkpoint
         self.writes: list[float] = []  # seconds that each took in the thread
 
     def __enter__(self) -> Self:
@@ -70,25 +70,25 @@ class Writer:
         try:
             self.settle()
         except Exception:
-            if error is None:  # else the loop's own end counts
+            if error is None:  # else the loop's own error counts
                 raise
         finally:
             with self._changed:
                 self._closing, self._waiting = True, []
                 self._changed.notify_all()
-            if self._thread is not None and not self._busy:  # busy it is only where a signal ended the waiting
+            if self._thread is not None and not self._busy:  # still busy only where a signal ended the wait
                 self._thread.join()
             self._thread = None
             self._free.clear()
 
     def buffers(self, kind: Kind) -> Buffers:
-        """Copies that may be overwritten for the next item of a kind; empty where none are free."""
+        """Copies to reuse for the next item of a kind; empty where none are free."""
         with self._changed:
             free = self._free.get(kind)
             return free.pop() if free else {}
 
     def put(self, kind: Kind, write: Callable[[], None], buffers: Buffers) -> None:
-        """Hand over what `write` brings to the disk from `buffers`, which are not to be touched any more."""
+        """Queue `write`, which writes from `buffers`; do not change them any more."""
         self.check()
         with self._changed:
             before = [*self._waiting, Item(kind, write, buffers)]
@@ -99,30 +99,30 @@ class Writer:
                     self._free.setdefault(item.kind, []).append(item.buffers)
             self._changed.notify_all()
         if self._thread is None:
-            # In the same context: what the run is patient with, its thread is patient with.
+            # In the same context: the thread waits for the disk as the run does.
             self._closing, work = False, (self._work,)
             self._thread = threading.Thread(target=copy_context().run, args=work, name="writer", daemon=True)
             self._thread.start()
 
     def waits(self, kind: Kind) -> bool:
-        """Whether an item of a kind is not yet begun."""
+        """Whether an item of a kind is still queued."""
         with self._changed:
             return any(item.kind == kind for item in self._waiting)
 
     def check(self) -> None:
-        """Raise what went wrong in the thread, once."""
+        """Raise an error of the thread, once."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def settle(self) -> None:
-        """Return when everything handed over is on the disk; raise what went wrong."""
+        """Return when everything queued is on the disk; raise an error of the thread."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and not self._busy)
         self.check()
 
     def summary(self) -> dict[str, Any]:
-        """How checkpoints went, for the run's record; empty where none was written."""
+        """Numbers and seconds of checkpoints, for the run's record; empty where none was written."""
         if not self.writes:
             return {}
         return {
@@ -143,11 +143,11 @@ class Writer:
             error: BaseException | None = None
             try:
                 item.write()
-            except BaseException as caught:  # noqa: BLE001  it is raised again where the loop looks
+            except BaseException as caught:  # noqa: BLE001  raised again by `check`, in the loop
                 error = caught
             with self._changed:
                 if error is not None:
-                    self._error, self._waiting = error, []  # the disk that refused one refuses the others
+                    self._error, self._waiting = error, []  # a disk that refuses one refuses the others
                 elif item.kind == "checkpoint":
                     self.writes.append(time.perf_counter() - began)
                 self._free.setdefault(item.kind, []).append(item.buffers)
@@ -156,7 +156,7 @@ class Writer:
 
 
 def middle_and_most(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and maximum, rounded to what a clock can tell."""
+    """Median and maximum, rounded to the precision of a clock."""
     if not seconds:
         return {}
     return {"median": round(median(seconds), 4), "max": round(max(seconds), 4)}

@@ -278,7 +278,7 @@ def test_a_kill_while_pruning_leaves_no_partial_checkpoint(tmp_path, monkeypatch
 
 
 def test_a_concurrent_reader_always_sees_a_checkpoint_and_changes_nothing(tmp_path, monkeypatch):
-    """`kept` and the message of a pause read while another thread replaces a checkpoint of the same step."""
+    """`resume_hint` and the message of a pause read while another thread replaces a checkpoint of the same step."""
     optimizer, _ = trained_optimizer("adamw")
     save_checkpoint(tmp_path, checkpoint_of(optimizer, 3))
     newer = replace(checkpoint_of(optimizer, 3), settings={"x": 2})
