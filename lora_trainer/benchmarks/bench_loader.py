@@ -186,7 +186,9 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool) -> tuple[str, St
         return public_subject(resolved, config.model.family, folder, tiny=tiny)
     if tiny:
         raise UsageError(TINY_NEEDS_A_FAMILY)
-    cached = replace(resolved, config=with_cached_latents(config))
+    cached = replace(
+        resolved, config=(config.model_copy(update={"cache": config.cache.model_copy(update={"latents": True})}))
+    )
     order = Order(cached, folder, Console(stderr=True, soft_wrap=True))
     session = open_session(order, read_inputs(order.config))
     prepared = prepare(session, {})
@@ -203,10 +205,6 @@ def without_encoder(config: Config, context: StepContext, feed: Feed) -> Feed:
     assert feed.data.fresh is not None
     fresh = Fresh(feed.data.fresh.place, lambda pixels: (pixels[..., ::8, ::8], pixels[..., ::8, ::8]), workers=0)
     return make_feed(config, replace(feed.data, fresh=fresh), context, join_processes(), 1, ENDLESS)
-
-
-def with_cached_latents(config: Config) -> Config:
-    return config.model_copy(update={"cache": config.cache.model_copy(update={"latents": True})})
 
 
 def public_subject(

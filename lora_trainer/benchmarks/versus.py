@@ -183,7 +183,7 @@ def taken_of(
     asked: RequestedMeasure, subject: BenchSubject, side: Resolved, seconds: list[float], folder: Path, held: HeldMemory
 ) -> Taken:
     why = untaken(side.config, asked.resolved.config, subject, folder)
-    return Taken(seconds, losses_in(folder), held.gib, subject.name, why)
+    return Taken(seconds, ([row["loss"] for row in read_lines(folder / METRICS)[:FIRST]]), held.gib, subject.name, why)
 
 
 def made_ready(
@@ -204,11 +204,6 @@ def made_ready(
 def at_least(steps: int) -> int:
     """Timed steps: so many that there are losses of the first `FIRST` steps."""
     return max(steps, FIRST - WARM_UP - FIRST_STEPS)
-
-
-def losses_in(folder: Path) -> list[float]:
-    """Losses of the first steps; skipped ones have None."""
-    return [row["loss"] for row in read_lines(folder / METRICS)[:FIRST]]
 
 
 def rows_of(taken: Mapping[str, Taken]) -> list[VersusRow | NotRun]:

@@ -131,13 +131,10 @@ def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:
         problems.append(
             Problem("--num-images-per-prompt and several --seed contradict each other.", "Use one of them.")
         )
-    if (wrong := _wrong_seeds(arguments.seed or [])) is not None:
-        problems.append(Problem(f"--seed is {wrong}.", "Seeds are whole numbers from 0 to 2^63 - 1."))
+    wrong = [seed for seed in arguments.seed or [] if not 0 <= seed < 2**63 - MOST_SEEDS]
+    if wrong:
+        problems.append(Problem(f"--seed is {wrong[0]}.", "Seeds are whole numbers from 0 to 2^63 - 1."))
     return problems
-
-
-def _wrong_seeds(seeds: Sequence[int]) -> int | None:
-    return next((seed for seed in seeds if not 0 <= seed < 2**63 - MOST_SEEDS), None)
 
 
 def _layers(arguments: argparse.Namespace) -> list[Layer]:

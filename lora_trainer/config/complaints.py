@@ -96,7 +96,10 @@ def _wrong_value(
     wanted: list[str] = []
     items: list[str] = []  # about items of a list
     for detail in details:
-        context = {name: _limit(item) for name, item in detail.get("ctx", {}).items()}
+        context = {
+            name: (f"{item:g}" if isinstance(item, float) else str(item).replace("'", ""))
+            for name, item in detail.get("ctx", {}).items()
+        }
         wish = _WISHES[detail["type"]].format(**context) if detail["type"] in _WISHES else detail["msg"]
         if detail["loc"][-1] in _TABLES and detail["type"].startswith("model_"):
             wish = "a table, such as {shuffle = true}"
@@ -128,11 +131,6 @@ def _list_of(annotation: Any, value: Any) -> str:
     )
     fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool) and value != ""
     return shown((value,) if fits else example)
-
-
-def _limit(bound: Any) -> str:
-    """A bound or a list of choices, without pydantic's quotes and `.0`."""
-    return f"{bound:g}" if isinstance(bound, float) else str(bound).replace("'", "")
 
 
 def _choices(detail: ErrorDetails) -> list[str]:

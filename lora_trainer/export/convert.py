@@ -185,7 +185,10 @@ def _folded_exactly(pair: LoraPair) -> LoraPair:
 
 def _difference(source: LoraWeights, again: LoraWeights, to: Form) -> float:
     """The largest difference of any module's update, as a share of it. Raises OSError beyond rounding errors."""
-    ours, theirs = ({name for name, pair in each.modules.items() if _changes(pair)} for each in (source, again))
+    ours, theirs = (
+        {name for name, pair in each.modules.items() if bool(pair.up.any()) and bool(pair.down.any())}
+        for each in (source, again)
+    )
     # A part of a fused layer that had no pair comes back with one of zeros where the others share their down.
     if (lost := ours - set(again.modules)) or (more := theirs - set(source.modules)):
         raise OSError(f"what was written reads back with other modules: {some(sorted(lost or more))}")
@@ -198,10 +201,6 @@ def _difference(source: LoraWeights, again: LoraWeights, to: Form) -> float:
             raise OSError(f"what was written of {name} differs by {share:.1e} of its size")
         worst = max(worst, share)
     return worst
-
-
-def _changes(pair: LoraPair) -> bool:
-    return bool(pair.up.any()) and bool(pair.down.any())
 
 
 def relative_difference(one: LoraPair, other: LoraPair) -> float:

@@ -57,7 +57,8 @@ def kohya_pairs(weights: LoraWeights, names: Names = ONE_TEXT_ENCODER) -> tuple[
             pairs[name] = turned(parts[0], rules[0])
             continue
         pairs[name] = join(parts, rules)
-        if ranks := ranks_for_header(parts, pairs[name], _all_rules(names, rules[0])):
+        own = [each for each in names.layout if each.original == rules[0].original]
+        if ranks := ranks_for_header(parts, pairs[name], own):
             fused[name] = ranks
     found, _ = resolve(meant, [names])
     lost = [module for name, modules in meant.items() for module in modules if not _leads_back(found, name, module)]
@@ -128,10 +129,6 @@ def plain_name(module: str, names: Names) -> str:
     if component not in names.prefixes:
         raise ValueError(f"{names.family} has no part {component}: {module}")
     return kohya_name(module, names.prefixes)
-
-
-def _all_rules(names: Names, rule: Rule) -> list[Rule]:
-    return [each for each in names.layout if each.original == rule.original]
 
 
 def _leads_back(found: Mapping[str, Any], name: str, module: str) -> bool:

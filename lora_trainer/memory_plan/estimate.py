@@ -337,7 +337,11 @@ def what_would_fit(demand: Demand) -> list[str]:
     found = list(islice(fitting, 1))
     if found and " " not in found[0]:  # a second one only where both are single settings, with different names
         name = found[0].partition("=")[0]
-        others = (option for option, changed in options if _is_other(option, name) and all_fits(changed))
+        others = (
+            option
+            for option, changed in options
+            if (" " not in option and option.partition("=")[0] != name) and all_fits(changed)
+        )
         found += islice(others, 1)
     relaxed = replace(demand, precisions=tuple(dict.fromkeys((*demand.precisions, *NARROWER))), streaming="auto")
     smallest = choose_fit(relaxed)
@@ -346,13 +350,23 @@ def what_would_fit(demand: Demand) -> list[str]:
     return [f"It would fit with --set {assignment}." for assignment in found] or [f"It would fit a GPU of {gpu} GiB."]
 
 
-def _is_other(assignment: str, name: str) -> bool:
-    """Whether it is a single setting with another name."""
-    return " " not in assignment and assignment.partition("=")[0] != name
-
-
 def milder(demand: Demand) -> Iterator[tuple[str, Demand]]:
     """Single changes, then some together, as (settings, demand), mildest first."""
+    yield from cheap_changes(demand)
+    for rank in SMALLER_RANKS:
+        if rank < demand.rank:
+            yield f"lora.rank={rank}", replace(demand, rank=rank)
+    sides = range(demand.resolution - STEP_DOWN, demand.pixel_step * 4 - 1, -STEP_DOWN)
+    for side in sides:
+        yield demand.at(side), replace(demand, resolution=side)
+    small = replace(demand, checkpointing="auto", precisions=("fp8",), recompute="full")
+    for side in sides:
+        both = replace(small, resolution=side, rank=min(demand.rank, SMALLER_RANKS[-2]))
+        yield f"memory.weight_dtype=fp8 --set lora.rank={both.rank} --set {demand.at(side)}", both
+
+
+def cheap_changes(demand: Demand) -> Iterator[tuple[str, Demand]]:
+    """Changes that make a step slower or less exact, and leave the LoRA's size and the resolution."""
     free = replace(demand, checkpointing="auto")
     if demand.checkpointing != "auto":
         yield "memory.gradient_checkpointing=auto", free
@@ -371,11 +385,3 @@ def milder(demand: Demand) -> Iterator[tuple[str, Demand]]:
         yield "train.max_micro_batch_size=1", replace(demand, max_micro=1)
     if not OPTIMIZERS[demand.optimizer].has_8_bit_state:
         yield "optimizer.name=adamw8bit", replace(demand, optimizer="adamw8bit")
-    for rank in SMALLER_RANKS:
-        if rank < demand.rank:
-            yield f"lora.rank={rank}", replace(demand, rank=rank)
-    for side in range(demand.resolution - STEP_DOWN, demand.pixel_step * 4 - 1, -STEP_DOWN):
-        yield demand.at(side), replace(demand, resolution=side)
-    for side in range(demand.resolution - STEP_DOWN, demand.pixel_step * 4 - 1, -STEP_DOWN):
-        both = replace(small, resolution=side, rank=min(demand.rank, SMALLER_RANKS[-2]))
-        yield f"memory.weight_dtype=fp8 --set lora.rank={both.rank} --set {demand.at(side)}", both

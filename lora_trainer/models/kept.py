@@ -77,7 +77,11 @@ def twin(kept: Any) -> Any:
     Moving or casting the copy leaves the original as it is; only writing into a weight in
     place would not, and frozen bases are never written into.
     """
-    modules = [kept] if isinstance(kept, nn.Module) else [part for part in kept.components.values() if _is_module(part)]
+    modules = (
+        [kept]
+        if isinstance(kept, nn.Module)
+        else [part for part in kept.components.values() if isinstance(part, nn.Module)]
+    )
     same: dict[int, Any] = {}
     for module in modules:
         for parameter in module.parameters():
@@ -85,7 +89,3 @@ def twin(kept: Any) -> Any:
         for buffer in module.buffers():
             same[id(buffer)] = buffer.detach()
     return copy.deepcopy(kept, same)
-
-
-def _is_module(part: Any) -> bool:
-    return isinstance(part, nn.Module)

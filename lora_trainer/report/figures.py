@@ -55,7 +55,13 @@ def figures_of(run: RunReport) -> list[Figure]:
     if (stall := number(mapping(run.part("checkpoints").get("stall_seconds")).get("median"))) is not None:
         figures.append(Figure("waiting for checkpoints", f"{short(1000 * stall)} ms", "each, median"))
     if peak := peak_memory(run):
-        figures.append(Figure("peak memory", f"{short(peak)} GiB", memory_kind(run)))
+        figures.append(
+            Figure(
+                "peak memory",
+                f"{short(peak)} GiB",
+                ("on the GPU" if str(run.part("hardware").get("device", "")).startswith("cuda") else "of the process"),
+            )
+        )
     return figures
 
 
@@ -83,10 +89,6 @@ def peak_memory(run: RunReport) -> float | None:
     """In GiB: as recorded, else the highest of the steps."""
     recorded = number(run.part("memory").get("peak_gib"))
     return recorded or max((value for _, value in finite(run.series["memory_gib"])), default=None)
-
-
-def memory_kind(run: RunReport) -> str:
-    return "on the GPU" if str(run.part("hardware").get("device", "")).startswith("cuda") else "of the process"
 
 
 def finite(points: Sequence[Point]) -> list[Point]:

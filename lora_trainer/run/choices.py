@@ -114,7 +114,7 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
             checkpointing,
             why,
             base_note(held_bytes, int(os.environ.get("LOCAL_WORLD_SIZE", world)), *system_memory()),
-            swapped=blocks_requested(config),
+            swapped=config.memory.blocks_to_swap if isinstance(config.memory.blocks_to_swap, int) else 0,
             samples=math.ceil(config.train.effective_batch_size / world),
         )
     demand = make_demand(resolved, family, architecture, gpu_gib(config), world=world, precision=precision.value)
@@ -161,11 +161,6 @@ def planned_choices(
         fit.swapped,
         demand.samples,
     )
-
-
-def blocks_requested(config: Config) -> int:
-    """`memory.blocks_to_swap` where it is a number, else 0."""
-    return config.memory.blocks_to_swap if isinstance(config.memory.blocks_to_swap, int) else 0
 
 
 def asked_by_user(resolved: Resolved, name: str) -> bool:

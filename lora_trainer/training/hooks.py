@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lora_trainer.training.checkpoints.save import keep_weights, save
 from lora_trainer.training.guard import check_weights_are_finite
@@ -18,55 +18,64 @@ from lora_trainer.training.validation import validate
 Hook = Callable[[TrainState], TrainState]  # the state after a step -> the state after the hook
 
 
+@dataclass(frozen=True)
+class Due:
+    """What is due after a step; the same in every process."""
+
+    run: Run
+    stopping: Stopping
+
+    def validation(self, state: TrainState) -> bool:
+        at_the_end = self.stopping.is_last(state) and not self.stopping.is_signalled
+        return is_due(self.run.config.validation.every_n_steps, state.step) or at_the_end
+
+    def export(self, state: TrainState) -> bool:
+        return is_due(self.run.config.checkpoint.export_every_n_steps, state.step)
+
+    def samples(self, state: TrainState) -> bool:
+        """Not after the last step: those are drawn with the exported file."""
+        due = self.run.sample is not None and is_due(self.run.config.sample.every_n_steps, state.step)
+        return due and not self.stopping.is_last(state)
+
+    def checkpoint(self, state: TrainState) -> bool:
+        return self.stopping.is_last(state) or self.samples(state) or is_regular(self.run, state.step)
+
+
 def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporter) -> tuple[Hook, ...]:
     """The hooks of a run. Each raises TrainingFailed, Rollback or ProcessLost."""
-    config, sample = run.config, run.sample
+    due, sample = Due(run, stopping), run.sample
     seconds_of_check = 0.0
-
-    def is_validation_due(state: TrainState) -> bool:
-        at_the_end = stopping.is_last(state) and not stopping.is_signalled
-        return is_due(config.validation.every_n_steps, state.step) or at_the_end
-
-    def is_export_due(state: TrainState) -> bool:
-        return is_due(config.checkpoint.export_every_n_steps, state.step)
-
-    def is_sample_due(state: TrainState) -> bool:
-        return sample is not None and is_due(config.sample.every_n_steps, state.step) and not stopping.is_last(state)
-
-    def is_checkpoint_due(state: TrainState) -> bool:
-        return stopping.is_last(state) or is_sample_due(state) or is_regular(run, state.step)
 
     def agree_on_fallback(state: TrainState) -> TrainState:
         return replace(state, fit=agree_across_processes(run, state.fit, state.step, reporter))
 
     def read_metrics(state: TrainState) -> TrainState:
-        stopping.decide(state)
-        weights_are_used = is_checkpoint_due(state) or is_export_due(state) or is_validation_due(state)
+        weights_are_used = due.checkpoint(state) or due.export(state) or due.validation(state)
         return metrics.flush(state) if weights_are_used or metrics.are_due(state) else state
 
     def check_weights(state: TrainState) -> TrainState:
         nonlocal seconds_of_check
-        needed = is_checkpoint_due(state) or is_validation_due(state)
+        needed = due.checkpoint(state) or due.validation(state)
         seconds_of_check = check_weights_are_finite(run, state, reporter) if needed else 0.0
         return state
 
     def validation(state: TrainState) -> TrainState:
-        return validate(run, state, reporter) if is_validation_due(state) else state
+        return validate(run, state, reporter) if due.validation(state) else state
 
     def export_weights(state: TrainState) -> TrainState:
-        if is_export_due(state):
+        if due.export(state):
             keep_weights(run, state.step)
         return state
 
     def checkpoint(state: TrainState) -> TrainState:
-        if is_checkpoint_due(state):
+        if due.checkpoint(state):
             # Drawing samples has ended runs: before it, all is on the disk.
-            wait = stopping.is_last(state) or is_sample_due(state)
+            wait = stopping.is_last(state) or due.samples(state)
             save(run, state, reporter.flush, last=wait, held_up=seconds_of_check)
         return state
 
     def draw_samples(state: TrainState) -> TrainState:
-        if sample is not None and is_sample_due(state):
+        if sample is not None and due.samples(state):
             sample(state)
         return state
 

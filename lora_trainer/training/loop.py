@@ -104,6 +104,7 @@ def training_loop(
         except UserError as error:
             raise final_error(run, state, metrics, error) from error
         state = replace(state, step=state.step + 1, fit=fit, seconds=earlier + time.monotonic() - began)
+        stopping.decide(state)
         metrics.add(state, result, lr, started, waited)
         try:
             for hook in hooks:

@@ -80,15 +80,10 @@ def measure(asked: RequestedMeasure) -> Report:
         context, inputs = subject.context, inputs_of(subject)
         largest = max(inputs, key=lambda micros: max(micro.latents.numel() for micro in micros))
         expected = expected_of(asked.resolved, subject, largest)
-        measured, held = measured_parts(context, largest)
+        measured, held = on_gpu(context, largest) if context.device.type == "cuda" else on_cpu(context, largest)
         steps = take_steps(own_way(context, inputs), context.device, WARM_UP, asked.steps or STEPS)
     rows = part_rows(subject, expected, measured, held, steps, gpu_gib(asked.resolved.config))
     return Report(rows, ABOUT, notes_on(context.device, expected, measured, held), COLUMNS, first="part")
-
-
-def measured_parts(context: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, StepMemory]:
-    """Take two steps: the first makes the optimizer's state, the second shows the peak."""
-    return on_gpu(context, micros) if context.device.type == "cuda" else on_cpu(context, micros)
 
 
 def own_tensors(context: StepContext) -> tuple[list[Tensor], list[Tensor]]:

@@ -56,7 +56,7 @@ def freed_by_swapping(denoiser: nn.Module) -> list[int]:
     away = 0
     for index in _spread(len(blocks)):
         away, count = away + sizes[index], count + 1
-        largest = max(largest, _aligned(sizes[index]))
+        largest = max(largest, -(-sizes[index] // ALIGNMENT) * ALIGNMENT)
         freed.append(max(0, away - 2 * largest) if count > 1 else 0)
     return freed
 
@@ -120,10 +120,6 @@ def move_to_device(denoiser: nn.Module, device: torch.device) -> None:
     swapped_ids = {id(tensor) for swapped_block in block_swap.swapped for tensor in swapped_block.tensors}
     for module in denoiser.modules():
         module._apply(lambda tensor: tensor if id(tensor) in swapped_ids else tensor.to(device), recurse=False)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _spread(count: int) -> list[int]:

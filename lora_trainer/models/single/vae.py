@@ -15,13 +15,9 @@ LEVEL = re.compile(r"(encoder|decoder)\.(down|up)\.(\d+)\.(?:block\.(\d+)|(?:dow
 ENDS = re.compile(r"(?:(encoder|decoder)\.(conv_in|conv_out|norm_out)|((?:post_)?quant_conv))\.(weight|bias)")
 
 
-def is_diffusers_vae(stored: Stored) -> bool:
-    return "encoder.conv_norm_out.weight" in stored.shapes
-
-
 def vae_part(stored: Stored, published: Mapping[str, Any]) -> Part:
     """Config and places of a VAE: a `published` one's config, with its form as the file has it."""
-    own = is_diffusers_vae(stored)
+    own = "encoder.conv_norm_out.weight" in stored.shapes
     levels = stored.count("encoder.down_blocks." if own else "encoder.down.")
 
     def rename(name: str) -> str | None:

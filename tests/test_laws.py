@@ -1,0 +1,153 @@
+"""The laws of the code (docs/architecture.md): sizes, names, words. A number that may only fall is lowered when it can be."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from lora_trainer.training import fallbacks
+from tests.recipes.recipe import Bench, draw_images, save_tiny_model
+
+MOST_FILE_LINES = 800
+MOST_FUNCTION_LINES = 80
+LEAST_MEDIAN_LINES = 80
+MOST_FRAMES = 8
+# A function used once with a body under 6 lines earns its place by a formula, a name that the field knows, or a test.
+SMALL_BODY = 6
+MOST_SMALL_USED_ONCE = 450  # may only fall; the aim is 150
+MOST_ARGUMENTS = 6
+MOST_FUNCTIONS_WITH_MORE = 37  # may only fall; the aim is 0
+# Module names that mean several things: may only become fewer.
+SHARED_MODULE_NAMES = frozenset(
+    "attention base batch bench best cache captions compiling convert disk drawing errors folder hardware images imports "
+    "inputs kohya layers layout measures memory metadata phases places plan presets read reading report resuming run "
+    "sample settings split steps store table texts unet worker".split()
+)
+
+BANNED = re.compile(
+    r"\b(told|hangs? on|hung on|stands? in|stood in|go(?:es|ing)? on|went on|as ever|mend(?:s|ed|ing)?|pictures?|data sets?"
+    r"|rungs?|ledgers?|processors?)\b",
+    re.IGNORECASE,
+)
+# What libraries and other programs' files call so, captions, and what is written for this test.
+ALLOWED = re.compile(
+    r"AutoImageProcessor|image_processor|preprocessor|attention processors?|\w*Processor\b|PROCESSORS|\.processors?\b"
+    r"|set_processor|processor(?==|\.__call__|\(|:| = )|image processor|a processor's signature|data_sets|a picture of a|picture \{index\}"
+    r"|background picture|\"pictures\""
+)
+WITHOUT_WORDS = ("CHANGELOG.md", "tests/test_laws.py", "docs/tried.md")  # history, and this list
+OF_CAPTIONS = ("scripts/builtin_base/", "tests/builtin/", "tests/importers/files/", "lora_trainer/builtin/")
+
+
+def trees(checkout: Path, *folders: str) -> Iterator[tuple[str, str, ast.Module]]:
+    for folder in folders:
+        for path in sorted((checkout / folder).rglob("*.py")):
+            text = path.read_text("utf-8")
+            yield path.relative_to(checkout).as_posix(), text, ast.parse(text)
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_files_and_functions_are_short_enough_to_read(checkout: Path) -> None:
+    lengths, long = {}, []
+    for name, text, tree in trees(checkout, "lora_trainer", "scripts", "tests"):
+        lengths[name] = len(text.splitlines())
+        for node in functions(tree):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MOST_FUNCTION_LINES:
+                long.append(f"{name}:{node.name} {lines}")
+    assert len(lengths) > 300
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_FILE_LINES} == {}
+    assert long == []
+    of_package = [
+        lines for name, lines in lengths.items() if name.startswith("lora_trainer/") and "__init__" not in name
+    ]
+    assert statistics.median(of_package) >= LEAST_MEDIAN_LINES
+
+
+def test_small_functions_that_are_used_once_become_fewer(checkout: Path) -> None:
+    uses, small = Counter[str](), []
+    for name, _, tree in trees(checkout, "lora_trainer"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                uses[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                uses[node.attr] += 1
+        for function in functions(tree):
+            body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+            if body and not function.decorator_list and (body[-1].end_lineno or 0) - body[0].lineno + 1 < SMALL_BODY:
+                small.append((name, function.name))
+    once = [f"{name}:{function}" for name, function in small if uses[function] == 1]
+    assert len(once) <= MOST_SMALL_USED_ONCE, once
+
+
+def test_functions_with_many_arguments_become_fewer(checkout: Path) -> None:
+    many = []
+    for name, _, tree in trees(checkout, "lora_trainer"):
+        for node in functions(tree):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            if len([each for each in arguments if each.arg not in ("self", "cls")]) > MOST_ARGUMENTS:
+                many.append(f"{name}:{node.name}")
+    assert len(many) <= MOST_FUNCTIONS_WITH_MORE, many
+
+
+def test_a_name_means_one_thing(checkout: Path) -> None:
+    classes, modules = defaultdict(set), defaultdict(set)
+    for name, _, tree in trees(checkout, "lora_trainer"):
+        path = Path(name)
+        if path.stem != "__init__" and not {"families", "sources", "hooks"} & set(path.parts):
+            modules[path.stem].add(name)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].add(name)
+    assert {each: places for each, places in classes.items() if len(places) > 1} == {}
+    assert {each for each, places in modules.items() if len(places) > 1} <= SHARED_MODULE_NAMES
+
+
+def test_words_are_those_of_the_field(checkout: Path) -> None:
+    """In names, messages, comments and documents (language of diffusers and kohya's scripts)."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=checkout, capture_output=True, text=True, check=True).stdout
+    found, read = [], 0
+    for name in tracked.splitlines():
+        path = checkout / name
+        if path.suffix not in (".py", ".md", ".toml", ".sh", ".yaml", ".html") or not path.is_file():
+            continue
+        if name in WITHOUT_WORDS or name.startswith(OF_CAPTIONS):
+            continue
+        read += 1
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            if match := BANNED.search(re.sub(r"[_-]", " ", ALLOWED.sub("", line))):
+                found.append(f"{name}:{number}: {match[0]!r} in {line.strip()[:100]}")
+    assert read > 300
+    assert found == [], "\n".join(found)
+
+
+def test_the_step_is_few_frames_below_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of the package between `main(["train", …])` and `train_step`."""
+    seen: list[list[str]] = []
+
+    def train_step(*arguments: object) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        names = []
+        while frame is not None and frame.f_code.co_name != "main":
+            if "lora_trainer" in frame.f_code.co_filename and "contextlib" not in frame.f_code.co_filename:
+                names.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
+            frame = frame.f_back
+        seen.append(names)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fallbacks, "train_step", train_step)
+    bench = Bench(save_tiny_model(tmp_path), draw_images(tmp_path / "data"), tmp_path / "runs", tmp_path / "cache")
+    bench.run("frames", steps=1, validation__split=0)
+    assert 1 <= len(seen[0]) <= MOST_FRAMES, seen[0]
