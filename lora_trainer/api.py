@@ -37,24 +37,30 @@ class Options(TypedDict, total=False):
     quiet: bool
 
 
-def load_config(model: PathLike | None = None, data: PathLike | None = None, **options: Unpack[Options]) -> Config:
+def load_config(
+    model: PathLike | None = None, data: PathLike | Sequence[PathLike] | None = None, **options: Unpack[Options]
+) -> Config:
     """The frozen config of a run: defaults, the family's preset, `presets`, `config`, `settings`; later wins."""
     return _trainer(model, data, options).config
 
 
-def check_dataset(data: PathLike, model: PathLike | None = None, **options: Unpack[Options]) -> DataReport:
+def check_dataset(
+    data: PathLike | Sequence[PathLike], model: PathLike | None = None, **options: Unpack[Options]
+) -> DataReport:
     """The dataset gate's report: score in [0, 1], findings with their fixes, refusals. Decodes every image."""
     return _trainer(model, data, options).check()
 
 
-def plan(model: PathLike | None = None, data: PathLike | None = None, **options: Unpack[Options]) -> Plan:
+def plan(
+    model: PathLike | None = None, data: PathLike | Sequence[PathLike] | None = None, **options: Unpack[Options]
+) -> Plan:
     """Memory in GiB part by part, steps, disk and least time, without a GPU or weights."""
     return _trainer(model, data, options).plan()
 
 
 def train(
     model: PathLike | None = None,
-    data: PathLike | None = None,
+    data: PathLike | Sequence[PathLike] | None = None,
     *,
     resume: bool = False,
     enforce_gates: bool = False,
@@ -82,6 +88,6 @@ def validate_lora(
     return score_lora(Path(lora), None if data is None else Path(data), config, console.print)
 
 
-def _trainer(model: PathLike | None, data: PathLike | None, options: Options) -> ProductionTrainer:
+def _trainer(model: PathLike | None, data: PathLike | Sequence[PathLike] | None, options: Options) -> ProductionTrainer:
     quiet: Options = {"quiet": True}
     return ProductionTrainer(model, data, **(quiet | options))

@@ -169,6 +169,12 @@ def signal_that_came() -> int | None:
     return _now.signal if _now else None
 
 
+def note_signal(number: int) -> None:
+    """Count a signal that came to another process as one that came here."""
+    if _now is not None and not _now:
+        _now.remember(number)
+
+
 def stop_if_signalled() -> None:
     """Raise Stopped if a signal came."""
     if _now:

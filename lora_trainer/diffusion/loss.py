@@ -98,5 +98,6 @@ def min_snr_weight(process: Process, t: Tensor, gamma: float) -> Tensor:
     return snr.clamp(max=gamma) / divisor
 
 
-# A weighting takes the settings and the model's process; it gives None where all timesteps count alike.
+# A weighting takes the settings and the model's process; it gives None where all timesteps count alike. A flow has no
+# `process.snr`: a weighting that needs it raises ValueError there.
 WEIGHTINGS: dict[str, Callable[[LossSection, Process], Weight | None]] = {"min_snr": min_snr}

@@ -13,6 +13,7 @@ from typing import Any, get_args
 from rich.console import Console
 from torch import Tensor
 
+from lora_trainer.adapters.base import ADAPTERS
 from lora_trainer.config.schema import AttentionName, Config
 from lora_trainer.core.errors import UserError, first_line
 from lora_trainer.core.interrupt import StepAborted, abortable
@@ -303,7 +304,7 @@ def make_run(
         names_in=feed.names,
         micros=feed.micros,
         validate=validate if session.inputs.validation else None,
-        sample=sample,
+        sample=sample if ADAPTERS[config.lora.type].is_checked else None,  # diffusers reads no other file
         settings=settings,
         say=session.console.print,
         export=export,

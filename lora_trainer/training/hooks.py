@@ -1,4 +1,6 @@
-"""What happens after each step, in this order: metrics, validation, export, checkpoint, sample images."""
+"""What happens after each step, in this order: the processes agree on a fallback, metrics, a check of the weights,
+validation, export, checkpoint, sample images.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 
 from lora_trainer.core.disk import stand_by
@@ -95,6 +95,7 @@ def training_loop(
             waited = time.perf_counter() - started
             result, fit = step_with_fallbacks(run, state, batches, lr, stopping, reporter)
         except StepAborted:
+            stopping.abort()
             abort_step(run.context)
             state = metrics.flush(state)
             if state.step > 0:
@@ -140,7 +141,11 @@ def is_finished(run: Run, state: TrainState) -> bool:
 
 def final_error(run: Run, state: TrainState, metrics: Metrics, error: UserError) -> TrainingFailed:
     """The error that a run ends with, after all that can be saved is saved."""
-    return save_and_make_error(run, state if is_out_of_reach(run, error) else metrics.flush(state), error)
+    if not is_out_of_reach(run, error):
+        # A rollback is for all processes at once, and this error may be of one alone.
+        with suppress(Rollback) if run.processes.world > 1 else nullcontext():
+            state = metrics.flush(state)
+    return save_and_make_error(run, state, error)
 
 
 def report_end(run: Run, state: TrainState, reporter: Reporter, interrupt: Interrupt) -> None:
@@ -148,6 +153,6 @@ def report_end(run: Run, state: TrainState, reporter: Reporter, interrupt: Inter
     if interrupt:
         message = f"{interrupt.name}: everything was saved {interrupt.seconds:.2f} s after it"
         reporter.event(state.step, "signal", message)
-    elif not is_finished(run, state):
+    elif run.config.train.max_hours is not None and not is_finished(run, state):
         message = f"train.max_hours={run.config.train.max_hours:g} is over: the training ends here"
         reporter.event(state.step, "early_stop", message)

@@ -1,4 +1,9 @@
-"""One optimizer step: forward and backward over its micro-batches, reduce, clip, update."""
+"""One optimizer step.
+
+For each micro-batch: noise, forward pass, loss, backward pass, gradients into the fp32 masters (`backward`). Then the
+processes vote whether all continue, gradients are summed over them, clipped, and the optimizer updates the masters
+(`update`), which are copied into the layers. `fallbacks.py` calls it; `hooks.py` has what follows.
+"""
 
 from __future__ import annotations
 
@@ -114,21 +119,21 @@ def changing_weights(kind: type[Exception] = OomDuringUpdate) -> Iterator[None]:
 
 def train_step(
     context: StepContext,
-    micros: Iterable[MicroBatch],
+    batches: Iterable[MicroBatch],
     samples: int,
     lr: float,
     clip_scale: float = 1.0,
-    settle: Callable[[], None] = no_more_aborting,
+    gradients_are_there: Callable[[], None] = no_more_aborting,
 ) -> StepResult:
     """One update from the micro-batches of a step that has `samples` samples over all processes.
 
     The loss is the sum over samples divided by their number, so it does not depend on how the step is split. Gradients
     are summed over processes here: a process with no sample in a short step still takes part. `clip_scale` is a factor
-    on the clipping. `settle` is called when the gradients are there: until then the step can be aborted unchanged.
+    on the clipping. `gradients_are_there` is called when they are: until then the step can be aborted unchanged.
     """
     total = torch.zeros((), device=context.device)
     losses: tuple[Tensor, ...] = ()
-    for number, micro in enumerate(micros):
+    for number, micro in enumerate(batches):
         # In fp32 the gradients so far are in the memory of CUDA graphs, which `begin_step` would reuse.
         if number > 0 and context.compiled is not None and not context.adapter.is_shared:
             context.compiled.begin_step()
@@ -142,7 +147,7 @@ def train_step(
         flat = torch.cat([each.flatten() for each in summed])
     # After all processes have settled, one alone cannot repeat the step.
     with nullcontext() if context.reduce is None else changing_weights(OomDuringAllReduce):
-        settle()
+        gradients_are_there()
         if context.reduce is not None:
             spread(context.reduce(flat), summed)
         set_lr(context.optimizer, lr, context.shares)

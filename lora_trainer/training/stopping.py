@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config.schema import Config
-from lora_trainer.core.interrupt import SIGNALS, Interrupt, StepAborted, abortable, no_more_aborting
+from lora_trainer.core.interrupt import (
+    SIGNALS,
+    Interrupt,
+    StepAborted,
+    abortable,
+    no_more_aborting,
+    note_signal,
+    signal_that_came,
+)
 from lora_trainer.training.control import is_stopped_early
 from lora_trainer.training.run import Run, is_unvalidated
 from lora_trainer.training.state import TrainState
@@ -26,6 +34,8 @@ class Stopping:
     def __init__(self, run: Run, interrupt: Interrupt) -> None:
         self._run, self._interrupt = run, interrupt
         self._alone = run.processes.reduce is None
+        self._must_vote = not self._alone and run.context.device.type == "cpu"  # before the others can go further
+        self._has_voted = False
         self._seconds = 0.0  # of the newest step
         self._votes: Tensor | None = None  # of the newest step, on the CPU once the event `_there` is done
         self._there: torch.cuda.Event | None = None
@@ -55,8 +65,9 @@ class Stopping:
         elif self._run.context.device.type != "cpu":
             yield self._vote_on_gpu
         else:
-            with self._step_together() as vote:
-                yield vote
+            self._has_voted = False
+            with abortable(self._seconds):
+                yield self._vote_and_count
         self._seconds = time.monotonic() - began
 
     def decide(self, state: TrainState) -> None:
@@ -76,24 +87,16 @@ class Stopping:
         """Whether a signal ends it."""
         return self._signalled
 
-    @contextmanager
-    def _step_together(self) -> Iterator[Callable[[], None]]:
-        voted = False
+    def abort(self) -> None:
+        """Tell the other processes that this one aborted the step; called for every aborted step."""
+        if self._must_vote and not self._has_voted:
+            self._count(self._vote(aborted=True))
 
-        def vote() -> None:
-            nonlocal voted
-            no_more_aborting()
-            voted = True
-            if self._count(self._vote(aborted=False)):
-                raise StepAborted
-
-        try:
-            with abortable(self._seconds):
-                yield vote
-        except StepAborted:
-            if not voted:
-                self._count(self._vote(aborted=True))
-            raise
+    def _vote_and_count(self) -> None:
+        no_more_aborting()
+        self._has_voted = True
+        if self._count(self._vote(aborted=False)):
+            raise StepAborted
 
     def _vote(self, *, aborted: bool) -> Tensor:
         """The votes of all processes, summed, [signals + 2]: how many got each signal, are late, have aborted."""
@@ -128,10 +131,16 @@ class Stopping:
 
 
 def any_aborted(run: Run, mine: bool) -> bool:
-    """Whether any process aborted what all of them were doing."""
+    """Whether any process aborted what all of them were doing. A signal that came to any process counts here too."""
     if run.processes.reduce is None:
         return mine
-    return float(run.processes.sum_of_all(torch.tensor([float(mine)]))) > 0.0
+    number = signal_that_came()
+    votes = torch.tensor([float(mine), *(float(number == each) for each in SIGNALS)])
+    aborted, *signaled = run.processes.sum_of_all(votes).tolist()
+    for each, count in zip(SIGNALS, signaled, strict=True):
+        if count:
+            note_signal(each)
+    return bool(aborted > 0.0)
 
 
 def out_of_time(config: Config, state: TrainState) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.core.interrupt import Interrupt
+from lora_trainer.core.interrupt import SIGNALS, Interrupt, StepAborted, listening
 from lora_trainer.run.find_micro import smallest
 from lora_trainer.training import processes as rooms
+from lora_trainer.training.loop import report_end
 from lora_trainer.training.metrics import Metrics
 from lora_trainer.training.oom_fallback import agree_across_processes
 from lora_trainer.training.processes import Processes
@@ -95,3 +97,42 @@ def test_a_vote_is_written_on_its_device(place: TinyPlace, hanging):
     assert votes.device.type == "meta"
     assert {"aten.zeros.default", "aten.fill_.Scalar"} <= set(kept.calls)
     assert not [name for name in kept.calls if "copy" in name or "lift" in name]
+
+
+def test_a_signal_during_the_validation_of_another_process_counts_here(place: TinyPlace):
+    """The process without the signal ends as stopped too, not as one whose hours are over."""
+
+    def other_is_signalled(tensor: torch.Tensor) -> torch.Tensor:
+        tensor[0] += 1  # aborted
+        tensor[1 + SIGNALS.index(signal.SIGTERM)] += 1
+        return tensor
+
+    processes = Processes(0, 2, torch.device("cpu"), other_is_signalled, lambda: None)
+    run = replace(place.run("a"), processes=processes)
+    events: list[str] = []
+    with listening(silent=True) as interrupt:
+        assert any_aborted(run, mine=False)
+        assert interrupt.signal == signal.SIGTERM
+        report_end(run, TrainState(), Reporter(None, lambda progress: None, events.append), interrupt)
+    report_end(run, TrainState(), Reporter(None, lambda progress: None, events.append), Interrupt())
+    assert events == []  # no trackers: said by the main process alone, and nothing raises
+
+
+def test_an_aborted_step_is_voted_on_once(place: TinyPlace):
+    """However early the signal comes, the others wait for this process's vote."""
+    votes: list[list[float]] = []
+
+    def reduce(tensor: torch.Tensor) -> torch.Tensor:
+        votes.append(tensor.tolist())
+        return tensor
+
+    run = replace(place.run("a"), processes=Processes(0, 2, torch.device("cpu"), reduce, lambda: None))
+    stopping = Stopping(run, Interrupt())
+    with pytest.raises(StepAborted), stopping.step(TrainState()):
+        raise StepAborted
+    stopping.abort()
+    assert [vote[-1] for vote in votes] == [1.0]
+    with stopping.step(TrainState()) as gradients_are_there:
+        gradients_are_there()
+    stopping.abort()
+    assert [vote[-1] for vote in votes] == [1.0, 0.0]
