@@ -161,11 +161,13 @@ def with_settings(state: TrainState, config: Config) -> TrainState:
     """
     settings = config.model_dump_json(include={"optimizer", "safeguards", "lr_scheduler"})
     now = replace(
-        state, asked=hashlib.sha256(settings.encode()).hexdigest()[:16], asked_rate=config.optimizer.learning_rate
+        state,
+        settings_digest=hashlib.sha256(settings.encode()).hexdigest()[:16],
+        configured_lr=config.optimizer.learning_rate,
     )
-    if not state.asked or state.asked == now.asked:
+    if not state.settings_digest or state.settings_digest == now.settings_digest:
         return now
-    scale = state.rate_factor if state.asked_rate == now.asked_rate else state.rate_scale
+    scale = state.rate_factor if state.configured_lr == now.configured_lr else state.rate_scale
     forgiven = replace(state.control, not_finite=0)
     return replace(now, control=forgiven, skipped_in_a_row=0, restored=0, failed_at=0, returned_to=0, rate_scale=scale)
 

@@ -53,13 +53,13 @@ def roll_back(run: Run, first: Checkpoint, back: Rollback, reporter: Reporter) -
     reporter.event(back.state.step, back.kind, f"{back.reason}; training continues from step {restored.step}")
     carried = {
         "seconds": now.seconds,
-        "went_back": now.went_back + 1,
+        "rollbacks": now.rollbacks + 1,
         "restored": now.restored,
         "failed_at": now.failed_at if failed_at is None else failed_at,
         "returned_to": now.returned_to if failed_at is None else restored.step,
         "base_val_loss": now.base_val_loss,
-        "asked_rate": now.asked_rate,
-        "asked": now.asked,
+        "configured_lr": now.configured_lr,
+        "settings_digest": now.settings_digest,
     }
     return replace(restored, **{**carried, **back.changes})
 

@@ -14,7 +14,7 @@ class OomFallback:
 
     micro: int | None = None  # most samples of a micro-batch
     checkpointed: int | None = None  # blocks whose activations are recomputed in the backward pass
-    asked: int | None = None  # most validation samples in one forward pass
+    validation_samples: int | None = None  # most validation samples in one forward pass
     eager: bool = False  # compiled blocks failed, and are no longer used
     since: int = 0  # step of the last change; a larger one is tried after `memory.oom_recovery_steps`
     grown: bool = False  # the last change was such an attempt
@@ -55,14 +55,14 @@ class TrainState:
     skipped_in_a_row: int = 0
     seconds: float = 0.0
     rate_scale: float = 1.0  # factor on the scheduled learning rate, after plateaus
-    went_back: int = 0  # rollbacks to an earlier checkpoint
+    rollbacks: int = 0  # rollbacks to an earlier checkpoint
     restored: int = 0  # those for a loss or gradient that was not finite: each halves the learning rate
     failed_at: int = 0  # the step that failed before the newest of those,
     returned_to: int = 0  # and the step of the checkpoint that it restored
     # `optimizer.learning_rate`, and a digest of the settings that can make steps fail: with others a failed step may
     # succeed.
-    asked_rate: float | None = None
-    asked: str = ""
+    configured_lr: float | None = None
+    settings_digest: str = ""
     watched_until: int = 0  # up to here each step's loss is checked before its update
     fit: OomFallback = OomFallback()
     control: Control = Control()

@@ -91,7 +91,7 @@ def measure_with_oom_fallback(
     fit = state.fit
     while True:
         # A batch that training fits, validation fits.
-        batch_size = fit.asked or min(MOST_SAMPLES_AT_ONCE, run.planned.micro or 1)
+        batch_size = fit.validation_samples or min(MOST_SAMPLES_AT_ONCE, run.planned.micro or 1)
         try:
             return measure(batch_size), fit
         except Exception as error:
@@ -101,8 +101,8 @@ def measure_with_oom_fallback(
         free_memory(run.context.device)
         if batch_size == 1:
             raise save_and_make_error(run, state, out_of_memory_error(f"while validating step {state.step}", reason))
-        fit = replace(fit, asked=-(-batch_size // 2))
-        message = f"out of memory while validating ({reason}): {fit.asked} samples at once in place of {batch_size}"
+        fit = replace(fit, validation_samples=-(-batch_size // 2))
+        message = f"out of memory while validating ({reason}): {fit.validation_samples} samples at once in place of {batch_size}"
         reporter.event(state.step, "memory", message)
 
 

@@ -254,7 +254,7 @@ def test_a_validation_out_of_memory_uses_smaller_micro_batches(place: TinyPlace)
     state, _ = place.train(whole)
     assert [step for step, _ in events(whole)] == [0, 0]
     assert "2 samples at once in place of 4" in events(whole)[0][1]
-    assert (MOST_SAMPLES_AT_ONCE, state.fit.asked, state.fit.micro) == (4, 1, None)
+    assert (MOST_SAMPLES_AT_ONCE, state.fit.validation_samples, state.fit.micro) == (4, 1, None)
     measured, expected = ([row["loss"] for row in read_lines(each.folder / VALIDATION)] for each in (whole, calm))
     assert len(measured) == 4
     assert measured == pytest.approx(expected, rel=1e-5)

@@ -64,7 +64,7 @@ def test_rollbacks_are_forgotten_when_settings_change():
     assert (after.restored, after.failed_at, after.rate_factor) == (0, 0, before.rate_factor)
     slower = with_settings(before, Config(optimizer=OptimizerSection(learning_rate=1e-5)))
     assert (slower.restored, slower.rate_factor) == (0, 0.5)
-    unknown = replace(before, asked="", asked_rate=None)  # of a checkpoint from an earlier version
+    unknown = replace(before, settings_digest="", configured_lr=None)  # of a checkpoint from an earlier version
     assert with_settings(unknown, config) == before
 
 
