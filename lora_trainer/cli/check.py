@@ -137,11 +137,11 @@ def show_report(report: DataReport, steps: StepArithmetic, validation: int, cons
         changes = [f"reduced to {least:.2f} at most"] if least < 1.0 else []
         changes += [f"enlarged {most:.2f} times at most"] if most > 1.0 else []
         show(console, Text(f"resized to buckets: {', '.join(changes) or 'none'}"))
-    show(console, Text(f"{steps.line}; {validation} for validation"))
+    show(console, Text(f"steps: {steps.line}; {validation} images for validation"))
     lower = [f"{name} {value:.3f}" for name, value in report.parts.items() if value < 1.0]
     parts = f"{', '.join(lower)}; all others 1" if lower else "all 1"
     verdict = "passes" if report.passed else f"refused: {report.why_refused}"
-    show(console, Text(f"score {report.score:.3f} (gate {report.gate:.2f}): {verdict}"))
+    show(console, Text(f"score {report.score:.3f} (minimum {report.gate:.2f}): {verdict}"))
     show(console, Text(f"parts: {parts}"))
 
 

@@ -45,7 +45,7 @@ def print_report(path: Path, report: LoraReport) -> None:
         meaning = "; ".join(filter(None, (MEANINGS.get(name, ""), note)))
         table.add_row(Text(f"  {name}"), f"{value:.2f}", Text(meaning, style="dim"))
     verdict = "passed" if report.passed else "refused"
-    console.print(Text(f"{path.name}: score {report.score:.2f}, {verdict} (gate {report.gate:.2f})", style="bold"))
+    console.print(Text(f"{path.name}: score {report.score:.2f}, {verdict} (minimum {report.gate:.2f})", style="bold"))
     console.print(table)
     for line in _numbers(report.numbers):
         console.print(Text(f"  {line}"), soft_wrap=not console.is_terminal)

@@ -140,8 +140,9 @@ def _choices(detail: ErrorDetails) -> list[str]:
 
 def _nearest_setting(section: str, key: str) -> str:
     """Near names of the section first, then the same key of another section."""
-    near = nearest(key, section_types()[section].model_fields)
+    fields = section_types()[section].model_fields
+    near = nearest(key, fields)
     if near.startswith("Did"):
-        return near
+        return near.replace("mean ", f"mean {section}.").replace(" or ", f" or {section}.")
     homes = homes_of(key)
     return f"Did you mean {' or '.join(homes)}?" if homes else f"{near[:-1]} in [{section}]."

@@ -151,7 +151,7 @@ def final_error(run: Run, state: TrainState, metrics: Metrics, error: UserError)
 def report_end(run: Run, state: TrainState, reporter: Reporter, interrupt: Interrupt) -> None:
     """Report why training ends before its last step."""
     if interrupt:
-        message = f"{interrupt.name}: everything was saved {interrupt.seconds:.2f} s after it"
+        message = f"{interrupt.name}: everything was saved {interrupt.seconds:.2f} s after the signal"
         reporter.event(state.step, "signal", message)
     elif run.config.train.max_hours is not None and not is_finished(run, state):
         message = f"train.max_hours={run.config.train.max_hours:g} is over: the training ends here"

@@ -114,7 +114,7 @@ def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str], t
         "Unexpected argument stray.",
         "There is no preset named 12bg.\n     Did you mean 12gb",
         "There is no model at no-such-model (looked for in ",
-        "mine.toml) is not a setting.\n     Did you mean rank?",
+        "mine.toml) is not a setting.\n     Did you mean lora.rank?",
         "train.max_steps = 0 (from --max-steps): must be at least 1.",
         "optimizer.learning_rate = 20 (from --set): must be at most 10.",
         "--set nonsense is not of the form section.key=value.",

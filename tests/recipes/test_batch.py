@@ -184,7 +184,7 @@ def test_a_folders_own_config_takes_precedence(over):
 def test_the_base_model_is_read_once_and_caches_are_shared(over):
     assert over.reads == ["pipeline"]
     assert "latent cache: 10 images, encoding 10" in over.night.log("ash")
-    assert "latent cache: 10 images, encoding 0" in over.night.log("elm")
+    assert "latent cache: 10 images, all cached" in over.night.log("elm")
 
 
 def test_a_job_trains_the_same_as_a_single_run(over, tmp_path):

@@ -42,8 +42,8 @@ def test_a_second_run_loads_no_encoders(own, capsys, monkeypatch):
     first = len(loads)
     assert own.run("second", steps=1, gates__lora_check="lite") == 0
     shown = capsys.readouterr().out
-    assert "latent cache: 10 images, encoding 0" in shown
-    assert "text embedding cache: 11 texts, encoding 0" in shown
+    assert "latent cache: 10 images, all cached" in shown
+    assert "text embedding cache: 11 texts, all cached" in shown
     # For images, captions, and the prompts of the LoRA check in both runs.
     assert (first, len(loads) - first) == (3, 1)
 
@@ -54,7 +54,7 @@ def test_only_what_changed_is_built_again(own, capsys):
     capsys.readouterr()
     assert own.run("caption", steps=1) == 0
     shown = capsys.readouterr().out
-    assert "latent cache: 10 images, encoding 0" in shown
+    assert "latent cache: 10 images, all cached" in shown
     assert "text embedding cache: 11 texts, encoding 1 (1 caption changed)" in shown
 
     image = Image.open(own.data / "image_3.png").rotate(180)
@@ -62,7 +62,7 @@ def test_only_what_changed_is_built_again(own, capsys):
     assert own.run("image", steps=1) == 0
     shown = capsys.readouterr().out
     assert "latent cache: 10 images, encoding 1 (1 image changed)" in shown
-    assert "text embedding cache: 11 texts, encoding 0" in shown
+    assert "text embedding cache: 11 texts, all cached" in shown
 
 
 def test_a_dry_run_of_cache_writes_nothing(own, capsys):
@@ -139,7 +139,7 @@ def test_a_cache_above_its_limit_keeps_what_the_run_needs(own, capsys):
     assert "are in use, above the limit of 0.1 MB: they are kept" in capsys.readouterr().out
     assert not former.exists()
     assert own.run("first", "--dry-run", command="cache") == 0
-    assert "latent cache: 10 images, encoding 0" in capsys.readouterr().out
+    assert "latent cache: 10 images, all cached" in capsys.readouterr().out
 
 
 def test_a_gpu_too_small_for_one_image_is_refused_before_encoders_are_loaded(own, capsys, monkeypatch):

@@ -52,7 +52,7 @@ def test_six_steps_equal_three_and_three_with_varying_captions(own, capsys):
     capsys.readouterr()
 
     first = texts_of(own, capsys)
-    assert first.endswith("encoding 0")
+    assert first.endswith("all cached")
     later = {"captions__dropout": 0.5, "captions__dropout_every_n_epochs": 0, "train__seed": 7}
     assert texts_of(own, capsys, **later) == first
     (own.data / "image_0.txt").write_text("a ring, zobo alone, there", encoding="utf-8")

@@ -101,7 +101,8 @@ class Filled:
     def line(self) -> str:
         """`latent cache: 31 images, encoding 7 (5 new, 2 images changed)`."""
         cache, unit = CACHE_OF[self.kind]
-        text = f"{cache}: {counted(self.reused + self.rebuilt, unit)}, encoding {self.rebuilt}"
+        work = f"encoding {self.rebuilt}" if self.rebuilt else "all cached"
+        text = f"{cache}: {counted(self.reused + self.rebuilt, unit)}, {work}"
         if not self.reasons:
             return text
         ranked = sorted(self.reasons.items(), key=lambda entry: (-entry[1], entry[0]))
