@@ -325,7 +325,7 @@ def test_a_wrong_setting_to_compare_is_named_with_the_nearest(capsys):
     assert main(["bench", "step", "--compare", "nonsense", "--compare", "compile.enable=true"]) == 2
     output = capsys.readouterr().err
     assert "--compare nonsense is not of the form section.key=value" in output
-    assert "Did you mean enabled?" in output
+    assert "Did you mean compile.enabled?" in output
 
 
 def test_a_flag_of_another_measurement_is_refused(capsys):
