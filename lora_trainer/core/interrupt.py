@@ -89,6 +89,11 @@ class Interrupt:
             for each in SIGNALS:
                 signal.signal(each, signal.SIG_IGN if each == HANG_UP else signal.SIG_DFL)
 
+    def note(self, number: int) -> None:
+        """Remember a signal that came to another process, and report it here."""
+        self.remember(number)
+        self._report()
+
     def caught(self, number: int, frame: FrameType | None) -> None:
         """The handler of all signals. Raises Stopped or StepAborted where the work allows it."""
         if self:
@@ -172,7 +177,7 @@ def signal_that_came() -> int | None:
 def note_signal(number: int) -> None:
     """Count a signal that came to another process as one that came here."""
     if _now is not None and not _now:
-        _now.remember(number)
+        _now.note(number)
 
 
 def stop_if_signalled() -> None:

@@ -124,7 +124,7 @@ class Stopping:
         *signaled, late, aborted = votes.tolist()
         signal = next((each for each, count in zip(SIGNALS, signaled, strict=True) if count), None)
         if signal is not None and not self._interrupt:
-            self._interrupt.remember(signal)
+            self._interrupt.note(signal)
         self._signalled = signal is not None
         self._agreed = self._signalled or late > 0.0
         return bool(aborted > 0.0)
