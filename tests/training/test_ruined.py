@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ import torch
 from lora_trainer.config.schema import Config, OptimizerSection, SafeguardsSection
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.monitor.progress import Progress, step_numbers
+from lora_trainer.training.checkpoints import save
+from lora_trainer.training.checkpoints.checkpoint import Checkpoint
 from lora_trainer.training.guard import remedy, with_settings
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
@@ -24,9 +28,19 @@ def failing(place: TinyPlace, name: str, **settings: object) -> Run:
     return bad_sample(place.run(name, **{"safeguards__max_nonfinite_steps": 3, **SETTINGS, **settings}), 3, 4, 5)
 
 
-def test_rollback_takes_an_older_checkpoint_when_the_same_step_fails_again(place: TinyPlace):
+@pytest.mark.parametrize("seconds", [0.0, 0.2], ids=["fast disk", "slow disk"])
+def test_rollback_takes_an_older_checkpoint_when_the_same_step_fails_again(
+    seconds: float, place: TinyPlace, monkeypatch: pytest.MonkeyPatch
+):
     """The checkpoint written in between is new, and tried first."""
     began: list[int] = []
+    save_checkpoint = save.save_checkpoint
+
+    def save_slowly(root: Path, checkpoint: Checkpoint) -> None:
+        time.sleep(seconds)
+        save_checkpoint(root, checkpoint)
+
+    monkeypatch.setattr(save, "save_checkpoint", save_slowly)
     run = place.run(
         "a", safeguards__on_nonfinite="rollback", checkpoint__every_n_steps=1, checkpoint__keep_last=9, steps=7
     )

@@ -87,6 +87,8 @@ def save(
     began = time.perf_counter() - held_up
     if last or not is_regular(run, state.step):
         run.writer.settle()  # an extra one must not replace a regular one, which the run rolls back to
+    elif run.config.safeguards.on_nonfinite == "rollback" and run.writer.waits("checkpoint"):
+        run.writer.settle()  # which older checkpoints there are to roll back to must not depend on the disk's speed
     buffers = run.writer.buffers("checkpoint")
     checkpoint, ready = take(run, state, buffers), copy_barrier(run)
 
