@@ -7,7 +7,6 @@ UsageError with every problem of the settings at once. Nothing is printed unless
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -20,9 +19,7 @@ from lora_trainer.run.order import plain_console
 from lora_trainer.run.plans.plan import Plan
 from lora_trainer.run.score_lora import score_lora
 from lora_trainer.run.train import RunResult
-from lora_trainer.run.trainer import ProductionTrainer
-
-PathLike = str | os.PathLike[str]
+from lora_trainer.run.trainer import ProductionTrainer, Source
 
 
 class Options(TypedDict, total=False):
@@ -30,37 +27,37 @@ class Options(TypedDict, total=False):
 
     presets: str | Sequence[str]
     settings: Mapping[str, Any]
-    config: PathLike
-    output: PathLike
+    config: Source
+    output: Source
     name: str
     progress: Watch
     quiet: bool
 
 
 def load_config(
-    model: PathLike | None = None, data: PathLike | Sequence[PathLike] | None = None, **options: Unpack[Options]
+    model: Source | None = None, data: Source | Sequence[Source] | None = None, **options: Unpack[Options]
 ) -> Config:
     """The frozen config of a run: defaults, the family's preset, `presets`, `config`, `settings`; later wins."""
     return _trainer(model, data, options).config
 
 
 def check_dataset(
-    data: PathLike | Sequence[PathLike], model: PathLike | None = None, **options: Unpack[Options]
+    data: Source | Sequence[Source], model: Source | None = None, **options: Unpack[Options]
 ) -> DataReport:
     """The dataset gate's report: score in [0, 1], findings with their fixes, refusals. Decodes every image."""
     return _trainer(model, data, options).check()
 
 
 def plan(
-    model: PathLike | None = None, data: PathLike | Sequence[PathLike] | None = None, **options: Unpack[Options]
+    model: Source | None = None, data: Source | Sequence[Source] | None = None, **options: Unpack[Options]
 ) -> Plan:
     """Memory in GiB part by part, steps, disk and least time, without a GPU or weights."""
     return _trainer(model, data, options).plan()
 
 
 def train(
-    model: PathLike | None = None,
-    data: PathLike | Sequence[PathLike] | None = None,
+    model: Source | None = None,
+    data: Source | Sequence[Source] | None = None,
     *,
     resume: bool = False,
     enforce_gates: bool = False,
@@ -76,7 +73,7 @@ def train(
 
 
 def validate_lora(
-    lora: PathLike, model: PathLike | None = None, data: PathLike | None = None, **options: Unpack[Options]
+    lora: Source, model: Source | None = None, data: Source | None = None, **options: Unpack[Options]
 ) -> LoraReport:
     """The LoRA gate's report on a file: score in [0, 1] with its parts and findings.
 
@@ -88,6 +85,6 @@ def validate_lora(
     return score_lora(Path(lora), None if data is None else Path(data), config, console.print)
 
 
-def _trainer(model: PathLike | None, data: PathLike | Sequence[PathLike] | None, options: Options) -> ProductionTrainer:
+def _trainer(model: Source | None, data: Source | Sequence[Source] | None, options: Options) -> ProductionTrainer:
     quiet: Options = {"quiet": True}
     return ProductionTrainer(model, data, **(quiet | options))

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lora_trainer.core.randomness import position_key
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -63,6 +65,16 @@ ADAPTERS: dict[str, AdapterSpec] = {"lora": AdapterSpec(_lora, has_memory_profil
 
 def adapter_kind(config: Config) -> AdapterKind:
     return ADAPTERS[config.lora.type].load()
+
+
+def add_adapter(
+    model: nn.Module, modules: Sequence[str], config: Config, options: AdapterOptions, *component: str
+) -> dict[str, nn.Parameter]:
+    """Put the adapter of a run on the denoiser, or on the text encoder `component`, as it is trained."""
+    kind = adapter_kind(config)
+    parameters = kind.inject(model, modules, options, position_key(config.train.seed, "lora_init", *component) % 2**32)
+    kind.speed_up(model)  # not in the memory plan's trace, whose peak may be a few per cent higher
+    return parameters
 
 
 def denoiser_options(config: Config) -> AdapterOptions:

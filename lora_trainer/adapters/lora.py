@@ -1,10 +1,9 @@
-"""LoRA: find its target modules, inject it with peft, and return its parameters by name."""
+"""LoRA: injected with peft, its parameters by name, its updates as low-rank pairs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -12,64 +11,15 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
 from lora_trainer.adapters.base import AdapterKind, AdapterOptions
-from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.export.lora_file import lora_forms
 from lora_trainer.export.weights import LayerUpdate, weights_from_peft
-from lora_trainer.models.family import Family
 from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
 
 ADAPTER = "default"
 
 
-def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str, ...]) -> list[str]:
-    """Names of the modules that `lora.target_modules` selects. Raises UsageError when a pattern matches none.
-
-    A value is `attention`, `attention+ff`, or patterns (`*.attn2.to_k`) of linear and convolution modules. Modules whose
-    output is unused are skipped.
-    """
-    unread = unread_modules(denoiser)
-    adaptable = [
-        name
-        for name, module in denoiser.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d) and name not in unread
-    ]
-    named = family.lora_targets.get(targets) if isinstance(targets, str) else None
-    patterns = named or ((targets,) if isinstance(targets, str) else targets)
-    problems = [
-        Problem(
-            f"lora.target_modules: {pattern!r} matches none of {len(adaptable)} modules.",
-            f"Set {', '.join(family.lora_targets)}, or a pattern such as '*.attn2.to_k'. {nearest(pattern, family.lora_targets)}",
-        )
-        for pattern in (patterns if named is None else ())
-        if not any(fnmatchcase(name, pattern) for name in adaptable)
-    ]
-    if problems:
-        raise UsageError(problems)
-    return [name for name in adaptable if any(fnmatchcase(name, pattern) for pattern in patterns)]
-
-
-def unread_modules(denoiser: nn.Module) -> set[str]:
-    """Names of modules whose output is unused: text queries of an attention without text output (SD3's last)."""
-    return {
-        f"{name}.add_q_proj" for name, module in denoiser.named_modules() if getattr(module, "context_pre_only", None)
-    }
-
-
-def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Names of the linear and convolution modules that match one of the patterns."""
-    adaptable = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d))
-    return [name for name in adaptable if any(fnmatchcase(name, pattern) for pattern in patterns)]
-
-
 def inject_lora(
-    denoiser: nn.Module,
-    modules: list[str],
-    *,
-    rank: int,
-    alpha: float,
-    dropout: float,
-    seed: int,
-    rank_stabilized: bool = False,
+    denoiser: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int
 ) -> dict[str, nn.Parameter]:
     """Put a LoRA on the modules, in place; return its trainable parameters by name.
 
@@ -77,14 +27,17 @@ def inject_lora(
     as in peft (Kaiming uniform) from `seed`, up projections with 0.
     """
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, use_rslora=rank_stabilized
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=list(modules),
+        use_rslora=options.rank_stabilized,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, denoiser, adapter_name=ADAPTER)
-    for (
-        module
-    ) in denoiser.modules():  # for models that inspect a layer: they see the adapter's, around the quantized one
+    # Models that inspect a layer see the adapter's, around the quantized one.
+    for module in denoiser.modules():
         if is_narrow(base := getattr(module, "base_layer", None)):
             setattr(module, COMPUTED_IN, getattr(base, COMPUTED_IN))
     return {name: parameter for name, parameter in denoiser.named_parameters() if parameter.requires_grad}
@@ -116,22 +69,10 @@ def sum_updates(denoiser: nn.Module) -> None:
             module.__class__ = SummedLinear
 
 
-def inject(model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int) -> dict[str, nn.Parameter]:
-    return inject_lora(
-        model,
-        list(modules),
-        rank=options.rank,
-        alpha=options.alpha,
-        dropout=options.dropout,
-        seed=seed,
-        rank_stabilized=options.rank_stabilized,
-    )
-
-
 def updates(trained: Mapping[str, Tensor], component: str, options: AdapterOptions) -> Mapping[str, LayerUpdate]:
     """Low-rank updates, with the alpha whose alpha / rank is the scale in training."""
     alpha = options.alpha * math.sqrt(options.rank) if options.rank_stabilized else options.alpha
     return weights_from_peft(trained, component, alpha).modules
 
 
-LORA = AdapterKind(inject=inject, updates=updates, forms=lora_forms, speed_up=sum_updates)
+LORA = AdapterKind(inject=inject_lora, updates=updates, forms=lora_forms, speed_up=sum_updates)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lora_trainer.batch.background import repeating
 from lora_trainer.batch.queue import QueuedJob, read_jobs, unless_refused
 from lora_trainer.core.findings import printable
 from lora_trainer.monitor.progress import duration
@@ -72,22 +72,15 @@ def new_lines(queue: Path, console: Console) -> Iterator[Show]:
 
 @contextmanager
 def _looking(queue: Path, show: Show) -> Iterator[None]:
-    over = threading.Event()
-
     def look() -> None:
-        while not over.wait(LOOK_EVERY_SECONDS):
-            with unless_refused():  # the batch says it
-                show(read_jobs(queue))
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        with unless_refused():
+        with unless_refused():  # the batch says it
             show(read_jobs(queue))
+
+    try:
+        with repeating(look, LOOK_EVERY_SECONDS):
+            yield
+    finally:
+        look()
 
 
 def table(shown: Sequence[QueuedJob], jobs: Sequence[QueuedJob], *, one_line: bool = False) -> Table:

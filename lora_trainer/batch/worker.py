@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
-import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
 from lora_trainer.batch import queue
+from lora_trainer.batch.background import repeating
 from lora_trainer.batch.folders import Shared, job_settings, shared_from_json
 from lora_trainer.batch.summary import write_summary
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, DatasetRefused, UserError
@@ -57,7 +58,8 @@ def work(path: Path, families: Mapping[str, Family]) -> int | None:
     """Run waiting jobs one after the other until none is left; the exit code of a signal that stopped this."""
     shared = shared_from_json(queue.read_note(path, SHARED))
     while (job := queue.claim(path)) is not None:
-        with beating(path, job.name):
+        # Encoding and drawing are silent for long.
+        with repeating(partial(queue.sign_of_life, path, job.name), BEAT_SECONDS):
             ending = attempt(path, shared, job, families)
         queue.finish(
             path, job.name, ending.status, exit_code=ending.exit_code, reason=ending.reason, scores=ending.scores
@@ -124,24 +126,6 @@ def telling(path: Path, name: str) -> Watch:
             )
 
     return watch
-
-
-@contextlib.contextmanager
-def beating(path: Path, name: str) -> Iterator[None]:
-    """Signs of life while a job runs, from a thread: encoding and drawing are silent for long."""
-    over = threading.Event()
-
-    def beat() -> None:
-        while not over.wait(BEAT_SECONDS):
-            queue.sign_of_life(path, name)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 class RunLog(io.TextIOBase):

@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_trainer.benchmarks.measures import Report, RequestedMeasure, tenths
+from lora_trainer.benchmarks.measures import Report, RequestedMeasure, TimedRow, tenths
 from lora_trainer.data.caches.store import Store, write_entries
 
 ENTRIES, ROUNDS, TOGETHER = 512, 9, 4
@@ -45,15 +45,9 @@ Read = Callable[[Sequence[int]], dict[str, Tensor]]  # places of a micro-batch -
 
 
 @dataclass(frozen=True)
-class CacheRow:
+class CacheRow(TimedRow):
     """One way of reading all entries once. `ratio` is over `mapped`, the median of the ratios round by round."""
 
-    name: str
-    model: str
-    seconds_median: float
-    seconds_p10: float
-    seconds_p90: float
-    ratio: float
     entries: int
     entries_per_second: float
     entries_per_cpu_second: float

@@ -187,7 +187,7 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool) -> tuple[str, St
     if tiny:
         raise UsageError(TINY_NEEDS_A_FAMILY)
     cached = replace(
-        resolved, config=(config.model_copy(update={"cache": config.cache.model_copy(update={"latents": True})}))
+        resolved, config=config.model_copy(update={"cache": config.cache.model_copy(update={"latents": True})})
     )
     order = Order(cached, folder, Console(stderr=True, soft_wrap=True))
     session = open_session(order, read_inputs(order.config))

@@ -39,11 +39,8 @@ class RequestedMeasure:
 
 
 @dataclass(frozen=True)
-class MeasureRow:
-    """One way of doing a thing, in seconds. `ratio` is over the first row: the median of the ratios step by step.
-
-    `peak_gib` is what was held at most, with the weights; None where that is not known.
-    """
+class TimedRow:
+    """The columns that the rows of all measurements share. Each measurement says what its `ratio` is over."""
 
     name: str
     model: str
@@ -51,6 +48,15 @@ class MeasureRow:
     seconds_p10: float
     seconds_p90: float
     ratio: float
+
+
+@dataclass(frozen=True)
+class MeasureRow(TimedRow):
+    """One way of doing a thing, in seconds. `ratio` is over the first row: the median of the ratios step by step.
+
+    `peak_gib` is what was held at most, with the weights; None where that is not known.
+    """
+
     encodes: bool = False
     peak_gib: float | None = None
     per_second: float | None = None  # micro-batches, where they are what is timed

@@ -183,7 +183,8 @@ def taken_of(
     asked: RequestedMeasure, subject: BenchSubject, side: Resolved, seconds: list[float], folder: Path, held: HeldMemory
 ) -> Taken:
     why = untaken(side.config, asked.resolved.config, subject, folder)
-    return Taken(seconds, ([row["loss"] for row in read_lines(folder / METRICS)[:FIRST]]), held.gib, subject.name, why)
+    losses = [row["loss"] for row in read_lines(folder / METRICS)[:FIRST]]  # None for skipped steps
+    return Taken(seconds, losses, held.gib, subject.name, why)
 
 
 def made_ready(

@@ -1,4 +1,4 @@
-"""Tables of names that some settings are checked against: optimizers, losses, weightings.
+"""Tables of names that some settings are checked against: adapters, optimizers, losses, weightings.
 
 Their owners stand above the config, which must not import them: `lora_trainer/__init__.py` hands the tables over. They
 are the owners' own dicts, so that an entry added to one is a valid name at once.
@@ -43,7 +43,7 @@ def one_of(setting: str) -> AfterValidator:
 
     def check(name: str) -> str:
         if name not in _tables[setting]:
-            quoted = [repr(known) for known in _tables[setting]]
+            quoted = [repr(known) for known in names_for(setting)]
             expected = " or ".join([", ".join(quoted[:-1]), quoted[-1]] if quoted[:-1] else quoted)
             raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
         return name

@@ -33,16 +33,6 @@ def cuda_memory_gib() -> float | None:
     return float(torch.cuda.get_device_properties(0).total_memory) / 2**30
 
 
-def cpu_supports_bf16() -> bool:
-    """Whether the CPU multiplies bf16 in hardware (Linux and x86 only; elsewhere False)."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            flags = next((line for line in file if line.startswith("flags")), "")
-    except OSError:
-        return False
-    return "amx_bf16" in flags or "avx512_bf16" in flags
-
-
 def available_cpus() -> int:
     """CPUs that this process may use: those it is bound to, at most what its container allows."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from lora_trainer.adapters.base import ADAPTERS, AdapterOptions
-from lora_trainer.adapters.lora import target_modules
 from lora_trainer.adapters.masters import Adapter, make_adapter
+from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.config.schema import CheckpointingMode, LossSection, OptimizerSection, Precision
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Prediction, Process

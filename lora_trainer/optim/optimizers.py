@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from lora_trainer.config.schema import OptimizerSection
 
 Groups = list[dict[str, Any]]
-Rates = Sequence[tuple[float, Collection[str]]]  # learning learning rates that are not, and whose they are by name
+# Learning rates other than `optimizer.learning_rate`, each with the names of its parameters.
+Rates = Sequence[tuple[float, Collection[str]]]
 
 
 @dataclass(frozen=True)
@@ -69,24 +70,24 @@ def make_optimizer(
 def grouped(
     parameters: Mapping[str, nn.Parameter], config: OptimizerSection, other_lrs: Rates
 ) -> list[tuple[float, float, list[nn.Parameter]]]:
-    """(share of the rate, weight decay, parameters): those at the rate itself, then those of each of `other_lrs`.
+    """(share of the learning rate, weight decay, parameters): the main group, then those of `other_lrs`.
 
-    Equal other_lrs make no common group: a checkpoint holds the groups, and other_lrs may change at a resume.
+    Equal learning rates do not share a group: a checkpoint stores the groups, and they may change on resuming.
     """
     apart = {name for _, names in other_lrs for name in names}
     owned = [(config.learning_rate, parameters.keys() - apart), *other_lrs]
     found: list[tuple[float, float, list[nn.Parameter]]] = []
-    for rate, names in owned:
+    for lr, names in owned:
         own = {name: each for name, each in parameters.items() if name in names}
         decayed = [parameter for name, parameter in own.items() if decays(name, parameter)]
         others = [parameter for name, parameter in own.items() if not decays(name, parameter)]
-        share = rate / config.learning_rate
+        share = lr / config.learning_rate
         found += [(share, decay, each) for each, decay in ((decayed, config.weight_decay), (others, 0.0)) if each]
     return found
 
 
 def shares_of(parameters: Mapping[str, nn.Parameter], config: OptimizerSection, other_lrs: Rates) -> tuple[float, ...]:
-    """What each group of the optimizer takes of the rate."""
+    """The share of the learning rate that each group of the optimizer has."""
     return tuple(share for share, _, _ in grouped(parameters, config, other_lrs))
 
 
@@ -111,28 +112,28 @@ def paged_adamw8bit(groups: Groups, config: OptimizerSection) -> Optimizer:
 def adafactor(groups: Groups, config: OptimizerSection) -> Optimizer:
     """Adafactor (arXiv:1804.04235) without momentum: squares of gradients kept as rows and columns.
 
-    The rate is used as it is. transformers' form is taken because torch's always scales it by
-    the size of the weights, which is nothing for up projections that start at 0.
+    The learning rate is used as it is. transformers' form, because torch's always scales it by the size of the weights,
+    which is 0 for up projections that start at 0.
     """
     kind = from_library("transformers.optimization", "Adafactor", config.name)
     return kind(groups, lr=config.learning_rate, scale_parameter=False, relative_step=False)
 
 
 def lion(groups: Groups, config: OptimizerSection) -> Optimizer:
-    """Lion (arXiv:2302.06675): the sign of a momentum. Wants a third to a tenth of AdamW's rate."""
+    """Lion (arXiv:2302.06675): the sign of a momentum. Needs a third to a tenth of AdamW's learning rate."""
     kind = from_library("pytorch_optimizer", "Lion", config.name)
     return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
 
 
 def prodigy(groups: Groups, config: OptimizerSection) -> Optimizer:
-    """Prodigy (arXiv:2306.06101): finds the rate itself; ours is a factor on it, 1.0 as a rule."""
+    """Prodigy (arXiv:2306.06101): finds the learning rate itself; ours is a factor on it, usually 1.0."""
     kind = from_library("pytorch_optimizer", "Prodigy", config.name)
     betas = (config.beta1, config.beta2)
     return kind(groups, lr=config.learning_rate, betas=betas, bias_correction=True, safeguard_warmup=True)
 
 
 def schedule_free(groups: Groups, config: OptimizerSection) -> Optimizer:
-    """Schedule-free AdamW (arXiv:2405.15682): trains at one point, and is used at an average of all (`averaged`)."""
+    """Schedule-free AdamW (arXiv:2405.15682): trains at one point, and is used at an average of all (`schedule_free_weight`)."""
     kind = from_library("pytorch_optimizer", "ScheduleFreeAdamW", config.name)
     return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
 
@@ -153,13 +154,13 @@ def from_library(module: str, name: str, wanted: str) -> Callable[..., Optimizer
 
 
 def set_lr(optimizer: Optimizer, lr: float, shares: Sequence[float] = ()) -> None:
-    """Set the rate of every group, or its share of it."""
+    """Set the learning rate of every group, or its share of it."""
     for group, share in zip(optimizer.param_groups, shares or (1.0,) * len(optimizer.param_groups), strict=True):
         group["lr"] = lr * share
 
 
 def schedule_free_weight(optimizer: Optimizer, parameter: nn.Parameter) -> Tensor:
-    """What a schedule-free optimizer's parameter is used at, outside of training; the parameter stays as it is.
+    """The value of a schedule-free optimizer's parameter outside of training; the parameter stays as it is.
 
     x = (y - (1 - beta1) z) / beta1 (arXiv:2405.15682, eq. 8). The library's own `eval()` and `train()` do
     this in place and back, and rounding would then depend on how often a run is validated.

@@ -30,7 +30,7 @@ def show_plan(order: Order, inputs: Inputs) -> None:
         console.print(f"model: {describe_model(config.model)} ({inputs.family.name}, {inputs.resolution} px)")
     for line in model_lines(config, inputs):
         console.print(line)
-    console.print(f"images: {len(inputs.train)} training, {len(inputs.validation)} validation")
+    console.print(inputs.split_line)
     show_views(config, inputs, steps, console)
     console.print(f"steps: {steps.line}")
     show_captions(config, inputs, console, choices.encoder_dtype.itemsize)

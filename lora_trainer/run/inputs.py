@@ -52,6 +52,11 @@ class Inputs:
     train_plan: BucketPlan
     validation_plan: BucketPlan
 
+    @property
+    def split_line(self) -> str:
+        """For people: `images: 22 training, 2 validation`."""
+        return f"images: {len(self.train)} training, {len(self.validation)} validation"
+
 
 def data_sources(config: Config) -> list[SourceSection]:
     """The data's folders and files; the built-in set when none is named."""

@@ -105,8 +105,12 @@ def prepare(session: Session, settings: dict[str, Any]) -> Prepared:
     """Fill the caches, then build the step context; `settings` are in each checkpoint. Raises UserError."""
     inputs, console = session.inputs, session.console
     show_views(session.config, inputs, session.steps, console)
-    split = f"images: {len(inputs.train)} training, {len(inputs.validation)} validation"
-    for line in (split, f"steps: {session.steps.line}", *model_lines(session.config, inputs), *session.choices.lines):
+    for line in (
+        inputs.split_line,
+        f"steps: {session.steps.line}",
+        *model_lines(session.config, inputs),
+        *session.choices.lines,
+    ):
         console.print(line)
     show_unheld(session.config, inputs, console)
     show_captions(session.config, inputs, console, session.choices.encoder_dtype.itemsize)

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.adapters.base import adapter_kind, denoiser_options
+from lora_trainer.adapters.base import add_adapter, denoiser_options
 from lora_trainer.adapters.ema import make_ema, shown_weights
-from lora_trainer.adapters.lora import target_modules
 from lora_trainer.adapters.masters import make_adapter
+from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.config.schema import Config
-from lora_trainer.core.randomness import position_key
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Process, zero_terminal_alphas
 from lora_trainer.diffusion.timesteps import flow_times
@@ -88,9 +87,7 @@ def build_step_context(
         is_requested=is_attention_requested,
         reduce=reduce,
     )
-    kind, seed = adapter_kind(config), position_key(config.train.seed, "lora_init") % 2**32
-    parameters = kind.inject(denoiser, names, denoiser_options(config), seed)
-    kind.speed_up(denoiser)  # not in the plan's trace, whose peak may be a few per cent higher
+    parameters = add_adapter(denoiser, names, config, denoiser_options(config))
     swapped = swap_blocks(denoiser, layout.swapped, device)
     move_to_device(denoiser.train(), device)
     blocks = len(checkpointable_blocks(denoiser))

@@ -15,7 +15,6 @@ from lora_trainer.monitor.progress import Watch
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint
 from lora_trainer.training.checkpoints.save import restore, save, take
-from lora_trainer.training.control import is_stopped_early
 from lora_trainer.training.fallbacks import step_with_fallbacks
 from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.guard import with_settings
@@ -25,7 +24,7 @@ from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.oom_fallback import install
 from lora_trainer.training.recovery import Rollback, is_out_of_reach, roll_back, save_and_make_error
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.run import Run, is_unvalidated, lr_at
+from lora_trainer.training.run import Run, is_finished, is_unvalidated, lr_at
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import abort_step
 from lora_trainer.training.stopping import Stopping
@@ -133,10 +132,6 @@ def next_batches(loader: Iterator[list[MicroBatch]], step: int) -> list[MicroBat
         what = "Memory ran out" if is_out_of_memory(error) else "The system failed"
         message = f"{what} while reading the data of step {step + 1} ({first_line(error)})."
         raise TrainingFailed(Problem(message, READING_FAILED)) from error
-
-
-def is_finished(run: Run, state: TrainState) -> bool:
-    return state.step >= run.total_steps or is_stopped_early(run.config.safeguards, state.control)
 
 
 def final_error(run: Run, state: TrainState, metrics: Metrics, error: UserError) -> TrainingFailed:

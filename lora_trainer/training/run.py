@@ -14,6 +14,7 @@ from lora_trainer.config.schema import CheckpointSection, Config
 from lora_trainer.monitor.watches import Watches
 from lora_trainer.optim.schedules import lr_multiplier
 from lora_trainer.training.checkpoints.writer import Writer
+from lora_trainer.training.control import is_stopped_early
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.state import OomFallback, TrainState
@@ -83,6 +84,11 @@ def due_to_save(section: CheckpointSection, steps_per_epoch: int, step: int) -> 
 def is_due(every: int, step: int) -> bool:
     """Whether something with the interval `every` is due after `step`; 0 is never."""
     return every > 0 and step % every == 0
+
+
+def is_finished(run: Run, state: TrainState) -> bool:
+    """Whether no step is left: all are trained, or early stopping ended the training."""
+    return state.step >= run.total_steps or is_stopped_early(run.config.safeguards, state.control)
 
 
 def is_unvalidated(run: Run, state: TrainState) -> bool:

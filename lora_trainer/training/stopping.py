@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,8 +19,7 @@ from lora_trainer.core.interrupt import (
     note_signal,
     signal_that_came,
 )
-from lora_trainer.training.control import is_stopped_early
-from lora_trainer.training.run import Run, is_unvalidated
+from lora_trainer.training.run import Run, is_finished, is_unvalidated
 from lora_trainer.training.state import TrainState
 
 
@@ -34,7 +33,7 @@ class Stopping:
     def __init__(self, run: Run, interrupt: Interrupt) -> None:
         self._run, self._interrupt = run, interrupt
         self._alone = run.processes.reduce is None
-        self._must_vote = not self._alone and run.context.device.type == "cpu"  # before the others can go further
+        self._is_on_gpu = run.context.device.type != "cpu"
         self._has_voted = False
         self._seconds = 0.0  # of the newest step
         self._votes: Tensor | None = None  # of the newest step, on the CPU once the event `_there` is done
@@ -62,7 +61,7 @@ class Stopping:
         if self._alone:
             with abortable(self._seconds):
                 yield no_more_aborting
-        elif self._run.context.device.type != "cpu":
+        elif self._is_on_gpu:
             yield self._vote_on_gpu
         else:
             self._has_voted = False
@@ -78,9 +77,8 @@ class Stopping:
 
     def is_last(self, state: TrainState) -> bool:
         """Whether the loop ends after the step that led to `state`."""
-        run = self._run
-        over = state.step >= run.total_steps or is_stopped_early(run.config.safeguards, state.control)
-        return over or self._agreed or is_unvalidated(run, state)  # an aborted validation is done on resuming
+        # An aborted validation is done on resuming.
+        return is_finished(self._run, state) or self._agreed or is_unvalidated(self._run, state)
 
     @property
     def is_signalled(self) -> bool:
@@ -89,7 +87,7 @@ class Stopping:
 
     def abort(self) -> None:
         """Tell the other processes that this one aborted the step; called for every aborted step."""
-        if self._must_vote and not self._has_voted:
+        if not self._alone and not self._is_on_gpu and not self._has_voted:
             self._count(self._vote(aborted=True))
 
     def _vote_and_count(self) -> None:
@@ -101,7 +99,7 @@ class Stopping:
     def _vote(self, *, aborted: bool) -> Tensor:
         """The votes of all processes, summed, [signals + 2]: how many got each signal, are late, have aborted."""
         assert self._run.processes.reduce is not None
-        mine = [*(self._interrupt.signal == each for each in SIGNALS), self._late, aborted]
+        mine = [*votes_for(self._interrupt.signal), self._late, aborted]
         votes = torch.zeros(len(mine), device=self._run.context.device)
         for place, is_set in enumerate(mine):
             if is_set:
@@ -122,7 +120,7 @@ class Stopping:
     def _count(self, votes: Tensor) -> bool:
         """Whether a process aborted its step. A signal that came to any process counts here too."""
         *signaled, late, aborted = votes.tolist()
-        signal = next((each for each, count in zip(SIGNALS, signaled, strict=True) if count), None)
+        signal = voted_signal(signaled)
         if signal is not None and not self._interrupt:
             self._interrupt.note(signal)
         self._signalled = signal is not None
@@ -134,13 +132,21 @@ def any_aborted(run: Run, mine: bool) -> bool:
     """Whether any process aborted what all of them were doing. A signal that came to any process counts here too."""
     if run.processes.reduce is None:
         return mine
-    number = signal_that_came()
-    votes = torch.tensor([float(mine), *(float(number == each) for each in SIGNALS)])
-    aborted, *signaled = run.processes.sum_of_all(votes).tolist()
-    for each, count in zip(SIGNALS, signaled, strict=True):
-        if count:
-            note_signal(each)
+    votes = torch.tensor([*votes_for(signal_that_came()), mine], dtype=torch.float32)
+    *signaled, aborted = run.processes.sum_of_all(votes).tolist()
+    if (signal := voted_signal(signaled)) is not None:
+        note_signal(signal)
     return bool(aborted > 0.0)
+
+
+def votes_for(signal: int | None) -> list[bool]:
+    """One process's votes for the signal that it got: one for each of `SIGNALS`."""
+    return [signal == each for each in SIGNALS]
+
+
+def voted_signal(counts: Sequence[float]) -> int | None:
+    """The first signal that any process got, from all their votes."""
+    return next((each for each, count in zip(SIGNALS, counts, strict=True) if count), None)
 
 
 def out_of_time(config: Config, state: TrainState) -> bool:

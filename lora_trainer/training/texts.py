@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.adapters.base import adapter_kind, text_options
-from lora_trainer.adapters.lora import matching_modules
+from lora_trainer.adapters.base import add_adapter, text_options
+from lora_trainer.adapters.target_modules import matching_modules
 from lora_trainer.config.schema import Config
-from lora_trainer.core.randomness import position_key
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Caption, Family, ModelFacts, TextParts
@@ -69,7 +68,8 @@ def build_texts(
     for component, lr in trained.items():
         encoder = parts.encoders[component]
         names = used_modules(encoder, matching_modules(encoder, family.text_targets[component]), encode_alone)
-        own = add_adapter(encoder, names, config, component)
+        added = add_adapter(encoder, names, config, text_options(config), component)
+        own = {f"{component}.{name}": parameter for name, parameter in added.items()}
         parameters |= own
         lrs.append((lr, own.keys()))
         notes.append(f"{component}: LoRA rank {text_options(config).rank}, {len(names)} modules, lr={lr:g}")
@@ -98,14 +98,6 @@ def add_trainable_tokens(
         if checkpointed:
             checkpoint_layers(parts.encoders[component])
     return own
-
-
-def add_adapter(encoder: nn.Module, names: list[str], config: Config, component: str) -> dict[str, nn.Parameter]:
-    """Put the adapter on the named modules of one text encoder; its parameters by name, component first."""
-    kind, seed = adapter_kind(config), position_key(config.train.seed, "lora_init", component) % 2**32
-    own = kind.inject(encoder, names, text_options(config), seed)
-    kind.speed_up(encoder)
-    return {f"{component}.{name}": parameter for name, parameter in own.items()}
 
 
 def used_modules(encoder: nn.Module, names: list[str], encode: Callable[[], Mapping[str, Tensor]]) -> list[str]:

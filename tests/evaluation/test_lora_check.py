@@ -13,7 +13,9 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from lora_trainer.adapters.lora import inject_lora, target_modules
+from lora_trainer.adapters.base import AdapterOptions
+from lora_trainer.adapters.lora import inject_lora
+from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import read_json
 from lora_trainer.evaluation import sample
@@ -55,7 +57,7 @@ def samples() -> list[EncodedSample]:
 def trained(base: Path, samples: list[EncodedSample], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LoRA trained for a few steps on four of the six samples."""
     unet = FAMILY.load_denoiser(base, torch.float32, CPU)
-    parameters = inject_lora(unet, target_modules(unet, FAMILY, "attention"), rank=4, alpha=8.0, dropout=0.0, seed=0)
+    parameters = inject_lora(unet, target_modules(unet, FAMILY, "attention"), AdapterOptions(4, 8.0), 0)
     process = FAMILY.make_process(base)
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3)
     latents = torch.stack([sample.latents for sample in samples[:4]])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.adapters.lora import target_modules
+from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.options import suited
 from lora_trainer.config.schema import Config

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.cli.main import main
 from lora_trainer.core import compilations
@@ -72,7 +73,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def denoiser(widths: tuple[int, ...] = (8, 8, 6, 6)) -> Denoiser:
     torch.manual_seed(0)
     model = Denoiser(widths).requires_grad_(False)
-    inject_lora(model, [f"blocks.{n}.layer" for n in range(len(widths))], rank=2, alpha=2.0, dropout=0.0, seed=0)
+    inject_lora(model, [f"blocks.{n}.layer" for n in range(len(widths))], AdapterOptions(2, 2.0), 0)
     with torch.no_grad():
         for name, value in model.named_parameters():
             if "lora_B" in name:

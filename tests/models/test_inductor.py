@@ -14,6 +14,7 @@ import torch._inductor.config as inductor
 from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
+from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.config.schema.machine import CompileMode
 from lora_trainer.models.compiled import compile_blocks, compiler_message, is_compiler_error
@@ -61,7 +62,7 @@ def denoiser(block: Callable[[], nn.Module], layers: list[str]) -> Denoiser:
     """The same each time, with a LoRA on those layers of its one block."""
     torch.manual_seed(0)
     model = Denoiser(block()).requires_grad_(False)
-    inject_lora(model, [f"block.{layer}" for layer in layers], rank=2, alpha=2.0, dropout=0.0, seed=0)
+    inject_lora(model, [f"block.{layer}" for layer in layers], AdapterOptions(2, 2.0), 0)
     for name, value in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(value)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.adapters.lora import inject_lora, target_modules
+from lora_trainer.adapters.base import AdapterOptions
+from lora_trainer.adapters.lora import inject_lora
+from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.models import FAMILIES, kept
 from lora_trainer.models.attention.install import install_attention
 from lora_trainer.models.kept import keep_loaded
@@ -70,7 +72,7 @@ def test_changes_of_a_job_to_a_base_model_are_undone(model):
         assert denoiser.dtype == torch.float32
         # All that a run does to it.
         names = target_modules(denoiser, family, "attention")
-        parameters = inject_lora(denoiser, names, rank=2, alpha=1.0, dropout=0.1, seed=0)
+        parameters = inject_lora(denoiser, names, AdapterOptions(2, 1.0, 0.1), 0)
         install_attention(denoiser, "math")
         checkpoint_blocks(denoiser, 3)
         denoiser.train()

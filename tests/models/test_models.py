@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lora_trainer.adapters.lora import inject_lora, target_modules
+from lora_trainer.adapters.base import AdapterOptions
+from lora_trainer.adapters.lora import inject_lora
+from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.core.errors import UsageError
 from lora_trainer.evaluation.loading import heard
 from lora_trainer.models import FAMILIES
@@ -199,10 +201,7 @@ def test_injection_is_repeatable_and_silent(model):
     with torch.no_grad():
         before = SD15.predict(unets[0], *inputs)
     drawn = torch.get_rng_state()
-    found = [
-        inject_lora(unet, target_modules(unet, SD15, "attention"), rank=4, alpha=8.0, dropout=0.0, seed=5)
-        for unet in unets
-    ]
+    found = [inject_lora(unet, target_modules(unet, SD15, "attention"), AdapterOptions(4, 8.0), 5) for unet in unets]
     assert torch.equal(drawn, torch.get_rng_state())
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     downs = [parameter for name, parameter in found[0].items() if ".lora_A." in name]

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_trainer.adapters.lora import inject_lora, target_modules
+from lora_trainer.adapters.base import AdapterOptions
+from lora_trainer.adapters.lora import inject_lora
+from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.diffusion.process import Process, flow_signal, usual_process
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family, public_architecture
@@ -100,7 +102,7 @@ def test_the_lora_trains_both_streams(name):
     assert {"to_q", "to_out.0", "add_k_proj", "to_add_out"} <= endings
     assert set(attention) < set(both)
     assert any("ff_context" in each for each in both)
-    parameters = inject_lora(denoiser.requires_grad_(False), both, rank=2, alpha=2.0, dropout=0.0, seed=0)
+    parameters = inject_lora(denoiser.requires_grad_(False), both, AdapterOptions(2, 2.0), 0)
     family.predict(denoiser, torch.randn(2, 16, 8, 8), torch.tensor([1, 2]), cond, torch.zeros(2, 6)).sum().backward()
     assert all(parameter.grad.any() for key, parameter in parameters.items() if "lora_B" in key)
 
@@ -109,7 +111,7 @@ def test_the_lora_trains_both_streams(name):
 def test_checkpointing_counts_blocks_and_changes_nothing(name):
     family, denoiser, cond = small(name)
     names = target_modules(denoiser, family, "attention")
-    parameters = inject_lora(denoiser.requires_grad_(False), names, rank=2, alpha=2.0, dropout=0.0, seed=0)
+    parameters = inject_lora(denoiser.requires_grad_(False), names, AdapterOptions(2, 2.0), 0)
     denoiser.train()
     blocks = checkpointable_blocks(denoiser)
     assert len(blocks) == sum(SMALL[name].get(key, 0) for key in ("num_layers", "num_single_layers"))

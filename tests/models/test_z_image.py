@@ -11,6 +11,7 @@ import torch
 from diffusers import ZImagePipeline
 from diffusers.loaders.single_file_utils import convert_z_image_transformer_checkpoint_to_diffusers
 
+from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
@@ -107,7 +108,7 @@ def test_quantized_weights_change_the_time_embedding_little(model, stored):
         predicted, expected = (FAMILY.predict(each, noisy, t, cond, sizes) for each in (narrow, wide))
     assert (predicted - expected).norm() < 0.3 * expected.norm()
     narrow = FAMILY.load_denoiser(model, torch.bfloat16, CPU, make_quantizer(stored))
-    learned = inject_lora(narrow, ["t_embedder.mlp.0"], rank=4, alpha=4.0, dropout=0.0, seed=0)
+    learned = inject_lora(narrow, ["t_embedder.mlp.0"], AdapterOptions(4, 4.0), 0)
     for parameter in learned.values():
         parameter.data = parameter.data.bfloat16()
     half = {name: value if value.dtype == torch.bool else value.bfloat16() for name, value in cond.items()}

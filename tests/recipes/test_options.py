@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_trainer.adapters.lora import inject_lora, target_modules
+from lora_trainer.adapters.base import AdapterOptions
+from lora_trainer.adapters.lora import inject_lora
+from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.config.schema import Config
 from lora_trainer.export.lora_file import read_lora, write_lora
 from lora_trainer.models import FAMILIES
@@ -134,7 +136,7 @@ def test_the_file_changes_each_layer_like_the_adapter_in_memory(stabilized, rank
     """Linear layers and convolutions with alpha other than rank: the scale is alpha / rank or alpha / sqrt(rank)."""
     family, unet = FAMILIES["sd15"], tiny_pipeline(tmp_path).unet.requires_grad_(False)
     names = target_modules(unet, family, ("*.to_q", "*.ff.net.*", "*.resnets.*.conv?", "*.conv_shortcut"))
-    adapters = inject_lora(unet, names, rank=rank, alpha=2.7, dropout=0.0, seed=1, rank_stabilized=stabilized)
+    adapters = inject_lora(unet, names, AdapterOptions(rank, 2.7, 0.0, rank_stabilized=stabilized), 1)
     with torch.no_grad():
         for parameter in adapters.values():
             parameter.normal_()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lora_trainer import ProductionTrainer
 from lora_trainer.config.toml import parse_value
 from lora_trainer.core.errors import DatasetRefused, LoraRefused, UsageError
 from lora_trainer.monitor.progress import Progress
-from lora_trainer.run import ProductionTrainer
 from tests.recipes.recipe import QUICK, Bench, draw_images, exported, record
 
 
@@ -110,6 +110,6 @@ def test_nested_settings_and_a_file_are_layers(bench, tmp_path):
 
 
 def test_importing_it_loads_no_torch(checkout: Path):
-    program = "import sys; from lora_trainer.run import ProductionTrainer; print('torch' in sys.modules)"
+    program = "import sys; from lora_trainer import ProductionTrainer; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=checkout)
     assert done.stdout.strip() == "False"

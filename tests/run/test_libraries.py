@@ -97,6 +97,7 @@ import_libraries(resolved.config)
 assert sys.modules["bitsandbytes"] is None
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import public_architecture
+from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.models.quantization.store import make_quantizer, store_layers
 from lora_trainer.run import choices
@@ -105,7 +106,7 @@ torch.cuda.is_bf16_supported = lambda **_: True
 chosen = choices.choose(resolved, FAMILIES["flux"], public_architecture("flux"), torch.device("cuda"), 1)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).requires_grad_(False)
 store_layers(model, make_quantizer(chosen.precision.value))
-parameters = inject_lora(model, ["0", "1"], rank=2, alpha=2.0, dropout=0.0, seed=0)
+parameters = inject_lora(model, ["0", "1"], AdapterOptions(2, 2.0), 0)
 model(torch.randn(3, 64)).sum().backward()
 assert all(each.grad is not None for each in parameters.values())
 from diffusers.utils.import_utils import is_bitsandbytes_available

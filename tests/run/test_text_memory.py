@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-from lora_trainer.adapters.lora import inject_lora, matching_modules, sum_updates
+from lora_trainer.adapters.base import AdapterOptions
+from lora_trainer.adapters.lora import inject_lora, sum_updates
+from lora_trainer.adapters.target_modules import matching_modules
 from lora_trainer.config.layers import Layer
 from lora_trainer.memory_plan.estimate import parts_of
 from lora_trainer.models import FAMILIES
@@ -29,7 +31,7 @@ def test_clip_keeps_the_predicted_memory(checkpointed):
         vocab_size=99, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=2
     )
     encoder = CLIPTextModel(config).requires_grad_(False).train()
-    inject_lora(encoder, matching_modules(encoder, CLIP_TARGETS), rank=RANK, alpha=8.0, dropout=0.0, seed=0)
+    inject_lora(encoder, matching_modules(encoder, CLIP_TARGETS), AdapterOptions(RANK, 8.0), 0)
     sum_updates(encoder)
     if checkpointed:
         checkpoint_layers(encoder)
@@ -61,7 +63,7 @@ def test_t5_keeps_the_predicted_memory(checkpointed):
     )
     encoder = T5EncoderModel(config).requires_grad_(False).bfloat16().train()
     drop_nothing(encoder)
-    inject_lora(encoder, matching_modules(encoder, T5_TARGETS), rank=RANK, alpha=8.0, dropout=0.0, seed=0)
+    inject_lora(encoder, matching_modules(encoder, T5_TARGETS), AdapterOptions(RANK, 8.0), 0)
     encoder.bfloat16()
     sum_updates(encoder)
     if checkpointed:

@@ -103,8 +103,8 @@ def test_a_signal_during_the_validation_of_another_process_counts_here(place: Ti
     """The process without the signal ends as stopped too, not as one whose hours are over."""
 
     def other_is_signalled(tensor: torch.Tensor) -> torch.Tensor:
-        tensor[0] += 1  # aborted
-        tensor[1 + SIGNALS.index(signal.SIGTERM)] += 1
+        tensor[SIGNALS.index(signal.SIGTERM)] += 1
+        tensor[-1] += 1  # aborted
         return tensor
 
     processes = Processes(0, 2, torch.device("cpu"), other_is_signalled, lambda: None)

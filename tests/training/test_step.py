@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer.adapters.lora import inject_lora, target_modules
+from lora_trainer.adapters.base import AdapterOptions
+from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.adapters.masters import Adapter, make_adapter
+from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.config.schema import LossSection, OptimizerSection
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Process, scaled_linear_alphas
@@ -35,7 +37,7 @@ def make_step_context(unet: nn.Module, dtype: torch.dtype = torch.float32, **cha
     family = FAMILIES["sd15"]
     names = target_modules(unet, family, "attention")
     unet.to(dtype)
-    parameters = inject_lora(unet, names, rank=4, alpha=4.0, dropout=0.0, seed=1)
+    parameters = inject_lora(unet, names, AdapterOptions(4, 4.0), 1)
     if dtype == torch.float64:
         for parameter in parameters.values():
             parameter.data = parameter.data.double()

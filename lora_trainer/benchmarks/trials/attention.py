@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure
+from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure, TimedRow
 from lora_trainer.benchmarks.trials.expected import model_of
 from lora_trainer.benchmarks.trials.steps import Counted
 from lora_trainer.evaluation.loading import free_memory
@@ -34,15 +34,9 @@ ABOUT = {
 
 
 @dataclass(frozen=True)
-class AttentionRow:
+class AttentionRow(TimedRow):
     """One implementation at one size, or in all layers of a forward and backward pass."""
 
-    name: str
-    model: str
-    seconds_median: float
-    seconds_p10: float
-    seconds_p90: float
-    ratio: float
     shape: str
     layers: int
     peak_gib: float

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure
+from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure, TimedRow
 from lora_trainer.benchmarks.subject import BenchSubject, subject_of
 from lora_trainer.benchmarks.trials.expected import Expected, expected_of, overhead_of
 from lora_trainer.benchmarks.trials.memory import on_cpu
@@ -39,15 +39,9 @@ COLUMNS: tuple[Column, ...] = (
 
 
 @dataclass(frozen=True)
-class BatchRow:
+class BatchRow(TimedRow):
     """A micro-batch of so many samples. `ratio` is time for each sample over that of one at a time."""
 
-    name: str
-    model: str
-    seconds_median: float
-    seconds_p10: float
-    seconds_p90: float
-    ratio: float
     samples_per_second: float
     peak_gib: float | None
     predicted_gib: float

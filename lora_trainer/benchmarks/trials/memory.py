@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure
+from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure, TimedRow
 from lora_trainer.benchmarks.subject import BenchSubject, subject_of
 from lora_trainer.benchmarks.trials.expected import AtPeak, Expected, expected_of
 from lora_trainer.benchmarks.trials.steps import (
@@ -48,15 +48,9 @@ ABOUT = {
 
 
 @dataclass(frozen=True)
-class PartRow:
+class PartRow(TimedRow):
     """One part of a step's memory. The seconds are the step's, in every row; `ratio` is measured over predicted."""
 
-    name: str
-    model: str
-    seconds_median: float
-    seconds_p10: float
-    seconds_p90: float
-    ratio: float
     predicted_gib: float
     measured_gib: float
     reserved_gib: float | None = None

@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure
+from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure, TimedRow
 from lora_trainer.benchmarks.subject import TINY, BenchSubject, subject_of
 from lora_trainer.benchmarks.trials.expected import expected_of, model_of
 from lora_trainer.benchmarks.trials.memory import on_cpu
@@ -33,15 +33,9 @@ ABOUT = {
 
 
 @dataclass(frozen=True)
-class ResolutionRow:
+class ResolutionRow(TimedRow):
     """One resolution. Losses are None for random weights, where they say nothing."""
 
-    name: str
-    model: str
-    seconds_median: float
-    seconds_p10: float
-    seconds_p90: float
-    ratio: float
     peak_gib: float | None
     predicted_gib: float
     val_loss_before: float | None

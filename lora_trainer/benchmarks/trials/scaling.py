@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from lora_trainer.benchmarks.measures import OWN, TIMES, Column, Report, RequestedMeasure
+from lora_trainer.benchmarks.measures import OWN, TIMES, Column, Report, RequestedMeasure, TimedRow
 from lora_trainer.benchmarks.trials.steps import layers_of
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import read_json, write_json
@@ -37,18 +37,12 @@ ABOUT = {
 
 
 @dataclass(frozen=True)
-class ScalingRow:
+class ScalingRow(TimedRow):
     """So many processes. `ratio` is time for a step over that of one process.
 
     `met` says whether the efficiency reaches the `target`; None for one process, which is what the others are judged by.
     """
 
-    name: str
-    model: str
-    seconds_median: float
-    seconds_p10: float
-    seconds_p90: float
-    ratio: float
     samples_per_second: float
     efficiency: float
     summed_bytes: int

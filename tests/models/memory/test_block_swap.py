@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.config.schema import Precision
 from lora_trainer.models.compiled import compile_blocks
@@ -120,7 +121,7 @@ class Tried:
         self.denoiser = make().requires_grad_(False).train()
         names = [name for name, part in self.denoiser.named_modules() if isinstance(part, nn.Linear)]
         names = [name for name in names if name.endswith(LAYERS)]
-        self.trained = list(inject_lora(self.denoiser, names, rank=4, alpha=4.0, dropout=0.0, seed=0).values())
+        self.trained = list(inject_lora(self.denoiser, names, AdapterOptions(4, 4.0), 0).values())
         for each in self.trained:
             nn.init.normal_(each, std=0.1)
         if narrow := make_quantizer(stored):
