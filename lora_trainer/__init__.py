@@ -20,12 +20,14 @@ if "OMP_WAIT_POLICY" not in os.environ:
 from lora_trainer.adapters.base import ADAPTERS
 from lora_trainer.config.tables import hand_over
 from lora_trainer.diffusion.loss import ERRORS, WEIGHTINGS
+from lora_trainer.models import FAMILIES
 from lora_trainer.optim.optimizers import OPTIMIZERS
 
 hand_over("lora.type", ADAPTERS)
 hand_over("optimizer.name", OPTIMIZERS)
 hand_over("loss.type", ERRORS)
 hand_over("loss.weighting", WEIGHTINGS)
+hand_over("model.family", FAMILIES)
 
 __all__ = ["ProductionTrainer", "check_dataset", "load_config", "plan", "train", "validate_lora"]
 

@@ -74,13 +74,13 @@ def prediction_errors() -> dict[str, float]:
         stored = settings.get("memory.weight_dtype", "fp32")
         dtype = torch.float32 if stored == "fp32" else torch.bfloat16
         quantize = make_quantizer(stored, products="memory.int8_matmul" in settings)
-        denoiser = FAMILY.load_denoiser(BASE_FOLDER, dtype, torch.device("cpu"), quantize)
+        denoiser = FAMILY.denoiser.load(BASE_FOLDER, dtype, torch.device("cpu"), quantize)
         width = int(denoiser.config.cross_attention_dim)
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(8, 4, 16, 16, generator=generator).to(dtype)
         embeds = torch.randn(8, 77, width, generator=generator).to(dtype)
         t = torch.linspace(20, 980, 8).long()
-        found[variant] = FAMILY.predict(denoiser, x, t, {"embeds": embeds}, torch.zeros(8, 6)).float()
+        found[variant] = FAMILY.denoiser.predict(denoiser, x, t, {"embeds": embeds}, torch.zeros(8, 6)).float()
     exact = found["fp32"]
     return {variant: float((each - exact).norm() / exact.norm()) for variant, each in found.items()}
 

@@ -9,7 +9,7 @@ the stored memory profiles and takes a second.
 from __future__ import annotations
 
 from lora_trainer.memory_plan.profiles import Footprint, Sizes, stored_memory_model
-from lora_trainer.models.family import public_architecture
+from lora_trainer.models.published import public_architecture
 
 GIB = 2**30
 DOWNSCALE = 8  # pixels on a side of one latent

@@ -23,9 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "scripts")]
 
+from lora_trainer.models import FAMILIES  # noqa: E402
 from tests.recipes.recipe import Bench, draw_images, exported, losses, rows, save_tiny_model  # noqa: E402
 
-FAMILIES = ("sd15", "sd2", "sdxl", "sd3", "flux", "z_image")
 PRESETS = ("speed", "balanced", "quality")
 STEPS = 4
 # Every random decision of a run, so that a changed purpose or position shows.
@@ -94,7 +94,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--against", type=Path)
-    parser.add_argument("--families", nargs="*", default=FAMILIES)
+    parser.add_argument("--families", nargs="*", default=[*FAMILIES])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LORA_TRAINER_CACHE"] = str(Path(folder, "user cache"))

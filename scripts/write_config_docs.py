@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.schema import Config
+from lora_trainer.config.tables import names_for
 from lora_trainer.config.toml import shown
 from lora_trainer.core.io import write_text
 
@@ -86,7 +87,10 @@ def config_page() -> str:
 
 def _row(section: str, key: str, entry: dict[str, Any]) -> str:
     default = f"`{shown(entry['default'])}`" if "default" in entry else "–"
-    cells = (f"`{section}.{key}`", default, type_in_words(entry), entry["description"])
+    kind = type_in_words(entry)
+    if names := names_for(f"{section}.{key}"):
+        kind = kind.replace(WORDS["string"], ", ".join(f"`{name}`" for name in names))
+    cells = (f"`{section}.{key}`", default, kind, entry["description"])
     return f"| {' | '.join(cells)} |"
 
 

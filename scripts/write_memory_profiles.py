@@ -1,6 +1,6 @@
 """Trace a published model's training step and write its memory to `lora_trainer/models/memory_profiles/FAMILY.json`.
 
-    python scripts/write_memory_profiles.py sd15 sd2 sdxl sd3 flux z_image
+    python scripts/write_memory_profiles.py FAMILY…
 
 It takes minutes for each family and needs neither weights nor a GPU. Run it again when the training step, checkpointing,
 diffusers or peft change what stays in memory: tests that trace a step then fail.
@@ -29,8 +29,8 @@ from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.memory_plan.profiles import Sizes
 from lora_trainer.memory_plan.trace import Split, Subject, make_subject, trace
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import public_architecture
 from lora_trainer.models.memory.checkpointing import checkpointable_blocks
+from lora_trainer.models.published import public_architecture
 
 FOLDER = Path(__file__).resolve().parents[1] / "lora_trainer" / "models" / "memory_profiles"
 TARGETS = ("attention", "attention+ff")
@@ -48,7 +48,7 @@ RANGE = tuple(product((1, 4, 16, 64, 128, 256), (1, 2, 4, 8, 16), (32**2, 64**2,
 
 def split_of(family: str) -> Split:
     """A function that splits a number of bytes or operations into kinds of `Sizes.terms` and their shares."""
-    texts = FAMILIES[family].cond_shapes(public_architecture(family).denoiser)["embeds"][0]
+    texts = FAMILIES[family].text.cond_shapes(public_architecture(family).denoiser)["embeds"][0]
     tokens = HEIGHT * WIDTH // 4  # of a transformer, whose patches are two latents wide
     together, share = largest_prime(tokens + texts), tokens / (tokens + texts)
 
@@ -69,7 +69,7 @@ def split_of(family: str) -> Split:
             parts = {(rank, 1, area): 1.0 * factor} if area else {(rank, micro, 0): 1.0}
         return tuple((KINDS[powers], part) for powers, part in parts.items())
 
-    transformer = FAMILIES[family].denoiser_prefix == "transformer"
+    transformer = FAMILIES[family].denoiser.component == "transformer"
     return split
 
 
@@ -114,12 +114,12 @@ def largest_somewhere(moments: np.ndarray) -> list[list[int]]:
 def counts_of(subject: Subject, *, few: bool) -> list[int]:
     """The numbers of checkpointed blocks to trace: every one of a U-Net, else each STRIDE-th and where the kind changes."""
     blocks = checkpointable_blocks(subject.denoiser)
-    if subject.family.denoiser_prefix == "unet" and not few:
+    if subject.family.denoiser.component == "unet" and not few:
         return list(range(len(blocks) + 1))
     kinds = [(type(block), sum(weight.numel() for weight in block.parameters())) for block in blocks]
     ends = [place for place in range(1, len(blocks)) if kinds[place] != kinds[place - 1]]
     places = {0, 1, len(blocks) - 1, len(blocks), *range(0, len(blocks), STRIDE)}
-    if subject.family.denoiser_prefix == "transformer":
+    if subject.family.denoiser.component == "transformer":
         places |= {near for end in ends for near in (end - 1, end, end + 1)}
     return sorted(places)
 
@@ -167,7 +167,7 @@ def write_memory_profile(family: str) -> None:
     """Trace every case and write the family's file."""
     architecture = public_architecture(family)
     with torch.device("meta"):
-        config = dict(FAMILIES[family].make_denoiser(architecture.denoiser).config)  # type: ignore[arg-type]
+        config = dict(FAMILIES[family].denoiser.make(architecture.denoiser).config)  # type: ignore[arg-type]
     config |= architecture.denoiser  # the model builds a smaller table of positions than the file has
     document: dict[str, Any] = {
         "config": {key: value for key, value in sorted(config.items()) if not key.startswith("_")},

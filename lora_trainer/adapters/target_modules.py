@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lora_trainer.core.errors import Problem, UsageError, nearest
-from lora_trainer.models.family import Family
+from lora_trainer.models.family import DenoiserSpec
 
 
 def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -17,7 +17,7 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return [name for name in adaptable if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str, ...]) -> list[str]:
+def target_modules(denoiser: nn.Module, spec: DenoiserSpec, targets: str | tuple[str, ...]) -> list[str]:
     """Names of the modules that `lora.target_modules` selects. Raises UsageError when a pattern matches none.
 
     A value is `attention`, `attention+ff`, or patterns (`*.attn2.to_k`) of linear and convolution modules. Modules whose
@@ -25,12 +25,12 @@ def target_modules(denoiser: nn.Module, family: Family, targets: str | tuple[str
     """
     unread = unread_modules(denoiser)
     adaptable = [name for name in matching_modules(denoiser, ("*",)) if name not in unread]
-    named = family.lora_targets.get(targets) if isinstance(targets, str) else None
+    named = spec.lora_targets.get(targets) if isinstance(targets, str) else None
     patterns = named or ((targets,) if isinstance(targets, str) else targets)
     problems = [
         Problem(
             f"lora.target_modules: {pattern!r} matches none of {len(adaptable)} modules.",
-            f"Set {', '.join(family.lora_targets)}, or a pattern such as '*.attn2.to_k'. {nearest(pattern, family.lora_targets)}",
+            f"Set {', '.join(spec.lora_targets)}, or a pattern such as '*.attn2.to_k'. {nearest(pattern, spec.lora_targets)}",
         )
         for pattern in (patterns if named is None else ())
         if not any(fnmatchcase(name, pattern) for name in adaptable)

@@ -226,7 +226,7 @@ def random_cache(family: Family, architecture: Architecture, side: int, folder: 
     shape = (RANDOM_SAMPLES, facts.latent_channels, side // facts.downscale, side // facts.downscale)
     mean = torch.randn(shape, generator=generator)
     write_entries(folder, "latents", keys, {"mean": mean, "spread": torch.full(shape, 0.1)})
-    shapes = family.cond_shapes(architecture.denoiser).items()
+    shapes = family.text.cond_shapes(architecture.denoiser).items()
     texts = {name: torch.randn((RANDOM_SAMPLES, *each), generator=generator) for name, each in shapes}
     write_entries(folder, "texts", keys, texts)
     view = View(ResizeCrop(side, side, 0, 0, Bucket(side, side)))

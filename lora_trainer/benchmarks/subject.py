@@ -26,7 +26,8 @@ from lora_trainer.data.steps import Ref
 from lora_trainer.diffusion.process import Prediction, Process, usual_process
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.compiled import why_not
-from lora_trainer.models.family import Architecture, Caption, Family, public_architecture
+from lora_trainer.models.family import Architecture, Caption, Family
+from lora_trainer.models.published import public_architecture
 from lora_trainer.models.quantization.store import Narrow
 from lora_trainer.run.choices import Choices, asked_by_user, cap_memory, choose
 from lora_trainer.run.inputs import own_architecture, read_inputs, trained_resolution
@@ -174,7 +175,7 @@ def public_built(
         latents=(choices.micro, facts.latent_channels, side // facts.downscale, side // facts.downscale),
     )
     called = "U-Net of 30 M weights" if named == SMALL else named
-    name = f"{called}{f' at {family.thinness}' if tiny else ''}, {side} px, random weights"
+    name = f"{called}{f' at {family.denoiser.thinness}' if tiny else ''}, {side} px, random weights"
     return name, built, architecture, choices
 
 
@@ -186,7 +187,7 @@ def public_subject(
     config, context = suited(resolved, architecture.facts.prediction).config, built.context
     family = reading(config, FAMILIES[architecture.facts.family])
     sides = [trained_resolution(config, architecture.facts)] * 2
-    cond_shapes = family.cond_shapes(architecture.denoiser)
+    cond_shapes = family.text.cond_shapes(architecture.denoiser)
     copied = make_copier(context.device, context.dtype)
 
     def micros(step: int) -> list[MicroBatch]:
@@ -222,12 +223,12 @@ def with_random_weights(family: Family, architecture: Architecture) -> Family:
     def load_denoiser(
         folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None
     ) -> nn.Module:
-        return random_module(lambda: family.make_denoiser(architecture.denoiser), dtype, device, narrow)
+        return random_module(lambda: family.denoiser.make(architecture.denoiser), dtype, device, narrow)
 
     def make_process(folder: Path) -> Process:
         return usual_process(cast("Prediction", architecture.facts.prediction))
 
-    return replace(family, load_denoiser=load_denoiser, make_process=make_process)
+    return replace(family, denoiser=replace(family.denoiser, load=load_denoiser, make_process=make_process))
 
 
 def random_batch(
@@ -260,5 +261,5 @@ def thinned(architecture: Architecture) -> Architecture:
     """The same kinds of blocks, narrow and few, for small images: for machines without a GPU."""
     facts = architecture.facts
     side = max(facts.pixel_step, facts.resolution // TINY // facts.pixel_step * facts.pixel_step)
-    thin = FAMILIES[facts.family].thin(architecture.denoiser)
+    thin = FAMILIES[facts.family].denoiser.thin(architecture.denoiser)
     return Architecture(replace(facts, resolution=side), thin)

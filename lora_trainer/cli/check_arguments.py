@@ -41,7 +41,8 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     from lora_trainer.builtin import DATA_FOLDER
     from lora_trainer.cli.check import check_command
     from lora_trainer.models import FAMILIES
-    from lora_trainer.models.family import USUAL_FAMILY, public_architecture
+    from lora_trainer.models.family import USUAL_FAMILY
+    from lora_trainer.models.published import public_architecture
     from lora_trainer.run.inputs import read_model, trained_framings
     from lora_trainer.run.reading import text_options
 

@@ -1,4 +1,4 @@
-"""Tables of names that some settings are checked against: adapters, optimizers, losses, weightings.
+"""Tables of names that some settings are checked against: adapters, optimizers, losses, weightings, families.
 
 Their owners stand above the config, which must not import them: `lora_trainer/__init__.py` hands the tables over. They
 are the owners' own dicts, so that an entry added to one is a valid name at once.
@@ -29,8 +29,8 @@ def hand_over(setting: str, table: Mapping[str, Any]) -> None:
 
 
 def names_for(setting: str) -> tuple[str, ...]:
-    """The names that a setting takes, in their table's order."""
-    return tuple(_tables[setting])
+    """The names that a setting takes, in their table's order; none where it has no table."""
+    return tuple(_tables.get(setting, ()))
 
 
 def traits_of_optimizer(name: str) -> OptimizerTraits:

@@ -27,13 +27,13 @@ def text_reader(
     `usable` bytes, else moved there layer by layer; as many captions at once as fit. `usable` is None on a
     CPU, where large ones are never whole in memory.
     """
-    costs = costs_of(facts, family.text.without)
+    costs = costs_of(facts, family.text.options.without)
     if usable is None:
         in_turn, together = captions_on_a_cpu(dtype.itemsize, costs)
     else:
         in_turn, together = captions_at_once(dtype.itemsize, costs, usable)
     if in_turn:
-        encode = offloaded_text(family, facts.path, dtype, device)
+        encode = offloaded_text(family.text, facts.path, dtype, device)
     else:
         encode = family.load_encoders(facts.path, dtype, device).encode_text
 

@@ -97,7 +97,7 @@ def put_rest_on(pipeline: Any, family: Family, weights: LoraWeights) -> list[str
     from peft import LoraConfig
 
     ready, found = folded(replace(weights, embeddings={}), torch.float32), list[str]()
-    for component in family.cached_texts:
+    for component in family.text.cached:
         prefix = f"{component}."
         own = {name: pair for name, pair in ready.modules.items() if name.startswith(prefix)}
         if not own:
@@ -126,9 +126,9 @@ def judged(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> l
     FLUX.1's only in the published width: for those and other names, the weights read from the file are put on.
     """
     keys = [key for key in read_tensor_header(lora) if key != METADATA]
-    fused = family.layout and any(key.endswith(KOHYA_DOWN) for key in keys)
+    fused = family.lora_files.layout and any(key.endswith(KOHYA_DOWN) for key in keys)
     foreign = not all(
-        key.startswith((f"{family.denoiser_prefix}.", "text_encoder", "lora_", EMBEDDING)) for key in keys
+        key.startswith((f"{family.denoiser.component}.", "text_encoder", "lora_", EMBEDDING)) for key in keys
     )
     if fused or foreign:
         return put_on(pipeline, family, weights)
@@ -137,7 +137,7 @@ def judged(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> l
 
 def components_of(pipeline: Any, family: Family) -> dict[str, nn.Module]:
     """The parts of a pipeline that a LoRA may change: the denoiser and the text encoders."""
-    names = (family.denoiser_prefix, *family.text_targets)
+    names = (family.denoiser.component, *family.text.targets)
     return {name: part for name in names if isinstance(part := getattr(pipeline, name, None), nn.Module)}
 
 
@@ -164,7 +164,10 @@ def misfits(weights: LoraWeights, shapes: Mapping[str, tuple[int, ...]], family:
 
     For a LoRA of another family, by its names or its header, only that problem, even where names and shapes fit.
     """
-    trained_on, own = weights.metadata.get("ss_base_model_version", ""), family.base_names(family.describe(base))[0]
+    trained_on, own = (
+        weights.metadata.get("ss_base_model_version", ""),
+        family.lora_files.base_names(family.describe(base))[0],
+    )
     if weights.family not in (None, family.name):
         message = f"The LoRA was trained on another model family: {weights.family}; the base model is {family.name}."
         return [Problem(message, "Set --model to a model of its family.")]
@@ -200,11 +203,11 @@ def in_short(problems: Sequence[Problem]) -> list[Problem]:
 def misfits_by_config(weights: LoraWeights, family: Family, base: Path) -> list[Problem]:
     """The same by the base model's configs, without loading it. Raises UsageError for parts that no library builds."""
     with torch.device("meta"):
-        denoiser = family.make_denoiser(read_config(base, f"{family.denoiser_prefix}/config.json"))
+        denoiser = family.denoiser.make(read_config(base, f"{family.denoiser.component}/config.json"))
     changed = {name.partition(".")[0] for name in weights.modules}
-    there = named_parts(base, tuple(name for name in family.text_targets if name in changed))
+    there = named_parts(base, tuple(name for name in family.text.targets if name in changed))
     texts = {name: empty_text_encoder(base / name) for name in there}
-    return misfits(weights, shapes_of({family.denoiser_prefix: denoiser, **texts}), family, base)
+    return misfits(weights, shapes_of({family.denoiser.component: denoiser, **texts}), family, base)
 
 
 def free_memory(device: torch.device) -> None:
@@ -217,4 +220,4 @@ def free_memory(device: torch.device) -> None:
 def fresh_pipeline(family: Family, base: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """The base model's pipeline, loaded without its libraries' output."""
     with heard():
-        return family.make_pipeline(base, dtype, device)
+        return family.pipeline.make(base, dtype, device)

@@ -111,7 +111,7 @@ def check_lora(
     progress("loading the LoRA on a fresh copy of the base model")
     # Only the denoiser runs: the rest of the pipeline need not fit on the GPU with it.
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
-    denoiser = getattr(pipeline, family.denoiser_prefix)
+    denoiser = getattr(pipeline, family.denoiser.component)
     modules = adaptable_modules(components_of(pipeline, family))
     of_base = [name for name in weights.modules if name in modules]
     norms = {name: float(modules[name].weight.detach().to(device).float().norm()) for name in of_base}
@@ -128,7 +128,7 @@ def check_lora(
         progress(f"evaluating with {placed.description}")
     total = count_passes(len(prompts), len(samples), timesteps)
     of_drift = count_passes(len(prompts), 0, timesteps)
-    predict = partial(in_parts, watched(partial(family.predict, denoiser), total, watch))
+    predict = partial(in_parts, watched(partial(family.denoiser.predict, denoiser), total, watch))
     progress(f"drift on unrelated prompts: {of_drift} forward passes at {facts.resolution} px")
     drifted = _measure_drift(pipeline, predict, base, family, original.prompts, changed.prompts, device)
     progress(f"validation loss with and without the LoRA: {total - of_drift} forward passes")
@@ -238,7 +238,9 @@ def _measure_drift(
     row = [float(number) for number in (facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution)]
     sizes = torch.tensor([row] * count, device=device)
     with without_lora(pipeline):
-        visits = base_visits(predict, family.make_process(base), cond, sizes, (facts.latent_channels, side, side))
+        visits = base_visits(
+            predict, family.denoiser.make_process(base), cond, sizes, (facts.latent_channels, side, side)
+        )
     return drift(predict, visits, changed, sizes)
 
 
@@ -304,7 +306,7 @@ def _measure_learning(
     losses = partial(
         validation_losses,
         predict,
-        process=family.make_process(base),
+        process=family.denoiser.make_process(base),
         seed=SEED,
         timesteps=timesteps,
         device=device,

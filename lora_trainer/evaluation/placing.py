@@ -47,7 +47,7 @@ def bring_pipeline(
     pipeline: Any, family: Family, device: torch.device, usable: int | None, size: tuple[int, int]
 ) -> Placement:
     """Move the pipeline, with its LoRA, to the device so that generating one image of `size` fits `usable` bytes."""
-    denoiser: nn.Module = getattr(pipeline, family.denoiser_prefix)
+    denoiser: nn.Module = getattr(pipeline, family.denoiser.component)
     stored = stored_texts(pipeline, family)
     others = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
     others = [part for part in others if all(part is not each for each in (denoiser, *stored))]
@@ -82,7 +82,7 @@ def bring_pipeline(
 
 def stored_texts(pipeline: Any, family: Family) -> list[nn.Module]:
     """The large text encoders, which a pipeline keeps mapped from their files, except for a LoRA on them."""
-    wide = family.word_texts
+    wide = family.text.clips
     return [encoder for name, encoder in texts_of(pipeline).encoders.items() if name not in wide]
 
 

@@ -94,7 +94,7 @@ def recipe(
         "zero_terminal_snr": drawing.zero_terminal_snr,
         "scheduler": type(pipeline.scheduler).__name__,
         "scheduler_config": json.loads(json.dumps(config, default=str)),
-        "text": {**asdict(family.text), "without": list(family.text.without)},
+        "text": {**asdict(family.text.options), "without": list(family.text.options.without)},
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -132,7 +132,7 @@ def _draw_columns(
     progress: Progress,
 ) -> None:
     """Without the LoRA first, then each strength; every image is written as soon as it is generated."""
-    words: LearnedTokens = from_embeddings(weights.embeddings, family.word_texts)
+    words: LearnedTokens = from_embeddings(weights.embeddings, family.text.clips)
     texts_change = bool(words) or any(name.startswith("text_encoder") for name in weights.modules)
     columns: list[float | None] = [None, *drawing.strengths]
     done, total = 0, len(rows) * len(columns)

@@ -35,7 +35,7 @@ def reads_again(weights: LoraWeights, samples: Sequence[EncodedSample], family: 
 def changed_texts(weights: LoraWeights, family: Family) -> list[str]:
     """The text encoders that a LoRA changes."""
     components = {name.partition(".")[0] for name in weights.modules}
-    return [name for name in family.text_targets if name in components]
+    return [name for name in family.text.targets if name in components]
 
 
 def encode_with(
@@ -54,18 +54,18 @@ def encode_with(
     """
     every = texts_of(pipeline, device)
     there = all(sample.cond for sample in known.samples)
-    left = family.left_in_cache(changed_texts(weights, family)) if there else ()
+    left = family.text.left_in_cache(changed_texts(weights, family)) if there else ()
     parts = replace(every, encoders={name: part for name, part in every.encoders.items() if name not in left})
     for name, encoder in parts.encoders.items():
-        if name in family.word_texts:
+        if name in family.text.clips:
             encoder.to(device)
         else:  # it is as it was stored
             offload_layers(encoder, dtype, device)
     with without_lora(pipeline):
         without = _encode(family, parts, prompts, known, dtype)
-    add_learned_tokens(parts, from_embeddings(weights.embeddings, family.word_texts))
+    add_learned_tokens(parts, from_embeddings(weights.embeddings, family.text.clips))
     with_lora = _encode(family, parts, prompts, known, dtype)
-    for name in family.word_texts:
+    for name in family.text.clips:
         parts.encoders[name].to("cpu")
     free_memory(device)
     return without, with_lora
@@ -77,7 +77,7 @@ def _encode(
 ) -> EncodedTexts:
     def read(captions: Sequence[Caption], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
         there = {name: value.to(parts.device, dtype) for name, value in before.items()}
-        return {name: value.to(dtype) for name, value in family.encode_captions(parts, captions, there).items()}
+        return {name: value.to(dtype) for name, value in family.text.encode_captions(parts, captions, there).items()}
 
     samples = []
     for sample in known.samples:

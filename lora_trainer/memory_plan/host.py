@@ -40,7 +40,7 @@ def weight_bytes(family: Family, facts: ModelFacts, precision: str) -> int:
     Raises UsageError for weights that cannot be read. Quantized ones count 0: they are smaller than in the file.
     """
     dtype = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}.get(precision)
-    return 0 if dtype is None else held_bytes(facts, family.denoiser_prefix, 0, dtype)
+    return 0 if dtype is None else held_bytes(facts, family.denoiser.component, 0, dtype)
 
 
 def base_note(base_bytes: int, processes: int, total: int, available: int) -> str | None:

@@ -137,7 +137,7 @@ def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
 def _key(
     family: Family, architecture: Architecture, targets: str | tuple[str, ...], kind: str, *, products: bool
 ) -> str:
-    texts = family.cond_shapes(architecture.denoiser)
+    texts = family.text.cond_shapes(architecture.denoiser)
     parts = [__version__, family.name, dict(architecture.denoiser), targets, kind, products, texts]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8")).hexdigest()[:32]
 

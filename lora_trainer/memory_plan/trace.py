@@ -115,9 +115,9 @@ def make_subject(
     """
     _route_attention()
     with META:
-        denoiser = family.make_denoiser(architecture.denoiser).requires_grad_(False)
+        denoiser = family.denoiser.make(architecture.denoiser).requires_grad_(False)
         nn.Module.to(denoiser, dtype)  # not diffusers' own, which warns
-        names = target_modules(denoiser, family, targets)
+        names = target_modules(denoiser, family.denoiser, targets)
         parameters = ADAPTERS[kind].load().inject(denoiser, names, AdapterOptions(rank, float(rank)), 0)
         if quantize := make_quantizer(stored, products=products):
             store_layers(denoiser, quantize)
@@ -284,7 +284,7 @@ def _step_context(subject: Subject) -> StepContext:
     masters = subject.adapter.masters
     return StepContext(
         denoiser=subject.denoiser,
-        predict=subject.family.predict,
+        predict=subject.family.denoiser.predict,
         process=process,
         loss=make_loss(LossSection(), process),
         adapter=Adapter({}, masters),
@@ -302,7 +302,7 @@ def _step_context(subject: Subject) -> StepContext:
 def _micro_batch(subject: Subject, micro: int, height: int, width: int) -> MicroBatch:
     latents = torch.empty(micro, subject.architecture.facts.latent_channels, height, width)
     noise = torch.empty_like(latents)
-    shapes = subject.family.cond_shapes(subject.architecture.denoiser)
+    shapes = subject.family.text.cond_shapes(subject.architecture.denoiser)
     return MicroBatch(
         latents=latents,
         noise=noise,

@@ -34,7 +34,7 @@ def read_prompts(
     `place` is the device that the encoders compute on when their layers are offloaded.
     """
     parts = texts_of(pipeline, place)
-    return {prompt: family.encode_text(parts, [prompt], family.text) for prompt in dict.fromkeys(prompts)}
+    return {prompt: family.text.encode(parts, [prompt], family.text.options) for prompt in dict.fromkeys(prompts)}
 
 
 def without_signal(pipeline: Any, negative: str) -> bool:
@@ -58,4 +58,4 @@ def prompted(
     refused = None
     if negative is not None and not without_signal(pipeline, negative):
         refused = together([negative] * len(prompts))
-    return family.prompted(together(prompts), refused)
+    return family.pipeline.prompted(together(prompts), refused)

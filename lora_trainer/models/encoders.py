@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.models.family import (
-    PLAIN,
     Caption,
     EncoderKeys,
     Encoders,
-    EncodeText,
-    Family,
-    LoadEncoders,
+    EncoderSpec,
     LoadImageEncoder,
-    LoadTexts,
     TextOptions,
+    TextSpec,
 )
 from lora_trainer.models.frozen import kept_wide
 
@@ -27,47 +24,45 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def encoders_from(
-    load_image_encoder: LoadImageEncoder, load_texts: LoadTexts, encode_text: EncodeText, encoder_keys: EncoderKeys
-) -> LoadEncoders:
-    """A family's `load_encoders`: each kind is loaded when it is first used, and runs without gradients."""
+def encoders_from(load_image_encoder: LoadImageEncoder, text: TextSpec, keys: EncoderKeys) -> EncoderSpec:
+    """A family's encoders for the caches: each kind is loaded when it is first used, and runs without gradients."""
 
-    def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device, text: TextOptions = PLAIN, /) -> Encoders:
+    def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device, options: TextOptions) -> Encoders:
         import torch
 
         image_encoder = cache(partial(load_image_encoder, folder, dtype, device))
-        texts = cache(partial(load_texts, folder, dtype, device, text.without))
+        texts = cache(partial(text.load, folder, dtype, device, options.without))
 
         def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
             return image_encoder()(pixels)
 
         @torch.no_grad()
         def encode(captions: Sequence[Caption]) -> dict[str, Tensor]:
-            return encode_text(texts(), captions, text)
+            return text.encode(texts(), captions, options)
 
-        image_key, text_key = encoder_keys(folder, dtype, text)
+        image_key, text_key = keys(folder, dtype, options)
         return Encoders(encode_image, encode, image_key, text_key)
 
-    return load_encoders
+    return EncoderSpec(load_encoders, keys)
 
 
 def offloaded_text(
-    family: Family, folder: Path, dtype: torch.dtype, device: torch.device
+    text: TextSpec, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Callable[[Sequence[Caption]], dict[str, Tensor]]:
-    """The family's `encode_text` with encoders that stay mapped in the file's own precision.
+    """The `encode` of these text encoders, which stay mapped in the file's own precision.
 
     Their layers are loaded on the device one by one and take `dtype` there: the embeddings are the same to the bit.
     """
     import torch
 
-    parts = family.load_texts(folder, None, torch.device("cpu"), family.text.without)
+    parts = text.load(folder, None, torch.device("cpu"), text.options.without)
     for encoder in parts.encoders.values():
         offload_layers(encoder, dtype, device)
     parts = replace(parts, place=device)
 
     @torch.no_grad()
     def encode(captions: Sequence[Caption]) -> dict[str, Tensor]:
-        return family.encode_text(parts, captions, family.text)
+        return text.encode(parts, captions, text.options)
 
     return encode
 

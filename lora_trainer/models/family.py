@@ -6,11 +6,9 @@ position ids, time ids, latent scale and shift stay in the family's own file.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,24 +58,6 @@ class Architecture:
 
     facts: ModelFacts
     denoiser: Mapping[str, Any]
-
-
-def public_architecture(name: str) -> Architecture:
-    """The published model of a family, for planning and measuring where there is no folder; or `small`, 30 M weights.
-
-    Its path is the file that describes it: whatever lies where the command was started, it is no folder of a model.
-    """
-    file = files("lora_trainer.models") / "architectures" / f"{name}.json"
-    document = json.loads(file.read_text(encoding="utf-8"))
-    facts = ModelFacts(path=Path(str(file)), named=name, **{"family": name, **document["facts"]})
-    return Architecture(facts, document["denoiser"])
-
-
-def public_forms(name: str) -> list[dict[str, Any]]:
-    """Configs of the denoisers of all published models of a family, as far as their layers' shapes differ."""
-    text = (files("lora_trainer.models") / "architectures" / f"{name}.json").read_text(encoding="utf-8")
-    document = json.loads(text)
-    return [document["denoiser"], *({**document["denoiser"], **other} for other in document.get("others", ()))]
 
 
 @dataclass(frozen=True)
@@ -182,6 +162,8 @@ class TextParts:
 JoinText = Callable[[Mapping[str, "Tensor"], Mapping[str, "Tensor"]], dict[str, "Tensor"]]
 EncodeText = Callable[[TextParts, Sequence[Caption], TextOptions], dict[str, "Tensor"]]
 LoadImageEncoder = Callable[[Path, "torch.dtype", "torch.device"], Callable[["Tensor"], tuple["Tensor", "Tensor"]]]
+LoadEncoders = Callable[[Path, "torch.dtype", "torch.device", TextOptions], Encoders]
+EncoderKeys = Callable[[Path, "torch.dtype", TextOptions], tuple[str, str]]
 
 
 class LoadTexts(Protocol):
@@ -195,26 +177,6 @@ class LoadTexts(Protocol):
     ) -> TextParts: ...
 
 
-class LoadEncoders(Protocol):
-    """Loads a folder's encoders, frozen, on a device: VAE and text encoders each when they are first used."""
-
-    def __call__(
-        self, folder: Path, dtype: torch.dtype, device: torch.device, text: TextOptions = PLAIN, /
-    ) -> Encoders: ...
-
-
-class EncoderKeys(Protocol):
-    """Names of the image and the text encoders' weights, without loading them."""
-
-    def __call__(self, folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]: ...
-
-
-class CondShapes(Protocol):
-    """Shapes of what `encode_text` returns for one caption, for a denoiser's config."""
-
-    def __call__(self, config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> Mapping[str, tuple[int, ...]]: ...
-
-
 class LoadDenoiser(Protocol):
     """Loads the denoiser of a folder, frozen, on a device; `narrow` quantizes each layer as it is loaded."""
 
@@ -224,67 +186,171 @@ class LoadDenoiser(Protocol):
 
 
 @dataclass(frozen=True)
-class Family:
-    """A model family as a bundle of callables.
+class DenoiserSpec:
+    """The denoiser: what training, the memory plan and benchmarks need of it.
 
-    `load_texts` and `encode_text` are the parts of `load_encoders` (`encoders.encoders_from`): the second keeps
-    gradients, so that text encoders can be trained, and runs those of a pipeline too. `text_targets` are the patterns of
-    modules for a LoRA on each text encoder; encoders without patterns are not trained. `layout` pairs names of diffusers
-    with those of the original code, and is empty where LoRA files of all programs use diffusers' own; `also` are names
-    that are read in LoRA files and never written.
-    `cached_texts` are the large text encoders: their embeddings are cached and they leave memory, unless they are trained.
-    `joined_text` adds their cached embeddings (second argument) to those of the other encoders (first); None where there
-    are none. The others, of CLIP, are `word_texts`: textual inversion can train tokens of theirs.
-    `check_text` raises UsageError for options that the text encoders of a folder cannot follow; `spare_texts` are
-    encoders that the model can do without.
-    `lora_targets` maps `attention` and `attention+ff` to patterns of module names.
-    `make_denoiser` builds from a config on torch's current default device (`meta` costs nothing), with random weights;
-    `thin` reduces a config to the same kinds of blocks with a few percent of the weights, as `thinness` describes.
-    `cond_shapes` gives, for a denoiser's config, the shapes of `encode_text`'s tensors for one caption. `base_names` are
-    the base model's names in LoRA files: `ss_base_model_version` and `modelspec.architecture`. `make_pipeline` leaves
-    text encoders without a LoRA in their stored precision (`evaluation/placing.py` widens them). `sampling_defaults`
-    are a folder's defaults for generating images, and `prompted` the pipeline's arguments from `encode_text`.
-    `lora_readers` are the programs that were seen to read the family's LoRA files whole, each with the style of their
-    names, and `passed_over` the modules that they skip then.
+    `component` is its name in a folder, a pipeline and diffusers' LoRA files: `unet` or `transformer`. `load` takes a
+    folder. `make` takes a config and builds on torch's current default device (`meta` costs nothing), with random
+    weights. `make_process` takes a folder and returns its noise schedule or flow. `predict` takes the denoiser, noisy
+    latents [B, C, h, w], t [B], text embeddings and sizes [B, 6], and returns the prediction [B, C, h, w].
+    `lora_targets` maps `attention` and `attention+ff` to patterns of module names. `thin` takes a config and returns
+    one of the same kinds of blocks with a few percent of the weights, as `thinness` describes.
+    """
+
+    component: str
+    load: LoadDenoiser
+    make: Callable[[Mapping[str, Any]], nn.Module]
+    make_process: Callable[[Path], Process]
+    predict: Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
+    lora_targets: Mapping[str, tuple[str, ...]]
+    thin: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    thinness: str
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """VAE and text encoders as the caches read them (`encoders.encoders_from`).
+
+    `load` takes a folder, a dtype, a device and text options, and returns `Encoders` that load each kind when it is
+    first used. `keys` takes the same without the device, and returns the names of the image and the text encoders'
+    weights without loading them.
+    """
+
+    load: LoadEncoders
+    keys: EncoderKeys
+
+
+@dataclass(frozen=True)
+class TextSpec:
+    """The text encoders: how captions are read, trained and cached.
+
+    `load` takes a folder, and `encode` the loaded parts, B captions and text options; it returns tensors with B first
+    and keeps gradients, so that text encoders can be trained, and runs those of a pipeline too. `shapes` takes a
+    denoiser's config and text options, and returns the shapes of these tensors for one caption. `targets` are the
+    patterns of modules for a LoRA on each text encoder; encoders without patterns are not trained. `check` takes a
+    folder and text options, and raises UsageError for options that its encoders cannot follow. `optional` are encoders
+    that the model can do without. `cached` are the large ones: their embeddings are cached and they leave memory, unless
+    they are trained. `join` adds their cached embeddings (second argument) to those of the other encoders (first); None
+    where there are none.
+    """
+
+    load: LoadTexts
+    encode: EncodeText
+    shapes: Callable[[Mapping[str, Any], TextOptions], Mapping[str, tuple[int, ...]]]
+    targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    check: Callable[[Path, TextOptions], None] = refuse_options
+    optional: tuple[str, ...] = ()
+    cached: tuple[str, ...] = ()
+    join: JoinText | None = None
+    options: TextOptions = PLAIN  # of this run
+
+    @property
+    def clips(self) -> tuple[str, ...]:
+        """The CLIP text encoders, which textual inversion can train tokens of."""
+        return tuple(name for name in self.targets if name not in self.cached)
+
+    def cond_shapes(self, config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the text embeddings of one caption, for a denoiser's config."""
+        return self.shapes(config, self.options)
+
+    def left_in_cache(self, changed: Collection[str]) -> tuple[str, ...]:
+        """Those of `cached` that are not needed once captions are cached, where `changed` encoders are trained."""
+        return tuple(name for name in self.cached if name not in changed)
+
+    def encode_captions(
+        self, parts: TextParts, captions: Sequence[Caption], known: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The text embeddings of B captions, with gradients, by the encoders of `parts` as they are now.
+
+        `known` are the embeddings of these captions by all encoders, where some are not among the parts.
+        """
+        encoded = self.encode(parts, captions, self.options)
+        whole = all(name in parts.encoders for name in self.cached)
+        return encoded if self.join is None or whole else self.join(encoded, known)
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """diffusers' pipeline, which generates images.
+
+    `class_name` is its name in `model_index.json`. `make` takes a folder, a dtype and a device, and leaves text encoders
+    without a LoRA in their stored precision (`evaluation/placing.py` widens them). `sampling_defaults` takes a folder.
+    `prompted` takes the text embeddings of prompts and of negative prompts, and returns the pipeline's arguments.
+    """
+
+    class_name: str
+    make: Callable[[Path, torch.dtype, torch.device], Any]
+    sampling_defaults: Callable[[Path], SamplingDefaults] = usual_sampling
+    prompted: Callable[[Mapping[str, Tensor], Mapping[str, Tensor] | None], dict[str, Any]] = prompt_embeds
+
+
+@dataclass(frozen=True)
+class LoraFileSpec:
+    """The names in LoRA files, and which programs read them.
+
+    `base_names` takes a model's facts and returns `ss_base_model_version` and `modelspec.architecture`. `prefixes` are
+    the beginnings of each component's keys in kohya's format. `layout` pairs names of diffusers with those of the
+    original code, and is empty where LoRA files of all programs use diffusers' own; `also` are names that are read in
+    LoRA files and never written. `readers` are the programs that were seen to read such files whole, as `PROGRAM: STYLE`
+    with a style of `export.inspection`, and `passed_over` the beginnings of modules that a program skips then.
+    """
+
+    base_names: Callable[[ModelFacts], tuple[str, str]]
+    prefixes: Mapping[str, str]
+    layout: Layout = ()
+    also: Layout = ()
+    readers: tuple[str, ...] = ()
+    passed_over: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: its parts by who reads them.
+
+    `read_facts` takes a folder, and raises UsageError where a part is missing, damaged or of another kind. `recognizes`
+    takes a folder with the family's pipeline, and is for families that share one. `published` is the JSON file of the
+    published model; None means `architectures/NAME.json`.
     """
 
     name: str
-    describe: Callable[[Path], ModelFacts]
-    encoder_keys: EncoderKeys
-    load_encoders: LoadEncoders
-    load_texts: LoadTexts
-    encode_text: EncodeText
-    load_denoiser: LoadDenoiser
-    make_process: Callable[[Path], Process]
-    predict: Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
-    make_pipeline: Callable[[Path, torch.dtype, torch.device], Any]
-    lora_targets: Mapping[str, tuple[str, ...]]
-    denoiser_prefix: str  # "unet" or "transformer": the component's name in diffusers files
-    kohya_prefixes: Mapping[str, str]  # component -> beginning of its keys in kohya's files
-    make_denoiser: Callable[[Mapping[str, Any]], nn.Module]
-    cond_shapes: CondShapes
-    thin: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    thinness: str
-    base_names: Callable[[ModelFacts], tuple[str, str]]
-    text_targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    layout: Layout = ()
-    also: Layout = ()
-    check_text: Callable[[Path, TextOptions], None] = refuse_options
-    spare_texts: tuple[str, ...] = ()
-    sampling_defaults: Callable[[Path], SamplingDefaults] = usual_sampling
-    prompted: Callable[[Mapping[str, Tensor], Mapping[str, Tensor] | None], dict[str, Any]] = prompt_embeds
-    text: TextOptions = PLAIN
-    joined_text: JoinText | None = None
-    cached_texts: tuple[str, ...] = ()
-    lora_readers: tuple[str, ...] = ()  # `PROGRAM: STYLE`, a style of `export.inspection`
-    passed_over: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # program -> beginnings of modules
+    read_facts: Callable[[Path], ModelFacts]
+    denoiser: DenoiserSpec
+    encoders: EncoderSpec
+    text: TextSpec
+    pipeline: PipelineSpec
+    lora_files: LoraFileSpec
+    recognizes: Callable[[Path], bool] = lambda folder: True
+    published: Path | None = None
+
+    def reading(self, options: TextOptions) -> Family:
+        """The same family, whose encoders read captions by these options wherever they are loaded."""
+        return replace(self, text=replace(self.text, options=options))
+
+    def describe(self, folder: Path) -> ModelFacts:
+        """The folder's facts.
+
+        Raises UsageError as `read_facts` does, and for text options that the folder's encoders cannot follow.
+        """
+        facts, options = self.read_facts(folder), self.text.options
+        if options == PLAIN:
+            return facts
+        self.text.check(folder, options)
+        return replace(facts, caption_tokens=options.longest(facts.caption_tokens))
+
+    def load_encoders(self, folder: Path, dtype: torch.dtype, device: torch.device) -> Encoders:
+        """The folder's encoders, frozen, on the device: VAE and text encoders each when they are first used."""
+        return self.encoders.load(folder, dtype, device, self.text.options)
+
+    def encoder_keys(self, folder: Path, dtype: torch.dtype) -> tuple[str, str]:
+        """Names of the image and the text encoders' weights, without loading them."""
+        return self.encoders.keys(folder, dtype, self.text.options)
 
     def text_rates(self, rates: Sequence[float]) -> dict[str, float]:
         """The learning rate of each trained text encoder, by component, from `text_encoder.learning_rates`.
 
         Raises UsageError for one that cannot be trained.
         """
-        names = tuple(self.text_targets)
+        names = tuple(self.text.targets)
         if any(rates[len(names) :]):
             message = f"text_encoder.learning_rates holds {counted(len(rates), 'rate')}, and of the text encoders of {self.name} "
             if not names:
@@ -295,51 +361,7 @@ class Family:
             fix = f"Set at most {counted(len(names), 'rate')}: --set 'text_encoder.learning_rates={shown(rates[: len(names)])}'"
             raise UsageError(Problem(f"{message}these can be trained: {', '.join(names)}.", fix))
         trained = {name: rate for name, rate in zip(names, rates, strict=False) if rate}
-        if skipped := [name for name in trained if name in self.text.without]:
+        if skipped := [name for name in trained if name in self.text.options.without]:
             message = f"text_encoder.learning_rates has a rate for {skipped[0]}, which model.without_t5 skips."
             raise UsageError(Problem(message, "Set its rate to 0, or remove model.without_t5."))
         return trained
-
-    @property
-    def word_texts(self) -> tuple[str, ...]:
-        """Its CLIP text encoders, which textual inversion can train tokens of."""
-        return tuple(name for name in self.text_targets if name not in self.cached_texts)
-
-    def left_in_cache(self, changed: Collection[str]) -> tuple[str, ...]:
-        """Those of `cached_texts` that are not needed once captions are cached, where `changed` encoders are trained."""
-        return tuple(name for name in self.cached_texts if name not in changed)
-
-    def encode_captions(
-        self, parts: TextParts, captions: Sequence[Caption], known: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """The text embeddings of B captions, with gradients, by the encoders of `parts` as they are now.
-
-        `known` are the embeddings of these captions by all encoders, where some are not among the parts.
-        """
-        encoded = self.encode_text(parts, captions, self.text)
-        whole = all(name in parts.encoders for name in self.cached_texts)
-        return encoded if self.joined_text is None or whole else self.joined_text(encoded, known)
-
-    def reading(self, text: TextOptions) -> Family:
-        """The same family, whose encoders read captions by these options wherever they are loaded.
-
-        Its `describe` raises UsageError for options that a folder's encoders cannot follow.
-        """
-        if text == self.text:
-            return self
-
-        def describe(folder: Path) -> ModelFacts:
-            facts = self.describe(folder)
-            self.check_text(folder, text)
-            return replace(facts, caption_tokens=text.longest(facts.caption_tokens))
-
-        def keys(folder: Path, dtype: torch.dtype, _: TextOptions = PLAIN, /) -> tuple[str, str]:
-            return self.encoder_keys(folder, dtype, text)
-
-        def load(folder: Path, dtype: torch.dtype, device: torch.device, _: TextOptions = PLAIN, /) -> Encoders:
-            return self.load_encoders(folder, dtype, device, text)
-
-        def shapes(config: Mapping[str, Any], _: TextOptions = PLAIN, /) -> Mapping[str, tuple[int, ...]]:
-            return self.cond_shapes(config, text)
-
-        return replace(self, text=text, describe=describe, encoder_keys=keys, load_encoders=load, cond_shapes=shapes)

@@ -15,7 +15,19 @@ from lora_trainer.export.layout import Rule, fused
 from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype
 from lora_trainer.models.clip import LAST, check_clip, encode_clip
 from lora_trainer.models.encoders import encoders_from
-from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, SamplingDefaults, TextOptions, TextParts
+from lora_trainer.models.family import (
+    PLAIN,
+    Caption,
+    DenoiserSpec,
+    Family,
+    LoraFileSpec,
+    ModelFacts,
+    PipelineSpec,
+    SamplingDefaults,
+    TextOptions,
+    TextParts,
+    TextSpec,
+)
 from lora_trainer.models.flow_schedule import make_process, make_scheduler
 from lora_trainer.models.folder import fingerprint, read_config
 from lora_trainer.models.frozen import load_frozen
@@ -260,49 +272,58 @@ def base_names(facts: ModelFacts) -> tuple[str, str]:
     return "flux1", f"flux-1-{facts.variant}/lora"
 
 
+TEXT = TextSpec(
+    load=load_texts,
+    encode=encode_text,
+    shapes=cond_shapes,
+    targets={CLIP: CLIP_TARGETS, T5: T5_TARGETS},
+    check=check_text,
+    cached=(T5,),
+    join=joined_text,
+)
 FAMILY = Family(
     name="flux",
-    describe=describe,
-    encoder_keys=encoder_keys,
-    load_encoders=encoders_from(load_whole_image_encoder, load_texts, encode_text, encoder_keys),
-    load_texts=load_texts,
-    encode_text=encode_text,
-    load_denoiser=load_transformer,
-    make_process=make_process,
-    predict=predict,
-    make_pipeline=make_pipeline,
-    lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
-    denoiser_prefix="transformer",
-    kohya_prefixes={"transformer": "lora_unet", "text_encoder": "lora_te1"},
-    make_denoiser=make_denoiser,
-    cond_shapes=cond_shapes,
-    thin=thin,
-    thinness=THINNESS,
-    base_names=base_names,
-    text_targets={CLIP: CLIP_TARGETS, T5: T5_TARGETS},
-    layout=LAYOUT,
-    also=ALSO,
-    check_text=check_text,
-    sampling_defaults=sampling_defaults,
-    joined_text=joined_text,
-    cached_texts=(T5,),
-    lora_readers=(
-        "diffusers: kohya",
-        "diffusers: original, kohya's halves",
-        "diffusers: XLabs",
-        "diffusers: diffusers, alpha keys",
-        "ComfyUI: kohya",
-        "ComfyUI: original",
-        "ComfyUI: original, kohya's halves",
-        "ComfyUI: diffusers",
-        "ComfyUI: diffusers, kohya's halves",
-        "ComfyUI: OneTrainer",
-        "ComfyUI: LyCORIS",
-        "ComfyUI: no prefix",
-        "sd-scripts: kohya",
+    read_facts=describe,
+    denoiser=DenoiserSpec(
+        component="transformer",
+        load=load_transformer,
+        make=make_denoiser,
+        make_process=make_process,
+        predict=predict,
+        lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
+        thin=thin,
+        thinness=THINNESS,
     ),
-    passed_over={
-        "diffusers": ("x_embedder", "context_embedder", "time_text_embed.", "norm_out.", "proj_out"),
-        "sd-scripts": ("norm_out.", "proj_out"),
-    },
+    encoders=encoders_from(load_whole_image_encoder, TEXT, encoder_keys),
+    text=TEXT,
+    pipeline=PipelineSpec(
+        class_name="FluxPipeline",
+        make=make_pipeline,
+        sampling_defaults=sampling_defaults,
+    ),
+    lora_files=LoraFileSpec(
+        base_names=base_names,
+        prefixes={"transformer": "lora_unet", "text_encoder": "lora_te1"},
+        layout=LAYOUT,
+        also=ALSO,
+        readers=(
+            "diffusers: kohya",
+            "diffusers: original, kohya's halves",
+            "diffusers: XLabs",
+            "diffusers: diffusers, alpha keys",
+            "ComfyUI: kohya",
+            "ComfyUI: original",
+            "ComfyUI: original, kohya's halves",
+            "ComfyUI: diffusers",
+            "ComfyUI: diffusers, kohya's halves",
+            "ComfyUI: OneTrainer",
+            "ComfyUI: LyCORIS",
+            "ComfyUI: no prefix",
+            "sd-scripts: kohya",
+        ),
+        passed_over={
+            "diffusers": ("x_embedder", "context_embedder", "time_text_embed.", "norm_out.", "proj_out"),
+            "sd-scripts": ("norm_out.", "proj_out"),
+        },
+    ),
 )

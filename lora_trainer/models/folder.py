@@ -24,14 +24,6 @@ from lora_trainer.models.places import (
 )
 from lora_trainer.models.weight_files import weights_of
 
-FAMILY_OF_PIPELINE = {
-    "StableDiffusionPipeline": "sd15",
-    "StableDiffusionXLPipeline": "sdxl",
-    "StableDiffusion3Pipeline": "sd3",
-    "FluxPipeline": "flux",
-    "ZImagePipeline": "z_image",
-}
-SD2_TEXT_WIDTH = 1024  # 1.x and 2.x share a pipeline; their text encoders do not
 MOST_CONFIG_BYTES = 1 << 24  # those of models with a hundred thousand labels have five megabytes
 LARGEST_NUMBER = 10**8  # in a config; the largest honest ones are sizes of vocabularies
 COPY = "Copy or download the model again."
@@ -105,23 +97,6 @@ def whole_number(path: Path, config: Mapping[str, Any], key: str, least: int, mo
         shown = repr(value)[:40]
         raise UsageError(Problem(f"{path}: {key} is {shown}; it must be a whole number from {least} to {most}.", COPY))
     return value
-
-
-def detect_family(folder: Path, origin: str = "--model") -> str:
-    """The family of a model folder, by its pipeline class and text width.
-
-    Raises UsageError for models that cannot be trained; `origin` is the flag or setting that names the folder.
-    """
-    if not folder.exists():
-        raise UsageError(Problem(f"There is no model at {folder}.", f"Check {origin}."))
-    pipeline = str(read_config(folder, "model_index.json").get("_class_name", ""))
-    if pipeline not in FAMILY_OF_PIPELINE:
-        known = ", ".join(FAMILY_OF_PIPELINE)
-        raise UsageError(Problem(f"{folder} holds a {pipeline or 'nameless'} model.", f"Supported: {known}."))
-    family = FAMILY_OF_PIPELINE[pipeline]
-    if family == "sd15" and read_config(folder, "unet/config.json").get("cross_attention_dim") == SD2_TEXT_WIDTH:
-        return "sd2"
-    return family
 
 
 def weights_files(folder: Path) -> list[Path]:

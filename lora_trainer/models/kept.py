@@ -38,8 +38,8 @@ def keep_loaded(families: Mapping[str, Family]) -> dict[str, Family]:
     return {
         name: replace(
             family,
-            load_denoiser=partial(_denoiser, family, bases),
-            make_pipeline=partial(_pipeline, family, bases),
+            denoiser=replace(family.denoiser, load=partial(_denoiser, family, bases)),
+            pipeline=replace(family.pipeline, make=partial(_pipeline, family, bases)),
         )
         for name, family in families.items()
     }
@@ -53,7 +53,7 @@ def _denoiser(
     device: torch.device,
     narrow: Narrow | None = None,
 ) -> nn.Module:
-    kept = getattr(_base(family, bases, folder, dtype), family.denoiser_prefix)
+    kept = getattr(_base(family, bases, folder, dtype), family.denoiser.component)
     return place_layers(twin(kept), device, narrow)
 
 
@@ -67,7 +67,7 @@ def _base(family: Family, bases: Bases, folder: Path, dtype: torch.dtype) -> Any
     if key not in bases:
         if psutil.virtual_memory().percent > MEMORY_FULL:
             bases.clear()
-        bases[key] = family.make_pipeline(folder, dtype, CPU)
+        bases[key] = family.pipeline.make(folder, dtype, CPU)
     return bases[key]
 
 

@@ -62,7 +62,7 @@ def _diffusers_without_t5(file: Inspected, family: Family | None) -> Client:
         return _diffusers_own(file, family)
     if family is None:
         return Client(name, "unknown")
-    if f"{name}: {file.style}" not in family.lora_readers:
+    if f"{name}: {file.style}" not in family.lora_files.readers:
         what = f"it does not know {_named(file)}" if file.style not in KOHYA else "it knows these names for others only"
         return Client(name, "not", f"{what}; convert --to diffusers")
     if file.style in KOHYA and _has_unet(file) and several_alphas(file.weights):
@@ -77,7 +77,7 @@ def _diffusers_own(file: Inspected, family: Family | None) -> Client:
         return Client(name, "whole")
     if family is None:
         return Client(name, "unknown")
-    if "diffusers: diffusers, alpha keys" in family.lora_readers:
+    if "diffusers: diffusers, alpha keys" in family.lora_files.readers:
         return Client(name, "whole")
     return Client(name, "not", "it refuses alpha keys in its own form; convert --to diffusers")
 
@@ -90,7 +90,7 @@ def _comfyui(file: Inspected, family: Family | None) -> Client:
         return Client(name, "in part", "it loads a part of these names with a line in its log; convert --to kohya")
     if file.style == "XLabs":
         return Client(name, "unknown", "it knows these names where the file has all of the model's blocks")
-    if f"{name}: {file.style}" not in family.lora_readers:
+    if f"{name}: {file.style}" not in family.lora_files.readers:
         return Client(name, "not", f"it does not know {_named(file)} for this family; convert --to kohya")
     if not file.alpha_keys and not set(file.scales) <= {1.0}:
         return Client(
@@ -116,20 +116,20 @@ def _sd_scripts(file: Inspected, family: Family | None) -> Client:
     name = "sd-scripts"
     if family is None and file.style in KOHYA:
         return Client(name, "unknown")
-    if family is None or f"{name}: {file.style}" not in family.lora_readers:
+    if family is None or f"{name}: {file.style}" not in family.lora_files.readers:
         if file.style == "kohya":
             return Client(name, "unknown")  # a family that it does not run
         return Client(name, "not", f"it does not know {_named(file)} for this family; convert --to kohya")
     if file.learned_tokens:
         return Client(name, "in part", PASSES_OVER_TOKENS)
-    if file.numbered and family.kohya_prefixes.get("text_encoder", NUMBERED) != NUMBERED:
+    if file.numbered and family.lora_files.prefixes.get("text_encoder", NUMBERED) != NUMBERED:
         return Client(name, "in part", "it knows the one text encoder without a number; convert --to kohya")
     return _of_the_rest(file, family, name)
 
 
 def _of_the_rest(file: Inspected, family: Family, name: str) -> Client:
     """Whole, but for modules that the program skips without a message."""
-    left_out = () if "diffusers' names" in file.style else family.passed_over.get(name, ())
+    left_out = () if "diffusers' names" in file.style else family.lora_files.passed_over.get(name, ())
     passed = [module for module in file.weights.modules if left_out and module.partition(".")[2].startswith(left_out)]
     if passed:
         return Client(name, "in part", f"it passes over {len(passed)} modules outside of the blocks without a word")
@@ -139,7 +139,7 @@ def _of_the_rest(file: Inspected, family: Family, name: str) -> Client:
 def _has_unet(file: Inspected) -> bool:
     """Also of a file that fits several families with a U-Net: their names are the same."""
     if family := file.weights.family:
-        return FAMILIES[family].denoiser_prefix == "unet"
+        return FAMILIES[family].denoiser.component == "unet"
     return any(module.startswith("unet.") for module in file.weights.modules)
 
 
@@ -148,7 +148,9 @@ def _family(file: Inspected) -> Family | None:
     if family := file.weights.family:
         return FAMILIES[family]
     return (
-        next((each for each in FAMILIES.values() if each.denoiser_prefix == "unet"), None) if _has_unet(file) else None
+        next((each for each in FAMILIES.values() if each.denoiser.component == "unet"), None)
+        if _has_unet(file)
+        else None
     )
 
 

@@ -11,7 +11,8 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.keys import KOHYA_DOWN, NUMBERED
 from lora_trainer.export.layout import Names, rule_of
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import PREDICTIONS, Family, public_architecture, public_forms
+from lora_trainer.models.family import PREDICTIONS, Family
+from lora_trainer.models.published import public_architecture, public_forms
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,13 @@ if TYPE_CHECKING:
 
 def names_of(family: Family) -> Names:
     """The names of the family's modules in LoRA files."""
-    return Names(family.name, family.denoiser_prefix, family.kohya_prefixes, family.layout, family.also)
+    return Names(
+        family.name,
+        family.denoiser.component,
+        family.lora_files.prefixes,
+        family.lora_files.layout,
+        family.lora_files.also,
+    )
 
 
 def all_names() -> list[Names]:
@@ -95,7 +102,9 @@ def _with_base(weights: LoraWeights, family: str) -> LoraWeights:
     facts = public_architecture(family).facts
     kinds = [replace(facts, variant=variant) for variant in (facts.variant, "")]
     kinds += [replace(facts, prediction=prediction) for prediction in PREDICTIONS]
-    versions, architectures = (set(values) for values in zip(*map(FAMILIES[family].base_names, kinds), strict=True))
+    versions, architectures = (
+        set(values) for values in zip(*map(FAMILIES[family].lora_files.base_names, kinds), strict=True)
+    )
     base = {
         "ss_v2": str(all(version.startswith("sd_v2") for version in versions)),
         "ss_network_module": "networks.lora",
@@ -110,9 +119,9 @@ def _by_header(weights: LoraWeights) -> str | None:
     version_of_file = weights.metadata.get("ss_base_model_version", "")
     denoisers = {module.partition(".")[0] for module in weights.modules if not module.startswith("text_encoder")}
     for name, family in FAMILIES.items():
-        if not version_of_file or not denoisers <= {family.denoiser_prefix}:
+        if not version_of_file or not denoisers <= {family.denoiser.component}:
             continue
-        version, _ = family.base_names(public_architecture(name).facts)
+        version, _ = family.lora_files.base_names(public_architecture(name).facts)
         if version_of_file.startswith(version) or version.startswith(version_of_file):
             return name
     return None
@@ -125,8 +134,8 @@ def _by_shape(weights: LoraWeights) -> str | None:
         name
         for name, family in FAMILIES.items()
         if rests
-        and family.layout
-        and all(rule_of(family.layout, rest) for rest in rests)
+        and family.lora_files.layout
+        and all(rule_of(family.lora_files.layout, rest) for rest in rests)
         and any(_fits(weights, family, config) for config in public_forms(name))
     ]
     return fitting[0] if len(fitting) == 1 else None
@@ -138,8 +147,8 @@ def _fits(weights: LoraWeights, family: Family, config: Mapping[str, Any]) -> bo
     from lora_trainer.export.weights import check_keys, shapes_of
 
     with torch.device("meta"):
-        shapes = shapes_of({family.denoiser_prefix: family.make_denoiser(config)})
-    modules = {name: pair for name, pair in weights.modules.items() if name.startswith(f"{family.denoiser_prefix}.")}
+        shapes = shapes_of({family.denoiser.component: family.denoiser.make(config)})
+    modules = {name: pair for name, pair in weights.modules.items() if name.startswith(f"{family.denoiser.component}.")}
     return not check_keys(replace(weights, modules=modules), shapes)
 
 
@@ -149,7 +158,7 @@ def _by_text(weights: LoraWeights) -> str | None:
         pair.down.shape[1] for name, pair in weights.modules.items() if name.endswith((".attn2.to_k", ".attn2.to_v"))
     }
     for name, family in FAMILIES.items():
-        if family.denoiser_prefix == "unet":
+        if family.denoiser.component == "unet":
             width = public_architecture(name).denoiser.get("cross_attention_dim")
             if width in widths and any(module.startswith("unet.") for module in weights.modules):
                 return name

@@ -11,8 +11,19 @@ from lora_trainer.export.keys import KOHYA_PREFIXES
 from lora_trainer.models.autoencoder import image_encoder, load_vae
 from lora_trainer.models.clip import LAST, check_clip, encode_clip
 from lora_trainer.models.encoders import encoders_from
-from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, TextOptions, TextParts
-from lora_trainer.models.folder import SD2_TEXT_WIDTH, fingerprint, read_config
+from lora_trainer.models.family import (
+    PLAIN,
+    Caption,
+    DenoiserSpec,
+    Family,
+    LoraFileSpec,
+    ModelFacts,
+    PipelineSpec,
+    TextOptions,
+    TextParts,
+    TextSpec,
+)
+from lora_trainer.models.folder import fingerprint
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.noise_schedule import make_process, make_scheduler
 from lora_trainer.models.unet import (
@@ -22,6 +33,7 @@ from lora_trainer.models.unet import (
     LORA_TARGETS,
     PASSED_OVER,
     THINNESS,
+    is_sd2,
     load_tokenizer,
     load_unet,
     make_denoiser,
@@ -38,7 +50,7 @@ if TYPE_CHECKING:
 def describe(folder: Path) -> ModelFacts:
     """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
     facts = unet_facts(folder, "sd15")
-    if read_config(folder, "unet/config.json").get("cross_attention_dim") == SD2_TEXT_WIDTH:
+    if is_sd2(folder):
         raise UsageError(Problem(f"{folder} is a Stable Diffusion 2.x model.", "Leave model.family empty."))
     refuse_other_texts(folder)
     return facts
@@ -112,27 +124,37 @@ def base_names(facts: ModelFacts) -> tuple[str, str]:
     return "sd_v1", "stable-diffusion-v1/lora"
 
 
+TEXT = TextSpec(
+    load=load_texts,
+    encode=encode_text,
+    shapes=cond_shapes,
+    targets={"text_encoder": CLIP_TARGETS},
+    check=check_text,
+)
 FAMILY = Family(
     name="sd15",
-    describe=describe,
-    encoder_keys=encoder_keys,
-    load_encoders=encoders_from(load_image_encoder, load_texts, encode_text, encoder_keys),
-    load_texts=load_texts,
-    encode_text=encode_text,
-    load_denoiser=load_unet,
-    make_process=make_process,
-    predict=predict,
-    make_pipeline=make_pipeline,
-    lora_targets=LORA_TARGETS,
-    denoiser_prefix="unet",
-    kohya_prefixes=KOHYA_PREFIXES,
-    make_denoiser=make_denoiser,
-    cond_shapes=cond_shapes,
-    thin=thin,
-    thinness=THINNESS,
-    base_names=base_names,
-    text_targets={"text_encoder": CLIP_TARGETS},
-    check_text=check_text,
-    lora_readers=LORA_READERS,
-    passed_over=PASSED_OVER,
+    read_facts=describe,
+    denoiser=DenoiserSpec(
+        component="unet",
+        load=load_unet,
+        make=make_denoiser,
+        make_process=make_process,
+        predict=predict,
+        lora_targets=LORA_TARGETS,
+        thin=thin,
+        thinness=THINNESS,
+    ),
+    encoders=encoders_from(load_image_encoder, TEXT, encoder_keys),
+    text=TEXT,
+    pipeline=PipelineSpec(
+        class_name="StableDiffusionPipeline",
+        make=make_pipeline,
+    ),
+    lora_files=LoraFileSpec(
+        base_names=base_names,
+        prefixes=KOHYA_PREFIXES,
+        readers=LORA_READERS,
+        passed_over=PASSED_OVER,
+    ),
+    recognizes=lambda folder: not is_sd2(folder),
 )

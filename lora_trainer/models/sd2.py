@@ -8,15 +8,15 @@ from pathlib import Path
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models import sd15
 from lora_trainer.models.family import ModelFacts
-from lora_trainer.models.folder import SD2_TEXT_WIDTH, read_config
-from lora_trainer.models.unet import refuse_other_texts, unet_facts
+from lora_trainer.models.folder import read_config
+from lora_trainer.models.unet import SD2_TEXT_WIDTH, is_sd2, refuse_other_texts, unet_facts
 
 
 def describe(folder: Path) -> ModelFacts:
     """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
     facts = unet_facts(folder, "sd2")
-    width = read_config(folder, "unet/config.json").get("cross_attention_dim")
-    if width != SD2_TEXT_WIDTH:
+    if not is_sd2(folder):
+        width = read_config(folder, "unet/config.json").get("cross_attention_dim")
         raise UsageError(
             Problem(
                 f"{folder} is no Stable Diffusion 2.x model: its text is {width} wide, not {SD2_TEXT_WIDTH}.",
@@ -33,4 +33,10 @@ def base_names(facts: ModelFacts) -> tuple[str, str]:
     return "sd_v2", "stable-diffusion-v2-512/lora"
 
 
-FAMILY = replace(sd15.FAMILY, name="sd2", describe=describe, base_names=base_names)
+FAMILY = replace(
+    sd15.FAMILY,
+    name="sd2",
+    read_facts=describe,
+    lora_files=replace(sd15.FAMILY.lora_files, base_names=base_names),
+    recognizes=is_sd2,
+)

@@ -14,7 +14,19 @@ from lora_trainer.export.layout import Rule, fused
 from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype
 from lora_trainer.models.clip import LAST_BUT_ONE, check_clip, encode_clip
 from lora_trainer.models.encoders import encoders_from
-from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, SamplingDefaults, TextOptions, TextParts
+from lora_trainer.models.family import (
+    PLAIN,
+    Caption,
+    DenoiserSpec,
+    Family,
+    LoraFileSpec,
+    ModelFacts,
+    PipelineSpec,
+    SamplingDefaults,
+    TextOptions,
+    TextParts,
+    TextSpec,
+)
 from lora_trainer.models.flow_schedule import make_process, make_scheduler
 from lora_trainer.models.folder import fingerprint, named_parts, read_config, tokenizer_of, whole_number
 from lora_trainer.models.frozen import load_frozen
@@ -271,41 +283,50 @@ def base_names(facts: ModelFacts) -> tuple[str, str]:
     return "sd3", f"stable-diffusion-3-{facts.variant}/lora"
 
 
+TEXT = TextSpec(
+    load=load_texts,
+    encode=encode_text,
+    shapes=cond_shapes,
+    targets={**dict.fromkeys(CLIPS, CLIP_TARGETS), T5: T5_TARGETS},
+    check=check_text,
+    optional=(T5,),
+    cached=(T5,),
+    join=joined_text,
+)
 FAMILY = Family(
     name="sd3",
-    describe=describe,
-    encoder_keys=encoder_keys,
-    load_encoders=encoders_from(load_whole_image_encoder, load_texts, encode_text, encoder_keys),
-    load_texts=load_texts,
-    encode_text=encode_text,
-    load_denoiser=load_transformer,
-    make_process=make_process,
-    predict=predict,
-    make_pipeline=make_pipeline,
-    lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
-    denoiser_prefix="transformer",
-    kohya_prefixes={"transformer": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
-    make_denoiser=make_denoiser,
-    cond_shapes=cond_shapes,
-    thin=thin,
-    thinness=THINNESS,
-    base_names=base_names,
-    text_targets={**dict.fromkeys(CLIPS, CLIP_TARGETS), T5: T5_TARGETS},
-    layout=LAYOUT,
-    check_text=check_text,
-    spare_texts=(T5,),
-    sampling_defaults=sampling_defaults,
-    joined_text=joined_text,
-    cached_texts=(T5,),
-    lora_readers=(
-        "ComfyUI: kohya",
-        "ComfyUI: original",
-        "ComfyUI: original, kohya's halves",
-        "ComfyUI: diffusers",
-        "ComfyUI: diffusers, kohya's halves",
-        "ComfyUI: peft",
-        "ComfyUI: OneTrainer",
-        "ComfyUI: LyCORIS",
-        "sd-scripts: kohya",
+    read_facts=describe,
+    denoiser=DenoiserSpec(
+        component="transformer",
+        load=load_transformer,
+        make=make_denoiser,
+        make_process=make_process,
+        predict=predict,
+        lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
+        thin=thin,
+        thinness=THINNESS,
+    ),
+    encoders=encoders_from(load_whole_image_encoder, TEXT, encoder_keys),
+    text=TEXT,
+    pipeline=PipelineSpec(
+        class_name="StableDiffusion3Pipeline",
+        make=make_pipeline,
+        sampling_defaults=sampling_defaults,
+    ),
+    lora_files=LoraFileSpec(
+        base_names=base_names,
+        prefixes={"transformer": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
+        layout=LAYOUT,
+        readers=(
+            "ComfyUI: kohya",
+            "ComfyUI: original",
+            "ComfyUI: original, kohya's halves",
+            "ComfyUI: diffusers",
+            "ComfyUI: diffusers, kohya's halves",
+            "ComfyUI: peft",
+            "ComfyUI: OneTrainer",
+            "ComfyUI: LyCORIS",
+            "sd-scripts: kohya",
+        ),
     ),
 )

@@ -10,7 +10,18 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype
 from lora_trainer.models.clip import LAST_BUT_ONE, check_clip, encode_clip
 from lora_trainer.models.encoders import encoders_from
-from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, TextOptions, TextParts
+from lora_trainer.models.family import (
+    PLAIN,
+    Caption,
+    DenoiserSpec,
+    Family,
+    LoraFileSpec,
+    ModelFacts,
+    PipelineSpec,
+    TextOptions,
+    TextParts,
+    TextSpec,
+)
 from lora_trainer.models.folder import fingerprint, read_config
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.noise_schedule import make_process, make_scheduler
@@ -129,27 +140,36 @@ def base_names(facts: ModelFacts) -> tuple[str, str]:
     return "sdxl_base_v1-0", "stable-diffusion-xl-v1-base/lora"
 
 
+TEXT = TextSpec(
+    load=load_texts,
+    encode=encode_text,
+    shapes=cond_shapes,
+    targets=dict.fromkeys(TEXT_ENCODERS, CLIP_TARGETS),
+    check=check_text,
+)
 FAMILY = Family(
     name="sdxl",
-    describe=describe,
-    encoder_keys=encoder_keys,
-    load_encoders=encoders_from(load_whole_image_encoder, load_texts, encode_text, encoder_keys),
-    load_texts=load_texts,
-    encode_text=encode_text,
-    load_denoiser=load_unet,
-    make_process=make_process,
-    predict=predict,
-    make_pipeline=make_pipeline,
-    lora_targets=LORA_TARGETS,
-    denoiser_prefix="unet",
-    kohya_prefixes={"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
-    make_denoiser=make_denoiser,
-    cond_shapes=cond_shapes,
-    thin=thin,
-    thinness=THINNESS,
-    base_names=base_names,
-    text_targets=dict.fromkeys(TEXT_ENCODERS, CLIP_TARGETS),
-    check_text=check_text,
-    lora_readers=(*LORA_READERS, "diffusers: kohya, first code", "sd-scripts: kohya, first code"),
-    passed_over=PASSED_OVER,
+    read_facts=describe,
+    denoiser=DenoiserSpec(
+        component="unet",
+        load=load_unet,
+        make=make_denoiser,
+        make_process=make_process,
+        predict=predict,
+        lora_targets=LORA_TARGETS,
+        thin=thin,
+        thinness=THINNESS,
+    ),
+    encoders=encoders_from(load_whole_image_encoder, TEXT, encoder_keys),
+    text=TEXT,
+    pipeline=PipelineSpec(
+        class_name="StableDiffusionXLPipeline",
+        make=make_pipeline,
+    ),
+    lora_files=LoraFileSpec(
+        base_names=base_names,
+        prefixes={"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
+        readers=(*LORA_READERS, "diffusers: kohya, first code", "sd-scripts: kohya, first code"),
+        passed_over=PASSED_OVER,
+    ),
 )

@@ -24,6 +24,7 @@ LEAST_TOKENS, MOST_TOKENS = 3, 4096  # start, a word and end
 THINNER = 5  # a fifth of the width is about a twenty-fifth of the weights
 THINNESS = "a fifth of its width"
 LARGEST_SIDE = 1024
+SD2_TEXT_WIDTH = 1024  # 1.x and 2.x share a pipeline; their text encoders do not
 ATTENTION = tuple(f"*.attentions.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 FEED_FORWARD = tuple(f"*.attentions.*.{name}" for name in ("ff.net.0.proj", "ff.net.2"))
 CLIP_TARGETS = tuple(f"*.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"))
@@ -66,6 +67,11 @@ def unet_facts(folder: Path, family: str, text_encoders: Sequence[str] = ("text_
         prediction=schedule.prediction,
         caption_tokens=tokens,
     )
+
+
+def is_sd2(folder: Path) -> bool:
+    """Whether a U-Net reads the text of Stable Diffusion 2.x."""
+    return bool(read_config(folder, "unet/config.json").get("cross_attention_dim") == SD2_TEXT_WIDTH)
 
 
 def _refuse_more_than_text(folder: Path, unet: Mapping[str, Any], channels: int) -> None:

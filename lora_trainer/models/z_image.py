@@ -13,7 +13,19 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule, fused
 from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype, vae_facts
 from lora_trainer.models.encoders import encoders_from
-from lora_trainer.models.family import PLAIN, Caption, Family, ModelFacts, SamplingDefaults, TextOptions, TextParts
+from lora_trainer.models.family import (
+    PLAIN,
+    Caption,
+    DenoiserSpec,
+    Family,
+    LoraFileSpec,
+    ModelFacts,
+    PipelineSpec,
+    SamplingDefaults,
+    TextOptions,
+    TextParts,
+    TextSpec,
+)
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
 from lora_trainer.models.folder import check_components, fingerprint, read_config
 from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
@@ -247,43 +259,52 @@ def base_names(facts: ModelFacts) -> tuple[str, str]:
     return "z_image", f"z-image-{facts.variant}/lora"
 
 
+TEXT = TextSpec(
+    load=load_texts,
+    encode=encode_text,
+    shapes=cond_shapes,
+    check=check_text,
+)
 FAMILY = Family(
     name="z_image",
-    describe=describe,
-    encoder_keys=encoder_keys,
-    load_encoders=encoders_from(load_whole_image_encoder, load_texts, encode_text, encoder_keys),
-    load_texts=load_texts,
-    encode_text=encode_text,
-    load_denoiser=load_transformer,
-    make_process=make_process,
-    predict=predict,
-    make_pipeline=make_pipeline,
-    lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
-    denoiser_prefix="transformer",
-    kohya_prefixes={"transformer": "lora_unet"},
-    make_denoiser=make_denoiser,
-    cond_shapes=cond_shapes,
-    thin=thin,
-    thinness=THINNESS,
-    base_names=base_names,
-    layout=LAYOUT,
-    check_text=check_text,
-    sampling_defaults=sampling_defaults,
-    prompted=prompted,
-    lora_readers=(
-        "diffusers: kohya",
-        "diffusers: kohya, diffusers' names",
-        "diffusers: original, diffusers' names",
-        "diffusers: original, diffusers' names, kohya's halves",
-        "ComfyUI: kohya",
-        "ComfyUI: original",
-        "ComfyUI: original, kohya's halves",
-        "ComfyUI: original, diffusers' names",
-        "ComfyUI: original, diffusers' names, kohya's halves",
-        "ComfyUI: diffusers",
-        "ComfyUI: diffusers, kohya's halves",
-        "ComfyUI: LyCORIS",
-        "ComfyUI: no prefix",
+    read_facts=describe,
+    denoiser=DenoiserSpec(
+        component="transformer",
+        load=load_transformer,
+        make=make_denoiser,
+        make_process=make_process,
+        predict=predict,
+        lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
+        thin=thin,
+        thinness=THINNESS,
     ),
-    passed_over={"diffusers": ("all_x_embedder.", "all_final_layer.")},
+    encoders=encoders_from(load_whole_image_encoder, TEXT, encoder_keys),
+    text=TEXT,
+    pipeline=PipelineSpec(
+        class_name="ZImagePipeline",
+        make=make_pipeline,
+        sampling_defaults=sampling_defaults,
+        prompted=prompted,
+    ),
+    lora_files=LoraFileSpec(
+        base_names=base_names,
+        prefixes={"transformer": "lora_unet"},
+        layout=LAYOUT,
+        readers=(
+            "diffusers: kohya",
+            "diffusers: kohya, diffusers' names",
+            "diffusers: original, diffusers' names",
+            "diffusers: original, diffusers' names, kohya's halves",
+            "ComfyUI: kohya",
+            "ComfyUI: original",
+            "ComfyUI: original, kohya's halves",
+            "ComfyUI: original, diffusers' names",
+            "ComfyUI: original, diffusers' names, kohya's halves",
+            "ComfyUI: diffusers",
+            "ComfyUI: diffusers, kohya's halves",
+            "ComfyUI: LyCORIS",
+            "ComfyUI: no prefix",
+        ),
+        passed_over={"diffusers": ("all_x_embedder.", "all_final_layer.")},
+    ),
 )

@@ -159,7 +159,7 @@ def fill_caches(
         def encode_text(captions: Sequence[Caption]) -> Mapping[str, Tensor]:
             if in_turn and not visiting:
                 say(f"text encoders layer by layer, {counted(together, 'caption')} at once")
-                visiting.append(offloaded_text(inputs.family, inputs.facts.path, choices.encoder_dtype, device))
+                visiting.append(offloaded_text(inputs.family.text, inputs.facts.path, choices.encoder_dtype, device))
             return visiting[0](captions) if in_turn else encoders().encode_text(captions)
 
         fill_texts(
@@ -175,7 +175,7 @@ def fill_caches(
 def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:
     """Bytes that the missing entries will take on the disk."""
     latents = sum(view_bytes(*plans.latents.items[index], inputs.facts) for index in plans.latents.missing)
-    shapes = inputs.family.cond_shapes(own_architecture(inputs).denoiser).values()
+    shapes = inputs.family.text.cond_shapes(own_architecture(inputs).denoiser).values()
     text = sum(math.prod(shape) for shape in shapes) * choices.encoder_dtype.itemsize
     missing = len(plans.latents.missing) + len(plans.texts.missing)
     return latents + text * len(plans.texts.missing) + ROW_HEAD * missing
@@ -220,7 +220,7 @@ def images_together(config: Config, inputs: Inputs, choices: Choices, *, missing
 
 def captions_together(config: Config, inputs: Inputs, choices: Choices) -> tuple[bool, int]:
     """As the memory plan has it: whether text encoders are loaded layer by layer, and captions per forward pass."""
-    itemsize, costs = choices.encoder_dtype.itemsize, costs_of(inputs.facts, inputs.family.text.without)
+    itemsize, costs = choices.encoder_dtype.itemsize, costs_of(inputs.facts, inputs.family.text.options.without)
     usable = usable_bytes(config, choices.device)
     return captions_on_a_cpu(itemsize, costs) if usable is None else captions_at_once(itemsize, costs, usable)
 

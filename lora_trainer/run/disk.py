@@ -49,7 +49,7 @@ def cache_bytes(
     texts = {(text, sample.weighted) for sample in captioned for text in sample.texts} | {("", False)}
     if not caches_texts(config, family):
         texts = set()
-    values = sum(math.prod(shape) for shape in family.cond_shapes(architecture.denoiser).values())
+    values = sum(math.prod(shape) for shape in family.text.cond_shapes(architecture.denoiser).values())
     shards = 1 + len({(view.fit.bucket, sample.mask is None) for sample, view in shown.values()})
     return (
         sum(view_bytes(sample, view, facts) for sample, view in shown.values())

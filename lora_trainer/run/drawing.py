@@ -30,7 +30,7 @@ def drawing_of(config: Config, family: Family, facts: ModelFacts, size: tuple[in
     """How images are generated: the config's settings, then the model's defaults."""
     from lora_trainer.evaluation.recipe import Drawing
 
-    sampling_defaults, sample = family.sampling_defaults(facts.path), config.sample
+    sampling_defaults, sample = family.pipeline.sampling_defaults(facts.path), config.sample
     return Drawing(
         steps=sample.num_inference_steps or sampling_defaults.steps,
         guidance=sample.guidance_scale if sampling_defaults.guided else None,

@@ -24,8 +24,9 @@ from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
 from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, notes_on, plan_plain, plan_views
 from lora_trainer.dataset_check import DataReport, check_buckets, check_dataset, check_plan
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.detection import detect_family
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
-from lora_trainer.models.folder import detect_family, read_config, without_weights
+from lora_trainer.models.folder import read_config, without_weights
 from lora_trainer.run.bases.base import describe_model, find_base, on_stderr
 from lora_trainer.run.bases.names import absolute
 from lora_trainer.run.counting import counting
@@ -143,12 +144,12 @@ def read_model(
         )
 
         with gathering(problems):
-            check_learned_tokens(base.folder, family.word_texts, config.textual_inversion)
+            check_learned_tokens(base.folder, family.text.clips, config.textual_inversion)
     if facts is None:
         raise UsageError(problems)
     with gathering(problems):
         suits(facts.prediction)
-    if config.sample.negative_prompt and not family.sampling_defaults(base.folder).negative:
+    if config.sample.negative_prompt and not family.pipeline.sampling_defaults(base.folder).negative:
         model = f"{describe_model(config.model)} is sampled without classifier-free guidance"
         message = f"sample.negative_prompt is {config.sample.negative_prompt!r}, but {model}."
         problems.append(Problem(message, "Leave the negative prompt empty with this model."))
@@ -172,7 +173,7 @@ def own_architecture(inputs: Inputs) -> Architecture:
 
 def read_architecture(family: Family, facts: ModelFacts) -> Architecture:
     """The architecture of the model in `facts.path`. Raises UsageError when its config cannot be read."""
-    return Architecture(facts, read_config(facts.path, f"{family.denoiser_prefix}/config.json"))
+    return Architecture(facts, read_config(facts.path, f"{family.denoiser.component}/config.json"))
 
 
 def trained_framings(config: Config, facts: ModelFacts) -> tuple[Framing, ...]:

@@ -40,7 +40,7 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
         a_file = config.model.vae.endswith(".safetensors")
         assumed = f" (scaling_factor {scale} is this model's: the file has none and must be of the same family)"
         lines.append(f"VAE: {config.model.vae}{assumed if a_file else ''}")
-    own = inputs.family.make_process(inputs.facts.path)
+    own = inputs.family.denoiser.make_process(inputs.facts.path)
     if own.prediction == "flow":
         facts, shift = inputs.facts, config.flow.shift
         side = inputs.resolution // facts.downscale
@@ -53,7 +53,7 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
     trained = inputs.family.text_rates(config.text_encoder.learning_rates)
     lines += [
         f"{name} (T5) is trained: ComfyUI and sd-scripts read its LoRA, diffusers' load_lora_weights ignores it"
-        for name in inputs.family.cached_texts
+        for name in inputs.family.text.cached
         if name in trained
     ]
     return tuple(lines)
@@ -154,7 +154,7 @@ def variant_lines(config: Config, inputs: Inputs, itemsize: int) -> list[str]:
     varied = {sample.caption: sample.texts for sample in inputs.train if len(sample.texts) > 1}
     if not varied:
         return []
-    shapes = inputs.family.cond_shapes(own_architecture(inputs).denoiser)
+    shapes = inputs.family.text.cond_shapes(own_architecture(inputs).denoiser)
     count = len({text for texts in varied.values() for text in texts})
     size = count * itemsize * sum(math.prod(shape) for shape in shapes.values()) / 1e9
     most, limit = max(len(set(texts)) for texts in varied.values()), config.cache.limit_gb

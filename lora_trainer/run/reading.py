@@ -61,10 +61,10 @@ def model_of_run(lora: Path, user: Sequence[Layer]) -> list[Layer]:
 
 def reading(config: Config, family: Family) -> Family:
     """The family with the settings' text options. Raises UsageError for options that it does not support."""
-    if config.model.without_t5 and not family.spare_texts:
+    if config.model.without_t5 and not family.text.optional:
         message = f"model.without_t5=true: models of {family.name} have no optional T5 text encoder."
         raise UsageError(Problem(message, "Remove it."))
-    if config.textual_inversion.placeholder_tokens and not family.word_texts:
+    if config.textual_inversion.placeholder_tokens and not family.text.clips:
         message = (
             f"textual_inversion.placeholder_tokens: models of {family.name} have no CLIP text encoder to learn them."
         )
@@ -82,7 +82,7 @@ def refuse_lacking(trained: Collection[str], base: Base) -> None:
 
 def text_options(config: Config, family: Family) -> TextOptions:
     """`[text_encoder]` and `model.without_t5` as text options."""
-    without = family.spare_texts if config.model.without_t5 else ()
+    without = family.text.optional if config.model.without_t5 else ()
     return TextOptions(
         config.text_encoder.clip_skip, config.text_encoder.max_tokens, config.text_encoder.max_sequence_length, without
     )
@@ -129,4 +129,6 @@ def _number(text: str | None) -> int | None:
 
 def caches_texts(config: Config, family: Family) -> bool:
     """Whether captions are cached: where no text encoder is trained, or a large one is not."""
-    return not config.trains_text or bool(family.left_in_cache(family.text_rates(config.text_encoder.learning_rates)))
+    return not config.trains_text or bool(
+        family.text.left_in_cache(family.text_rates(config.text_encoder.learning_rates))
+    )

@@ -92,16 +92,16 @@ RELEASED_STEP: dict[str, Callable[[TrainState], int]] = {
 
 def lora_weights(config: Config, inputs: Inputs, trained: Mapping[str, Tensor]) -> AdapterWeights:
     """The trained updates by module name, and learned tokens."""
-    kind, encoders = adapter_kind(config), tuple(f"{name}." for name in inputs.family.text_targets)
+    kind, encoders = adapter_kind(config), tuple(f"{name}." for name in inputs.family.text.targets)
     denoiser = {name: value for name, value in trained.items() if not name.startswith(encoders)}
     found: dict[str, LayerUpdate] = dict(
-        kind.updates(denoiser, inputs.family.denoiser_prefix, denoiser_options(config))
+        kind.updates(denoiser, inputs.family.denoiser.component, denoiser_options(config))
     )
     for prefix in encoders:
         own = {name.removeprefix(prefix): value for name, value in trained.items() if name.startswith(prefix)}
         found |= kind.updates(own, prefix.removesuffix("."), text_options(config))
     words = (
-        to_embeddings(trained, inputs.family.word_texts, config.textual_inversion.placeholder_tokens)
+        to_embeddings(trained, inputs.family.text.clips, config.textual_inversion.placeholder_tokens)
         if config.textual_inversion.placeholder_tokens
         else {}
     )
@@ -141,8 +141,8 @@ def training_facts(
 ) -> TrainingFacts:
     """The run's facts for the file's header; `trained` is the step of the weights."""
     targets = config.lora.target_modules
-    base_version, architecture = inputs.family.base_names(inputs.facts)
-    process = trained_process(inputs.family.make_process(inputs.facts.path), config, torch.device("cpu"))
+    base_version, architecture = inputs.family.lora_files.base_names(inputs.facts)
+    process = trained_process(inputs.family.denoiser.make_process(inputs.facts.path), config, torch.device("cpu"))
     return TrainingFacts(
         name=name,
         base_version=base_version,

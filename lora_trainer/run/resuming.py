@@ -30,14 +30,14 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         values |= {f"data.sources[{number}].captions.{name}": rules[name] for name in CHANGE_TEXTS}
     family, folder = inputs.family, inputs.facts.path
     image_key, text_key = family.encoder_keys(folder, choices.encoder_dtype)
-    process = family.make_process(folder)
+    process = family.denoiser.make_process(folder)
     first, last = (float(process.alphas_cumprod[place]) for place in (0, -1))
     shift = f", {process.times.shift}" if process.prediction == "flow" else ""
     return {
         **values,
         "data.sources": shown_by_source(config),
         "trained resolution": inputs.resolution,  # also where it is the model's own under a tier's ceiling
-        "model": weights_digest(folder / family.denoiser_prefix),
+        "model": weights_digest(folder / family.denoiser.component),
         "VAE": image_key,
         "text encoder": text_key,
         TRAINED_TEXTS: list(family.text_rates(config.text_encoder.learning_rates)),

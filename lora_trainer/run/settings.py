@@ -16,8 +16,8 @@ from lora_trainer.config.toml import EMPTY
 from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.importers.data_files import with_data_files
 from lora_trainer.models.attention.packages import lacking
+from lora_trainer.models.detection import detect_family
 from lora_trainer.models.family import USUAL_FAMILY
-from lora_trainer.models.folder import detect_family
 from lora_trainer.run.bases import base as bases
 from lora_trainer.run.bases.names import as_hub_part
 

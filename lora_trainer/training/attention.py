@@ -39,8 +39,8 @@ def set_up_attention(
     wanted = config.hardware.attention_backend
     shapes: tuple[AttentionShape, ...]
     if device.type == "cuda" or wanted not in TORCH_ALONE:
-        cond = family.cond_shapes(dict(denoiser.config))  # type: ignore[arg-type]  # diffusers' own
-        shapes = shapes_of(denoiser, family.predict, latents, cond, dtype)
+        cond = family.text.cond_shapes(dict(denoiser.config))  # type: ignore[arg-type]  # diffusers' own
+        shapes = shapes_of(denoiser, family.denoiser.predict, latents, cond, dtype)
     else:
         shapes = small_shapes(denoiser)
     if wanted == "fastest":

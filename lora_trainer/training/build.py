@@ -72,11 +72,11 @@ def build_step_context(
     load_device = torch.device("cpu") if layout.swapped else device
     products, no_products = int8_products(config.memory.int8_matmul, layout.stored, device)
     quantize = make_quantizer(layout.stored, products=products, by=device)
-    denoiser = family.load_denoiser(facts.path, dtype, load_device, quantize)
-    shapes = shapes_of({family.denoiser_prefix: denoiser})
+    denoiser = family.denoiser.load(facts.path, dtype, load_device, quantize)
+    shapes = shapes_of({family.denoiser.component: denoiser})
     channels_last = set_memory_order(denoiser, config, device)
     has_benchmark = try_convolutions(config, device, layout.shapes)
-    names = target_modules(denoiser, family, config.lora.target_modules)
+    names = target_modules(denoiser, family.denoiser, config.lora.target_modules)
     attention = set_up_attention(
         denoiser,
         config,
@@ -136,12 +136,12 @@ def make_step_context(
     text_lrs = texts.lrs if texts else ()
     optimizer = make_optimizer(adapter.masters, config.optimizer, text_lrs)
     average = make_ema(config, adapter)
-    process = trained_process(family.make_process(facts.path), config, device)
+    process = trained_process(family.denoiser.make_process(facts.path), config, device)
     scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
     moves = config.memory.offload_activations and device.type == "cuda"
     return StepContext(
         denoiser=denoiser,
-        predict=offloaded(family.predict, device, denoiser) if moves else family.predict,
+        predict=offloaded(family.denoiser.predict, device, denoiser) if moves else family.denoiser.predict,
         process=process,
         loss=make_loss(config.loss, process),
         adapter=adapter,

@@ -53,21 +53,23 @@ def build_texts(
     if not config.trains_text:
         return None
     trained = family.text_rates(config.text_encoder.learning_rates)
-    parts = family.load_texts(facts.path, dtype, device, (*family.left_in_cache(trained), *family.text.without))
+    parts = family.text.load(
+        facts.path, dtype, device, (*family.text.left_in_cache(trained), *family.text.options.without)
+    )
     for encoder in parts.encoders.values():
         drop_nothing(encoder)
     shapes = shapes_of(parts.encoders)
 
     def encode(captions: Sequence[Caption], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value.to(dtype) for name, value in family.encode_captions(parts, captions, known).items()}
+        return {name: value.to(dtype) for name, value in family.text.encode_captions(parts, captions, known).items()}
 
     def encode_alone() -> dict[str, Tensor]:
-        return family.encode_text(parts, ("",), family.text)
+        return family.text.encode(parts, ("",), family.text.options)
 
     parameters, lrs, notes = dict[str, nn.Parameter](), list[tuple[float, Collection[str]]](), list[str]()
     for component, lr in trained.items():
         encoder = parts.encoders[component]
-        names = used_modules(encoder, matching_modules(encoder, family.text_targets[component]), encode_alone)
+        names = used_modules(encoder, matching_modules(encoder, family.text.targets[component]), encode_alone)
         added = add_adapter(encoder, names, config, text_options(config), component)
         own = {f"{component}.{name}": parameter for name, parameter in added.items()}
         parameters |= own
@@ -76,7 +78,7 @@ def build_texts(
         if checkpointed:
             checkpoint_layers(encoder)
     if config.textual_inversion.placeholder_tokens:
-        tokens = add_trainable_tokens(parts, family.word_texts, config, checkpointed=checkpointed)
+        tokens = add_trainable_tokens(parts, family.text.clips, config, checkpointed=checkpointed)
         parameters |= tokens
         lrs.append((config.textual_inversion.learning_rate, tokens.keys()))
         section = config.textual_inversion

@@ -20,7 +20,7 @@ from lora_trainer.config.layers import Layer
 from lora_trainer.config.schema import Config
 from lora_trainer.memory_plan.gpu_rates import rate_of_gpu
 from lora_trainer.models import FAMILIES, unet
-from lora_trainer.models.family import public_architecture
+from lora_trainer.models.published import public_architecture
 from lora_trainer.run import feed
 from lora_trainer.run.settings import settle
 from lora_trainer.training import fallbacks
@@ -195,7 +195,7 @@ def test_a_tiny_model_takes_small_images_of_its_own_step(name):
 def test_the_small_model_has_the_size_in_its_name():
     small = public_architecture(SMALL)
     with torch.device("meta"):
-        denoiser = FAMILIES[small.facts.family].make_denoiser(small.denoiser)
+        denoiser = FAMILIES[small.facts.family].denoiser.make(small.denoiser)
     assert f"{small.facts.resolution} px" in SUBJECTS[SMALL]
     assert round(sum(each.numel() for each in denoiser.parameters()) / 1e6) == 30
 

@@ -19,8 +19,9 @@ from lora_trainer.config.presets import (
     presets,
     selectable,
 )
-from lora_trainer.config.schema import Config, FamilyName
-from lora_trainer.models.family import public_architecture
+from lora_trainer.config.schema import Config
+from lora_trainer.config.tables import names_for
+from lora_trainer.models.published import public_architecture
 
 TIER_NAMES = ["6gb", "8gb", "10gb", "12gb", "16gb", "24gb"]
 GOAL_NAMES = ["balanced", "quality", "speed"]
@@ -35,7 +36,7 @@ def test_every_file_is_a_preset_of_its_folder() -> None:
     by_kind = {kind: [name for name, preset in presets().items() if preset.kind == kind] for kind in (TIERS, GOALS)}
     assert by_kind == {TIERS: TIER_NAMES, GOALS: GOAL_NAMES}
     families = {name for name, preset in presets().items() if preset.kind == FAMILIES}
-    assert families == {*FamilyName.__args__, "builtin"}  # type: ignore[attr-defined]
+    assert families == {*names_for("model.family"), "builtin"}
     assert all(preset.description.endswith(".") for preset in presets().values())
 
 
@@ -53,7 +54,7 @@ def test_every_combination_resolves_and_order_changes_nothing() -> None:
             assert one == other
 
 
-@pytest.mark.parametrize("family", [*FamilyName.__args__])  # type: ignore[attr-defined]
+@pytest.mark.parametrize("family", names_for("model.family"))
 def test_every_combination_suits_every_family(family: str) -> None:
     """Of a flow, the goals' min-SNR weighting and multi-resolution noise are left out and named, and nothing else."""
     prediction = public_architecture(family).facts.prediction

@@ -12,7 +12,7 @@ from lora_trainer.config.schema import Config, SourceSection
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.views import Framing
 from lora_trainer.dataset_check import DataReport, check_dataset, estimate_tokens
-from lora_trainer.models.family import public_architecture
+from lora_trainer.models.published import public_architecture
 from tests.data.conftest import Draw, noise_image
 
 

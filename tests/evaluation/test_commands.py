@@ -39,7 +39,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def lora(base: Path, tmp_path: Path) -> Path:
-    unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
+    unet = FAMILIES["sd15"].denoiser.load(base, torch.float32, torch.device("cpu"))
     return write_lora(tmp_path / "run", "cat", random_lora(unet, size=0.05), facts())[0]
 
 
@@ -214,7 +214,7 @@ def test_the_header_sets_the_schedule_and_invalid_numbers_are_ignored() -> None:
 
 
 def test_learned_tokens_next_to_a_file_are_evaluated_with_it(base: Path, tmp_path: Path) -> None:
-    unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
+    unet = FAMILIES["sd15"].denoiser.load(base, torch.float32, torch.device("cpu"))
     weights = replace(random_lora(unet, size=0.05), embeddings={"<zobo>.string_to_param.*": torch.randn(2, 32) * 9})
     written = write_lora(tmp_path, "cat", weights, facts())
     (word,) = write_learned_tokens(tmp_path, "cat", weights)

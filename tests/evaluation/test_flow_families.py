@@ -30,7 +30,7 @@ def test_fused_files_are_evaluated_and_sampled(
 ) -> None:
     family, base = FAMILIES[name], tmp_path / "base"
     tiny_pipeline(tmp_path / "tokenizer", kind).save_pretrained(base)
-    weights = random_lora(family.load_denoiser(base, torch.float32, CPU), size=0.3)
+    weights = random_lora(family.denoiser.load(base, torch.float32, CPU), size=0.3)
     modules = {f"transformer.{key.partition('.')[2]}": pair for key, pair in weights.modules.items()}
     written = write_lora(tmp_path, "cat", type(weights)(modules), facts(), names=names_of(family))
     assert check_lora(written[0], base, family, [], prompts=("a ring",)).parts["integrity"] == 1.0
@@ -52,28 +52,28 @@ def test_a_lora_on_t5_is_sampled_evaluated_and_disabled_with_the_rest(
 ) -> None:
     """diffusers silently skips T5, even in its own format: we load it ourselves."""
     family, base = FAMILIES[name], tmp_path / "base"
-    (t5,) = family.cached_texts
+    (t5,) = family.text.cached
     tiny = tiny_pipeline(tmp_path / "tokenizer", kind)
     getattr(tiny, t5).bfloat16()  # as it is published
     tiny.save_pretrained(base)
-    pipeline = family.make_pipeline(base, torch.float32, CPU)
+    pipeline = family.pipeline.make(base, torch.float32, CPU)
     bring_pipeline(pipeline, family, CPU, None, (64, 64))
     parts = components_of(pipeline, family)
     modules = {
         module: pair
-        for component in (family.denoiser_prefix, t5)
+        for component in (family.denoiser.component, t5)
         for module, pair in random_lora(parts[component], component=component, endings=ENDINGS).modules.items()
     }
-    version, _ = family.base_names(family.describe(base))
+    version, _ = family.lora_files.base_names(family.describe(base))
     before = read_prompts(pipeline, family, ["a ring"])["a ring"]["embeds"]
     kohya, diffusers = write_lora(
         tmp_path, "cat", LoraWeights(modules), facts(base_version=version), names=names_of(family)
     )
     weights = read_lora(diffusers)
     assert read_lora(kohya).modules.keys() == weights.modules.keys() == modules.keys()
-    assert load_onto(family.make_pipeline(base, torch.float32, CPU), diffusers) == []  # and nothing reported
+    assert load_onto(family.pipeline.make(base, torch.float32, CPU), diffusers) == []  # and nothing reported
     for file in (kohya, diffusers):
-        fresh = family.make_pipeline(base, torch.float32, CPU)
+        fresh = family.pipeline.make(base, torch.float32, CPU)
         assert judged(fresh, family, file, read_lora(file)) == []
         assert adapted_modules(fresh, family) == len(modules)
         delta = (
@@ -100,7 +100,7 @@ def test_a_lora_on_t5_is_sampled_evaluated_and_disabled_with_the_rest(
 def test_a_lora_on_t5_is_refused_by_a_base_model_without_t5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family, base = FAMILIES["sd3"], tmp_path / "base"
     tiny_pipeline(tmp_path / "tokenizer", "sd3-without-t5").save_pretrained(base)
-    transformer = random_lora(family.load_denoiser(base, torch.float32, CPU), component="transformer")
+    transformer = random_lora(family.denoiser.load(base, torch.float32, CPU), component="transformer")
     t5 = random_lora(tiny_t5(), component="text_encoder_3", endings=ENDINGS)
     kohya, _ = write_lora(
         tmp_path,

@@ -6,6 +6,7 @@ import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,9 +57,9 @@ def samples() -> list[EncodedSample]:
 @pytest.fixture(scope="module")
 def trained(base: Path, samples: list[EncodedSample], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LoRA trained for a few steps on four of the six samples."""
-    unet = FAMILY.load_denoiser(base, torch.float32, CPU)
-    parameters = inject_lora(unet, target_modules(unet, FAMILY, "attention"), AdapterOptions(4, 8.0), 0)
-    process = FAMILY.make_process(base)
+    unet = FAMILY.denoiser.load(base, torch.float32, CPU)
+    parameters = inject_lora(unet, target_modules(unet, FAMILY.denoiser, "attention"), AdapterOptions(4, 8.0), 0)
+    process = FAMILY.denoiser.make_process(base)
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3)
     latents = torch.stack([sample.latents for sample in samples[:4]])
     text = samples[0].cond["embeds"].expand(4, -1, -1)
@@ -69,12 +70,12 @@ def trained(base: Path, samples: list[EncodedSample], tmp_path_factory: pytest.T
         (prediction - noise).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    weights = weights_from_peft(unet.state_dict(), FAMILY.denoiser_prefix, 8.0)
+    weights = weights_from_peft(unet.state_dict(), FAMILY.denoiser.component, 8.0)
     return write_lora(tmp_path_factory.mktemp("lora"), "trained", weights, facts())[0]
 
 
 def read_unet(base: Path) -> torch.nn.Module:
-    return FAMILY.load_denoiser(base, torch.float32, CPU)
+    return FAMILY.denoiser.load(base, torch.float32, CPU)
 
 
 def check(lora: Path, base: Path, samples: list[EncodedSample], **options: object) -> LoraReport:
@@ -102,12 +103,12 @@ def test_a_trained_lora_has_learned(trained: Path, base: Path, samples: list[Enc
 def test_the_gate_measures_the_effect_of_the_file(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
     """The losses in the report are those of the base model without and with the file's updates."""
     report = check(trained, base, samples)
-    unet = FAMILY.load_denoiser(base, torch.float32, CPU)
-    process = FAMILY.make_process(base)
+    unet = FAMILY.denoiser.load(base, torch.float32, CPU)
+    process = FAMILY.denoiser.make_process(base)
 
     def loss() -> float:
         losses = validation_losses(
-            lambda *args: FAMILY.predict(unet, *args), samples, process, seed=20_240_229, timesteps=21
+            lambda *args: FAMILY.denoiser.predict(unet, *args), samples, process, seed=20_240_229, timesteps=21
         )
         return float(losses.mean())
 
@@ -132,7 +133,7 @@ def test_missing_validation_images_are_reported(trained: Path, base: Path, sampl
 
 
 def test_untrained(base: Path, samples: list[EncodedSample], tmp_path: Path) -> None:
-    weights = random_lora(FAMILY.load_denoiser(base, torch.float32, CPU))
+    weights = random_lora(FAMILY.denoiser.load(base, torch.float32, CPU))
     untrained = LoraWeights({n: LoraPair(p.down, torch.zeros_like(p.up), 2.0) for n, p in weights.modules.items()})
     report = check(write_lora(tmp_path, "new", untrained, facts())[0], base, samples)
     assert report.score <= 0.3
@@ -141,7 +142,7 @@ def test_untrained(base: Path, samples: list[EncodedSample], tmp_path: Path) -> 
 
 
 def test_ruined(base: Path, samples: list[EncodedSample], tmp_path: Path) -> None:
-    weights = random_lora(FAMILY.load_denoiser(base, torch.float32, CPU), size=3.0)
+    weights = random_lora(FAMILY.denoiser.load(base, torch.float32, CPU), size=3.0)
     report = check(write_lora(tmp_path, "wild", weights, facts())[0], base, samples)
     assert report.score <= 0.3
     assert {"drift", "large_update"} <= codes(report)
@@ -159,8 +160,8 @@ def test_nan_scores_nothing(trained: Path, base: Path, samples: list[EncodedSamp
 
 UNLOADED = replace(
     FAMILY,
-    load_encoders=lambda *_: pytest.fail("encoders were loaded"),
-    make_pipeline=lambda *_: pytest.fail("the base was loaded"),
+    encoders=replace(FAMILY.encoders, load=lambda *_: pytest.fail("encoders were loaded")),
+    pipeline=replace(FAMILY.pipeline, make=lambda *_: pytest.fail("the base was loaded")),
 )
 
 
@@ -236,16 +237,20 @@ def test_the_score_falls_evenly_in_the_logarithm() -> None:
 def test_encoders_of_the_gate_are_freed_before_the_pipeline_loads(trained: Path, base: Path) -> None:
     encoders_alive: list[weakref.ref[Encoders]] = []
 
-    def load_encoders(folder: Path, dtype: torch.dtype, device: torch.device) -> Encoders:
-        encoders = FAMILY.load_encoders(folder, dtype, device)
+    def load_encoders(*arguments: Any) -> Encoders:
+        encoders = FAMILY.encoders.load(*arguments)
         encoders_alive.append(weakref.ref(encoders))
         return encoders
 
     def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> object:
         assert [encoders() for encoders in encoders_alive] == [None]
-        return FAMILY.make_pipeline(folder, dtype, device)
+        return FAMILY.pipeline.make(folder, dtype, device)
 
-    family = replace(FAMILY, load_encoders=load_encoders, make_pipeline=make_pipeline)
+    family = replace(
+        FAMILY,
+        encoders=replace(FAMILY.encoders, load=load_encoders),
+        pipeline=replace(FAMILY.pipeline, make=make_pipeline),
+    )
     assert check_lora(trained, base, family, [], prompts=PROMPTS).parts["integrity"] == 1.0
 
 
@@ -260,12 +265,13 @@ def test_a_gpu_generates_one_image_at_a_time(
     pipelines: list[weakref.ref[DiffusionPipeline]] = []
 
     def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> DiffusionPipeline:
-        pipeline = FAMILY.make_pipeline(folder, dtype, CPU)
+        pipeline = FAMILY.pipeline.make(folder, dtype, CPU)
         pipeline.unet.register_forward_pre_hook(lambda _, args: drawn.append(len(args[0])))
         pipelines.append(weakref.ref(pipeline))
         return pipeline
 
-    family, drawing = replace(FAMILY, make_pipeline=make_pipeline), Drawing(steps=2, guidance=3.0, size=(64, 64))
+    family = replace(FAMILY, pipeline=replace(FAMILY.pipeline, make=make_pipeline))
+    drawing = Drawing(steps=2, guidance=3.0, size=(64, 64))
     rows = [ImageRequest(prompt, seed) for prompt, seed in zip(PROMPTS, (1, 2), strict=True)]
     compare(family, base, trained, rows, drawing, Where(tmp_path, "grid"), device=torch.device(device))
     assert len(list(tmp_path.glob("*_without.png"))) == 2

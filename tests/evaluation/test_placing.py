@@ -47,14 +47,14 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A family, a base model of it and a LoRA."""
     folder = tmp_path_factory.mktemp(request.param)
     tiny_pipeline(folder / "tokenizer", request.param).save_pretrained(folder / "base")
-    denoiser = FAMILIES[request.param].load_denoiser(folder / "base", torch.float32, CPU)
+    denoiser = FAMILIES[request.param].denoiser.load(folder / "base", torch.float32, CPU)
     lora, _ = write_lora(folder, "lora", random_lora(denoiser), facts(base_version=KNOWN_AS[request.param]))
     return request.param, folder / "base", lora
 
 
 def half(base: Path, family: str) -> int:
     """Bytes with which half of the denoiser stays, if swapped layers needed no room."""
-    denoiser = FAMILIES[family].load_denoiser(base, torch.float32, CPU)
+    denoiser = FAMILIES[family].denoiser.load(base, torch.float32, CPU)
     return prediction_bytes(8 * 8, 4, phase_costs(family)) + bytes_of(denoiser) // 2
 
 
@@ -66,7 +66,7 @@ def test_the_gate_result_does_not_depend_on_the_denoisers_device(
     monkeypatch.setattr(lora_check, "CELLS", 8)
     monkeypatch.setattr(drift, "stratified_timesteps", lambda steps, of: stratified_timesteps(2, of))
     family = FAMILIES[name]
-    shapes = family.cond_shapes(family.load_denoiser(base, torch.float32, CPU).config)  # type: ignore[arg-type]
+    shapes = family.text.cond_shapes(family.denoiser.load(base, torch.float32, CPU).config)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(1)
     samples = [
         EncodedSample(
@@ -100,7 +100,7 @@ def test_the_gate_encodes_prompts_layer_by_layer_when_encoders_do_not_fit(
 
     family, prompts = FAMILIES[name], ("a ring", "a cat", "a red ring")
     drifted = check_lora(lora, base, family, [], prompts=prompts).numbers["drift"]
-    visiting = replace(family, load_encoders=whole)
+    visiting = replace(family, encoders=replace(family.encoders, load=whole))
     report = check_lora(lora, base, visiting, [], prompts=prompts, usable=1)
     assert report.numbers["drift"] == pytest.approx(drifted, rel=1e-5)  # one at a time: up to rounding
 

@@ -34,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
+    unet = FAMILIES["sd15"].denoiser.load(base, torch.float32, torch.device("cpu"))
     return write_lora(tmp_path_factory.mktemp("lora"), "cat", random_lora(unet, size=0.2), facts(trigger="zobo"))[0]
 
 
@@ -152,7 +152,7 @@ def test_a_header_with_another_family_is_refused_even_if_all_keys_fit(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample, "fresh_pipeline", lambda *_: pytest.fail("the base was loaded"))
-    unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
+    unet = FAMILIES["sd15"].denoiser.load(base, torch.float32, torch.device("cpu"))
     path, _ = write_lora(tmp_path, "other", random_lora(unet, size=0.2), facts(base_version="sdxl_base_v1-0"))
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a"]) == 2
     assert "another model family: sdxl; the base model is sd15" in capsys.readouterr().err
@@ -171,7 +171,7 @@ def test_keys_that_do_not_fit_are_summarized(
 
 
 def test_an_unknown_trigger_word_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
+    unet = FAMILIES["sd15"].denoiser.load(base, torch.float32, torch.device("cpu"))
     path, _ = write_lora(tmp_path, "plain", random_lora(unet), facts(trigger=None))
     assert main(["sample", str(path), "--model", str(base), "--prompt", "a [trigger] cat"]) == 2
     assert "--set captions.trigger_word=WORD" in capsys.readouterr().err
@@ -270,7 +270,7 @@ def test_the_model_defaults_to_that_of_the_run_next_to_the_file(
 
 
 def test_strength_zero_is_the_base_model_even_with_learned_tokens(base: Path, tmp_path: Path) -> None:
-    unet = FAMILIES["sd15"].load_denoiser(base, torch.float32, torch.device("cpu"))
+    unet = FAMILIES["sd15"].denoiser.load(base, torch.float32, torch.device("cpu"))
     weights = random_lora(unet, size=0.2)
     word = LoraWeights(weights.modules, embeddings={"<zobo>.string_to_param.*": torch.randn(2, 32)})
     path, _ = write_lora(tmp_path, "cat", word, facts())

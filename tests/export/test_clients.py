@@ -121,7 +121,7 @@ def test_alphas_of_components_may_differ(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["sd15", "sd3"])
 def test_diffusers_refuses_alpha_keys_in_its_own_format(kind: str, tmp_path: Path) -> None:
     pipeline = tiny_pipeline(tmp_path, kind)
-    component = FAMILIES[kind].denoiser_prefix
+    component = FAMILIES[kind].denoiser.component
     part = random_lora(getattr(pipeline, component), rank=4, alpha=4.0, endings=("attn1.to_q", "attn.to_q"))
     modules = {name.replace("unet.", f"{component}.", 1): pair for name, pair in part.modules.items()}
     alphas = {f"{name}.alpha": torch.tensor(4.0) for name in modules}
@@ -148,8 +148,12 @@ def test_a_file_of_an_unknown_family_has_unknown_readers(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_lists_the_programs_that_read_its_files(family: str) -> None:
-    assert FAMILIES[family].lora_readers
-    assert {each.partition(": ")[0] for each in FAMILIES[family].lora_readers} <= {"diffusers", "ComfyUI", "sd-scripts"}
+    assert FAMILIES[family].lora_files.readers
+    assert {each.partition(": ")[0] for each in FAMILIES[family].lora_files.readers} <= {
+        "diffusers",
+        "ComfyUI",
+        "sd-scripts",
+    }
     assert names_of(FAMILIES[family]).prefixes
 
 

@@ -37,7 +37,7 @@ def modules_of(name: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("family", ["sd15", "sd2", "sdxl"])
 @given(PATHS)
 def test_round_trip(family: str, module: str) -> None:
-    prefixes = FAMILIES[family].kohya_prefixes
+    prefixes = FAMILIES[family].lora_files.prefixes
     assert modules_of(kohya_name(module, prefixes)) == (module,)
 
 

@@ -181,20 +181,22 @@ def test_a_kernel_between_two_of_one_pixel_is_multiplied_into_down(tmp_path: Pat
 
 
 LINEAR = ("to_out.0", "net.0.proj", "net.2", "proj_out", "norm1.linear", "norm_out.linear", "feed_forward.w1")
-TRANSFORMERS = [name for name, family in FAMILIES.items() if family.layout and family.denoiser_prefix == "transformer"]
+TRANSFORMERS = [
+    name for name, family in FAMILIES.items() if family.lora_files.layout and family.denoiser.component == "transformer"
+]
 
 
 def transformer_lora(family: str, *, dtype: torch.dtype = torch.float16) -> LoraWeights:
     """A pair for each module in the family's layout, with mixed ranks and scales."""
     modules = {}
-    for number, rule in enumerate(FAMILIES[family].layout):
+    for number, rule in enumerate(FAMILIES[family].lora_files.layout):
         if len(rule.shares) == 1 and not rule.ours.endswith(LINEAR):
             continue
         name = f"transformer.{rule.ours.format(3)}"
         rank = 2 + number % 3
         pair = random_pair(rank, number, outs=12 * rule.shares[rule.part], alpha=rank / 2)
         modules[name] = LoraPair(pair.down.to(dtype), pair.up.to(dtype), pair.alpha)
-    if "text_encoder" in FAMILIES[family].kohya_prefixes:
+    if "text_encoder" in FAMILIES[family].lora_files.prefixes:
         text = random_pair(4, 99, alpha=2.0)
         half = LoraPair(text.down.to(dtype), text.up.to(dtype), text.alpha)
         modules["text_encoder.text_model.encoder.layers.0.mlp.fc1"] = half
@@ -237,8 +239,8 @@ def test_convert_there_and_back_gives_the_same_file(family: str, tmp_path: Path)
 )
 def test_names_of_transformers(family: str, style: str, tmp_path: Path) -> None:
     """A pair trained on a fused layer, with original names, is shared; diffusers' names are kept."""
-    module = next(rule.ours.format(3) for rule in FAMILIES[family].layout if rule.part == 1)
-    found = rule_of(FAMILIES[family].layout, module)
+    module = next(rule.ours.format(3) for rule in FAMILIES[family].lora_files.layout if rule.part == 1)
+    found = rule_of(FAMILIES[family].lora_files.layout, module)
     assert found is not None
     rule, original = found
     path = tmp_path / "theirs.safetensors"
@@ -264,7 +266,7 @@ def test_names_of_transformers(family: str, style: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", TRANSFORMERS)
 def test_every_module_by_diffusers_names(family: str, style: str, tmp_path: Path) -> None:
     """Also modules outside of the blocks, without dots in their names, or with underscores."""
-    modules = [rule.ours.format(1) for rule in FAMILIES[family].layout]
+    modules = [rule.ours.format(1) for rule in FAMILIES[family].lora_files.layout]
     pairs = {name: random_pair(2, seed, alpha=1.0) for seed, name in enumerate(modules)}
     dots = "." in style or style == "{}"
     tensors: Tensors = {}
@@ -274,7 +276,7 @@ def test_every_module_by_diffusers_names(family: str, style: str, tmp_path: Path
     save_file(tensors, path, metadata={"modelspec.architecture": f"{family}/lora"})
     weights = read_lora(path)
     assert weights.family == family
-    ambiguous = {rule.ours for rule in FAMILIES[family].layout if rule.ours == rule.original or rule.swapped}
+    ambiguous = {rule.ours for rule in FAMILIES[family].lora_files.layout if rule.ours == rule.original or rule.swapped}
     for name, pair in pairs.items():
         if name not in ambiguous:
             assert torch.allclose(weights.modules[f"transformer.{name}"].delta(), pair.delta())

@@ -43,7 +43,7 @@ SCALES = st.sampled_from([1.0, 0.5, 0.25, 4.0, 0.65, 1 / 3])
 
 
 def modules_of(family: str) -> list[str]:
-    layout = FAMILIES[family].layout
+    layout = FAMILIES[family].lora_files.layout
     return [f"transformer.{rule.ours.format(1)}" for rule in layout[:9]] if layout else list(UNET)
 
 
@@ -56,7 +56,7 @@ def loras(draw: st.DrawFn, family: str) -> LoraWeights:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     modules = {}
     for name in chosen:
-        found = rule_of(FAMILIES[family].layout, name.partition(".")[2])
+        found = rule_of(FAMILIES[family].lora_files.layout, name.partition(".")[2])
         single = found is None or found[0].shares == (1,)
         rank = draw(st.integers(1, 4))
         scale = (draw(SCALES) if single else usual) * (1 if single else draw(st.sampled_from([1.0, 2.0])))

@@ -227,7 +227,7 @@ def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
     assert "guidance_scale" not in {line.key for line in found["z_image"].lines}
     assert found["z_image"].config.lora.target_modules == "attention"
     transformer = tiny_transformer("flux")
-    learned = target_modules(transformer, FAMILIES["flux"], found["flux"].config.lora.target_modules)
+    learned = target_modules(transformer, FAMILIES["flux"].denoiser, found["flux"].config.lora.target_modules)
     suffixes = "attn.to_k attn.to_q attn.to_v attn.to_out.0 attn.add_k_proj attn.add_q_proj attn.add_v_proj".split()
     suffixes += "attn.to_add_out ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2".split()
     assert set(learned) == {name for name, _ in transformer.named_modules() if name.endswith(tuple(suffixes))}

@@ -11,7 +11,7 @@ import torch
 from lora_trainer.memory_plan.profiles import Footprint, Sizes, is_published, stored_memory_model, stored_profile
 from lora_trainer.memory_plan.trace import make_subject, trace
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import public_architecture
+from lora_trainer.models.published import public_architecture
 
 GIB = 2**30
 # Computed apart from this code on meta tensors: rank 16 on attention, live GiB and TFLOP without and with checkpointing.

@@ -182,7 +182,11 @@ def test_timing_gives_a_row_for_each_shape_and_name():
 def test_the_attention_shapes_of_a_denoiser_are_those_it_computes(family):
     unet = tiny_unet(family)
     found = shapes_of(
-        unet, FAMILIES[family].predict, (2, 4, 16, 8), FAMILIES[family].cond_shapes(dict(unet.config)), torch.float32
+        unet,
+        FAMILIES[family].denoiser.predict,
+        (2, 4, 16, 8),
+        FAMILIES[family].text.cond_shapes(dict(unet.config)),
+        torch.float32,
     )
     assert {(shape.batch, shape.queries) for shape in found} == {(2, 128), (2, 32)}
     assert {shape.keys for shape in found} == {128, 32, 77}
@@ -195,9 +199,11 @@ def test_a_meta_forward_pass_leaves_nothing_in_the_denoiser():
     """Z-Image caches its position table in the first pass, and a GPU run checks shapes before that."""
     family, denoiser = FAMILIES["z_image"], tiny_transformer("z_image")
     cond = {"embeds": (4, 64), "padding": (4,)}
-    assert shapes_of(denoiser, family.predict, (1, 16, 8, 8), cond, torch.float32)
+    assert shapes_of(denoiser, family.denoiser.predict, (1, 16, 8, 8), cond, torch.float32)
     conditioning = {"embeds": torch.randn(1, 4, 64), "padding": torch.zeros(1, 4, dtype=torch.bool)}
-    velocity = family.predict(denoiser, torch.randn(1, 16, 8, 8), torch.tensor([500]), conditioning, torch.zeros(1, 6))
+    velocity = family.denoiser.predict(
+        denoiser, torch.randn(1, 16, 8, 8), torch.tensor([500]), conditioning, torch.zeros(1, 6)
+    )
     assert velocity.isfinite().all()
 
 

@@ -171,7 +171,7 @@ def test_an_error_of_the_model_is_not_the_compilers() -> None:
 def test_repeated_blocks_are_found_in_the_families() -> None:
     from diffusers import SD3Transformer2DModel, UNet2DConditionModel
 
-    from lora_trainer.models.family import public_architecture
+    from lora_trainer.models.published import public_architecture
 
     def kinds(module: nn.Module) -> set[str]:
         return {type(block).__name__ for block in repeated_blocks(module)}

@@ -19,11 +19,12 @@ from lora_trainer.benchmarks.turns import little_garbage
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.models import FAMILIES, sd3
+from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import prompted, read_prompts
 from lora_trainer.models.encoders import offloaded_text
-from lora_trainer.models.family import Family, TextOptions, public_architecture
+from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.flow_schedule import read_flow_schedule
-from lora_trainer.models.folder import detect_family
+from lora_trainer.models.published import public_architecture
 from lora_trainer.models.quantization import layers
 from lora_trainer.models.t5 import read_t5_tokens
 from lora_trainer.models.transformer import transformer_facts
@@ -85,7 +86,7 @@ def test_text_is_encoded_as_diffusers_does(model):
     assert torch.equal(encoded["embeds"], embeds)
     assert torch.equal(encoded["pooled"], pooled)
     config = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))
-    assert {name: tuple(value.shape[1:]) for name, value in encoded.items()} == dict(family.cond_shapes(config))
+    assert {name: tuple(value.shape[1:]) for name, value in encoded.items()} == dict(family.text.cond_shapes(config))
 
 
 def test_text_lengths_and_layers_follow_the_settings(model):
@@ -106,7 +107,7 @@ def test_text_lengths_and_layers_follow_the_settings(model):
         wanted = pipeline.encode_prompt(*args, device=CPU, max_sequence_length=length, **more)[0]
     assert torch.equal(cond["embeds"], wanted)
     config = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))
-    assert cond["embeds"].shape[1:] == bound.cond_shapes(config)["embeds"]
+    assert cond["embeds"].shape[1:] == bound.text.cond_shapes(config)["embeds"]
     if model.name.startswith("flux"):
         for wrong in ({"clip_skip": 1}, {"clip_tokens": 150}):
             with pytest.raises(UsageError, match="only a summary"):
@@ -115,7 +116,7 @@ def test_text_lengths_and_layers_follow_the_settings(model):
     plain = family.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS[:2])["embeds"]
     long = family.reading(TextOptions(clip_tokens=150))
     pieces = long.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS[:2])["embeds"]
-    assert pieces.shape[1:] == long.cond_shapes(config)["embeds"]
+    assert pieces.shape[1:] == long.text.cond_shapes(config)["embeds"]
     assert torch.equal(pieces[0], torch.cat([plain[0, :77], plain[1, :77], plain[0, 77:]]))
 
 
@@ -123,16 +124,16 @@ def test_text_lengths_and_layers_follow_the_settings(model):
 def test_text_without_t5_is_no_longer_than_for_clip(model):
     family = family_of(model)
     assert family.describe(model).caption_tokens == 256
-    assert family.reading(TextOptions(without=family.spare_texts)).describe(model).caption_tokens == 77
+    assert family.reading(TextOptions(without=family.text.optional)).describe(model).caption_tokens == 77
 
 
 def test_text_encoders_get_gradients_through_their_embeddings(model):
     family = family_of(model)
-    parts = family.load_texts(model, torch.float32, CPU)
+    parts = family.text.load(model, torch.float32, CPU)
     for name in parts.encoders:
         parts.encoders[name].requires_grad_(True)
-    assert {*parts.encoders} <= {*family.text_targets}
-    cond = family.encode_text(parts, ["a red ring"], TextOptions())
+    assert {*parts.encoders} <= {*family.text.targets}
+    cond = family.text.encode(parts, ["a red ring"], TextOptions())
     sum(value.sum() for value in cond.values()).backward()
     for name in parts.encoders:
         assert any(each.grad is not None and each.grad.any() for each in parts.encoders[name].parameters()), name
@@ -157,7 +158,7 @@ def test_latents_have_the_scale_and_shift_of_the_vae(model):
 def test_the_denoiser_gets_the_same_inputs_as_in_the_pipeline(model, size):
     """At all timesteps: at the first, which is pure noise, no wrong time scale would show."""
     family = family_of(model)
-    pipeline = family.make_pipeline(model, torch.float32, CPU)
+    pipeline = family.pipeline.make(model, torch.float32, CPU)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     times: list[torch.Tensor] = []
     step = pipeline.scheduler.step
@@ -183,14 +184,14 @@ def test_the_denoiser_gets_the_same_inputs_as_in_the_pipeline(model, size):
         height=height,
     )
     cond = family.load_encoders(model, torch.float32, CPU).encode_text(["a ring"])
-    denoiser = family.load_denoiser(model, torch.float32, CPU)
+    denoiser = family.denoiser.load(model, torch.float32, CPU)
     assert times[0] == 1000 > times[1] > times[2] > 0
     for time, (noisy, expected) in zip(times, seen, strict=True):
         if model.name.startswith("flux"):
             noisy, expected = (pipeline._unpack_latents(each, height, width, 8) for each in (noisy, expected))
         assert noisy.shape[-2:] == (height // 8, width // 8)
         with torch.no_grad():
-            ours = family.predict(denoiser, noisy, time[None] - 1, cond, torch.zeros(1, 6))
+            ours = family.denoiser.predict(denoiser, noisy, time[None] - 1, cond, torch.zeros(1, 6))
         assert torch.allclose(ours, expected, atol=1e-5)
 
 
@@ -242,7 +243,7 @@ def test_facts_and_names_distinguish_the_flavors(model):
     assert (facts.prediction, facts.pixel_step, facts.latent_channels) == ("flow", 16, 16)
     sides = {"sd3": 24 * 16, "sd3-without-t5": 24 * 16, "sd3.5": 128 * 16}  # of the table of positions
     assert facts.largest_side == sides.get(model.name)
-    version, architecture = family.base_names(facts)
+    version, architecture = family.lora_files.base_names(facts)
     assert version in ("sd3", "flux1")
     assert architecture.endswith(f"-{facts.variant}/lora")
 
@@ -294,7 +295,7 @@ def test_the_schedule_is_that_of_the_scheduler(model):
     assert (flow.steps, flow.dynamic) == (1000, model.name == "flux")
     assert flow.shift == (3.0 if model.name.startswith("sd3") else 1.0)
     theirs = diffusers_own(model).scheduler
-    ours = family_of(model).make_pipeline(model, torch.float32, CPU).scheduler
+    ours = family_of(model).pipeline.make(model, torch.float32, CPU).scheduler
     for scheduler in (ours, theirs):
         scheduler.set_timesteps(5, mu=0.8 if flow.dynamic else None)
     assert torch.equal(ours.sigmas, theirs.sigmas)
@@ -303,7 +304,7 @@ def test_the_schedule_is_that_of_the_scheduler(model):
 def test_text_encoders_loaded_layer_by_layer_have_the_same_embeddings(model):
     family = family_of(model)
     whole = family.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS)
-    visiting = offloaded_text(family, model, torch.float32, CPU)(CAPTIONS)
+    visiting = offloaded_text(family.text, model, torch.float32, CPU)(CAPTIONS)
     assert all(torch.equal(whole[name], visiting[name]) for name in whole)
 
 
@@ -332,7 +333,7 @@ def test_text_encoders_loaded_layer_by_layer_keep_the_files_precision(
 
     monkeypatch.setattr(torch.nn.Linear, "forward", watched)
     with little_garbage():  # what was there before is none of the objects that are looked through
-        embeds = offloaded_text(family, tmp_path / "flux", dtype, CPU)(CAPTIONS[:2])
+        embeds = offloaded_text(family.text, tmp_path / "flux", dtype, CPU)(CAPTIONS[:2])
     file = tmp_path / "flux" / "text_encoder_2" / "model.safetensors"
     assert times > 50
     assert file.stat().st_size < most < 1.2 * file.stat().st_size

@@ -36,18 +36,23 @@ def counted(model: Path, reads: list[str]) -> Any:
 
     def load_denoiser(*arguments: Any) -> Any:
         reads.append("denoiser")
-        return family.load_denoiser(*arguments)
+        return family.denoiser.load(*arguments)
 
     def make_pipeline(*arguments: Any) -> Any:
         reads.append("pipeline")
-        return family.make_pipeline(*arguments)
+        return family.pipeline.make(*arguments)
 
-    return keep_loaded({name: replace(family, load_denoiser=load_denoiser, make_pipeline=make_pipeline)})[name]
+    seen = replace(
+        family,
+        denoiser=replace(family.denoiser, load=load_denoiser),
+        pipeline=replace(family.pipeline, make=make_pipeline),
+    )
+    return keep_loaded({name: seen})[name]
 
 
 def part(pipeline: Any, model: Path) -> Any:
     """A pipeline's denoiser."""
-    return getattr(pipeline, FAMILIES[model.name].denoiser_prefix)
+    return getattr(pipeline, FAMILIES[model.name].denoiser.component)
 
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -62,16 +67,16 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 def test_changes_of_a_job_to_a_base_model_are_undone(model):
     reads: list[str] = []
     family = counted(model, reads)
-    untouched = weights(FAMILIES[model.name].load_denoiser(model, torch.float32, CPU))
+    untouched = weights(FAMILIES[model.name].denoiser.load(model, torch.float32, CPU))
     for _ in range(2):
-        denoiser = family.load_denoiser(model, torch.float32, CPU)
+        denoiser = family.denoiser.load(model, torch.float32, CPU)
         assert_same(weights(denoiser), untouched)
         assert not any(parameter.requires_grad for parameter in denoiser.parameters())
         assert not denoiser.training
         assert not any(getattr(module, "gradient_checkpointing", False) for module in denoiser.modules())
         assert denoiser.dtype == torch.float32
         # All that a run does to it.
-        names = target_modules(denoiser, family, "attention")
+        names = target_modules(denoiser, family.denoiser, "attention")
         parameters = inject_lora(denoiser, names, AdapterOptions(2, 1.0, 0.1), 0)
         install_attention(denoiser, "math")
         checkpoint_blocks(denoiser, 3)
@@ -80,14 +85,14 @@ def test_changes_of_a_job_to_a_base_model_are_undone(model):
             for parameter in parameters.values():
                 parameter.add_(1.0)
         denoiser.half()
-    pipeline = family.make_pipeline(model, torch.float32, CPU)
+    pipeline = family.pipeline.make(model, torch.float32, CPU)
     assert_same(weights(part(pipeline, model)), untouched)
     assert reads == ["pipeline"], "the disk is read once for both"
 
 
 def test_twins_share_their_weights(model):
     family = counted(model, [])
-    first, second = (family.load_denoiser(model, torch.float32, CPU) for _ in range(2))
+    first, second = (family.denoiser.load(model, torch.float32, CPU) for _ in range(2))
     pairs = list(zip(first.parameters(), second.parameters(), strict=True))
     assert pairs
     assert all(one is not other and one.data_ptr() == other.data_ptr() for one, other in pairs)
@@ -100,9 +105,9 @@ def test_a_pipeline_of_a_kept_base_model_generates_the_same_as_a_fresh_one(model
         generator = torch.Generator().manual_seed(3)
         return pipeline("a ring", num_inference_steps=2, generator=generator, height=64, width=64, output_type="np")
 
-    fresh = drawn(FAMILIES[model.name].make_pipeline(model, torch.float32, CPU)).images
+    fresh = drawn(FAMILIES[model.name].pipeline.make(model, torch.float32, CPU)).images
     for _ in range(2):
-        pipeline = family.make_pipeline(model, torch.float32, CPU)
+        pipeline = family.pipeline.make(model, torch.float32, CPU)
         assert (drawn(pipeline).images == fresh).all()
         pipeline.vae.enable_slicing()
         install_attention(part(pipeline, model), "math")
@@ -112,11 +117,11 @@ def test_another_precision_is_another_base_model_and_full_memory_keeps_one(model
     reads: list[str] = []
     family = counted(model, reads)
     monkeypatch.setattr(kept, "MEMORY_FULL", 101.0)  # percent: never, whatever other programs hold
-    assert family.load_denoiser(model, torch.bfloat16, CPU).dtype == torch.bfloat16
-    family.load_denoiser(model, torch.float32, CPU)
-    family.load_denoiser(model, torch.bfloat16, CPU)
+    assert family.denoiser.load(model, torch.bfloat16, CPU).dtype == torch.bfloat16
+    family.denoiser.load(model, torch.float32, CPU)
+    family.denoiser.load(model, torch.bfloat16, CPU)
     assert reads == ["pipeline", "pipeline"]
     monkeypatch.setattr(kept, "MEMORY_FULL", -1.0)
-    family.load_denoiser(model, torch.float16, CPU)
-    family.load_denoiser(model, torch.bfloat16, CPU)
+    family.denoiser.load(model, torch.float16, CPU)
+    family.denoiser.load(model, torch.bfloat16, CPU)
     assert len(reads) == 4

@@ -15,10 +15,10 @@ from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.core.errors import UsageError
 from lora_trainer.evaluation.loading import heard
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import public_architecture
-from lora_trainer.models.folder import detect_family
+from lora_trainer.models.detection import detect_family
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.phases import count_of
+from lora_trainer.models.published import public_architecture
 from tests.export.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")
@@ -111,7 +111,7 @@ def test_unsupported_noise_schedules_are_refused_by_name(model, tmp_path, key, v
     other = copied(model, tmp_path)
     edit(other / "scheduler" / "scheduler_config.json", **{key: value})
     named = value if isinstance(value, str) else key
-    for read in (SD15.describe, SD15.make_process):
+    for read in (SD15.describe, SD15.denoiser.make_process):
         with pytest.raises(UsageError, match=named):
             read(other)
 
@@ -127,11 +127,11 @@ def test_images_are_generated_on_the_trained_schedule_with_any_scheduler(model, 
     scheduler.save_pretrained(other / "scheduler")
     edit(other / "model_index.json", scheduler=["diffusers", source])
     with heard() as messages:
-        drawn = SD15.make_pipeline(other, torch.float32, CPU).scheduler
+        drawn = SD15.pipeline.make(other, torch.float32, CPU).scheduler
     assert [line for line in messages if "scheduler" in line.lower()] == []
     config = drawn.config
     assert (config.clip_sample, config.set_alpha_to_one, config.steps_offset) == (False, False, 1)
-    process = SD15.make_process(other)
+    process = SD15.denoiser.make_process(other)
     assert config.prediction_type == process.prediction == "v_prediction"
     assert torch.allclose(drawn.alphas_cumprod, process.alphas_cumprod)
 
@@ -146,7 +146,7 @@ def test_a_tokenizer_without_a_limit_takes_that_of_the_text_encoder(model, tmp_p
     assert SD15.describe(other).caption_tokens == 77
     encoders = SD15.load_encoders(other, torch.float32, CPU)
     assert encoders.encode_text(["cat " * 200])["embeds"].shape == (1, 77, 32)
-    pipeline = SD15.make_pipeline(other, torch.float32, CPU)
+    pipeline = SD15.pipeline.make(other, torch.float32, CPU)
     assert pipeline.tokenizer.model_max_length == 77
     assert pipeline.encode_prompt("cat " * 200, CPU, 1, False)[0].shape == (1, 77, 32)
 
@@ -161,7 +161,7 @@ def test_parts_may_differ_in_flavor_and_the_safety_checker_may_be_absent(model, 
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        pipelines = [SD15.make_pipeline(folder, torch.float32, CPU) for folder in (model, other)]
+        pipelines = [SD15.pipeline.make(folder, torch.float32, CPU) for folder in (model, other)]
     assert not [str(warning.message) for warning in caught if "dtype" in str(warning.message)]
     drawn = [
         pipeline("a cat", num_inference_steps=2, generator=torch.manual_seed(0), output_type="np").images
@@ -184,24 +184,28 @@ def test_all_damaged_weights_are_named_at_once(model, tmp_path):
 
 
 def test_target_modules_are_named_sets_or_patterns(model):
-    unet = SD15.load_denoiser(model, torch.float32, CPU)
-    attention_only = target_modules(unet, SD15, "attention")
-    with_ff = target_modules(unet, SD15, "attention+ff")
+    unet = SD15.denoiser.load(model, torch.float32, CPU)
+    attention_only = target_modules(unet, SD15.denoiser, "attention")
+    with_ff = target_modules(unet, SD15.denoiser, "attention+ff")
     assert attention_only
     assert all(".attn" in name for name in attention_only)
     assert set(attention_only) < set(with_ff)
-    assert target_modules(unet, SD15, ("*.attn2.to_k",)) == [n for n in attention_only if n.endswith("attn2.to_k")]
+    assert target_modules(unet, SD15.denoiser, ("*.attn2.to_k",)) == [
+        n for n in attention_only if n.endswith("attn2.to_k")
+    ]
     with pytest.raises(UsageError, match="matches none"):
-        target_modules(unet, SD15, ("*.attn3.*", "nothing"))
+        target_modules(unet, SD15.denoiser, ("*.attn3.*", "nothing"))
 
 
 def test_injection_is_repeatable_and_silent(model):
-    unets = [SD15.load_denoiser(model, torch.float32, CPU).eval() for _ in range(2)]
+    unets = [SD15.denoiser.load(model, torch.float32, CPU).eval() for _ in range(2)]
     inputs = (torch.randn(1, 4, 8, 8), torch.tensor([10]), {"embeds": torch.randn(1, 77, 32)}, torch.zeros(1, 6))
     with torch.no_grad():
-        before = SD15.predict(unets[0], *inputs)
+        before = SD15.denoiser.predict(unets[0], *inputs)
     drawn = torch.get_rng_state()
-    found = [inject_lora(unet, target_modules(unet, SD15, "attention"), AdapterOptions(4, 8.0), 5) for unet in unets]
+    found = [
+        inject_lora(unet, target_modules(unet, SD15.denoiser, "attention"), AdapterOptions(4, 8.0), 5) for unet in unets
+    ]
     assert torch.equal(drawn, torch.get_rng_state())
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     downs = [parameter for name, parameter in found[0].items() if ".lora_A." in name]
@@ -209,14 +213,14 @@ def test_injection_is_repeatable_and_silent(model):
     assert len(downs) == len(ups) == len(found[0]) // 2 > 0
     assert all(down.shape[0] == up.shape[1] == 4 for down, up in zip(downs, ups, strict=True))
     with torch.no_grad():
-        assert torch.equal(SD15.predict(unets[0], *inputs), before)
+        assert torch.equal(SD15.denoiser.predict(unets[0], *inputs), before)
         for up in ups:
             up += 0.1
-        assert not torch.equal(SD15.predict(unets[0], *inputs), before)
+        assert not torch.equal(SD15.denoiser.predict(unets[0], *inputs), before)
 
 
 def test_checkpointing_counts_blocks_and_keeps_the_prediction(model):
-    unet = SD15.load_denoiser(model, torch.float32, CPU).train()
+    unet = SD15.denoiser.load(model, torch.float32, CPU).train()
     blocks = checkpointable_blocks(unet)
     for count in (0, 2, len(blocks)):
         checkpoint_blocks(unet, count)
@@ -229,6 +233,6 @@ def test_checkpointing_counts_blocks_and_keeps_the_prediction(model):
 def test_the_public_architecture_builds_without_weights(name):
     published = public_architecture(name)
     with torch.device("meta"):
-        denoiser = FAMILIES[name].make_denoiser(published.denoiser)
+        denoiser = FAMILIES[name].denoiser.make(published.denoiser)
     assert round(sum(parameter.numel() for parameter in denoiser.parameters()) / 1e6) == PARAMETERS[name]
     assert published.facts.family == name

@@ -12,7 +12,8 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Encoders, TextOptions, public_architecture
+from lora_trainer.models.family import Encoders, TextOptions
+from lora_trainer.models.published import public_architecture
 from lora_trainer.models.unet import load_tokenizer
 from lora_trainer.models.weighting import read_tokens
 from lora_trainer.run.inputs import read_model
@@ -51,7 +52,7 @@ def encoders(folder: Path, **options: Any) -> Encoders:
 
 
 def embeds_of_diffusers(folder: Path, prompt: str, clip_skip: int | None) -> torch.Tensor:
-    pipeline = FAMILIES[folder.name].make_pipeline(folder, torch.float32, CPU)
+    pipeline = FAMILIES[folder.name].pipeline.make(folder, torch.float32, CPU)
     if folder.name != "sdxl":  # diffusers 0.42 looks for the norm where transformers had it before 5.6
         pipeline.text_encoder.__dict__["text_model"] = pipeline.text_encoder
     with torch.no_grad():
@@ -111,7 +112,7 @@ def test_long_captions_are_encoded_in_chunks(folder: Path) -> None:
     if "pooled" in cond:
         torch.testing.assert_close(cond["pooled"][0], alone["pooled"][0])
     family, config = FAMILIES[folder.name].reading(TextOptions(clip_tokens=225)), public_architecture(folder.name)
-    assert family.cond_shapes(config.denoiser)["embeds"][0] == cond["embeds"].shape[1]
+    assert family.text.cond_shapes(config.denoiser)["embeds"][0] == cond["embeds"].shape[1]
 
 
 def test_prompt_weights_stay_with_their_tokens_across_chunks(folder: Path) -> None:
@@ -156,6 +157,8 @@ def test_the_plan_of_a_published_model_follows_the_length_of_captions() -> None:
 def test_the_plan_without_t5_is_that_of_the_stored_profile() -> None:
     """Zeros replace it, so that no size of a step changes, and nothing is traced."""
     family, architecture = FAMILIES["sd3"], public_architecture("sd3")
-    for text in (TextOptions(without=family.spare_texts), TextOptions(without=family.spare_texts, clip_skip=3)):
-        assert family.reading(text).cond_shapes(architecture.denoiser) == family.cond_shapes(architecture.denoiser)
+    for text in (TextOptions(without=family.text.optional), TextOptions(without=family.text.optional, clip_skip=3)):
+        assert family.reading(text).text.cond_shapes(architecture.denoiser) == family.text.cond_shapes(
+            architecture.denoiser
+        )
         assert not gauge_of(family.reading(text), architecture, Config()).traced

@@ -51,13 +51,13 @@ def test_text_is_encoded_as_diffusers_does(model):
     assert torch.equal(encoded["embeds"], embeds)
     assert torch.equal(encoded["pooled"], pooled)
     shapes = {name: tuple(value.shape[1:]) for name, value in encoded.items()}
-    assert shapes == SDXL.cond_shapes(UNETS["sdxl"]) == {"embeds": (77, 56), "pooled": (16,)}
+    assert shapes == SDXL.text.cond_shapes(UNETS["sdxl"]) == {"embeds": (77, 56), "pooled": (16,)}
 
 
 def test_a_dropped_caption_is_the_encoded_empty_one_not_zeros(model):
     empty = SDXL.load_encoders(model, torch.float32, CPU).encode_text([""])
     assert all(bool(value.any()) for value in empty.values())
-    assert SDXL.make_pipeline(model, torch.float32, CPU).config.force_zeros_for_empty_prompt
+    assert SDXL.pipeline.make(model, torch.float32, CPU).config.force_zeros_for_empty_prompt
 
 
 def test_time_ids_equal_those_of_diffusers(model):
@@ -78,9 +78,9 @@ def test_time_ids_equal_those_of_diffusers(model):
 
 
 def test_the_denoiser_gets_the_same_inputs_as_in_diffusers(model):
-    unet = SDXL.load_denoiser(model, torch.float32, CPU)
+    unet = SDXL.denoiser.load(model, torch.float32, CPU)
     seen: list[dict[str, torch.Tensor]] = []
-    pipeline = SDXL.make_pipeline(model, torch.float32, CPU)
+    pipeline = SDXL.pipeline.make(model, torch.float32, CPU)
     pipeline.unet.register_forward_pre_hook(
         lambda _, args, given: seen.append(given | {"args": args}), with_kwargs=True
     )
@@ -93,7 +93,7 @@ def test_the_denoiser_gets_the_same_inputs_as_in_diffusers(model):
     sizes = torch.tensor([[64.0, 64, 0, 0, 64, 64]])
     assert torch.equal(given["added_cond_kwargs"]["time_ids"], sizes)
     with torch.no_grad():
-        ours = SDXL.predict(unet, noisy, t[None], cond, sizes)
+        ours = SDXL.denoiser.predict(unet, noisy, t[None], cond, sizes)
         theirs = unet(noisy, t, given["encoder_hidden_states"], added_cond_kwargs=given["added_cond_kwargs"]).sample
     assert torch.equal(ours, theirs)
 
@@ -104,16 +104,16 @@ def test_time_ids_are_exact_in_any_precision(model):
     micro = MicroBatch(one, one, one, torch.tensor([5]), {"embeds": torch.zeros(1, 77, 56)}, rows, torch.ones(1))
     moved = micro.to(CPU, torch.bfloat16)
     assert torch.equal(moved.sizes, rows)
-    unet = SDXL.load_denoiser(model, torch.bfloat16, CPU)
+    unet = SDXL.denoiser.load(model, torch.bfloat16, CPU)
     cond = {"embeds": moved.cond["embeds"], "pooled": torch.zeros(1, 16, dtype=torch.bfloat16)}
     with torch.no_grad():
-        assert SDXL.predict(unet, one.bfloat16(), moved.t, cond, moved.sizes).dtype == torch.bfloat16
+        assert SDXL.denoiser.predict(unet, one.bfloat16(), moved.t, cond, moved.sizes).dtype == torch.bfloat16
 
 
 def overflowing(model: Path, target: Path) -> Path:
     """The same model with a VAE whose first activations are beyond fp16's largest number."""
     other = Path(shutil.copytree(model, target / "overflowing"))
-    vae = SDXL.make_pipeline(model, torch.float32, CPU).vae
+    vae = SDXL.pipeline.make(model, torch.float32, CPU).vae
     with torch.no_grad():
         vae.encoder.conv_in.weight.mul_(1e7)
         vae.decoder.conv_in.weight.mul_(1e7)
@@ -128,13 +128,13 @@ def test_a_vae_that_overflows_fp16_encodes_and_decodes_finite(model, tmp_path):
     mean, spread = SDXL.load_encoders(other, torch.float16, CPU).encode_image(pixels)
     assert mean.isfinite().all()
     assert spread.isfinite().all()
-    pipeline = SDXL.make_pipeline(other, torch.float16, CPU)
+    pipeline = SDXL.pipeline.make(other, torch.float16, CPU)
     assert pipeline("a ring", generator=torch.manual_seed(0), **drawing).images.isfinite().all()
 
     edit(other / "vae" / "config.json", force_upcast=False)  # a config that promises what these weights do not hold
     mean, _ = SDXL.load_encoders(other, torch.float16, CPU).encode_image(pixels)
     assert not mean.isfinite().all(), "the VAE of this test overflows"
-    pipeline = SDXL.make_pipeline(other, torch.float16, CPU)
+    pipeline = SDXL.pipeline.make(other, torch.float16, CPU)
     assert pipeline.vae.dtype == torch.float16
 
 
@@ -145,10 +145,10 @@ def test_the_cache_name_depends_on_the_precision_of_the_vae(model):
 
 
 def test_training_and_sampling_share_a_zero_terminal_snr_schedule(velocity):
-    process = SDXL.make_process(velocity)
+    process = SDXL.denoiser.make_process(velocity)
     assert process.prediction == SDXL.describe(velocity).prediction == "v_prediction"
     assert process.alphas_cumprod[-1] == 0.0
-    pipeline = SDXL.make_pipeline(velocity, torch.float32, CPU)
+    pipeline = SDXL.pipeline.make(velocity, torch.float32, CPU)
     assert torch.allclose(pipeline.scheduler.alphas_cumprod, process.alphas_cumprod, atol=1e-6)
     pipeline.scheduler.set_timesteps(5)
     assert int(pipeline.scheduler.timesteps[0]) == 999, "drawing begins where there is no signal"
@@ -163,12 +163,12 @@ def test_epsilon_with_zero_terminal_snr_is_refused_with_the_reason(velocity):
 
 
 def test_drift_is_finite_at_zero_snr(velocity):
-    unet, process = SDXL.load_denoiser(velocity, torch.float32, CPU), SDXL.make_process(velocity)
+    unet, process = SDXL.denoiser.load(velocity, torch.float32, CPU), SDXL.denoiser.make_process(velocity)
     cond = SDXL.load_encoders(velocity, torch.float32, CPU).encode_text(["", "a ring"])
     sizes = torch.tensor([[64.0, 64, 0, 0, 64, 64]] * 2)
 
     def predict(noisy, t, cond, sizes):
-        return SDXL.predict(unet, noisy, t, cond, sizes)
+        return SDXL.denoiser.predict(unet, noisy, t, cond, sizes)
 
     # Every 333rd timestep, the first and the last among them.
     few = replace(process, alphas_cumprod=process.alphas_cumprod[::333])

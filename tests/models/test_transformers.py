@@ -14,9 +14,10 @@ from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.diffusion.process import Process, flow_signal, usual_process
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Family, public_architecture
+from lora_trainer.models.family import Family
 from lora_trainer.models.flux import predict as flux_predict
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks, checkpointed_blocks
+from lora_trainer.models.published import public_architecture
 
 SMALL = {
     "sd3": {
@@ -45,9 +46,9 @@ SMALL = {
 def small(name: str) -> tuple[Family, torch.nn.Module, dict[str, Tensor]]:
     config = {**public_architecture(name).denoiser, **SMALL[name]}
     torch.manual_seed(0)
-    shapes = FAMILIES[name].cond_shapes(config)
+    shapes = FAMILIES[name].text.cond_shapes(config)
     cond = {key: torch.randn(2, *shape) for key, shape in shapes.items()}
-    return FAMILIES[name], FAMILIES[name].make_denoiser(config), cond
+    return FAMILIES[name], FAMILIES[name].denoiser.make(config), cond
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -55,8 +56,8 @@ def test_latents_keep_their_shape(name):
     family, denoiser, cond = small(name)
     noisy, t = torch.randn(2, 16, 8, 12), torch.tensor([0, 999])
     with torch.no_grad():
-        velocity = family.predict(denoiser, noisy, t, cond, torch.zeros(2, 6))
-        other = family.predict(denoiser, noisy, t.flip(0), cond, torch.zeros(2, 6))
+        velocity = family.denoiser.predict(denoiser, noisy, t, cond, torch.zeros(2, 6))
+        other = family.denoiser.predict(denoiser, noisy, t.flip(0), cond, torch.zeros(2, 6))
     assert velocity.shape == noisy.shape
     assert not torch.allclose(velocity, other)
 
@@ -96,21 +97,23 @@ def replace_forward(echo: Echo) -> list[Tensor]:
 @pytest.mark.parametrize("name", SMALL)
 def test_the_lora_trains_both_streams(name):
     family, denoiser, cond = small(name)
-    attention = target_modules(denoiser, family, "attention")
-    both = target_modules(denoiser, family, "attention+ff")
+    attention = target_modules(denoiser, family.denoiser, "attention")
+    both = target_modules(denoiser, family.denoiser, "attention+ff")
     endings = {each.rpartition(".attn.")[2] for each in attention}
     assert {"to_q", "to_out.0", "add_k_proj", "to_add_out"} <= endings
     assert set(attention) < set(both)
     assert any("ff_context" in each for each in both)
     parameters = inject_lora(denoiser.requires_grad_(False), both, AdapterOptions(2, 2.0), 0)
-    family.predict(denoiser, torch.randn(2, 16, 8, 8), torch.tensor([1, 2]), cond, torch.zeros(2, 6)).sum().backward()
+    family.denoiser.predict(
+        denoiser, torch.randn(2, 16, 8, 8), torch.tensor([1, 2]), cond, torch.zeros(2, 6)
+    ).sum().backward()
     assert all(parameter.grad.any() for key, parameter in parameters.items() if "lora_B" in key)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_checkpointing_counts_blocks_and_changes_nothing(name):
     family, denoiser, cond = small(name)
-    names = target_modules(denoiser, family, "attention")
+    names = target_modules(denoiser, family.denoiser, "attention")
     parameters = inject_lora(denoiser.requires_grad_(False), names, AdapterOptions(2, 2.0), 0)
     denoiser.train()
     blocks = checkpointable_blocks(denoiser)
@@ -122,7 +125,7 @@ def test_checkpointing_counts_blocks_and_changes_nothing(name):
         assert len(checkpointable_blocks(denoiser)) == len(blocks)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: found[-1].append(1) or tensor, lambda kept: kept):
             found.append([])
-            out = family.predict(denoiser, noisy, torch.tensor([1, 2]), cond, torch.zeros(2, 6))
+            out = family.denoiser.predict(denoiser, noisy, torch.tensor([1, 2]), cond, torch.zeros(2, 6))
         out.square().sum().backward()
         gradients = {key: parameter.grad for key, parameter in parameters.items()}
         for parameter in parameters.values():
@@ -137,7 +140,7 @@ def test_checkpointing_counts_blocks_and_changes_nothing(name):
 def test_a_tiny_model_has_few_blocks_of_each_type(name):
     config = public_architecture(name).denoiser
     with torch.device("meta"):
-        whole, thin = (FAMILIES[name].make_denoiser(each) for each in (config, FAMILIES[name].thin(config)))
+        whole, thin = (FAMILIES[name].denoiser.make(each) for each in (config, FAMILIES[name].denoiser.thin(config)))
     kinds = [Counter(type(block).__name__ for block in checkpointable_blocks(model)) for model in (whole, thin)]
     assert kinds[0].keys() == kinds[1].keys()
     assert all(kinds[1][kind] <= count / 6 for kind, count in kinds[0].items())

@@ -33,16 +33,16 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def texts(folder: Path) -> TextParts:
-    return FAMILIES[folder.name].load_texts(folder, torch.float32, CPU)
+    return FAMILIES[folder.name].text.load(folder, torch.float32, CPU)
 
 
 def components(folder: Path) -> tuple[str, ...]:
-    return FAMILIES[folder.name].word_texts
+    return FAMILIES[folder.name].text.clips
 
 
 @torch.no_grad()
 def encode(folder: Path, parts: TextParts, *captions: str) -> dict[str, Tensor]:
-    return FAMILIES[folder.name].encode_text(parts, captions, PLAIN)
+    return FAMILIES[folder.name].text.encode(parts, captions, PLAIN)
 
 
 def clip_embeds(folder: Path, cond: dict[str, Tensor]) -> list[Tensor]:
@@ -118,7 +118,7 @@ def test_only_the_learned_tokens_get_gradients(folder: Path) -> None:
     own = add_learned_tokens(parts, random_words(folder, parts))
     for parameter in own.values():
         parameter.requires_grad_(True)
-    cond = FAMILIES[folder.name].encode_text(parts, ["a ring", f"a {WORD} ring"], PLAIN)
+    cond = FAMILIES[folder.name].text.encode(parts, ["a ring", f"a {WORD} ring"], PLAIN)
     sum(value.sum() for value in cond.values()).backward()  # type: ignore[union-attr]
     trained = [each for encoder in parts.encoders.values() for each in encoder.parameters() if each.grad is not None]
     assert {id(each) for each in trained} == {id(each) for each in own.values()}
@@ -144,7 +144,7 @@ def test_diffusers_reads_the_token_file_as_we_do(folder: Path, tmp_path: Path) -
     family = FAMILIES[folder.name]
     if folder.name == "sd3":
         pytest.skip("diffusers loads no embeddings for SD3")
-    ours, theirs = (family.make_pipeline(folder, torch.float32, CPU) for _ in range(2))
+    ours, theirs = (family.pipeline.make(folder, torch.float32, CPU) for _ in range(2))
     words = random_words(folder, texts_of(ours))
     own = {name: parameter.detach() for name, parameter in add_learned_tokens(texts_of(ours), words).items()}
     embeddings = to_embeddings(own, components(folder), (WORD,))

@@ -19,7 +19,7 @@ from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.layout import Names, rule_of
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.folder import detect_family
+from lora_trainer.models.detection import detect_family
 from lora_trainer.models.quantization.store import is_narrow, make_quantizer
 from lora_trainer.models.z_image import LAYOUT, read_chat
 from tests.export.tiny import qwen_tokenizer, random_lora, tiny_pipeline, tiny_transformer
@@ -40,7 +40,7 @@ def test_the_family_is_recognized_by_its_pipeline_and_described(model):
     assert detect_family(model) == "z_image"
     facts = FAMILY.describe(model)
     assert (facts.prediction, facts.pixel_step, facts.latent_channels, facts.caption_tokens) == ("flow", 16, 16, 512)
-    assert FAMILY.make_process(model).times.shift == Shift(3.0)
+    assert FAMILY.denoiser.make_process(model).times.shift == Shift(3.0)
 
 
 def test_text_is_encoded_as_the_pipeline_does(model):
@@ -69,7 +69,7 @@ def test_prompt_weights_do_not_apply_to_the_chat_template():
 
 @pytest.mark.parametrize("size", [(64, 64), (96, 48)])
 def test_the_denoiser_gets_the_same_inputs_as_in_the_pipeline(model, size):
-    pipeline = FAMILY.make_pipeline(model, torch.float32, CPU)
+    pipeline = FAMILY.pipeline.make(model, torch.float32, CPU)
     calls: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
     times: list[torch.Tensor] = []
@@ -88,11 +88,11 @@ def test_the_denoiser_gets_the_same_inputs_as_in_the_pipeline(model, size):
     arguments = {"num_inference_steps": 3, "guidance_scale": 0.0, "output_type": "latent"}
     pipeline("a ring", width=size[0], height=size[1], generator=torch.manual_seed(0), **arguments)
     cond = FAMILY.load_encoders(model, torch.float32, CPU).encode_text(["a ring"])
-    transformer = FAMILY.load_denoiser(model, torch.float32, CPU)
+    transformer = FAMILY.denoiser.load(model, torch.float32, CPU)
     assert times[0] == 1000 > times[1] > times[2] > 0
     for time, noisy, expected in zip(times, calls, targets, strict=True):
         with torch.no_grad():
-            ours = FAMILY.predict(transformer, noisy, time[None] - 1, cond, torch.zeros(1, 6))
+            ours = FAMILY.denoiser.predict(transformer, noisy, time[None] - 1, cond, torch.zeros(1, 6))
         assert torch.allclose(ours, expected, atol=1e-5)
 
 
@@ -101,31 +101,31 @@ def test_quantized_weights_change_the_time_embedding_little(model, stored):
     """The transformer computes its time embedding in the dtype of a weight, which must not be quantized."""
     cond = FAMILY.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS[:1])
     noisy, t, sizes = torch.randn(1, 16, 8, 12, generator=torch.manual_seed(0)), torch.tensor([500]), torch.zeros(1, 6)
-    wide = FAMILY.load_denoiser(model, torch.float32, CPU)
-    narrow = FAMILY.load_denoiser(model, torch.float32, CPU, make_quantizer(stored))
+    wide = FAMILY.denoiser.load(model, torch.float32, CPU)
+    narrow = FAMILY.denoiser.load(model, torch.float32, CPU, make_quantizer(stored))
     assert is_narrow(narrow.t_embedder.mlp[0])
     with torch.no_grad():
-        predicted, expected = (FAMILY.predict(each, noisy, t, cond, sizes) for each in (narrow, wide))
+        predicted, expected = (FAMILY.denoiser.predict(each, noisy, t, cond, sizes) for each in (narrow, wide))
     assert (predicted - expected).norm() < 0.3 * expected.norm()
-    narrow = FAMILY.load_denoiser(model, torch.bfloat16, CPU, make_quantizer(stored))
+    narrow = FAMILY.denoiser.load(model, torch.bfloat16, CPU, make_quantizer(stored))
     learned = inject_lora(narrow, ["t_embedder.mlp.0"], AdapterOptions(4, 4.0), 0)
     for parameter in learned.values():
         parameter.data = parameter.data.bfloat16()
     half = {name: value if value.dtype == torch.bool else value.bfloat16() for name, value in cond.items()}
     with torch.no_grad():
-        again = FAMILY.predict(narrow, noisy.bfloat16(), t, half, sizes)
+        again = FAMILY.denoiser.predict(narrow, noisy.bfloat16(), t, half, sizes)
     assert (again.float() - expected).norm() < 0.3 * expected.norm()
 
 
 def test_captions_of_different_lengths_do_not_affect_each_other(model):
-    transformer = FAMILY.load_denoiser(model, torch.float32, CPU)
+    transformer = FAMILY.denoiser.load(model, torch.float32, CPU)
     cond = FAMILY.load_encoders(model, torch.float32, CPU).encode_text(CAPTIONS)
     noisy, t = torch.randn(3, 16, 8, 12, generator=torch.manual_seed(0)), torch.tensor([10, 500, 999])
     with torch.no_grad():
-        together = FAMILY.predict(transformer, noisy, t, cond, torch.zeros(3, 6))
+        together = FAMILY.denoiser.predict(transformer, noisy, t, cond, torch.zeros(3, 6))
         for row in range(3):
             own = {name: value[row : row + 1] for name, value in cond.items()}
-            alone = FAMILY.predict(transformer, noisy[row : row + 1], t[row : row + 1], own, torch.zeros(1, 6))
+            alone = FAMILY.denoiser.predict(transformer, noisy[row : row + 1], t[row : row + 1], own, torch.zeros(1, 6))
             assert torch.allclose(together[row : row + 1], alone, atol=1e-5)
 
 
@@ -161,7 +161,7 @@ def test_diffusers_reads_every_layer_of_the_kohya_format():
     endings = ("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3")
     plain = random_lora(denoiser, rank=4, alpha=2.0, endings=endings)
     ours = {f"transformer.{name.partition('.')[2]}": pair for name, pair in plain.modules.items()}
-    names = Names("z_image", "transformer", FAMILY.kohya_prefixes, FAMILY.layout)
+    names = Names("z_image", "transformer", FAMILY.lora_files.prefixes, FAMILY.lora_files.layout)
     tensors, _ = kohya_tensors(LoraWeights(ours), names)
     assert any(name.endswith("attention_qkv.lora_down.weight") for name in tensors)
     read = ZImagePipeline.lora_state_dict(dict(tensors))

@@ -107,8 +107,8 @@ def over(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, images: Pat
 
     seen = replace(
         family,
-        load_denoiser=counting("denoiser", family.load_denoiser),
-        make_pipeline=counting("pipeline", family.make_pipeline),
+        denoiser=replace(family.denoiser, load=counting("denoiser", family.denoiser.load)),
+        pipeline=replace(family.pipeline, make=counting("pipeline", family.pipeline.make)),
     )
     before = contents(root)
     with pytest.MonkeyPatch.context() as patch:

@@ -34,9 +34,9 @@ def test_a_second_run_loads_no_encoders(own, capsys, monkeypatch):
 
     def load_encoders(*arguments: Any) -> Encoders:
         loads.append(arguments)
-        return family.load_encoders(*arguments)
+        return family.encoders.load(*arguments)
 
-    monkeypatch.setitem(FAMILIES, "sd15", replace(family, load_encoders=load_encoders))
+    monkeypatch.setitem(FAMILIES, "sd15", replace(family, encoders=replace(family.encoders, load=load_encoders)))
     assert own.run("first", steps=1, gates__lora_check="lite") == 0
     assert "latent cache: 10 images, encoding 10 (10 new)" in capsys.readouterr().out
     first = len(loads)

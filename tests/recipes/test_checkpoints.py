@@ -13,7 +13,8 @@ from PIL import Image
 
 from lora_trainer.cli.main import main
 from lora_trainer.models import flux, z_image
-from lora_trainer.models.family import Architecture, public_architecture
+from lora_trainer.models.family import Architecture
+from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single import tokenizers, transformers, unet
 from tests.models.single.originals import flow_checkpoint, unet_checkpoint, write, z_image_checkpoint
 from tests.models.single.tiny import FLOWS, tiny_flow_pipeline, tiny_pipeline, tiny_z_image

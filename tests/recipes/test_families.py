@@ -13,7 +13,7 @@ import torch
 from lora_trainer.cli.main import main
 from lora_trainer.evaluation.loading import adapted_modules, judged, without_lora
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.folder import detect_family
+from lora_trainer.models.detection import detect_family
 from lora_trainer.models.lora_names import read_lora
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.run import caching
@@ -101,8 +101,10 @@ def test_a_stopped_run_resumes_exactly(trained):
 def test_the_file_loads_whole_in_a_fresh_pipeline_and_leaves_the_base_unchanged(trained, ending):
     name = family_of(trained)
     lora = trained.folder("cat") / f"cat{ending}"
-    pipeline = FAMILIES[name].make_pipeline(trained.model, torch.float32, CPU)
-    base = {key: value.clone() for key, value in getattr(pipeline, FAMILIES[name].denoiser_prefix).state_dict().items()}
+    pipeline = FAMILIES[name].pipeline.make(trained.model, torch.float32, CPU)
+    base = {
+        key: value.clone() for key, value in getattr(pipeline, FAMILIES[name].denoiser.component).state_dict().items()
+    }
 
     def image() -> torch.Tensor:
         drawn = pipeline(
@@ -117,7 +119,7 @@ def test_the_file_loads_whole_in_a_fresh_pipeline_and_leaves_the_base_unchanged(
     with without_lora(pipeline):
         assert torch.equal(image(), before)
     pipeline.unload_lora_weights()
-    after = getattr(pipeline, FAMILIES[name].denoiser_prefix).state_dict()
+    after = getattr(pipeline, FAMILIES[name].denoiser.component).state_dict()
     assert base.keys() == after.keys()
     assert all(torch.equal(base[key], after[key]) for key in base)
 

@@ -200,7 +200,7 @@ def test_inspect_shows_the_content_of_a_file(tmp_path, capsys):
     module = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k"
     training_facts = facts(base_version="sdxl_base_v1-0", architecture="stable-diffusion-xl-v1-base/lora")
     path, _ = write_lora(tmp_path, "cat", LoraWeights({module: pair}), training_facts)
-    assert names.denoiser_prefix == "unet"
+    assert names.denoiser.component == "unet"
     assert main(["inspect", str(path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["family"] == "sdxl"

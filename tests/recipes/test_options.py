@@ -135,7 +135,7 @@ def test_clipping_by_value_replaces_clipping_by_norm(bench, capsys):
 def test_the_file_changes_each_layer_like_the_adapter_in_memory(stabilized, rank, tmp_path):
     """Linear layers and convolutions with alpha other than rank: the scale is alpha / rank or alpha / sqrt(rank)."""
     family, unet = FAMILIES["sd15"], tiny_pipeline(tmp_path).unet.requires_grad_(False)
-    names = target_modules(unet, family, ("*.to_q", "*.ff.net.*", "*.resnets.*.conv?", "*.conv_shortcut"))
+    names = target_modules(unet, family.denoiser, ("*.to_q", "*.ff.net.*", "*.resnets.*.conv?", "*.conv_shortcut"))
     adapters = inject_lora(unet, names, AdapterOptions(rank, 2.7, 0.0, rank_stabilized=stabilized), 1)
     with torch.no_grad():
         for parameter in adapters.values():

@@ -76,7 +76,7 @@ def test_images_are_encoded_in_smaller_batches(tiny_model, images, tmp_path, mon
 
     def with_room_for(most: int) -> None:
         def load_encoders(*args: Any) -> Any:
-            encoders = family.load_encoders(*args)
+            encoders = family.encoders.load(*args)
 
             def encode_image(pixels: torch.Tensor) -> Any:
                 batch_sizes.append(len(pixels))
@@ -86,7 +86,7 @@ def test_images_are_encoded_in_smaller_batches(tiny_model, images, tmp_path, mon
 
             return replace(encoders, encode_image=encode_image)
 
-        monkeypatch.setitem(FAMILIES, "sd15", replace(family, load_encoders=load_encoders))
+        monkeypatch.setitem(FAMILIES, "sd15", replace(family, encoders=replace(family.encoders, load=load_encoders)))
 
     with_room_for(0)
     place = Bench(tiny_model, images, tmp_path / "runs", tmp_path / "none")
@@ -108,7 +108,7 @@ def test_captions_are_encoded_in_smaller_batches(tiny_model, images, tmp_path, m
 
     def with_room_for(most: int) -> None:
         def load_encoders(*args: Any) -> Any:
-            encoders = family.load_encoders(*args)
+            encoders = family.encoders.load(*args)
 
             def encode_text(captions: Any) -> Any:
                 batch_sizes.append(len(captions))
@@ -118,7 +118,7 @@ def test_captions_are_encoded_in_smaller_batches(tiny_model, images, tmp_path, m
 
             return replace(encoders, encode_text=encode_text)
 
-        monkeypatch.setitem(FAMILIES, "sd15", replace(family, load_encoders=load_encoders))
+        monkeypatch.setitem(FAMILIES, "sd15", replace(family, encoders=replace(family.encoders, load=load_encoders)))
 
     with_room_for(0)
     place = Bench(tiny_model, images, tmp_path / "runs", tmp_path / "none")
@@ -142,7 +142,7 @@ def test_images_encoded_during_training_wait_for_memory(bench, monkeypatch):
     family, fails, waited = FAMILIES["sd15"], iter([False, True, True, True, False, True]), []
 
     def load_encoders(*args: Any) -> Any:
-        encoders = family.load_encoders(*args)
+        encoders = family.encoders.load(*args)
 
         def encode_image(pixels: torch.Tensor) -> Any:
             if next(fails, False):
@@ -153,7 +153,7 @@ def test_images_encoded_during_training_wait_for_memory(bench, monkeypatch):
 
     settings = {"cache__latents": "false", "steps": 3}
     assert bench.run("calm", **settings) == 0
-    monkeypatch.setitem(FAMILIES, "sd15", replace(family, load_encoders=load_encoders))
+    monkeypatch.setitem(FAMILIES, "sd15", replace(family, encoders=replace(family.encoders, load=load_encoders)))
     monkeypatch.setattr(feed, "WAITS", (0.0, 0.0, 0.0, 0.0))
     monkeypatch.setattr(feed, "free_memory", waited.append)
     assert bench.run("short", **settings) == 0

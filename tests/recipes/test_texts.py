@@ -155,7 +155,7 @@ def test_a_skipped_t5_is_never_loaded(tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"path": str(tmp_path / "sd3"), "without_t5": True}})
     family, facts = read_model(config)
     assert facts.caption_tokens == 77
-    pipeline = family.make_pipeline(facts.path, torch.float32, torch.device("cpu"))
+    pipeline = family.pipeline.make(facts.path, torch.float32, torch.device("cpu"))
     assert pipeline.text_encoder_3 is None
     embeds = family.load_encoders(facts.path, torch.float32, torch.device("cpu")).encode_text(["a ring"])["embeds"]
     assert embeds.shape[1] == 77 + 256

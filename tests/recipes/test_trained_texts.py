@@ -12,7 +12,7 @@ from safetensors import safe_open
 from lora_trainer.cli.main import main
 from lora_trainer.evaluation.loading import adapted_modules, components_of, judged
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.folder import detect_family
+from lora_trainer.models.detection import detect_family
 from lora_trainer.models.lora_names import read_lora
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from tests.recipes.recipe import Bench, draw_images, header_of, record, rows, save_tiny_model
@@ -63,7 +63,7 @@ def deltas_trained(bench: Bench) -> dict[str, torch.Tensor]:
     found, _ = newest_valid(bench.folder("cat") / "checkpoints")
     assert found is not None
     masters, deltas = found[1].adapter, {}
-    prefix = FAMILIES[detect_family(bench.model)].denoiser_prefix
+    prefix = FAMILIES[detect_family(bench.model)].denoiser.component
     for name, down in masters.items():
         module, _, rest = name.partition(".lora_A.")
         if not rest:
@@ -79,7 +79,7 @@ def deltas_trained(bench: Bench) -> dict[str, torch.Tensor]:
 def test_both_formats_change_a_fresh_pipeline_as_trained(trained, ending):
     family = FAMILIES[detect_family(trained.model)]
     lora = trained.folder("cat") / f"cat{ending}"
-    pipeline = family.make_pipeline(trained.model, torch.float32, CPU)
+    pipeline = family.pipeline.make(trained.model, torch.float32, CPU)
     assert judged(pipeline, family, lora, read_lora(lora)) == []
     parts = components_of(pipeline, family)
     wanted = deltas_trained(trained)
@@ -90,7 +90,7 @@ def test_both_formats_change_a_fresh_pipeline_as_trained(trained, ending):
         if isinstance(module, BaseTunerLayer)
     }
     learned = family.text_rates(json.loads(RATES[family.name]))
-    assert {name.partition(".")[0] for name in found} == {family.denoiser_prefix, *learned}
+    assert {name.partition(".")[0] for name in found} == {family.denoiser.component, *learned}
     assert found.keys() == wanted.keys()
     assert adapted_modules(pipeline, family) == len(read_lora(lora).modules) == len(wanted)
     for name, delta in wanted.items():

@@ -18,7 +18,7 @@ from lora_trainer.config.presets import preset_layers
 from lora_trainer.config.schema import Config
 from lora_trainer.memory_plan.estimate import CONTEXT_GIB, GIB, LARGEST_SHARE, usable_gib
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import public_architecture
+from lora_trainer.models.published import public_architecture
 from lora_trainer.run import choices
 from lora_trainer.run.choices import Choices, choose
 from lora_trainer.run.plans.plan import make_plan

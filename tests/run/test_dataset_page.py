@@ -11,7 +11,7 @@ from PIL import Image
 
 from lora_trainer.cli.check import check_command, target_problems
 from lora_trainer.config.schema import Config, SourceSection
-from lora_trainer.models.family import public_architecture
+from lora_trainer.models.published import public_architecture
 from lora_trainer.report import dataset
 from tests.data.drawings import drawing, photo
 

@@ -14,8 +14,8 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.memory_plan.estimate import GIB
 from lora_trainer.memory_plan.host import base_note, weight_bytes
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import public_architecture
 from lora_trainer.models.memory.phases import drawn_on_a_cpu, held_bytes, phase_costs
+from lora_trainer.models.published import public_architecture
 from lora_trainer.run import choices
 from lora_trainer.run.choices import Choices, choose
 from lora_trainer.run.plans.plan import Plan, make_plan

@@ -96,7 +96,7 @@ resolved = resolve([])
 import_libraries(resolved.config)
 assert sys.modules["bitsandbytes"] is None
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import public_architecture
+from lora_trainer.models.published import public_architecture
 from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.models.quantization.store import make_quantizer, store_layers

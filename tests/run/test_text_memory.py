@@ -95,7 +95,7 @@ def demand_of(family: str, **settings: object):
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl", "sd3", "flux"])
 def test_the_plan_counts_trained_text_encoders(family):
-    rates = (1e-5,) * len(FAMILIES[family].word_texts)
+    rates = (1e-5,) * len(FAMILIES[family].text.clips)
     _, without = demand_of(family)
     resolved, along = demand_of(family, text_encoder__learning_rates=rates, text_encoder__lora_rank=4)
     less, more = (parts_of(each, 1, 0, "bf16") for each in (without, along))
@@ -113,7 +113,7 @@ def test_the_plan_counts_trained_text_encoders(family):
 @pytest.mark.parametrize("family", ["sd3", "flux"])
 def test_t5_is_counted_when_it_is_trained(family):
     _, without = demand_of(family)
-    _, along = demand_of(family, text_encoder__learning_rates=(*([0.0] * len(FAMILIES[family].word_texts)), 1e-5))
+    _, along = demand_of(family, text_encoder__learning_rates=(*([0.0] * len(FAMILIES[family].text.clips)), 1e-5))
     less, more = (parts_of(each, 1, 0, "bf16") for each in (without, along))
     assert (more.weights - less.weights) * 2**30 > 2 * 4_762_310_656
     assert [encoder.layers for encoder in along.texts.encoders] == [24]

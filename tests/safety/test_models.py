@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from lora_trainer.core import tensorfile
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models.autoencoder import load_vae
-from lora_trainer.models.folder import detect_family
+from lora_trainer.models.detection import detect_family
 from lora_trainer.models.places import Place, laid_out_models, write_places
 from lora_trainer.models.sd15 import FAMILY, load_text_encoder
 from lora_trainer.models.unet import load_tokenizer, load_unet
@@ -83,7 +83,7 @@ def test_code_in_the_folder_is_not_run(model: Path) -> None:
         change(model / name, auto_map=classes)
     change(model / "model_index.json", unet=["own", "Own"], custom_pipelines={"own": {}})
     detect_family(model)
-    FAMILY.make_pipeline(model, FP32, CPU)
+    FAMILY.pipeline.make(model, FP32, CPU)
     assert not ran.exists()
     change(model / "model_index.json", _class_name=["own", "Own"])
     assert "Supported" in refused(lambda: detect_family(model))

@@ -95,15 +95,18 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     family = FAMILIES[name]
 
     def load(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
-        return place_layers(family.load_denoiser(folder, dtype, CPU), device, narrow)  # scales need numbers
+        return place_layers(family.denoiser.load(folder, dtype, CPU), device, narrow)  # scales need numbers
 
-    return replace(family, load_denoiser=load), save_tiny_model(tmp_path_factory.mktemp("model"), request.param), *rest
+    family_on_gpu = replace(family, denoiser=replace(family.denoiser, load=load))
+    return family_on_gpu, save_tiny_model(tmp_path_factory.mktemp("model"), request.param), *rest
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     def put(denoiser: nn.Module, config: Config, family: Any, latents: Any, **more: Any) -> AttentionChoice:
-        shapes_of(denoiser, family.predict, latents, family.cond_shapes(dict(denoiser.config)), more["dtype"])  # type: ignore[arg-type]
+        shapes_of(
+            denoiser, family.denoiser.predict, latents, family.text.cond_shapes(dict(denoiser.config)), more["dtype"]
+        )  # type: ignore[arg-type]
         install_attention(denoiser, "sdpa")
         return AttentionChoice("sdpa", "its probe compares numbers")
 
@@ -167,12 +170,12 @@ def test_sampling_and_evaluation_mix_no_devices(kind: Kind) -> None:
     family, model, *_ = kind
     mean, spread = family.load_encoders(model, BF16, GPU).encode_image(torch.zeros(2, 3, 64, 64))
     assert mean.device == spread.device == GPU
-    pipeline = family.make_pipeline(model, BF16, CPU)
+    pipeline = family.pipeline.make(model, BF16, CPU)
     bring_pipeline(pipeline, family, GPU, None, (64, 64))
-    denoiser, process = getattr(pipeline, family.denoiser_prefix), family.make_process(model)
+    denoiser, process = getattr(pipeline, family.denoiser.component), family.denoiser.make_process(model)
 
     def predict(*args: Any) -> Tensor:
-        return family.predict(denoiser, *args)
+        return family.denoiser.predict(denoiser, *args)
 
     cond = text_embeddings_of(family, model)
     own = {name: value[0] for name, value in cond.items()}
@@ -184,7 +187,7 @@ def test_sampling_and_evaluation_mix_no_devices(kind: Kind) -> None:
     with torch.no_grad():
         read = read_prompts(pipeline, family, ["a ring", "blue"])
         prompts = prompted(
-            pipeline, family, read, ["a ring"], "blue" if family.sampling_defaults(model).negative else None
+            pipeline, family, read, ["a ring"], "blue" if family.pipeline.sampling_defaults(model).negative else None
         )
         drawn = pipeline(
             **prompts,

@@ -35,7 +35,7 @@ def unet(tmp_path: Path) -> nn.Module:
 
 def make_step_context(unet: nn.Module, dtype: torch.dtype = torch.float32, **changes) -> StepContext:
     family = FAMILIES["sd15"]
-    names = target_modules(unet, family, "attention")
+    names = target_modules(unet, family.denoiser, "attention")
     unet.to(dtype)
     parameters = inject_lora(unet, names, AdapterOptions(4, 4.0), 1)
     if dtype == torch.float64:
@@ -47,7 +47,7 @@ def make_step_context(unet: nn.Module, dtype: torch.dtype = torch.float32, **cha
     name = changes.pop("optimizer", "adamw")
     context = StepContext(
         denoiser=unet,
-        predict=family.predict,
+        predict=family.denoiser.predict,
         process=PROCESS,
         loss=make_loss(LossSection(min_snr_gamma=5.0), PROCESS),
         adapter=adapter,

@@ -76,4 +76,4 @@ def test_a_learning_rate_for_a_missing_encoder_is_refused(place, tiny_models):
         replace(place, model=tiny_models("sd3-without-t5")).run("a", text_encoder__learning_rates=RATES["sd3"])
     with pytest.raises(UsageError, match="language model"):
         FAMILIES["z_image"].text_rates((1e-3,))
-    assert family.word_texts == ("text_encoder", "text_encoder_2")
+    assert family.text.clips == ("text_encoder", "text_encoder_2")

@@ -75,10 +75,10 @@ def attention_shapes(
 ) -> tuple[AttentionShape, ...]:
     """The sizes in a forward pass of samples of `side` pixels, from the config alone."""
     with torch.device("meta"):
-        denoiser = nn.Module.to(family.make_denoiser(architecture.denoiser), dtype)
+        denoiser = nn.Module.to(family.denoiser.make(architecture.denoiser), dtype)
     facts = architecture.facts
     latents = (micro, facts.latent_channels, side // facts.downscale, side // facts.downscale)
-    return shapes_of(denoiser, family.predict, latents, family.cond_shapes(architecture.denoiser), dtype)
+    return shapes_of(denoiser, family.denoiser.predict, latents, family.text.cond_shapes(architecture.denoiser), dtype)
 
 
 def rows_of(

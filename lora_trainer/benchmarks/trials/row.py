@@ -124,7 +124,7 @@ def planned_settings(resolved: Resolved, cap_gib: float, *, tiny: bool) -> dict[
     if tiny:
         family, thin = model_of(resolved, tiny=True)
         with torch.device("meta"):
-            denoiser = family.make_denoiser(thin.denoiser)
+            denoiser = family.denoiser.make(thin.denoiser)
         checkpointed = share_of(checkpointed, demand.memory_model.blocks, len(checkpointable_blocks(denoiser)))
         swapped = share_of(swapped, demand.memory_model.swappable, len(swappable_blocks(denoiser)))
     return {

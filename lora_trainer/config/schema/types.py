@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from lora_trainer.config.tables import one_of
 
-FamilyName = Literal["sd15", "sd2", "sdxl", "sd3", "flux", "z_image"]
+FamilyName = Annotated[str, one_of("model.family")]
 Blocks = Annotated[
     StrictBool | Literal["auto"] | Annotated[int, Field(ge=0)], Field(union_mode="left_to_right")
 ]  # all, none, as few as needed, a number: 1 is one block and not `true`

@@ -8,12 +8,10 @@ the denoiser are offloaded: the results are the same, and only time is lost.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
 from lora_trainer.config.schema import Blocks
@@ -21,6 +19,7 @@ from lora_trainer.core.findings import counted
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import places_of_weights, shapes_of_weights
 from lora_trainer.models.places import stored_weights
+from lora_trainer.models.published import read_published
 
 FRAGMENTATION = 1.05  # of memory that is allocated and freed
 PREDICTED_AT_ONCE = 2  # rows of a prediction: with and without the prompt, or two of the gate's forward passes
@@ -53,8 +52,7 @@ class PhaseCosts:
 @cache
 def phase_costs(family: str) -> PhaseCosts:
     """The published model's."""
-    text = (files("lora_trainer.models") / "architectures" / f"{family}.json").read_text(encoding="utf-8")
-    costs = json.loads(text)["phases"]
+    costs = read_published(family)["phases"]
     layers = tuple((count, width, inner) for count, width, inner in costs.get("text_layers", ()))
     return PhaseCosts(**{**costs, "text_encoders": tuple(costs["text_encoders"]), "text_layers": layers})
 

@@ -16,9 +16,9 @@ from typing import Any
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import write_json
 from lora_trainer.core.tensorfile import read_tensor_header
+from lora_trainer.models.detection import detect_family
 from lora_trainer.models.folder import (
     check_part,
-    detect_family,
     how_quantized,
     places_of_weights,
     read_config,

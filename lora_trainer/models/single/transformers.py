@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from lora_trainer.export.layout import Layout, Rule
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import public_architecture
+from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single.stored import Part, Stored, by_layout
 
 PLACES_OF_A_TOKEN = 4  # of the latents
@@ -46,7 +46,7 @@ FLUX_REST: Layout = (
 def sd3_part(stored: Stored) -> Part:
     """Config and places of SD3's transformer: 3.0, 3.5 medium (layers with a second attention) or 3.5 large by its form."""
     layers = stored.count("joint_blocks.")
-    places = by_layout(stored, (*FAMILIES["sd3"].layout, *SD3_REST))
+    places = by_layout(stored, (*FAMILIES["sd3"].lora_files.layout, *SD3_REST))
     # The last layer leaves the text as it is; diffusers keeps its norm as one at the end, scale before shift.
     for leaf in ("weight", "bias"):
         name = f"transformer_blocks.{layers - 1}.norm1_context.linear.{leaf}"
@@ -85,7 +85,7 @@ def flux_part(stored: Stored) -> Part:
         "pooled_projection_dim": stored.side("vector_in.in_layer.weight", 1),
         "guidance_embeds": "guidance_in.in_layer.weight" in stored.shapes,
     }
-    return Part(config, by_layout(stored, (*FAMILIES["flux"].layout, *FLUX_REST)))
+    return Part(config, by_layout(stored, (*FAMILIES["flux"].lora_files.layout, *FLUX_REST)))
 
 
 Z_IMAGE_REST: Layout = tuple(Rule(name, name) for name in ("x_pad_token", "cap_pad_token"))
@@ -105,7 +105,7 @@ def z_image_part(stored: Stored) -> Part:
         "n_kv_heads": width // head,
         "cap_feat_dim": stored.side("cap_embedder.1.weight", 1),
     }
-    return Part(config, by_layout(stored, (*FAMILIES["z_image"].layout, *Z_IMAGE_REST), UNUSED_OF_Z_IMAGE))
+    return Part(config, by_layout(stored, (*FAMILIES["z_image"].lora_files.layout, *Z_IMAGE_REST), UNUSED_OF_Z_IMAGE))
 
 
 TRANSFORMERS: dict[str, Callable[[Stored], Part]] = {"sd3": sd3_part, "flux": flux_part, "z_image": z_image_part}

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.family import public_architecture
+from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single.stored import Part, Stored, refuse_unknown, renamed
 
 HEADS = 8  # of Stable Diffusion 1.x; later models have heads of 64 channels

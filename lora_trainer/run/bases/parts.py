@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.folder import EXPECTED, detect_family, named_parts, read_config, tokenizer_of
+from lora_trainer.models.detection import detect_family
+from lora_trainer.models.folder import EXPECTED, named_parts, read_config, tokenizer_of
 from lora_trainer.run.bases.hub_files import INDEX, choose_parts, files_in, parts_of
 from lora_trainer.run.bases.names import as_hub_part, local_path, page_of_the_web
 
@@ -73,7 +74,7 @@ def find_parts(
     try:
         family = detect_family(base) if isinstance(base, Path) else base.family
         if model.without_t5:
-            spare = FAMILIES[family].spare_texts
+            spare = FAMILIES[family].text.optional
             omitted = [part for name in spare for part in (name, tokenizer_of(name))]
             parts |= dict.fromkeys(named_parts(base, omitted) if isinstance(base, Path) else omitted)
         if model.text_encoders is not None:

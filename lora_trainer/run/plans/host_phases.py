@@ -54,7 +54,7 @@ def host_phases(
 
     Raises UsageError for weights that cannot be read.
     """
-    costs = costs_of(facts, family.text.without)
+    costs = costs_of(facts, family.text.options.without)
     base = _base(demand, family, facts, costs)
     if demand.limit_gib is not None:
         loaded = base.pipeline(NAMES.get(fit.precision, "BF16")) / GIB
@@ -89,11 +89,13 @@ def _caching(demand: Demand, base: HostBase, costs: PhaseCosts, images: int) -> 
 def _base(demand: Demand, family: Family, facts: ModelFacts, costs: PhaseCosts) -> HostBase:
     numbers = range(1, len(phase_costs(facts.family).text_encoders) + 1)
     names = ["text_encoder" if number == 1 else f"text_encoder_{number}" for number in numbers]
-    texts = tuple(zip((name for name in names if name not in family.text.without), costs.text_encoders, strict=False))
+    texts = tuple(
+        zip((name for name in names if name not in family.text.options.without), costs.text_encoders, strict=False)
+    )
     return HostBase(
         facts=facts,
-        denoiser=(family.denoiser_prefix, demand.memory_model.weights("bf16") // 2),
-        trainable=tuple(part for part in texts if part[0] in family.word_texts),
-        others=tuple(part for part in texts if part[0] not in family.word_texts),
+        denoiser=(family.denoiser.component, demand.memory_model.weights("bf16") // 2),
+        trainable=tuple(part for part in texts if part[0] in family.text.clips),
+        others=tuple(part for part in texts if part[0] not in family.text.clips),
         autoencoder=costs.autoencoder,
     )

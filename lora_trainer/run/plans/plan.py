@@ -37,8 +37,9 @@ from lora_trainer.memory_plan.host import Host, host_of
 from lora_trainer.memory_plan.memory_model import traced_memory_model
 from lora_trainer.memory_plan.profiles import MemoryModel, stored_memory_model
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import PLAIN, Architecture, Family, ModelFacts, public_architecture
+from lora_trainer.models.family import PLAIN, Architecture, Family, ModelFacts
 from lora_trainer.models.memory.phases import costs_of, encoding_bytes
+from lora_trainer.models.published import public_architecture
 from lora_trainer.run.disk import cache_bytes, run_bytes
 from lora_trainer.run.inputs import (
     arithmetic,
@@ -196,7 +197,7 @@ def phases_of(
 ) -> dict[str, PhasePlan]:
     """What each phase holds of the GPU, and of host memory."""
     images, asked = resolved.config.cache.batch_size, from_user(resolved.origin["memory.weight_dtype"])
-    on_gpu = plan_phases(demand, fit, facts, images, family.text.without)
+    on_gpu = plan_phases(demand, fit, facts, images, family.text.options.without)
     own = resolved.config.memory.weight_dtype if asked else "fp32"
     hosted = host_phases(demand, fit, family, facts, images, own)
     return {name: replace(phase, host_gib=hosted[name]) for name, phase in on_gpu.items()}
@@ -248,7 +249,7 @@ def make_demand(
         averaged=config.train.ema_decay is not None,
         limit_gib=limit_gib,
         encoder=(0, 0) if config.cache.latents else encoding_bytes(costs_of(facts)),
-        others=partial(other_peaks, facts=facts, images=config.cache.batch_size, without=family.text.without),
+        others=partial(other_peaks, facts=facts, images=config.cache.batch_size, without=family.text.options.without),
         texts=text_sizes(config, family, facts),
     )
 
@@ -275,7 +276,7 @@ def gauge_of(family: Family, architecture: Architecture, config: Config) -> Memo
 
     Stored profiles do not cover activation offloading, int8 matmul, or captions of another length than the model's.
     """
-    lengths = replace(family.text, clip_skip=None, without=()) != PLAIN  # which change no length
+    lengths = replace(family.text.options, clip_skip=None, without=()) != PLAIN  # which change no length
     unwritten = (
         not ADAPTERS[config.lora.type].has_memory_profiles
         or config.memory.offload_activations

@@ -23,10 +23,10 @@ def text_sizes(config: Config, family: Family, facts: ModelFacts) -> TextSizes:
         return NO_TEXTS
     held = {
         name: size
-        for name, size in zip(family.text_targets, costs_of(facts).text_encoders, strict=False)
-        if name not in family.left_in_cache(rates)
+        for name, size in zip(family.text.targets, costs_of(facts).text_encoders, strict=False)
+        if name not in family.text.left_in_cache(rates)
     }
-    words = family.word_texts if config.textual_inversion.placeholder_tokens else ()
+    words = family.text.clips if config.textual_inversion.placeholder_tokens else ()
     rank, sizes = config.text_encoder.lora_rank or config.lora.rank, text_layers(family, facts)
     trained = [name for name in held if name in rates or name in words]
     return TextSizes(
@@ -37,18 +37,21 @@ def text_sizes(config: Config, family: Family, facts: ModelFacts) -> TextSizes:
 
 def text_layers(family: Family, facts: ModelFacts) -> dict[str, EncoderSize]:
     """The size of each text encoder that can be trained: a folder's own, or the published model's."""
-    clip_tokens, t5_tokens = CLIP_TOKENS * family.text.chunks, family.text.t5_tokens or facts.caption_tokens
+    clip_tokens, t5_tokens = (
+        CLIP_TOKENS * family.text.options.chunks,
+        family.text.options.t5_tokens or facts.caption_tokens,
+    )
     if not facts.path.is_dir():
-        public = zip(family.text_targets, phase_costs(family.name).text_layers, strict=True)
+        public = zip(family.text.targets, phase_costs(family.name).text_layers, strict=True)
         return {
             name: EncoderSize(layers, width, inner, scores=width // T5_HEAD, tokens=t5_tokens)
-            if name in family.cached_texts
+            if name in family.text.cached
             else EncoderSize(layers, width, inner, tokens=clip_tokens)
             for name, (layers, width, inner) in public
         }
     found = {}
-    for name in named_parts(facts.path, tuple(family.text_targets)):
-        asked = OF_T5 if name in family.cached_texts else OF_CLIP
+    for name in named_parts(facts.path, tuple(family.text.targets)):
+        asked = OF_T5 if name in family.text.cached else OF_CLIP
         config = read_config(facts.path, f"{name}/config.json", asked)
         layers, width, inner, *heads = (int(config[key]) for key in asked)
         found[name] = EncoderSize(layers, width, inner, tokens=clip_tokens)

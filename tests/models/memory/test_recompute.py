@@ -10,11 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from lora_trainer.config.schema import CheckpointingMode, Precision
 from lora_trainer.memory_plan.trace import make_subject, trace
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Architecture, public_architecture
+from lora_trainer.models.family import Architecture
 from lora_trainer.models.memory import recompute
 from lora_trainer.models.memory.block_swap import swap_blocks, swappable_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.memory.recompute import recomputing
+from lora_trainer.models.published import public_architecture
 from lora_trainer.models.quantization.store import make_quantizer, store_layers
 from tests.models.memory.test_block_swap import CPU, Tried, same
 

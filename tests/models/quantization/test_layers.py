@@ -118,9 +118,9 @@ def test_quantized_loading_equals_loading_and_quantizing(model: Path, stored: st
 def test_a_kept_base_model_is_not_quantized(model: Path) -> None:
     family = keep_loaded({"sd15": FAMILY})["sd15"]
     before = {name: tensor.clone() for name, tensor in loaded(model / "unet").state_dict().items()}
-    narrow = family.load_denoiser(model, torch.float32, CPU, make_quantizer("int8"))
+    narrow = family.denoiser.load(model, torch.float32, CPU, make_quantizer("int8"))
     assert any(map(is_narrow, narrow.modules()))
-    assert_same(family.load_denoiser(model, torch.float32, CPU).state_dict(), before)
+    assert_same(family.denoiser.load(model, torch.float32, CPU).state_dict(), before)
 
 
 def test_layers_in_host_memory_are_quantized_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,9 @@ def test_predictions_stay_near_those_of_fp32(model: Path, stored: str) -> None:
         x = torch.randn(4, 4, 16, 16, generator=generator).to(dtype)
         embeds = torch.randn(4, 77, int(denoiser.config.cross_attention_dim), generator=generator).to(dtype)
         with torch.no_grad():
-            return FAMILY.predict(denoiser, x, torch.tensor([20, 300, 600, 980]), {"embeds": embeds}, x).float()
+            return FAMILY.denoiser.predict(
+                denoiser, x, torch.tensor([20, 300, 600, 980]), {"embeds": embeds}, x
+            ).float()
 
     exact, found = predicted(torch.float32, "bf16"), predicted(torch.bfloat16, stored)
     assert 0 < float((found - exact).norm() / exact.norm()) < BOUNDS[stored]

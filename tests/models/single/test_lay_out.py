@@ -20,7 +20,7 @@ from transformers import CLIPTokenizer
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.folder import detect_family
+from lora_trainer.models.detection import detect_family
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
 from lora_trainer.models.single.lay_out import lacking_parts, lay_out
@@ -86,7 +86,7 @@ def test_a_checkpoint_equals_its_folder(model: tuple[str, Path, Path]) -> None:
         theirs.caption_tokens,
         theirs.pixel_step,
     )
-    unet, other = both(family.load_denoiser, folder, laid_out)
+    unet, other = both(family.denoiser.load, folder, laid_out)
     same(unet.state_dict(), other.state_dict())
     read, expected = both(family.load_encoders, folder, laid_out)
     captions = ["a red square on a white background", "", "blue (circle)!"]
@@ -98,9 +98,10 @@ def test_a_checkpoint_equals_its_folder(model: tuple[str, Path, Path]) -> None:
     noisy, t, sizes = torch.randn(3, 4, 16, 16), torch.tensor([3, 500, 900]), torch.full((3, 6), 128.0)
     with torch.no_grad():
         assert torch.equal(
-            family.predict(unet, noisy, t, cond, sizes), family.predict(other, noisy, t, same_cond, sizes)
+            family.denoiser.predict(unet, noisy, t, cond, sizes),
+            family.denoiser.predict(other, noisy, t, same_cond, sizes),
         )
-    first, second = family.make_process(folder), family.make_process(laid_out)
+    first, second = family.denoiser.make_process(folder), family.denoiser.make_process(laid_out)
     assert first.prediction == second.prediction
     assert torch.equal(first.alphas_cumprod, second.alphas_cumprod)
 
@@ -108,9 +109,9 @@ def test_a_checkpoint_equals_its_folder(model: tuple[str, Path, Path]) -> None:
 def test_key_mappings_are_those_of_diffusers_converters(model: tuple[str, Path, Path]) -> None:
     name, _, file = model
     laid_out, family = lay_out(file), FAMILIES[name]
-    unet = family.load_denoiser(laid_out, torch.float32, CPU)
+    unet = family.denoiser.load(laid_out, torch.float32, CPU)
     same(unet.state_dict(), diffusers_own.convert_ldm_unet_checkpoint(load_file(file), dict(unet.config)))
-    vae = family.make_pipeline(laid_out, torch.float32, CPU).vae
+    vae = family.pipeline.make(laid_out, torch.float32, CPU).vae
     same(vae.state_dict(), diffusers_own.convert_ldm_vae_checkpoint(load_file(file), dict(vae.config)))
 
 
@@ -141,7 +142,7 @@ def test_a_flow_checkpoint_equals_its_folder(flow: tuple[str, Any, Path], tmp_pa
         theirs.caption_tokens,
         theirs.pixel_step,
     )
-    denoiser, other = both(family.load_denoiser, folder, laid_out)
+    denoiser, other = both(family.denoiser.load, folder, laid_out)
     same(denoiser.state_dict(), other.state_dict())
     read, expected = both(family.load_encoders, folder, laid_out)
     captions = ["a red ring on a background", ""]
@@ -153,7 +154,8 @@ def test_a_flow_checkpoint_equals_its_folder(flow: tuple[str, Any, Path], tmp_pa
     noisy, t, sizes = torch.randn(2, 16, 8, 8), torch.tensor([3, 900]), torch.full((2, 6), 64.0)
     with torch.no_grad():
         assert torch.equal(
-            family.predict(denoiser, noisy, t, cond, sizes), family.predict(other, noisy, t, same_cond, sizes)
+            family.denoiser.predict(denoiser, noisy, t, cond, sizes),
+            family.denoiser.predict(other, noisy, t, same_cond, sizes),
         )
     one, two = (
         json.loads((each / "scheduler/scheduler_config.json").read_text("utf-8")) for each in (folder, laid_out)
@@ -191,7 +193,7 @@ def test_weights_of_other_types_are_cast(stored: torch.dtype, tmp_path: Path, mo
     monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
     tensors = unet_checkpoint(pipeline, "sd15")
     cast = {name: each.to(stored) if each.is_floating_point() else each for name, each in tensors.items()}
-    unet = FAMILIES["sd15"].load_denoiser(lay_out(write(cast, tmp_path / "x.safetensors")), torch.float32, CPU)
+    unet = FAMILIES["sd15"].denoiser.load(lay_out(write(cast, tmp_path / "x.safetensors")), torch.float32, CPU)
     same(unet.state_dict(), {name: each.to(stored).float() for name, each in pipeline.unet.state_dict().items()})
 
 
@@ -222,7 +224,7 @@ def test_a_missing_weight_is_named_with_its_file(tmp_path: Path, monkeypatch: py
     del tensors["model.diffusion_model.middle_block.1.norm.bias"]
     file = write(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UsageError, match=f"unet of {file} lacks 1 .*mid_block.attentions.0.norm.bias"):
-        FAMILIES["sd15"].load_denoiser(lay_out(file), torch.float32, CPU)
+        FAMILIES["sd15"].denoiser.load(lay_out(file), torch.float32, CPU)
     tensors["model.diffusion_model.middle_block.9.norm.bias"] = torch.zeros(1)
     with pytest.raises(UsageError, match=r"1 tensors that no known model has: model.diffusion_model.middle_block.9"):
         lay_out(write(tensors, file))

@@ -18,9 +18,9 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import public_architecture
 from lora_trainer.models.folder import shapes_of_weights
 from lora_trainer.models.places import numbers_of, stored_weights
+from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single.lay_out import lay_out
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.models.single.stored import Stored
@@ -157,6 +157,6 @@ def test_published_models_have_the_published_number_of_weights(
         assert facts.resolution == public.resolution
     built = json.loads((laid_out / "unet" / "config.json").read_text(encoding="utf-8"))
     with torch.device("meta"):
-        model = FAMILIES[family].make_denoiser(built)
+        model = FAMILIES[family].denoiser.make(built)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert shapes == shapes_of_weights(laid_out / "unet")

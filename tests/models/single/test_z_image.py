@@ -12,7 +12,7 @@ from lora_trainer.config.layers import Layer
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import public_architecture
+from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single.lay_out import lacking_parts, lay_out
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.models.single.transformers import z_image_part
@@ -54,7 +54,7 @@ def test_a_checkpoint_equals_its_folder(pipeline: Any, bare: bool, tmp_path: Pat
     assert [("Turbo" in line, file.name in line) for line in messages] == [(True, True)]
     laid_out = lay_out(file, parts)
     assert FAMILY.describe(laid_out).variant == "turbo"
-    ours, theirs = (FAMILY.load_denoiser(each, torch.float32, CPU) for each in (laid_out, folder))
+    ours, theirs = (FAMILY.denoiser.load(each, torch.float32, CPU) for each in (laid_out, folder))
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     assert all(torch.equal(weight, theirs.state_dict()[name]) for name, weight in ours.state_dict().items())
     read, expected = (FAMILY.load_encoders(each, torch.float32, CPU) for each in (folder, laid_out))
@@ -64,7 +64,7 @@ def test_a_checkpoint_equals_its_folder(pipeline: Any, bare: bool, tmp_path: Pat
     assert torch.equal(read.encode_image(pixels)[0], expected.encode_image(pixels)[0])
     noisy, t = torch.randn(2, 16, 8, 8), torch.tensor([3, 900])
     with torch.no_grad():
-        first, second = (FAMILY.predict(each, noisy, t, cond, torch.zeros(2, 6)) for each in (ours, theirs))
+        first, second = (FAMILY.denoiser.predict(each, noisy, t, cond, torch.zeros(2, 6)) for each in (ours, theirs))
     assert torch.equal(first, second)
 
 
@@ -89,7 +89,7 @@ def test_base_and_turbo_are_distinguished_by_the_setting_or_the_name(pipeline: A
         model = ModelSection.model_validate({"path": str(path), "text_encoders": str(folder), "flavor": variant})
         found = find_base(model)
         assert bool(found.note) == noted
-        assert FAMILY.make_process(found.folder).times.shift.factor == shift
+        assert FAMILY.denoiser.make_process(found.folder).times.shift.factor == shift
         assert FAMILY.describe(found.folder).variant == ("base" if shift == 6 else "turbo")
     for path, words in ((folder, "with a scheduler of its own"), (flux_file(tmp_path), "already decide it")):
         with pytest.raises(UsageError, match=words):
@@ -103,7 +103,7 @@ def flux_file(folder: Path) -> Path:
 
 def test_the_published_transformer_is_recognized_by_its_shapes(tmp_path: Path) -> None:
     with torch.device("meta"):
-        tensors = z_image_original(FAMILY.make_denoiser(public_architecture("z_image").denoiser))
+        tensors = z_image_original(FAMILY.denoiser.make(public_architecture("z_image").denoiser))
     part = z_image_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
     published = public_architecture("z_image").denoiser
     assert {name: part.config[name] for name in published} == dict(published)

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from builtin_base.architecture import make_tokenizer
-from lora_trainer.models.family import public_architecture
+from lora_trainer.models.published import public_architecture
 from tests.export.tiny import T5_WIDTH, qwen_tokenizer, t5_tokenizer, tiny_qwen
 
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}

@@ -1,0 +1,24 @@
+"""Which family the model of a folder belongs to. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.folder import read_config
+
+
+def detect_family(folder: Path, origin: str = "--model") -> str:
+    """The family of a model folder, by its pipeline's class, and by its own test where families share a pipeline.
+
+    Raises UsageError for models that cannot be trained; `origin` is the flag or setting that names the folder.
+    """
+    if not folder.exists():
+        raise UsageError(Problem(f"There is no model at {folder}.", f"Check {origin}."))
+    pipeline = str(read_config(folder, "model_index.json").get("_class_name", ""))
+    for name, family in FAMILIES.items():
+        if family.pipeline.class_name == pipeline and family.recognizes(folder):
+            return name
+    known = ", ".join(dict.fromkeys(family.pipeline.class_name for family in FAMILIES.values()))
+    raise UsageError(Problem(f"{folder} holds a {pipeline or 'nameless'} model.", f"Supported: {known}."))
