@@ -14,14 +14,14 @@ from typing import Any
 from lora_trainer.config.toml import shown
 from lora_trainer.core.io import write_text
 from lora_trainer.importers import (
-    aitoolkit_keys,
+    aitoolkit,
     diffusers_flags,
     kohya,
     kohya_dataset,
     kohya_gui,
+    onetrainer,
     onetrainer_concepts,
-    onetrainer_keys,
-    simpletuner_keys,
+    simpletuner,
 )
 from lora_trainer.importers.reading import KeyRule
 
@@ -69,26 +69,26 @@ TABLES: tuple[tuple[str, str, Mapping[str, KeyRule], Mapping[str, Any]], ...] = 
         kohya_dataset.DEFAULTS,
     ),
     ("kohya GUI", "The JSON that kohya's GUI saves.", kohya_gui.MORE_RULES, kohya_gui.DEFAULTS),
-    ("ai-toolkit", "The first process of a job.", aitoolkit_keys.RULES, aitoolkit_keys.DEFAULTS),
+    ("ai-toolkit", "The first process of a job.", aitoolkit.RULES, aitoolkit.DEFAULTS),
     (
         "ai-toolkit datasets",
         "Each of `datasets`.",
-        aitoolkit_keys.DATASET_RULES,
-        aitoolkit_keys.DATASET_DEFAULTS,
+        aitoolkit.DATASET_RULES,
+        aitoolkit.DATASET_DEFAULTS,
     ),
     (
         "SimpleTuner",
         "`config.json`, with or without dashes before the keys, and the file that `data_backend_config` names.",
-        simpletuner_keys.RULES,
-        simpletuner_keys.DEFAULTS,
+        simpletuner.RULES,
+        simpletuner.DEFAULTS,
     ),
     (
         "SimpleTuner datasets",
         "`multidatabackend.json`. `repeats: 0` means once, which is 1 here.",
-        simpletuner_keys.BACKEND_RULES,
-        simpletuner_keys.BACKEND_DEFAULTS,
+        simpletuner.BACKEND_RULES,
+        simpletuner.BACKEND_DEFAULTS,
     ),
-    ("OneTrainer", "Its JSON; nested keys have dots.", onetrainer_keys.RULES, onetrainer_keys.DEFAULTS),
+    ("OneTrainer", "Its JSON; nested keys have dots.", onetrainer.RULES, onetrainer.DEFAULTS),
     (
         "OneTrainer concepts",
         "Inline or in the file that `concept_file_name` names.",

@@ -4,14 +4,293 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.errors import Problem
-from lora_trainer.importers.aitoolkit_keys import DATASET_DEFAULTS, DATASET_RULES, DEFAULTS, RULES
-from lora_trainer.importers.flow_words import AITOOLKIT_DEFAULTS, NOT_OF_FLOWS, is_aitoolkit_flow, of_flows
-from lora_trainer.importers.merge import add_together, flattened, no_validation, read_tables
-from lora_trainer.importers.reading import Line, Reading
+from lora_trainer.importers.flow_words import AITOOLKIT, AITOOLKIT_DEFAULTS, NOT_OF_FLOWS, is_aitoolkit_flow, of_flows
+from lora_trainer.importers.kohya_dataset import NEW_EACH_TIME
+from lora_trainer.importers.kohya_keys import (
+    OTHER_FAMILY,
+    READ_FROM_MODEL,
+    betas,
+)
+from lora_trainer.importers.merge import RESOLUTIONS, add_together, flattened, no_validation, read_tables
+from lora_trainer.importers.reading import Around, KeyRule, Line, Reading, Took
+from lora_trainer.importers.rules import (
+    by,
+    count,
+    is_on,
+    lacking,
+    lookup,
+    number,
+    part_of,
+    path_to,
+    same,
+    side,
+    text,
+    texts,
+    truth,
+    unless_off,
+    unused_keys,
+    whole,
+)
+from lora_trainer.importers.words import (
+    ALL_OF_BLOCKS,
+    CHECKPOINTING,
+    EXPORT_DTYPE,
+    MODEL,
+    NOT_LORA,
+    OF_BLOCKS,
+    OPTIMIZER,
+    PRECISION,
+    TEXT_RATES,
+    VAE,
+    average_with,
+    batch_of,
+    schedule,
+    text_rates,
+)
+
+# Linear layers and 1x1 convolutions of the whole U-Net; with `conv` its other convolutions too.
+ALL_LINEAR = ("*.attentions.*", "*.time_emb_proj", "*embedding.*", "*.conv_shortcut")
+FAMILIES = ("sd1", "sd15", "sd2", "sdxl", "sd", "sd3", "flux", "zimage")
+
+
+def _linear(value: Any, around: Around) -> Took:
+    if around["network.rank"] is not None:
+        return Took({}, "network.rank rules", "ignored")
+    return Took({"lora.rank": whole(value)})
+
+
+def _alpha(value: Any, around: Around) -> Took:
+    if around["network.linear_alpha"] is not None:
+        return Took({}, "network.linear_alpha rules", "ignored")
+    return Took({"lora.alpha": number(value)})
+
+
+def _kind(value: Any, around: Around) -> Took:
+    layers = ["*"] if around["network.conv"] is not None else list(ALL_LINEAR)
+    if is_aitoolkit_flow(around.keys):
+        return Took({"lora.target_modules": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
+    plain = text(value).lower() in ("lora", "locon")
+    return Took({"lora.target_modules": layers}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
+
+
+def _texts(value: Any, around: Around) -> Took:
+    if not truth(value):
+        return Took({}, "as here", "ignored")
+    rate = number(around["train.text_encoder_lr"] or around["train.lr"])
+    two = str(around["model.arch"] or "").lower() in ("sdxl", "sd3") or is_on(around["model.is_xl"] or False)
+    alpha = around["network.linear_alpha"] if around["network.linear_alpha"] is not None else around["network.alpha"]
+    return Took(text_rates([rate] * (2 if two else 1), alpha))
+
+
+def _steps(value: Any, around: Around) -> Took:
+    """With `gradient_accumulation_steps` each accumulated batch counts as a step there."""
+    parts = count(around, "train.gradient_accumulation_steps")
+    why = f"{value} batches of which {parts} make a step" if parts > 1 else ""
+    return Took({"train.max_steps": -(-whole(value) // parts)}, why)
+
+
+def _rate(value: Any, around: Around) -> Took:
+    if around["train.unet_lr"] is not None:
+        return Took({}, "train.unet_lr rules", "ignored")
+    return Took({"optimizer.learning_rate": number(value)})
+
+
+def _schedule(value: Any, around: Around) -> Took:
+    took = schedule(value, around)
+    warm = {} if text(value) == "constant_with_warmup" else {"lr_scheduler.warmup_steps": 0}
+    if text(value) == "linear":
+        took = replace(took, why="it rises from a third of the rate there, and falls to 0 here", verdict="changed")
+    cycles = {"lr_scheduler.cycles": 1} if text(value) == "cosine_with_restarts" else {}
+    return replace(took, settings={**took.settings, **warm, **cycles})
+
+
+def _loss(value: Any, around: Around) -> Took:
+    kinds = {"mse": "mse", "mae": "huber", "pseudo_huber": "huber", "wavelet": "mse", "pixelspace": "mse"}
+    kind = lookup({**kinds, "mean_flow": "mse"}, value, "a loss")
+    exact = text(value) in ("mse", "pseudo_huber")
+    return Took({"loss.type": kind}, "" if exact else "the nearest loss", "mapped" if exact else "changed")
+
+
+def _quantized(value: Any, around: Around) -> Took:
+    return Took({"memory.weight_dtype": "fp8"}) if truth(value) else Took({}, "off", "ignored")
+
+
+def _no_images(value: Any, around: Around) -> Took:
+    return Took({"sample.every_n_steps": 0}) if truth(value) else Took({}, "off", "ignored")
+
+
+def _prompts(value: Any, around: Around) -> Took:
+    return Took({"sample.prompts": texts(value)}) if value else Took({}, "not set", "ignored")
+
+
+def _samples(value: Any, around: Around) -> Took:
+    listed = value if isinstance(value, list) else []
+    found = [each["prompt"] for each in listed if isinstance(each, Mapping) and isinstance(each.get("prompt"), str)]
+    return Took({"sample.prompts": found}) if found else Took({}, "not set", "ignored")
+
+
+def _arch(value: Any, around: Around) -> Took:
+    known = text(value).lower().split(":")[0] in FAMILIES
+    return Took({}, READ_FROM_MODEL if known else OTHER_FAMILY, "ignored" if known else "changed")
+
+
+def _resolutions(value: Any, around: Around) -> Took:
+    sides = [side(each) for each in value] if isinstance(value, list) else [side(value)]
+    return Took({RESOLUTIONS: sides})
+
+
+def _buckets(value: Any, around: Around) -> Took:
+    """An image keeps its shape and is never enlarged; without buckets it becomes a square."""
+    if truth(value):
+        return Took({"data.max_aspect": 8.0, "data.bucket_no_upscale": True}, "any shape, never enlarged")
+    return Took({"data.max_aspect": 1.0}, "all images become squares")
+
+
+def _extension(value: Any, around: Around) -> Took:
+    return Took({"captions.extension": "." + text(value).lstrip(".")})
+
+
+def _alpha_mask(value: Any, around: Around) -> Took:
+    return Took({"source.masks": "alpha"}) if truth(value) else Took({}, "off", "ignored")
+
+
+def _crop(value: Any, around: Around) -> Took:
+    return Took({"source.crop": "random"}) if truth(value) else Took({}, "off", "ignored")
+
+
+def _augmented(value: Any, around: Around) -> Took:
+    return Took({"source.color_variants": 4}) if is_on(value) else Took({}, "off", "ignored")
+
+
+RULES: Mapping[str, KeyRule] = {
+    "job": lacking("only training is imported", off=("extension", "train")),
+    "config.name": same("run.name", text),
+    "type": lacking("only LoRA training is imported", off=("sd_trainer", "diffusion_trainer", "ui_trainer")),
+    "training_folder": path_to("run.output"),
+    "trigger_word": same("captions.trigger_word", text),
+    "network.type": by(_kind, "lora.target_modules", NOT_LORA),
+    "network.rank": same("lora.rank", whole),
+    "network.linear": by(_linear, "lora.rank"),
+    "network.alpha": by(_alpha, "lora.alpha"),
+    "network.linear_alpha": same("lora.alpha", number),
+    "network.conv": lacking("the convolutions learn too, with the rank of network.linear"),
+    "network.conv_alpha": lacking("all layers have the scale of network.linear_alpha"),
+    "network.dropout": unless_off("lora.dropout", number),
+    "network.network_kwargs.only_if_contains": lacking("lora.target_modules says which layers learn"),
+    "network.network_kwargs.ignore_if_contains": lacking("lora.target_modules says which layers learn"),
+    "network.pretrained_lora_path": lacking("training does not start from a LoRA"),
+    "network.all_layers": lacking("only linear layers and convolutions learn"),
+    "save.save_every": unless_off("checkpoint.every_n_steps", whole),
+    "save.max_step_saves_to_keep": unless_off("checkpoint.keep_last", whole),
+    "save.dtype": EXPORT_DTYPE,
+    "model.name_or_path": MODEL,
+    "model.arch": by(_arch, "", OTHER_FAMILY),
+    **{f"model.is_{name}": lacking(OTHER_FAMILY) for name in "pixart pixart_sigma auraflow lumina2 ssd vega".split()},
+    "model.vae_path": VAE,
+    "model.lora_path": lacking("no LoRA is merged into the base before"),
+    "model.assistant_lora_path": lacking("no LoRA is merged into the base before"),
+    "model.refiner_name_or_path": lacking("refiners are not trained"),
+    "model.unet_path": lacking("the model's own denoiser is used"),
+    "train.steps": by(_steps, "train.max_steps"),
+    "train.batch_size": batch_of("train.gradient_accumulation", "train.gradient_accumulation_steps"),
+    "train.gradient_accumulation": part_of("train.batch_size", "train.effective_batch_size"),
+    "train.gradient_accumulation_steps": part_of("train.batch_size", "train.effective_batch_size"),
+    "train.optimizer": OPTIMIZER,
+    "train.optimizer_params.weight_decay": same("optimizer.weight_decay", number),
+    "train.optimizer_params.betas": by(betas, "optimizer.beta1 optimizer.beta2"),
+    "train.lr": by(_rate, "optimizer.learning_rate"),
+    "train.unet_lr": same("optimizer.learning_rate", number),
+    "train.text_encoder_lr": part_of("train.train_text_encoder", "text_encoder.learning_rates"),
+    "train.lr_scheduler": by(_schedule, "lr_scheduler.name lr_scheduler.warmup_steps", "others than ours are replaced"),
+    "train.lr_scheduler_params.num_warmup_steps": same("lr_scheduler.warmup_steps", whole),
+    "train.dtype": PRECISION,
+    "model.quantize": by(_quantized, "memory.weight_dtype", "weights are kept in fp8 here", changes=True),
+    "train.gradient_checkpointing": CHECKPOINTING,
+    "train.max_grad_norm": same("optimizer.max_grad_norm", number),
+    "train.min_snr_gamma": unless_off("loss.min_snr_gamma", number),
+    "train.snr_gamma": unless_off("loss.min_snr_gamma", number),
+    "train.noise_offset": unless_off("noise.offset", number),
+    "train.loss_type": by(_loss, "loss.type", "others than ours are replaced"),
+    "train.reg_weight": same("loss.prior_loss_weight", number),
+    "train.ema_config.use_ema": average_with("train.ema_config.ema_decay", 0.999),
+    "train.ema_config.ema_decay": part_of("train.ema_config.use_ema", "train.ema_decay"),
+    "train.ema_config.use_feedback": lacking("there is no such thing here"),
+    "train.ema_config.param_multiplier": lacking("there is no such thing here", off=(1, 1.0)),
+    "train.train_text_encoder": by(_texts, TEXT_RATES),
+    "train.train_unet": by(
+        lambda value, around: Took({}, "as here", "ignored") if truth(value) else Took({}),
+        "",
+        "the denoiser learns here, always",
+        changes=True,
+    ),
+    "train.noise_scheduler": lacking(
+        "the model's own schedule is followed", off=("ddpm", "ddim", "euler", "flowmatch")
+    ),
+    **AITOOLKIT,
+    "train.disable_sampling": by(_no_images, "sample.every_n_steps"),
+    **unused_keys("ai-toolkit"),
+    "sample.sample_every": same("sample.every_n_steps", whole),
+    "sample.prompts": by(_prompts, "sample.prompts"),
+    "sample.samples": by(_samples, "sample.prompts", "their own sizes and seeds are left out", changes=True),
+    "sample.sample_steps": same("sample.num_inference_steps", whole),
+    "sample.guidance_scale": same("sample.guidance_scale", number),
+}
+DEFAULTS: Mapping[str, Any] = {
+    "network.type": "lora",
+    "network.linear": 4,
+    "network.alpha": 1.0,
+    "train.steps": 1000,
+    "train.batch_size": 1,
+    "train.optimizer": "adamw",
+    "train.lr": 1e-6,
+    "train.lr_scheduler": "constant",
+    "train.dtype": "fp32",
+    "train.gradient_checkpointing": True,
+    "save.save_every": 1000,
+    "save.max_step_saves_to_keep": 5,
+    "sample.sample_every": 100,
+    "sample.sample_steps": 20,
+    "sample.guidance_scale": 7,
+}
+DATASET_RULES: Mapping[str, KeyRule] = {
+    "folder_path": path_to("source.path"),
+    "dataset_path": path_to("source.path"),
+    "default_caption": same("source.default_caption", text),
+    "trigger_word": same("captions.trigger_word", text),
+    "caption_ext": by(_extension, "captions.extension"),
+    "caption_type": by(_extension, "captions.extension"),
+    "resolution": by(_resolutions, "source.resolutions"),
+    "num_repeats": same("source.repeats", whole),
+    "is_reg": same("source.is_reg", truth),
+    "loss_multiplier": same("source.loss_weight", number),
+    "caption_dropout_rate": same("captions.dropout", number),
+    "token_dropout_rate": same("captions.tag_dropout", number),
+    "shuffle_tokens": same("captions.shuffle", truth),
+    "keep_tokens": same("captions.keep_tokens", whole),
+    "flip_x": same("source.flip", truth),
+    "buckets": by(_buckets, "data.max_aspect data.bucket_no_upscale"),
+    "bucket_tolerance": same("data.bucket_step", whole),
+    "random_crop": by(_crop, "source.crop", NEW_EACH_TIME, changes=True),
+    "augments": by(_augmented, "source.color_variants", NEW_EACH_TIME, changes=True),
+    "augmentations": by(_augmented, "source.color_variants", NEW_EACH_TIME, changes=True),
+    "alpha_mask": by(_alpha_mask, "source.masks"),
+    "mask_path": path_to("source.masks"),
+    "mask_min_value": same("loss.unmasked_weight", number),
+    **unused_keys("ai-toolkit datasets"),
+}
+DATASET_DEFAULTS: Mapping[str, Any] = {
+    "caption_ext": ".txt",
+    "resolution": 512,
+    "num_repeats": 1,
+    "buckets": True,
+    "bucket_tolerance": 64,
+}
+
 
 TOOL = "ai-toolkit"
 

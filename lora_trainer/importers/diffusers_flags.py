@@ -14,7 +14,6 @@ from lora_trainer.importers.flow_words import (
     diffusers_family,
 )
 from lora_trainer.importers.kohya_dataset import NEW_EACH_TIME
-from lora_trainer.importers.kohya_keys import CACHED, LOGS, READ_FROM_MODEL, SPEED, UPLOADS
 from lora_trainer.importers.merge import no_validation
 from lora_trainer.importers.reading import SOURCES, Around, KeyRule, Reading, Took, located
 from lora_trainer.importers.rules import (
@@ -31,6 +30,7 @@ from lora_trainer.importers.rules import (
     text,
     truth,
     unless_off,
+    unused_keys,
     whole,
 )
 from lora_trainer.importers.words import (
@@ -123,11 +123,8 @@ RULES: Mapping[str, KeyRule] = {
     "with_prior_preservation": part_of("class_data_dir", SOURCES),
     "num_class_images": lacking("class images are not generated: existing ones are used"),
     "prior_loss_weight": same("loss.prior_loss_weight", number),
-    "prior_generation_precision": nothing("class images are not generated"),
     "dataset_name": lacking("datasets of a hub are not read: name a local folder with --data"),
     "dataset_config_name": lacking("datasets of a hub are not read"),
-    "image_column": nothing("the column is found by its name"),
-    "caption_column": nothing("the column is found by its name"),
     "max_train_samples": lacking("all images are trained"),
     "resolution": same("data.resolution", side),
     "center_crop": by(_crop, "data.crop", NEW_EACH_TIME, changes=True),
@@ -147,7 +144,6 @@ RULES: Mapping[str, KeyRule] = {
     "adam_beta1": same("optimizer.beta1", number),
     "adam_beta2": same("optimizer.beta2", number),
     "adam_weight_decay": same("optimizer.weight_decay", number),
-    "adam_epsilon": nothing("its usual epsilon is taken"),
     "max_grad_norm": same("optimizer.max_grad_norm", number),
     "lr_scheduler": SCHEDULE,
     "lr_warmup_steps": by(_warmup, "lr_scheduler.warmup_steps"),
@@ -163,7 +159,6 @@ RULES: Mapping[str, KeyRule] = {
     "checkpoints_total_limit": unless_off("checkpoint.keep_last", whole),
     "validation_prompt": by(lambda value, around: Took({"sample.prompts": [text(value)]}), "sample.prompts"),
     "num_validation_images": same("sample.count", whole),
-    "resume_from_checkpoint": nothing("--resume continues a run of lora-trainer"),
     "train_text_encoder": by(_texts, TEXT_RATES),
     "text_encoder_lr": part_of("train_text_encoder", "text_encoder.learning_rates"),
     "train_text_encoder_ti": lacking("set textual_inversion.placeholder_tokens to the words that are learned along"),
@@ -171,21 +166,7 @@ RULES: Mapping[str, KeyRule] = {
     **DIFFUSERS,
     "pretrained_vae_model_name_or_path": VAE,
     "vae_path": VAE,
-    "use_dora": lacking("a plain LoRA is trained in its place"),
-    "prodigy_beta3": lacking("its usual value is taken"),
-    "prediction_type": lacking("the model's own prediction is trained"),
-    "validation_epochs": nothing("counted in steps here"),
-    **dict.fromkeys("revision variant tokenizer_name prodigy_decouple".split(), nothing(READ_FROM_MODEL)),
-    **dict.fromkeys("prodigy_use_bias_correction prodigy_safeguard_warmup".split(), nothing("as the optimizer has it")),
-    **dict.fromkeys("logging_dir report_to local_rank output_kohya_format".split(), nothing(LOGS)),
-    **dict.fromkeys("push_to_hub hub_token hub_model_id".split(), nothing(UPLOADS)),
-    **dict.fromkeys("cache_dir pre_compute_text_embeddings cache_latents".split(), nothing(CACHED)),
-    **dict.fromkeys(
-        "allow_tf32 dataloader_num_workers enable_xformers_memory_efficient_attention sample_batch_size "
-        "tokenizer_max_length text_encoder_use_attention_mask image_interpolation_mode config_file "
-        "num_processes main_process_port multi_gpu mixed_precision_type dynamo_backend".split(),
-        nothing(SPEED),
-    ),
+    **unused_keys("diffusers"),
     SCRIPT: nothing("it says which defaults hold"),
 }
 OF_ALL: Mapping[str, Any] = {

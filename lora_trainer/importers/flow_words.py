@@ -14,7 +14,7 @@ from typing import Any
 from lora_trainer.config.options import NEEDS
 from lora_trainer.importers.documents import SCRIPT
 from lora_trainer.importers.reading import Around, KeyRule, Took, Verdict
-from lora_trainer.importers.rules import by, is_on, lacking, nothing, number, part_of, text, truth
+from lora_trainer.importers.rules import by, is_on, lacking, number, part_of, text, truth
 
 ALL = "flow.timestep_sampling flow.logit_mean flow.logit_std flow.mode_scale flow.shift"
 NO_FLOW = "of models with flow matching, which this is not"
@@ -201,7 +201,6 @@ SIMPLETUNER: Mapping[str, KeyRule] = {
     },
     "flux_guidance_mode": lacking(NO_GUIDANCE, off=("constant",)),
     "flux_guidance_value": lacking(NO_GUIDANCE, off=(1, 1.0)),
-    **{key: nothing("of flux_guidance_mode") for key in ("flux_guidance_min", "flux_guidance_max")},
 }
 ONETRAINER_FLOWS = ("STABLE_DIFFUSION_3", "STABLE_DIFFUSION_35", "FLUX_DEV_1", "Z_IMAGE")
 

@@ -10,15 +10,12 @@ from typing import Any
 from lora_trainer.importers import kohya
 from lora_trainer.importers.flow_words import KOHYA_DEFAULTS, NOT_READ, kohya_family, of_flow, of_flows
 from lora_trainer.importers.kohya_keys import (
-    OTHER_FAMILY,
-    READ_FROM_MODEL,
     RULES,
-    SPEED,
     share_of_steps,
     warmup,
 )
 from lora_trainer.importers.reading import Around, KeyRule, Reading, Took, is_empty, pairs
-from lora_trainer.importers.rules import by, is_on, lacking, nothing, number, part_of, same, text, whole
+from lora_trainer.importers.rules import by, is_on, nothing, number, part_of, same, text, unused_keys, whole
 from lora_trainer.importers.words import (
     ALL_OF_ATTENTION,
     ALL_OF_BLOCKS,
@@ -43,25 +40,6 @@ STILL_MORE = ("block_alphas", "conv_block_dims", "conv_block_alphas", "block_lr_
 AS_ARGUMENTS = (*ARGUMENTS, *MORE_ARGUMENTS, *STILL_MORE)
 PLAIN = ("standard", "lora-fa")
 WITH_CONVOLUTIONS = ("kohya locon", "lycoris/locon", "locon")
-FAMILIES = "anima_checkbox lumina_checkbox hunyuan_image_checkbox".split()
-SPEED_OF_FLOWS = (
-    "flux1_cache_text_encoder_outputs flux1_cache_text_encoder_outputs_to_disk mem_eff_save single_blocks_to_swap "
-    "double_blocks_to_swap sd3_cache_text_encoder_outputs sd3_cache_text_encoder_outputs_to_disk "
-    "sd3_fused_backward_pass sd3_disable_mmap_load_safetensors save_clip save_t5xxl t5xxl_device t5xxl_dtype "
-    "sd3_text_encoder_batch_size show_timesteps_resolution model_type split_qkv sd3_clip_l sd3_t5xxl"
-).split()
-OF_FLOWS = (
-    "train_blocks enable_all_linear img_attn_dim img_mlp_dim img_mod_dim single_dim txt_attn_dim "
-    "txt_mlp_dim txt_mod_dim single_mod_dim in_dims train_double_block_indices train_single_block_indices "
-    "clip_g_dropout_rate sd3_clip_l_dropout_rate sd3_t5_dropout_rate sd3_enable_scaled_pos_embed "
-    "pos_emb_random_crop_rate"
-).split()
-OF_THE_GUI = (
-    "num_cpu_threads_per_process multi_gpu gpu_ids main_process_port dynamo_mode dynamo_use_fullgraph "
-    "dynamo_use_dynamic extra_accelerate_launch_args model_list LyCORIS_preset"
-).split()
-LYCORIS = "factor bypass_mode dora_wd use_cp use_tucker use_scalar rank_dropout_scale constrain rescaled".split()
-MORE_LYCORIS = "decompose_both train_on_input unit train_lora_ggpo ggpo_sigma ggpo_beta".split()
 
 
 def _unless_zero(rule: KeyRule) -> KeyRule:
@@ -146,22 +124,13 @@ def _rules() -> dict[str, KeyRule]:
         "multires_noise_discount": _noise("multires", "multires_noise_discount"),
         "num_processes": part_of("train_batch_size", "train.effective_batch_size"),
         "num_machines": part_of("train_batch_size", "train.effective_batch_size"),
-        "training_comment": nothing("a note"),
-        "stop_text_encoder_training": lacking("text encoders that learn do so to the end", off=(-1,)),
-        "stop_text_encoder_training_pct": lacking("text encoders that learn do so to the end", off=(-1,)),
-        **{key: lacking(NOT_LORA, off=(-1, 1)) for key in (*LYCORIS, *MORE_LYCORIS)},
-        "train_on_input": nothing("of another kind of network"),
+        **unused_keys("kohya GUI"),
         **{key: _with_convolutions(kohya.RULES[f"network_args.{key}"]) for key in ("conv_dim", "conv_alpha")},
-        "train_inpainting": lacking("inpainting models are not trained"),
-        **{key: nothing(READ_FROM_MODEL) for key in ("flux1_checkbox", "sd3_checkbox")},
-        **{key: lacking(OTHER_FAMILY) for key in FAMILIES},
-        **{key: nothing(SPEED) for key in SPEED_OF_FLOWS},
-        **{key: of_flow(lacking("there is no such thing here", off=("all",))) for key in OF_FLOWS},
+        **{key: of_flow(rule) for key, rule in unused_keys("kohya GUI, flow matching").items()},
         **{
             key: of_flow(part_of("text_encoder_lr", "text_encoder.learning_rates"))
             for key in ("t5xxl_lr", "train_t5xxl")
         },
-        **{key: nothing(SPEED) for key in OF_THE_GUI},
         "sample_every_n_steps": same("sample.every_n_steps", whole),
     }
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.errors import UsageError
-from lora_trainer.importers import kohya_texts
-from lora_trainer.importers.flow_words import KOHYA, kohya_family
+from lora_trainer.importers.flow_words import KOHYA, kohya_family, of_flow
 from lora_trainer.importers.reading import Around, KeyRule, Took, located
 from lora_trainer.importers.rules import (
     by,
@@ -16,19 +16,21 @@ from lora_trainer.importers.rules import (
     is_on,
     lacking,
     lookup,
-    nothing,
     number,
+    part_of,
     path_to,
     same,
     text,
     truth,
     unless_off,
+    unused_keys,
     whole,
 )
 from lora_trainer.importers.words import (
     ALL_OF_ATTENTION,
     ALL_OF_BLOCKS,
     ALL_WITH_CONVOLUTIONS,
+    CLIP_SKIP,
     EXPORT_DTYPE,
     MODEL,
     NOT_LORA,
@@ -36,19 +38,19 @@ from lora_trainer.importers.words import (
     OPTIMIZER,
     PRECISION,
     SCHEDULE,
+    TEXT_RATES,
+    VAE,
+    text_rates,
 )
 
-LOGS = "this program keeps its own logs"
-UPLOADS = "nothing is uploaded"
-SPEED = "a matter of memory or speed: it changes nothing that is learned"
 READ_FROM_MODEL = "read from the model's files"
-IN_STEPS = "counted in steps here"
 SAVED_TOO = "checkpoints are written every checkpoint.every_n_steps steps too"
 OTHER_FAMILY = "of model families that are not trained here"
-CACHED = "latents and texts are always cached, and rebuilt when anything changed"
 PLAIN_MODULES = ("networks.lora", "networks.lora_fa")
 OF_TRANSFORMERS = ("networks.lora_flux", "networks.lora_sd3")
 LORA_ALGORITHMS = ("lora", "locon")
+STAY = "text encoders stay as they are, as here"
+OF_FILES = "set model.text_encoders to a folder with such files: keys tell which is which"
 
 
 def _steps(value: Any, around: Around) -> Took:
@@ -202,6 +204,54 @@ def prompts(value: Any, around: Around) -> Took:
     return Took({"sample.prompts": found}, why, "changed" if options else "mapped")
 
 
+def trains_texts(around: Around) -> bool:
+    """Whether text encoders learn; those whose outputs are cached cannot."""
+    cached = "sdxl_cache_text_encoder_outputs" if around["LoRA_type"] is not None else "cache_text_encoder_outputs"
+    return not is_on(around["network_train_unet_only"] or False) and not (
+        is_on(around[cached] or False) and not kohya_family(around)
+    )
+
+
+def rates_of_texts(rate: Any, around: Around) -> Took:
+    """One learning rate for all text encoders, or one for each: of CLIP, and of T5 if `train_t5xxl` is set.
+
+    In a list that is too short for a flow-matching model, the last one applies to the rest.
+    """
+    listed = (
+        re.split(r"[\s,]+", rate.strip("[] ")) if isinstance(rate, str) else rate if isinstance(rate, list) else [rate]
+    )
+    rates = [number(each) for each in listed]
+    if not any(rates):
+        return Took({}, STAY, "ignored")
+    family, t5, of_t5 = kohya_family(around), str(around["network_args.train_t5xxl"]) == "True", around["t5xxl_lr"]
+    if family and around["LoRA_type"] is not None:  # the GUI, whose list comes from its two fields
+        t5 = t5 or (family == "flux" and is_on(around["train_t5xxl"] or False))
+        rates = [*rates, number(of_t5)] if is_on(of_t5 or 0) else rates
+    encoders = (2 if family == "sd3" or is_on(around["sdxl"] or False) else 1) + (bool(family) and t5)
+    alike = bool(family) or len(rates) == 1
+    kept = (rates + rates[-1:] * encoders)[:encoders] if alike else rates
+    return Took(text_rates(kept, around["network_alpha"]))
+
+
+def _text_rate(value: Any, around: Around) -> Took:
+    return rates_of_texts(value, around) if trains_texts(around) else Took({}, STAY, "ignored")
+
+
+def _unet_only(value: Any, around: Around) -> Took:
+    """Without it they use their own learning rate, or that of everything."""
+    truth(value)
+    if not trains_texts(around):
+        return Took({}, STAY, "ignored")
+    if around["text_encoder_lr"] is not None:
+        return Took({}, "text_encoder_lr is their rate", "ignored")
+    return rates_of_texts(around["learning_rate"], around)
+
+
+def _max_tokens(value: Any, around: Around) -> Took:
+    tokens = whole(value) if is_on(value) else 75
+    return Took({"text_encoder.max_tokens": tokens}) if tokens not in (75, 77) else Took({}, "as here", "ignored")
+
+
 RULES: Mapping[str, KeyRule] = {
     "pretrained_model_name_or_path": MODEL,
     "output_dir": path_to("run.output"),
@@ -224,7 +274,16 @@ RULES: Mapping[str, KeyRule] = {
     "optimizer_args.decouple": lacking("weight decay is always decoupled", off=("True", "true")),
     "learning_rate": by(_rate, "optimizer.learning_rate"),
     "unet_lr": by(_unet_rate, "optimizer.learning_rate"),
-    **kohya_texts.RULES,
+    "text_encoder_lr": by(_text_rate, TEXT_RATES),
+    "network_train_unet_only": by(_unet_only, TEXT_RATES),
+    "clip_skip": CLIP_SKIP,
+    "max_token_length": by(_max_tokens, "text_encoder.max_tokens"),
+    "vae": VAE,
+    "ae": of_flow(VAE),
+    **{key: of_flow(lacking(OF_FILES)) for key in ("clip_l", "clip_g", "t5xxl")},
+    "t5xxl_max_token_length": of_flow(same("text_encoder.max_sequence_length", whole)),
+    "apply_t5_attn_mask": of_flow(lacking("T5's padding is seen, as the model was trained")),
+    "network_args.train_t5xxl": part_of("text_encoder_lr", TEXT_RATES.split()[0]),
     **KOHYA,
     "lr_scheduler": SCHEDULE,
     "lr_warmup_steps": by(warmup, "lr_scheduler.warmup_steps"),
@@ -260,109 +319,5 @@ RULES: Mapping[str, KeyRule] = {
     "huber_scale": lacking("errors are not scaled before they are weighed", off=(1, 1.0)),
     "prior_loss_weight": same("loss.prior_loss_weight", number),
     "weighted_captions": same("captions.prompt_weighting", truth),
-    "noise_offset_random_strength": lacking("the offset has the same strength always"),
-    "ip_noise_gamma_random_strength": lacking("the perturbation has the same strength always"),
-    "adaptive_noise_scale": lacking("the offset does not follow the latents' mean"),
-    "perlin_noise": lacking("there is no such noise here"),
-    "debiased_estimation_loss": lacking("there is no such weighting here"),
-    "scale_v_pred_loss_like_noise_pred": lacking("there is no such weighting here"),
-    "v_pred_like_loss": lacking("there is no such weighting here"),
-    "min_timestep": lacking("all timesteps are trained"),
-    "max_timestep": lacking("all timesteps are trained", off=(1000,)),
-    "scale_weight_norms": lacking("norms of the LoRA are not limited"),
-    "network_weights": lacking("training does not start from a LoRA"),
-    "dim_from_weights": lacking("training does not start from a LoRA"),
-    "base_weights": lacking("no LoRA is merged into the base before"),
-    "base_weights_multiplier": lacking("no LoRA is merged into the base before"),
-    "resume": lacking("states of other programs cannot be resumed"),
-    "initial_epoch": lacking("training starts at its first step"),
-    "initial_step": lacking("training starts at its first step"),
-    "skip_until_initial_step": lacking("training starts at its first step"),
-    "full_fp16": lacking("what is trained is kept in fp32"),
-    "full_bf16": lacking("what is trained is kept in fp32"),
-    "network_train_text_encoder_only": lacking("the denoiser learns here, always"),
-    "lr_scheduler_type": lacking("schedules of one's own are not loaded"),
-    "lr_scheduler_args": lacking("the schedule is lr_scheduler.name alone"),
-    "lr_decay_steps": lacking("the descent follows lr_scheduler.name"),
-    "lr_scheduler_min_lr_ratio": lacking("schedules end at 0"),
-    "lr_scheduler_timescale": lacking("there is no such schedule here"),
-    "dataset_class": lacking("code of other programs is not loaded"),
-    **{
-        f"network_args.{key}": lacking(why)
-        for key, why in {
-            "loraplus_lr_ratio": "both halves of the LoRA learn at one rate",
-            "loraplus_unet_lr_ratio": "both halves of the LoRA learn at one rate",
-            "loraplus_text_encoder_lr_ratio": "both halves of the LoRA learn at one rate",
-            "block_dims": "all layers have one rank",
-            "block_alphas": "all layers have one scale",
-            "conv_block_dims": "all layers have one rank",
-            "conv_block_alphas": "all layers have one scale",
-            "down_lr_weight": "all layers learn at one rate",
-            "mid_lr_weight": "all layers learn at one rate",
-            "up_lr_weight": "all layers learn at one rate",
-            "block_lr_zero_threshold": "all layers learn at one rate",
-            "rank_dropout": "only lora.dropout is dropped",
-            "module_dropout": "only lora.dropout is dropped",
-            "use_tucker": NOT_LORA,
-            "use_scalar": NOT_LORA,
-            "dora_wd": NOT_LORA,
-            "factor": NOT_LORA,
-            "train_norm": "norms do not learn",
-        }.items()
-    },
-    **{
-        f"optimizer_args.{key}": lacking(why)
-        for key, why in {
-            "d_coef": "the rate is optimizer.learning_rate times what the optimizer finds",
-            "d0": "its usual start is taken",
-            "growth_rate": "its growth is not limited",
-            "use_bias_correction": "without it",
-            "safeguard_warmup": "without it",
-            "relative_step": "the rate follows lr_scheduler.name",
-            "scale_parameter": "the rate follows lr_scheduler.name",
-            "warmup_init": "the rate follows lr_scheduler.name",
-            "eps": "its usual epsilon is taken",
-        }.items()
-    },
-    **{key: nothing(CACHED) for key in ["cache_latents", "cache_latents_to_disk", "cache_text_encoder_outputs"]},
-    **{key: nothing(CACHED) for key in ["cache_text_encoder_outputs_to_disk", "skip_cache_check"]},
-    **{key: nothing(READ_FROM_MODEL) for key in ["v2", "v_parameterization", "sdxl", "no_token_padding"]},
-    **{key: nothing(IN_STEPS) for key in ["validate_every_n_epochs", "sample_every_n_epochs"]},
-    "training_comment": nothing("a note"),
-    **{
-        key: nothing("checkpoints hold everything that resuming needs")
-        for key in "save_state save_state_on_train_end save_last_n_steps_state save_last_n_epochs_state".split()
-    },
-    **{
-        key: nothing("both formats are written, as safetensors")
-        for key in "save_model_as no_metadata use_safetensors".split()
-    },
-    **{
-        key: nothing(SPEED)
-        for key in (
-            "xformers sdpa mem_eff_attn torch_compile dynamo_backend lowram highvram lowvram blocks_to_swap "
-            "no_half_vae max_data_loader_n_workers persistent_data_loader_workers ddp_timeout "
-            "ddp_gradient_as_bucket_view ddp_static_graph cpu_offload_checkpointing disable_mmap_load_safetensors "
-            "fp8_base_unet fused_backward_pass text_encoder_batch_size deepspeed zero_stage offload_optimizer_device"
-        ).split()
-    },
-    **{
-        key: nothing(LOGS)
-        for key in (
-            "logging_dir log_with log_prefix log_tracker_name log_tracker_config log_config wandb_api_key "
-            "wandb_run_name console_log_level console_log_file console_log_simple output_config config_file "
-            "debug_dataset tokenizer_cache_dir sample_sampler sample_at_first max_validation_steps show_timesteps"
-        ).split()
-    },
-    **{
-        key: nothing(UPLOADS)
-        for key in (
-            "huggingface_repo_id huggingface_repo_type huggingface_path_in_repo huggingface_token "
-            "huggingface_repo_visibility save_state_to_huggingface resume_from_huggingface async_upload"
-        ).split()
-    },
-    **{
-        f"metadata_{key}": nothing("the file's header holds this run's own facts")
-        for key in "author description license tags title".split()
-    },
+    **unused_keys("kohya"),
 }

@@ -8,11 +8,330 @@ from typing import Any
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.importers.documents import read_document
-from lora_trainer.importers.flow_words import NOT_OF_FLOWS, is_onetrainer_flow, of_flows
+from lora_trainer.importers.flow_words import NOT_OF_FLOWS, ONETRAINER, ONETRAINER_FLOWS, is_onetrainer_flow, of_flows
+from lora_trainer.importers.kohya_dataset import AREA_OF_MASK
+from lora_trainer.importers.kohya_keys import OTHER_FAMILY, READ_FROM_MODEL
 from lora_trainer.importers.merge import add_together, flattened, no_validation, read_tables
 from lora_trainer.importers.onetrainer_concepts import CONCEPT_DEFAULTS, CONCEPT_RULES
-from lora_trainer.importers.onetrainer_keys import DEFAULTS, RULES, UNREAD_TABLES
-from lora_trainer.importers.reading import Line, Reading, located
+from lora_trainer.importers.reading import SOURCES, Around, KeyRule, Line, Reading, Took, located
+from lora_trainer.importers.rules import (
+    by,
+    is_on,
+    lacking,
+    number,
+    other_file,
+    part_of,
+    same,
+    side,
+    text,
+    truth,
+    unless_off,
+    unused_keys,
+    whole,
+)
+from lora_trainer.importers.words import (
+    ALL_OF_ATTENTION,
+    ALL_OF_BLOCKS,
+    EXPORT_DTYPE,
+    MODEL,
+    NOT_LORA,
+    OPTIMIZER,
+    SCHEDULE,
+    TEXT_RATES,
+    VAE,
+    average_with,
+    batch_of,
+    checkpointing,
+    precision,
+    text_rates,
+)
+
+FAMILIES = ("STABLE_DIFFUSION_15", "STABLE_DIFFUSION_20", "STABLE_DIFFUSION_21", "STABLE_DIFFUSION_XL_10_BASE")
+LAYERS: Mapping[str, Any] = {"attn-mlp": list(ALL_OF_ATTENTION), "attn-only": "attention", "full": ["*"]}
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+SMALL_WEIGHTS = ("FLOAT_8", "INT_8", "NFLOAT_4", "FLOAT_W8A8", "INT_W8A8")
+
+
+def _model_type(value: Any, around: Around) -> Took:
+    known = text(value).upper().removesuffix("_BASE") in {
+        name.removesuffix("_BASE") for name in (*FAMILIES, *ONETRAINER_FLOWS)
+    }
+    return Took({}, READ_FROM_MODEL if known else OTHER_FAMILY, "ignored" if known else "changed")
+
+
+def _destination(value: Any, around: Around) -> Took:
+    path = Path(located(around.folder, text(value)))
+    name = path.stem if path.suffix else path.name
+    return Took({"run.output": str(path.parent), "run.name": name or "run"})
+
+
+def _resolution(value: Any, around: Around) -> Took:
+    """`512`, `512x768`, or several with commas between them, trained together."""
+    sides = [side(part.strip()) for part in str(value).split(",") if part.strip()]
+    if len(sides) > 1:
+        return Took({"data.resolutions": sides})
+    return Took({"data.resolution": sides[0]}, "the area of that size" if "x" in str(value) else "")
+
+
+def _rate(value: Any, around: Around) -> Took:
+    own = "transformer.learning_rate" if is_onetrainer_flow(around) else "unet.learning_rate"
+    if around[own] is not None:
+        return Took({}, f"{own} rules", "ignored")
+    return Took({"optimizer.learning_rate": number(value)})
+
+
+def _transformer_rate(value: Any, around: Around) -> Took:
+    if not is_onetrainer_flow(around):
+        return Took({}, "not there", "ignored")
+    return Took({"optimizer.learning_rate": number(value)})
+
+
+def _warmup(value: Any, around: Around) -> Took:
+    steps = number(value)
+    if 0 < steps <= 1:
+        return Took({}, "a share of steps that only the data tell; 3 % of them here", "changed")
+    return Took({"lr_scheduler.warmup_steps": int(steps)})
+
+
+def _cycles(value: Any, around: Around) -> Took:
+    if "RESTARTS" not in str(around["learning_rate_scheduler"]).upper():
+        return Took({}, "of schedules with restarts", "ignored")
+    return Took({"lr_scheduler.cycles": max(1, round(number(value)))})
+
+
+def _dtype(value: Any, around: Around) -> Took:
+    if text(value).upper() == "NONE":
+        return Took({"memory.weight_dtype": "fp32"})
+    return precision(value, around)
+
+
+def _weights(value: Any, around: Around) -> Took:
+    if text(value).upper() in SMALL_WEIGHTS:
+        return Took({"memory.weight_dtype": "fp8"}, "kept in fp8 here", "changed")
+    return Took({}, "as train_dtype", "ignored")
+
+
+def _layers(value: Any, around: Around) -> Took:
+    name = text(value)
+    if name == "attn-mlp" and is_onetrainer_flow(around):
+        return Took({"lora.target_modules": ALL_OF_BLOCKS})
+    if name in LAYERS:
+        return Took({"lora.target_modules": LAYERS[name]})
+    filters = [part.strip() for part in str(around["layer_filter"] or "").split(",") if part.strip()]
+    if not filters or is_on(around["layer_filter_regex"] or False):
+        return Took({"lora.target_modules": ["*"]}, "its filter is not followed: all layers learn", "changed")
+    return Took({"lora.target_modules": [f"*{part}*" for part in filters]})
+
+
+def _weighting(value: Any, around: Around) -> Took:
+    name = text(value).upper()
+    if name == "CONSTANT":
+        return Took({}, "as here", "ignored")
+    if name != "MIN_SNR_GAMMA":
+        return Took({})
+    strength = around["loss_weight_strength"]
+    return Took({"loss.min_snr_gamma": 5.0 if strength is None else number(strength)}, verdict="mapped")
+
+
+def _huber(value: Any, around: Around) -> Took:
+    if not is_on(value):
+        return Took({}, "off", "ignored")
+    delta = around["huber_delta"]
+    return Took({"loss.type": "huber", "loss.huber_delta": 1.0 if delta is None else number(delta)})
+
+
+def _kind(value: Any, around: Around) -> Took:
+    return Took({}, "as here", "ignored") if text(value).upper() == "LORA" else Took({})
+
+
+def _texts(value: Any, around: Around) -> Took:
+    """Of any text encoder's switch: the rates of all that the model has. Language models learn in neither program."""
+    truth(value)
+    rates = []
+    for part in texts_of(around):
+        rate = around[f"{part}.learning_rate"] or around["learning_rate"]
+        learns = is_on(around[f"{part}.train"] or False) and around[f"{part}.include"] is not False
+        rates.append(number(rate) if learns else 0.0)
+    while rates and not rates[-1]:
+        rates.pop()
+    if not rates:
+        return Took({}, "not trained, as here", "ignored")
+    return Took(text_rates(rates, around["lora_alpha"]))
+
+
+def texts_of(around: Around) -> tuple[str, ...]:
+    """The text encoders of the model: a file has switches of four, on unless they were turned off."""
+    model = str(around["model_type"] or "").upper()
+    if model == "Z_IMAGE":
+        return ()
+    one = model.startswith(FAMILIES[:3])
+    return ENCODERS[: 1 if one else 3 if "DIFFUSION_3" in model else 2]
+
+
+def _skipped(value: Any, around: Around) -> Took:
+    """Layers left out beyond those that the model leaves out."""
+    layers, model = whole(value), str(around["model_type"]).upper()
+    if not layers:
+        return Took({}, "the model's own layer, as here", "ignored")
+    if model.startswith(("STABLE_DIFFUSION_15", "STABLE_DIFFUSION_XL")):
+        return Took({"text_encoder.clip_skip": layers + (2 if "XL" in model else 1)}, verdict="mapped")
+    return Took({})
+
+
+def _every(unit: str, section: str, **units: str) -> KeyRule:
+    """A distance whose unit another key says; those of `units` are ours."""
+
+    def read(value: Any, around: Around) -> Took:
+        ours = units.get(str(around[unit] or "").upper())
+        if ours is None or not is_on(value):
+            return Took({}, "off, or in a unit that is not counted in here", "ignored")
+        return Took({f"{section}.{ours}": whole(value)})
+
+    return by(read, " ".join(f"{section}.{ours}" for ours in units.values()))
+
+
+def _checkpointing(value: Any, around: Around) -> Took:
+    return checkpointing(str(value).upper() not in ("OFF", "FALSE"), around)
+
+
+def _normalized(value: Any, around: Around) -> Took:
+    if not is_on(around["masked_training"] or False):
+        return Took({}, "means nothing without masked_training", "ignored")
+    return Took({}, "as here", "ignored") if truth(value) else Took({})
+
+
+def _samples(value: Any, around: Around) -> Took:
+    found = [
+        each["prompt"]
+        for each in (value if isinstance(value, list) else [])
+        if isinstance(each, Mapping) and isinstance(each.get("prompt"), str) and each.get("enabled", True)
+    ]
+    return Took({"sample.prompts": found}) if found else Took({}, "not set", "ignored")
+
+
+def _buckets(value: Any, around: Around) -> Took:
+    return Took({"data.max_aspect": 4.0 if truth(value) else 1.0})
+
+
+def only_with(switch: str, ours: str, kind: Any) -> KeyRule:
+    """A value that counts only with its switch on."""
+
+    def read(value: Any, around: Around) -> Took:
+        on = is_on(around[switch] or False)
+        return Took({ours: kind(value)}) if on else Took({}, f"means nothing without {switch}", "ignored")
+
+    return by(read, ours)
+
+
+RULES: Mapping[str, KeyRule] = {
+    "training_method": by(_kind, "", "only a LoRA is trained", changes=True),
+    "model_type": by(_model_type, "", OTHER_FAMILY),
+    "base_model_name": MODEL,
+    "output_model_destination": by(_destination, "run.output run.name"),
+    "concept_file_name": other_file(SOURCES),
+    "resolution": by(_resolution, "data.resolution data.resolutions"),
+    "aspect_ratio_bucketing": by(_buckets, "data.max_aspect"),
+    "epochs": same("train.max_epochs", whole),
+    "batch_size": batch_of("gradient_accumulation_steps"),
+    "gradient_accumulation_steps": part_of("batch_size", "train.effective_batch_size"),
+    "seed": same("train.seed", whole),
+    "optimizer.optimizer": OPTIMIZER,
+    "optimizer.beta1": same("optimizer.beta1", number),
+    "optimizer.beta2": same("optimizer.beta2", number),
+    "optimizer.weight_decay": same("optimizer.weight_decay", number),
+    "learning_rate": by(_rate, "optimizer.learning_rate"),
+    "unet.learning_rate": same("optimizer.learning_rate", number),
+    "learning_rate_scheduler": SCHEDULE,
+    "learning_rate_warmup_steps": by(_warmup, "lr_scheduler.warmup_steps"),
+    "learning_rate_cycles": by(_cycles, "lr_scheduler.cycles"),
+    "learning_rate_min_factor": lacking("schedules end at 0"),
+    "learning_rate_scaler": lacking("the rate is not scaled by the batch", off=("NONE",)),
+    "clip_grad_norm": same("optimizer.max_grad_norm", number),
+    "train_dtype": by(_dtype, "memory.weight_dtype"),
+    "unet.weight_dtype": by(_weights, "memory.weight_dtype"),
+    "gradient_checkpointing": by(_checkpointing, "memory.gradient_checkpointing"),
+    "unet.gradient_checkpointing": by(_checkpointing, "memory.gradient_checkpointing"),
+    "ema": average_with("ema_decay", 0.999, lambda value: text(value).upper() != "OFF"),
+    "ema_decay": part_of("ema", "train.ema_decay"),
+    "ema_update_step_interval": lacking("the average follows each step", off=(1,)),
+    "peft_type": by(_kind, "", NOT_LORA, changes=True),
+    "lora_rank": same("lora.rank", whole),
+    "lora_alpha": same("lora.alpha", number),
+    "lora_decompose": lacking(NOT_LORA),
+    "lora_model_name": lacking("training does not start from a LoRA"),
+    "dropout_probability": unless_off("lora.dropout", number),
+    "layer_filter_preset": by(_layers, "lora.target_modules"),
+    "layer_filter": part_of("layer_filter_preset", "lora.target_modules"),
+    "layer_filter_regex": part_of("layer_filter_preset", "lora.target_modules"),
+    "mse_strength": lacking("the squared error counts in full", off=(1, 1.0)),
+    "mae_strength": lacking("there is no such loss here"),
+    "log_cosh_strength": lacking("there is no such loss here"),
+    "huber_strength": by(
+        _huber, "loss.type loss.huber_delta", "pseudo-Huber, in place of the squared error", changes=True
+    ),
+    "huber_delta": part_of("huber_strength", "loss.huber_delta"),
+    "loss_weight_fn": by(_weighting, "loss.min_snr_gamma", "only MIN_SNR_GAMMA is followed", changes=True),
+    "loss_weight_strength": part_of("loss_weight_fn", "loss.min_snr_gamma"),
+    "loss_scaler": lacking("the loss is not scaled by the batch", off=("NONE",)),
+    "offset_noise_weight": unless_off("noise.offset", number),
+    "perturbation_noise_weight": unless_off("noise.input_perturbation", number),
+    "rescale_noise_scheduler_to_zero_terminal_snr": same("noise.zero_terminal_snr", truth),
+    "force_v_prediction": lacking("the model's own prediction is trained"),
+    "force_epsilon_prediction": lacking("the model's own prediction is trained"),
+    **ONETRAINER,
+    "min_noising_strength": lacking("all timesteps are trained"),
+    "max_noising_strength": lacking("all timesteps are trained", off=(1, 1.0)),
+    "masked_training": part_of("concepts[].path", "source.masks"),
+    "unmasked_weight": only_with("masked_training", "loss.unmasked_weight", number),
+    "unmasked_probability": lacking("masks always count"),
+    "normalize_masked_area_loss": by(_normalized, "", AREA_OF_MASK, changes=True),
+    "masked_prior_preservation_weight": lacking("there is no such loss here"),
+    **{f"{name}.train": by(_texts, TEXT_RATES) for name in ENCODERS},
+    "transformer.learning_rate": by(_transformer_rate, "optimizer.learning_rate"),
+    "text_encoder.dropout_probability": unless_off("captions.dropout", number),
+    "text_encoder_layer_skip": by(
+        _skipped, "text_encoder.clip_skip", "the text encoder's usual layer is used", changes=True
+    ),
+    "text_encoder_2_layer_skip": lacking("as text_encoder_layer_skip"),
+    "validation": lacking("set validation.split, which keeps images for validation"),
+    "save_every": _every("save_every_unit", "checkpoint", STEP="every_n_steps", EPOCH="every_n_epochs"),
+    "backup_after": _every("backup_after_unit", "checkpoint", STEP="every_n_steps", EPOCH="every_n_epochs"),
+    "save_every_unit": part_of("save_every and backup_after"),
+    "backup_after_unit": part_of("save_every and backup_after"),
+    "rolling_backup_count": unless_off("checkpoint.keep_last", whole),
+    "sample_after": _every("sample_after_unit", "sample", STEP="every_n_steps"),
+    "samples": by(_samples, "sample.prompts", "their own sizes and seeds are left out", changes=True),
+    "vae.model_name": VAE,
+    "custom_learning_rate_scheduler": lacking("schedules of one's own are not loaded"),
+    "scheduler_params": lacking("the schedule is lr_scheduler.name alone"),
+    "embedding_learning_rate": lacking("set textual_inversion.learning_rate"),
+    "additional_embeddings": lacking("name new words in textual_inversion.placeholder_tokens"),
+    **{f"{name}.learning_rate": part_of(f"{name}.train", "text_encoder.learning_rates") for name in ENCODERS},
+    **unused_keys("OneTrainer"),
+    "output_dtype": EXPORT_DTYPE,
+}
+UNREAD_TABLES = ("cloud", "secrets", "optimizer_defaults", "embedding", "quantization")
+DEFAULTS: Mapping[str, Any] = {
+    "resolution": "512",
+    "aspect_ratio_bucketing": True,
+    "epochs": 100,
+    "batch_size": 1,
+    "optimizer.optimizer": "ADAMW",
+    "learning_rate": 3e-6,
+    "learning_rate_scheduler": "CONSTANT",
+    "learning_rate_warmup_steps": 200,
+    "train_dtype": "FLOAT_16",
+    "output_dtype": "FLOAT_32",
+    "unet.gradient_checkpointing": True,
+    "lora_rank": 16,
+    "lora_alpha": 1.0,
+    "layer_filter_preset": "full",
+    "timestep_distribution": "UNIFORM",
+    "text_encoder.train": True,
+    "unmasked_weight": 0.1,
+    "normalize_masked_area_loss": False,
+}
+
 
 TOOL = "OneTrainer"
 MARKS = ("training_method", "base_model_name", "concept_file_name", "output_model_destination", "layer_filter_preset")

@@ -7,21 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.importers.kohya_dataset import COLORS, NEW_EACH_TIME
-from lora_trainer.importers.kohya_keys import CACHED
 from lora_trainer.importers.merge import RESOLUTIONS
-from lora_trainer.importers.onetrainer_keys import UNUSED, named
 from lora_trainer.importers.reading import Around, KeyRule, Took, located
 from lora_trainer.importers.rules import (
     by,
     is_on,
-    lacking,
-    nothing,
     number,
     part_of,
     same,
     side,
     text,
     truth,
+    unused_keys,
     whole,
 )
 
@@ -123,9 +120,7 @@ def _strength(switch: str, why: str = "how strong is fixed here") -> KeyRule:
 
 COLOR = by(_colors, "source.color_variants", NEW_EACH_TIME, changes=True)
 CONCEPT_RULES: Mapping[str, KeyRule] = {
-    "name": nothing("a name"),
     "path": by(_path, "source.path source.masks"),
-    "enabled": nothing("enabled"),
     "type": by(_type, "source.is_reg"),
     "include_subdirectories": KeyRule(
         "changed",
@@ -152,19 +147,12 @@ CONCEPT_RULES: Mapping[str, KeyRule] = {
     "text.tag_dropout_enable": part_of("text.tag_dropout_probability", "captions.tag_dropout"),
     "text.tag_dropout_probability": by(_tag_dropout, "captions.tag_dropout captions.dropout"),
     "text.tag_dropout_mode": by(_mode, "captions.tag_dropout captions.dropout"),
-    **named("image.", "enable_random_rotate enable_fixed_rotate", lacking(NOT_ROTATED)),
-    **named("image.", "enable_fixed_flip enable_fixed_brightness", UNUSED),
-    **named("image.", "enable_fixed_contrast enable_fixed_saturation enable_fixed_hue", UNUSED),
-    **named("image.", "enable_random_circular_mask_shrink enable_random_mask_rotate_crop", UNUSED),
+    **unused_keys("OneTrainer concepts, images"),
     "image.random_rotate_max_angle": _strength("rotate", NOT_ROTATED),
     **{
         f"image.random_{name}_max_strength": _strength(name) for name in ("brightness", "contrast", "saturation", "hue")
     },
-    **named("text.", "caps_randomize_enable", lacking("capitals stay as they are")),
-    **named("text.", "tag_dropout_special_tags_mode tag_dropout_special_tags", UNUSED),
-    **named("text.", "tag_dropout_special_tags_regex caps_randomize_mode", nothing("means nothing by itself")),
-    **named("text.", "caps_randomize_probability caps_randomize_lowercase", nothing("means nothing by itself")),
-    **named("", "seed image_variations text_variations concept_stats", nothing(CACHED)),
+    **unused_keys("OneTrainer concepts, captions"),
 }
 CONCEPT_DEFAULTS: Mapping[str, Any] = {
     "balancing": 1.0,

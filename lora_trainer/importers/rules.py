@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from lora_trainer.importers.reading import Around, KeyRule, Took, located
@@ -96,6 +99,21 @@ def lacking(why: str, off: tuple[Any, ...] = ()) -> KeyRule:
 def nothing(why: str) -> KeyRule:
     """A key that does not affect what is learned."""
     return KeyRule("ignored", (), why, lambda value, around: Took({}))
+
+
+@cache
+def _unused_tables() -> dict[str, list[dict[str, Any]]]:
+    return tomllib.loads(Path(__file__).with_name("unused_keys.toml").read_text(encoding="utf-8"))
+
+
+def unused_keys(program: str) -> dict[str, KeyRule]:
+    """The rules of a program's keys that set nothing here, `nothing` and `lacking` of `unused_keys.toml`."""
+    rules: dict[str, KeyRule] = {}
+    for row in _unused_tables()[program]:
+        rule = nothing(row["nothing"]) if "nothing" in row else lacking(row["lacking"], tuple(row.get("off", ())))
+        parts = [f"{part}." for part in row.get("under", ())] or [""]
+        rules.update({f"{part}{name}": rule for part in parts for name in row["names"].split()})
+    return rules
 
 
 def part_of(key: str, ours: str = "") -> KeyRule:

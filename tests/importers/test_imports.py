@@ -19,16 +19,13 @@ from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.core.errors import UsageError
 from lora_trainer.importers import (
     aitoolkit,
-    aitoolkit_keys,
     diffusers_flags,
     kohya,
     kohya_dataset,
     kohya_gui,
     onetrainer,
     onetrainer_concepts,
-    onetrainer_keys,
     simpletuner,
-    simpletuner_keys,
 )
 from lora_trainer.importers.imported import Imported, as_toml, finished, import_file
 from lora_trainer.importers.reading import KeyRule, Reading
@@ -188,9 +185,9 @@ def test_every_common_key_is_known() -> None:
         "model": "name_or_path arch quantize",
     }
     names = {f"{section}.{key}" for section, keys in sections.items() for key in keys.split()}
-    assert names - set(aitoolkit_keys.RULES) == set()
+    assert names - set(aitoolkit.RULES) == set()
     of_datasets = "folder_path caption_ext caption_dropout_rate shuffle_tokens resolution num_repeats mask_path"
-    assert set(of_datasets.split()) - set(aitoolkit_keys.DATASET_RULES) == set()
+    assert set(of_datasets.split()) - set(aitoolkit.DATASET_RULES) == set()
 
 
 def test_defaults_of_kohya_are_imported(tmp_path: Path) -> None:
@@ -351,11 +348,9 @@ def test_any_file_is_read_or_refused_with_a_message(data: st.DataObject) -> None
     source = {"path": "p", "folder_path": "p", "image_dir": "p", "instance_data_dir": "p"}
     subset = {**data.draw(some(kohya_dataset.RULES)), "image_dir": "p"}
     concept = {**deep(data.draw(some(onetrainer_concepts.CONCEPT_RULES))), "path": "p"}
-    backend = {**deep(data.draw(some(simpletuner_keys.BACKEND_RULES))), "instance_data_dir": "p"}
-    process = {
-        key: value for key, value in data.draw(some(aitoolkit_keys.RULES)).items() if key[:4] not in ("conf", "meta")
-    }
-    folder = {**data.draw(some(aitoolkit_keys.DATASET_RULES)), "folder_path": "p"}
+    backend = {**deep(data.draw(some(simpletuner.BACKEND_RULES))), "instance_data_dir": "p"}
+    process = {key: value for key, value in data.draw(some(aitoolkit.RULES)).items() if key[:4] not in ("conf", "meta")}
+    folder = {**data.draw(some(aitoolkit.DATASET_RULES)), "folder_path": "p"}
     documents: dict[Callable[[Path, Any], Reading], Any] = {
         kohya.read: data.draw(some(kohya.RULES)),
         kohya_gui.read: data.draw(some(kohya_gui.MORE_RULES)),
@@ -364,9 +359,9 @@ def test_any_file_is_read_or_refused_with_a_message(data: st.DataObject) -> None
             "config": {"process": [{**deep(process), "datasets": [folder, source]}]},
             "meta": data.draw(ODD),
         },
-        simpletuner.read: data.draw(some(simpletuner_keys.RULES)),
+        simpletuner.read: data.draw(some(simpletuner.RULES)),
         simpletuner.read_backends: [backend, source],
-        onetrainer.read: {**deep(data.draw(some(onetrainer_keys.RULES))), "concepts": [concept, source]},
+        onetrainer.read: {**deep(data.draw(some(onetrainer.RULES))), "concepts": [concept, source]},
         diffusers_flags.read: data.draw(some(diffusers_flags.RULES)),
     }
     for read, document in documents.items():
