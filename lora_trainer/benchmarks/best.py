@@ -13,7 +13,7 @@ import torch
 from lora_trainer.benchmarks.device import device_name
 from lora_trainer.benchmarks.measures import RequestedMeasure
 from lora_trainer.benchmarks.versus import NotRun, VersusRow, rows_versus
-from lora_trainer.config.resuming import CHANGES_THE_REST, FIXED
+from lora_trainer.config.resuming import CHANGES_TRAINING, FIXED
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import shown
 from lora_trainer.core.io import write_text
@@ -70,7 +70,7 @@ def measured(rows: Iterable[VersusRow | NotRun]) -> list[VersusRow]:
 
 def exportable(settings: Settings) -> bool:
     """Whether they leave alone what is learned."""
-    return not any(name in FIXED or name in CHANGES_THE_REST for name in settings)
+    return not any(name in FIXED or name in CHANGES_TRAINING for name in settings)
 
 
 def best_of_each(rows: Iterable[VersusRow], tried: Mapping[str, Settings]) -> list[VersusRow]:

@@ -1,169 +1,24 @@
-"""What may change in a resumed run. Every setting is in exactly one of these groups (tested)."""
+"""Settings by what they mean for a resumed run, which each field of the schema says (`OnResume`)."""
 
 from __future__ import annotations
 
-from lora_trainer.config.schema import CaptionsSection
+from lora_trainer.config.schema.types import OnResume
+from lora_trainer.config.toml import section_types
 
-# Which part of an image is trained, at which size and with which changes.
-SHOWN_BY = (
-    "resolution",
-    "resolutions",
-    "allow_small_images",
-    "bucket_no_upscale",
-    "max_aspect",
-    "bucket_step",
-    "bucket_min",
-    "bucket_max",
-    "crop",
-    "crop_variants",
-    "flip",
-    "color_variants",
-)
-# Which texts a caption turns into.
-CHANGE_TEXTS = tuple(name for name in CaptionsSection.model_fields if name != "extension")
 
-# You cannot change these when you resume: a checkpoint's weights, optimizer state, samples and noise depend on them.
-FIXED = (
-    "lora.type",
-    "lora.rank",
-    "lora.alpha",
-    "lora.target_modules",
-    "lora.use_rslora",
-    "optimizer.name",
-    "optimizer.beta1",
-    "optimizer.beta2",
-    "optimizer.weight_decay",
-    "text_encoder.clip_skip",
-    "text_encoder.max_tokens",
-    "text_encoder.max_sequence_length",
-    "text_encoder.lora_rank",
-    "text_encoder.lora_alpha",
-    "textual_inversion.placeholder_tokens",
-    "textual_inversion.num_vectors",
-    "textual_inversion.initializer_token",
-    "noise.zero_terminal_snr",  # validation losses of two schedules cannot be compared
-    "train.ema_decay",
-    "train.seed",
-    "train.effective_batch_size",
-    *(f"data.{name}" for name in SHOWN_BY),
-    "validation.split",
-    "validation.split_seed",
-    *(f"captions.{name}" for name in CHANGE_TEXTS),
-)
-# Compared by their effect: the hashes of weights and data, the training resolution, the precision.
-FIXED_IN_EFFECT = (
-    "model.path",
-    "model.family",
-    "model.revision",
-    "model.vae",
-    "model.text_encoders",
-    "model.flavor",
-    "model.without_t5",
-    "data.sources",
-    "data.allow_missing_captions",
-    "data.resolution_ceiling",
-    "captions.extension",
-    "memory.weight_dtype",
-)
-# May change; training from there on differs from what it would have been, and the record notes it.
-CHANGES_THE_REST = (
-    "optimizer.learning_rate",
-    "text_encoder.learning_rates",
-    "textual_inversion.learning_rate",
-    "optimizer.max_grad_norm",
-    "optimizer.clip_value",
-    "lr_scheduler.name",
-    "lr_scheduler.warmup_steps",
-    "lr_scheduler.cycles",
-    "lr_scheduler.power",
-    "noise.offset",
-    "noise.multires_iterations",
-    "noise.multires_discount",
-    "noise.input_perturbation",
-    "flow.timestep_sampling",
-    "flow.logit_mean",
-    "flow.logit_std",
-    "flow.mode_scale",
-    "flow.shift",
-    "loss.type",
-    "loss.huber_delta",
-    "loss.weighting",
-    "loss.min_snr_gamma",
-    "loss.prior_loss_weight",
-    "loss.unmasked_weight",
-    "lora.dropout",
-    "train.max_steps",
-    "train.max_epochs",
-    "train.total_repeats",
-    "safeguards.on_nonfinite",
-    "safeguards.max_nonfinite_steps",
-    "safeguards.reduce_lr_on_plateau",
-    "safeguards.plateau_window",
-    "safeguards.plateau_spread",
-    "safeguards.plateau_factor",
-    "safeguards.clip_on_loss_spike",
-    "safeguards.loss_spike_ratio",
-    "safeguards.loss_spike_clip",
-    "safeguards.early_stopping",
-    "safeguards.patience",
-    "safeguards.min_delta",
-    "checkpoint.every_n_steps",  # where a run rolls back to
-    "checkpoint.every_n_epochs",
-    "checkpoint.export_weights",
-    "validation.every_n_steps",  # which step is the best, and what the safeguards do
-)
-# May change; training differs only by rounding.
-CHANGES_ROUNDING = (
-    "train.max_micro_batch_size",
-    "train.auto_find_micro_batch_size",
-    "memory.limit_gib",
-    "memory.gradient_checkpointing",
-    "hardware.attention_backend",
-    "memory.oom_recovery_steps",
-    "memory.int8_matmul",
-    "memory.checkpointing_mode",
-    "memory.blocks_to_swap",
-    "memory.offload_activations",
-    "compile.enabled",
-    "compile.mode",
-    "compile.dynamic",
-    "compile.fullgraph",
-    "checkpoint.export_dtype",
-    "hardware.tf32",
-    "hardware.cudnn_benchmark",
-    "hardware.channels_last",
-    "hardware.onednn",
-    "hardware.threads",
-    "cache.latents",
-    "cache.batch_size",
-    "train.deterministic",
-)
-# May change; the weights are the same to the bit.
-CHANGES_NOTHING = (
-    "memory.expandable_segments",
-    "cache.dir",
-    "cache.limit_gb",
-    "cache.workers",
-    "train.max_hours",
-    "train.grace_seconds",
-    "train.process_timeout_minutes",
-    "safeguards.grad_spike_factor",
-    "checkpoint.export_every_n_steps",
-    "checkpoint.wait_minutes",
-    "checkpoint.keep_last",
-    "sample.every_n_steps",
-    "sample.prompts",
-    "sample.count",
-    "sample.num_inference_steps",
-    "sample.guidance_scale",
-    "sample.negative_prompt",
-    "sample.strengths",
-    "sample.num_images_per_prompt",
-    "gates.dataset",
-    "gates.lora",
-    "gates.lora_check",
-    "run.output",
-    "run.name",
-    "run.offline",
-)
-KINDS = (FIXED, FIXED_IN_EFFECT, CHANGES_THE_REST, CHANGES_ROUNDING, CHANGES_NOTHING)
+def settings_that(on_resume: OnResume) -> tuple[str, ...]:
+    return tuple(
+        f"{section}.{name}"
+        for section, kind in section_types().items()
+        for name, field in kind.model_fields.items()
+        if field.json_schema_extra == {"on_resume": on_resume}
+    )
+
+
+FIXED = settings_that("fixed")
+FIXED_IN_EFFECT = settings_that("fixed in effect")
+CHANGES_TRAINING = settings_that("changes training")
+CHANGES_NOTHING = settings_that("changes nothing")
+# Of each source too: which part of an image is trained, at which size and with which changes; which texts a caption becomes.
+SHOWN_BY = tuple(name.removeprefix("data.") for name in FIXED if name.startswith("data."))
+CHANGE_TEXTS = tuple(name.removeprefix("captions.") for name in FIXED if name.startswith("captions."))

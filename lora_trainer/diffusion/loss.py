@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from lora_trainer.core.errors import Problem, UsageError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -26,8 +28,13 @@ Error = Callable[..., "Tensor"]
 
 
 def make_loss(config: LossSection, process: Process) -> Loss:
-    """The configured training loss. A mask in [0, 1] weighs the places, 0 as `unmasked_weight`."""
+    """The configured training loss. A mask in [0, 1] weighs the places, 0 as `unmasked_weight`.
+
+    Raises UsageError for a weighting by the signal-to-noise ratio of a flow.
+    """
     error, weight = ERRORS[config.type](config), WEIGHTINGS[config.weighting](config, process)
+    if weight is not None:
+        refuse_snr_of_flow(config.weighting, weight)
 
     def loss(predicted: Tensor, target: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
         places = () if mask is None else (mask.clamp(min=config.unmasked_weight),)
@@ -35,6 +42,20 @@ def make_loss(config: LossSection, process: Process) -> Loss:
         return found if weight is None else found * weight(t)
 
     return loss
+
+
+def refuse_snr_of_flow(name: str, weight: Weight) -> None:
+    """Weigh the first timestep once, so that a flow is refused before the run and not in its first step."""
+    import torch  # here, so that the names of losses are known without it
+
+    from lora_trainer.diffusion.process import NoSnrError
+
+    try:
+        weight(torch.zeros(1, dtype=torch.long))
+    except NoSnrError:
+        message = f'loss.weighting = "{name}": a flow-matching model has no signal-to-noise ratio to weight by.'
+        fix = "Set loss.weighting=min_snr, which without loss.min_snr_gamma weights all timesteps alike."
+        raise UsageError(Problem(message, fix)) from None
 
 
 def mean_of_sample(error: Tensor, weights: Tensor | None) -> Tensor:
@@ -65,7 +86,7 @@ def huber_error(predicted: Tensor, target: Tensor, weights: Tensor | None = None
 
 
 def difference(predicted: Tensor, target: Tensor) -> Tensor:
-    import torch  # here, so that the names of losses are known without it
+    import torch  # as above
 
     precise = torch.promote_types(predicted.dtype, torch.float32)
     return predicted.to(precise) - target.to(precise)
@@ -99,5 +120,5 @@ def min_snr_weight(process: Process, t: Tensor, gamma: float) -> Tensor:
 
 
 # A weighting takes the settings and the model's process; it gives None where all timesteps count alike. A flow has no
-# `process.snr`: a weighting that needs it raises ValueError there.
+# `process.snr`: `make_loss` refuses a weighting that needs it there.
 WEIGHTINGS: dict[str, Callable[[LossSection, Process], Weight | None]] = {"min_snr": min_snr}

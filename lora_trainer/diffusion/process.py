@@ -14,6 +14,10 @@ Prediction = Literal["epsilon", "v_prediction", "flow"]
 USUAL_STEPS = 1000
 
 
+class NoSnrError(ValueError):
+    """A weighting reads the signal-to-noise ratio of a flow, which has none."""
+
+
 @dataclass(frozen=True)
 class Process:
     """Variance-preserving diffusion (DDPM, arXiv:2006.11239, eq. 4), or a rectified flow (arXiv:2209.03003).
@@ -66,9 +70,9 @@ class Process:
         return signal * noisy - spread * prediction, signal * prediction + spread * noisy
 
     def snr(self, t: Tensor) -> Tensor:
-        """Signal-to-noise ratio [B] at t [B]. Raises ValueError for a flow, whose options never need one."""
+        """Signal-to-noise ratio [B] at t [B]. Raises NoSnrError for a flow."""
         if self.prediction == "flow":
-            raise ValueError("a flow is not weighed by a signal-to-noise ratio")
+            raise NoSnrError("a flow has no signal-to-noise ratio")
         alpha = self.alphas_cumprod.to(t.device, torch.float32)[t]
         return alpha / (1.0 - alpha)
 

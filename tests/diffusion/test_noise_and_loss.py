@@ -8,10 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.config.schema import LossSection
+from lora_trainer.core.errors import UsageError
 from lora_trainer.core.randomness import position_key, position_keys, position_uniform
-from lora_trainer.diffusion.loss import huber_error, make_loss, min_snr_weight, squared_error
+from lora_trainer.diffusion.loss import WEIGHTINGS, huber_error, make_loss, min_snr_weight, squared_error
 from lora_trainer.diffusion.noise import generator, multires_noise, position_noise, training_noise
-from lora_trainer.diffusion.process import Process, linear_alphas, scaled_linear_alphas, zero_terminal_alphas
+from lora_trainer.diffusion.process import (
+    Process,
+    linear_alphas,
+    scaled_linear_alphas,
+    usual_process,
+    zero_terminal_alphas,
+)
 from lora_trainer.diffusion.timesteps import Times, drawn_timesteps, stratified_timesteps
 
 ALPHAS = scaled_linear_alphas(1000, 0.00085, 0.012)
@@ -133,6 +140,15 @@ def test_the_unmasked_weight_counts_where_a_mask_is_black():
     predicted, mask = torch.tensor([1.0, 3.0]).view(1, 1, 1, 2), torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
     found = loss(predicted, torch.zeros_like(predicted), torch.tensor([0]), mask)
     assert float(found) == pytest.approx((1.0 * 1.0 + 0.25 * 9.0) / 1.25)
+
+
+def test_a_weighting_by_snr_is_refused_on_a_flow_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WEIGHTINGS, "by_snr", lambda config, process: lambda t: process.snr(t) + 1.0)
+    settings = LossSection(weighting="by_snr")
+    make_loss(settings, Process(ALPHAS, "epsilon"))
+    with pytest.raises(UsageError, match=r'loss.weighting = "by_snr": a flow-matching model has no signal-to-noise'):
+        make_loss(settings, usual_process("flow"))
+    make_loss(LossSection(), usual_process("flow"))
 
 
 def test_zero_terminal_snr_trains_without_a_nan():

@@ -17,57 +17,64 @@ from lora_trainer.config.schema.types import (
     Section,
     Share,
     Side,
+    setting,
 )
 
 
 class ModelSection(Section):
     """The base model."""
 
-    path: str | None = Field(
+    path: str | None = setting(
         None,
-        description="diffusers folder, one `.safetensors` checkpoint, or a hub id such as `owner/name` or `owner/name/file.safetensors`; empty means the built-in base model",
+        "fixed in effect",
+        "diffusers folder, one `.safetensors` checkpoint, or a hub id such as `owner/name` or `owner/name/file.safetensors`; empty means the built-in base model",
     )
-    family: FamilyName | None = Field(None, description="model family; detected from the files when empty")
-    revision: str | None = Field(
-        None, description="branch, tag or commit of a hub id; the commit used is written into `config.toml`"
+    family: FamilyName | None = setting(None, "fixed in effect", "model family; detected from the files when empty")
+    revision: str | None = setting(
+        None, "fixed in effect", "branch, tag or commit of a hub id; the commit used is written into `config.toml`"
     )
-    vae: str | None = Field(
+    vae: str | None = setting(
         None,
-        description="VAE to use instead of the model's own, with the same latents: a diffusers folder of it or of a whole model, one `.safetensors` file, or a hub id of either, such as `owner/name`; the commit used is written into `config.toml` as `owner/name@commit`",
+        "fixed in effect",
+        "VAE to use instead of the model's own, with the same latents: a diffusers folder of it or of a whole model, one `.safetensors` file, or a hub id of either, such as `owner/name`; the commit used is written into `config.toml` as `owner/name@commit`",
     )
-    text_encoders: str | None = Field(
+    text_encoders: str | None = setting(
         None,
-        description="folder with text encoders and tokenizers that the model lacks, such as a checkpoint without them: `text_encoder_2/`, `tokenizer_2/` and so on, as in a diffusers folder, or single `.safetensors` files of them; one such file; or a hub id of either",
+        "fixed in effect",
+        "folder with text encoders and tokenizers that the model lacks, such as a checkpoint without them: `text_encoder_2/`, `tokenizer_2/` and so on, as in a diffusers folder, or single `.safetensors` files of them; one such file; or a hub id of either",
     )
-    flavor: Flavor | None = Field(
-        None, description="which of two models with the same architecture a checkpoint is, as with Z-Image"
+    flavor: Flavor | None = setting(
+        None, "fixed in effect", "which of two models with the same architecture a checkpoint is, as with Z-Image"
     )
-    without_t5: bool = Field(False, description="do not load the T5 text encoder, where the family works without it")
+    without_t5: bool = setting(
+        False, "fixed in effect", "do not load the T5 text encoder, where the family works without it"
+    )
 
 
 class TextEncoderSection(Section):
     """How text encoders read captions, and which of them get a LoRA."""
 
-    clip_skip: Annotated[int, Field(ge=1, le=12)] | None = Field(
+    clip_skip: Annotated[int, Field(ge=1, le=12)] | None = setting(
         None,
-        description="layer of the CLIP text encoders to read, counted from the end: 1 is the last, 2 the one before; empty means the model's own",
+        "fixed",
+        "layer of the CLIP text encoders to read, counted from the end: 1 is the last, 2 the one before; empty means the model's own",
     )
-    max_tokens: Literal[75, 150, 225] = Field(
-        75,
-        description="tokens of a caption that CLIP text encoders read, in chunks of 75; longer captions are truncated",
+    max_tokens: Literal[75, 150, 225] = setting(
+        75, "fixed", "tokens of a caption that CLIP text encoders read, in chunks of 75; longer captions are truncated"
     )
-    max_sequence_length: Annotated[int, Field(ge=16, le=1024)] | None = Field(
-        None, description="tokens of a caption that T5 or a language model reads; empty means the family's own"
+    max_sequence_length: Annotated[int, Field(ge=16, le=1024)] | None = setting(
+        None, "fixed", "tokens of a caption that T5 or a language model reads; empty means the family's own"
     )
-    learning_rates: tuple[NotNegative, ...] = Field(
+    learning_rates: tuple[NotNegative, ...] = setting(
         (),
-        description="train a LoRA on each text encoder with its own learning rate, in the model's order: `[5e-5]`, `[5e-5, 1e-5]`; T5 comes after CLIP; 0 does not train that one, empty trains none",
+        "changes training",
+        "train a LoRA on each text encoder with its own learning rate, in the model's order: `[5e-5]`, `[5e-5, 1e-5]`; T5 comes after CLIP; 0 does not train that one, empty trains none",
     )
-    lora_rank: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        None, description="rank of the text encoders' LoRA; empty means `lora.rank`"
+    lora_rank: Annotated[int, Field(ge=1, le=4096)] | None = setting(
+        None, "fixed", "rank of the text encoders' LoRA; empty means `lora.rank`"
     )
-    lora_alpha: Positive | None = Field(
-        None, description="alpha of the text encoders' LoRA; empty means alpha = its rank"
+    lora_alpha: Positive | None = setting(
+        None, "fixed", "alpha of the text encoders' LoRA; empty means alpha = its rank"
     )
 
 
@@ -76,45 +83,46 @@ class TextualInversionSection(Section):
 
     placeholder_tokens: tuple[
         Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\s.,:|\\/()\[\]{}\"'*?]+$")], ...
-    ] = Field(
+    ] = setting(
         (),
-        description="tokens to learn, such as `<zobo>`; put signs around them that no other word has, and use them in captions like any word",
+        "fixed",
+        "tokens to learn, such as `<zobo>`; put signs around them that no other word has, and use them in captions like any word",
     )
-    num_vectors: Annotated[int, Field(ge=1, le=64)] = Field(4, description="embeddings of each learned token")
-    initializer_token: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="words whose embeddings the learned tokens start from; empty starts from the mean of all"
+    num_vectors: Annotated[int, Field(ge=1, le=64)] = setting(4, "fixed", "embeddings of each learned token")
+    initializer_token: Annotated[str, Field(min_length=1)] | None = setting(
+        None, "fixed", "words whose embeddings the learned tokens start from; empty starts from the mean of all"
     )
-    learning_rate: Annotated[float, Field(gt=0.0, le=10.0)] = Field(
-        1e-3, description="learning rate of the new embeddings"
+    learning_rate: Annotated[float, Field(gt=0.0, le=10.0)] = setting(
+        1e-3, "changes training", "learning rate of the new embeddings"
     )
 
 
 class CaptionsSection(Section):
     """How captions change before each step. All of it works with cached text embeddings."""
 
-    extension: str | None = Field(
-        None, description="extension of caption files, such as `.caption`; empty accepts whatever is there"
+    extension: str | None = setting(
+        None, "fixed in effect", "extension of caption files, such as `.caption`; empty accepts whatever is there"
     )
-    separator: Annotated[str, Field(min_length=1)] = Field(",", description="text between tags")
-    shuffle: bool = Field(False, description="shuffle the tags each time")
-    keep_tokens: CountOrZero = Field(0, description="tags at the front that are neither shuffled nor dropped")
-    keep_tokens_separator: str | None = Field(
-        None, description="text in the caption after the tags to keep at the front, such as `|||`"
+    separator: Annotated[str, Field(min_length=1)] = setting(",", "fixed", "text between tags")
+    shuffle: bool = setting(False, "fixed", "shuffle the tags each time")
+    keep_tokens: CountOrZero = setting(0, "fixed", "tags at the front that are neither shuffled nor dropped")
+    keep_tokens_separator: str | None = setting(
+        None, "fixed", "text in the caption after the tags to keep at the front, such as `|||`"
     )
-    prefix: str = Field("", description="text before every caption")
-    suffix: str = Field("", description="text after every caption")
-    wildcards: bool = Field(
-        False, description="pick one of `{red|blue}` each time, and one line of a caption with several"
+    prefix: str = setting("", "fixed", "text before every caption")
+    suffix: str = setting("", "fixed", "text after every caption")
+    wildcards: bool = setting(
+        False, "fixed", "pick one of `{red|blue}` each time, and one line of a caption with several"
     )
-    prompt_weighting: bool = Field(False, description="`(word:1.3)` scales the text embeddings of the word")
-    trigger_word: str | None = Field(
-        None, description="word to learn: it replaces `[trigger]`, and is put first where it is missing"
+    prompt_weighting: bool = setting(False, "fixed", "`(word:1.3)` scales the text embeddings of the word")
+    trigger_word: str | None = setting(
+        None, "fixed", "word to learn: it replaces `[trigger]`, and is put first where it is missing"
     )
-    tag_dropout: Share = Field(0.0, description="share of tags dropped each time")
-    dropout: Share = Field(0.0, description="share of samples trained with an empty caption")
-    dropout_every_n_epochs: CountOrZero = Field(0, description="empty all captions in every n-th epoch; 0 means never")
-    variants: Annotated[int, Field(ge=1, le=256)] = Field(
-        8, description="texts cached for each caption where shuffle, wildcards or tag dropout change it"
+    tag_dropout: Share = setting(0.0, "fixed", "share of tags dropped each time")
+    dropout: Share = setting(0.0, "fixed", "share of samples trained with an empty caption")
+    dropout_every_n_epochs: CountOrZero = setting(0, "fixed", "empty all captions in every n-th epoch; 0 means never")
+    variants: Annotated[int, Field(ge=1, le=256)] = setting(
+        8, "fixed", "texts cached for each caption where shuffle, wildcards or tag dropout change it"
     )
 
 
@@ -153,43 +161,48 @@ Source = Annotated[SourceSection, BeforeValidator(as_source)]
 class DataSection(Section):
     """Which images are trained, at which size."""
 
-    sources: tuple[Source, ...] = Field(
-        (), description="folders or files, or tables `[[data.sources]]`; empty means the built-in dataset"
+    sources: tuple[Source, ...] = setting(
+        (), "fixed in effect", "folders or files, or tables `[[data.sources]]`; empty means the built-in dataset"
     )
-    resolution: Side | None = Field(
+    resolution: Side | None = setting(
         None,
-        description="training resolution: the side in pixels of a square of the same area; empty means the model's own",
+        "fixed",
+        "training resolution: the side in pixels of a square of the same area; empty means the model's own",
     )
-    resolutions: tuple[Side, ...] = Field(
-        (), description="several resolutions in one run, each image at each in turn; empty means `data.resolution`"
+    resolutions: tuple[Side, ...] = setting(
+        (), "fixed", "several resolutions in one run, each image at each in turn; empty means `data.resolution`"
     )
-    resolution_ceiling: Count | None = Field(None, description="highest resolution that the VRAM preset allows")
-    allow_missing_captions: bool = Field(False, description="train images without a caption on an empty one")
-    allow_small_images: bool = Field(False, description="accept images far smaller than the training resolution")
-    bucket_no_upscale: bool = Field(False, description="never enlarge an image: a small one gets a smaller bucket")
-    max_aspect: Annotated[float, Field(ge=1.0, le=8.0)] = Field(
-        2.0, description="longest side divided by shortest side of a bucket"
+    resolution_ceiling: Count | None = setting(
+        None, "fixed in effect", "highest resolution that the VRAM preset allows"
     )
-    bucket_step: Count | None = Field(
-        None, description="sides of buckets are multiples of this many pixels; empty means the model's own step"
+    allow_missing_captions: bool = setting(False, "fixed in effect", "train images without a caption on an empty one")
+    allow_small_images: bool = setting(False, "fixed", "accept images far smaller than the training resolution")
+    bucket_no_upscale: bool = setting(False, "fixed", "never enlarge an image: a small one gets a smaller bucket")
+    max_aspect: Annotated[float, Field(ge=1.0, le=8.0)] = setting(
+        2.0, "fixed", "longest side divided by shortest side of a bucket"
     )
-    bucket_min: Side | None = Field(None, description="shortest side of a bucket in pixels; empty means no limit")
-    bucket_max: Side | None = Field(None, description="longest side of a bucket in pixels; empty means no limit")
-    crop: CropName = Field("center", description="which part to crop; `random` caches `data.crop_variants` crops")
-    crop_variants: Annotated[int, Field(ge=1, le=64)] = Field(4, description="crops cached of each image by `random`")
-    flip: bool = Field(False, description="mirror the image every other time; both are cached")
-    color_variants: CountOrZero = Field(
-        0, description="further versions of each image with slightly changed brightness, contrast, saturation and hue"
+    bucket_step: Count | None = setting(
+        None, "fixed", "sides of buckets are multiples of this many pixels; empty means the model's own step"
+    )
+    bucket_min: Side | None = setting(None, "fixed", "shortest side of a bucket in pixels; empty means no limit")
+    bucket_max: Side | None = setting(None, "fixed", "longest side of a bucket in pixels; empty means no limit")
+    crop: CropName = setting("center", "fixed", "which part to crop; `random` caches `data.crop_variants` crops")
+    crop_variants: Annotated[int, Field(ge=1, le=64)] = setting(4, "fixed", "crops cached of each image by `random`")
+    flip: bool = setting(False, "fixed", "mirror the image every other time; both are cached")
+    color_variants: CountOrZero = setting(
+        0, "fixed", "further versions of each image with slightly changed brightness, contrast, saturation and hue"
     )
 
 
 class CacheSection(Section):
     """Where latents and text embeddings are cached, and how much of them."""
 
-    dir: str | None = Field(None, description="folder of the caches; empty means the user's cache folder")
-    batch_size: Count = Field(4, description="images encoded at once")
-    limit_gb: Positive = Field(50.0, description="size on disk above which the least recently used entries are deleted")
-    latents: bool = Field(True, description="false encodes images while training, to save disk space")
-    workers: CountOrZero | None = Field(
-        None, description="threads that decode images; empty means one for each CPU, at most 8"
+    dir: str | None = setting(None, "changes nothing", "folder of the caches; empty means the user's cache folder")
+    batch_size: Count = setting(4, "changes rounding", "images encoded at once")
+    limit_gb: Positive = setting(
+        50.0, "changes nothing", "size on disk above which the least recently used entries are deleted"
+    )
+    latents: bool = setting(True, "changes rounding", "false encodes images while training, to save disk space")
+    workers: CountOrZero | None = setting(
+        None, "changes nothing", "threads that decode images; empty means one for each CPU, at most 8"
     )

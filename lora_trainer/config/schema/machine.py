@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from lora_trainer.config.schema.types import (
     AttentionName,
     Blocks,
@@ -16,75 +14,87 @@ from lora_trainer.config.schema.types import (
     Positive,
     Precision,
     Section,
+    setting,
 )
 
 
 class MemorySection(Section):
     """How the model fits into the GPU's memory."""
 
-    limit_gib: Positive | None = Field(None, description="GPU memory that the run must fit into")
-    gradient_checkpointing: Blocks = Field(
+    limit_gib: Positive | None = setting(None, "changes rounding", "GPU memory that the run must fit into")
+    gradient_checkpointing: Blocks = setting(
         "auto",
-        description="`true` for all blocks, `false` for none, a number of blocks, or `auto`, as few as fit on the GPU",
+        "changes rounding",
+        "`true` for all blocks, `false` for none, a number of blocks, or `auto`, as few as fit on the GPU",
     )
-    checkpointing_mode: CheckpointingMode = Field(
+    checkpointing_mode: CheckpointingMode = setting(
         "full",
-        description="what a checkpointed block recomputes: `full` all of it, `selective` everything but attention and matmuls",
+        "changes rounding",
+        "what a checkpointed block recomputes: `full` all of it, `selective` everything but attention and matmuls",
     )
-    weight_dtype: Precision = Field(
+    weight_dtype: Precision = setting(
         "bf16",
-        description="precision of the frozen base model and of the forward pass; `fp8` and `int8` store weights in 8 bits and `nf4` in 4, and compute in bf16 or fp16",
+        "fixed in effect",
+        "precision of the frozen base model and of the forward pass; `fp8` and `int8` store weights in 8 bits and `nf4` in 4, and compute in bf16 or fp16",
     )
-    int8_matmul: bool = Field(
-        False, description="also multiply in int8 if the base model is stored in int8: faster on GeForce GPUs"
+    int8_matmul: bool = setting(
+        False, "changes rounding", "also multiply in int8 if the base model is stored in int8: faster on GeForce GPUs"
     )
-    blocks_to_swap: Literal["auto"] | CountOrZero = Field(
+    blocks_to_swap: Literal["auto"] | CountOrZero = setting(
         "auto",
-        description="frozen blocks swapped between CPU and GPU: a number, 0 for none, or `auto`, as few as needed",
+        "changes rounding",
+        "frozen blocks swapped between CPU and GPU: a number, 0 for none, or `auto`, as few as needed",
     )
-    offload_activations: bool = Field(
-        False, description="keep what the backward pass needs in system memory until then"
+    offload_activations: bool = setting(
+        False, "changes rounding", "keep what the backward pass needs in system memory until then"
     )
-    expandable_segments: bool = Field(
-        True, description="let PyTorch's GPU memory pool grow in place, against fragmentation"
+    expandable_segments: bool = setting(
+        True, "changes nothing", "let PyTorch's GPU memory pool grow in place, against fragmentation"
     )
-    oom_recovery_steps: CountOrZero = Field(
+    oom_recovery_steps: CountOrZero = setting(
         1000,
-        description="steps after an out-of-memory error before larger micro-batches are tried again; 0 never does",
+        "changes rounding",
+        "steps after an out-of-memory error before larger micro-batches are tried again; 0 never does",
     )
 
 
 class CompileSection(Section):
     """torch.compile."""
 
-    enabled: bool | Literal["auto"] = Field(
-        False, description="compile the denoiser's blocks; `auto` on a GPU, in runs of 1,500 steps or more"
+    enabled: bool | Literal["auto"] = setting(
+        False, "changes rounding", "compile the denoiser's blocks; `auto` on a GPU, in runs of 1,500 steps or more"
     )
-    mode: CompileMode = Field("default", description="mode of torch.compile")
-    dynamic: bool | Literal["auto"] = Field(
-        "auto", description="one compilation for all sizes; `auto` compiles each size while they are few"
+    mode: CompileMode = setting("default", "changes rounding", "mode of torch.compile")
+    dynamic: bool | Literal["auto"] = setting(
+        "auto", "changes rounding", "one compilation for all sizes; `auto` compiles each size while they are few"
     )
-    fullgraph: bool = Field(False, description="treat a graph break as an error")
+    fullgraph: bool = setting(False, "changes rounding", "treat a graph break as an error")
 
 
 class HardwareSection(Section):
     """How the GPU and the CPU compute."""
 
-    attention_backend: AttentionName = Field(
+    attention_backend: AttentionName = setting(
         "auto",
-        description="attention backend; `auto` tests what works and explains its choice, `fastest` times all that work at this run's sizes",
+        "changes rounding",
+        "attention backend; `auto` tests what works and explains its choice, `fastest` times all that work at this run's sizes",
     )
-    tf32: bool = Field(True, description="fp32 matmuls in TF32 on GPUs that have it; does not affect bf16 and fp16")
-    cudnn_benchmark: bool | Literal["auto"] = Field(
-        "auto", description="let cuDNN time its convolutions for each size; `auto` where sizes are few"
+    tf32: bool = setting(
+        True, "changes rounding", "fp32 matmuls in TF32 on GPUs that have it; does not affect bf16 and fp16"
     )
-    channels_last: bool | Literal["auto"] = Field(
-        "auto", description="channels-last memory format for convolutions; `auto` for a U-Net on a GPU"
+    cudnn_benchmark: bool | Literal["auto"] = setting(
+        "auto", "changes rounding", "let cuDNN time its convolutions for each size; `auto` where sizes are few"
     )
-    onednn: bool = Field(
-        True, description="let oneDNN compute a CPU's convolutions and matmuls; without it PyTorch's own code does"
+    channels_last: bool | Literal["auto"] = setting(
+        "auto", "changes rounding", "channels-last memory format for convolutions; `auto` for a U-Net on a GPU"
     )
-    threads: Count | None = Field(
+    onednn: bool = setting(
+        True,
+        "changes rounding",
+        "let oneDNN compute a CPU's convolutions and matmuls; without it PyTorch's own code does",
+    )
+    threads: Count | None = setting(
         None,
-        description="CPU threads for computing; empty means OMP_NUM_THREADS if set, else what the run began with, else the CPUs that other programs leave free, at most 8",
+        "changes rounding",
+        "CPU threads for computing; empty means OMP_NUM_THREADS if set, else what the run began with, else the CPUs that other programs leave free, at most 8",
     )

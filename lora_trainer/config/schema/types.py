@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
@@ -41,3 +41,19 @@ Side = Annotated[int, Field(ge=32, le=4096)]
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# What a setting means for a resumed run. `fixed`: it cannot change, since a checkpoint's weights, optimizer state, samples
+# and noise depend on it. `fixed in effect`: what it leads to is compared: the hashes of weights and data, the training
+# resolution, the precision. The others may change: `changes training` is noted in the record, since training from there on
+# differs from what it would have been; `changes rounding` changes only that; with `changes nothing` the weights are the same
+# to the bit.
+OnResume = Literal["fixed", "fixed in effect", "changes training", "changes rounding", "changes nothing"]
+
+
+Value = TypeVar("Value")
+
+
+def setting(default: Value, on_resume: OnResume, description: str) -> Value:
+    """A field of a section: its default, what it means for a resumed run, and what it is."""
+    return Field(default, description=description, json_schema_extra={"on_resume": on_resume})
