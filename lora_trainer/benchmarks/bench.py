@@ -40,7 +40,7 @@ from lora_trainer.benchmarks.measures import (
     too_noisy,
 )
 from lora_trainer.benchmarks.own_loop import STILL, Way, own_loop
-from lora_trainer.benchmarks.rates import lr_at
+from lora_trainer.benchmarks.rates import peak_tflops
 from lora_trainer.benchmarks.split import PARTS, Split
 from lora_trainer.benchmarks.subject import BenchSubject, architecture_named, subject_of
 from lora_trainer.benchmarks.turns import SPLIT_STEPS, WARM_UP, Timed, split_of, timed_in_turn
@@ -271,7 +271,7 @@ def with_rates(
 ) -> tuple[list[StepRow], list[str]]:
     """The rows with operations and rates, and where the device's rate is from."""
     tflop = tflop_of(subject, resident)
-    rate, source = lr_at(subject.context.device, subject.context.dtype)
+    rate, source = peak_tflops(subject.context.device, subject.context.dtype)
     found = []
     for row in rows:
         tflops = tflop / row.seconds_median

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from rich.console import Console
 from lora_trainer.benchmarks.device import synchronize
 from lora_trainer.benchmarks.measures import STEPS, MeasureRow, Report, RequestedMeasure, row_of
 from lora_trainer.benchmarks.subject import ENDLESS, TINY_NEEDS_A_FAMILY, public_built
-from lora_trainer.benchmarks.turns import WARM_UP
+from lora_trainer.benchmarks.turns import WARM_UP, timed_in_turn
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
@@ -81,7 +82,7 @@ def measure(asked: RequestedMeasure) -> Report:
             stack.callback(feed.close)
         numbers = range(WARM_UP + (asked.steps or STEPS))
         resident = [feeds["cached"].micros(number) for number in numbers]
-        timed = timed_in_turn(context, resident, feeds)
+        timed = timed_with_waits(context, resident, feeds)
         if "uncached" in feeds:
             feeds["decoded"] = without_encoder(resolved.config, context, feeds["uncached"])
         alone = {way: made_alone(feed, len(numbers)) for way, feed in feeds.items()}
@@ -101,26 +102,22 @@ def rows_of(model: str, timed: Mapping[str, Measured], alone: Mapping[str, list[
         )
 
 
-def timed_in_turn(
+def timed_with_waits(
     context: StepContext, resident: list[list[MicroBatch]], feeds: Mapping[str, Feed]
 ) -> dict[str, Measured]:
     """The steps of `resident`, from it and from each feed in turn; those of the warm-up are not timed."""
-    numbers = range(len(resident))
-    found = {way: Measured([], []) for way in ("resident", *feeds)}
+    waits: dict[str, list[float]] = {way: [] for way in ("resident", *feeds)}
     with ExitStack() as stack:
         ways: dict[str, Step] = {"resident": from_memory(context, resident)}
         for way, feed in feeds.items():
-            ways[way] = stack.enter_context(from_feed(context, feed, len(numbers)))
-        for number in numbers:
-            for way, step in ways.items():
-                synchronize(context.device)
-                started = time.perf_counter()
-                waited = step(number)
-                synchronize(context.device)
-                if number >= WARM_UP:
-                    found[way].steps.append(time.perf_counter() - started)
-                    found[way].waits.append(waited)
-    return found
+            ways[way] = stack.enter_context(from_feed(context, feed, len(resident)))
+
+        def waiting(way: str, number: int) -> None:
+            waits[way].append(ways[way](number))
+
+        own = {way: partial(waiting, way) for way in ways}
+        timed = timed_in_turn(own, len(resident) - WARM_UP, context.device)
+    return {way: Measured(timed[way].wall, waits[way][WARM_UP:]) for way in ways}
 
 
 def from_memory(context: StepContext, resident: list[list[MicroBatch]]) -> Step:

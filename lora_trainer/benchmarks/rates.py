@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-
 import torch
+from torch.utils.benchmark import Timer
 
 from lora_trainer.memory_plan.gpu_rates import rate_of_gpu
 
-SIDE, ROUNDS = 1024, 9  # of the product that a CPU is measured by
+SIDE = 1024  # of the product that a CPU is measured by
 
 
-def lr_at(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
+def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
     """TFLOP/s that the device can do in that precision, and where the figure is from."""
     if device.type != "cuda":
         return measured_rate(device, dtype), f"measured: a {SIDE}x{SIDE} product in {str(dtype).removeprefix('torch.')}"
@@ -26,10 +24,5 @@ def lr_at(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
 def measured_rate(device: torch.device, dtype: torch.dtype) -> float:
     """The median of some products, with as many threads as a step has."""
     left, right = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in range(2))
-    seconds = []
-    for number in range(ROUNDS + 1):
-        began = time.perf_counter()
-        left @ right
-        if number:
-            seconds.append(time.perf_counter() - began)
-    return 2 * SIDE**3 / statistics.median(seconds) / 1e12
+    timer = Timer("left @ right", globals={"left": left, "right": right}, num_threads=torch.get_num_threads())
+    return 2 * SIDE**3 / timer.blocked_autorange().median / 1e12

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure
-from lora_trainer.benchmarks.trials.optimizer import fused_pair
-from lora_trainer.benchmarks.trials.pair import Pair, measured_pair
-from lora_trainer.benchmarks.trials.saving import saving_pair
+from lora_trainer.benchmarks.trials.pair import Pair, fused_pair, measured_pair, saving_pair
 from lora_trainer.benchmarks.trials.steps import changed
 from lora_trainer.benchmarks.trials.sums import sums_pair
 from lora_trainer.core.errors import Problem, UsageError, UserError

@@ -5,15 +5,21 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from lora_trainer.benchmarks.subject import BenchSubject, subject_as_asked
+from lora_trainer.benchmarks import turns
+from lora_trainer.benchmarks.device import synchronize
+from lora_trainer.benchmarks.measures import RequestedMeasure
+from lora_trainer.benchmarks.own_loop import Way
+from lora_trainer.benchmarks.subject import BenchSubject, subject_as_asked, subject_of
 from lora_trainer.benchmarks.trials.memory import on_cpu
 from lora_trainer.benchmarks.trials.steps import (
     FIRST,
+    RATE,
     StepMemory,
     Steps,
     inputs_of,
@@ -21,8 +27,15 @@ from lora_trainer.benchmarks.trials.steps import (
     own_way,
     take_steps,
 )
+from lora_trainer.benchmarks.turns import timed_in_turn
 from lora_trainer.config.layers import Resolved
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.training.checkpoints.save import copy_barrier, save, take, write
+from lora_trainer.training.checkpoints.writer import Buffers
+from lora_trainer.training.run import Run
+from lora_trainer.training.state import TrainState
+
+EVERY = 5  # steps: far more often than any run saves, so that it can be seen
 
 
 @dataclass(frozen=True)
@@ -97,3 +110,54 @@ def timed(way: Callable[[int], Tensor], number: int) -> tuple[float, Tensor]:
     began = time.perf_counter()
     loss = way(number)
     return time.perf_counter() - began, loss
+
+
+def fused_pair(asked: RequestedMeasure, folder: Path, steps: int) -> Pair:
+    """Both on copies of the same masters with the same gradients. Raises UserError."""
+    subject = subject_of(asked.resolved, folder, tiny=asked.tiny)
+    context = subject.context
+
+    def taken(fused: bool) -> torch.optim.Optimizer:
+        copies = [nn.Parameter(master.detach().clone()) for master in context.masters]
+        for copy in copies:
+            copy.grad = torch.full_like(copy, 1e-3)
+        return torch.optim.AdamW(copies, lr=RATE, fused=fused, foreach=False)
+
+    def way(optimizer: torch.optim.Optimizer) -> Way:
+        def step(number: int) -> None:
+            optimizer.step()
+
+        return step
+
+    timed = timed_in_turn({"plain": way(taken(False)), "fused": way(taken(True))}, steps, context.device)
+    return Pair(subject.name, *(Steps(tuple(each.wall), (), StepMemory(), 0.0) for each in timed.values()))
+
+
+def saving_pair(asked: RequestedMeasure, folder: Path, steps: int) -> Pair:
+    """Seconds of a step with a checkpoint after each fifth, over rounds of five. Raises UserError."""
+    subject = subject_of(asked.resolved, folder, tiny=asked.tiny)
+    folder.mkdir(parents=True, exist_ok=True)
+    run = replace(subject.run, folder=folder)
+    way = own_way(subject.context, inputs_of(subject))
+    rounds: dict[Callable[[Run, TrainState], None], list[float]] = {in_the_loop: [], save: []}
+    with run.writer:
+        for number in range(1 + max(2, steps // EVERY)):
+            for how in turns.in_turn(list(rounds), number):
+                synchronize(run.context.device)
+                began = time.perf_counter()
+                for step in range(EVERY):
+                    way(step)
+                how(run, TrainState(step=EVERY * (number + 1)))
+                synchronize(run.context.device)
+                if number:  # the first warms
+                    rounds[how].append((time.perf_counter() - began) / EVERY)
+    one, other = (Steps(tuple(seconds), (), StepMemory(), 0.0) for seconds in rounds.values())
+    return Pair(subject.name, one, other)
+
+
+def in_the_loop(run: Run, state: TrainState) -> None:
+    """Copy, write and flush while the loop waits."""
+    buffers: Buffers = {}
+    checkpoint, ready = take(run, state, buffers), copy_barrier(run)
+    ready()
+    write(run, checkpoint, 0)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lora_trainer.benchmarks.device import synchronize
 from lora_trainer.benchmarks.measures import tenths
 from lora_trainer.benchmarks.subject import BenchSubject
 from lora_trainer.config.layers import DEFAULT, Layer, Resolved, flattened, resolve
@@ -119,7 +120,7 @@ def take_steps(way: Callable[[int], Tensor], device: torch.device, warm_up: int,
         loss = way(number)
         if number < FIRST:
             losses.append(loss)
-    wait_for(device)
+    synchronize(device)
     warming = time.perf_counter() - began
     seconds = _timed(way, device, warm_up, steps, losses)
     held = held_on(device, retries)
@@ -149,11 +150,6 @@ def _timed(
 def _keep(losses: list[Tensor], loss: Tensor) -> None:
     if len(losses) < FIRST:
         losses.append(loss)
-
-
-def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def retries_of(device: torch.device) -> int:
