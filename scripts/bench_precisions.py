@@ -21,10 +21,11 @@ from lora_trainer.models.quantization.store import make_quantizer
 from lora_trainer.models.sd15 import FAMILY
 from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
+from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import read_inputs
 from lora_trainer.run.order import Order, plain_console, run_folder
 from lora_trainer.run.resuming import fixed_settings
-from lora_trainer.run.session import open_session, prepare
+from lora_trainer.run.session import open_session
 from lora_trainer.run.settings import settle
 from lora_trainer.training.loop import train
 

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.views import Framing
-from lora_trainer.dataset_check import DataReport, check_dataset
+from lora_trainer.dataset_check import DataReport, DatasetGate, check_dataset
 
 SIDE, COUNT = 512, 20
 Make = Callable[[int, int, int], Image.Image]
@@ -164,7 +164,7 @@ SETS: dict[str, Callable[[Path], object]] = {
 def evaluate(folder: Path) -> DataReport:
     """Check the dataset for a model of 512 pixels and buckets in steps of 64."""
     manifest, found = read_manifest([folder])
-    return check_dataset(manifest, found, framings=[Framing((SIDE,), 64)], caption_limit=77)
+    return check_dataset(manifest, found, DatasetGate([Framing((SIDE,), 64)], caption_limit=77))
 
 
 def row(name: str, report: DataReport) -> str:

@@ -25,7 +25,22 @@ MOST_FRAMES = 8
 SMALL_BODY = 6
 MOST_SMALL_USED_ONCE = 450  # may only fall; the aim is 150
 MOST_ARGUMENTS = 6
-MOST_FUNCTIONS_WITH_MORE = 37  # may only fall; the aim is 0
+# Functions that still have more: may only become fewer.
+WITH_MORE_ARGUMENTS = frozenset(
+    (
+        "memory_plan/estimate.py:_plan",
+        "memory_plan/memory_model.py:_subject",
+        "memory_plan/memory_model.py:traced_memory_model",
+        "memory_plan/trace.py:flash",  # the operator's own
+        "memory_plan/trace.py:make_subject",
+        "memory_plan/trace.py:trace",
+        "models/memory/phases.py:place_drawing",
+        "models/quantization/eight_bits.py:forward",  # of an autograd function
+        "models/transformer.py:transformer_facts",
+        "report/chart.py:make_chart",
+        "run/trainer.py:__init__",  # of ProductionTrainer: the public interface
+    )
+)
 # Module names that mean several things: may only become fewer.
 SHARED_MODULE_NAMES = frozenset(
     "attention base batch bench best cache captions compiling convert disk drawing errors folder hardware images imports "
@@ -92,14 +107,14 @@ def test_small_functions_that_are_used_once_become_fewer(checkout: Path) -> None
     assert len(once) <= MOST_SMALL_USED_ONCE, once
 
 
-def test_functions_with_many_arguments_become_fewer(checkout: Path) -> None:
+def test_functions_have_few_arguments(checkout: Path) -> None:
     many = []
     for name, _, tree in trees(checkout, "lora_trainer"):
         for node in functions(tree):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             if len([each for each in arguments if each.arg not in ("self", "cls")]) > MOST_ARGUMENTS:
-                many.append(f"{name}:{node.name}")
-    assert len(many) <= MOST_FUNCTIONS_WITH_MORE, many
+                many.append(f"{name.removeprefix('lora_trainer/')}:{node.name}")
+    assert set(many) <= WITH_MORE_ARGUMENTS, sorted(set(many) - WITH_MORE_ARGUMENTS)
 
 
 def test_a_name_means_one_thing(checkout: Path) -> None:

@@ -22,6 +22,7 @@ from lora_trainer.core.interrupt import listening
 from lora_trainer.report.record import read_record
 from lora_trainer.run.caching import cache_folder
 from lora_trainer.run.inputs import read_model
+from lora_trainer.run.order import make_order
 from lora_trainer.run.train import INTERRUPTED, train
 
 
@@ -92,7 +93,8 @@ def show_batch(order: BatchOrder, console: Console) -> int:
     for name, folder in folders.items():
         console.rule(name, style="dim")
         try:
-            train(job_settings(order.shared, name, folder), dry_run=True, enforce_gates=True, console=console)
+            run_order = make_order(job_settings(order.shared, name, folder), enforce_gates=True, console=console)
+            train(run_order, dry_run=True)
         except UserError as error:
             code = max(code, error.exit_code)
             for problem in error.problems:

@@ -26,6 +26,7 @@ import psutil
 
 from lora_trainer.core.disk import refusal, write_with_retry
 from lora_trainer.core.errors import TRAINING_FAILED, Problem, UsageError
+from lora_trainer.monitor.progress import Progress
 
 FILE = "batch.sqlite"
 BUSY_SECONDS = 30.0
@@ -206,14 +207,20 @@ def finish(
         )
 
 
-def report_progress(
-    path: Path, name: str, *, phase: str, step: int, total: int, loss: float | None, val_loss: float | None
-) -> None:
+def report_progress(path: Path, name: str, progress: Progress) -> None:
     """Say how far a running job is."""
     with unless_refused(), _writing(path) as connection:
         connection.execute(
             "UPDATE jobs SET phase = ?, step = ?, total = ?, loss = ?, val_loss = ?, alive = ? WHERE name = ?",
-            (phase, step, total, loss, val_loss, time.time(), name),
+            (
+                progress.phase,
+                progress.step,
+                progress.total,
+                progress.loss,
+                progress.val_loss,
+                time.time(),
+                name,
+            ),
         )
 
 

@@ -7,7 +7,7 @@ import io
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, cast
@@ -25,6 +25,7 @@ from lora_trainer.monitor.progress import Progress, Watch
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import Record, read_record
 from lora_trainer.run.folder import leave_as_found
+from lora_trainer.run.order import make_order
 from lora_trainer.run.train import ended_by, train
 
 SIGNALLED = 128
@@ -78,14 +79,14 @@ def attempt(path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[
         console = Console(file=cast("IO[str]", log), highlight=False, markup=False, emoji=False, soft_wrap=True)
         try:
             resolved = job_settings(shared, job.name, job.data)
-            result = train(
+            order = make_order(
                 resolved,
                 resume=shared.resume or job.attempts > 1,
                 enforce_gates=True,
-                families=families,
                 console=console,
                 watch=telling(path, job.name),
             )
+            result = train(replace(order, families=families))
             scores = result.record.get("scores") or dict(NO_SCORES)
             return Ending(result.exit_code, result.record.get("reason"), scores)
         except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the other jobs must continue
@@ -115,15 +116,7 @@ def telling(path: Path, name: str) -> Watch:
         now = time.monotonic()
         if progress.phase != last[0] or now - last[1] >= SAY_EVERY_SECONDS or progress.step == progress.total:
             last = (progress.phase, now)
-            queue.report_progress(
-                path,
-                name,
-                phase=progress.phase,
-                step=progress.step,
-                total=progress.total,
-                loss=progress.loss,
-                val_loss=progress.val_loss,
-            )
+            queue.report_progress(path, name, progress)
 
     return watch
 

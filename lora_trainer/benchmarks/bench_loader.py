@@ -38,11 +38,13 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family
-from lora_trainer.run.feed import Feed, fresh_latents, make_feed
+from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import read_inputs, trained_resolution
 from lora_trainer.run.order import Order
 from lora_trainer.run.reading import reading
-from lora_trainer.run.session import open_session, prepare
+from lora_trainer.run.session import open_session
+from lora_trainer.run.uncached import fresh_latents
+from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.loop import READ_AHEAD
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import join_processes
@@ -187,14 +189,11 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool) -> tuple[str, St
         resolved, config=config.model_copy(update={"cache": config.cache.model_copy(update={"latents": True})})
     )
     order = Order(cached, folder, Console(stderr=True, soft_wrap=True))
-    session = open_session(order, read_inputs(order.config))
-    prepared = prepare(session, {})
+    session, run = prepare(open_session(order, read_inputs(order.config)), {})
     fresh = fresh_latents(order.config, session.inputs, session.choices, session.processes.world)
-    data = replace(prepared.feed.data, fresh=fresh)
-    uncached = make_feed(
-        order.config, data, prepared.built.context, session.processes, session.choices.micro, session.steps.total
-    )
-    return session.inputs.facts.name, prepared.built.context, {"cached": prepared.feed, "uncached": uncached}
+    data = replace(run.feed.data, fresh=fresh)
+    uncached = make_feed(order.config, data, run.context, session.processes, session.choices.micro, session.steps.total)
+    return session.inputs.facts.name, run.context, {"cached": run.feed, "uncached": uncached}
 
 
 def without_encoder(config: Config, context: StepContext, feed: Feed) -> Feed:
@@ -208,12 +207,12 @@ def public_subject(
     resolved: Resolved, named: str, folder: Path, *, tiny: bool
 ) -> tuple[str, StepContext, dict[str, Feed]]:
     """A published denoiser with random weights, fed from a cache of random entries in `folder`; there are no encoders."""
-    name, built, architecture, choices = public_built(resolved, named, tiny=tiny)
+    name, context, architecture, choices = public_built(resolved, named, tiny=tiny)
     config = resolved.config
     side = trained_resolution(config, architecture.facts)
     data = random_cache(reading(config, FAMILIES[named]), architecture, side, folder)
-    feed = make_feed(config, data, built.context, join_processes(), choices.micro, ENDLESS)
-    return name, built.context, {"cached": feed}
+    feed = make_feed(config, data, context, join_processes(), choices.micro, ENDLESS)
+    return name, context, {"cached": feed}
 
 
 def random_cache(family: Family, architecture: Architecture, side: int, folder: Path) -> CachedData:

@@ -19,10 +19,14 @@ from lora_trainer.config.options import suited
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.randomness import position_key
+from lora_trainer.data.buckets import Bucket, ResizeCrop
+from lora_trainer.data.caches.store import Store
 from lora_trainer.data.images.images import load_rgb
 from lora_trainer.data.images.render import render
-from lora_trainer.data.loader import Batch
+from lora_trainer.data.loader import Batch, CachedData
+from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
+from lora_trainer.data.views import View
 from lora_trainer.diffusion.process import Prediction, Process, usual_process
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.compiled import why_not
@@ -30,14 +34,16 @@ from lora_trainer.models.family import Architecture, Caption, Family
 from lora_trainer.models.published import public_architecture
 from lora_trainer.models.quantization.store import Narrow
 from lora_trainer.run.choices import Choices, asked_by_user, cap_memory, choose
+from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import own_architecture, read_inputs, trained_resolution
 from lora_trainer.run.order import Order
 from lora_trainer.run.reading import reading
-from lora_trainer.run.session import Prepared, open_session, prepare
-from lora_trainer.training.build import Built, build_step_context
+from lora_trainer.run.session import Session, open_session
+from lora_trainer.training.build import build_step_context
+from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.hardware import set_hardware
 from lora_trainer.training.micro_batch import MicroBatch, make_copier, make_micro_batch
-from lora_trainer.training.processes import join_processes
+from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback
 from lora_trainer.training.step import StepContext
@@ -73,7 +79,7 @@ class BenchSubject:
     @property
     def micros(self) -> Callable[[int], list[MicroBatch]]:
         """A step's number -> its micro-batches."""
-        return self.run.micros
+        return self.run.feed.micros
 
     @property
     def precision(self) -> str:
@@ -95,11 +101,10 @@ def subject_of(
     if tiny:
         raise UsageError(TINY_NEEDS_A_FAMILY)
     order = Order(resolved, folder, Console(stderr=True, soft_wrap=True))
-    prepared = prepare(open_session(order, read_inputs(config)), {})
-    session = prepared.session
-    name, load = session.inputs.facts.name, partial(load_encode, prepared)
+    session, run = prepare(open_session(order, read_inputs(config)), {})
+    name, load = session.inputs.facts.name, partial(load_encode, session, run.feed)
     own = own_architecture(session.inputs)
-    return BenchSubject(name, prepared.run, load, session.choices, session.inputs.family, own, prepared.built.notes)
+    return BenchSubject(name, run, load, session.choices, session.inputs.family, own, run.context.built.notes)
 
 
 def architecture_named(config: Config, named: str = OWN) -> str | None:
@@ -122,10 +127,9 @@ def subject_as_asked(
     return subject
 
 
-def load_encode(prepared: Prepared) -> Encode:
+def load_encode(session: Session, feed: Feed) -> Encode:
     """The run's encoders as one function, to encode in every step as a script without caches does."""
-    session = prepared.session
-    inputs, choices, feed = session.inputs, session.choices, prepared.feed
+    inputs, choices = session.inputs, session.choices
     encoders = inputs.family.load_encoders(inputs.facts.path, choices.dtype, choices.device)
     data, seed = feed.data, session.config.train.seed
 
@@ -150,7 +154,7 @@ def load_encode(prepared: Prepared) -> Encode:
 
 def public_built(
     resolved: Resolved, named: str, *, tiny: bool, shapes: int = 1
-) -> tuple[str, Built, Architecture, Choices]:
+) -> tuple[str, StepContext, Architecture, Choices]:
     """A public architecture with random weights: what it is called, itself, its form, the hardware's choices."""
     architecture = public_architecture(named)
     resolved = suited(resolved, architecture.facts.prediction)
@@ -164,57 +168,62 @@ def public_built(
     set_hardware(config, processes.device)
     facts = architecture.facts
     side = trained_resolution(config, facts)
-    built = build_step_context(
+    latents = (choices.micro, facts.latent_channels, side // facts.downscale, side // facts.downscale)
+    context = build_step_context(
         config,
         with_random_weights(family, architecture),
-        architecture.facts,
-        replace(choices.layout, compiled=config.compile.enabled is True, shapes=shapes),
-        device=choices.device,
-        reduce=None,
+        facts,
+        replace(choices.layout, compiled=config.compile.enabled is True, shapes=shapes, latents=latents),
+        Processes(0, 1, choices.device, None, lambda: None),
         is_attention_requested=asked_by_user(resolved, "hardware.attention_backend"),
-        latents=(choices.micro, facts.latent_channels, side // facts.downscale, side // facts.downscale),
     )
     called = "U-Net of 30 M weights" if named == SMALL else named
     name = f"{called}{f' at {family.denoiser.thinness}' if tiny else ''}, {side} px, random weights"
-    return name, built, architecture, choices
+    return name, context, architecture, choices
 
 
 def public_subject(
     resolved: Resolved, named: str, folder: Path, *, tiny: bool = False, shapes: int = 1
 ) -> BenchSubject:
     """A published denoiser with random weights and random inputs: no model, no data, no encoders."""
-    name, built, architecture, choices = public_built(resolved, named, tiny=tiny, shapes=shapes)
-    config, context = suited(resolved, architecture.facts.prediction).config, built.context
+    name, context, architecture, choices = public_built(resolved, named, tiny=tiny, shapes=shapes)
+    config = suited(resolved, architecture.facts.prediction).config
     family = reading(config, FAMILIES[architecture.facts.family])
-    sides = [trained_resolution(config, architecture.facts)] * 2
+    side, count = trained_resolution(config, architecture.facts), config.train.effective_batch_size
     cond_shapes = family.text.cond_shapes(architecture.denoiser)
     copied = make_copier(context.device, context.dtype)
 
     def micros(step: int) -> list[MicroBatch]:
-        refs = [Ref(index, f"random-{index}", 0) for index in range(config.train.effective_batch_size)]
+        refs = [Ref(index, f"random-{index}", 0) for index in range(count)]
         groups = [refs[first : first + choices.micro] for first in range(0, len(refs), choices.micro)]
-        batches = [random_batch(group, architecture, cond_shapes, sides, choices.dtype) for group in groups]
+        batches = [random_batch(group, architecture, cond_shapes, (side, side), choices.dtype) for group in groups]
         return copied(
             [make_micro_batch(batch, step, config.train.seed, config.noise, context.process) for batch in batches]
         )
 
+    data = CachedData(
+        samples=[Sample(Path(f"random-{index}"), "", side, side, f"random-{index}") for index in range(count)],
+        views=[(View(ResizeCrop(side, side, 0, 0, Bucket(side, side))),)] * count,
+        latent_keys=(),
+        text_keys=(),
+        empty_key="",
+        latents=Store(folder, "latents"),
+        texts=Store(folder, "texts"),
+    )
     run = Run(
         config=config,
         folder=folder,
         context=context,
+        feed=replace(make_feed(config, data, context, join_processes(), choices.micro, ENDLESS), micros=micros),
         processes=join_processes(),
-        planned=OomFallback(choices.micro, built.checkpointed, swapped=built.swapped),
+        planned=OomFallback(choices.micro, context.built.checkpointed, swapped=context.built.swapped),
         total_steps=ENDLESS,
-        steps_per_epoch=ENDLESS,
-        samples_in=lambda step: config.train.effective_batch_size,
-        names_in=lambda step: [f"random-{index}" for index in range(config.train.effective_batch_size)],
-        micros=micros,
         validate=None,
         sample=None,
         settings={},
         say=lambda line: None,
     )
-    return BenchSubject(name, run, None, choices, family, architecture, built.notes)
+    return BenchSubject(name, run, None, choices, family, architecture, context.built.notes)
 
 
 def with_random_weights(family: Family, architecture: Architecture) -> Family:

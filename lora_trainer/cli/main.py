@@ -176,16 +176,11 @@ def _demo(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 def _run(arguments: argparse.Namespace, resolved: Resolved, *, enforce_gates: bool) -> int:
     if explained(arguments, resolved):
         return DONE
+    from lora_trainer.run.order import make_order
     from lora_trainer.run.train import train
 
-    ended = train(
-        resolved,
-        resume=arguments.resume,
-        dry_run=arguments.dry_run,
-        enforce_gates=enforce_gates,
-        verbose=arguments.verbose,
-    )
-    return ended.exit_code
+    order = make_order(resolved, resume=arguments.resume, enforce_gates=enforce_gates, verbose=arguments.verbose)
+    return train(order, dry_run=arguments.dry_run).exit_code
 
 
 def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
@@ -208,10 +203,11 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if arguments.action is None:
         if explained(arguments, resolved):
             return DONE
+        from lora_trainer.run.order import make_order
         from lora_trainer.run.train import cache, train
 
         if arguments.dry_run:
-            return train(resolved, dry_run=True).exit_code
+            return train(make_order(resolved), dry_run=True).exit_code
         cache(resolved)
         return DONE
     from lora_trainer.cli.cache import prune_command, status_command

@@ -6,6 +6,7 @@ import glob
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +122,9 @@ def _draw(path: Path, config: Config, grid: GridPlan, folder: Path, name: str, *
     """Generate the images, print the grid's path, and return the recipe."""
     import torch
 
+    from lora_trainer.evaluation.compute import Compute
     from lora_trainer.evaluation.placing import with_less
+    from lora_trainer.evaluation.recipe import Grid, NamedModel
     from lora_trainer.evaluation.sample import Where, compare
     from lora_trainer.run.choices import usable_bytes
 
@@ -130,28 +133,12 @@ def _draw(path: Path, config: Config, grid: GridPlan, folder: Path, name: str, *
     config = with_absolute_paths(config)  # the recipe must work from any folder
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = Where(folder, free_name(folder, name))
+    family = family if text is None else family.reading(text)
+    model = NamedModel(family, facts.path, config.model.path or BUILT_IN, parts_of(config))
     with counting() as count:
-        progress = count(DRAWN)
-
-        def generate(usable: int | None) -> dict[str, Any]:
-            return compare(
-                family if text is None else family.reading(text),
-                facts.path,
-                path,
-                grid.rows,
-                grid.drawing,
-                where,
-                named=config.model.path or BUILT_IN,
-                parts=parts_of(config),
-                dtype=_dtype(config, grid, device),
-                device=device,
-                usable=usable,
-                at_once=grid.at_once,
-                say=say,
-                progress=progress,
-            )
-
-        used = with_less(generate, usable_bytes(config, device), device, say)
+        usable, dtype = usable_bytes(config, device), _dtype(config, grid, device)
+        compute = Compute(dtype, device, usable, grid.at_once, say, count(DRAWN))
+        used = with_less(partial(compare, model, path, Grid(grid.rows, grid.drawing), where), compute)
     print(where.sheet)
     return used
 

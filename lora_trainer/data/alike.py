@@ -79,7 +79,7 @@ def _connected(hashes: NDArray[np.uint64], thumbs: NDArray[np.uint8]) -> Places:
     for first, second in _candidates(hashes, hashes):
         # What is connected already need not be compared: that keeps thousands of frames of one scene quick.
         wanted = (first < second) & (leaders[first] != leaders[second])
-        first, second = _alike(first[wanted], second[wanted], hashes, hashes, thumbs, thumbs)
+        first, second = _alike((first[wanted], second[wanted]), hashes, hashes, thumbs, thumbs)
         while (leaders[first] != leaders[second]).any():
             lowest = np.minimum(leaders[first], leaders[second])
             for ends in (leaders[first], leaders[second], first, second):
@@ -99,9 +99,8 @@ def _flipped(
     for first, second in _candidates(hashes, mirrors):
         pairs = np.minimum(leaders[first], leaders[second]) * len(hashes) + np.maximum(leaders[first], leaders[second])
         wanted = (leaders[first] != leaders[second]) & ~np.isin(pairs, known)
-        first, second = _alike(
-            first[wanted], second[wanted], hashes, mirrors, thumbs, thumbs[:, :, ::-1], MIRROR_AGREEMENT
-        )
+        chosen = first[wanted], second[wanted]
+        first, second = _alike(chosen, hashes, mirrors, thumbs, thumbs[:, :, ::-1], MIRROR_AGREEMENT)
         for one, other in zip(leaders[first].tolist(), leaders[second].tolist(), strict=True):
             found.add((min(one, other), max(one, other)))
         if len(first):
@@ -110,8 +109,7 @@ def _flipped(
 
 
 def _alike(
-    first: Places,
-    second: Places,
+    pairs: tuple[Places, Places],
     hashes: NDArray[np.uint64],
     others: NDArray[np.uint64],
     thumbs: NDArray[np.uint8],
@@ -119,9 +117,10 @@ def _alike(
     least: float = LEAST_AGREEMENT,
 ) -> tuple[Places, Places]:
     """Those of the pairs (of `hashes`, of `others`) that are alike, each once."""
+    first, second = pairs
     near = np.bitwise_count(hashes[first] ^ others[second]) <= MOST_BITS
-    pairs = np.unique(first[near] * len(hashes) + second[near])
-    first, second = pairs // len(hashes), pairs % len(hashes)
+    distinct = np.unique(first[near] * len(hashes) + second[near])
+    first, second = distinct // len(hashes), distinct % len(hashes)
     agree = _agreement(thumbs[first], other_thumbs[second]) >= least
     return first[agree], second[agree]
 

@@ -14,7 +14,7 @@ To add a check: one function `(CheckContext) -> list[Finding]` and one entry in 
 """
 
 from lora_trainer.dataset_check.captions import estimate_tokens
-from lora_trainer.dataset_check.checks import CHECKS, check_dataset
+from lora_trainer.dataset_check.checks import CHECKS, DatasetGate, check_dataset
 from lora_trainer.dataset_check.context import CheckContext
 from lora_trainer.dataset_check.report import BucketRow, DataReport
 from lora_trainer.dataset_check.whole_set import check_buckets, check_plan
@@ -24,6 +24,7 @@ __all__ = [
     "BucketRow",
     "CheckContext",
     "DataReport",
+    "DatasetGate",
     "check_buckets",
     "check_dataset",
     "check_plan",

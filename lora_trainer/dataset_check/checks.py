@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_trainer.config.schema import CaptionsSection
@@ -48,40 +48,50 @@ CHECKS: dict[str, Check] = {
 }
 
 
+@dataclass(frozen=True)
+class DatasetGate:
+    """What a dataset is checked against: the settings that it will be trained with, and the least score.
+
+    `framings` and `rules` are the image and caption settings of each source; `caption_limit` is in tokens with start and
+    end; `learned_tokens` must be in captions, each as `num_vectors` tokens.
+    """
+
+    framings: Sequence[Framing]
+    allow_upscale: bool = False
+    caption_limit: int | None = None
+    rules: Sequence[CaptionsSection] = ()
+    learned_tokens: Sequence[str] = ()
+    num_vectors: int = 1
+    minimum: float = 0.8
+
+
 def check_dataset(
     manifest: Manifest,
     read_findings: Sequence[Finding],
+    gate: DatasetGate,
     *,
-    framings: Sequence[Framing],
-    allow_upscale: bool = False,
-    caption_limit: int | None = None,
-    rules: Sequence[CaptionsSection] = (),
-    learned_tokens: Sequence[str] = (),
-    num_vectors: int = 1,
-    gate: float = 0.8,
     decode: bool = True,
     progress: Progress | None = None,
 ) -> DataReport:
-    """Decode every image and check the dataset. `framings` and `rules` are the image and caption settings of each
-    source; `caption_limit` is in tokens with start and end; `learned_tokens` must be in captions, each as
-    `num_vectors` tokens. Without `decode` only headers and captions are checked, and a note says so.
+    """Decode every image and check the dataset. Without `decode` only headers and captions are checked, and a note
+    says so.
     """
     samples = manifest.samples
-    plan = plan_views(samples, framings)
+    plan = plan_views(samples, gate.framings)
     seen = measure_images(samples, progress) if decode else (Seen(),) * len(samples)
     alike = alike_of(samples, seen) if decode else Alike((), (), 0)
     context = CheckContext(
         samples,
         plan.fits,
-        tuple(framings),
+        tuple(gate.framings),
         seen,
         tuple(read_findings),
         alike,
-        allow_upscale,
-        caption_limit,
-        tuple(rules),
-        tuple(learned_tokens),
-        num_vectors,
+        gate.allow_upscale,
+        gate.caption_limit,
+        tuple(gate.rules),
+        tuple(gate.learned_tokens),
+        gate.num_vectors,
         measure_masks(samples) if decode else {},
     )
     found = {name: check(context) for name, check in CHECKS.items()}
@@ -92,7 +102,7 @@ def check_dataset(
     score, parts = score_of(found, paths, samples, files, alike.pairs)
     return DataReport(
         score=score,
-        gate=gate,
+        gate=gate.minimum,
         parts=parts,
         samples=tuple(sample for sample in samples if not has_error(files[sample.path])),
         plan=plan,

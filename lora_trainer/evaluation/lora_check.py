@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from torch import Tensor
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, counted
+from lora_trainer.diffusion.process import Process
+from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, base_visits, drift
 from lora_trainer.evaluation.encode import text_reader
 from lora_trainer.evaluation.health import Health, examine
@@ -77,38 +79,44 @@ FEWEST_TIMESTEPS, MOST_TIMESTEPS = 8, 64
 LORA_CHECKS: Mapping[str, float] = {"full": 1.0, "lite": 0.25, "off": 0.0}  # shares of samples x timesteps and prompts
 
 
+@dataclass(frozen=True)
+class LoraGate:
+    """What a LoRA must reach, and how it is measured.
+
+    `share`, one of `LORA_CHECKS`, is how much is measured. The samples were not trained on, unless `unseen` is False,
+    which becomes a finding.
+    """
+
+    minimum: float = GATE
+    share: float = LORA_CHECKS["full"]
+    unseen: bool = True
+    prompts: Sequence[str] = NEUTRAL_PROMPTS
+
+
 def check_lora(
     lora: Path,
     base: Path,
     family: Family,
     samples: Sequence[EncodedSample],
-    *,
-    unseen: bool = True,
-    prompts: Sequence[str] = NEUTRAL_PROMPTS,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None,
-    usable: int | None = None,
-    gate: float = GATE,
-    share: float = LORA_CHECKS["full"],
-    progress: Callable[[str], None] = lambda message: None,
-    watch: Callable[[int, int], None] = lambda done, total: None,
+    gate: LoraGate = LoraGate(),
+    compute: Compute = ON_CPU,
 ) -> LoraReport:
-    """Evaluate a LoRA file on a base model's folder.
+    """Evaluate a LoRA file on a base model's folder. Progress is counted in forward passes.
 
-    `samples` were not trained on, unless `unseen` is False, which becomes a finding.
-    `usable`: bytes of the device's memory that may be filled; None means no limit. `share`, one of `LORA_CHECKS`,
-    is how much is measured. `watch` is called after each forward pass with how many are done, of how many.
     Raises UsageError when the file is not a readable LoRA.
     """
-    device = device or torch.device("cpu")
+    device, dtype, usable = compute.device, compute.dtype, compute.usable
     weights = read_lora_with_tokens(lora)
-    if refused := refused_unloaded(weights, base, family, gate):
+    if refused := refused_unloaded(weights, base, family, gate.minimum):
         return refused
     encoding = device if usable != 0 else torch.device("cpu")
-    facts = family.describe(base)
-    prompts, samples, timesteps = choose_inputs(prompts, samples, share)
-    neutral = _encoded_prompts(facts, family, prompts, dtype, encoding, usable or None, device)
-    progress("loading the LoRA on a fresh copy of the base model")
+    facts, process = family.describe(base), family.denoiser.make_process(base)
+    prompts, samples, timesteps = choose_inputs(gate.prompts, samples, gate.share)
+    # The encoders are freed before the pipeline loads its own.
+    text = text_reader(family, facts, dtype, encoding, usable or None)(prompts)
+    free_memory(device)
+    neutral = {name: tensor.to(device, dtype) for name, tensor in text.items()}
+    compute.say("loading the LoRA on a fresh copy of the base model")
     # Only the denoiser runs: the rest of the pipeline need not fit on the GPU with it.
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
     denoiser = getattr(pipeline, family.denoiser.component)
@@ -118,26 +126,39 @@ def check_lora(
     shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
     problems = _key_findings(misfits(weights, shapes, family, base))
     if findings := problems or _loading_findings(pipeline, family, lora, weights):
-        return _report({"integrity": 0.0}, findings, {}, gate)
+        return _report({"integrity": 0.0}, findings, {}, gate.minimum)
     original = changed = EncodedTexts(neutral, samples)
     if reads_again(weights, samples, family):
-        original, changed = encode_with(pipeline, family, prompts, original, encoding, dtype, weights)
+        original, changed = encode_with(pipeline, family, prompts, original, weights, replace(compute, device=encoding))
     places = max([(facts.resolution // facts.downscale) ** 2, *(sample.latents[0].numel() for sample in samples)])
     placed = bring_denoiser(denoiser, family, device, usable, places)
     if placed.resident is not None:
-        progress(f"evaluating with {placed.description}")
+        compute.say(f"evaluating with {placed.description}")
     total = count_passes(len(prompts), len(samples), timesteps)
     of_drift = count_passes(len(prompts), 0, timesteps)
-    predict = partial(in_parts, watched(partial(family.denoiser.predict, denoiser), total, watch))
-    progress(f"drift on unrelated prompts: {of_drift} forward passes at {facts.resolution} px")
-    drifted = _measure_drift(pipeline, predict, base, family, original.prompts, changed.prompts, device)
-    progress(f"validation loss with and without the LoRA: {total - of_drift} forward passes")
-    learned = _measure_learning(pipeline, predict, base, family, original, changed, timesteps, dtype, device)
+    predict = partial(in_parts, watched(partial(family.denoiser.predict, denoiser), total, compute.progress))
+    compute.say(f"drift on unrelated prompts: {of_drift} forward passes at {facts.resolution} px")
+    conds = [{name: value.to(device) for name, value in each.prompts.items()} for each in (original, changed)]
+    drifted = _measure_drift(pipeline, predict, process, facts, *conds)
+    compute.say(f"validation loss with and without the LoRA: {total - of_drift} forward passes")
+    losses = partial(
+        validation_losses,
+        predict,
+        process=process,
+        seed=SEED,
+        timesteps=timesteps,
+        compute=Compute(dtype, device),
+    )
+    learned = None
+    if samples:  # `original` ones without the LoRA, `changed` ones encoded and predicted with it
+        with without_lora(pipeline):
+            before = losses(original.samples)
+        learned = improvement(before, losses(changed.samples))
     health = examine(weights.modules, norms)
-    del pipeline, denoiser, modules, predict
+    del pipeline, denoiser, modules, predict, losses
     free_memory(device)
-    report = judge(drifted, learned, health, unseen=unseen, gate=gate, samples=len(samples))
-    return replace(report, findings=(*report.findings, *_share_findings(share, total)))
+    report = judge(drifted, learned, health, unseen=gate.unseen, gate=gate.minimum, samples=len(samples))
+    return replace(report, findings=(*report.findings, *_share_findings(gate.share, total)))
 
 
 def refused_unloaded(weights: LoraWeights, base: Path, family: Family, gate: float = GATE) -> LoraReport | None:
@@ -207,40 +228,21 @@ def _report(parts: Mapping[str, float], findings: list[Finding], numbers: Mappin
     return LoraReport(round(score, 4), gate, complete, tuple(findings), numbers)
 
 
-def _encoded_prompts(
-    facts: ModelFacts,
-    family: Family,
-    prompts: Sequence[str],
-    dtype: torch.dtype,
-    encoding: torch.device,
-    usable: int | None,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """Conditioning of the prompts on `device`. The encoders are freed before the pipeline loads its own."""
-    text = text_reader(family, facts, dtype, encoding, usable)(prompts)
-    free_memory(device)
-    return {name: tensor.to(device, dtype) for name, tensor in text.items()}
-
-
 def _measure_drift(
     pipeline: Any,
     predict: Any,
-    base: Path,
-    family: Family,
+    process: Process,
+    facts: ModelFacts,
     cond: Mapping[str, Tensor],
     changed: Mapping[str, Tensor],
-    device: torch.device,
 ) -> float:
     """`cond` are text embeddings of the prompts without the LoRA, `changed` with it on the text encoders."""
-    cond, changed = ({name: value.to(device) for name, value in each.items()} for each in (cond, changed))
-    facts = family.describe(base)
-    side, count = facts.resolution // facts.downscale, len(next(iter(cond.values())))
+    first = next(iter(cond.values()))
+    side = facts.resolution // facts.downscale
     row = [float(number) for number in (facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution)]
-    sizes = torch.tensor([row] * count, device=device)
+    sizes = torch.tensor([row] * len(first), device=first.device)
     with without_lora(pipeline):
-        visits = base_visits(
-            predict, family.denoiser.make_process(base), cond, sizes, (facts.latent_channels, side, side)
-        )
+        visits = base_visits(predict, process, cond, sizes, (facts.latent_channels, side, side))
     return drift(predict, visits, changed, sizes)
 
 
@@ -287,34 +289,6 @@ def count_passes(prompts: int, samples: int, timesteps: int) -> int:
         whole, rest = divmod(timesteps, MICRO)
         passes += samples * (whole * -(-MICRO // PREDICTED_AT_ONCE) + -(-rest // PREDICTED_AT_ONCE))
     return 2 * passes
-
-
-def _measure_learning(
-    pipeline: Any,
-    predict: Any,
-    base: Path,
-    family: Family,
-    original: EncodedTexts,
-    changed: EncodedTexts,
-    timesteps: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Improvement | None:
-    """How much lower the losses are: `original` samples without the LoRA, `changed` ones encoded and predicted with it."""
-    if not original.samples:
-        return None
-    losses = partial(
-        validation_losses,
-        predict,
-        process=family.denoiser.make_process(base),
-        seed=SEED,
-        timesteps=timesteps,
-        device=device,
-        dtype=dtype,
-    )
-    with without_lora(pipeline):
-        before = losses(original.samples)
-    return improvement(before, losses(changed.samples))
 
 
 def _loading_findings(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> list[Finding]:

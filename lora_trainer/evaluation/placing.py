@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from lora_trainer.core.errors import memory_may_run_out
+from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.drawing import texts_of
 from lora_trainer.models.encoders import offload_layers, widen
@@ -110,21 +112,17 @@ def tile(vae: Any) -> None:
     vae.tile_latent_min_size = TILE // 2 ** (len(vae.config.block_out_channels) - 1)
 
 
-def with_less(
-    attempt: Callable[[int | None], Result],
-    usable: int | None,
-    device: torch.device,
-    say: Callable[[str], None],
-) -> Result:
-    """`attempt(usable)`; if the GPU runs out of memory, again with half of that, then with 0.
+def with_less(attempt: Callable[[Compute], Result], compute: Compute) -> Result:
+    """`attempt(compute)`; if the GPU runs out of memory, again with half of what is usable, then with 0.
 
     Raises torch.OutOfMemoryError when nothing is left to reduce.
     """
+    usable = compute.usable
     rooms = (usable, 0) if usable is None else (usable, usable // 2, 0)
     for tried, room in enumerate(rooms):
         if tried:
-            say("out of memory: trying again with less on the GPU")
+            compute.say("out of memory: trying again with less on the GPU")
         with memory_may_run_out():  # its frames hold what must be freed
-            return attempt(room)
-        free_memory(device)
+            return attempt(replace(compute, usable=room))
+        free_memory(compute.device)
     raise torch.OutOfMemoryError("Out of memory with nothing left to reduce.")

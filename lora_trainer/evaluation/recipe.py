@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +66,30 @@ class Drawing:
     zero_terminal_snr: bool = False
 
 
-def recipe(
-    pipeline: Any, family: Family, base: Path, named: str, lora: Path, rows: Sequence[ImageRequest], drawing: Drawing
-) -> dict[str, Any]:
-    """Everything needed to generate the same images elsewhere. `named` is the user's name of the base model."""
+@dataclass(frozen=True)
+class Grid:
+    """The images of a grid: its rows, and how they are generated."""
+
+    rows: Sequence[ImageRequest]
+    drawing: Drawing
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A base model in its folder. `named` is the user's name of it, `parts` its other settings that a recipe keeps."""
+
+    family: Family
+    folder: Path
+    named: str | None = None
+    parts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def recipe(pipeline: Any, model: NamedModel, lora: Path, grid: Grid) -> dict[str, Any]:
+    """Everything needed to generate the same images elsewhere."""
     import diffusers
     import transformers
+
+    family, base, drawing = model.family, model.folder, grid.drawing
 
     weights = {part.parent.name: part.parent for part in sorted(base.glob("*/config.json"))}
     drawn_with = {name for name, part in pipeline.components.items() if part is not None}
@@ -79,14 +97,14 @@ def recipe(
     config = {key: value for key, value in pipeline.scheduler.config.items() if not key.startswith("_")}
     return {
         "program": f"lora_trainer {__version__}",
-        "model": named,
+        "model": model.named or base.name,
         "family": family.name,
         "model_sha256": kept,
         "lora": lora.name,
         "lora_sha256": sha256_file(lora),
         "lora_hash": tensors_hash(lora),
         "strengths": list(drawing.strengths),
-        "images": [asdict(row) for row in rows],
+        "images": [asdict(row) for row in grid.rows],
         "negative": drawing.negative,
         "steps": drawing.steps,
         "guidance": drawing.guidance,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.grid import image_name
 from lora_trainer.core.interrupt import Stopped
 from lora_trainer.core.io import read_json, write_json
+from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.loading import (
     components_of,
     free_memory,
@@ -26,7 +27,7 @@ from lora_trainer.evaluation.loading import (
     without_lora,
 )
 from lora_trainer.evaluation.placing import bring_pipeline
-from lora_trainer.evaluation.recipe import Drawing, ImageRequest, embedded_text, recipe, same_base
+from lora_trainer.evaluation.recipe import Drawing, Grid, ImageRequest, NamedModel, embedded_text, recipe, same_base
 from lora_trainer.evaluation.sheet import SheetGroup, SheetRow, contact_sheet, save_image
 from lora_trainer.export.weights import LoraWeights, shapes_of
 from lora_trainer.models.drawing import prompted, read_prompts, texts_of
@@ -36,7 +37,6 @@ from lora_trainer.models.memory.phases import DRAWN_AT_ONCE, drawn_on_a_cpu, pha
 from lora_trainer.models.textual_inversion import LearnedTokens, add_learned_tokens, from_embeddings
 
 SHORT_NAME = 40  # characters of a file's name in the sheet's heading
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -58,36 +58,19 @@ class Where:
         return self.folder / image_name(self.name, row, strength)
 
 
-def compare(
-    family: Family,
-    base: Path,
-    lora: Path,
-    rows: Sequence[ImageRequest],
-    drawing: Drawing,
-    where: Where,
-    *,
-    named: str | None = None,
-    parts: Mapping[str, Any] | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None,
-    usable: int | None = None,
-    at_once: int | None = None,
-    say: Callable[[str], None] = lambda message: None,
-    progress: Progress = lambda done, total: None,
-) -> dict[str, Any]:
+def compare(model: NamedModel, lora: Path, grid: Grid, where: Where, compute: Compute = ON_CPU) -> dict[str, Any]:
     """Generate every row on a fresh base model, without the LoRA and at each strength; write images, sheet and recipe.
 
     Where another grid in the folder has the same recipe except for its LoRA, its images without LoRA are reused.
-    Finished images stay when this is interrupted. The pipeline is freed at the end. `named` is the user's name of the
-    base model, `parts` its other settings that the recipe keeps; `usable`: bytes of the device's memory that may be
-    filled, None means no limit. Returns the recipe. Raises UsageError when the file cannot be read or does not fit.
+    Finished images stay when this is interrupted. The pipeline is freed at the end. Returns the recipe. Raises
+    UsageError when the file cannot be read or does not fit.
     """
-    device = device or torch.device("cpu")
+    family, base, device, drawing = model.family, model.folder, compute.device, grid.drawing
     weights = read_lora_with_tokens(lora)
     if problems := misfits_by_config(weights, family, base):
         raise UsageError(in_short(problems))
     where.folder.mkdir(parents=True, exist_ok=True)  # fails before the base model is loaded
-    pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
+    pipeline = fresh_pipeline(family, base, compute.dtype, torch.device("cpu"))
     if problems := misfits(weights, shapes_of(components_of(pipeline, family)), family, base):
         raise UsageError(in_short(problems))
     put_on(pipeline, family, weights)
@@ -95,68 +78,67 @@ def compare(
         # Sampling must then start at the very last timestep (arXiv:2305.08891, 3.3).
         changes = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
         pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config, **changes)
-    placed = bring_pipeline(pipeline, family, device, usable, drawing.size)
+    placed = bring_pipeline(pipeline, family, device, compute.usable, drawing.size)
     if placed.in_turn:
-        say(f"generating images with {placed.description}")
+        compute.say(f"generating images with {placed.description}")
     pixels = drawing.size[0] * drawing.size[1]
     fitting = drawn_on_a_cpu(pixels, torch.float32.itemsize, phase_costs(family.name))
-    at_once = at_once or (1 if device.type == "cuda" else fitting)
-    used = recipe(pipeline, family, base, named or base.name, lora, rows, drawing)
+    at_once = compute.at_once or (1 if device.type == "cuda" else fitting)
+    used = recipe(pipeline, model, lora, grid)
     used |= {
-        "model_parts": dict(parts or {}),
-        "dtype": str(dtype).removeprefix("torch."),
+        "model_parts": dict(model.parts),
+        "dtype": str(compute.dtype).removeprefix("torch."),
         "device": device.type,
         "at_once": at_once,
         "tiled": placed.tiled,
     }
+    done, total = 0, len(grid.rows) * (1 + len(drawing.strengths))
+    columns = draw_columns(
+        pipeline, family, weights, grid, earlier_base(where, used), replace(compute, at_once=at_once)
+    )
     try:
-        _draw_columns(pipeline, family, weights, rows, drawing, where, used, device, progress)
+        for strength, drawn in columns:
+            images = untouched(where, len(grid.rows)) if drawn is None else drawn
+            for index, (row, image) in enumerate(zip(grid.rows, images, strict=True)):
+                save_image(where.image(index, strength), image, embedded_text(used, row, strength))
+                done += 1
+                compute.progress(done, total)
     except (Stopped, KeyboardInterrupt):
         write_sheet(where, used)
         raise
     write_sheet(where, used)
-    del pipeline
+    del pipeline, columns
     free_memory(device)
     return used
 
 
-def _draw_columns(
-    pipeline: Any,
-    family: Family,
-    weights: LoraWeights,
-    rows: Sequence[ImageRequest],
-    drawing: Drawing,
-    where: Where,
-    used: dict[str, Any],
-    place: torch.device,
-    progress: Progress,
-) -> None:
-    """Without the LoRA first, then each strength; every image is written as soon as it is generated."""
+def draw_columns(
+    pipeline: Any, family: Family, weights: LoraWeights, grid: Grid, known: Where | None, compute: Compute
+) -> Iterator[tuple[float | None, Iterator[Image.Image] | None]]:
+    """Each strength with its images, one for each row: without the LoRA first, from `known` where that is a grid.
+
+    None at strength 0: no LoRA and no learned tokens, so these are the images without LoRA.
+    """
+    rows, drawing, device = grid.rows, grid.drawing, compute.device
     words: LearnedTokens = from_embeddings(weights.embeddings, family.text.clips)
     texts_change = bool(words) or any(name.startswith("text_encoder") for name in weights.modules)
-    columns: list[float | None] = [None, *drawing.strengths]
-    done, total = 0, len(rows) * len(columns)
     read: dict[str, dict[str, torch.Tensor]] = {}
-    for strength in columns:
-        known = earlier_base(where, used) if strength is None else None
-        if strength == 0:  # no LoRA and no learned tokens: the images without LoRA
-            known = where
+    for strength in (None, *drawing.strengths):
+        if strength == 0:
+            yield strength, None
+            continue
+        if strength is None and known is not None:
+            yield strength, untouched(known, len(rows))
+            continue
         if strength and words:
-            add_learned_tokens(texts_of(pipeline, place), words)
+            add_learned_tokens(texts_of(pipeline, device), words)
             words = {}
         with at_strength(pipeline, strength):
-            if known is None and (not read or texts_change):
+            if not read or texts_change:
                 prompts = [*(row.prompt for row in rows), *([] if drawing.negative is None else [drawing.negative])]
                 with torch.no_grad():
-                    read = read_prompts(pipeline, family, prompts, place)
-            if known is None:
-                drawn = draw(pipeline, family, read, rows, drawing, used["at_once"])
-            else:
-                drawn = untouched(known, len(rows))
-            for index, (row, image) in enumerate(zip(rows, drawn, strict=True)):
-                save_image(where.image(index, strength), image, embedded_text(used, row, strength))
-                done += 1
-                progress(done, total)
+                    read = read_prompts(pipeline, family, prompts, device)
+            yield strength, draw(pipeline, family, read, rows, drawing, compute.at_once or DRAWN_AT_ONCE)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.loading import free_memory, without_lora
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.weights import LoraWeights
@@ -43,15 +44,15 @@ def encode_with(
     family: Family,
     prompts: Sequence[str],
     known: EncodedTexts,
-    device: torch.device,
-    dtype: torch.dtype,
     weights: LoraWeights,
+    compute: Compute,
 ) -> tuple[EncodedTexts, EncodedTexts]:
     """The same prompts and samples as the pipeline's encoders read them (without the LoRA, with it and its new words).
 
-    They visit `device` for it. `known` holds what all of them said of the captions; what is not in it, or is of a large
+    They are moved to the device for it. `known` holds what all of them said of the captions; what is not in it, or is of a large
     encoder that the LoRA changes, is read by that, too. Raises UsageError for words of another kind of model.
     """
+    device, dtype = compute.device, compute.dtype
     every = texts_of(pipeline, device)
     there = all(sample.cond for sample in known.samples)
     left = family.text.left_in_cache(changed_texts(weights, family)) if there else ()

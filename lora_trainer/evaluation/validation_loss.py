@@ -12,6 +12,7 @@ from torch import Tensor
 from lora_trainer.diffusion.noise import position_noise
 from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import stratified_timesteps
+from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.models.family import Caption
 
 # (noisy [B, C, h, w], t [B], conditioning, sizes [B, 6]) -> prediction [B, C, h, w]
@@ -46,15 +47,14 @@ def validation_losses(
     *,
     seed: int,
     timesteps: int = 8,
-    micro: int = MICRO,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    compute: Compute = ON_CPU,
 ) -> Tensor:
     """Plain mean squared errors [N, T] in fp32 on the CPU: N samples at T stratified timesteps.
 
     The noise depends on (seed, sample, timestep's index) only, so two models, or one model at
     two steps of its training, are compared on the same inputs.
     """
+    device, dtype, micro = compute.device, compute.dtype, compute.at_once or MICRO
     points = stratified_timesteps(timesteps, process.timesteps)
     losses = torch.zeros(len(samples), timesteps)
     for row, sample in enumerate(samples):

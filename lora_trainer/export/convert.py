@@ -46,23 +46,31 @@ class Converted:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class SourceFile:
+    """A LoRA and the form that its file is in; whether the names of its text encoders are numbered."""
+
+    weights: LoraWeights
+    form: Form
+    numbered: bool = False
+
+
 def convert(
-    source: LoraWeights,
+    file: SourceFile,
     target: Path,
     to: Form,
     names: Names,
     families: Sequence[Names],
     *,
-    form: Form,
-    numbered: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Converted:
-    """Write `source` to `target` in the other form, with its header and new hashes; words that were learned go into
-    files of their own beside a file in diffusers' form, which has no place for them. `form` is that of `source`,
-    whose text encoders' names are `numbered` or not; a file that comes back to the form it had gets the alphas it had.
+    """Write a LoRA to `target` in the other form, with its header and new hashes; words that were learned go into
+    files of their own beside a file in diffusers' form, which has no place for them. A file that comes back to the form
+    it had gets the alphas it had.
 
     Raises UsageError, and writes nothing, for what the form cannot hold exactly.
     """
+    source, form = file.weights, file.form
     if problems := [*values("The LoRA", source), *_of_others(source, names)]:
         raise UsageError(problems)
     earlier = earlier_of(source.metadata)
@@ -71,7 +79,7 @@ def convert(
     metadata = {key: value for key, value in source.metadata.items() if key not in OF_ONE_FORM}
     if form != to:
         metadata.pop(EARLIER, None)
-        metadata |= remembered(source, form, numbered) if back is None else {}
+        metadata |= remembered(source, form, file.numbered) if back is None else {}
     if to == "kohya":
         tensors, header, notes = _to_kohya(weights, metadata, names, back)
     else:

@@ -33,28 +33,30 @@ MOST_CONFIG_BYTES = 1 << 20
 PEFT_CONFIG = "adapter_config.json"  # peft's config beside its file, the only place of alpha
 
 
+@dataclass(frozen=True)
+class FileLayout:
+    """How tensors are stored and named. `shapes` are the model's weight shapes by module name, as `shapes_of` gives
+    them, which names are checked against; `names` are the family's; `forms` lays out another kind of adapter.
+    """
+
+    dtype: torch.dtype = torch.float16
+    shapes: Mapping[str, tuple[int, ...]] | None = None
+    names: Names = ONE_TEXT_ENCODER
+    forms: FileForms | None = None
+
+
 def write_lora(
-    folder: Path,
-    name: str,
-    weights: AdapterWeights,
-    facts: TrainingFacts,
-    *,
-    dtype: torch.dtype = torch.float16,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-    names: Names = ONE_TEXT_ENCODER,
-    forms: FileForms | None = None,
+    folder: Path, name: str, weights: AdapterWeights, facts: TrainingFacts, layout: FileLayout = FileLayout()
 ) -> tuple[Path, Path]:
     """Write `NAME.safetensors` (kohya) and `NAME.diffusers.safetensors`; return both paths.
 
-    Both hold the same tensors: alpha / rank folded into up, alpha = rank. Each is verified
-    before it takes its name. `shapes` are the model's weight shapes by module name, as `shapes_of`
-    gives them; `names` are the family's; `forms` lays out the tensors of another kind of adapter. Raises TrainingFailed, and writes nothing, when a value is not finite or a
-    module does not fit `shapes`.
+    Both hold the same tensors: alpha / rank folded into up, alpha = rank. Each is verified before it takes its name.
+    Raises TrainingFailed, and writes nothing, when a value is not finite or a module does not fit the layout's shapes.
     """
-    ready = folded(weights, dtype)
-    if shapes is not None and (problems := check_keys(ready, shapes)):
+    ready = folded(weights, layout.dtype)
+    if layout.shapes is not None and (problems := check_keys(ready, layout.shapes)):
         raise TrainingFailed(problems)
-    kohya, diffusers = (forms or lora_forms)(ready, facts, names)
+    kohya, diffusers = (layout.forms or lora_forms)(ready, facts, layout.names)
     kohya_path, diffusers_path = folder / f"{name}.safetensors", folder / f"{name}.diffusers.safetensors"
     write_tensors(kohya_path, kohya.tensors, with_hashes(kohya.tensors, kohya.header))
     write_tensors(diffusers_path, diffusers.tensors, {**diffusers.header, "format": "pt"})

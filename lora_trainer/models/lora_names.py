@@ -70,7 +70,7 @@ def convert_lora(
     Raises UsageError for a file that is no LoRA, for content that the format cannot hold, and where `family` is needed.
     """
     from lora_trainer.core.tensorfile import read_tensor_header
-    from lora_trainer.export.convert import convert
+    from lora_trainer.export.convert import SourceFile, convert
     from lora_trainer.export.earlier import earlier_of
 
     weights = read_lora_with_tokens(path) if to == "kohya" else read_lora(path)
@@ -80,7 +80,7 @@ def convert_lora(
     numbered = any(key.startswith(NUMBERED) for key in keys) or (earlier is not None and earlier.numbered)
     names = _names_for(path, weights, family, numbered)
     based = _with_base(weights, names.family)
-    return convert(based, target, to, names, all_names(), form=form, numbered=numbered, dtype=dtype)
+    return convert(SourceFile(based, form, numbered), target, to, names, all_names(), dtype=dtype)
 
 
 def _names_for(path: Path, weights: LoraWeights, family: str | None, numbered: bool) -> Names:

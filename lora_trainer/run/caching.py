@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from lora_trainer.config.schema import Config
@@ -51,7 +52,6 @@ from lora_trainer.run.reading import caches_texts
 LATENT_DTYPE = torch.float32  # mean and std of 4 x 64 x 64 are 128 KiB an image: cheap, and exact
 EncodeText = Callable[[Sequence[Caption]], Mapping[str, Tensor]]
 EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
-Progress = Callable[[str, int, int], None]  # (what, done, to build)
 Say = Callable[[str], None]
 
 
@@ -118,9 +118,8 @@ def fill_caches(
     inputs: Inputs,
     choices: Choices,
     plans: CachePlans,
-    progress: Progress,
-    start: float = 0.0,
-    say: Say = unreported,
+    start: float,
+    console: Console,
 ) -> None:
     """Build what is missing, images first. Each kind's encoders are loaded when needed, then freed.
 
@@ -129,7 +128,7 @@ def fill_caches(
     even one image or caption fits in memory.
     """
     refuse_full_disk(inputs, choices, plans)
-    device = choices.device
+    device, say, progress = choices.device, console.print, filling_lines(console)
     loaded: list[Encoders] = []
     visiting: list[EncodeText] = []
 
@@ -170,6 +169,18 @@ def fill_caches(
             start=start,
         )
         put_away()
+
+
+def filling_lines(console: Console) -> Callable[[str, int, int], None]:
+    """A function that prints a line for every hundred entries of a cache, and at its end, of all processes."""
+    shown: dict[str, int] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        if done == total or done // 100 > shown.get(what, 0):
+            shown[what] = done // 100
+            console.print(f"  {what}: {done}/{total}")
+
+    return show
 
 
 def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,8 @@ from lora_trainer.report.record import BEFORE_AFTER
 from lora_trainer.run.inputs import Inputs
 
 if TYPE_CHECKING:
-    import torch
-
     from lora_trainer.evaluation.recipe import Drawing, ImageRequest
+    from lora_trainer.run.session import Session
 
 BUILT_IN = "built-in"
 # The keys of [model] that images depend on, besides its name.
@@ -97,47 +97,30 @@ def run_drawing(config: Config, inputs: Inputs) -> Drawing:
 
 
 def draw_comparison(
+    session: Session,
     lora: Path,
-    folder: Path,
-    config: Config,
-    inputs: Inputs,
-    device: torch.device,
-    dtype: torch.dtype,
-    say: Callable[[str], None],
     *,
     name: str = BEFORE_AFTER,
     most: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
-    """Generate images of the run's prompts without the LoRA and with it, same seeds, into `folder`; the sheet's path.
+    """Generate images of the run's prompts without the LoRA and with it, same seeds; the path of their sheet.
 
     At most `most` prompts and strengths, where it is set.
     """
+    from lora_trainer.evaluation.compute import Compute
     from lora_trainer.evaluation.placing import with_less
+    from lora_trainer.evaluation.recipe import Grid, NamedModel
     from lora_trainer.evaluation.sample import Where, compare
     from lora_trainer.run.choices import usable_bytes
 
+    config, inputs, choices = session.config, session.inputs, session.choices
     seeds = [config.train.seed + index for index in range(config.sample.num_images_per_prompt)]
     rows = rows_for(sample_prompts(config, inputs), seeds)[:most]
-    drawing, where = run_drawing(config, inputs), Where(folder, name)
-    drawing = replace(drawing, strengths=drawing.strengths[:most])
-
-    def drawn(usable: int | None) -> object:
-        return compare(
-            inputs.family,
-            inputs.facts.path,
-            lora,
-            rows,
-            drawing,
-            where,
-            named=config.model.path or BUILT_IN,
-            parts=parts_of(config),
-            dtype=dtype,
-            device=device,
-            usable=usable,
-            say=say,
-            progress=progress,
-        )
-
-    with_less(drawn, usable_bytes(config, device), device, say)
+    drawing, where = run_drawing(config, inputs), Where(session.folder / "samples", name)
+    grid = Grid(rows, replace(drawing, strengths=drawing.strengths[:most]))
+    model = NamedModel(inputs.family, inputs.facts.path, config.model.path or BUILT_IN, parts_of(config))
+    usable = usable_bytes(config, choices.device)
+    compute = Compute(choices.dtype, choices.device, usable, say=session.console.print, progress=progress)
+    with_less(partial(compare, model, lora, grid, where), compute)
     return where.sheet

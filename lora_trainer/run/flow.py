@@ -1,28 +1,33 @@
-"""Run a session from start to end: resume, train, export, check the LoRA, draw."""
+"""Run a session from start to end: resume, prepare, train, export, check the LoRA, draw."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
-from lora_trainer.adapters.base import ADAPTERS, adapter_kind
-from lora_trainer.config.schema import Config
+from lora_trainer.adapters.base import ADAPTERS
+from lora_trainer.config.schema import AttentionName, Config
 from lora_trainer.config.toml import to_toml
 from lora_trainer.core.disk import current, write_with_retry
 from lora_trainer.core.errors import UserError, first_line
 from lora_trainer.core.hardware import describe_machine
-from lora_trainer.core.interrupt import remembering, stop_if_signalled
+from lora_trainer.core.interrupt import StepAborted, abortable, remembering, stop_if_signalled
 from lora_trainer.core.io import write_text
 from lora_trainer.data.sample_counts import FILE as SAMPLE_COUNTS
 from lora_trainer.data.sample_counts import never_trained, write_sample_counts
+from lora_trainer.data.steps import micro_shapes
+from lora_trainer.evaluation.compute import Compute
+from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.evaluation.validation_loss import EncodedSample, validation_losses
 from lora_trainer.export.lora_file import write_learned_tokens
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.monitor.events import Event
@@ -30,33 +35,46 @@ from lora_trainer.monitor.memory import gpu_pool, highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.report.curve import still_falling
-from lora_trainer.report.record import Record, write_record
-from lora_trainer.run.choices import DTYPES
+from lora_trainer.report.record import Record, read_record, write_record
+from lora_trainer.run.caching import cached_data, validation_samples
+from lora_trainer.run.choices import DTYPES, asked_by_user
+from lora_trainer.run.compiling import compiling_pays
 from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
 from lora_trainer.run.disk import lora_bytes
 from lora_trainer.run.drawing import draw_comparison
 from lora_trainer.run.inputs import Inputs, with_absolute_paths
-from lora_trainer.run.messages import model_lines
+from lora_trainer.run.messages import model_lines, show_captions, show_unheld, show_views
 from lora_trainer.run.order import Order
 from lora_trainer.run.release import (
     cause_shown,
     choose_released,
+    draw_while_training,
     export_lora,
+    export_step,
     judge_lora,
     lora_weights,
     training_facts,
     untrained_word,
     untrained_words,
+    withdraw_after,
 )
 from lora_trainer.run.resuming import find_start, fixed_settings
 from lora_trainer.run.room import refuse_without_room, room_for
-from lora_trainer.run.session import TIMED_ATTENTION, Prepared, Session, open_session, prepare
+from lora_trainer.run.session import Session, fill, open_session, with_found_micro
+from lora_trainer.run.uncached import fresh_latents
+from lora_trainer.training.build import build_step_context
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.control import is_stopped_early
+from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.loop import train
-from lora_trainer.training.state import TrainState
+from lora_trainer.training.run import Run
+from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.step import StepContext
+from lora_trainer.training.texts import encode_validation_captions
+
+VALIDATION_TIMESTEPS = 8
+TIMED_ATTENTION = "timed_attention"  # in the record's hardware
 
 
 @dataclass(frozen=True)
@@ -76,22 +94,20 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     start = find_start(order.folder, settings, order.console, order.config) if order.resume else None
     for line in order.differences:
         order.console.print(line)
-    prepared = prepare(session, settings)
+    session, run = prepare(session, settings)
     if session.processes.is_main:
-        text, file = (
-            to_toml(repeatable_config(prepared.session, prepared.built.attention)),
-            order.folder / "config.toml",
-        )
+        text = to_toml(repeatable_config(session, run.context.built.attention))
+        file = order.folder / "config.toml"
         keep = partial(write_text, file, text)
         current().keep(file.name, keep)
         write_with_retry(file.name, order.folder, keep, len(text))
-    record = with_preparation(record, prepared, settings)
+    record = with_preparation(record, session, run)
     if session.processes.is_main:  # a run that fails from here on has its hardware in the record
         write_record(order.folder, record)
         (order.folder / SAMPLE_COUNTS).unlink(missing_ok=True)  # an earlier session's
     with remembering():  # what was trained is recorded before a signal ends the run
         try:
-            shapes = weight_shapes(prepared.built.context)
+            shapes = weight_shapes(run.context)
             done, total = start.state.step if start else 0, session.steps.total
             room = room_for(session.config, order.folder, shapes, done, total)
             refuse_without_room(room)
@@ -101,14 +117,14 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
                 order.console.print(f"all {total} steps are trained already")
             with open_trackers(session, start, record.changed) as trackers:
                 progress = step_line(order.console, total, done, order.watch)
-                state, interrupt = train(prepared.run, start, trackers, progress)
+                state, interrupt = train(run, start, trackers, progress)
         except UserError:
-            if session.processes.is_main and (saved := newest_valid(prepared.run.checkpoints)[0]) is not None:
+            if session.processes.is_main and (saved := newest_valid(run.checkpoints)[0]) is not None:
                 with contextlib.suppress(OSError):  # the disk may refuse this too
-                    write_record(order.folder, with_sample_counts(record, prepared, saved[1].state))
+                    write_record(order.folder, with_sample_counts(record, session, run, saved[1].state))
             raise
         finally:
-            prepared.feed.close()
+            run.feed.close()
         early = is_stopped_early(session.config.safeguards, state.control)
         trained = state.seconds - (start.state.seconds if start else 0.0)
         record = replace(
@@ -116,17 +132,168 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
             steps=state.step,
             training=asdict(state) | {"stopped_early": early},
             reason=f"the validation loss got no lower in {state.control.without_gain} validations" if early else None,
-            checkpoints=prepared.run.writer.summary(),
+            checkpoints=run.writer.summary(),
             memory=memory_summary(session.choices.device),
-            seen=prepared.run.watches.summary(),
+            seen=run.watches.summary(),
         )
         if session.processes.is_main:
-            record = with_sample_counts(record, prepared, state)
+            record = with_sample_counts(record, session, run, state)
             write_record(order.folder, record)
     if interrupt or not session.processes.is_main:
         return Outcome(record, None, None, interrupt.exit_code if interrupt else None)
     stop_if_signalled()
-    return release(prepared, record, state)
+    return release(session, run, record, state)
+
+
+def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
+    """Fill the caches, build the step context, and the run that trains it; `settings` are in each checkpoint.
+
+    The session returned has the micro-batch size that was found, and how long caching took. Raises UserError.
+    """
+    config, inputs, console = session.config, session.inputs, session.console
+    show_views(config, inputs, session.steps, console)
+    for line in (
+        inputs.split_line,
+        f"steps: {session.steps.line}",
+        *model_lines(config, inputs),
+        *session.choices.lines,
+    ):
+        console.print(line)
+    show_unheld(config, inputs, console)
+    show_captions(config, inputs, console, session.choices.encoder_dtype.itemsize)
+    began = time.monotonic()
+    session.order.watch(Progress("caching", total=session.steps.total))
+    plans = fill(session)
+    session = replace(session, cache_seconds=time.monotonic() - began)
+    validation = validation_samples(config, inputs, plans)
+    context = build(session)
+    for note in (*context.built.notes, *(context.built.details if session.order.verbose else ())):
+        console.print(note)
+    data = cached_data(config, inputs, plans)
+    if not config.cache.latents:
+        console.print("latents are encoded while training (cache.latents=false); the VAE stays loaded")
+        fresh = fresh_latents(config, inputs, session.choices, session.processes.world)
+        data = replace(data, fresh=fresh)
+    session = with_found_micro(session, context, data)
+    feed = make_feed(config, data, context, session.processes, session.choices.micro, session.steps.total)
+    return session, make_run(session, context, feed, validation, settings)
+
+
+def build(session: Session) -> StepContext:
+    """The step context: the denoiser as chosen for the hardware, compiled where the run is long enough."""
+    inputs, steps, choices = session.inputs, session.steps, session.choices
+    facts = inputs.facts
+    bucket = max(inputs.train_plan.counts, key=lambda bucket: bucket.width * bucket.height)
+    layout = replace(
+        choices.layout,
+        compiled=compiling_pays(session.config, choices.device, steps.total),
+        shapes=micro_shapes(steps, len(inputs.train_plan.counts)),
+        latents=(
+            choices.micro,
+            facts.latent_channels,
+            bucket.height // facts.downscale,
+            bucket.width // facts.downscale,
+        ),
+    )
+    config, is_requested = with_earlier_attention(session)
+    return build_step_context(
+        config, inputs.family, facts, layout, session.processes, is_attention_requested=is_requested
+    )
+
+
+def with_earlier_attention(session: Session) -> tuple[Config, bool]:
+    """The config, and whether the user set its attention backend: a resumed run keeps what was the fastest.
+
+    A new timing could choose another backend, which rounds otherwise.
+    """
+    config, order = session.config, session.order
+    if (
+        config.hardware.attention_backend != "fastest"
+        or not order.resume
+        or (name := earlier_attention(order.folder)) is None
+    ):
+        return config, asked_by_user(order.resolved, "hardware.attention_backend")
+    session.console.print(
+        f"attention backend: {name} (the fastest at the start of the run; hardware.attention_backend=fastest)"
+    )
+    return config.model_copy(update={"hardware": config.hardware.model_copy(update={"attention_backend": name})}), False
+
+
+def earlier_attention(folder: Path) -> str | None:
+    """The fastest attention backend from the run's record; None where it has none that is known here."""
+    hardware = (read_record(folder) or {}).get("hardware")
+    name = hardware.get(TIMED_ATTENTION) if isinstance(hardware, dict) else None
+    return name if name in get_args(AttentionName) else None
+
+
+def make_run(
+    session: Session, context: StepContext, feed: Feed, validation: list[EncodedSample], settings: dict[str, Any]
+) -> Run:
+    """What the loop needs: the micro-batches of each step, and how to validate, sample and export."""
+    config, built = session.config, context.built
+
+    def predict(*arguments: Any) -> Tensor:
+        with abortable():
+            return context.predict(context.denoiser, *arguments)
+
+    def validate(batch_size: int) -> float:
+        for module in context.modules:
+            module.eval()
+        try:
+            with context.adapter.swapped_in(context.shown()):
+                losses = validation_losses(
+                    predict,
+                    encode_validation_captions(context.texts, validation, context.device),
+                    context.process,
+                    seed=config.train.seed,
+                    timesteps=VALIDATION_TIMESTEPS,
+                    compute=Compute(context.dtype, context.device, at_once=batch_size),
+                )
+        finally:
+            for module in context.modules:
+                module.train()
+        return float(losses.mean())
+
+    def sample(state: TrainState) -> None:
+        if session.processes.is_main:
+            try_to_draw(session, context, state)
+        session.processes.wait()
+
+    def export(step: int, weights: Mapping[str, Tensor]) -> None:
+        export_step(session, context.built.shapes, step, weights)
+
+    return Run(
+        config=config,
+        folder=session.folder,
+        context=context,
+        feed=feed,
+        processes=session.processes,
+        planned=OomFallback(session.choices.micro, built.checkpointed, swapped=built.swapped),
+        total_steps=session.steps.total,
+        validate=validate if session.inputs.validation else None,
+        sample=sample if ADAPTERS[config.lora.type].is_checked else None,  # diffusers reads no other file
+        settings=settings,
+        say=session.console.print,
+        export=export,
+        withdraw=partial(withdraw_after, session.folder),
+        validation=validation,
+    )
+
+
+def try_to_draw(session: Session, context: StepContext, state: TrainState) -> None:
+    """Draw images while training. Out of memory or a full disk is logged, and does not end the training."""
+    try:
+        draw_while_training(session, context, state)
+    except StepAborted:
+        reason = "a signal came"
+    except (RuntimeError, ValueError, OSError, MemoryError, UserError) as error:
+        reason = first_line(error)
+    else:
+        return
+    # Out here the pipeline is freed: there is room for the denoiser, where that was moved away.
+    free_memory(session.choices.device)
+    move_to_device(context.denoiser, session.choices.device)
+    session.console.print(f"no images at step {state.step}: {reason}")
 
 
 def weight_shapes(context: StepContext) -> list[tuple[int, ...]]:
@@ -134,42 +301,41 @@ def weight_shapes(context: StepContext) -> list[tuple[int, ...]]:
     return [tuple(value.shape) for value in context.adapter.masters.values()]
 
 
-def with_preparation(record: Record, prepared: Prepared, settings: dict[str, Any]) -> Record:
+def with_preparation(record: Record, session: Session, run: Run) -> Record:
     """The record with what is known before the first step."""
-    session = prepared.session
+    built = run.context.built
     device, world = str(session.choices.device), session.processes.world
     hardware = {**describe_machine(), "device": device, "processes": world}
     if session.config.hardware.attention_backend == "fastest":
-        hardware[TIMED_ATTENTION] = prepared.built.attention
+        hardware[TIMED_ATTENTION] = built.attention
     moved = other_machine(record.hardware or repeated_record(session.order.resolved).get("hardware", {}), hardware)
     if moved:
         session.console.print(f"another machine: {', '.join(moved)}; {ROUNDING_DIFFERS}")
     return replace(
-        record.with_seconds(cache=prepared.cache_seconds),
+        record.with_seconds(cache=session.cache_seconds),
         hardware=hardware,
         changed=(*record.changed, *moved),
-        pinned=record.pinned | pinned(record.config, decided_settings(session, prepared.built.attention)),
-        model={**record.model, "sha256": settings["model"]},
+        pinned=record.pinned | pinned(record.config, decided_settings(session, built.attention)),
+        model={**record.model, "sha256": run.settings["model"]},
         arithmetic=session.steps.to_json(),
         choices=(
             *session.order.resolved.notes,
             *model_lines(session.config, session.inputs),
             *session.choices.lines,
-            *prepared.built.notes,
-            *prepared.built.details,
+            *built.notes,
+            *built.details,
         ),
     )
 
 
-def with_sample_counts(record: Record, prepared: Prepared, state: TrainState) -> Record:
+def with_sample_counts(record: Record, session: Session, run: Run, state: TrainState) -> Record:
     """The record with the sample counts, which are also logged and written to a file.
 
     On a full disk only that file is missing: the weights are saved already.
     """
-    session = prepared.session
     if not state.step:
         return record
-    counts = prepared.feed.sample_counts(state.step)
+    counts = run.feed.sample_counts(state.step)
     line = counts.line + (f"; {state.skipped} of {state.step} steps were skipped" if state.skipped else "")
     session.console.print(f"trained: {line}")
     summary = counts.to_json() | {"skipped_steps": state.skipped, "line": line}
@@ -230,32 +396,19 @@ def open_trackers(session: Session, start: Checkpoint | None, changed: Sequence[
         yield trackers
 
 
-def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
+def release(session: Session, run: Run, record: Record, state: TrainState) -> Outcome:
     """Export, check and draw; the outcome with scores and files."""
-    session, built = prepared.session, prepared.built
     config, console, folder = session.config, session.console, session.folder
     began, name = time.monotonic(), session.folder.name
-    released = choose_released(config, prepared.run.checkpoints, state, built.context)
-    facts = training_facts(config, session.inputs, name, released.step, session.steps, session.choices, record.started)
+    released = choose_released(config, run.checkpoints, state, run.context)
+    facts = training_facts(session, name, released.step, record.started)
     weights = lora_weights(config, session.inputs, released.weights)
     untrained = untrained_words(config.textual_inversion.placeholder_tokens, session.inputs.train)
     embeddings = {key: value for key, value in weights.embeddings.items() if key.partition(".")[0] not in untrained}
     stored = DTYPES[config.checkpoint.export_dtype]
-    export = partial(
-        export_lora,
-        folder,
-        name,
-        weights,
-        facts,
-        built.shapes,
-        session.inputs.family,
-        stored,
-        adapter_kind(config).forms,
-    )
+    export = partial(export_lora, session, folder, weights, facts, run.context.built.shapes)
     with remembering():  # the record names the files, whatever the gate finds
-        kohya, diffusers = write_with_retry(
-            "the LoRA", folder, export, lora_bytes(config, weight_shapes(built.context))
-        )
+        kohya, diffusers = write_with_retry("the LoRA", folder, export, lora_bytes(config, weight_shapes(run.context)))
         write = partial(write_learned_tokens, folder, name, replace(weights, embeddings=embeddings), dtype=stored)
         tokens = write_with_retry("learned tokens", folder, write, 0)
         files = {**record.files, "kohya": kohya.name, "diffusers": diffusers.name}
@@ -266,33 +419,27 @@ def release(prepared: Prepared, record: Record, state: TrainState) -> Outcome:
     if tokens:
         console.print(f"learned tokens, also in {kohya.name}: {', '.join(path.name for path in tokens)}", markup=False)
     stop_if_signalled()
-    outcome = check_lora(prepared, record, state, kohya, untrained)
+    outcome = check_lora(session, run, record, state, kohya, untrained)
     return replace(outcome, record=outcome.record.with_seconds(validate=time.monotonic() - began))
 
 
-def check_lora(prepared: Prepared, record: Record, state: TrainState, kohya: Path, untrained: Sequence[str]) -> Outcome:
+def check_lora(
+    session: Session, run: Run, record: Record, state: TrainState, kohya: Path, untrained: Sequence[str]
+) -> Outcome:
     """Check the exported file and draw with it, as `gates.lora_check` says; the outcome with the report."""
-    session, config, console = prepared.session, prepared.session.config, prepared.session.console
+    config, console = session.config, session.console
     step, can_check = record.released["step"], ADAPTERS[config.lora.type].is_checked
     is_checked = can_check and config.gates.lora_check != "off"
     if is_checked:
-        free_step_context(prepared.built.context)
+        free_step_context(run.context)
         console.print("validating the LoRA from its file")
         show_phase(session, state, "validating")
-        report = judge_lora(
-            kohya,
-            config,
-            session.inputs,
-            prepared.validation,
-            session.choices.device,
-            session.choices.dtype,
-            console,
-        )
+        report = judge_lora(kohya, session, run.validation)
     else:
         why = "gates.lora_check=off" if can_check else f"lora.type={config.lora.type} cannot be checked"
         console.print(f"{why}: the LoRA is not scored, and no images are made with it")
         report = LoraReport(None, config.gates.lora, {})
-    unseen = never_trained(prepared.feed.plan, step, state.step)
+    unseen = never_trained(run.feed.plan, step, state.step)
     explained = (cause_shown(each, config, step) for each in report.findings)
     falling = still_falling(read_lines(session.folder / VALIDATION), state.step)
     findings = (unseen, *explained, falling, *map(untrained_word, untrained))
@@ -304,17 +451,8 @@ def check_lora(prepared: Prepared, record: Record, state: TrainState, kohya: Pat
     show_phase(session, state, "drawing")
     try:
         with counting(console) as count:
-            comparison = draw_comparison(
-                kohya,
-                session.folder / "samples",
-                config,
-                session.inputs,
-                session.choices.device,
-                session.choices.dtype,
-                console.print,
-                most=1 if config.gates.lora_check == "lite" else None,
-                progress=count(DRAWN),
-            )
+            most = 1 if config.gates.lora_check == "lite" else None
+            comparison = draw_comparison(session, kohya, most=most, progress=count(DRAWN))
     except (RuntimeError, ValueError, OSError, MemoryError) as error:  # the LoRA is whole and checked
         console.print(f"the before/after images could not be drawn: {first_line(error)}")
         return Outcome(record, report, None)

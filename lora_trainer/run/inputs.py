@@ -22,7 +22,7 @@ from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.split import MOST_VALIDATION_IMAGES, split_validation
 from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
 from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, notes_on, plan_plain, plan_views
-from lora_trainer.dataset_check import DataReport, check_buckets, check_dataset, check_plan
+from lora_trainer.dataset_check import DataReport, DatasetGate, check_buckets, check_dataset, check_plan
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
@@ -204,20 +204,17 @@ def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tupl
     framings = trained_framings(config, facts)
     manifest, findings = list_data(config)
     manifest = replace(manifest, notes=(*manifest.notes, *notes_on(framings)))
+    gate = DatasetGate(
+        framings,
+        config.data.allow_small_images,
+        facts.caption_tokens,
+        caption_rules(config),
+        config.textual_inversion.placeholder_tokens,
+        config.textual_inversion.num_vectors,
+        config.gates.dataset,
+    )
     with counting() as count:
-        report = check_dataset(
-            manifest,
-            findings,
-            framings=framings,
-            allow_upscale=config.data.allow_small_images,
-            caption_limit=facts.caption_tokens,
-            rules=caption_rules(config),
-            learned_tokens=config.textual_inversion.placeholder_tokens,
-            num_vectors=config.textual_inversion.num_vectors,
-            gate=config.gates.dataset,
-            decode=decode,
-            progress=count("images decoded"),
-        )
+        report = check_dataset(manifest, findings, gate, decode=decode, progress=count("images decoded"))
     return manifest, replace(report, general=(*report.general, *_plan_findings(config, report)))
 
 
@@ -240,13 +237,13 @@ def _plan_findings(config: Config, report: DataReport) -> list[Finding]:
     return found + check_buckets([row.samples for row in report.rows], micro)
 
 
-def read_inputs(config: Config, families: Mapping[str, Family] = FAMILIES, *, weights: bool = True) -> Inputs:
+def read_inputs(config: Config, model: tuple[Family, ModelFacts] | None = None) -> Inputs:
     """Read model facts and data, decode every image, check the dataset and split it.
 
-    `weights` as for `read_model`. Raises UsageError for a model or folder that cannot be read. Problems of single
-    images are in `report`, which the caller compares with the gate.
+    `model` is what `read_model` returned, which is called where it is None. Raises UsageError for a model or folder that
+    cannot be read. Problems of single images are in `report`, which the caller compares with the gate.
     """
-    family, facts = read_model(config, families, weights=weights)
+    family, facts = model or read_model(config)
     manifest, report = read_data(config, facts)
     framings, rules = trained_framings(config, facts), caption_rules(config)
     train, validation = validation_split(config, report)

@@ -13,6 +13,7 @@ from rich.console import Console
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.launch import is_main_process
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.console import Console as PlainConsole
@@ -44,6 +45,31 @@ class Order:
     @property
     def config(self) -> Config:
         return self.resolved.config
+
+
+def make_order(
+    resolved: Resolved,
+    *,
+    resume: bool = False,
+    enforce_gates: bool = False,
+    verbose: bool = False,
+    console: Console | None = None,
+    watch: Watch = unwatched,
+) -> Order:
+    """The order for a run in its own folder; by default it prints on stdout, from the main process only.
+
+    Raises UsageError for a name that no folder can have.
+    """
+    console = console or plain_console(quiet=not is_main_process())
+    return Order(
+        resolved,
+        run_folder(resolved.config),
+        console,
+        watch,
+        resume=resume,
+        enforce_gates=enforce_gates,
+        verbose=verbose,
+    )
 
 
 def run_folder(config: Config) -> Path:

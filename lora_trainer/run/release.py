@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from lora_trainer import __version__
@@ -22,17 +21,16 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.findings import Finding, counted
 from lora_trainer.core.interrupt import abortable
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.diffusion.process import Process
+from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.evaluation.lora_check import LORA_CHECKS, check_lora
+from lora_trainer.evaluation.lora_check import LORA_CHECKS, LoraGate, check_lora
 from lora_trainer.evaluation.placing import with_less
 from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.evaluation.validation_loss import EncodedSample
-from lora_trainer.export.lora_file import FileForms, write_lora
+from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.metadata import FlowFacts, TrainingFacts
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate
-from lora_trainer.models.family import Family
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.models.textual_inversion import to_embeddings
@@ -41,7 +39,8 @@ from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.drawing import draw_comparison, triggers
 from lora_trainer.run.inputs import Inputs, trained_framings
-from lora_trainer.training.build import Built, trained_process
+from lora_trainer.run.session import Session
+from lora_trainer.training.build import trained_process
 from lora_trainer.training.checkpoints.best import read_best
 from lora_trainer.training.checkpoints.checkpoint import step_name
 from lora_trainer.training.state import TrainState
@@ -130,16 +129,9 @@ def cause_shown(finding: Finding, config: Config, step: int) -> Finding:
     return replace(finding, fix=fix)
 
 
-def training_facts(
-    config: Config,
-    inputs: Inputs,
-    name: str,
-    trained: int,
-    steps: StepArithmetic,
-    choices: Choices,
-    started: float,
-) -> TrainingFacts:
+def training_facts(session: Session, name: str, trained: int, started: float) -> TrainingFacts:
     """The run's facts for the file's header; `trained` is the step of the weights."""
+    config, inputs, steps = session.config, session.inputs, session.steps
     targets = config.lora.target_modules
     base_version, architecture = inputs.family.lora_files.base_names(inputs.facts)
     process = trained_process(inputs.family.denoiser.make_process(inputs.facts.path), config, torch.device("cpu"))
@@ -163,7 +155,7 @@ def training_facts(
         version=__version__,
         prediction=inputs.facts.prediction,
         warmup_steps=warmup_length(config.lr_scheduler, steps.total),
-        mixed_precision={torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[choices.dtype],
+        mixed_precision={torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[session.choices.dtype],
         min_snr_gamma=config.loss.min_snr_gamma,
         huber_delta=config.loss.huber_delta if config.loss.type == "huber" else None,
         noise_offset=config.noise.offset or None,
@@ -225,103 +217,73 @@ def images_shown(config: Config, inputs: Inputs) -> dict[str, Any]:
 
 
 def export_lora(
+    session: Session,
     folder: Path,
-    name: str,
     weights: AdapterWeights,
     facts: TrainingFacts,
     shapes: Mapping[str, tuple[int, ...]],
-    family: Family,
-    dtype: torch.dtype,
-    forms: FileForms,
 ) -> tuple[Path, Path]:
     """Write both files, every key checked against the model's `shapes` before they get their names; kohya's path first.
 
     Raises TrainingFailed, and leaves no file, when a value is not finite or a key does not fit.
     """
-    return write_lora(folder, name, weights, facts, dtype=dtype, shapes=shapes, names=names_of(family), forms=forms)
+    config = session.config
+    return write_lora(
+        folder,
+        facts.name,
+        weights,
+        facts,
+        FileLayout(
+            DTYPES[config.checkpoint.export_dtype],
+            shapes,
+            names_of(session.inputs.family),
+            adapter_kind(config).forms,
+        ),
+    )
 
 
-def judge_lora(
-    lora: Path,
-    config: Config,
-    inputs: Inputs,
-    samples: Sequence[EncodedSample],
-    device: torch.device,
-    dtype: torch.dtype,
-    console: Console,
-) -> LoraReport:
+def judge_lora(lora: Path, session: Session, samples: Sequence[EncodedSample]) -> LoraReport:
     """The LoRA gate's report on the exported file; on training samples where there are no validation images.
 
     Raises TrainingFailed, with the command to evaluate it later, when the GPU is too small even layer by layer.
     """
+    config, inputs, console = session.config, session.inputs, session.console
+    device, dtype = session.choices.device, session.choices.dtype
+    gate = LoraGate(config.gates.lora, LORA_CHECKS[config.gates.lora_check], bool(inputs.validation))
 
-    def judge(usable: int | None) -> LoraReport:
+    def judge(compute: Compute) -> LoraReport:
         with counting(console) as count:
-            return check_lora(
-                lora,
-                inputs.facts.path,
-                inputs.family,
-                samples,
-                unseen=bool(inputs.validation),
-                dtype=dtype,
-                device=device,
-                usable=usable,
-                gate=config.gates.lora,
-                share=LORA_CHECKS[config.gates.lora_check],
-                progress=say,
-                watch=count(JUDGED),
-            )
+            counted_compute = replace(compute, progress=count(JUDGED))
+            return check_lora(lora, inputs.facts.path, inputs.family, samples, gate, counted_compute)
 
-    say = partial(console.print, markup=False)
     try:
-        return with_less(judge, usable_bytes(config, device), device, say)
+        say = partial(console.print, markup=False)
+        return with_less(judge, Compute(dtype, device, usable_bytes(config, device), say=say))
     except torch.OutOfMemoryError as error:
         message = f"{lora.name} is trained and saved, but not evaluated: out of memory."
         fix = f"When more memory is free: lora-trainer validate {lora}, or the same command with --resume."
         raise TrainingFailed(Problem(message, fix)) from error
 
 
-def draw_while_training(
-    folder: Path,
-    config: Config,
-    inputs: Inputs,
-    steps: StepArithmetic,
-    choices: Choices,
-    built: Built,
-    state: TrainState,
-    say: Callable[[str], None],
-) -> None:
+def draw_while_training(session: Session, context: StepContext, state: TrainState) -> None:
     """Export the current LoRA, then generate images from that file, as a user's program does."""
-    samples, name = folder / "samples", step_name(state.step)
-    facts = training_facts(config, inputs, name, state.step, steps, choices, time.time() - state.seconds)
-    weights = lora_weights(config, inputs, built.context.shown())
-    dtype = DTYPES[config.checkpoint.export_dtype]
-    kohya, diffusers = export_lora(
-        samples, name, weights, facts, built.shapes, inputs.family, dtype, adapter_kind(config).forms
-    )
+    config, inputs = session.config, session.inputs
+    name = step_name(state.step)
+    facts = training_facts(session, name, state.step, time.time() - state.seconds)
+    weights = lora_weights(config, inputs, context.shown())
+    kohya, diffusers = export_lora(session, session.folder / "samples", weights, facts, context.built.shapes)
     diffusers.unlink()
-    with making_room(built, config, choices), abortable():
-        draw_comparison(kohya, samples, config, inputs, choices.device, choices.dtype, say, name=name)
+    with making_room(context, config, session.choices), abortable():
+        draw_comparison(session, kohya, name=name)
 
 
 def export_step(
-    folder: Path,
-    config: Config,
-    inputs: Inputs,
-    steps: StepArithmetic,
-    choices: Choices,
-    shapes: Mapping[str, tuple[int, ...]],
-    step: int,
-    trained: Mapping[str, Tensor],
+    session: Session, shapes: Mapping[str, tuple[int, ...]], step: int, trained: Mapping[str, Tensor]
 ) -> None:
     """Write the weights of a step as `weights/NAME-step-000500.safetensors`, as ComfyUI and kohya's scripts load it."""
-    name = f"{folder.name}-{step_name(step)}"
-    facts = training_facts(config, inputs, name, step, steps, choices, time.time())
-    weights = lora_weights(config, inputs, trained)
-    dtype = DTYPES[config.checkpoint.export_dtype]
-    _, diffusers = export_lora(
-        folder / WEIGHTS, name, weights, facts, shapes, inputs.family, dtype, adapter_kind(config).forms
-    )
+    facts = training_facts(session, f"{session.folder.name}-{step_name(step)}", step, time.time())
+    weights = lora_weights(session.config, session.inputs, trained)
+    _, diffusers = export_lora(session, session.folder / WEIGHTS, weights, facts, shapes)
     diffusers.unlink()
 
 
@@ -334,11 +296,11 @@ def withdraw_after(folder: Path, step: int) -> None:
 
 
 @contextmanager
-def making_room(built: Built, config: Config, choices: Choices) -> Iterator[None]:
+def making_room(context: StepContext, config: Config, choices: Choices) -> Iterator[None]:
     """Move the trained denoiser to system memory inside the block where a second, unquantized one would not fit."""
-    denoiser, device = built.context.denoiser, choices.device
+    denoiser, device = context.denoiser, choices.device
     usable = usable_bytes(config, device)
-    another = choices.dtype.itemsize * sum(map(math.prod, built.shapes.values()))
+    another = choices.dtype.itemsize * sum(map(math.prod, context.built.shapes.values()))
     if usable is None or usable > ROOM_TO_DRAW * another:
         yield
         return

@@ -64,8 +64,9 @@ def score_lora(path: Path, data: Path | None, config: Config, say: Say) -> LoraR
 def _evaluate(path: Path, config: Config, measured: Samples, say: Say) -> LoraReport:
     import torch
 
+    from lora_trainer.evaluation.compute import Compute
     from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
-    from lora_trainer.evaluation.lora_check import LORA_CHECKS, check_lora, refused_unloaded
+    from lora_trainer.evaluation.lora_check import LORA_CHECKS, LoraGate, check_lora, refused_unloaded
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.models.family import Encoders
     from lora_trainer.models.lora_names import read_lora_with_tokens
@@ -87,25 +88,16 @@ def _evaluate(path: Path, config: Config, measured: Samples, say: Say) -> LoraRe
     except DatasetRefused as refused:
         raise UsageError(refused.problems) from refused
 
-    def evaluate(usable: int | None) -> LoraReport:
-        with counting() as count:
-            return check_lora(
-                path,
-                facts.path,
-                family,
-                samples,
-                unseen=measured.unseen,
-                dtype=computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device),
-                device=device,
-                usable=usable,
-                gate=config.gates.lora,
-                share=LORA_CHECKS[config.gates.lora_check]
-                or LORA_CHECKS["full"],  # the command was requested, so "off" measures too
-                progress=say,
-                watch=count(JUDGED),
-            )
+    # The command was requested, so "off" measures too.
+    share = LORA_CHECKS[config.gates.lora_check] or LORA_CHECKS["full"]
+    gate = LoraGate(config.gates.lora, share, measured.unseen)
+    dtype = computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
 
-    return with_less(evaluate, usable_bytes(config, device), device, say)
+    def evaluate(compute: Compute) -> LoraReport:
+        with counting() as count:
+            return check_lora(path, facts.path, family, samples, gate, replace(compute, progress=count(JUDGED)))
+
+    return with_less(evaluate, Compute(dtype, device, usable_bytes(config, device), say=say))
 
 
 def _samples_of_folder(config: Config, data: Path, run: RunFolder | None, say: Say) -> Samples:

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.options import suited
 from lora_trainer.config.schema import GatesSection
@@ -34,9 +32,8 @@ from lora_trainer.core.imports import importing
 from lora_trainer.core.interrupt import listening, remembering, signal_that_came, stopping_on_signal
 from lora_trainer.core.io import append_text, remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process
-from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Family
-from lora_trainer.monitor.progress import Progress, Watch, unwatched
+from lora_trainer.models.family import Family, ModelFacts
+from lora_trainer.monitor.progress import Progress
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, latest, read_record, write_record
 from lora_trainer.run.bases.base import named_absolutely, on_stderr, silent
@@ -94,38 +91,23 @@ class RunResult:
 
 @listening()
 @data_in_use()
-def train(
-    resolved: Resolved,
-    *,
-    resume: bool = False,
-    dry_run: bool = False,
-    enforce_gates: bool = False,
-    verbose: bool = False,
-    families: Mapping[str, Family] = FAMILIES,
-    console: Console | None = None,
-    watch: Watch = unwatched,
-) -> RunResult:
+def train(order: Order, *, dry_run: bool = False) -> RunResult:
     """Train one LoRA.
 
-    With `enforce_gates` a dataset or a LoRA that scores below its gate is refused;
-    without, only data that cannot be trained on. `verbose` also prints details that are otherwise only recorded.
-    Lines are printed to `console`, by default stdout; `watch` is called with the run's progress.
     Raises UserError for everything a user can fix; what was trained until then is saved and recorded.
     """
+    resolved, folder, console, enforce_gates = order.resolved, order.folder, order.console, order.enforce_gates
     if enforce_gates:
         refuse_unmeasured(resolved.config.gates)
     if not dry_run:
         refuse_missing_attention(resolved)
-    console = console or plain_console(quiet=not is_main_process())
     announce(resolved.config, console)
-    folder = run_folder(resolved.config)
-    order = Order(resolved, folder, console, watch, families, resume, enforce_gates, verbose)
     found = None if dry_run else claim(order)
     if found is not None and is_finished(found) and not asks_for_more(order, found):
         return nothing_to_do(order, found)
-    watch(Progress("checking"))
-    order = for_its_model(order)
-    inputs = read_inputs(order.config, families, weights=False)
+    order.watch(Progress("checking"))
+    order, model = for_its_model(order)
+    inputs = read_inputs(order.config, model)
     show_report(order.config, inputs, console)
     if dry_run and inputs.train:  # a refused dataset's plan is worth seeing too
         from lora_trainer.run.dry_run import show_plan
@@ -167,10 +149,11 @@ def cache(resolved: Resolved) -> None:
     """Cache latents and text embeddings for a run with these settings, and train nothing. Raises UserError."""
     order = Order(resolved, run_folder(resolved.config), plain_console())
     announce(order.config, order.console)
-    order = for_its_model(order)
-    inputs = read_inputs(order.config)
+    order, model = for_its_model(order)
+    inputs = read_inputs(order.config, model)
     show_report(order.config, inputs, order.console)
     refuse_data(inputs, enforce_gates=False)
+    inputs = with_weights(order, inputs)
     from lora_trainer.data.caches.claims import in_use
     from lora_trainer.run.caching import cache_folder
     from lora_trainer.run.session import fill, open_session
@@ -181,13 +164,17 @@ def cache(resolved: Resolved) -> None:
         fill(open_session(order, inputs))
 
 
-def for_its_model(order: Order) -> Order:
-    """The order without preset options that its model does not support, which are printed. Raises UserError."""
+def for_its_model(order: Order) -> tuple[Order, tuple[Family, ModelFacts]]:
+    """The order without preset options that its model does not support, which are printed; and the model.
+
+    Raises UserError.
+    """
     suits = partial(suited, order.resolved)
-    resolved = suits(read_model(order.config, order.families, weights=False, suits=suits)[1].prediction)
+    family, facts = read_model(order.config, order.families, weights=False, suits=suits)
+    resolved = suits(facts.prediction)
     for note in resolved.notes[len(order.resolved.notes) :]:
         order.console.print(note)
-    return replace(order, resolved=resolved)
+    return replace(order, resolved=resolved), (family, facts)
 
 
 def with_weights(order: Order, inputs: Inputs) -> Inputs:

@@ -21,7 +21,7 @@ from lora_trainer.dataset_check import DataReport
 from lora_trainer.monitor.progress import Watch, unwatched
 from lora_trainer.run.bases.base import on_stderr, silent
 from lora_trainer.run.inputs import read_architecture, read_data, read_model
-from lora_trainer.run.order import plain_console, run_folder
+from lora_trainer.run.order import make_order, plain_console, run_folder
 from lora_trainer.run.plans.plan import Plan, make_plan
 from lora_trainer.run.settings import go_offline, settle
 from lora_trainer.run.train import RunResult, train
@@ -129,13 +129,14 @@ class ProductionTrainer:
         return self._run(resume=resume, enforce_gates=False)
 
     def _run(self, *, resume: bool, enforce_gates: bool) -> RunResult:
-        return train(
+        order = make_order(
             self._resolved,
             resume=resume,
             enforce_gates=enforce_gates,
             console=self._console,
             watch=self._progress,
         )
+        return train(order)
 
 
 def _nested(settings: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:

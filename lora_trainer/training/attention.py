@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lora_trainer.config.schema import Config
 from lora_trainer.models.attention.choose import AttentionChoice, choose_attention, fastest_attention
@@ -13,6 +13,8 @@ from lora_trainer.models.attention.install import install_attention
 from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.attention.shapes import AttentionShape, shapes_of, small_shapes
 from lora_trainer.models.family import Family
+from lora_trainer.training.layout import Layout
+from lora_trainer.training.processes import Processes
 
 ALIKE = ("sdpa", "flash", "math")  # can give the same bits each time (train.deterministic)
 TORCH_ALONE = ("auto", "sdpa", "math")  # on a CPU these do not depend on this run's sizes
@@ -24,27 +26,25 @@ def set_up_attention(
     denoiser: nn.Module,
     config: Config,
     family: Family,
-    latents: Sequence[int],
+    layout: Layout,
+    processes: Processes,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
     is_requested: bool,
-    reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> AttentionChoice:
-    """Choose the attention and install it. `latents` is the shape [B, C, h, w] of the run's largest micro-batch.
+    """Choose the attention at the layout's size and install it; with `fastest`, all processes take the same.
 
-    `reduce` sums over processes: with `fastest`, all take the same. Raises UsageError where the backend that the user
-    requested (`is_requested`) does not work, or none does.
+    Raises UsageError where the backend that the user requested (`is_requested`) does not work, or none does.
     """
-    wanted = config.hardware.attention_backend
+    wanted, device, dtype = config.hardware.attention_backend, processes.device, layout.dtype
     shapes: tuple[AttentionShape, ...]
     if device.type == "cuda" or wanted not in TORCH_ALONE:
         cond = family.text.cond_shapes(dict(denoiser.config))  # type: ignore[arg-type]  # diffusers' own
-        shapes = shapes_of(denoiser, family.denoiser.predict, latents, cond, dtype)
+        shapes = shapes_of(denoiser, family.denoiser.predict, layout.latents, cond, dtype)
     else:
         shapes = small_shapes(denoiser)
     if wanted == "fastest":
-        choice = fastest_attention(timed_attentions(config, device, shapes, dtype), dtype, device, shapes, reduce)
+        names = timed_attentions(config, device, shapes, dtype)
+        choice = fastest_attention(names, dtype, device, shapes, processes.reduce)
     else:
         choice = choose_attention(wanted, attention_order(config, is_requested=is_requested), dtype, device, shapes)
     install_attention(denoiser, choice.name)

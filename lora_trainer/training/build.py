@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lora_trainer.adapters.base import add_adapter, denoiser_options
 from lora_trainer.adapters.ema import make_ema, shown_weights
@@ -17,6 +16,7 @@ from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Process, zero_terminal_alphas
 from lora_trainer.diffusion.timesteps import flow_times
 from lora_trainer.export.weights import shapes_of
+from lora_trainer.models.compiled import Compiled
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.memory.block_swap import block_swap_note, move_to_device, swap_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
@@ -29,25 +29,9 @@ from lora_trainer.training.attention import set_up_attention
 from lora_trainer.training.compiling import compile_if_enabled
 from lora_trainer.training.hardware import hardware_note, set_memory_order, try_convolutions
 from lora_trainer.training.layout import Layout
-from lora_trainer.training.step import Guard, StepContext
-from lora_trainer.training.texts import TrainedTexts, build_texts
-
-
-@dataclass(frozen=True)
-class Built:
-    """The step context, and what was chosen for it.
-
-    `shapes` are the weight shapes of the untouched denoiser and trained text encoders, by name. `notes` are lines for
-    the log; `details` are for the record, printed only in a verbose run.
-    """
-
-    context: StepContext
-    shapes: dict[str, tuple[int, ...]]
-    attention: str
-    checkpointed: int  # blocks
-    notes: tuple[str, ...]
-    swapped: int = 0  # blocks
-    details: tuple[str, ...] = ()
+from lora_trainer.training.processes import Processes
+from lora_trainer.training.step import Built, Guard, StepContext
+from lora_trainer.training.texts import build_texts
 
 
 def build_step_context(
@@ -55,83 +39,20 @@ def build_step_context(
     family: Family,
     facts: ModelFacts,
     layout: Layout,
+    processes: Processes,
     *,
-    device: torch.device,
-    reduce: Callable[[Tensor], Tensor] | None,
     is_attention_requested: bool,
-    latents: Sequence[int],
-) -> Built:
-    """Load the denoiser frozen, put the LoRA on it and make its optimizer.
+) -> StepContext:
+    """Load the denoiser frozen, put the LoRA on it and make its optimizer; with trained text encoders, where they are.
 
-    `latents` is the shape [B, C, h, w] of the run's largest micro-batch: attention backends are tried at that size.
-    Weights are quantized one layer at a time, so that the full model is never in memory.
     Raises UsageError for targets that match nothing, a requested attention backend that does not work, or an optimizer
     that is not installed.
     """
-    dtype = layout.dtype
-    load_device = torch.device("cpu") if layout.swapped else device
-    products, no_products = int8_products(config.memory.int8_matmul, layout.stored, device)
-    quantize = make_quantizer(layout.stored, products=products, by=device)
-    denoiser = family.denoiser.load(facts.path, dtype, load_device, quantize)
-    shapes = shapes_of({family.denoiser.component: denoiser})
-    channels_last = set_memory_order(denoiser, config, device)
-    has_benchmark = try_convolutions(config, device, layout.shapes)
-    names = target_modules(denoiser, family.denoiser, config.lora.target_modules)
-    attention = set_up_attention(
-        denoiser,
-        config,
-        family,
-        latents,
-        dtype=dtype,
-        device=device,
-        is_requested=is_attention_requested,
-        reduce=reduce,
+    device, dtype = processes.device, layout.dtype
+    denoiser, parameters, compiled, built = build_denoiser(
+        config, family, facts, layout, processes, is_attention_requested=is_attention_requested
     )
-    parameters = add_adapter(denoiser, names, config, denoiser_options(config))
-    swapped = swap_blocks(denoiser, layout.swapped, device)
-    move_to_device(denoiser.train(), device)
-    blocks = len(checkpointable_blocks(denoiser))
-    checkpointed = count_of(layout.checkpointing, blocks)
-    checkpoint_blocks(denoiser, checkpointed, config.memory.checkpointing_mode)
-    compiled, compile_notes = compile_if_enabled(denoiser, config, layout, device)
-    texts = build_texts(config, family, facts, dtype=dtype, device=device, checkpointed=checkpointed > 0)
-    context = make_step_context(
-        config, family, facts, denoiser, parameters, dtype=dtype, device=device, reduce=reduce, texts=texts
-    )
-    with_texts = ", text encoders included" if texts else ""
-    notes = (
-        f"LoRA: rank {config.lora.rank}, {len(names)} modules, {context.adapter.size:,} trainable parameters{with_texts}",
-        *(texts.notes if texts else ()),
-        f"attention backend: {attention.name} ({attention.reason})",
-        f"gradient checkpointing: {checkpointed} of {blocks} blocks{no_more(layout.checkpointing, blocks)}",
-        *([counted_products(denoiser)] if products else [no_products] if no_products else []),
-        *block_swap_note(denoiser, layout.swapped),
-        *offload_note(config.memory.offload_activations, device),
-        hardware_note(config, device, channels_last=channels_last, has_benchmark=has_benchmark),
-        *compile_notes,
-    )
-    shapes |= texts.shapes if texts else {}
-    # No warning for a backend that is not installed; one that is and fails may make each step slower.
-    absent = [failure for failure in attention.failures if "not installed" in failure or "cannot be used" in failure]
-    broken = [failure for failure in attention.failures if failure not in absent]
-    notes += (f"warning: an attention does not work here: {'; '.join(broken)}",) if broken else ()
-    details = (f"not used for attention: {'; '.join(absent)}",) if absent else ()
-    return Built(replace(context, compiled=compiled), shapes, attention.name, checkpointed, notes, swapped, details)
-
-
-def make_step_context(
-    config: Config,
-    family: Family,
-    facts: ModelFacts,
-    denoiser: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    reduce: Callable[[Tensor], Tensor] | None,
-    texts: TrainedTexts | None = None,
-) -> StepContext:
-    """The step context of a denoiser with its LoRA's `parameters` injected, and trained `texts`."""
+    texts = build_texts(config, family, facts, dtype=dtype, device=device, checkpointed=built.checkpointed > 0)
     adapter = make_adapter({**parameters, **(texts.parameters if texts else {})}, dtype)
     text_lrs = texts.lrs if texts else ()
     optimizer = make_optimizer(adapter.masters, config.optimizer, text_lrs)
@@ -139,6 +60,10 @@ def make_step_context(
     process = trained_process(family.denoiser.make_process(facts.path), config, device)
     scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
     moves = config.memory.offload_activations and device.type == "cuda"
+    size = f"{built.modules} modules, {adapter.size:,} trainable parameters"
+    line = f"LoRA: rank {config.lora.rank}, {size}{', text encoders included' if texts else ''}"
+    if texts:
+        built = replace(built, shapes={**built.shapes, **texts.shapes}, notes=(*texts.notes, *built.notes))
     return StepContext(
         denoiser=denoiser,
         predict=offloaded(family.denoiser.predict, device, denoiser) if moves else family.denoiser.predict,
@@ -149,15 +74,68 @@ def make_step_context(
         shown=shown_weights(optimizer, adapter, average, config.optimizer.name),
         optimizer=optimizer,
         scaler=scaler,
-        reduce=reduce,
+        reduce=processes.reduce,
         device=device,
         dtype=dtype,
         clip=make_clip(config.optimizer),
         guard=choose_guard(config, device, scaled=scaler is not None),
+        compiled=compiled,
         optimizer_waits=OPTIMIZERS[config.optimizer.name].waits_for_gpu,
+        await_gpu=processes.await_gpu,
+        rank=processes.rank,
+        world=processes.world,
         texts=texts,
         shares=shares_of(adapter.masters, config.optimizer, text_lrs),
+        built=replace(built, notes=(line, *built.notes)),
     )
+
+
+def build_denoiser(
+    config: Config,
+    family: Family,
+    facts: ModelFacts,
+    layout: Layout,
+    processes: Processes,
+    *,
+    is_attention_requested: bool,
+) -> tuple[nn.Module, dict[str, nn.Parameter], Compiled | None, Built]:
+    """The denoiser in its layout with the LoRA on it, the LoRA's parameters, its compiled blocks, and what was chosen.
+
+    Weights are quantized one layer at a time, so that the full model is never in memory.
+    """
+    device = processes.device
+    products, no_products = int8_products(config.memory.int8_matmul, layout.stored, device)
+    quantize = make_quantizer(layout.stored, products=products, by=device)
+    load_device = torch.device("cpu") if layout.swapped else device
+    denoiser = family.denoiser.load(facts.path, layout.dtype, load_device, quantize)
+    shapes = shapes_of({family.denoiser.component: denoiser})
+    channels_last = set_memory_order(denoiser, config, device)
+    has_benchmark = try_convolutions(config, device, layout.shapes)
+    names = target_modules(denoiser, family.denoiser, config.lora.target_modules)
+    attention = set_up_attention(denoiser, config, family, layout, processes, is_requested=is_attention_requested)
+    parameters = add_adapter(denoiser, names, config, denoiser_options(config))
+    swapped = swap_blocks(denoiser, layout.swapped, device)
+    move_to_device(denoiser.train(), device)
+    blocks = len(checkpointable_blocks(denoiser))
+    checkpointed = count_of(layout.checkpointing, blocks)
+    checkpoint_blocks(denoiser, checkpointed, config.memory.checkpointing_mode)
+    compiled, compile_notes = compile_if_enabled(denoiser, config, layout, device)
+    # No warning for a backend that is not installed; one that is and fails may make each step slower.
+    absent = [failure for failure in attention.failures if "not installed" in failure or "cannot be used" in failure]
+    broken = [failure for failure in attention.failures if failure not in absent]
+    notes = (
+        f"attention backend: {attention.name} ({attention.reason})",
+        f"gradient checkpointing: {checkpointed} of {blocks} blocks{no_more(layout.checkpointing, blocks)}",
+        *([counted_products(denoiser)] if products else [no_products] if no_products else []),
+        *block_swap_note(denoiser, layout.swapped),
+        *offload_note(config.memory.offload_activations, device),
+        hardware_note(config, device, channels_last=channels_last, has_benchmark=has_benchmark),
+        *compile_notes,
+        *([f"warning: an attention does not work here: {'; '.join(broken)}"] if broken else []),
+    )
+    details = (f"not used for attention: {'; '.join(absent)}",) if absent else ()
+    built = Built(shapes, attention.name, len(names), checkpointed, swapped, notes, details)
+    return denoiser, parameters, compiled, built
 
 
 def choose_guard(config: Config, device: torch.device, *, scaled: bool) -> Guard:

@@ -62,7 +62,7 @@ def compile_if_enabled(
 def disagreement(run: Run, compiled: Compiled, micros: list[MicroBatch], step: int, reporter: Reporter) -> str | None:
     """What is wrong with the compiled blocks' gradients; None where they agree, which is logged, or are all zero."""
     tf32 = bool(run.config.hardware.tf32) and run.context.device.type == "cuda"
-    found = agreement(run.context, compiled, micros, run.samples_in(step), tf32=tf32)
+    found = agreement(run.context, compiled, micros, run.feed.samples_in(step), tf32=tf32)
     if found is None:
         return None
     if not found.is_close:

@@ -56,7 +56,7 @@ def step_with_fallbacks(
     Raises StepAborted for a signal, with nothing changed; Rollback where memory ran out while weights were changed;
     TrainingFailed where nothing is left to reduce.
     """
-    context, samples = run.context, run.samples_in(state.step)
+    context, samples = run.context, run.feed.samples_in(state.step)
     compiled, fit = context.compiled, grow(run, state, reporter)
     is_changed = fit != state.fit
     with stopping.step(state) as gradients_are_there:

@@ -49,7 +49,7 @@ def not_finite(run: Run, state: TrainState, step: int, result: StepResult, repor
     if has_overflowed(run, result):
         state = state.with_loss(loss)
         return replace(state, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
-    blamed = blamed_samples(result.losses, run.names_in(step - 1))
+    blamed = blamed_samples(result.losses, run.feed.names(step - 1))
     if not weights_are_finite(run.context):
         handle_nonfinite_weights(run, state, step, reporter)
     if policy == "stop":

@@ -17,7 +17,7 @@ class Layout:
 
     `dtype` is the computing precision, `stored` that of the frozen weights. `checkpointing` and `swapped` count blocks:
     those recomputed in the backward pass, those swapped between CPU and GPU. `shapes` is the largest number of
-    micro-batch sizes in the run.
+    micro-batch sizes in the run, `latents` the shape [B, C, h, w] of the largest: attention backends are tried at it.
     """
 
     dtype: torch.dtype
@@ -26,6 +26,7 @@ class Layout:
     swapped: int = 0
     compiled: bool = False
     shapes: int = 1
+    latents: tuple[int, ...] = ()
 
     @property
     def narrow(self) -> bool:

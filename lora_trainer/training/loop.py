@@ -119,7 +119,7 @@ def training_loop(
 def read_steps(run: Run, first: int) -> Iterator[list[MicroBatch]]:
     """The micro-batches of each step from `first` on; read ahead in another thread."""
     for step in range(first, run.total_steps):
-        yield run.micros(step)
+        yield run.feed.micros(step)
 
 
 def next_batches(loader: Iterator[list[MicroBatch]], step: int) -> list[MicroBatch]:

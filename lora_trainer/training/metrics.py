@@ -95,7 +95,7 @@ def after_good(run: Run, state: TrainState, each: Pending, loss: float, norm: fl
     good = replace(state.control, not_finite=0, last_finite=each.step)
     control, decisions = after_step(run.config.safeguards, good, each.step, loss, norm)
     for decision in decisions:
-        of = f"; its samples: {by_loss(each.result.losses, run.names_in(each.step - 1))}"
+        of = f"; its samples: {by_loss(each.result.losses, run.feed.names(each.step - 1))}"
         reporter.event(each.step, decision.kind, decision.message + (of if decision.kind == "spike" else ""))
     return replace(state.with_loss(loss), skipped_in_a_row=0, control=control)
 
@@ -121,7 +121,7 @@ def row_of(run: Run, each: Pending, loss: float, norm: float, seconds: float) ->
     """A step's object in metrics.jsonl."""
     return {
         "step": each.step,
-        "epoch": (each.step - 1) // run.steps_per_epoch,
+        "epoch": (each.step - 1) // run.feed.plan.steps_per_epoch,
         "loss": loss,
         "lr": each.lr,
         "grad_norm": norm,

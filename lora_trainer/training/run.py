@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from lora_trainer.config.schema import CheckpointSection, Config
+from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.monitor.watches import Watches
 from lora_trainer.optim.schedules import lr_multiplier
 from lora_trainer.training.checkpoints.writer import Writer
 from lora_trainer.training.control import is_stopped_early
-from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.feed import Feed
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.step import StepContext
@@ -27,18 +28,15 @@ def keep_all(step: int) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """All that the loop needs. `micros(step)` makes this process's micro-batches of a step."""
+    """All that the loop needs."""
 
     config: Config
     folder: Path
     context: StepContext
+    feed: Feed
     processes: Processes
     planned: OomFallback  # the planned micro-batch, checkpointed and swapped blocks
     total_steps: int
-    steps_per_epoch: int
-    samples_in: Callable[[int], int]  # step -> samples over all processes
-    names_in: Callable[[int], list[str]]  # step -> names of its samples: process by process, micro-batch by micro-batch
-    micros: Callable[[int], list[MicroBatch]]
     validate: Callable[[int], float] | None  # samples in one forward pass -> validation loss
     sample: Callable[[TrainState], None] | None
     settings: dict[str, Any]  # kept in each checkpoint
@@ -47,6 +45,7 @@ class Run:
         None  # write a LoRA file of a step's weights, never pruned
     )
     withdraw: Callable[[int], None] = keep_all  # delete the files that `export` wrote of steps later than this one
+    validation: Sequence[EncodedSample] = ()  # what `validate` measures, with the captions' cached embeddings
     writer: Writer = field(default_factory=Writer)  # of checkpoints, in its own thread
 
     @cached_property
@@ -70,7 +69,7 @@ def lr_at(run: Run, state: TrainState, step: int) -> float:
 
 def is_regular(run: Run, step: int) -> bool:
     """Whether a regular checkpoint is due after `step` steps, by steps or by epochs."""
-    return due_to_save(run.config.checkpoint, run.steps_per_epoch, step)
+    return due_to_save(run.config.checkpoint, run.feed.plan.steps_per_epoch, step)
 
 
 def due_to_save(section: CheckpointSection, steps_per_epoch: int, step: int) -> bool:

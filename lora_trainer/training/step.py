@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -32,6 +32,23 @@ from lora_trainer.training.texts import TrainedTexts
 # the optimizer itself, on the device; or not at all, and the step is repeated once it is found.
 Guard = Literal["ahead", "on_device", "late"]
 Predict = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What was chosen when the step context was built.
+
+    `shapes` are the weight shapes of the untouched denoiser and trained text encoders, by name. `notes` are lines for
+    the log; `details` are for the record, printed only in a verbose run.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    attention: str = ""
+    modules: int = 0  # of the denoiser that are trained
+    checkpointed: int = 0  # blocks
+    swapped: int = 0  # blocks
+    notes: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,7 @@ class StepContext:
     world: int = 1
     texts: TrainedTexts | None = None
     shares: tuple[float, ...] = ()  # factor on the learning rate of each parameter group; empty: 1
+    built: Built = Built()
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

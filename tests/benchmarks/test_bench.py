@@ -21,9 +21,8 @@ from lora_trainer.config.schema import Config
 from lora_trainer.memory_plan.gpu_rates import rate_of_gpu
 from lora_trainer.models import FAMILIES, unet
 from lora_trainer.models.published import public_architecture
-from lora_trainer.run import feed
 from lora_trainer.run.settings import settle
-from lora_trainer.training import fallbacks
+from lora_trainer.training import fallbacks, feed
 from tests.recipes.recipe import Bench, draw_images, patched, save_tiny_model
 
 TINY_SD15 = {"model": {"family": "sd15"}, "data": {"resolution": 64}, "memory": {"weight_dtype": "fp32"}}

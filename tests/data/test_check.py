@@ -11,7 +11,7 @@ from lora_trainer.cli.check import check_command
 from lora_trainer.config.schema import Config, SourceSection
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.views import Framing
-from lora_trainer.dataset_check import DataReport, check_dataset, estimate_tokens
+from lora_trainer.dataset_check import DataReport, DatasetGate, check_dataset, estimate_tokens
 from lora_trainer.models.published import public_architecture
 from tests.data.conftest import Draw, noise_image
 
@@ -26,15 +26,8 @@ def check(
     vectors: int = 1,
 ) -> DataReport:
     manifest, findings = read_manifest([folder], allow_missing_captions=allow_missing)
-    return check_dataset(
-        manifest,
-        findings,
-        framings=[Framing((128,), 16)],
-        allow_upscale=allow_upscale,
-        caption_limit=limit,
-        learned_tokens=words,
-        num_vectors=vectors,
-    )
+    gate = DatasetGate([Framing((128,), 16)], allow_upscale, limit, learned_tokens=words, num_vectors=vectors)
+    return check_dataset(manifest, findings, gate)
 
 
 def codes(report: DataReport) -> set[tuple[str, str]]:
@@ -45,7 +38,7 @@ def test_no_upscale_refuses_only_what_is_smaller_than_a_step(tmp_path: Path, dra
     for number, width in enumerate((15, 16, 100)):
         draw(tmp_path / f"{number}.png", width, 60, seed=number)
     manifest, findings = read_manifest([tmp_path])
-    report = check_dataset(manifest, findings, framings=[Framing((128,), 16, no_upscale=True)])
+    report = check_dataset(manifest, findings, DatasetGate([Framing((128,), 16, no_upscale=True)]))
     (found,) = (finding for finding in report.findings if finding.code in ("too_small", "upscaled"))
     assert (found.path, found.severity) == (tmp_path / "0.png", "error")
     assert "15×60; a bucket's sides are at least 16 px" in found.message
@@ -136,7 +129,7 @@ def test_if_every_image_is_too_small_one_problem_names_the_resolution_that_fits(
     assert "3 of 3 files" in problem.message
     assert problem.fix.startswith("Set data.resolution=32, ")
     manifest, findings = read_manifest([tmp_path], allow_missing_captions=True)
-    refitted = check_dataset(manifest, findings, framings=[Framing((32,), 16)])
+    refitted = check_dataset(manifest, findings, DatasetGate([Framing((32,), 16)]))
     assert len(refitted.samples) == 3
     assert not refitted.refusals
 

@@ -18,7 +18,7 @@ from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_validation
 from lora_trainer.data.views import Framing
-from lora_trainer.dataset_check import DataReport, check_buckets, check_dataset, check_plan
+from lora_trainer.dataset_check import DataReport, DatasetGate, check_buckets, check_dataset, check_plan
 from lora_trainer.dataset_check.captions import fix_garbled, garbled
 from lora_trainer.dataset_check.score import by_file, score_of
 from tests.data.drawings import drawing, photo, saved
@@ -30,7 +30,7 @@ def judged(*sources: SourceSection, resolution: int = SIDE, rules: CaptionsSecti
     manifest, found = read_manifest(list(sources))
     rule = rules or CaptionsSection()
     framings, several = [Framing((resolution,), 16)] * len(sources), [rule] * len(sources)
-    return check_dataset(manifest, found, framings=framings, caption_limit=77, rules=several)
+    return check_dataset(manifest, found, DatasetGate(framings, caption_limit=77, rules=several))
 
 
 def save(folder: Path, name: str, image: Image.Image, caption: str | None = None) -> Path:

@@ -16,7 +16,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Manifest
 from lora_trainer.data.views import Framing
-from lora_trainer.dataset_check import DataReport, check_dataset
+from lora_trainer.dataset_check import DataReport, DatasetGate, check_dataset
 from lora_trainer.dataset_check.fix import FixedCopy, write_fixed
 from tests.data.drawings import drawing, photo
 
@@ -29,7 +29,7 @@ def section(source: Path | SourceSection) -> SourceSection:
 
 def judged(*sources: Path | SourceSection) -> tuple[Manifest, DataReport]:
     manifest, found = read_manifest([section(source) for source in sources])
-    return manifest, check_dataset(manifest, found, framings=[FRAMING] * len(sources), caption_limit=77)
+    return manifest, check_dataset(manifest, found, DatasetGate([FRAMING] * len(sources), caption_limit=77))
 
 
 def fixed(target: Path, *sources: Path | SourceSection) -> FixedCopy:
@@ -132,7 +132,7 @@ def test_every_fault_is_fixed_or_skipped(bad: Path, tmp_path: Path) -> None:
 def test_among_exact_copies_the_one_with_a_caption_is_kept(good: Path, tmp_path: Path) -> None:
     shutil.copy(good / "1.png", good / "0-first.png")
     manifest, findings = read_manifest([good], allow_missing_captions=True)
-    report = check_dataset(manifest, findings, framings=[FRAMING])
+    report = check_dataset(manifest, findings, DatasetGate([FRAMING]))
     copy = write_fixed(report, manifest, [SourceSection(path=str(good))], [FRAMING], tmp_path / "copy")
     assert done_of(copy)["0-first.png"] == (None, "skipped: is a copy of 1.png.")
     assert (tmp_path / "copy" / "1.txt").is_file()

@@ -17,7 +17,7 @@ from lora_trainer.data.images import images, jobs
 from lora_trainer.data.images.jobs import read_facts
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.views import Framing
-from lora_trainer.dataset_check import DataReport, check_dataset, checks
+from lora_trainer.dataset_check import DataReport, DatasetGate, check_dataset, checks
 from tests.data.hostile import HOSTILE, ODD, noise, state_of
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="pipes, sockets and links are made")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="pipes, sockets and link
 
 def checked(folder: Path) -> DataReport:
     manifest, findings = read_manifest([folder])
-    return check_dataset(manifest, findings, framings=(Framing((64,), 8),), allow_upscale=True)
+    return check_dataset(manifest, findings, DatasetGate([Framing((64,), 8)], allow_upscale=True))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_each_hostile_file_is_one_finding_and_each_odd_one_is_used(zoo: Path) ->
 def test_quick_checks_decode_nothing(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "measure_images", lambda *_: pytest.fail("decoded"))
     manifest, findings = read_manifest([zoo])
-    report = check_dataset(manifest, findings, framings=(Framing((64,), 8),), decode=False)
+    report = check_dataset(manifest, findings, DatasetGate([Framing((64,), 8)]), decode=False)
     assert {path.name for path, found in report.files.items() if not found} == {
         *ODD,
         "cut.png",

@@ -17,7 +17,7 @@ from lora_trainer.data.loader import masks_of
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Mask
 from lora_trainer.data.views import Framing, views_of
-from lora_trainer.dataset_check import check_dataset
+from lora_trainer.dataset_check import DatasetGate, check_dataset
 from tests.data.conftest import Draw
 from tests.data.test_cache import encode_image, fill
 
@@ -74,7 +74,7 @@ def test_empty_and_undecodable_masks_are_found(tmp_path: Path, draw: Draw) -> No
         SourceSection(path=str(folder.parent / "clear"), masks="alpha"),
     ]
     manifest, findings = read_manifest(sources)
-    report = check_dataset(manifest, findings, framings=[Framing((256,), 64)] * 2)
+    report = check_dataset(manifest, findings, DatasetGate([Framing((256,), 64)] * 2))
     of_masks = {
         (each.path.name, each.code, each.severity) for each in report.findings if each.path and "mask" in each.code
     }

@@ -20,7 +20,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import write_json
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.evaluation import encode
-from lora_trainer.evaluation.lora_check import check_lora
+from lora_trainer.evaluation.lora_check import LoraGate, check_lora
 from lora_trainer.export.keys import OWN_VERSION
 from lora_trainer.export.lora_file import write_learned_tokens, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
@@ -224,4 +224,4 @@ def test_learned_tokens_next_to_a_file_are_evaluated_with_it(base: Path, tmp_pat
 
 
 def _drift(lora: Path, base: Path) -> object:
-    return check_lora(lora, base, FAMILIES["sd15"], [], prompts=("a <zobo>",)).numbers["drift"]
+    return check_lora(lora, base, FAMILIES["sd15"], [], LoraGate(prompts=("a <zobo>",))).numbers["drift"]

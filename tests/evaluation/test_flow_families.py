@@ -10,10 +10,10 @@ import torch
 
 from lora_trainer.cli.main import main
 from lora_trainer.evaluation.loading import adapted_modules, components_of, judged, load_onto, without_lora
-from lora_trainer.evaluation.lora_check import check_lora
+from lora_trainer.evaluation.lora_check import LoraGate, check_lora
 from lora_trainer.evaluation.placing import bring_pipeline
 from lora_trainer.evaluation.sample import at_strength
-from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.drawing import read_prompts
@@ -32,8 +32,8 @@ def test_fused_files_are_evaluated_and_sampled(
     tiny_pipeline(tmp_path / "tokenizer", kind).save_pretrained(base)
     weights = random_lora(family.denoiser.load(base, torch.float32, CPU), size=0.3)
     modules = {f"transformer.{key.partition('.')[2]}": pair for key, pair in weights.modules.items()}
-    written = write_lora(tmp_path, "cat", type(weights)(modules), facts(), names=names_of(family))
-    assert check_lora(written[0], base, family, [], prompts=("a ring",)).parts["integrity"] == 1.0
+    written = write_lora(tmp_path, "cat", type(weights)(modules), facts(), FileLayout(names=names_of(family)))
+    assert check_lora(written[0], base, family, [], LoraGate(prompts=("a ring",))).parts["integrity"] == 1.0
     flags = ("--prompt", "a ring", "--size", "64x32", "--output", str(tmp_path / "out"))
     assert main(["sample", str(written[0]), "--model", str(base), *flags, "--num-inference-steps", "2"]) == 0
     recipe = json.loads((tmp_path / "out" / "cat_before_after.json").read_text(encoding="utf-8"))
@@ -67,7 +67,7 @@ def test_a_lora_on_t5_is_sampled_evaluated_and_disabled_with_the_rest(
     version, _ = family.lora_files.base_names(family.describe(base))
     before = read_prompts(pipeline, family, ["a ring"])["a ring"]["embeds"]
     kohya, diffusers = write_lora(
-        tmp_path, "cat", LoraWeights(modules), facts(base_version=version), names=names_of(family)
+        tmp_path, "cat", LoraWeights(modules), facts(base_version=version), FileLayout(names=names_of(family))
     )
     weights = read_lora(diffusers)
     assert read_lora(kohya).modules.keys() == weights.modules.keys() == modules.keys()
@@ -107,7 +107,7 @@ def test_a_lora_on_t5_is_refused_by_a_base_model_without_t5(tmp_path: Path, caps
         "cat",
         LoraWeights({**transformer.modules, **t5.modules}),
         facts(base_version="sd3"),
-        names=names_of(family),
+        FileLayout(names=names_of(family)),
     )
     arguments = (str(kohya), "--model", str(base))
     expected = (

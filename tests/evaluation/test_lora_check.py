@@ -20,9 +20,10 @@ from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import read_json
 from lora_trainer.evaluation import sample
+from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.health import Health
-from lora_trainer.evaluation.lora_check import check_lora, falling, in_parts, judge
-from lora_trainer.evaluation.recipe import Drawing, ImageRequest
+from lora_trainer.evaluation.lora_check import LoraGate, check_lora, falling, in_parts, judge
+from lora_trainer.evaluation.recipe import Drawing, Grid, ImageRequest, NamedModel
 from lora_trainer.evaluation.report import LoraReport, caveat
 from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.evaluation.validation_loss import EncodedSample, Improvement, validation_losses
@@ -78,8 +79,10 @@ def read_unet(base: Path) -> torch.nn.Module:
     return FAMILY.denoiser.load(base, torch.float32, CPU)
 
 
-def check(lora: Path, base: Path, samples: list[EncodedSample], **options: object) -> LoraReport:
-    return check_lora(lora, base, FAMILY, samples, prompts=PROMPTS, **options)  # type: ignore[arg-type]
+def check(
+    lora: Path, base: Path, samples: list[EncodedSample], compute: Compute = ON_CPU, *, unseen: bool = True
+) -> LoraReport:
+    return check_lora(lora, base, FAMILY, samples, LoraGate(unseen=unseen, prompts=PROMPTS), compute)
 
 
 def codes(report: LoraReport) -> set[str]:
@@ -88,7 +91,7 @@ def codes(report: LoraReport) -> set[str]:
 
 def test_a_trained_lora_has_learned(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
     progress: list[tuple[int, int]] = []
-    report = check(trained, base, samples[4:], watch=lambda *share: progress.append(share))
+    report = check(trained, base, samples[4:], Compute(progress=lambda *share: progress.append(share)))
     assert progress == [(done + 1, len(progress)) for done in range(len(progress))]
     assert report.parts["integrity"] == 1.0
     assert report.parts["learning"] == 1.0
@@ -251,7 +254,7 @@ def test_encoders_of_the_gate_are_freed_before_the_pipeline_loads(trained: Path,
         encoders=replace(FAMILY.encoders, load=load_encoders),
         pipeline=replace(FAMILY.pipeline, make=make_pipeline),
     )
-    assert check_lora(trained, base, family, [], prompts=PROMPTS).parts["integrity"] == 1.0
+    assert check_lora(trained, base, family, [], LoraGate(prompts=PROMPTS)).parts["integrity"] == 1.0
 
 
 @pytest.mark.parametrize(("device", "at_once"), [("cpu", 2), ("cuda", 1)])
@@ -273,7 +276,8 @@ def test_a_gpu_generates_one_image_at_a_time(
     family = replace(FAMILY, pipeline=replace(FAMILY.pipeline, make=make_pipeline))
     drawing = Drawing(steps=2, guidance=3.0, size=(64, 64))
     rows = [ImageRequest(prompt, seed) for prompt, seed in zip(PROMPTS, (1, 2), strict=True)]
-    compare(family, base, trained, rows, drawing, Where(tmp_path, "grid"), device=torch.device(device))
+    compute = Compute(device=torch.device(device))
+    compare(NamedModel(family, base), trained, Grid(rows, drawing), Where(tmp_path, "grid"), compute)
     assert len(list(tmp_path.glob("*_without.png"))) == 2
     assert set(drawn) == {2 * at_once}  # guidance needs two forward passes
     assert pipelines[0]() is None
@@ -287,7 +291,8 @@ def pixels(path: Path) -> bytes:
 def test_before_and_after(trained: Path, base: Path, tmp_path: Path) -> None:
     rows = [ImageRequest("a red circle", 1), ImageRequest("a blue square on a white background", 2)]
     drawing, where = Drawing(steps=2, guidance=3.0, size=(64, 64)), Where(tmp_path, "before_after")
-    compare(FAMILY, base, trained, rows, drawing, where)
+    model, grid = NamedModel(FAMILY, base), Grid(rows, drawing)
+    compare(model, trained, grid, where)
     whole = pixels(where.image(0, None))
     assert whole != pixels(where.image(0, 1.0))
     assert read_json(where.recipe)["images"][1] == {"prompt": rows[1].prompt, "seed": 2}
@@ -298,9 +303,9 @@ def test_before_and_after(trained: Path, base: Path, tmp_path: Path) -> None:
     kept = Image.new("RGB", (64, 64), "red")
     kept.save(where.image(1, None))
     again = Where(tmp_path, "c")  # whose base images are taken from the first
-    compare(FAMILY, base, trained, rows, drawing, again)
+    compare(model, trained, grid, again)
     assert [pixels(again.image(index, None)) for index in (0, 1)] == [whole, kept.tobytes()]
     alone = Where(tmp_path, "alone")
-    compare(FAMILY, base, trained, rows[1:], drawing, alone)
+    compare(model, trained, Grid(rows[1:], drawing), alone)
     difference = torch.tensor(list(pixels(alone.image(0, None)))).int() - torch.tensor(list(second)).int()
     assert difference.abs().max() <= 2  # alone or in a batch, the same image up to rounding

@@ -15,9 +15,10 @@ from torch import nn
 
 from lora_trainer.diffusion.timesteps import stratified_timesteps
 from lora_trainer.evaluation import drift, lora_check, placing
-from lora_trainer.evaluation.lora_check import check_lora
+from lora_trainer.evaluation.compute import Compute
+from lora_trainer.evaluation.lora_check import LoraGate, check_lora
 from lora_trainer.evaluation.placing import bytes_of, keep, with_less
-from lora_trainer.evaluation.recipe import Drawing, ImageRequest
+from lora_trainer.evaluation.recipe import Drawing, Grid, ImageRequest, NamedModel
 from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.lora_file import write_lora
@@ -80,7 +81,8 @@ def test_the_gate_result_does_not_depend_on_the_denoisers_device(
     messages: list[str] = []
 
     def numbers(usable: int | None) -> dict[str, object]:
-        report = check_lora(lora, base, family, samples, prompts=("a ring",), usable=usable, progress=messages.append)
+        compute = Compute(usable=usable, say=messages.append)
+        report = check_lora(lora, base, family, samples, LoraGate(prompts=("a ring",)), compute)
         return dict(report.numbers)
 
     whole = numbers(None)
@@ -99,9 +101,10 @@ def test_the_gate_encodes_prompts_layer_by_layer_when_encoders_do_not_fit(
         raise AssertionError("loaded whole")
 
     family, prompts = FAMILIES[name], ("a ring", "a cat", "a red ring")
-    drifted = check_lora(lora, base, family, [], prompts=prompts).numbers["drift"]
+    gate = LoraGate(prompts=prompts)
+    drifted = check_lora(lora, base, family, [], gate).numbers["drift"]
     visiting = replace(family, encoders=replace(family.encoders, load=whole))
-    report = check_lora(lora, base, visiting, [], prompts=prompts, usable=1)
+    report = check_lora(lora, base, visiting, [], gate, Compute(usable=1))
     assert report.numbers["drift"] == pytest.approx(drifted, rel=1e-5)  # one at a time: up to rounding
 
 
@@ -111,9 +114,8 @@ def test_images_do_not_depend_on_the_devices_of_the_parts(subject: tuple[str, Pa
 
     def drawn(usable: int | None) -> list[np.ndarray]:
         where, drawing = Where(tmp_path / str(usable), "grid"), Drawing(2, 3.0, (64, 64))
-        compare(
-            FAMILIES[name], base, lora, [ImageRequest("a ring", 1)], drawing, where, usable=usable, say=messages.append
-        )
+        model, grid = NamedModel(FAMILIES[name], base), Grid([ImageRequest("a ring", 1)], drawing)
+        compare(model, lora, grid, where, Compute(usable=usable, say=messages.append))
         return [np.asarray(Image.open(where.image(0, strength)), dtype=int) for strength in (None, 1.0)]
 
     whole, swapped = drawn(None), drawn(0)
@@ -141,18 +143,18 @@ def test_out_of_memory_is_retried_with_less(monkeypatch: pytest.MonkeyPatch) -> 
     calls: list[int | None] = []
     messages: list[str] = []
 
-    def attempt(usable: int | None) -> str:
-        calls.append(usable)
-        if usable is None or usable > 0:
+    def attempt(compute: Compute) -> str:
+        calls.append(compute.usable)
+        if compute.usable is None or compute.usable > 0:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return "done"
 
-    assert with_less(attempt, 100, CPU, messages.append) == "done"
+    assert with_less(attempt, Compute(usable=100, say=messages.append)) == "done"
     assert calls == [100, 50, 0]
     assert len(messages) == 2
     calls.clear()
     with pytest.raises(torch.OutOfMemoryError, match="nothing left"):
-        with_less(lambda usable: attempt(1), None, CPU, messages.append)
+        with_less(lambda _: attempt(Compute(usable=1)), Compute())
     assert calls == [1, 1]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.diffusion.process import Process, scaled_linear_alphas, usual_process
+from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.drift import base_visits, drift
 from lora_trainer.evaluation.validation_loss import EncodedSample, improvement, validation_losses
 
@@ -30,10 +31,12 @@ def zero(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) ->
 
 
 def test_predicting_nothing_costs_the_noise_and_micro_batches_change_nothing() -> None:
-    losses = validation_losses(zero, samples(3), PROCESS, seed=1, timesteps=8, micro=8)
+    losses = validation_losses(zero, samples(3), PROCESS, seed=1, timesteps=8, compute=Compute(at_once=8))
     assert losses.shape == (3, 8)
     assert losses.mean() == pytest.approx(1.0, abs=0.1)
-    assert torch.equal(losses, validation_losses(zero, samples(3), PROCESS, seed=1, timesteps=8, micro=3))
+    assert torch.equal(
+        losses, validation_losses(zero, samples(3), PROCESS, seed=1, timesteps=8, compute=Compute(at_once=3))
+    )
     assert not torch.equal(losses, validation_losses(zero, samples(3), PROCESS, seed=2, timesteps=8))
 
 

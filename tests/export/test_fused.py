@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from lora_trainer.export.fused import join, ranks_for_header, split
 from lora_trainer.export.layout import fused
-from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_names import names_of, read_lora
@@ -106,7 +106,7 @@ def test_the_last_norm_of_a_text_stream_keeps_scale_and_shift_apart(tmp_path: Pa
         for block, rows in enumerate((48, 16))
     }
     path, other = write_lora(
-        tmp_path, "a", LoraWeights(pairs), facts(), dtype=torch.float32, names=names_of(FAMILIES["sd3"])
+        tmp_path, "a", LoraWeights(pairs), facts(), FileLayout(dtype=torch.float32, names=names_of(FAMILIES["sd3"]))
     )
     stored = load_file(path)
     name = "lora_unet_joint_blocks_{}_context_block_adaLN_modulation_1.lora_up.weight"
@@ -140,7 +140,7 @@ def test_modulations_are_ordered_as_in_diffusers(family: str, tmp_path: Path) ->
     pairs = {f"transformer.{name}": pair(2, rows, at) for at, (name, (_, rows, _)) in enumerate(table.items())}
     pairs = {name: LoraPair(torch.randn(2, 8), each.up, 2.0) for name, each in pairs.items()}
     path, _ = write_lora(
-        tmp_path, "a", LoraWeights(pairs), facts(), dtype=torch.float32, names=names_of(FAMILIES[family])
+        tmp_path, "a", LoraWeights(pairs), facts(), FileLayout(dtype=torch.float32, names=names_of(FAMILIES[family]))
     )
     stored = load_file(path)
     for name, (original, _, swaps) in table.items():

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.weights import weights_from_peft
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_names import names_of
@@ -107,7 +107,7 @@ def assert_same_changes(expected: dict[str, Tensor], kohya: Path, diffusers: Pat
 def test_both_formats_hold_the_change_of_every_layer(family, dtype, tolerance, tmp_path):
     unet, alphas = trained_unet(family)
     weights = weights_from_peft(unet.state_dict(), "unet", alphas)
-    kohya, diffusers = write_lora(tmp_path, "cat", weights, facts(), dtype=dtype)
+    kohya, diffusers = write_lora(tmp_path, "cat", weights, facts(), FileLayout(dtype=dtype))
     expected = changes_of(unet)
     assert {change.ndim for change in expected.values()} == {2, 4}
     assert_same_changes(expected, kohya, diffusers, tolerance)
@@ -120,7 +120,7 @@ def test_diffusers_takes_every_module_that_can_be_trained(family, tmp_path):
     """Both formats, with a LoRA on each linear layer and convolution of the U-Net."""
     pipeline = tiny_pipeline(tmp_path / "made", family)
     weights = random_lora(pipeline.unet, endings=("",), size=0.02)
-    paths = write_lora(tmp_path, "cat", weights, facts(), names=names_of(FAMILIES[family]))
+    paths = write_lora(tmp_path, "cat", weights, facts(), FileLayout(names=names_of(FAMILIES[family])))
     for path in paths:
         pipeline.load_lora_weights(tmp_path, weight_name=path.name)
         changes = {f"unet.{name}": change for name, change in changes_of(pipeline.unet).items()}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lora_trainer.core.errors import TrainingFailed, UsageError
 from lora_trainer.export.inspection import inspect
-from lora_trainer.export.lora_file import read_lora, write_lora
+from lora_trainer.export.lora_file import FileLayout, read_lora, write_lora
 from lora_trainer.export.metadata import FlowFacts, header
 from lora_trainer.export.weights import (
     LoraPair,
@@ -71,7 +71,11 @@ def test_files_change_the_model_as_computed_by_hand(
 ) -> None:
     weights = random_lora(pipeline.unet, rank=4, alpha=2.6, size=0.1, endings=endings)
     paths = dict(
-        zip(("kohya", "diffusers"), write_lora(tmp_path, "cat", weights, facts(), dtype=torch.float32), strict=True)
+        zip(
+            ("kohya", "diffusers"),
+            write_lora(tmp_path, "cat", weights, facts(), FileLayout(dtype=torch.float32)),
+            strict=True,
+        )
     )
     base, expected = predict(pipeline), predict_by_hand(pipeline, weights)
     assert (expected - base).abs().max() > 1e-2
@@ -96,7 +100,7 @@ def test_mixed_ranks_keep_their_scales_in_diffusers(pipeline: StableDiffusionPip
     mixed = LoraWeights({name: (wide if index % 3 else narrow).modules[name] for index, name in enumerate(names)})
     expected = predict_by_hand(pipeline, mixed)
     # Not the kohya file: diffusers 0.42 misnames the modules of its alphas where they differ.
-    kohya, path = write_lora(tmp_path, "mixed", mixed, facts(), dtype=torch.float32)
+    kohya, path = write_lora(tmp_path, "mixed", mixed, facts(), FileLayout(dtype=torch.float32))
     for file in (kohya, path):
         header = read_lora(file).metadata
         assert (header["ss_network_dim"], header["ss_network_alpha"]) == ("6", "6.0"), "as most modules have it"
@@ -223,10 +227,11 @@ def test_a_lora_that_does_not_fit_the_model_is_not_written(pipeline: StableDiffu
     shapes = shapes_of({"unet": pipeline.unet})
     stray = LoraWeights({"unet.mid_block.nowhere": LoraPair(torch.ones(2, 3), torch.ones(4, 2), 2.0)})
     with pytest.raises(TrainingFailed, match=r"unet\.mid_block\.nowhere"):
-        write_lora(tmp_path, "cat", stray, facts(), shapes=shapes)
+        write_lora(tmp_path, "cat", stray, facts(), FileLayout(shapes=shapes))
     assert not list(tmp_path.iterdir())
     assert all(
-        path.is_file() for path in write_lora(tmp_path, "cat", random_lora(pipeline.unet), facts(), shapes=shapes)
+        path.is_file()
+        for path in write_lora(tmp_path, "cat", random_lora(pipeline.unet), facts(), FileLayout(shapes=shapes))
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lora_trainer.core.errors import UsageError
 from lora_trainer.export.convert import relative_difference
 from lora_trainer.export.layout import rule_of
-from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_names import convert_lora, names_of, read_lora
@@ -207,7 +207,9 @@ def transformer_lora(family: str, *, dtype: torch.dtype = torch.float16) -> Lora
 @pytest.mark.parametrize("family", TRANSFORMERS)
 def test_both_formats_of_a_run_hold_the_same_updates(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     weights = transformer_lora(family, dtype=torch.float32)
-    kohya, diffusers = write_lora(tmp_path, "cat", weights, facts(), dtype=dtype, names=names_of(FAMILIES[family]))
+    kohya, diffusers = write_lora(
+        tmp_path, "cat", weights, facts(), FileLayout(dtype=dtype, names=names_of(FAMILIES[family]))
+    )
     names = load_file(kohya)
     assert all(key.startswith(("lora_unet_", "lora_te1_")) and key.count(".") <= 2 for key in names)
     one, other = read_lora(kohya), read_lora(diffusers)
@@ -223,7 +225,9 @@ def test_both_formats_of_a_run_hold_the_same_updates(family: str, dtype: torch.d
 @pytest.mark.parametrize("family", TRANSFORMERS)
 def test_convert_there_and_back_gives_the_same_file(family: str, tmp_path: Path) -> None:
     first, there, back = (tmp_path / f"{name}.safetensors" for name in ("first", "there", "back"))
-    kohya, _ = write_lora(tmp_path, "cat", transformer_lora(family), facts(), names=names_of(FAMILIES[family]))
+    kohya, _ = write_lora(
+        tmp_path, "cat", transformer_lora(family), facts(), FileLayout(names=names_of(FAMILIES[family]))
+    )
     kohya.rename(first)
     assert convert_lora(first, there, "diffusers").difference == 0
     assert convert_lora(there, back, "kohya").difference == 0

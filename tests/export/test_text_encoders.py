@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.evaluation.loading import load_onto
-from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights, shapes_of
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_names import convert_lora, names_of, read_lora
@@ -37,7 +37,11 @@ def test_text_encoders_load_with_their_own_ranks_and_alphas(family: str, mixed: 
             )
             modules[name] = LoraPair(down * 0.1, up * 0.1, 0.5 + index % 2)
     written = write_lora(
-        tmp_path, "cat", LoraWeights(modules), facts(), dtype=torch.float32, names=names_of(FAMILIES[family])
+        tmp_path,
+        "cat",
+        LoraWeights(modules),
+        facts(),
+        FileLayout(dtype=torch.float32, names=names_of(FAMILIES[family])),
     )
     for path in written:
         assert load_onto(pipeline, path) == []

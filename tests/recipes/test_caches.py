@@ -19,7 +19,8 @@ from lora_trainer.data.loader import Batch, CachedData
 from lora_trainer.data.steps import Ref
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Encoders
-from lora_trainer.run import caching, feed, session
+from lora_trainer.run import caching, session
+from lora_trainer.training import feed
 from tests.recipes.recipe import Bench, contents, draw_images, exported, patched, rows
 
 

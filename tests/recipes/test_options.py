@@ -17,7 +17,7 @@ from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.config.schema import Config
-from lora_trainer.export.lora_file import read_lora, write_lora
+from lora_trainer.export.lora_file import FileLayout, read_lora, write_lora
 from lora_trainer.models import FAMILIES
 from lora_trainer.run import flow
 from lora_trainer.run.release import lora_weights
@@ -143,7 +143,7 @@ def test_the_file_changes_each_layer_like_the_adapter_in_memory(stabilized, rank
     config = Config.model_validate({"lora": {"rank": rank, "alpha": 2.7, "use_rslora": stabilized}})
     weights = lora_weights(config, SimpleNamespace(family=family), adapters)
     training_facts = facts(alpha=2.7, rank_stabilized=stabilized)
-    for path in write_lora(tmp_path, "cat", weights, training_facts, dtype=torch.float32):
+    for path in write_lora(tmp_path, "cat", weights, training_facts, FileLayout(dtype=torch.float32)):
         written = read_lora(path)
         assert len(written.modules) == len(names)
         assert json.loads(written.metadata["ss_network_args"]).get("rank_stabilized", False) is stabilized

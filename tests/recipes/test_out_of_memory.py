@@ -15,7 +15,7 @@ from lora_trainer.evaluation import sample as sample_module
 from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.evaluation.sample import compare
 from lora_trainer.models import FAMILIES
-from lora_trainer.run import feed, release
+from lora_trainer.run import release, uncached
 from tests.recipes.recipe import Bench, contents, exported, losses, record, rows
 
 SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -154,8 +154,8 @@ def test_images_encoded_during_training_wait_for_memory(bench, monkeypatch):
     settings = {"cache__latents": "false", "steps": 3}
     assert bench.run("calm", **settings) == 0
     monkeypatch.setitem(FAMILIES, "sd15", replace(family, encoders=replace(family.encoders, load=load_encoders)))
-    monkeypatch.setattr(feed, "WAITS", (0.0, 0.0, 0.0, 0.0))
-    monkeypatch.setattr(feed, "free_memory", waited.append)
+    monkeypatch.setattr(uncached, "WAITS", (0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(uncached, "free_memory", waited.append)
     assert bench.run("short", **settings) == 0
     assert len(waited) == 4
     assert exported(bench.folder("short")) == exported(bench.folder("calm"))

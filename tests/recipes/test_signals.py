@@ -32,10 +32,10 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 PHASES: dict[str, tuple[Any, str, int, int]] = {
     "checking": (outside, "read_inputs", 1, 0),
     "caching": (session, "fill_caches", 1, 0),
-    "building": (session, "build_step_context", 1, 0),
-    "first validation": (session, "validation_losses", 1, 0),
+    "building": (flow, "build_step_context", 1, 0),
+    "first validation": (flow, "validation_losses", 1, 0),
     "a slow step": (step, "backward", 5, 2),
-    "validation": (session, "validation_losses", 2, 3),
+    "validation": (flow, "validation_losses", 2, 3),
     "a checkpoint": (saving, "save_checkpoint", 1, 4),  # it finishes, and one more step
     "images": (release, "draw_comparison", 1, 4),
     "the release": (flow, "choose_released", 1, 6),

@@ -19,7 +19,7 @@ from lora_trainer.data.loader import CachedData
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import Framing, plan_views
 from lora_trainer.diffusion.process import Process, scaled_linear_alphas
-from lora_trainer.run.feed import Feed, make_feed
+from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import Processes
 

@@ -28,12 +28,12 @@ def test_the_model_leaves_the_gpu_when_another_does_not_fit_next_to_it(
     denoiser = nn.Sequential(nn.Linear(64, 64, bias=False)).to(torch.bfloat16).requires_grad_(False)
     if narrow := make_quantizer(stored):
         store_layers(denoiser, narrow)
-    built: Any = SimpleNamespace(context=SimpleNamespace(denoiser=denoiser), shapes=shapes_of({"unet": denoiser}))
+    context: Any = SimpleNamespace(denoiser=denoiser, built=SimpleNamespace(shapes=shapes_of({"unet": denoiser})))
     choices: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     went: list[str] = []
     monkeypatch.setattr(release, "usable_bytes", lambda config, device: usable)
     monkeypatch.setattr(release, "free_memory", lambda device: None)
     monkeypatch.setattr(release, "move_to_device", lambda denoiser, device: went.append(device.type))
-    with making_room(built, cast("Config", None), choices):
+    with making_room(context, cast("Config", None), choices):
         assert went == ["cpu"] * leaves
     assert went == ["cpu", "cuda"] * leaves

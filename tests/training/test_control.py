@@ -166,13 +166,13 @@ def test_a_gradient_spike_is_reported_and_does_not_change_the_usual_norm():
 def scripted(run: Run, val_losses: list[float]) -> Run:
     """The job with the given validation losses in place of measured ones, by step from 0."""
     place = [0]
-    true = run.samples_in
+    true = run.feed.samples_in
 
     def samples_in(step: int) -> int:
         place[0] = step + 1
         return true(step)
 
-    return replace(run, samples_in=samples_in, validate=lambda at_once: val_losses[place[0]])
+    return replace(run, feed=replace(run.feed, samples_in=samples_in), validate=lambda at_once: val_losses[place[0]])
 
 
 def test_a_nonfinite_validation_loss_is_reported_and_decides_nothing(place: TinyPlace):

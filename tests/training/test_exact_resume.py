@@ -249,14 +249,14 @@ def test_stopped_between_two_flushes(place, makes, monkeypatch):
 
     def losing(name: str) -> Run:
         run = makes("plain", name, **settings)
-        true, seen = run.micros, 3.0
+        true, seen = run.feed.micros, 3.0
 
         def micros(step: int) -> list[Any]:
             """The target moves further away with each step; that of the fifth is not finite."""
             scale = float("nan") if step == 4 else seen**step
             return [replace(micro, noise=micro.noise * scale) for micro in true(step)]
 
-        return replace(run, micros=micros, context=replace(run.context, guard="on_device"))
+        return replace(run, feed=replace(run.feed, micros=micros), context=replace(run.context, guard="on_device"))
 
     straight = losing("straight")
     place.train(straight)

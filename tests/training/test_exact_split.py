@@ -41,7 +41,7 @@ def test_a_step_of_the_builtin_model_is_the_same_for_every_micro_batch_size(rate
     common: dict[str, object] = {"train__effective_batch_size": 4, "data__resolution": 64, "data__max_aspect": 1.0}
     common["text_encoder__learning_rates"] = rates
     runs = [here.run(f"by_{most}", steps=1, train__max_micro_batch_size=most, **common) for most in (4, 2, 1)]
-    fed = [run.micros(0) for run in runs]
+    fed = [run.feed.micros(0) for run in runs]
     assert [[len(micro.latents) for micro in micros] for micros in fed] == [[4], [2, 2], [1, 1, 1, 1]]
     assert noise_inputs(fed[0]) == noise_inputs(fed[1]) == noise_inputs(fed[2])
     whole, *split = [gradient(run, micros) for run, micros in zip(runs, fed, strict=True)]

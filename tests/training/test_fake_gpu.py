@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from lora_trainer.config.schema import Config, Precision
 from lora_trainer.data.loader import Batch
 from lora_trainer.data.steps import Ref
+from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.drift import base_visits, drift
 from lora_trainer.evaluation.placing import bring_pipeline
 from lora_trainer.evaluation.validation_loss import EncodedSample, validation_losses
@@ -35,6 +36,7 @@ from lora_trainer.models.quantization.store import Narrow
 from lora_trainer.training import build
 from lora_trainer.training.layout import Layout
 from lora_trainer.training.micro_batch import make_micro_batch
+from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import train_step
 from tests.recipes.recipe import save_tiny_model
 
@@ -97,16 +99,13 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     def load(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
         return place_layers(family.denoiser.load(folder, dtype, CPU), device, narrow)  # scales need numbers
 
-    family_on_gpu = replace(family, denoiser=replace(family.denoiser, load=load))
-    return family_on_gpu, save_tiny_model(tmp_path_factory.mktemp("model"), request.param), *rest
+    return replace(family, load_denoiser=load), save_tiny_model(tmp_path_factory.mktemp("model"), request.param), *rest
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    def put(denoiser: nn.Module, config: Config, family: Any, latents: Any, **more: Any) -> AttentionChoice:
-        shapes_of(
-            denoiser, family.denoiser.predict, latents, family.text.cond_shapes(dict(denoiser.config)), more["dtype"]
-        )  # type: ignore[arg-type]
+    def put(denoiser: nn.Module, config: Config, family: Any, layout: Layout, *_: Any, **__: Any) -> AttentionChoice:
+        shapes_of(denoiser, family.denoiser.predict, layout.latents, family.text.cond_shapes(dict(denoiser.config)), layout.dtype)  # type: ignore[arg-type]
         install_attention(denoiser, "sdpa")
         return AttentionChoice("sdpa", "its probe compares numbers")
 
@@ -142,23 +141,16 @@ def test_a_step_mixes_no_devices(gpu: FakeGpu, kind: Kind) -> None:
     noise = {"multires_iterations": 3, "offset": 0.1, "input_perturbation": 0.1}
     loss = {"type": "huber"} if flow else {"min_snr_gamma": 5.0}
     config = settings(noise=noise, loss=loss, text_encoder={"learning_rates": rates})
-    built = build.build_step_context(
-        config,
-        family,
-        facts,
-        Layout(BF16, stored, checkpointing=1),
-        device=GPU,
-        reduce=None,
-        is_attention_requested=False,
-        latents=(2, facts.latent_channels, 8, 8),
-    )
+    layout = Layout(BF16, stored, checkpointing=1, latents=(2, facts.latent_channels, 8, 8))
+    processes = Processes(0, 1, GPU, None, lambda: None)
+    context = build.build_step_context(config, family, facts, layout, processes, is_attention_requested=False)
     batch = a_batch(family, facts, text_embeddings_of(family, model))
-    micro = make_micro_batch(batch, 0, 0, config.noise, built.context.process)
+    micro = make_micro_batch(batch, 0, 0, config.noise, context.process)
     gpu.reads.clear()
-    result = train_step(built.context, [micro], 2, 1e-4)
+    result = train_step(context, [micro], 2, 1e-4)
     assert gpu.reads == []
     assert result.loss.device == result.grad_norm.device == GPU
-    assert len(built.context.optimizer.state) == len(built.context.masters)
+    assert len(context.optimizer.state) == len(context.masters)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +172,7 @@ def test_sampling_and_evaluation_mix_no_devices(kind: Kind) -> None:
     cond = text_embeddings_of(family, model)
     own = {name: value[0] for name, value in cond.items()}
     one = EncodedSample("a", torch.zeros(mean.shape[1:]), own, torch.ones(6))
-    validation_losses(predict, [one], process, seed=0, timesteps=1, device=GPU, dtype=BF16)
+    validation_losses(predict, [one], process, seed=0, timesteps=1, compute=Compute(BF16, GPU))
     there, sizes = {name: value.to(GPU, BF16) for name, value in cond.items()}, torch.ones(2, 6, device=GPU)
     visits = base_visits(predict, process, there, sizes, tuple(mean.shape[1:]), steps=2)
     assert drift(predict, visits[:1], there, sizes) >= 0.0

@@ -33,7 +33,7 @@ def guarded(run: Run, guard: Guard) -> Run:
 
 def bad_sample(run: Run, *steps: int, row: int = 0) -> Run:
     """One sample of the last micro-batch of these steps has nonfinite latents."""
-    true = run.micros
+    true = run.feed.micros
 
     def micros(step: int) -> list[Any]:
         micros_of_step = true(step)
@@ -43,7 +43,7 @@ def bad_sample(run: Run, *steps: int, row: int = 0) -> Run:
             micros_of_step[-1] = replace(micros_of_step[-1], latents=latents)
         return micros_of_step
 
-    return replace(run, micros=micros)
+    return replace(run, feed=replace(run.feed, micros=micros))
 
 
 def bad_loss(run: Run, change: Callable[[Tensor, Tensor], Tensor], *steps: int) -> Run:
@@ -55,7 +55,7 @@ def bad_loss(run: Run, change: Callable[[Tensor, Tensor], Tensor], *steps: int) 
         return change(found, predicted) if t.sum().item() in marked else found
 
     for step in steps:
-        marked |= {micro.t.sum().item() for micro in run.micros(step)}
+        marked |= {micro.t.sum().item() for micro in run.feed.micros(step)}
     return replace(run, context=replace(run.context, loss=loss))
 
 
@@ -168,11 +168,11 @@ def test_the_samples_are_named(place: TinyPlace):
     run = place.run("a", train__effective_batch_size=4, **SETTINGS)
     run = bad_sample(run, BAD)
     place.train(run)
-    micros = run.micros(BAD)
+    micros = run.feed.micros(BAD)
     at = sum(len(micro.latents) for micro in micros[:-1])
     (event,) = events(run)
     assert event["step"] == BAD + 1
-    assert event["message"].endswith(f"the step is skipped; not finite is the loss of {run.names_in(BAD)[at]}")
+    assert event["message"].endswith(f"the step is skipped; not finite is the loss of {run.feed.names(BAD)[at]}")
     assert "loss nan" in event["message"]
 
 
@@ -180,7 +180,7 @@ def test_samples_are_named_where_only_the_gradient_is_bad(place: TinyPlace):
     run = bad_loss(place.run("a", **SETTINGS), gradient_without_nan, BAD)
     place.train(run)
     (event,) = events(run)
-    assert f"the images of the step: {', '.join(run.names_in(BAD))}; none of them alone" in event["message"]
+    assert f"the images of the step: {', '.join(run.feed.names(BAD))}; none of them alone" in event["message"]
 
 
 @pytest.mark.parametrize("guard", get_args(Guard))
@@ -257,9 +257,9 @@ def test_nonfinite_weights_are_rolled_back(place: TinyPlace):
         if step == BAD and not ruined[0]:
             ruined[0] = True
             next(iter(run.context.masters)).data.view(-1)[0] = NAN
-        return run.samples_in(step)
+        return run.feed.samples_in(step)
 
-    state, _ = place.train(replace(run, samples_in=samples_in))
+    state, _ = place.train(replace(run, feed=replace(run.feed, samples_in=samples_in)))
     assert (state.step, state.restored, state.skipped) == (6, 1, 0)
     (event,) = events(run)
     assert event["step"] == 4
@@ -358,16 +358,16 @@ def test_the_three_guards_are_chosen_by_device_and_optimizer():
 def test_a_bad_sample_in_one_process_skips_the_step_in_all(place: TinyPlace):
     """The sum carries it to every process: all skip the same step, and the main one names the sample."""
     alone = bad_sample(place.run("alone", train__effective_batch_size=3, **SETTINGS), 0)
-    refs = alone.names_in(0)
+    refs = alone.feed.names(0)
     place.train(alone)
     runs = [place.run("two", train__effective_batch_size=3, processes=each, **SETTINGS) for each in together(2)]
     wounded = [run if run.processes.is_main else bad_sample(run, 0) for run in runs]
     states = place.resume_together(wounded)
     assert [(state.step, state.skipped) for state in states] == [(6, 1)] * 2
     assert weights(runs[0]) == weights(runs[1])
-    own = runs[1].micros(0)
+    own = runs[1].feed.micros(0)
     (event,) = events(runs[0])
-    names = runs[0].names_in(0)
+    names = runs[0].feed.names(0)
     assert sorted(names) == sorted(refs)
     place_of = 2 + sum(len(micro.latents) for micro in own[:-1])  # three samples of two processes: 2 and 1
     assert event["message"].endswith(f"not finite is the loss of {names[place_of]}")

@@ -22,14 +22,14 @@ SHORT = "CUDA out of memory. Tried to allocate 20.00 MiB."
 
 def without_data_of(run: Run, step: int, error: Exception) -> Run:
     """The same job, whose data of `step`, counted from 0, cannot be read."""
-    micros_of_step = run.micros
+    micros_of_step = run.feed.micros
 
     def micros(at: int) -> list[MicroBatch]:
         if at == step:
             raise error
         return micros_of_step(at)
 
-    return replace(run, micros=micros)
+    return replace(run, feed=replace(run.feed, micros=micros))
 
 
 @pytest.mark.parametrize(

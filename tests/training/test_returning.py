@@ -28,13 +28,13 @@ SETTINGS: dict[str, object] = {
 
 def bad_once(run: Run, step: int) -> Run:
     """The first try of a step, counted from 0, is not finite."""
-    bad, visits = bad_sample(run, step).micros, [0]
+    bad, visits = bad_sample(run, step).feed.micros, [0]
 
     def micros(at: int) -> list[Any]:
         visits[0] += at == step
-        return bad(at) if visits[0] == 1 else run.micros(at)
+        return bad(at) if visits[0] == 1 else run.feed.micros(at)
 
-    return replace(run, micros=micros)
+    return replace(run, feed=replace(run.feed, micros=micros))
 
 
 def fresh(place: TinyPlace, name: str) -> Run:
@@ -66,9 +66,9 @@ def test_rows_of_undone_steps_are_deleted_before_a_step_is_trained_again(place: 
             assert step_of(list_checkpoints(run.checkpoints)[0]) == 6
             assert 6 in best_files(run.checkpoints)
         steps.append(step)
-        return run.samples_in(step)
+        return run.feed.samples_in(step)
 
-    state, _ = place.train(replace(run, samples_in=samples_in))
+    state, _ = place.train(replace(run, feed=replace(run.feed, samples_in=samples_in)))
     assert steps == [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
     assert (state.step, state.restored) == (8, 1)
     ((checkpoints, best, weights),) = there

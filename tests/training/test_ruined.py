@@ -44,14 +44,18 @@ def test_rollback_takes_an_older_checkpoint_when_the_same_step_fails_again(
     run = place.run(
         "a", safeguards__on_nonfinite="rollback", checkpoint__every_n_steps=1, checkpoint__keep_last=9, steps=7
     )
-    micros_of_step = run.micros
+    micros_of_step = run.feed.micros
 
     def micros(step: int) -> list[Any]:
         began.append(step)
         ruined = step == 5 and began.count(5) <= 3
-        return bad_sample(replace(run, micros=micros_of_step), step).micros(step) if ruined else micros_of_step(step)
+        return (
+            bad_sample(replace(run, feed=replace(run.feed, micros=micros_of_step)), step).feed.micros(step)
+            if ruined
+            else micros_of_step(step)
+        )
 
-    state, _ = place.train(replace(run, micros=micros))
+    state, _ = place.train(replace(run, feed=replace(run.feed, micros=micros)))
     endings = [each["message"].rsplit("; ", 1)[1] for each in events(run)]
     assert endings == [f"training continues from step {step}" for step in (5, 4, 5)]
     assert (state.step, state.restored) == (7, 3)

@@ -39,7 +39,7 @@ def test_attention_and_feed_forward_layers_train_as_in_sd_scripts(here):
 def test_no_dropout_and_captions_are_encoded_as_in_sampling(here):
     cached = here.run("a", **SETTINGS)
     spoken = here.run("b", text_encoder__learning_rates=rates(here), **SETTINGS)
-    for one, other in zip(cached.micros(0), spoken.micros(0), strict=True):
+    for one, other in zip(cached.feed.micros(0), spoken.feed.micros(0), strict=True):
         assert not other.cond  # nothing of it is cached
         embeds = spoken.context.texts.encode(other.captions, {})
         assert embeds.keys() == one.cond.keys()
@@ -48,7 +48,7 @@ def test_no_dropout_and_captions_are_encoded_as_in_sampling(here):
 
 def test_a_step_is_the_same_split_whole_and_recomputed(here):
     def gradient(run) -> torch.Tensor:
-        micros = lit(run).micros(0)
+        micros = lit(run).feed.micros(0)
         for micro in micros:
             backward(run.context, micro, sum(len(each.latents) for each in micros))
         return torch.cat([master.grad.flatten() for master in run.context.adapter.masters.values()])

@@ -20,7 +20,7 @@ from tests.training.tiny_run import TinyPlace, outcome
 
 def gradients(run: Run, count: int = 2) -> dict[str, torch.Tensor]:
     """The gradients of the first step, by name."""
-    for micro in run.micros(0):
+    for micro in run.feed.micros(0):
         backward(run.context, micro, count)
     return {
         name: master.grad.clone() for name, master in run.context.adapter.masters.items() if master.grad is not None
@@ -152,7 +152,7 @@ def test_captions_equal_those_of_a_cached_run(place):
     cached, spoken = place.run("a", **settings), place.run("b", text_encoder__learning_rates=(1e-3,), **settings)
     weighted = 0
     for step in range(4):
-        for one, other in zip(cached.micros(step), spoken.micros(step), strict=True):
+        for one, other in zip(cached.feed.micros(step), spoken.feed.micros(step), strict=True):
             assert not other.cond
             embeds = spoken.context.texts.encode(other.captions, {})
             assert all(torch.allclose(embeds[name], value, atol=1e-5) for name, value in one.cond.items())

@@ -32,10 +32,11 @@ from lora_trainer.core.io import read_json
 from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, Trackers, read_lines
 from lora_trainer.run.choices import choose
+from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import arithmetic, own_architecture, read_inputs
 from lora_trainer.run.order import Order, plain_console, run_folder
 from lora_trainer.run.resuming import fixed_settings
-from lora_trainer.run.session import open_session, prepare
+from lora_trainer.run.session import open_session
 from lora_trainer.run.settings import settle
 from lora_trainer.training import metrics
 from lora_trainer.training.checkpoints.best import best_path
@@ -81,7 +82,7 @@ class TinyPlace:
             counted = arithmetic(order.config, inputs.train, choices.micro, processes.world)
             session = replace(session, processes=processes, choices=choices, steps=counted)
         order.folder.mkdir(parents=True, exist_ok=True)
-        return prepare(session, fixed_settings(order.config, inputs, session.choices)).run
+        return prepare(session, fixed_settings(order.config, inputs, session.choices))[1]
 
     def train(self, run: Run, start: Checkpoint | None = None) -> tuple[TrainState, Interrupt]:
         """Run the loop, from a checkpoint if set."""
@@ -153,7 +154,7 @@ def flush_every(steps: int, patch: pytest.MonkeyPatch) -> None:
 
 def signal_at_step(run: Run, step: int, number: int = signal.SIGTERM) -> Run:
     """The same job, with one signal at the start of `step`, counted from 0."""
-    original, signaled = run.samples_in, list[int]()
+    original, signaled = run.feed.samples_in, list[int]()
 
     def samples_in(at: int) -> int:
         if at == step and not signaled:  # a run that rolls back may repeat the step
@@ -161,7 +162,7 @@ def signal_at_step(run: Run, step: int, number: int = signal.SIGTERM) -> Run:
             os.kill(os.getpid(), number)
         return original(at)
 
-    return replace(run, samples_in=samples_in)
+    return replace(run, feed=replace(run.feed, samples_in=samples_in))
 
 
 def outcome(run: Run) -> dict[str, Any]:

@@ -129,7 +129,9 @@ def what_it_brings(subject: BenchSubject) -> tuple[float | None, float | None]:
     if run.validate is None:
         return None, None
     before = run.validate(TOGETHER)
-    way = own_way(subject.context, [run.micros(step) for step in range(TRAINED)], run.config.optimizer.learning_rate)
+    way = own_way(
+        subject.context, [run.feed.micros(step) for step in range(TRAINED)], run.config.optimizer.learning_rate
+    )
     for step in range(TRAINED):
         way(step)
     return before, run.validate(TOGETHER)

@@ -167,10 +167,10 @@ def test_a_slow_disk_skips_some_checkpoints_and_loses_nothing(place: TinyPlace) 
     def samples_in(step: int) -> int:
         if step == 5:
             opened.set()
-        return quick.samples_in(step)
+        return quick.feed.samples_in(step)
 
     with patched(saving, "save_checkpoint", late):
-        place.train(replace(slow, samples_in=samples_in))
+        place.train(replace(slow, feed=replace(slow.feed, samples_in=samples_in)))
     assert slow.writer.replaced > 0
     assert outcome(slow) == outcome(quick)
     assert step_of(list_checkpoints(slow.checkpoints)[0]) == 6
@@ -188,13 +188,13 @@ def test_a_full_disk_ends_the_run_by_the_next_step(place: TinyPlace) -> None:
         run.writer._changed.acquire()
         run.writer._changed.wait_for(lambda: not run.writer._busy, timeout=300)  # a loop as slow as a real one
         run.writer._changed.release()
-        return run.samples_in(step)
+        return run.feed.samples_in(step)
 
     def full(*_: object) -> None:
         raise TrainingFailed(Problem("The disk is full."))
 
     with patched(saving, "save_checkpoint", full), pytest.raises(TrainingFailed, match="full"):
-        place.train(replace(run, samples_in=samples_in))
+        place.train(replace(run, feed=replace(run.feed, samples_in=samples_in)))
     assert max(calls) <= 3
 
 
@@ -220,7 +220,7 @@ def test_samples_come_after_the_checkpoint_of_their_step(place: TinyPlace) -> No
 def test_epochs_between_checkpoints(place: TinyPlace) -> None:
     run = place.run("run", steps=12, checkpoint__every_n_steps=4, checkpoint__every_n_epochs=1, checkpoint__keep_last=9)
     place.train(run)
-    epochs = set(range(run.steps_per_epoch, 13, run.steps_per_epoch))
+    epochs = set(range(run.feed.plan.steps_per_epoch, 13, run.feed.plan.steps_per_epoch))
     assert len(epochs) > 1
     assert {step_of(path) for path in list_checkpoints(run.checkpoints)} == {4, 8, 12} | epochs
 
