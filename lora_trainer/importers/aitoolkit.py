@@ -29,6 +29,7 @@ from lora_trainer.importers.rules import (
     path_to,
     same,
     side,
+    switch,
     text,
     texts,
     truth,
@@ -116,14 +117,6 @@ def _loss(value: Any, around: Around) -> Took:
     return Took({"loss.type": kind}, "" if exact else "the nearest loss", "mapped" if exact else "changed")
 
 
-def _quantized(value: Any, around: Around) -> Took:
-    return Took({"memory.weight_dtype": "fp8"}) if truth(value) else Took({}, "off", "ignored")
-
-
-def _no_images(value: Any, around: Around) -> Took:
-    return Took({"sample.every_n_steps": 0}) if truth(value) else Took({}, "off", "ignored")
-
-
 def _prompts(value: Any, around: Around) -> Took:
     return Took({"sample.prompts": texts(value)}) if value else Took({}, "not set", "ignored")
 
@@ -153,14 +146,6 @@ def _buckets(value: Any, around: Around) -> Took:
 
 def _extension(value: Any, around: Around) -> Took:
     return Took({"captions.extension": "." + text(value).lstrip(".")})
-
-
-def _alpha_mask(value: Any, around: Around) -> Took:
-    return Took({"source.masks": "alpha"}) if truth(value) else Took({}, "off", "ignored")
-
-
-def _crop(value: Any, around: Around) -> Took:
-    return Took({"source.crop": "random"}) if truth(value) else Took({}, "off", "ignored")
 
 
 def _augmented(value: Any, around: Around) -> Took:
@@ -209,7 +194,7 @@ RULES: Mapping[str, KeyRule] = {
     "train.lr_scheduler": by(_schedule, "lr_scheduler.name lr_scheduler.warmup_steps", "others than ours are replaced"),
     "train.lr_scheduler_params.num_warmup_steps": same("lr_scheduler.warmup_steps", whole),
     "train.dtype": PRECISION,
-    "model.quantize": by(_quantized, "memory.weight_dtype", "weights are kept in fp8 here", changes=True),
+    "model.quantize": switch("memory.weight_dtype", "fp8", "weights are kept in fp8 here"),
     "train.gradient_checkpointing": CHECKPOINTING,
     "train.max_grad_norm": same("optimizer.max_grad_norm", number),
     "train.min_snr_gamma": unless_off("loss.min_snr_gamma", number),
@@ -232,7 +217,7 @@ RULES: Mapping[str, KeyRule] = {
         "the model's own schedule is followed", off=("ddpm", "ddim", "euler", "flowmatch")
     ),
     **AITOOLKIT,
-    "train.disable_sampling": by(_no_images, "sample.every_n_steps"),
+    "train.disable_sampling": switch("sample.every_n_steps", 0),
     **unused_keys("ai-toolkit"),
     "sample.sample_every": same("sample.every_n_steps", whole),
     "sample.prompts": by(_prompts, "sample.prompts"),
@@ -275,10 +260,10 @@ DATASET_RULES: Mapping[str, KeyRule] = {
     "flip_x": same("source.flip", truth),
     "buckets": by(_buckets, "data.max_aspect data.bucket_no_upscale"),
     "bucket_tolerance": same("data.bucket_step", whole),
-    "random_crop": by(_crop, "source.crop", NEW_EACH_TIME, changes=True),
+    "random_crop": switch("source.crop", "random", NEW_EACH_TIME),
     "augments": by(_augmented, "source.color_variants", NEW_EACH_TIME, changes=True),
     "augmentations": by(_augmented, "source.color_variants", NEW_EACH_TIME, changes=True),
-    "alpha_mask": by(_alpha_mask, "source.masks"),
+    "alpha_mask": switch("source.masks", "alpha"),
     "mask_path": path_to("source.masks"),
     "mask_min_value": same("loss.unmasked_weight", number),
     **unused_keys("ai-toolkit datasets"),

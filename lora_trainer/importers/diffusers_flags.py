@@ -23,10 +23,12 @@ from lora_trainer.importers.rules import (
     lacking,
     nothing,
     number,
+    only_with,
     part_of,
     path_to,
     same,
     side,
+    switch,
     text,
     truth,
     unless_off,
@@ -87,25 +89,8 @@ def _texts(value: Any, around: Around) -> Took:
     return Took(text_rates([rate] * (2 if "sdxl" in script or "sd3" in script else 1), around["lora_alpha"]))
 
 
-def _small_states(value: Any, around: Around) -> Took:
-    return Took({"optimizer.name": "adamw8bit"}) if truth(value) else Took({}, "off", "ignored")
-
-
-def _only_with(key: str, word: str, ours: str, kind: Any) -> KeyRule:
-    def read(value: Any, around: Around) -> Took:
-        if word not in str(around[key]):
-            return Took({}, f"means nothing without {key} = {word}", "ignored")
-        return Took({ours: kind(value)})
-
-    return by(read, ours)
-
-
 def _crop(value: Any, around: Around) -> Took:
     return Took({"data.crop": "center"}, verdict="mapped") if truth(value) else Took({"data.crop": "random"})
-
-
-def _upcast(value: Any, around: Around) -> Took:
-    return Took({"checkpoint.export_dtype": "fp32"}) if truth(value) else Took({}, "off", "ignored")
 
 
 ONLY_MISSING = KeyRule(
@@ -139,7 +124,7 @@ RULES: Mapping[str, KeyRule] = {
     "lora_dropout": unless_off("lora.dropout", number),
     "lora_layers": lacking("lora.target_modules says which layers learn"),
     "optimizer": OPTIMIZER,
-    "use_8bit_adam": by(_small_states, "optimizer.name"),
+    "use_8bit_adam": switch("optimizer.name", "adamw8bit"),
     "learning_rate": same("optimizer.learning_rate", number),
     "adam_beta1": same("optimizer.beta1", number),
     "adam_beta2": same("optimizer.beta2", number),
@@ -147,14 +132,14 @@ RULES: Mapping[str, KeyRule] = {
     "max_grad_norm": same("optimizer.max_grad_norm", number),
     "lr_scheduler": SCHEDULE,
     "lr_warmup_steps": by(_warmup, "lr_scheduler.warmup_steps"),
-    "lr_num_cycles": _only_with("lr_scheduler", "cosine_with_restarts", "lr_scheduler.cycles", whole),
-    "lr_power": _only_with("lr_scheduler", "polynomial", "lr_scheduler.power", number),
+    "lr_num_cycles": only_with("lr_scheduler", "cosine_with_restarts", "lr_scheduler.cycles", whole),
+    "lr_power": only_with("lr_scheduler", "polynomial", "lr_scheduler.power", number),
     "scale_lr": lacking("the learning rate is not scaled by the batch size"),
     "mixed_precision": PRECISION,
     "gradient_checkpointing": CHECKPOINTING,
     "snr_gamma": unless_off("loss.min_snr_gamma", number),
     "noise_offset": unless_off("noise.offset", number),
-    "upcast_before_saving": by(_upcast, "checkpoint.export_dtype"),
+    "upcast_before_saving": switch("checkpoint.export_dtype", "fp32"),
     "checkpointing_steps": unless_off("checkpoint.every_n_steps", whole),
     "checkpoints_total_limit": unless_off("checkpoint.keep_last", whole),
     "validation_prompt": by(lambda value, around: Took({"sample.prompts": [text(value)]}), "sample.prompts"),

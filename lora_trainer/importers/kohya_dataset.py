@@ -25,6 +25,7 @@ from lora_trainer.importers.rules import (
     path_to,
     same,
     side,
+    switch,
     text,
     truth,
     whole,
@@ -38,10 +39,6 @@ LEFT_OUT = "num_repeats is less than 1: skipped, as in kohya"
 NEW_EACH_TIME = "drawn anew each time there; so many versions of each image are cached here"
 
 
-def _alpha(value: Any, around: Around) -> Took:
-    return Took({"source.masks": "alpha"}) if truth(value) else Took({}, "off", "ignored")
-
-
 def _conditioning(value: Any, around: Around) -> Took:
     """Only the config that names a dataset TOML says whether its images are masks."""
     if not is_on(around.keys.get("masked_loss", True)):
@@ -51,10 +48,6 @@ def _conditioning(value: Any, around: Around) -> Took:
 
 def _crop(value: Any, around: Around) -> Took:
     return Took({"source.crop": "random"}) if truth(value) else Took({"source.crop": "center"}, verdict="mapped")
-
-
-def _colors(value: Any, around: Around) -> Took:
-    return Took({"source.color_variants": COLORS}) if truth(value) else Took({}, "off", "ignored")
 
 
 def _buckets(value: Any, around: Around) -> Took:
@@ -87,6 +80,8 @@ def _of_buckets(ours: str) -> KeyRule:
     return by(read, ours)
 
 
+COLOR = switch("source.color_variants", COLORS, NEW_EACH_TIME)
+CROP = by(_crop, "source.crop", NEW_EACH_TIME, changes=True)
 SUBSET_RULES: Mapping[str, KeyRule] = {
     "image_dir": path_to("source.path"),
     "metadata_file": path_to("source.captions_file"),
@@ -106,10 +101,10 @@ SUBSET_RULES: Mapping[str, KeyRule] = {
     "caption_dropout_every_n_epochs": same("captions.dropout_every_n_epochs", whole),
     "caption_tag_dropout_rate": same("captions.tag_dropout", number),
     "flip_aug": same("source.flip", truth),
-    "color_aug": by(_colors, "source.color_variants", NEW_EACH_TIME, changes=True),
-    "random_crop": by(_crop, "source.crop", NEW_EACH_TIME, changes=True),
+    "color_aug": COLOR,
+    "random_crop": CROP,
     "face_crop_aug_range": lacking("crops are not placed at faces"),
-    "alpha_mask": by(_alpha, "source.masks", AREA_OF_MASK, changes=True),
+    "alpha_mask": switch("source.masks", "alpha", AREA_OF_MASK),
     "conditioning_data_dir": by(
         _conditioning,
         "source.masks",

@@ -17,9 +17,11 @@ from lora_trainer.importers.rules import (
     lacking,
     lookup,
     number,
+    only_with,
     part_of,
     path_to,
     same,
+    switch,
     text,
     truth,
     unless_off,
@@ -30,6 +32,7 @@ from lora_trainer.importers.words import (
     ALL_OF_ATTENTION,
     ALL_OF_BLOCKS,
     ALL_WITH_CONVOLUTIONS,
+    CHECKPOINTING,
     CLIP_SKIP,
     EXPORT_DTYPE,
     MODEL,
@@ -87,17 +90,6 @@ def share_of_steps(share: float, around: Around) -> Took:
     return Took({"lr_scheduler.warmup_steps": steps}, f"{share:.0%} of {count(around, 'max_train_steps')} steps")
 
 
-def _only_with(key: str, word: str, ours: str, kind: Any) -> KeyRule:
-    """A key that counts only if another key has a certain value."""
-
-    def read(value: Any, around: Around) -> Took:
-        if word not in str(around[key]).lower():
-            return Took({}, f"means nothing without {key} = {word}", "ignored")
-        return Took({ours: kind(value)})
-
-    return by(read, ours)
-
-
 def targets(value: Any, around: Around) -> Took:
     """All layers of the transformer blocks; with conv_dim the convolutions too."""
     module, algorithm = text(value).lower(), str(around["network_args.algo"] or "lora").lower()
@@ -134,16 +126,6 @@ def betas(value: Any, around: Around) -> Took:
 
 def _algorithm(value: Any, around: Around) -> Took:
     return Took({}, "a plain LoRA, as here", "ignored") if str(value).lower() in LORA_ALGORITHMS else Took({})
-
-
-def _checkpointing(value: Any, around: Around) -> Took:
-    if not truth(value):
-        return Took({}, "as few blocks as fit the GPU (memory.gradient_checkpointing=auto)", "ignored")
-    return Took({"memory.gradient_checkpointing": True})
-
-
-def _fp8(value: Any, around: Around) -> Took:
-    return Took({"memory.weight_dtype": "fp8"}) if truth(value) else Took({}, "off", "ignored")
 
 
 def _kept(value: Any, around: Around) -> Took:
@@ -287,12 +269,12 @@ RULES: Mapping[str, KeyRule] = {
     **KOHYA,
     "lr_scheduler": SCHEDULE,
     "lr_warmup_steps": by(warmup, "lr_scheduler.warmup_steps"),
-    "lr_scheduler_num_cycles": _only_with("lr_scheduler", "cosine_with_restarts", "lr_scheduler.cycles", whole),
-    "lr_scheduler_power": _only_with("lr_scheduler", "polynomial", "lr_scheduler.power", number),
+    "lr_scheduler_num_cycles": only_with("lr_scheduler", "cosine_with_restarts", "lr_scheduler.cycles", whole),
+    "lr_scheduler_power": only_with("lr_scheduler", "polynomial", "lr_scheduler.power", number),
     "max_grad_norm": same("optimizer.max_grad_norm", number),
     "mixed_precision": PRECISION,
-    "fp8_base": by(_fp8, "memory.weight_dtype"),
-    "gradient_checkpointing": by(_checkpointing, "memory.gradient_checkpointing"),
+    "fp8_base": switch("memory.weight_dtype", "fp8"),
+    "gradient_checkpointing": CHECKPOINTING,
     "vae_batch_size": unless_off("cache.batch_size", whole),
     "save_every_n_steps": unless_off("checkpoint.every_n_steps", whole),
     "save_every_n_epochs": by(
@@ -314,7 +296,7 @@ RULES: Mapping[str, KeyRule] = {
     "ip_noise_gamma": unless_off("noise.input_perturbation", number),
     "zero_terminal_snr": same("noise.zero_terminal_snr", truth),
     "loss_type": by(_loss, "loss.type", "others than the squared error are pseudo-Huber here"),
-    "huber_c": _only_with("loss_type", "huber", "loss.huber_delta", number),
+    "huber_c": only_with("loss_type", "huber", "loss.huber_delta", number),
     "huber_schedule": by(_huber_schedule, "", "the same at every timestep here", changes=True),
     "huber_scale": lacking("errors are not scaled before they are weighed", off=(1, 1.0)),
     "prior_loss_weight": same("loss.prior_loss_weight", number),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.importers.kohya_dataset import COLORS, NEW_EACH_TIME
+from lora_trainer.importers.kohya_dataset import COLOR, CROP
 from lora_trainer.importers.merge import RESOLUTIONS
 from lora_trainer.importers.reading import Around, KeyRule, Took, located
 from lora_trainer.importers.rules import (
@@ -75,14 +75,6 @@ def _prompt_source(value: Any, around: Around) -> Took:
     return Took({"source.default_caption": lines[0].strip()}, why, "changed")
 
 
-def _crop(value: Any, around: Around) -> Took:
-    return Took({"source.crop": "random"}) if truth(value) else Took({"source.crop": "center"}, verdict="mapped")
-
-
-def _colors(value: Any, around: Around) -> Took:
-    return Took({"source.color_variants": COLORS}) if truth(value) else Took({}, "off", "ignored")
-
-
 def _tag_dropout(value: Any, around: Around) -> Took:
     """FULL drops all tags behind the kept ones at once: with none kept, the whole caption."""
     if not is_on(around["text.tag_dropout_enable"] or False):
@@ -118,7 +110,6 @@ def _strength(switch: str, why: str = "how strong is fixed here") -> KeyRule:
     return by(read, "", why, changes=True)
 
 
-COLOR = by(_colors, "source.color_variants", NEW_EACH_TIME, changes=True)
 CONCEPT_RULES: Mapping[str, KeyRule] = {
     "path": by(_path, "source.path source.masks"),
     "type": by(_type, "source.is_reg"),
@@ -131,7 +122,7 @@ CONCEPT_RULES: Mapping[str, KeyRule] = {
     "balancing": by(_balancing, "source.repeats"),
     "balancing_strategy": part_of("balancing", "source.repeats"),
     "loss_weight": same("source.loss_weight", number),
-    "image.enable_crop_jitter": by(_crop, "source.crop", NEW_EACH_TIME, changes=True),
+    "image.enable_crop_jitter": CROP,
     "image.enable_random_flip": same("source.flip", truth),
     "image.enable_random_brightness": COLOR,
     "image.enable_random_contrast": COLOR,

@@ -84,6 +84,26 @@ def unless_off(ours: str, kind: Kind, why: str = "") -> KeyRule:
     return KeyRule("changed" if why else "mapped", (ours,), why, read)
 
 
+def switch(ours: str, setting: Any, why: str = "") -> KeyRule:
+    """A switch that sets `setting` when it is on and nothing when it is off; `why` says how it differs when it is on."""
+
+    def read(value: Any, around: Around) -> Took:
+        return Took({ours: setting}) if truth(value) else Took({}, "off", "ignored")
+
+    return KeyRule("changed" if why else "mapped", (ours,), why, read)
+
+
+def only_with(key: str, word: str, ours: str, kind: Kind) -> KeyRule:
+    """A key that counts only if another key has a certain value."""
+
+    def read(value: Any, around: Around) -> Took:
+        if word not in str(around[key]).lower():
+            return Took({}, f"means nothing without {key} = {word}", "ignored")
+        return Took({ours: kind(value)})
+
+    return by(read, ours)
+
+
 def lacking(why: str, off: tuple[Any, ...] = ()) -> KeyRule:
     """A key that affects training and does not exist here; nothing is lost if it is off."""
 
