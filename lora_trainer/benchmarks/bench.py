@@ -36,6 +36,7 @@ from lora_trainer.benchmarks.measures import (
     MeasureRow,
     Report,
     RequestedMeasure,
+    figure,
     row_of,
     too_noisy,
 )
@@ -95,11 +96,11 @@ def part_of(part: str) -> Callable[[StepRow], str]:
 
 STEP_COLUMNS: tuple[Column, ...] = (
     *COLUMNS,
-    ("CPU ratio", lambda row: "" if row.cpu_ratio is None else f"{row.cpu_ratio:.3f}"),
+    ("CPU ratio", figure("cpu_ratio", ".3f")),
     *((part, part_of(part)) for part in PARTS),
-    ("TFLOP/s", lambda row: "" if row.tflops is None else f"{row.tflops:.3g}"),
-    ("of floor", lambda row: "" if row.mfu is None else f"{row.mfu:.0%}"),
-    ("peak GiB", lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.3f}"),
+    ("TFLOP/s", figure("tflops", ".3g")),
+    ("of floor", figure("mfu", ".0%")),
+    ("peak GiB", figure("peak_gib", ".3f")),
 )
 
 

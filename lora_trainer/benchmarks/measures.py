@@ -67,6 +67,11 @@ class MeasureRow(TimedRow):
 Column = tuple[str, Callable[[Any], str]]  # title, and the text of a row's cell
 
 
+def figure(name: str, form: str) -> Callable[[Any], str]:
+    """The cell of a figure, empty where it was not measured."""
+    return lambda row: "" if getattr(row, name) is None else format(getattr(row, name), form)
+
+
 def milliseconds(name: str) -> Callable[[Any], str]:
     return lambda row: "" if getattr(row, name) is None else f"{1000 * getattr(row, name):.1f}"
 

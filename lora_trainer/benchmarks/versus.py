@@ -6,7 +6,7 @@ for a whole process, and two models that do not fit the GPU together, are measur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lora_trainer.benchmarks.held import HeldMemory, holding
-from lora_trainer.benchmarks.measures import COLUMNS, Column, MeasureRow, RequestedMeasure, row_of, too_noisy
+from lora_trainer.benchmarks.measures import COLUMNS, Column, MeasureRow, RequestedMeasure, figure, row_of, too_noisy
 from lora_trainer.benchmarks.own_loop import Way, own_loop
 from lora_trainer.benchmarks.split import Split
 from lora_trainer.benchmarks.subject import BenchSubject, subject_as_asked, subject_of
@@ -73,15 +73,11 @@ OF_A_GPU = (
 )
 
 
-def share(name: str) -> Callable[[Any], str]:
-    return lambda row: "" if getattr(row, name) is None else f"{getattr(row, name):.2%}"
-
-
 VERSUS_COLUMNS: tuple[Column, ...] = (
     *COLUMNS,
-    ("peak GiB", lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.3f}"),
-    ("loss off", share("loss_mean")),
-    ("at most", share("loss_most")),
+    ("peak GiB", figure("peak_gib", ".3f")),
+    ("loss off", figure("loss_mean", ".2%")),
+    ("at most", figure("loss_most", ".2%")),
 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure
+from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure, figure, milliseconds
 from lora_trainer.benchmarks.trials.pair import Pair, fused_pair, measured_pair, saving_pair
 from lora_trainer.benchmarks.trials.steps import changed
 from lora_trainer.benchmarks.trials.sums import sums_pair
@@ -98,9 +98,9 @@ ABOUT = {
 }
 COLUMNS: tuple[Column, ...] = (
     ("claimed", lambda row: row.claimed),
-    ("median ms", lambda row: "" if row.seconds_median is None else f"{1000 * row.seconds_median:.1f}"),
+    ("median ms", milliseconds("seconds_median")),
     ("gain", lambda row: "" if row.gain is None else f"{row.gain:.2f} x"),
-    ("memory", lambda row: "" if row.memory_ratio is None else f"{row.memory_ratio:.2f}"),
+    ("memory", figure("memory_ratio", ".2f")),
     ("loss", lambda row: "" if row.loss_mean is None else f"{row.loss_mean:.1e}, {row.loss_most:.1e}"),
 )
 
@@ -159,4 +159,4 @@ def pair_of(option: Optimization, asked: RequestedMeasure, folder: Path, steps: 
     fast = FASTEST if on_gpu and option.without is SLOW else {}
     without = changed(asked.resolved, PLAIN | dict(option.without))
     with_it = changed(asked.resolved, PLAIN | dict(option.with_it) | fast)
-    return measured_pair(without, with_it, folder, tiny=asked.tiny, warm_up=WARM_UP if on_gpu else 3, steps=steps)
+    return measured_pair(without, with_it, folder, tiny=asked.tiny, warm_up=WARM_UP, steps=steps)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure, TimedRow
+from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure, TimedRow, figure
 from lora_trainer.benchmarks.subject import BenchSubject, subject_of
 from lora_trainer.benchmarks.trials.expected import Expected, expected_of, overhead_of
 from lora_trainer.benchmarks.trials.memory import on_cpu
@@ -33,7 +33,7 @@ COLUMNS: tuple[Column, ...] = (
     *TIMES,
     ("samples/s", lambda row: f"{row.samples_per_second:.2f}"),
     ("ratio", lambda row: f"{row.ratio:.3f}"),
-    ("GiB", lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.3f}"),
+    ("GiB", figure("peak_gib", ".3f")),
     ("predicted", lambda row: f"{row.predicted_gib:.3f}"),
 )
 

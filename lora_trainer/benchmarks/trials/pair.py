@@ -27,7 +27,6 @@ from lora_trainer.benchmarks.trials.steps import (
     own_way,
     take_steps,
 )
-from lora_trainer.benchmarks.turns import timed_in_turn
 from lora_trainer.config.layers import Resolved
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.training.checkpoints.save import copy_barrier, save, take, write
@@ -35,6 +34,7 @@ from lora_trainer.training.checkpoints.writer import Buffers
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 
+CPU = torch.device("cpu")
 EVERY = 5  # steps: far more often than any run saves, so that it can be seen
 
 
@@ -77,39 +77,25 @@ def measured_pair(without: Resolved, with_it: Resolved, folder: Path, *, tiny: b
         free_memory(device)
         second = subject_as_asked(with_it, folder, tiny=tiny)
         return Pair(name, one, take_steps(own_way(second.context, inputs_of(second)), device, warm_up, steps))
-    return Pair(name, *in_turn(first, subject_as_asked(with_it, folder, tiny=tiny), warm_up, steps))
+    return Pair(name, *in_turn(first, subject_as_asked(with_it, folder, tiny=tiny), steps))
 
 
-def in_turn(first: BenchSubject, second: BenchSubject, warm_up: int, steps: int) -> tuple[Steps, Steps]:
-    """Steps of both on a CPU, first the one and then the other, every other time the other way round."""
-    inputs = [inputs_of(each) for each in (first, second)]
-    ways = [own_way(each.context, given) for each, given in zip((first, second), inputs, strict=True)]
-    seconds: list[list[float]] = [[], []]
-    losses: list[list[Tensor]] = [[], []]
-    for number in range(max(warm_up + steps, FIRST)):
-        for which in (0, 1) if number % 2 else (1, 0):
-            taken, loss = timed(ways[which], number)
-            seconds[which].append(taken)
-            losses[which].append(loss)
-    held: list[StepMemory] = [
-        on_cpu(each.context, given[0])[1] for each, given in zip((first, second), inputs, strict=True)
-    ]
-    made = [
-        Steps(
-            tuple(seconds[which][warm_up:]),
-            tuple(map(float, losses[which][:FIRST])),
-            held[which],
-            sum(seconds[which][:warm_up]),
-        )
-        for which in (0, 1)
-    ]
-    return made[0], made[1]
+def in_turn(first: BenchSubject, second: BenchSubject, steps: int) -> tuple[Steps, Steps]:
+    """Steps of both on a CPU in turn, at least so many that there are losses of the first `FIRST`."""
+    subjects = {"without": first, "with": second}
+    inputs = {name: inputs_of(subject) for name, subject in subjects.items()}
+    losses: dict[str, list[Tensor]] = {name: [] for name in subjects}
 
+    def way(name: str) -> Way:
+        own = own_way(subjects[name].context, inputs[name])
+        return lambda number: losses[name].append(own(number))
 
-def timed(way: Callable[[int], Tensor], number: int) -> tuple[float, Tensor]:
-    began = time.perf_counter()
-    loss = way(number)
-    return time.perf_counter() - began, loss
+    timed = turns.timed_in_turn({name: way(name) for name in subjects}, max(steps, FIRST - turns.WARM_UP), CPU)
+    held = {name: on_cpu(subject.context, inputs[name][0])[1] for name, subject in subjects.items()}
+    one, other = (
+        Steps(tuple(timed[name].wall), tuple(map(float, losses[name][:FIRST])), held[name], 0.0) for name in subjects
+    )
+    return one, other
 
 
 def fused_pair(asked: RequestedMeasure, folder: Path, steps: int) -> Pair:
@@ -129,7 +115,7 @@ def fused_pair(asked: RequestedMeasure, folder: Path, steps: int) -> Pair:
 
         return step
 
-    timed = timed_in_turn({"plain": way(taken(False)), "fused": way(taken(True))}, steps, context.device)
+    timed = turns.timed_in_turn({"plain": way(taken(False)), "fused": way(taken(True))}, steps, context.device)
     return Pair(subject.name, *(Steps(tuple(each.wall), (), StepMemory(), 0.0) for each in timed.values()))
 
 

@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure, TimedRow
+from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure, TimedRow, figure
 from lora_trainer.benchmarks.subject import TINY, BenchSubject, subject_of
 from lora_trainer.benchmarks.trials.expected import expected_of, model_of
 from lora_trainer.benchmarks.trials.memory import on_cpu
@@ -58,7 +58,7 @@ class ResolutionRow(TimedRow):
 COLUMNS: tuple[Column, ...] = (
     *TIMES,
     ("ratio", lambda row: f"{row.ratio:.2f}"),
-    ("GiB", lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.3f}"),
+    ("GiB", figure("peak_gib", ".3f")),
     ("predicted", lambda row: f"{row.predicted_gib:.3f}"),
     ("held out", lambda row: row.val_loss),
     ("falls", lambda row: row.falls),

@@ -56,7 +56,7 @@ class Steps:
     seconds: tuple[float, ...]
     losses: tuple[float, ...]
     held: StepMemory
-    warming: float  # seconds of all steps before the timed ones
+    warming: float  # seconds of all steps before the timed ones; 0 where they are taken in turn
 
     @property
     def median(self) -> float:

@@ -22,7 +22,7 @@ import torch
 
 from lora_trainer.benchmarks.baseline import read_measurement
 from lora_trainer.benchmarks.device import device_name
-from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure
+from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure, figure, milliseconds
 from lora_trainer.benchmarks.trials.cap import prove_cap
 from lora_trainer.benchmarks.trials.row import Asking, Spec, TableRow, child
 from lora_trainer.benchmarks.trials.steps import loss_difference
@@ -184,30 +184,22 @@ def notes_on(wanted: Sequence[Spec], rows: Mapping[str, TableRow], path: Path, *
     return notes
 
 
-def number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def milliseconds(value: float | None) -> str:
-    return "" if value is None else f"{1000 * value:.1f}"
-
-
-def checkpointed(row: TableRow) -> str:
-    return "" if row.checkpointed is None else str(row.checkpointed)
+def tflops(row: TableRow) -> str:
+    return "" if row.tflop is None or row.seconds_median is None else f"{row.tflop / row.seconds_median:.0f}"
 
 
 COLUMNS: tuple[Column, ...] = (
-    ("ms", lambda row: milliseconds(row.seconds_median)),
-    ("p90", lambda row: milliseconds(row.seconds_p90)),
-    ("ratio", lambda row: number(row.ratio, ".2f")),
-    ("TFLOP/s", lambda row: number(row.tflop and row.tflop / row.seconds_median, ".0f")),
-    ("GiB", lambda row: number(row.peak_gib, ".2f")),
-    ("reserved", lambda row: number(row.reserved_gib, ".2f")),
-    ("predicted", lambda row: number(row.predicted_gib, ".2f")),
-    ("loss", lambda row: number(row.loss_mean, ".1e")),
+    ("ms", milliseconds("seconds_median")),
+    ("p90", milliseconds("seconds_p90")),
+    ("ratio", figure("ratio", ".2f")),
+    ("TFLOP/s", tflops),
+    ("GiB", figure("peak_gib", ".2f")),
+    ("reserved", figure("reserved_gib", ".2f")),
+    ("predicted", figure("predicted_gib", ".2f")),
+    ("loss", figure("loss_mean", ".1e")),
     ("base", lambda row: row.precision or ""),
-    ("blocks", checkpointed),
-    ("graphs", lambda row: number(row.compilations, "d")),
+    ("blocks", figure("checkpointed", "")),
+    ("graphs", figure("compilations", "d")),
 )
 ABOUT = {
     "ms": "median of the timed steps; p90: a tenth of them took longer",
