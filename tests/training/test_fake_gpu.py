@@ -99,7 +99,8 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     def load(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
         return place_layers(family.denoiser.load(folder, dtype, CPU), device, narrow)  # scales need numbers
 
-    return replace(family, load_denoiser=load), save_tiny_model(tmp_path_factory.mktemp("model"), request.param), *rest
+    family_on_gpu = replace(family, denoiser=replace(family.denoiser, load=load))
+    return family_on_gpu, save_tiny_model(tmp_path_factory.mktemp("model"), request.param), *rest
 
 
 @pytest.fixture
