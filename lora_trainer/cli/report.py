@@ -16,7 +16,8 @@ def report_command(runs: Sequence[str], output: str | None = None) -> int:
 
     Raises UsageError naming all folders that contain no run.
     """
-    folders = [folder_of(Path(run)) for run in runs]
+    # A run may be named by one of its files.
+    folders = [path.parent if path.is_file() else path for path in map(Path, runs)]
     without_run = [folder for folder in folders if not (folder / "run.json").is_file()]
     if without_run:
         fix = "Name folders of runs, such as runs/cat."
@@ -26,8 +27,3 @@ def report_command(runs: Sequence[str], output: str | None = None) -> int:
     else:
         print(write_comparison(folders, Path(output or COMPARISON)))
     return DONE
-
-
-def folder_of(path: Path) -> Path:
-    """A run's folder, also if the path is one of its files."""
-    return path.parent if path.is_file() else path

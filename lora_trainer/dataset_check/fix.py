@@ -104,8 +104,14 @@ def write_fixed(
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".part", dir=target.parent) as scratch:
             whole = Path(scratch) / "copy"
             files = _Writer(report, lots, framings, whole).write(manifest.samples, left_out)
-            files += _others(report, manifest)
-            _write_record(whole, lots, files)
+            # Files with a finding that are no samples are not copied either.
+            samples = {sample.path for sample in manifest.samples}
+            others = ((path, found) for path, found in report.files.items() if path not in samples and found)
+            worst = {path: min(found, key=lambda each: SEVERITIES.index(each.severity)) for path, found in others}
+            files += [Fixed(path, None, (f"skipped: {each.message}",)) for path, each in worst.items()]
+            named = {str(place_from(lot.request.section.path)): lot.copy for lot in lots}
+            rows = [{"path": str(each.path), "copy": each.copy, "done": list(each.done)} for each in files]
+            write_json(whole / RECORD, {"sources": named, "files": rows})
             if target.exists():
                 target.rmdir()
             os.replace(whole, target)
@@ -200,14 +206,6 @@ def _worth(sample: Sample, found: Sequence[Finding]) -> tuple[bool, bool, int, i
     return (not sample.regularization, bool(sample.caption), -warnings, sample.width * sample.height)
 
 
-def _others(report: DataReport, manifest: Manifest) -> list[Fixed]:
-    """Files with a finding that are no samples: they are not copied either."""
-    samples = {sample.path for sample in manifest.samples}
-    others = ((path, found) for path, found in report.files.items() if path not in samples and found)
-    worst = {path: min(found, key=lambda each: SEVERITIES.index(each.severity)) for path, found in others}
-    return [Fixed(path, None, (f"skipped: {each.message}",)) for path, each in worst.items()]
-
-
 class _Writer:
     """Copies the samples into a new folder."""
 
@@ -287,7 +285,9 @@ class _Writer:
         row: dict[str, object] = {"file_name": Path(name).relative_to(lot.root).as_posix()}
         if file is None and text and (lot.table or text != _kohya_caption(name)):
             row["text"] = text
-        weight = own_weight(sample, lot.request)
+        # Without the source's weight, which is not written into the copy.
+        shared = lot.request.section.loss_weight
+        weight = float(f"{sample.weight / shared:.12g}") if shared else 1.0
         if weight != 1.0:
             row["weight"] = weight
         if len(row) > 1 or lot.table:
@@ -310,15 +310,3 @@ def _kohya_caption(name: str) -> str | None:
         if match := KOHYA_FOLDER.fullmatch(part):
             return match[2].strip()
     return None
-
-
-def own_weight(sample: Sample, request: SourceRequest) -> float:
-    """The weight in a table: without its source's weight, which is not written into the copy."""
-    shared = request.section.loss_weight
-    return float(f"{sample.weight / shared:.12g}") if shared else 1.0
-
-
-def _write_record(folder: Path, lots: Sequence[_Lot], files: Sequence[Fixed]) -> None:
-    named = {str(place_from(lot.request.section.path)): lot.copy for lot in lots}
-    rows = [{"path": str(each.path), "copy": each.copy, "done": list(each.done)} for each in files]
-    write_json(folder / RECORD, {"sources": named, "files": rows})

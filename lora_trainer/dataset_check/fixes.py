@@ -45,7 +45,12 @@ def fix_image(
     flat = flat.transpose(turn) if turn is not None else flat
     done = ["first frame taken"] if animated else []
     if cut and borders is not None:
-        box = _inside(flat.size, borders)
+        # The borders were measured in a smaller copy, so a line of it more is cut off.
+        width, height = flat.size
+        line = max(1, -(-max(flat.size) // SMALL_SIDE))
+        left, right = (math.ceil(share * width) + line if share else 0 for share in (borders.left, borders.right))
+        top, bottom = (math.ceil(share * height) + line if share else 0 for share in (borders.top, borders.bottom))
+        box = left, top, width - right, height - bottom
         if _still_large(box, sample, framing):
             flat = flat.crop(box)
             done.append(f"border cut off: {flat.width}×{flat.height} left")
@@ -54,15 +59,6 @@ def fix_image(
     file = io.BytesIO()
     flat.save(file, "PNG")
     return file.getvalue(), done
-
-
-def _inside(size: tuple[int, int], borders: Borders) -> tuple[int, int, int, int]:
-    """The box inside of the borders; they were measured in a smaller copy, so a line of it more is cut off."""
-    width, height = size
-    line = max(1, -(-max(size) // SMALL_SIDE))
-    left, right = (math.ceil(share * width) + line if share else 0 for share in (borders.left, borders.right))
-    top, bottom = (math.ceil(share * height) + line if share else 0 for share in (borders.top, borders.bottom))
-    return left, top, width - right, height - bottom
 
 
 def _still_large(box: tuple[int, int, int, int], sample: Sample, framing: Framing) -> bool:

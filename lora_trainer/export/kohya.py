@@ -61,7 +61,12 @@ def kohya_pairs(weights: LoraWeights, names: Names = ONE_TEXT_ENCODER) -> tuple[
         if ranks := ranks_for_header(parts, pairs[name], own):
             fused[name] = ranks
     found, _ = resolve(meant, [names])
-    lost = [module for name, modules in meant.items() for module in modules if not _leads_back(found, name, module)]
+    lost = [
+        module
+        for name, modules in meant.items()
+        for module in modules
+        if not (name in found and module in found[name].modules)
+    ]
     if lost:
         raise ValueError(f"no unambiguous kohya name for {', '.join(lost[:3])}: add them to the family's layout")
     return pairs, {FUSED_RANKS: json.dumps(fused, sort_keys=True)} if fused else {}
@@ -129,7 +134,3 @@ def plain_name(module: str, names: Names) -> str:
     if component not in names.prefixes:
         raise ValueError(f"{names.family} has no part {component}: {module}")
     return kohya_name(module, names.prefixes)
-
-
-def _leads_back(found: Mapping[str, Any], name: str, module: str) -> bool:
-    return name in found and module in found[name].modules

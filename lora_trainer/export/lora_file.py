@@ -231,9 +231,5 @@ def refuse_reaching(path: Path, metadata: Mapping[str, str]) -> None:
         raise _refused(path, f"asks in {key} for more than its own weights ({some(reaching)}).", fix)
 
 
-def _problem(path: Path, message: str, fix: str) -> Problem:
-    return Problem(f"{path.name} {message}", fix)
-
-
 def _refused(path: Path, message: str, fix: str) -> UsageError:
-    return UsageError(_problem(path, message, fix))
+    return UsageError(Problem(f"{path.name} {message}", fix))

@@ -81,16 +81,12 @@ def side_name(strength: float | None, strengths: list[float]) -> str:
     return "with the LoRA" if strengths == [1.0] else f"with the LoRA at {strength:g}"
 
 
-def shown_strength(images: tuple[Image, ...]) -> float | None:
-    """The one that a strip shows: full strength, else the strongest."""
-    strengths = {image.strength for image in images if image.strength is not None}
-    return 1.0 if 1.0 in strengths else max(strengths, default=None)
-
-
 def strips_of(run: RunReport) -> list[Strip]:
     """For each prompt and seed the base, then every step in order, then the end."""
     groups: dict[tuple[str, int], list[Image]] = {}
-    strength = shown_strength(run.images)
+    # A strip shows full strength, else the strongest.
+    strengths = {image.strength for image in run.images if image.strength is not None}
+    strength = 1.0 if 1.0 in strengths else max(strengths, default=None)
     for image in run.images:
         groups.setdefault((image.prompt, image.seed), []).append(image)
     strips = []

@@ -40,6 +40,8 @@ LARGEST_MICRO_ON_CPU = 4  # more gains nothing there
 ENCODER_DTYPE = torch.float32  # encoders run once and their output is kept: exactness matters more than speed
 OUTSIDE_GIB = 0.6  # GPU memory that CUDA takes outside of torch's allocator
 AS_SET = "as set"
+# Compiling a U-Net takes a GPU about a minute and saves tens of milliseconds a step: an estimate, not measured.
+FEWEST_STEPS = 1500
 LEFT_GIB = 0.2  # of a GPU's free memory, for kernels that are loaded later
 
 
@@ -196,6 +198,16 @@ def choose_micro(config: Config, world: int) -> tuple[int, str]:
     if per_process <= LARGEST_MICRO_ON_CPU:
         return per_process, WHOLE_STEP
     return LARGEST_MICRO_ON_CPU, "more gains nothing on a CPU; train.max_micro_batch_size changes it"
+
+
+def compiling_pays(config: Config, device: torch.device, steps: int) -> bool:
+    """Whether blocks are compiled: as set, or with `auto` on a GPU, in a run of enough steps.
+
+    All steps of the run count, so that a resumed run decides as at its start. On a CPU `auto` never compiles: no gain
+    was measured.
+    """
+    enabled = config.compile.enabled
+    return enabled if enabled != "auto" else device.type == "cuda" and steps >= FEWEST_STEPS
 
 
 def cap_memory(config: Config, device: torch.device) -> str | None:

@@ -17,7 +17,7 @@ from lora_trainer.adapters.base import ADAPTERS
 from lora_trainer.config.schema import AttentionName, Config
 from lora_trainer.config.toml import to_toml
 from lora_trainer.core.disk import current, write_with_retry
-from lora_trainer.core.errors import UserError, first_line
+from lora_trainer.core.errors import UsageError, UserError, first_line
 from lora_trainer.core.hardware import describe_machine
 from lora_trainer.core.interrupt import StepAborted, abortable, remembering, stop_if_signalled
 from lora_trainer.core.io import write_text
@@ -37,8 +37,7 @@ from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.report.curve import still_falling
 from lora_trainer.report.record import Record, read_record, write_record
 from lora_trainer.run.caching import cached_data, validation_samples
-from lora_trainer.run.choices import DTYPES, asked_by_user
-from lora_trainer.run.compiling import compiling_pays
+from lora_trainer.run.choices import DTYPES, asked_by_user, compiling_pays
 from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
 from lora_trainer.run.disk import lora_bytes
@@ -60,7 +59,7 @@ from lora_trainer.run.release import (
     withdraw_after,
 )
 from lora_trainer.run.resuming import find_start, fixed_settings
-from lora_trainer.run.room import refuse_without_room, room_for
+from lora_trainer.run.room import room_for
 from lora_trainer.run.session import Session, fill, open_session, with_found_micro
 from lora_trainer.run.uncached import fresh_latents
 from lora_trainer.training.build import build_step_context
@@ -110,7 +109,8 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
             shapes = weight_shapes(run.context)
             done, total = start.state.step if start else 0, session.steps.total
             room = room_for(session.config, order.folder, shapes, done, total)
-            refuse_without_room(room)
+            if room.problem is not None:
+                raise UsageError(room.problem)
             if room.scarce:
                 order.console.print(f"{room.line}: that is just enough")
             if done >= total:

@@ -35,7 +35,9 @@ def claim(order: Order) -> dict[str, Any] | None:
     `--resume` is missing, when it holds something else, or cannot be written.
     """
     folder, record = order.folder, read_record(order.folder)
-    refuse_folders(folder)
+    wrong = [name for name in OWN if (folder / name).is_dir()]
+    if wrong:
+        raise UsageError([Problem(f"{folder / name} is a folder.", "Move it away.") for name in wrong])
     if (folder / LOCK).is_file() and is_main_process():
         with locked(folder):
             pass  # the system frees the lock of a process that was killed
@@ -54,13 +56,6 @@ def claim(order: Order) -> dict[str, Any] | None:
 def is_free(folder: Path) -> bool:
     """Whether a folder holds only files of a run that was killed before its first record was complete."""
     return all(name in (LOCK, SOFT_LOCK) or HALF_WRITTEN.fullmatch(name) for name in os.listdir(folder))
-
-
-def refuse_folders(folder: Path) -> None:
-    """Raise UsageError where a folder has the name of one of the run's own files."""
-    wrong = [name for name in OWN if (folder / name).is_dir()]
-    if wrong:
-        raise UsageError([Problem(f"{folder / name} is a folder.", "Move it away.") for name in wrong])
 
 
 def refuse_used(order: Order, record: dict[str, Any] | None) -> None:

@@ -206,7 +206,11 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
     }
     for what, path in where.items():
         if path is not None:
-            ignored = ignored_by_diffusers(path) if what == "for diffusers" else ""
+            ignored = (
+                next((each.why for each in _clients(path) if each.name == "diffusers"), "")
+                if what == "for diffusers"
+                else ""
+            )
             console.print(f"{what:<26}{path}{ignored and f' ({ignored})'}", soft_wrap=True, markup=False)
     for name in (file for kind, file in record.files.items() if file and kind.startswith("embedding-")):
         console.print(f"{'learned token':<26}{folder / name} (ComfyUI: models/embeddings)", soft_wrap=True)
@@ -226,11 +230,6 @@ def describe_stop(order: Order, record: Record) -> str:
             f" images yet. To add them without training again: {again}"
         )
     return f"stopped at step {record.steps}; everything up to it is saved. To resume: {again}"
-
-
-def ignored_by_diffusers(lora: Path) -> str:
-    """What diffusers ignores in its own file, in `inspect`'s text; empty where it reads all."""
-    return next((each.why for each in _clients(lora) if each.name == "diffusers"), "")
 
 
 def readers(lora: Path) -> str:

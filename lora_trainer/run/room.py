@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.disk import Patience, free_bytes, size_words
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.errors import Problem
 from lora_trainer.run.disk import highest_bytes
 from lora_trainer.run.order import Order
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, resume_hint
@@ -61,12 +61,6 @@ def room_for(config: Config, folder: Path, shapes: Sequence[tuple[int, ...]], do
     written = [*(folder / "checkpoints").rglob("*"), *folder.glob(f"{folder.name}*.safetensors")]
     needed = highest_bytes(config, shapes, len(there), done, total) - _bytes(written)
     return Room(folder, max(0, needed), free_bytes(folder))
-
-
-def refuse_without_room(room: Room) -> None:
-    """Raise UsageError, with both numbers."""
-    if room.problem is not None:
-        raise UsageError(room.problem)
 
 
 def _bytes(paths: Iterable[Path]) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lora_trainer.config.schema import CheckpointSection, Config
+from lora_trainer.config.schema import Config
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.monitor.watches import Watches
 from lora_trainer.optim.schedules import lr_multiplier
@@ -68,16 +68,10 @@ def lr_at(run: Run, state: TrainState, step: int) -> float:
 
 
 def is_regular(run: Run, step: int) -> bool:
-    """Whether a regular checkpoint is due after `step` steps, by steps or by epochs."""
-    return due_to_save(run.config.checkpoint, run.feed.plan.steps_per_epoch, step)
-
-
-def due_to_save(section: CheckpointSection, steps_per_epoch: int, step: int) -> bool:
-    """Whether `checkpoint.every_n_steps` or `checkpoint.every_n_epochs` saves after `step`."""
-    epochs = section.every_n_epochs
-    return step > 0 and (
-        step % section.every_n_steps == 0 or (epochs is not None and step % (epochs * steps_per_epoch) == 0)
-    )
+    """Whether a regular checkpoint is due after `step` steps: every `every_n_steps`, or every `every_n_epochs`."""
+    section, epochs = run.config.checkpoint, run.config.checkpoint.every_n_epochs
+    ends_epochs = epochs is not None and step % (epochs * run.feed.plan.steps_per_epoch) == 0
+    return step > 0 and (step % section.every_n_steps == 0 or ends_epochs)
 
 
 def is_due(every: int, step: int) -> bool:

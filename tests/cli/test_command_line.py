@@ -12,9 +12,9 @@ import pytest
 
 from lora_trainer.cli import main as cli
 from lora_trainer.cli.main import COMMANDS, Command, main
-from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DatasetRefused
 from lora_trainer.core.findings import folded
+from lora_trainer.run.order import Order
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -163,8 +163,9 @@ def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
 def test_arguments_reach_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[tuple[str | None, set[str]]] = []
 
-    def train(resolved: Resolved, **flags: bool) -> SimpleNamespace:
-        calls.append((resolved.config.run.name, {name for name, value in flags.items() if value}))
+    def train(order: Order, *, dry_run: bool = False) -> SimpleNamespace:
+        flags = {name for name in ("resume", "enforce_gates", "verbose") if getattr(order, name)}
+        calls.append((order.config.run.name, flags | ({"dry_run"} if dry_run else set())))
         return SimpleNamespace(exit_code=4)
 
     module = ModuleType("lora_trainer.run.train")

@@ -280,10 +280,10 @@ def test_an_error_in_one_job_stops_no_other(night):
 
     true = worker.train
 
-    def train(resolved: Any, **arguments: Any) -> Any:
-        if resolved.config.run.name == "ash":
+    def train(order: Any) -> Any:
+        if order.config.run.name == "ash":
             raise RuntimeError("broken on purpose")
-        return true(resolved, **arguments)
+        return true(order)
 
     # Fails when the model is loaded: the run folder exists by then.
     (night.root / "birch" / "lora.toml").write_text('[lora]\ntarget_modules = "nothing.*"\n', encoding="utf-8")

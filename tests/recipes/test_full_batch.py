@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from lora_trainer.batch import queue, table, worker
 from lora_trainer.core import disk
 from lora_trainer.core.io import write_json
 from lora_trainer.monitor.progress import Progress
+from lora_trainer.run.order import Order
 from lora_trainer.run.train import RunResult
 from tests.recipes.recipe import patched
 from tests.recipes.test_batch import Night, make_root
@@ -42,8 +42,8 @@ def died(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def quick_job(happens: Callable[[str], None]) -> Callable[..., RunResult]:
     """A fake training: writes a record and a line, then calls a hook before its last heartbeat."""
 
-    def train(resolved: Any, *, console: Any, watch: Callable[[Progress], None], **_: Any) -> RunResult:
-        config = resolved.config.run
+    def train(order: Order) -> RunResult:
+        config, console, watch = order.config.run, order.console, order.watch
         folder = Path(config.output) / config.name
         folder.mkdir(exist_ok=True)
         write_json(folder / "run.json", {"status": "done", "scores": {"dataset": 1.0, "lora": 1.0}})

@@ -24,10 +24,11 @@ SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 def short_of_memory(work: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, out of memory unless nothing else stays on the GPU."""
 
-    def work_or_fail(*args: Any, **kwargs: Any) -> Any:
-        if kwargs["usable"] != 0:
+    def work_or_fail(*args: Any) -> Any:
+        *others, compute = args
+        if compute.usable != 0:
             raise torch.OutOfMemoryError(SHORT)
-        return work(*args, **kwargs | {"usable": None})
+        return work(*others, replace(compute, usable=None))
 
     return work_or_fail
 

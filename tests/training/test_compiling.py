@@ -20,7 +20,7 @@ from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.models.compiled import Compiled
 from lora_trainer.monitor.trackers import EVENTS, read_lines
-from lora_trainer.run.compiling import compiling_pays
+from lora_trainer.run.choices import compiling_pays
 from lora_trainer.training import compiling
 from lora_trainer.training.layout import Layout
 from lora_trainer.training.run import Run

@@ -114,14 +114,6 @@ def _borrow() -> Worker:
     return Worker()
 
 
-def _give_back(worker: Worker) -> None:
-    if worker.alive:
-        with _lock:
-            _idle.append(worker)
-    else:
-        worker.close()
-
-
 @atexit.register
 def _close_all() -> None:
     while _idle:
@@ -252,7 +244,11 @@ class _Hand:
 
     def leave(self) -> None:
         if self._worker is not None:
-            _give_back(self._worker)
+            if self._worker.alive:
+                with _lock:
+                    _idle.append(self._worker)
+            else:
+                self._worker.close()
             self._worker = None
 
 

@@ -54,11 +54,10 @@ def _expanded(text: str, reading: SourceReading) -> list[str]:
             return []
         return [text]
     between = BRACES.split(text)[::2]
-    return ["".join(_zipped(between, chosen)) for chosen in itertools.product(*choices)]
-
-
-def _zipped(between: Sequence[str], chosen: Sequence[str]) -> list[str]:
-    return [part for pair in itertools.zip_longest(between, chosen, fillvalue="") for part in pair]
+    return [
+        "".join(itertools.chain.from_iterable(itertools.zip_longest(between, chosen, fillvalue="")))
+        for chosen in itertools.product(*choices)
+    ]
 
 
 def _choices(inner: str) -> Sequence[str]:

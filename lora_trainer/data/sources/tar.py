@@ -96,7 +96,9 @@ def _members(path: Path, file: _Heads, reading: SourceReading) -> Iterator[tuple
                 if member.offset_data + member.size > size:
                     reason = f"ends inside of {member.name!r}"
                     break
-                name = _clean(member.name)
+                # A path below the tar, whatever the name was: nothing is ever written by it.
+                parts = [part for part in member.name.replace("\\", "/").split("/") if part not in ("", ".", "..")]
+                name = "/".join(parts) if parts and not parts[-1].startswith(".") else ""
                 if name:
                     count += 1
                     yield name, Span(path, member.offset_data, member.size)
@@ -120,12 +122,6 @@ def _ends_well(path: Path, end: int, size: int) -> bool:
         file.seek(end)
         block = file.read(BLOCK)
     return not any(block)
-
-
-def _clean(name: str) -> str:
-    """A member's name as a path below the tar, whatever it was: nothing is ever written by it."""
-    parts = [part for part in name.replace("\\", "/").split("/") if part not in ("", ".", "..")]
-    return "/".join(parts) if parts and not parts[-1].startswith(".") else ""
 
 
 def _sort_in(groups: dict[str, _Group], name: str, span: Span) -> None:

@@ -68,7 +68,12 @@ def find_snapshot(model: HubModel, *, weights: bool, without_t5: bool, offline: 
     Raises UsageError for a model that the hub has not, holds back, or holds as pickles only, for a disk too full, and
     with `offline` for one that is not here.
     """
-    _check(model)
+    # A revision or a file could lead elsewhere.
+    if model.revision is not None and (not REVISION.fullmatch(model.revision) or ".." in model.revision):
+        message = f"model.revision = {model.revision!r} is no branch, tag or commit."
+        raise UsageError(Problem(message, "Leave it empty for the newest, or name a commit of 40 hexadecimal digits."))
+    if model.file is not None and not is_plain(model.file):
+        raise UsageError(Problem(f"{model} names no file of a repository.", "Name it as owner/name/file.safetensors."))
     found = cached(model)
     if found is not None:
         for whole in (True, False)[: 1 if weights else 2]:
@@ -108,15 +113,6 @@ def _is_offline() -> bool:
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
-
-
-def _check(model: HubModel) -> None:
-    """Raise UsageError for a revision or a file that could lead elsewhere."""
-    if model.revision is not None and (not REVISION.fullmatch(model.revision) or ".." in model.revision):
-        message = f"model.revision = {model.revision!r} is no branch, tag or commit."
-        raise UsageError(Problem(message, "Leave it empty for the newest, or name a commit of 40 hexadecimal digits."))
-    if model.file is not None and not is_plain(model.file):
-        raise UsageError(Problem(f"{model} names no file of a repository.", "Name it as owner/name/file.safetensors."))
 
 
 def _lacking(found: Snapshot, model: HubModel, *, weights: bool, without_t5: bool) -> tuple[str, ...]:
@@ -170,7 +166,10 @@ def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> S
             _small(model, name, sizes)
         _fetch_all(model, commit, chosen.names, sizes, say)
     if not COMMIT.fullmatch(model.asked):
-        _remember(model, commit)
+        # Which commit a branch or tag was, as the hub's own library notes it.
+        path = _storage(model) / "refs" / model.asked
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(commit, encoding="ascii")
     found = Snapshot(folder, commit, whole=weights)
     if model.file is not None and not weights:
         _HEADERS.update({(_storage(model), each): found for each in (model, replace(model, revision=commit))})
@@ -201,13 +200,6 @@ def _fetch_all(model: HubModel, commit: str, names: Any, sizes: Mapping[str, int
         say(f"fetching {model} at {commit[:12]} from the hub: {size_words(needed)} in {counted(len(left), 'file')}")
     for name, size in left.items():
         _fetch(model, commit, name, size, say)
-
-
-def _remember(model: HubModel, commit: str) -> None:
-    """Note which commit a branch or tag was, as the hub's own library does."""
-    path = _storage(model) / "refs" / model.asked
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(commit, encoding="ascii")
 
 
 def _listing(model: HubModel) -> tuple[str, dict[str, int]]:

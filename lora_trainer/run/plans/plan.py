@@ -171,7 +171,7 @@ def make_plan(
         demand = storable_here(demand)
     fit = choose_fit(demand)
     train, validation = planned_data(config) if data is None else data
-    steps = planned_steps(config, train, fit)
+    steps = arithmetic(config, train, fit.micro, 1).total if train else config.train.max_steps
     cached = cache_bytes(config, family, architecture, train, validation)
     return Plan(
         family=family.name,
@@ -315,12 +315,6 @@ def too_small(config: Config, facts: ModelFacts, samples: tuple[Sample, ...]) ->
         return []
     enlarged = f"{len(small)} of {counted(len(samples), 'image')} would be enlarged up to {max(small):.1f} times"
     return [f"{enlarged}: train refuses them. Set data.resolution lower, or data.allow_small_images=true."]
-
-
-def planned_steps(config: Config, samples: tuple[Sample, ...], fit: MemoryPlan) -> int | None:
-    if samples:
-        return arithmetic(config, samples, fit.micro, 1).total
-    return config.train.max_steps
 
 
 def uncounted(config: Config) -> list[str]:
