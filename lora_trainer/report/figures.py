@@ -12,6 +12,7 @@ from lora_trainer.report.chart import Chart, ChartLine, Mark, Point, make_chart,
 from lora_trainer.report.read import RunReport, mapping, number
 from lora_trainer.report.verdict import released_step
 
+WAITS = ("waiting for data", "waiting for checkpoints")  # in a comparison; the page of a run has them as targets
 STYLES = "abcdef"  # line styles of a comparison: color and dashes
 
 
@@ -47,7 +48,7 @@ def figures_of(run: RunReport) -> list[Figure]:
     if loss := finite(smoothed(run.series["loss"])):
         figures.append(Figure("training loss", short(loss[-1][1]), "smoothed, at the end"))
     if best := run.best_val_loss:
-        figures.append(Figure("best validation loss", short(best[1]), fallen(run.validation, best)))
+        figures.append(Figure(*validation_figure(run.validation, best)))
     if speed := finite(run.series["samples_per_second"]):
         figures.append(Figure("speed", short(median(value for _, value in speed)), "samples a second, median"))
     if (share := waiting_share(run)) is not None:
@@ -65,16 +66,19 @@ def figures_of(run: RunReport) -> list[Figure]:
     return figures
 
 
-def fallen(validation: Sequence[Point], best: Point) -> str:
-    """`−77 % since step 0, at step 120`."""
+def validation_figure(validation: Sequence[Point], best: Point) -> tuple[str, str, str]:
+    """Name, value and words: `validation loss`, `0.305 → 0.0466`, `before training → best, at step 800`."""
     first = finite(validation)[0]
-    if best[0] == 0 and len(validation) > 1:
-        return "before training: it never got lower"
-    if first[0] == best[0] or first[1] <= 0:
-        return f"at step {best[0]:,.0f}"
-    return f"{100 * (best[1] / first[1] - 1):+.0f} % since step {first[0]:,.0f}, at step {best[0]:,.0f}".replace(
-        "-", "−"
-    )
+    if first[0] == 0 and best[0] > 0:
+        return (
+            "validation loss",
+            f"{short(first[1])} → {short(best[1])}",
+            f"before training → best, at step {best[0]:,.0f}",
+        )
+    if best[0] == 0:
+        never = ": it never got lower" if len(validation) > 1 else ""
+        return "best validation loss", short(best[1]), f"before training{never}"
+    return "best validation loss", short(best[1]), f"at step {best[0]:,.0f}"
 
 
 def waiting_share(run: RunReport) -> float | None:
@@ -135,10 +139,11 @@ def validation_marks(run: RunReport) -> list[Mark]:
     best, released = run.best_val_loss, released_step(run)
     if best is None:
         return []
+    start = [Mark("before training", point) for point in finite(run.validation)[:1] if point[0] == 0 < best[0]]
     at_release = [point for point in finite(run.validation) if point[0] == released]
     if at_release and at_release[0][0] == best[0]:
-        return [Mark(f"best, and the LoRA: step {best[0]:,.0f}", best)]
-    marks = [Mark(f"best: step {best[0]:,.0f}", best)]
+        return [*start, Mark(f"best, and the LoRA: step {best[0]:,.0f}", best)]
+    marks = [*start, Mark(f"best: step {best[0]:,.0f}", best)]
     return [*marks, *(Mark(f"the LoRA: step {point[0]:,.0f}", point) for point in at_release)]
 
 
@@ -155,11 +160,14 @@ def lora_numbers(run: RunReport) -> list[str]:
             if low is not None and high is not None
             else ""
         )
-        sentences.append(f"Loss on {images}: {short(base)} without, {short(lora)} with the LoRA{interval}.")
+        sentences.append(
+            f"Loss on {images}, measured again on the exported file: {short(base)} without the LoRA, {short(lora)} with it"
+            f"{interval}. The curve of the training uses other noise, so its numbers differ."
+        )
     if (drift := number(numbers.get("drift"))) is not None:
-        sentences.append(f"Predictions for unrelated prompts change by {percent(drift)}.")
+        sentences.append(f"For prompts that are not about the subject, predictions change by {percent(drift)}.")
     if (largest := number(health.get("largest"))) is not None:
-        sentences.append(f"The most that a module's weights change is {percent(largest)}.")
+        sentences.append(f"The layer that changed most changed by {percent(largest)} of its size.")
     return sentences
 
 

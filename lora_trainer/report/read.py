@@ -234,14 +234,22 @@ def images_in(folder: Path, *, ended: bool) -> Iterable[Image]:
 
 def settings_of(record: Mapping[str, Any]) -> tuple[SettingRow, ...]:
     """Every setting of the record, with what the schema says of those that it still knows."""
-    origins, kinds = mapping(record.get("origins")), section_types()
+    origins, kinds, decided = mapping(record.get("origins")), section_types(), mapping(record.get("pinned"))
     found = []
     for section, values in mapping(record.get("config")).items():
         for key, value in mapping(values).items():
             name, fields = f"{section}.{key}", kinds[section].model_fields if section in kinds else {}
             about = (fields[key].description or "") if key in fields else ""
-            found.append(SettingRow(name, written(value), text(origins.get(name)) or "unknown", about))
+            shown = used_value(value, sequence(decided.get(name)))
+            found.append(SettingRow(name, shown, text(origins.get(name)) or "unknown", about))
     return tuple(found)
+
+
+def used_value(value: Any, decided: Sequence[Any]) -> str:
+    """A setting as the run used it: `fp32 (set: auto)` where its own choice is another value than the config's."""
+    if len(decided) != 2 or decided[1] == value:
+        return written(value)
+    return f"{written(decided[1])} (set: {written(value)})"
 
 
 def written(value: Any) -> str:

@@ -17,7 +17,7 @@ from lora_trainer.core.io import write_text
 from lora_trainer.monitor.progress import duration
 from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.report.chart import short
-from lora_trainer.report.figures import charts_of, comparison_charts, figures_of, lora_numbers, names_of
+from lora_trainer.report.figures import WAITS, charts_of, comparison_charts, figures_of, lora_numbers, names_of
 from lora_trainer.report.gallery import gallery_of
 from lora_trainer.report.images import embedded
 from lora_trainer.report.read import RunReport, mapping, number, read_run, sequence, text, whole
@@ -59,6 +59,7 @@ def render_run(run: RunReport) -> str:
         meta=meta_of(run),
         numbers=lora_numbers(run),
         figures=figures_of(run),
+        waits=WAITS,
         targets=targets_of(run),
         charts=charts_of(run),
         gallery=gallery,

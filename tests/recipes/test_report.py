@@ -95,6 +95,7 @@ def test_a_finished_run_has_a_report(finished: Bench) -> None:
         section, key = name.split(".")
         row = settings[settings.index(f"{name} ") :]
         assert origin in row[: 400 + len(str(document["config"][section][key]))], name
+    assert "sdpa (set: auto)" in settings, "the value in use, next to the one that was set"
     assert document["versions"]["torch"] in page.text
     assert all(choice in page.text for choice in document["choices"])
 
@@ -150,7 +151,7 @@ def test_the_exported_step_is_marked_next_to_the_best(finished: Bench, tmp_path:
     page = page_of(folder)
     assert "weights of step 3: validation loss was lowest" in page.text
     assert "best, and the LoRA: step 3" in page.text
-    assert "−56 % since step 0, at step 3" in page.text
+    assert "0.9 → 0.4 before training → best, at step 3" in page.text
     worse = [{"step": 0, "loss": 0.2}, {"step": 3, "loss": 0.4}]
     (folder / "validation.jsonl").write_text("\n".join(map(json.dumps, worse)), encoding="utf-8")
     assert main(["report", str(folder)]) == 0
@@ -188,7 +189,7 @@ def test_hostile_captions_and_names_are_text(bench: Bench, tmp_path: Path) -> No
     page = page_of(bench.folder("hostile"))
     assert HOSTILE in page.text
     assert "<b>bold&.png" in page.text
-    assert "through time" in page.text.lower()
+    assert "Images while training" in page.text
     assert {each.get("name") for each in page.of("input")} == {"scale"}
 
 

@@ -28,4 +28,4 @@ def test_intermediate_exports_are_whole_named_and_kept(bench: Bench) -> None:
     assert checkpoints["written"] >= 1
     assert checkpoints["stall_seconds"]["median"] <= checkpoints["stall_seconds"]["max"]
     assert checkpoints["write_seconds"]["max"] > 0
-    assert "waiting for checkpoints" in (folder / "report.html").read_text(encoding="utf-8")
+    assert "a checkpoint stops the steps" in (folder / "report.html").read_text(encoding="utf-8")
