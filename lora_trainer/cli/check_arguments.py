@@ -63,7 +63,10 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         named = f"{facts.family} ({config.model.path})"
     elif builtin and config.model.family is None:
         named = "the built-in base model"
-    more = "" if config.model.path else "; name your model with --model"
-    say(f"checked for {named} at {', '.join(map(str, sides))} px{more}")
+    say(
+        f"checked for {named} at {', '.join(map(str, sides))} px{'' if config.model.path else '; name your model with --model'}"
+    )
+    if not (builtin or config.model.path):
+        say("note: `train` without --model uses the built-in model of 128 px, so its buckets differ")
     decode = not arguments.quick
     return check_command(config, arguments.json, facts, arguments.html, arguments.clean_copy, decode=decode)

@@ -121,7 +121,7 @@ class Interrupt:
         if self.silent or not is_main_process():
             return
         what = (
-            "stopping at once; what was saved before stays"
+            "stopping now; every file that is complete is kept, such as cached images and checkpoints"
             if self.on_signal == "leave"
             else f"saving and stopping within {self.grace:g} s; a second signal stops at once"
         )

@@ -71,6 +71,7 @@ LEAST_CHANGE = 1e-4  # fp16 rounding of the weights alone moves a prediction by 
 ENOUGH_IMPROVEMENT = 0.005  # LoRAs that people keep improve validation loss by 1 to 5 %
 DRIFT_FREE, DRIFT_RUINED = 0.30, 3.0
 NORM_FREE, NORM_RUINED = 0.5, 10.0
+NORM_WARNED = 1.0  # a layer that changes by less than its size is a note, not a warning
 UNMEASURED_LEARNING = 0.5  # no evidence is no proof of failure, but the score stays under 0.71
 
 SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
@@ -342,8 +343,10 @@ def _learning_findings(found: Improvement | None, unseen: bool, samples: int) ->
         message = f"No validation images: learning was measured on {images}."
         findings.append(Finding("trained_images", "note", message, "Use at least 8 images, or --data with others."))
     elif not found.over_samples:
-        message = f"Only {counted(samples, 'validation image')}: the interval covers noise, not the choice of images."
-        findings.append(Finding("few_validation_images", "note", message, "Use at least 4 validation images."))
+        message = f"What the LoRA learned was measured on {counted(samples, 'validation image')}."
+        findings.append(
+            Finding("few_validation_images", "note", message, "From 4 images on the score is more certain.")
+        )
     return findings
 
 
@@ -364,8 +367,13 @@ def _named(found: Health) -> str:
 def _health_findings(found: Health) -> list[Finding]:
     findings = []
     if found.largest > NORM_FREE:
-        message = f"{found.largest_module} changes by {found.largest:.2f} of its size (good: up to {NORM_FREE})."
-        findings.append(Finding("large_update", "warning", message, "Lower the learning rate."))
+        message = f"The layer that changed most, {found.largest_module}, changed by {found.largest:.0%} of its size"
+        usual = f"up to {NORM_FREE:.0%} is usual"
+        if found.largest > NORM_WARNED:
+            findings.append(Finding("large_update", "warning", f"{message} ({usual}).", "Lower the learning rate."))
+        else:
+            fix = "If the images look distorted, lower the learning rate."
+            findings.append(Finding("large_update", "note", f"{message} ({usual}).", fix))
     if found.dead:
         message = f"{found.dead} of {found.modules} modules learned nothing ({_named(found)})."
         findings.append(

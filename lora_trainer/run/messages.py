@@ -16,7 +16,6 @@ from lora_trainer.core.findings import counted, printable
 from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import StepArithmetic
-from lora_trainer.evaluation.report import caveat
 from lora_trainer.models.folder import read_config
 from lora_trainer.monitor.progress import duration
 from lora_trainer.report.record import Record
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
 MOST_FINDINGS = 8
 CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
+SEVERITIES = ("error", "warning", "note")  # in the order of the lines at the end
 
 
 def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
@@ -72,7 +72,8 @@ def announce(config: Config, console: Console) -> None:
         console.print("model: built-in miniature Stable Diffusion 1.5, 128 px (no --model)")
         if config.data.sources:
             console.print(
-                "note: this model is for trials only. `lora-trainer check` without --model checks for 512 px."
+                "note: this model is for trials only. `lora-trainer check` without --model assumes a model of 512 px,"
+                " so its buckets differ."
             )
 
 
@@ -191,9 +192,8 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
         console.print(f"LoRA: not scored. To score it: lora-trainer validate {lora}", soft_wrap=True, markup=False)
     else:
         parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
-        doubt = "; learning measured on too little" if caveat(report.numbers) else ""  # the findings say why
-        console.print(f"LoRA: {'passed' if report.passed else 'failed'}, score {report.score:.2f} ({parts}{doubt})")
-    for finding in report.findings:
+        console.print(f"LoRA: {'passed' if report.passed else 'failed'}, score {report.score:.2f} ({parts})")
+    for finding in sorted(report.findings, key=lambda finding: SEVERITIES.index(finding.severity)):
         console.print(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip())
     console.print(f"exported: step {record.released['step']} ({record.released['reason']})")
     kohya = folder / f"{record.name}.safetensors"

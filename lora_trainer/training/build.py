@@ -123,17 +123,21 @@ def build_denoiser(
     # No warning for a backend that is not installed; one that is and fails may make each step slower.
     absent = [failure for failure in attention.failures if "not installed" in failure or "cannot be used" in failure]
     broken = [failure for failure in attention.failures if failure not in absent]
+    attention_line = f"attention backend: {attention.name} ({attention.reason})"
     notes = (
-        f"attention backend: {attention.name} ({attention.reason})",
+        *([] if device.type == "cpu" else [attention_line]),
         f"gradient checkpointing: {checkpointed} of {blocks} blocks{no_more(layout.checkpointing, blocks)}",
         *([counted_products(denoiser)] if products else [no_products] if no_products else []),
         *block_swap_note(denoiser, layout.swapped),
         *offload_note(config.memory.offload_activations, device),
-        hardware_note(config, device, channels_last=channels_last, has_benchmark=has_benchmark),
         *compile_notes,
         *([f"warning: an attention does not work here: {'; '.join(broken)}"] if broken else []),
     )
-    details = (f"not used for attention: {'; '.join(absent)}",) if absent else ()
+    details = (
+        *([attention_line] if device.type == "cpu" else []),  # there torch's own is in use, whatever else exists
+        hardware_note(config, device, channels_last=channels_last, has_benchmark=has_benchmark),
+        *([f"not used for attention: {'; '.join(absent)}"] if absent else []),
+    )
     built = Built(shapes, attention.name, len(names), checkpointed, swapped, notes, details)
     return denoiser, parameters, compiled, built
 

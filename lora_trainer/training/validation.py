@@ -111,7 +111,7 @@ def validation_line(before: TrainState, now: TrainState) -> str:
     loss, base = now.val_loss or 0.0, now.base_val_loss
     line = f"step {now.step}: validation loss {loss:.4f}"
     if now.step == 0:
-        return f"{line}, of the base model alone"
+        return f"{line} before training (the base model without a LoRA)"
     worse = "" if base is None or not loss > base else f"; worse than the base model alone ({base:.4f})"
     if now.best_step == now.step:
         return f"{line}, the lowest so far{since(before, loss)}{worse}"
