@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from lora_trainer.config.layers import DEFAULT, flattened
 from lora_trainer.config.toml import shown
+from lora_trainer.report.record import read_record
 from lora_trainer.run.bases.base import describe_model
 from lora_trainer.run.caching import cache_folder, plan_caches
 from lora_trainer.run.choices import choose, gpu_gib
+from lora_trainer.run.differences import changes
 from lora_trainer.run.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.run.messages import model_lines, show_captions, show_views
 from lora_trainer.run.order import Order
@@ -53,6 +55,19 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     console.print(room.line)
     if room.problem:
         console.print(f"note: the run would be refused: {room.problem.fix}")
+    show_settings(order)
+
+
+def show_settings(order: Order) -> None:
+    """Every setting that is not a default with its origin; of a run that is resumed only what differs from it."""
+    resolved, config, console = order.resolved, order.config, order.console
+    earlier = read_record(order.folder) if order.resume else None
+    if earlier is not None:
+        found = changes(earlier, config.model_dump(mode="json"))
+        console.print(f"settings that differ from those of the run: {'' if found else 'none'}".rstrip())
+        for name, change in found.items():
+            console.print(f"  {name} {change}  ({resolved.origin[name]})", markup=False)
+        return
     console.print("settings that a preset, file or flag set:")
     for name, value in flattened(config).items():
         if resolved.origin[name] != DEFAULT:

@@ -76,6 +76,11 @@ class RunResult:
     record: Mapping[str, Any]
     exit_code: int
 
+    def __repr__(self) -> str:
+        """The result in a line, as a notebook shows it; `record` has thousands of characters."""
+        status, scores = self.record.get("status"), ", ".join(f"{name} {value}" for name, value in self.scores.items())
+        return f"RunResult({str(self.folder)!r}, {status}, scores: {scores or 'none'}, exit code {self.exit_code})"
+
     @property
     def scores(self) -> dict[str, float | None]:
         """`dataset` and `lora`, in [0, 1]."""

@@ -72,6 +72,14 @@ def test_a_dry_run_of_cache_writes_nothing(own, capsys):
     assert not own.cache.exists()
 
 
+def test_a_dry_run_of_a_resumed_run_lists_what_differs(finished, capsys):
+    settings = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3}
+    assert finished.run("first", "--resume", "--dry-run", steps=8, **settings) == 0
+    _, _, shown = capsys.readouterr().out.partition("settings that differ from those of the run:\n")
+    assert "  train.max_steps 6 → 8  (--max-steps)" in shown.splitlines()
+    assert "lora.rank" not in shown
+
+
 def test_a_dry_run_shows_the_plan_and_writes_nothing(own, tmp_path, capsys):
     before = contents(tmp_path)
     assert own.run("plan", "--dry-run", "--preset", "quality", steps=6) == 0

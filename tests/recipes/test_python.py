@@ -13,6 +13,7 @@ from lora_trainer import ProductionTrainer
 from lora_trainer.config.toml import parse_value
 from lora_trainer.core.errors import DatasetRefused, LoraRefused, UsageError
 from lora_trainer.monitor.progress import Progress
+from tests.conftest import needs_links
 from tests.recipes.recipe import QUICK, Bench, draw_images, exported, record
 
 
@@ -29,6 +30,7 @@ def trainer_of(bench: Bench, name: str, **more: object) -> ProductionTrainer:
     )
 
 
+@needs_links
 def test_the_documented_example_runs(bench, tmp_path, monkeypatch, checkout, capsys):
     _, block = re.findall(r"^```python\n(.*?)^```", (checkout / "docs/python.md").read_text("utf-8"), re.M | re.S)
     (tmp_path / "my-sd15").symlink_to(bench.model)
@@ -59,6 +61,8 @@ def test_it_trains_the_same_as_the_command(finished, bench):
     assert exported(result.folder) == exported(finished.folder("first"))
     assert result.scores == record(result.folder)["scores"]
     assert result.files["kohya"].is_file()
+    assert len(repr(result)) < 150 + len(str(result.folder)), "a notebook shows it in a line"
+    assert "done, scores: dataset" in repr(result)
     assert result.files["report"].is_file()
     phases = list(dict.fromkeys(each.phase for each in seen))
     assert phases == ["checking", "caching", "validating", "training", "drawing"]
