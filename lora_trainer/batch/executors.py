@@ -132,7 +132,10 @@ def _follow_parent() -> None:
     parent = multiprocessing.parent_process()
     while parent is not None and parent.is_alive():
         time.sleep(LOOK_EVERY_SECONDS)
-    os.kill(os.getpid(), signal.SIGTERM)
+    if os.name == "posix":
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:  # there os.kill ends the process before anything is saved
+        signal.raise_signal(signal.SIGTERM)
 
 
 EXECUTORS: dict[str, Executor] = {"local": run_local}

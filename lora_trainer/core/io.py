@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ TAIL = 2**16  # bytes read at once to find a file's last line break
 HALF_WRITTEN = re.compile(
     r"\..+\.part|\.tmp\w{6}"
 )  # names of half-written files and folders; the latter are safetensors'
+REPLACE_TRIES, REPLACE_EVERY = (40 if os.name == "nt" else 1), 0.05  # seconds
 SHOWN_OF_NAME = 32  # characters of a target's name in its temporary one, which must not be too long
 
 
@@ -32,10 +34,25 @@ def atomic_path(target: Path) -> Iterator[Path]:
         yield temporary
         flush_file(temporary)
         os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
+        rename_over(temporary, target)
         flush_folder(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def rename_over(source: Path, target: Path) -> None:
+    """Rename a file or folder over `target`. Raises OSError.
+
+    Windows refuses it while another program, such as a virus scanner, has one of them open, which is soon over.
+    """
+    for tries in reversed(range(REPLACE_TRIES)):
+        try:
+            os.replace(source, target)
+            return
+        except PermissionError:
+            if tries == 0:
+                raise
+            time.sleep(REPLACE_EVERY)
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -67,6 +67,7 @@ def test_an_image_replaced_after_it_was_listed_is_reported(tmp_path: Path) -> No
     assert "changed" in seen.broken[1]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 @pytest.mark.parametrize(("how", "word"), [("crash", "crashes"), ("hang", "too long")])
 def test_a_decoder_that_crashes_or_blocks_loses_only_its_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, word: str

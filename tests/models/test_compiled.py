@@ -27,6 +27,7 @@ from lora_trainer.models.compiled import (
     is_compiler_error,
     repeated_blocks,
 )
+from tests.conftest import needs_links
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, while it traces
 REAL = torch.compile
@@ -236,6 +237,7 @@ def test_the_line_with_the_cause_of_a_compiler_error_is_reported(message: str, l
     assert compiler_message(RuntimeError(message + AROUND)) == line
 
 
+@needs_links
 def test_the_cache_commands_show_and_prune_compiled_files(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path))
     monkeypatch.setenv(compilations.KEPT_IN, "")

@@ -23,6 +23,7 @@ from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
 from lora_trainer.run.bases.base import find_base
 from lora_trainer.run.bases.names import absolute
+from tests.conftest import needs_links
 from tests.models.single.originals import unet_checkpoint, write
 from tests.models.single.tiny import tiny_pipeline
 from tests.run.base_folders import encoded, found, without
@@ -212,6 +213,7 @@ def test_a_vae_from_a_checkpoint_of_another_family_is_refused(folder: Path, chec
     assert found(folder, vae=checkpoint).is_dir()
 
 
+@needs_links
 def test_a_path_without_a_model_is_refused_with_a_suggestion(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

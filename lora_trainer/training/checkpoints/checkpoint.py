@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
-from lora_trainer.core.io import flush_folder
+from lora_trainer.core.io import flush_folder, rename_over
 from lora_trainer.export.tensor_file import DamagedFile, read_sealed, verify_sealed, write_sealed
 from lora_trainer.training.state import TrainState
 
@@ -121,8 +121,8 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         for name, digest in read_state(hidden)["files"].items():
             verify_sealed(hidden / name, name, digest)
         if target.exists():  # the same step, trained again: aside first, so that one of the two is always there
-            os.replace(target, aside)
-        os.replace(hidden, target)
+            rename_over(target, aside)
+        rename_over(hidden, target)
         flush_folder(folder)
     except BaseException:
         put_back(folder)
@@ -141,7 +141,7 @@ def remove(checkpoint: Path) -> None:
     """
     hidden = checkpoint.with_name(f".{checkpoint.name.removeprefix('.')}.part")
     shutil.rmtree(hidden, ignore_errors=True)
-    os.replace(checkpoint, hidden)
+    rename_over(checkpoint, hidden)
     flush_folder(checkpoint.parent)
     shutil.rmtree(hidden, ignore_errors=True)
 
@@ -162,7 +162,7 @@ def put_back(folder: Path) -> None:
             if target.exists():
                 remove(aside)
             else:
-                os.replace(aside, target)
+                rename_over(aside, target)
 
 
 def resume_hint(folder: Path) -> str:
