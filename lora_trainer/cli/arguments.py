@@ -28,19 +28,20 @@ SETTING_FLAGS = (
     ),
     ("--output", "run.output", "DIR", "folder of runs (default: runs)"),
     ("--name", "run.name", "NAME", "name of the run and its files (default: derived from the dataset)"),
-    ("--seed", "train.seed", "N", "the run's seed (default: 42)"),
-    ("--max-steps", "train.max_steps", "N", "optimizer steps"),
-    ("--max-hours", "train.max_hours", "H", "stop after this time, with everything saved"),
+    ("--seed", "train.seed", "N", "seed of the random numbers (default: 42)"),
+    ("--max-steps", "train.max_steps", "N", "optimizer steps (default: by train.total_repeats, epochs x repeats)"),
+    ("--max-hours", "train.max_hours", "H", "stop after H hours, with everything saved"),
 )
 _TEXT_SETTINGS = ("model.path", "run.output", "run.name")
 
 EXAMPLES = """examples:
   lora-trainer train --preset 12gb --data ./images --name cat
-  lora-trainer train --preset 12gb,quality --model ./my-sd15 --data ./images --dry-run
+  lora-trainer train --preset 12gb,quality --model ./my-sd15 --data ./images
   lora-trainer train --config runs/cat/config.toml --resume
-  lora-trainer train --data ./images --set lora.rank=8 --set optimizer.learning_rate=2e-4 --explain
+  lora-trainer train --data ./images --set lora.rank=8 --explain
 
-Settings come in layers, later wins: defaults, family preset, presets, --config, flags.
+Settings come in layers, later wins: defaults, family preset, presets,
+--config, flags.
 """
 
 
@@ -72,9 +73,9 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"repeatable or with commas: {', '.join(selectable())}, or {AUTO} (the VRAM preset for this GPU)",
     )
-    group.add_argument("--config", metavar="FILE", help="TOML file of settings, such as a run's config.toml")
+    group.add_argument("--config", metavar="FILE", help="TOML file of settings, such as a run's config.toml, or what `import` writes")
     group.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any setting (repeatable)"
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any setting of docs/config.md, such as lora.rank=16 (repeatable)"
     )
 
 
@@ -103,11 +104,11 @@ def add_run_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] = (
     other = parser.add_argument_group("other")
     for flag, text in (
         ("--resume", "continue from the newest valid checkpoint of the run"),
-        ("--dry-run", "show samples, buckets, steps and captions without training"),
+        ("--dry-run", "show samples, buckets, steps and captions, and train nothing"),
     ):
         other.add_argument(flag, action="store_true", help=unless_hidden(flag, text))
     other.add_argument(
-        "--explain", action="store_true", help="show each setting and where it came from, without training"
+        "--explain", action="store_true", help="show each setting and where it came from, and train nothing"
     )
 
 
@@ -134,10 +135,26 @@ def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -
 def _suggestion(flag: str, flags: Sequence[str]) -> str:
     """The setting that the flag is named after (`--rank` is `--set lora.rank=…`), or the near flags."""
     word = flag.lstrip("-").replace("-", "_").lower()
+    if "--set" in flags and (ours := _of_other_trainers(word)):
+        return ours
     settings = [name for name in setting_names() if "--set" in flags and name.partition(".")[2] == word]
     if settings and f"--{word.replace('_', '-')}" not in flags:
         return f"Use {' or '.join(f'--set {name}=VALUE' for name in settings)}."
     return nearest(flag, flags)
+
+
+def _of_other_trainers(word: str) -> str:
+    """What kohya's and diffusers' scripts call `--network_dim` and here is `--set lora.rank=…`; empty for other words."""
+    from lora_trainer.importers import diffusers_flags, kohya
+
+    own = {setting: flag for flag, setting, _, _ in SETTING_FLAGS} | {"data.sources": "--data"}
+    for rules in (kohya.RULES, diffusers_flags.RULES):
+        if word in rules and (ours := rules[word].ours):
+            named = own.get(ours[0], f"--set {ours[0]}=VALUE")
+            if ours[0].endswith(f".{word}"):
+                return f"Use {named}."
+            return f"Here it is {named}. `lora-trainer import` converts a whole config of another trainer."
+    return ""
 
 
 def resolved_from(

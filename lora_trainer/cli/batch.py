@@ -10,7 +10,7 @@ from lora_trainer.core.errors import DONE, Problem
 
 EXAMPLES = """examples:
   lora-trainer batch ./customers --preset 12gb --model ./my-sd15 --output night
-  lora-trainer batch ./customers --preset 12gb --model ./my-sd15 --output night --resume
+  lora-trainer batch ./customers --preset 12gb --output night --resume
 
 A folder's own lora.toml overrides everything for that folder, flags too.
 """

@@ -24,10 +24,10 @@ from lora_trainer.run.settings import refuse_missing_attention
 EXAMPLES = (
     "examples:\n  lora-trainer bench step --preset 12gb --json\n  lora-trainer bench cache\n"
     "  lora-trainer bench loader --json\n"
-    "  lora-trainer bench step --subject own --subject small --save before.json\n"
-    "  lora-trainer bench step --subject own --subject small --baseline before.json\n"
-    "  lora-trainer bench step --compare compile.enabled=true --compare memory.weight_dtype=fp8\n"
-    "  lora-trainer bench step --preset 12gb --set model.family=sdxl --export-preset best.toml\n"
+    "  lora-trainer bench step --save before.json\n"
+    "  lora-trainer bench step --baseline before.json\n"
+    "  lora-trainer bench step --compare compile.enabled=true\n"
+    "  lora-trainer bench step --preset 12gb --export-preset best.toml\n"
 )
 WIDE = 132  # columns of what is not a terminal
 

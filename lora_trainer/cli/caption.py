@@ -14,8 +14,9 @@ EXAMPLES = """examples:
   lora-trainer caption ./images --model ./blip-large --output ./captions
   lora-trainer caption ./images --model ./tagger --threshold 0.5 --in-place
 
-Images with a caption in .txt, .caption or metadata.jsonl, .csv or .parquet are skipped; captions with other
-endings are ignored. No file is overwritten. A stopped run continues where it stopped.
+Images with a caption in .txt, .caption or metadata.jsonl, .csv or .parquet are
+skipped; captions with other endings are ignored. No file is overwritten. A
+stopped run continues where it stopped.
 """
 SHOWN = 10  # files of one kind that are named
 

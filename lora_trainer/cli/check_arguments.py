@@ -21,7 +21,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         dest="model.path",
         metavar="MODEL",
-        help="check for this model (default: SD1.5, not the built-in base model)",
+        help="check for this model (default: Stable Diffusion 1.5 at 512 px)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument(

@@ -14,7 +14,8 @@ FORMS, DTYPES = ("kohya", "diffusers"), ("fp16", "bf16", "fp32")
 EXAMPLES = (
     "examples:\n  lora-trainer convert downloaded.safetensors cat.safetensors --to kohya\n"
     "  lora-trainer convert cat.safetensors cat.diffusers.safetensors --to diffusers\n\n"
-    "ComfyUI, A1111, Forge and sd-scripts load kohya's format, load_lora_weights loads diffusers' format.\n"
+    "ComfyUI, A1111, Forge and sd-scripts load kohya's format,\n"
+    "load_lora_weights loads diffusers' format.\n"
 )
 
 

@@ -21,7 +21,8 @@ EXAMPLES = """examples:
   lora-trainer import kohya.toml --output cat.toml
   lora-trainer import config.json > cat.toml
 
-Every key is listed: first those that change in meaning, then ignored ones, then those that are the same.
+Every key is listed: first those that change in meaning, then ignored ones, then
+those that are the same.
 docs/import.md has the tables of all keys.
 """
 TITLES = {

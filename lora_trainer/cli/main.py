@@ -138,7 +138,7 @@ def _overview() -> Parser:
     parser = Parser(
         prog="lora-trainer",
         usage="lora-trainer COMMAND [ARGUMENTS]",
-        description="Train LoRAs for diffusion models, and score the dataset and the LoRA of every run.\n\ncommands:\n"
+        description="Train LoRAs for diffusion models, and score the dataset and every LoRA.\n\ncommands:\n"
         + "\n".join(lines),
         epilog="lora-trainer COMMAND --help shows a command's arguments and examples.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -152,7 +152,7 @@ def _overview() -> Parser:
 
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
-    text = "print more details, such as attention backends that do not work here"
+    text = "print more details, such as the attention backend of a CPU"
     parser.add_argument("-v", "--verbose", action="store_true", help=text)
 
 
@@ -190,11 +190,11 @@ def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="status|prune",
         help="describe or prune the caches (default: cache latents and text embeddings)",
     )
-    parser.add_argument("folder", nargs="?", metavar="DIR", type=Path, help="the cache folder (default: your own)")
+    parser.add_argument("folder", nargs="?", metavar="DIR", type=Path, help="the cache folder (default: that of your user)")
     parser.add_argument("--limit-gb", type=float, metavar="GB", help="prune: keep at most this much (50)")
     parser.add_argument("--verify", action="store_true", help="prune: read everything and verify every checksum")
     parser.add_argument("--json", action="store_true", help="status: one JSON document on stdout")
-    add_run_arguments(parser)
+    add_run_arguments(parser, hidden=("--output", "--name", "--max-steps", "--max-hours", "--resume"))
 
 
 def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
@@ -220,7 +220,7 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
 
 def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("lora", metavar="LORA", help="the LoRA file, in either format")
+    parser.add_argument("lora", metavar="LORA", help="the LoRA file, in kohya's or diffusers' format")
     parser.add_argument(
         "--model",
         dest="model.path",
@@ -272,19 +272,19 @@ def _presets(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 COMMANDS = {
     "train": Command("train one LoRA and score it", _add_train_arguments, _train, EXAMPLES),
     "produce": Command(
-        "check, train and validate, and refuse a dataset or LoRA that scores too low",
+        "train, but refuse a dataset or LoRA that scores too low",
         _add_train_arguments,
         _produce,
         EXAMPLES.replace(" train ", " produce "),
     ),
     "batch": Command(
-        "produce one LoRA for each folder of images under ROOT", add_batch_arguments, batch_command, BATCH_EXAMPLES
+        "train one LoRA for each folder of images below a folder", add_batch_arguments, batch_command, BATCH_EXAMPLES
     ),
     "demo": Command(
-        "produce the built-in example, in minutes, without a GPU",
+        "train the built-in example, in minutes, without a GPU",
         _add_train_arguments,
         _demo,
-        "example:\n  lora-trainer demo\n",
+        "example:\n  lora-trainer demo\n\nWithout --preset it uses the preset 12gb. It refuses a LoRA that scores too low.\n",
     ),
     "check": Command(
         "score a dataset and list the problems of its files",
@@ -300,25 +300,25 @@ COMMANDS = {
         "  lora-trainer cache status\n  lora-trainer cache prune --limit-gb 20\n",
     ),
     "plan": Command(
-        "predict memory, disk space, steps and minimum time, without a GPU or weights",
+        "predict memory, disk space, steps and time, without a GPU",
         add_plan_arguments,
         plan_command,
         PLAN_EXAMPLES,
     ),
     "validate": Command(
-        "score a LoRA file: is it valid, did it learn, what did it damage",
+        "score a LoRA file: is it valid, what did it learn and damage",
         _add_validate_arguments,
         _validate,
-        "example:\n  lora-trainer validate runs/cat/cat.safetensors --model ./my-sd15 --data ./validation-images\n",
+        "example:\n  lora-trainer validate runs/cat/cat.safetensors --model ./my-sd15\n",
     ),
     "sample": Command(
-        "generate images with and without a LoRA, same seeds, as one labeled grid",
+        "generate images without and with a LoRA, as one grid",
         add_sample_arguments,
         sample,
         SAMPLE_EXAMPLES,
     ),
     "inspect": Command(
-        "show what a LoRA file contains, which layers learned and which programs read it",
+        "show what a LoRA file contains and which programs read it",
         add_inspect_arguments,
         inspect_command,
         INSPECT_EXAMPLES,
@@ -336,19 +336,19 @@ COMMANDS = {
         "examples:\n  lora-trainer report runs/cat\n  lora-trainer report runs/cat runs/cat-2 --output cats.html\n",
     ),
     "bench": Command(
-        "measure training steps, data loading or cache reading, compared with the possible minimum",
+        "measure training steps, data loading, memory and more",
         add_bench_arguments,
         bench_command,
         BENCH_EXAMPLES,
     ),
     "caption": Command(
-        "write captions or tags for images that have none, with a local model",
+        "write captions or tags for images with a local model",
         add_caption_arguments,
         caption_command,
         CAPTION_EXAMPLES,
     ),
     "import": Command(
-        "convert another trainer's config, key by key",
+        "convert a config of kohya, OneTrainer, ai-toolkit and others",
         add_import_arguments,
         import_command,
         IMPORT_EXAMPLES,

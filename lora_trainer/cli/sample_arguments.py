@@ -13,9 +13,10 @@ from lora_trainer.config.layers import Layer
 from lora_trainer.core.errors import Problem, UsageError
 
 EXAMPLES = """examples:
-  lora-trainer sample runs/cat/cat.safetensors --model ./my-sd15 --prompt "a photo of my cat"
-  lora-trainer sample cat.safetensors --model ./my-sd15 --prompt "my cat" --strength 0.5 --strength 1 --num-images-per-prompt 3
-  lora-trainer sample cat.safetensors --recipe runs/cat/samples/before_after.json --output ./again
+  lora-trainer sample runs/cat/cat.safetensors --prompt "a photo of my cat"
+  lora-trainer sample cat.safetensors --model ./my-sd15 --prompt "my cat"
+  lora-trainer sample cat.safetensors --prompt cat --strength 0.5 --strength 1
+  lora-trainer sample cat.safetensors --recipe before_after.json
 """
 MOST_SEEDS = 64
 LARGEST_SIDE = 8192

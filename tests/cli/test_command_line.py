@@ -31,16 +31,40 @@ def row(output: str, setting: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_every_command_has_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = run(capsys, name, "--help")
     assert code == 0
+    assert max(map(len, out.splitlines())) <= 80, "a usual terminal wraps no line"
     assert COMMANDS[name].summary in out
     assert "lora-trainer" in out.split("example")[-1]
+
+
+@pytest.mark.parametrize(
+    ("flag", "ours"),
+    [
+        ("--network_dim", "Here it is --set lora.rank=VALUE."),
+        ("--pretrained_model_name_or_path", "Here it is --model."),
+        ("--train_data_dir", "Here it is --data."),
+        ("--max_train_steps", "Here it is --max-steps."),
+        ("--train-batch-size", "Here it is --set train.effective_batch_size=VALUE."),
+        ("--learning_rate", "Use --set optimizer.learning_rate=VALUE."),
+    ],
+)
+def test_flags_of_other_trainers_are_answered_with_ours(
+    capsys: pytest.CaptureFixture[str], flag: str, ours: str
+) -> None:
+    code, _, err = run(capsys, "train", f"{flag}=4")
+    assert code == 2
+    assert ours in err
 
 
 def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--help")
     assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
     assert all(f"  {name} " in out and command.summary in out for name, command in COMMANDS.items())
     code, out, err = run(capsys)
     assert (code, out) == (2, "")
