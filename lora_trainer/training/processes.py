@@ -69,8 +69,10 @@ def join_processes(timeout_minutes: float = 30.0) -> Processes:
 
     Another process is lost `timeout_minutes` after its last heartbeat; the first call decides.
     """
-    # Unless the CPU is requested, accelerate does not connect processes on it.
-    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=COLLECTIVES_WAIT)
+    # Unless the CPU is requested, accelerate does not connect processes on it. It would also take Apple's GPU, which has
+    # no float64 and no memory plan: there the CPU trains.
+    on_cpu = not (torch.accelerator.is_available() and torch.cuda.is_available())
+    state = PartialState(cpu=on_cpu, timeout=COLLECTIVES_WAIT)
     rank, world, device = state.process_index, state.num_processes, state.device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", 0)  # with an index, as tensors have it, so that devices compare equal

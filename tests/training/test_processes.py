@@ -62,6 +62,20 @@ READS: dict[str, Callable[[Run, Reporter], object]] = {
 }
 
 
+def test_the_cpu_trains_where_the_only_gpu_is_apples(monkeypatch):
+    asked = []
+
+    def state(*, cpu: bool, timeout: object) -> SimpleNamespace:
+        asked.append(cpu)
+        return SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu" if cpu else "mps"))
+
+    monkeypatch.setattr(rooms, "PartialState", state)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert rooms.join_processes().device == torch.device("cpu")
+    assert asked == [True]
+
+
 @pytest.mark.parametrize("read", READS)
 def test_nothing_is_read_before_the_gpu_is_done(place: TinyPlace, hanging, read):
     run = replace(place.run("a"), processes=hanging)
