@@ -73,9 +73,15 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"repeatable or with commas: {', '.join(selectable())}, or {AUTO} (the VRAM preset for this GPU)",
     )
-    group.add_argument("--config", metavar="FILE", help="TOML file of settings, such as a run's config.toml, or what `import` writes")
     group.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any setting of docs/config.md, such as lora.rank=16 (repeatable)"
+        "--config", metavar="FILE", help="TOML file of settings, such as a run's config.toml, or what `import` writes"
+    )
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="any setting of docs/config.md, such as lora.rank=16 (repeatable)",
     )
 
 

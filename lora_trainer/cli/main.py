@@ -190,7 +190,9 @@ def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="status|prune",
         help="describe or prune the caches (default: cache latents and text embeddings)",
     )
-    parser.add_argument("folder", nargs="?", metavar="DIR", type=Path, help="the cache folder (default: that of your user)")
+    parser.add_argument(
+        "folder", nargs="?", metavar="DIR", type=Path, help="the cache folder (default: that of your user)"
+    )
     parser.add_argument("--limit-gb", type=float, metavar="GB", help="prune: keep at most this much (50)")
     parser.add_argument("--verify", action="store_true", help="prune: read everything and verify every checksum")
     parser.add_argument("--json", action="store_true", help="status: one JSON document on stdout")

@@ -66,20 +66,18 @@ class Released:
 def choose_released(config: Config, checkpoints: Path, state: TrainState, context: StepContext) -> Released:
     """The weights of the best step where there are validation images and it is requested; else the last."""
     step = RELEASED_STEP[config.checkpoint.export_weights](state)
-    last = f"the last, step {state.step}"
-    if state.val_loss is not None:
-        last += f", has validation loss {state.val_loss:.4f}"
+    last, loss = f"the last, step {state.step}", f"{state.val_loss:.4f}" if state.val_loss is not None else "none"
     if step != state.step and (weights := read_best(checkpoints, step)) is not None:
-        reason = f"validation loss was lowest at step {step}: {state.best_val_loss:.4f}; {last}"
+        reason = f"its validation loss is the lowest, {state.best_val_loss:.4f}; {last}, has {loss}"
         return Released(step, state.best_val_loss, weights, reason)
     if step != state.step:
-        reason = f"the weights of step {step}, the best, cannot be read; {last}"
+        reason = f"the weights of step {step}, the best, cannot be read; {last}, has validation loss {loss}"
     elif config.checkpoint.export_weights == "last":
-        reason = f"checkpoint.export_weights=last: {last}"
+        reason = f"checkpoint.export_weights=last: {last}, has validation loss {loss}"
     elif state.best_step is None:
         reason = "the last: no validation images"
     else:
-        reason = f"validation loss was lowest at the end: {state.val_loss:.4f}"
+        reason = f"the last; its validation loss is the lowest, {state.val_loss:.4f}"
     return Released(state.step, state.val_loss, context.shown(), reason)
 
 

@@ -31,9 +31,7 @@ def row(output: str, setting: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = run(capsys, name, "--help")
     assert code == 0
