@@ -106,7 +106,13 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     def put(denoiser: nn.Module, config: Config, family: Any, layout: Layout, *_: Any, **__: Any) -> AttentionChoice:
-        shapes_of(denoiser, family.denoiser.predict, layout.latents, family.text.cond_shapes(dict(denoiser.config)), layout.dtype)  # type: ignore[arg-type]
+        shapes_of(
+            denoiser,
+            family.denoiser.predict,
+            layout.latents,
+            family.text.cond_shapes(dict(denoiser.config)),
+            layout.dtype,
+        )  # type: ignore[arg-type]
         install_attention(denoiser, "sdpa")
         return AttentionChoice("sdpa", "its probe compares numbers")
 
