@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lora_trainer.config.schema import Config
     from lora_trainer.export.lora_file import FileForms
-    from lora_trainer.export.weights import LayerUpdate
+    from lora_trainer.export.weights import LayerUpdate, LoraPair
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class AdapterKind:
     updates: Callable[[Mapping[str, Tensor], str, AdapterOptions], Mapping[str, LayerUpdate]]
     forms: FileForms
     speed_up: Callable[[nn.Module], None] = lambda model: None  # called after `inject`, in training alone
+    # Sets the parameters from `inject` to a file's low-rank updates by module name, exactly; None where a kind cannot.
+    start_from: Callable[[Mapping[str, nn.Parameter], Mapping[str, LoraPair], AdapterOptions], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lora_trainer.adapters.base import AdapterKind, AdapterOptions
 from lora_trainer.export.lora_file import lora_forms
-from lora_trainer.export.weights import LayerUpdate, weights_from_peft
+from lora_trainer.export.weights import LayerUpdate, LoraPair, weights_from_peft
 from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
 
 ADAPTER = "default"
@@ -75,4 +75,16 @@ def updates(trained: Mapping[str, Tensor], component: str, options: AdapterOptio
     return weights_from_peft(trained, component, alpha).modules
 
 
-LORA = AdapterKind(inject=inject_lora, updates=updates, forms=lora_forms, speed_up=sum_updates)
+@torch.no_grad()
+def start_from(parameters: Mapping[str, nn.Parameter], pairs: Mapping[str, LoraPair], options: AdapterOptions) -> None:
+    """Put low-rank updates into a LoRA of the same rank or a higher one, whose other rows keep their initial values.
+
+    The ratio of the two scales goes into the up projections, so the change of each layer is the same.
+    """
+    scale = options.alpha / (math.sqrt(options.rank) if options.rank_stabilized else options.rank)
+    for module, pair in pairs.items():
+        parameters[f"{module}.lora_A.{ADAPTER}.weight"][: pair.rank].copy_(pair.down)
+        parameters[f"{module}.lora_B.{ADAPTER}.weight"][:, : pair.rank].copy_(pair.up.float() * (pair.scale / scale))
+
+
+LORA = AdapterKind(inject=inject_lora, updates=updates, forms=lora_forms, speed_up=sum_updates, start_from=start_from)

@@ -169,11 +169,15 @@ def split_micros(
 @dataclass(frozen=True)
 class Lengths:
     """What decides how long a run is: the first that is set among steps and epochs, the lesser of both,
-    else `total_repeats`, the times that each image is seen."""
+    else `total_repeats`, the times that each image is seen, in at most `step_ceiling` steps.
+
+    The ceiling shortens by whole epochs, to no less than one.
+    """
 
     max_steps: int | None = None
     max_epochs: int | None = None
     total_repeats: int = 100
+    step_ceiling: int | None = None
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,7 @@ class StepArithmetic:
     steps_per_epoch: int
     epochs: int
     total: int
+    unlimited: int | None = None  # steps without `train.step_ceiling`, where it makes them fewer
 
     def to_json(self) -> dict[str, float]:
         repeats = (self.passes - self.regularization) / self.images if self.images else 0
@@ -217,6 +222,8 @@ class StepArithmetic:
             f"{images}{prior} / effective batch size {self.effective} = {self.steps_per_epoch} per epoch"
             f" x {counted(self.epochs, 'epoch')} = {whole}"
         )
+        if self.unlimited is not None:
+            text += f" (train.step_ceiling; {self.unlimited} by train.total_repeats)"
         return text + (f", stopped at {self.total}" if self.total != whole else "")
 
 
@@ -231,15 +238,19 @@ def step_arithmetic(
     share_of_process = math.ceil(effective / processes)
     accumulation = math.ceil(share_of_process / (max_micro or share_of_process))
     batch = math.ceil(share_of_process / accumulation)
+    unlimited = None
     if lengths.max_steps is None and lengths.max_epochs is None:
         epochs = math.ceil(lengths.total_repeats * len(trained) / (passes - prior or 1)) if passes else 0
+        if passes and lengths.step_ceiling is not None:
+            most = max(1, lengths.step_ceiling // per_epoch)
+            epochs, unlimited = min(epochs, most), epochs * per_epoch if epochs > most else None
         total = epochs * per_epoch
     else:
         by_epochs = per_epoch * lengths.max_epochs if lengths.max_epochs is not None else None
         total = min(count for count in (lengths.max_steps, by_epochs) if count is not None) if passes else 0
         epochs = math.ceil(total / per_epoch) if passes else 0
     return StepArithmetic(
-        len(trained), passes, prior, effective, batch, accumulation, processes, per_epoch, epochs, total
+        len(trained), passes, prior, effective, batch, accumulation, processes, per_epoch, epochs, total, unlimited
     )
 
 

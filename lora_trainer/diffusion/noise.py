@@ -32,13 +32,16 @@ def normal(source: np.random.Generator, shape: Shape) -> Tensor:
 def training_noise(
     shape: Shape, seed: int, *position: int | str, offset: float, multires_iterations: int, multires_discount: float
 ) -> Tensor:
-    """One sample's diffusion noise [C, h, w], with the options that shape it applied in turn."""
+    """One sample's diffusion noise [C, h, w], with the options that shape it applied in turn.
+
+    Multi-resolution noise comes last, since it scales the sum to unit spread: so does kohya's sd-scripts.
+    """
     noise = position_noise(shape, seed, "noise", *position)
+    if offset:
+        noise = noise + offset * position_noise((shape[0], 1, 1), seed, "offset", *position)
     if multires_iterations:
         source = generator(seed, "multires", *position)
         noise = multires_noise(noise, source, multires_iterations, multires_discount)
-    if offset:
-        noise = noise + offset * position_noise((shape[0], 1, 1), seed, "offset", *position)
     return noise
 
 

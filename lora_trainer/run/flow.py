@@ -67,6 +67,7 @@ from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_vali
 from lora_trainer.training.control import is_stopped_early
 from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.loop import train
+from lora_trainer.training.network_weights import check_lora_files
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.step import StepContext
@@ -151,6 +152,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
     The session returned has the micro-batch size that was found, and how long caching took. Raises UserError.
     """
     config, inputs, console = session.config, session.inputs, session.console
+    check_lora_files(config, inputs.family, inputs.facts)
     show_views(config, inputs, session.steps, console)
     for line in (
         inputs.split_line,

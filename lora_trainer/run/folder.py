@@ -25,7 +25,7 @@ RESERVE, RESERVED = ".last-record.part", 2**16  # bytes; the name of something h
 WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 OWN = (RECORD, "config.toml", "metrics.jsonl", "validation.jsonl", "events.jsonl")
 # With one of these changed, a finished run may have steps left.
-LENGTHS = ("max_steps", "max_epochs", "total_repeats", "max_hours")
+LENGTHS = ("max_steps", "max_epochs", "total_repeats", "step_ceiling", "max_hours")
 
 
 def claim(order: Order) -> dict[str, Any] | None:

@@ -90,11 +90,15 @@ def with_absolute_paths(config: Config) -> Config:
     """The same config, good from any folder."""
     places = {name: getattr(config.model, name) for name in ("path", "vae", "text_encoders")}
     model = {name: absolute(place) for name, place in places.items() if place is not None}
+    adapter, start = config.model.training_adapter, config.lora.network_weights
+    model |= {"training_adapter": str(Path(adapter).expanduser().resolve())} if adapter else {}
+    lora = {"network_weights": str(Path(start).expanduser().resolve())} if start else {}
     cache = config.cache.dir and str(Path(config.cache.dir).expanduser().resolve())
     sources = tuple(source.model_copy(update=_absolute(source)) for source in config.data.sources)
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),
+            "lora": config.lora.model_copy(update=lora),
             "data": config.data.model_copy(update={"sources": sources}),
             "cache": config.cache.model_copy(update={"dir": cache}),
             "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve())}),
@@ -312,5 +316,6 @@ def view_bytes(sample: Sample, view: View, facts: ModelFacts) -> int:
 
 def arithmetic(config: Config, train: tuple[Sample, ...], max_micro: int, processes: int) -> StepArithmetic:
     """How many steps come of how many images."""
-    lengths = Lengths(config.train.max_steps, config.train.max_epochs, config.train.total_repeats)
+    length = config.train
+    lengths = Lengths(length.max_steps, length.max_epochs, length.total_repeats, length.step_ceiling)
     return step_arithmetic(train, config.train.effective_batch_size, lengths, max_micro=max_micro, processes=processes)

@@ -12,6 +12,7 @@ from lora_trainer.config.resuming import CHANGE_TEXTS, FIXED, SHOWN_BY
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import read_toml, shown
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.io import sha256_file
 from lora_trainer.models.folder import weights_digest
 from lora_trainer.run.choices import Choices
 from lora_trainer.run.inputs import Inputs, with_absolute_paths
@@ -38,6 +39,7 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         "data.sources": shown_by_source(config),
         "trained resolution": inputs.resolution,  # also where it is the model's own under a tier's ceiling
         "model": weights_digest(folder / family.denoiser.component),
+        **({"training adapter": sha256_file(Path(adapter))} if (adapter := config.model.training_adapter) else {}),
         "VAE": image_key,
         "text encoder": text_key,
         TRAINED_TEXTS: list(family.text_rates(config.text_encoder.learning_rates)),

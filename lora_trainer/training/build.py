@@ -29,6 +29,7 @@ from lora_trainer.training.attention import set_up_attention
 from lora_trainer.training.compiling import compile_if_enabled
 from lora_trainer.training.hardware import hardware_note, set_memory_order, try_convolutions
 from lora_trainer.training.layout import Layout
+from lora_trainer.training.network_weights import add_training_adapter, start_from_file
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import Built, Guard, StepContext
 from lora_trainer.training.texts import build_texts
@@ -111,9 +112,13 @@ def build_denoiser(
     shapes = shapes_of({family.denoiser.component: denoiser})
     channels_last = set_memory_order(denoiser, config, device)
     has_benchmark = try_convolutions(config, device, layout.shapes)
-    names = target_modules(denoiser, family.denoiser, config.lora.target_modules)
+    names, files = target_modules(denoiser, family.denoiser, config.lora.target_modules), []
+    if config.model.training_adapter is not None:
+        files.append(add_training_adapter(denoiser, config, family, layout.dtype, device))
     attention = set_up_attention(denoiser, config, family, layout, processes, is_requested=is_attention_requested)
     parameters = add_adapter(denoiser, names, config, denoiser_options(config))
+    if config.lora.network_weights is not None:
+        files.append(start_from_file(config, family.denoiser.component, parameters, denoiser_options(config)))
     swapped = swap_blocks(denoiser, layout.swapped, device)
     move_to_device(denoiser.train(), device)
     blocks = len(checkpointable_blocks(denoiser))
@@ -125,6 +130,7 @@ def build_denoiser(
     broken = [failure for failure in attention.failures if failure not in absent]
     attention_line = f"attention backend: {attention.name} ({attention.reason})"
     notes = (
+        *files,
         *([] if device.type == "cpu" else [attention_line]),
         f"gradient checkpointing: {checkpointed} of {blocks} blocks{no_more(layout.checkpointing, blocks)}",
         *([counted_products(denoiser)] if products else [no_products] if no_products else []),

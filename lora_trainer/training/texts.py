@@ -22,6 +22,7 @@ from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Caption, Family, ModelFacts, TextParts
 from lora_trainer.models.textual_inversion import add_learned_tokens, initial_embeddings
 from lora_trainer.optim.optimizers import Rates
+from lora_trainer.training.network_weights import start_from_file
 
 Encode = Callable[[Sequence[Caption], Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -75,6 +76,8 @@ def build_texts(
         parameters |= own
         lrs.append((lr, own.keys()))
         notes.append(f"{component}: LoRA rank {text_options(config).rank}, {len(names)} modules, lr={lr:g}")
+        if config.lora.network_weights is not None:
+            notes.append(start_from_file(config, component, added, text_options(config)))
         if checkpointed:
             checkpoint_layers(encoder)
     if config.textual_inversion.placeholder_tokens:

@@ -157,6 +157,11 @@ def test_epochs_make_steps(repeats: list[int], effective: int, epochs: int) -> N
         (Lengths(max_steps=120), 120, 3),
         (Lengths(max_steps=120, max_epochs=2), 100, 2),
         (Lengths(max_epochs=3, total_repeats=7), 150, 3),
+        (Lengths(step_ceiling=500), 500, 10),
+        (Lengths(step_ceiling=149), 100, 2),
+        (Lengths(step_ceiling=3), 50, 1),
+        (Lengths(max_steps=120, step_ceiling=50), 120, 3),
+        (Lengths(max_epochs=3, step_ceiling=50), 150, 3),
     ],
 )
 def test_lengths(lengths: Lengths, total: int, epochs: int) -> None:
@@ -170,6 +175,14 @@ def test_accumulation_is_derived() -> None:
     one = step_arithmetic(samples_of([1]), 1, Lengths(max_epochs=1)).line
     assert one == "1 image / effective batch size 1 = 1 per epoch x 1 epoch = 1"
     assert "20 images / effective batch size 12 = 2 per epoch" in counted.line
+
+
+def test_the_ceiling_is_shown_with_what_it_cuts() -> None:
+    line = step_arithmetic(samples_of([1] * 200), 2, Lengths(step_ceiling=4000)).line
+    assert line == (
+        "200 images / effective batch size 2 = 100 per epoch x 40 epochs = 4000"
+        " (train.step_ceiling; 10000 by train.total_repeats)"
+    )
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 40), st.integers(1, 3))

@@ -46,6 +46,11 @@ class ModelSection(Section):
     flavor: Flavor | None = setting(
         None, "fixed in effect", "which of two models with the same architecture a checkpoint is, as with Z-Image"
     )
+    training_adapter: str | None = setting(
+        None,
+        "fixed in effect",
+        "LoRA file that is added to the model while training, and absent from images and from the LoRA: for distilled models, such as Z-Image Turbo",
+    )
     without_t5: bool = setting(
         False, "fixed in effect", "do not load the T5 text encoder, where the family works without it"
     )

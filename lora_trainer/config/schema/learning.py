@@ -33,6 +33,11 @@ class LoraSection(Section):
     use_rslora: bool = setting(
         False, "fixed", "scale by alpha / sqrt(rank), so that larger ranks learn as fast (arXiv:2312.03732)"
     )
+    network_weights: str | None = setting(
+        None,
+        "fixed",
+        "LoRA file of any program to start from, its alpha included; its rank may be lower than `rank`",
+    )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.0, "changes training", "dropout inside the LoRA")
     target_modules: str | tuple[str, ...] = setting(
         "attention", "fixed", "`attention`, `attention+ff`, or patterns of module names such as `*.attn2.to_k`"
@@ -148,6 +153,11 @@ class TrainSection(Section):
     max_epochs: Count | None = setting(None, "changes training", "epochs")
     total_repeats: Count = setting(
         100, "changes training", "times each image is trained (repeats x epochs) when neither steps nor epochs are set"
+    )
+    step_ceiling: Count | None = setting(
+        4000,
+        "changes training",
+        "most steps that `total_repeats` may lead to, in whole epochs and at least one; steps and epochs that you set have no ceiling",
     )
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = setting(
         None, "fixed", "EMA of the trained weights, which is then validated and exported; 0.999 is usual"

@@ -1,0 +1,105 @@
+"""Runs that read another LoRA: to start from it (`lora.network_weights`), or as a training adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lora_trainer.models.lora_names import read_lora
+from tests.recipes.recipe import Bench, losses, tensor_bytes
+
+FIRST = {"checkpoint__export_weights": "last", "checkpoint__export_dtype": "fp32"}
+STILL = {**FIRST, "optimizer__learning_rate": 1e-12, "optimizer__weight_decay": 0}
+CONVOLUTIONS = {"lora__target_modules": '["*.attn*.to_*", "*.resnets.*.conv1"]'}
+
+
+@pytest.fixture(scope="module")
+def earlier(tiny_model: Path, images: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A finished run named `first`: rank 4 with alpha 6, on linear layers and convolutions."""
+    bench = Bench(tiny_model, images, tmp_path_factory.mktemp("earlier"), shared_cache)
+    assert bench.run("first", lora__alpha=6, **FIRST, **CONVOLUTIONS) == 0
+    return bench
+
+
+def deltas(lora: Path) -> dict[str, torch.Tensor]:
+    return {name: pair.delta() for name, pair in read_lora(lora).modules.items()}
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "diffusers.safetensors"])
+def test_a_run_starts_from_the_change_of_the_file(ending: str, earlier: Bench, bench: Bench):
+    """Whatever the rank and alpha of both."""
+    first = earlier.folder("first") / f"first.{ending}"
+    start = {"lora__network_weights": first, "lora__rank": 7, "lora__alpha": 3, "lora__use_rslora": "true"}
+    assert bench.run("second", steps=1, **STILL, **CONVOLUTIONS, **start) == 0
+    expected, found = deltas(first), deltas(bench.folder("second") / "second.safetensors")
+    assert expected.keys() == found.keys()
+    for name, delta in expected.items():
+        assert delta.abs().max() > 0
+        torch.testing.assert_close(found[name], delta, rtol=1e-4, atol=1e-8)
+
+
+def test_text_encoders_start_from_it_too(bench: Bench):
+    texts = {"text_encoder__learning_rates": "[1e-2]"}
+    assert bench.run("first", lora__alpha=6, **FIRST, **texts) == 0
+    first = bench.folder("first") / "first.safetensors"
+    still = {**STILL, "text_encoder__learning_rates": "[1e-12]", "lora__network_weights": first}
+    assert bench.run("second", steps=1, **still) == 0
+    expected, found = deltas(first), deltas(bench.folder("second") / "second.safetensors")
+    assert any(name.startswith("text_encoder") for name in expected)
+    for name, delta in expected.items():
+        torch.testing.assert_close(found[name], delta, rtol=1e-4, atol=1e-8)
+
+
+def test_a_resumed_run_that_started_from_a_file_is_the_same(earlier: Bench, bench: Bench):
+    start = {"lora__network_weights": earlier.folder("first") / "first.safetensors", **FIRST, **CONVOLUTIONS}
+    assert bench.run("whole", steps=6, **start) == 0
+    assert bench.run("halves", steps=6, checkpoint__every_n_steps=3, train__max_hours=1e-9, **start) == 0
+    assert bench.run("halves", "--resume", steps=6, checkpoint__every_n_steps=3, **start) == 0
+    whole, halves = (tensor_bytes(bench.folder(name) / f"{name}.safetensors") for name in ("whole", "halves"))
+    assert whole == halves
+
+
+def test_all_that_a_run_cannot_start_from_is_named(
+    earlier: Bench, bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    first = earlier.folder("first") / "first.safetensors"
+    tensors = load_file(first)
+    tensors = {key.replace("lora_unet_down_blocks_0", "lora_unet_down_blocks_9"): each for key, each in tensors.items()}
+    other = tmp_path / "other.safetensors"
+    save_file(tensors, other)
+    settings = {"lora__network_weights": first, "lora__rank": 2, "model__training_adapter": other}
+    assert bench.run("second", **settings) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"model.training_adapter={other}: " in said
+    assert "down_blocks.9" in said or "down_blocks_9" in said
+    assert "would not be trained (first: unet." in said
+    assert "Set lora.target_modules to attention+ff" in said
+    assert "Its rank is 4, and lora.rank=2 is lower. Set lora.rank=4." in said
+    assert not (bench.folder("second") / "run.json").exists()
+
+
+def test_a_training_adapter_changes_the_prediction_and_not_the_file(earlier: Bench, bench: Bench):
+    first = earlier.folder("first") / "first.safetensors"
+    assert bench.run("started", steps=2, **STILL, **CONVOLUTIONS, lora__network_weights=first) == 0
+    assert bench.run("with it", steps=2, **STILL, **CONVOLUTIONS, model__training_adapter=first) == 0
+    assert bench.run("without", steps=2, **STILL, **CONVOLUTIONS) == 0
+    started, adapted, plain = (losses(bench.folder(name)) for name in ("started", "with it", "without"))
+    assert adapted == pytest.approx(started, rel=1e-5)
+    assert adapted != pytest.approx(plain, rel=1e-3)
+    found = deltas(bench.folder("with it") / "with it.safetensors")
+    assert max(float(each.abs().max()) for each in found.values()) < 1e-8
+
+
+def test_a_run_resumes_only_with_the_same_training_adapter(
+    earlier: Bench, bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    adapter = tmp_path / "adapter.safetensors"
+    tensors = load_file(earlier.folder("first") / "first.safetensors")
+    save_file(tensors, adapter)
+    assert bench.run("cat", model__training_adapter=adapter, checkpoint__every_n_steps=3) == 0
+    save_file({key: each * 2 for key, each in tensors.items()}, adapter)
+    assert bench.run("cat", "--resume", steps=9, model__training_adapter=adapter) == 2
+    assert "training adapter" in capsys.readouterr().err
