@@ -41,6 +41,7 @@ class ModelFacts:
     pixel_step: int  # sides of images must be multiples of this
     prediction: str  # "epsilon", "v_prediction" or "flow"
     caption_tokens: int  # the text encoder's limit, with start and end
+    distilled_from: str = ""  # what to train in its place; empty where it is no model distilled for few steps
     variant: str = ""  # which of the family's models: `medium`, `schnell`; empty where there is one kind
     largest_side: int | None = None  # pixels; None where images may be as large as they are
     named: str = ""  # what people call the model, where that is not its folder

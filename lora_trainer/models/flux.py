@@ -7,6 +7,7 @@ has none, reads half the text and samples in four steps.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -117,7 +118,7 @@ def describe(folder: Path) -> ModelFacts:
     pooled, width = (read_config(folder, f"{name}/config.json") for name in (CLIP, T5))
     refuse_widths(folder, "a summary", config["pooled_projection_dim"], pooled.get("hidden_size"))
     refuse_widths(folder, "text", config["joint_attention_dim"], width.get("d_model"))
-    return facts
+    return facts if facts.variant == "dev" else replace(facts, distilled_from="FLUX.1-dev")
 
 
 def _tokens(config: Mapping[str, Any]) -> int:

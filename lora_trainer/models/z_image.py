@@ -94,6 +94,7 @@ def describe(folder: Path) -> ModelFacts:
         prediction="flow",
         caption_tokens=TOKENS,
         variant="turbo" if is_turbo(folder) else "base",
+        distilled_from="Z-Image" if is_turbo(folder) else "",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from lora_trainer.core.findings import counted, printable
 from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import StepArithmetic
+from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.monitor.progress import duration
 from lora_trainer.report.record import Record
@@ -28,13 +30,30 @@ if TYPE_CHECKING:
 
 
 MOST_FINDINGS = 8
+# In the names of models distilled for few steps whose configs are those of their base.
+DISTILLED_NAMES = re.compile(r"turbo|lightning|schnell|(?<![a-z])(?:hyper|lcm|dmd2?)(?![a-z])", re.IGNORECASE)
 CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
 SEVERITIES = ("error", "warning", "note")  # in the order of the lines at the end
 
 
+def distilled_line(config: Config, facts: ModelFacts) -> str | None:
+    """A warning for a model that was distilled to generate in few steps, which plain training undoes.
+
+    By its config, or where that is the same as others' by the name of its files.
+    """
+    names = f"{facts.name} {config.model.path or ''}"
+    base = facts.distilled_from or ("the model that it was made from" if DISTILLED_NAMES.search(names) else "")
+    if not base or config.model.training_adapter is not None:
+        return None
+    return (
+        f"warning: {facts.name} is distilled to generate in few steps, and training it as it is undoes that."
+        f" Train on {base}, and generate with either; or set model.training_adapter to a LoRA made for this model"
+    )
+
+
 def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
     """The VAE where it is not the model's own, a flow's timesteps, and which trained encoders diffusers ignores."""
-    lines = []
+    lines = [line] if (line := distilled_line(config, inputs.facts)) else []
     if config.model.vae is not None:
         scale = read_config(inputs.facts.path, "vae/config.json").get("scaling_factor")
         a_file = config.model.vae.endswith(".safetensors")
