@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from lora_trainer.data.sample import Sample
 
-FEWEST_IMAGES = 8  # below this, none can be spared
+USUAL_SHARE = 0.1
+FEWEST_IMAGES = 40  # below this none is kept unless asked for: a small set needs each of its images
 MOST_VALIDATION_IMAGES = 16  # more would cost time at every validation and tell little
 
 
 def split_validation(
-    samples: Sequence[Sample], share: float, seed: int = 0, kin: Mapping[str, str] | None = None
+    samples: Sequence[Sample], share: float | None, seed: int = 0, kin: Mapping[str, str] | None = None
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
-    """(train, validation), each in the order given.
+    """(train, validation), each in the order given. Without a `share`, 10 % of sets of `FEWEST_IMAGES` or more.
 
     Chosen by a hash of the content and the seed: the split of a dataset does not depend on names or
     order, a new image moves at most as many as the count changes and one more, and
@@ -29,7 +30,9 @@ def split_validation(
             groups.setdefault(leaders.get(sample.content, sample.content), set()).add(sample.content)
     kept = {leaders.get(sample.content, sample.content) for sample in samples if sample.regularization}
     contents = sum(map(len, groups.values()))
-    if contents < FEWEST_IMAGES or share <= 0.0:
+    if share is None:
+        share = USUAL_SHARE if contents >= FEWEST_IMAGES else 0.0
+    if contents < 2 or share <= 0.0:
         return tuple(samples), ()
     left = min(MOST_VALIDATION_IMAGES, max(1, round(share * contents)))
     chosen: set[str] = set()

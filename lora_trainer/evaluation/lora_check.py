@@ -341,7 +341,7 @@ def _learning_findings(found: Improvement | None, unseen: bool, samples: int) ->
     if not unseen:
         images = f"{counted(samples, 'image')} that may have been trained on"
         message = f"No validation images: learning was measured on {images}."
-        findings.append(Finding("trained_images", "note", message, "Use at least 8 images, or --data with others."))
+        findings.append(Finding("trained_images", "note", message, "Set validation.split=0.1, or --data to others."))
     elif not found.over_samples:
         message = f"What the LoRA learned was measured on {counted(samples, 'validation image')}."
         findings.append(

@@ -13,7 +13,7 @@ from lora_trainer.run.caching import cache_folder, plan_caches
 from lora_trainer.run.choices import choose, gpu_gib
 from lora_trainer.run.differences import changes
 from lora_trainer.run.inputs import Inputs, arithmetic, own_architecture
-from lora_trainer.run.messages import model_lines, show_captions, show_views
+from lora_trainer.run.messages import model_lines, refuse_without_validation, show_captions, show_views
 from lora_trainer.run.order import Order
 from lora_trainer.run.plans.plan import Plan, make_plan
 from lora_trainer.run.plans.view import show_plan as show_memory
@@ -25,6 +25,7 @@ from lora_trainer.training.processes import join_processes
 def show_plan(order: Order, inputs: Inputs) -> None:
     """Print samples, buckets, steps, three captions, caches, memory, disk, and every setting's origin."""
     resolved, config, console = order.resolved, order.config, order.console
+    refuse_without_validation(config, inputs)
     processes = join_processes()
     choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
     steps = arithmetic(config, inputs.train, choices.micro, processes.world)

@@ -43,7 +43,7 @@ from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned
 from lora_trainer.run.disk import lora_bytes
 from lora_trainer.run.drawing import draw_comparison
 from lora_trainer.run.inputs import Inputs, with_absolute_paths
-from lora_trainer.run.messages import model_lines, show_captions, show_unheld, show_views
+from lora_trainer.run.messages import model_lines, refuse_without_validation, show_captions, show_views
 from lora_trainer.run.order import Order
 from lora_trainer.run.release import (
     cause_shown,
@@ -152,6 +152,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
     The session returned has the micro-batch size that was found, and how long caching took. Raises UserError.
     """
     config, inputs, console = session.config, session.inputs, session.console
+    refuse_without_validation(config, inputs)
     check_lora_files(config, inputs.family, inputs.facts)
     show_views(config, inputs, session.steps, console)
     for line in (
@@ -161,7 +162,6 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
         *session.choices.lines,
     ):
         console.print(line)
-    show_unheld(config, inputs, console)
     show_captions(config, inputs, console, session.choices.encoder_dtype.itemsize)
     began = time.monotonic()
     session.order.watch(Progress("caching", total=session.steps.total))

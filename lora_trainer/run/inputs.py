@@ -32,6 +32,7 @@ from lora_trainer.run.bases.names import absolute
 from lora_trainer.run.counting import counting
 from lora_trainer.run.reading import reading, refuse_lacking
 
+NAMES_SHOWN = 4  # of validation images
 LATENT_BYTES = 4  # of each number of the cached latents, as `caching.LATENT_DTYPE`, without importing torch
 
 
@@ -55,8 +56,13 @@ class Inputs:
 
     @property
     def split_line(self) -> str:
-        """For people: `images: 22 training, 2 validation`."""
-        return f"images: {len(self.train)} training, {len(self.validation)} validation"
+        """For people: `images: 22 training, 2 validation (a.png, b.png; validation.split)`."""
+        line = f"images: {len(self.train)} training, {len(self.validation)} validation"
+        if not self.validation:
+            return f"{line} (set validation.split=0.1 to keep some and measure on them)"
+        names = [sample.path.name for sample in self.validation]
+        shown = ", ".join(names[:NAMES_SHOWN]) + (", …" if len(names) > NAMES_SHOWN else "")
+        return f"{line} ({shown}; validation.split)"
 
 
 def data_sources(config: Config) -> list[SourceSection]:

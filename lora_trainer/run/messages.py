@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lora_trainer.config.schema import CaptionsSection, Config
-from lora_trainer.core.errors import UserError
+from lora_trainer.core.errors import Problem, UsageError, UserError
 from lora_trainer.core.findings import counted, printable
 from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
@@ -78,11 +78,18 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def show_unheld(config: Config, inputs: Inputs, console: Console) -> None:
-    """Settings that need validation losses, in a run that has no validation images."""
-    for name in ("reduce_lr_on_plateau", "early_stopping"):
-        if getattr(config.safeguards, name) and not inputs.validation:
-            console.print(f"note: safeguards.{name} does nothing: the dataset is too small for validation images")
+def refuse_without_validation(config: Config, inputs: Inputs) -> None:
+    """Raise UsageError for settings that need validation losses, in a run that has no validation images."""
+    problems = [
+        Problem(
+            f"safeguards.{name} needs validation losses, and no images are kept for validation.",
+            f"Set validation.split=0.1, or remove safeguards.{name}.",
+        )
+        for name in ("reduce_lr_on_plateau", "early_stopping")
+        if getattr(config.safeguards, name) and not inputs.validation
+    ]
+    if problems:
+        raise UsageError(problems)
 
 
 def announce(config: Config, console: Console) -> None:

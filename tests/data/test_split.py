@@ -23,7 +23,7 @@ def test_every_sample_is_on_one_side(names: list[str], share: float) -> None:
     assert sorted([*train, *validation], key=str) == sorted(samples, key=str)
     assert not {s.content for s in train} & {s.content for s in validation}
     images = len({s.content for s in validation})
-    assert images == 0 if len(set(names)) < 8 or share == 0 else 1 <= images <= 16
+    assert images == 0 if len(set(names)) < 2 or share == 0 else 1 <= images <= 16
 
 
 @given(contents.filter(lambda names: len(set(names)) >= 8), st.randoms())
@@ -44,8 +44,13 @@ def test_one_more_image_moves_at_most_one_other(count: int) -> None:
 
 
 def test_usual_sizes() -> None:
-    sizes = {n: len(split_validation(samples_of([str(k) for k in range(n)]), 0.1)[1]) for n in (7, 8, 20, 40, 1000)}
-    assert sizes == {7: 0, 8: 1, 20: 2, 40: 4, 1000: 16}
+    sizes = {n: len(split_validation(samples_of([str(k) for k in range(n)]), 0.1)[1]) for n in (1, 2, 8, 20, 40, 1000)}
+    assert sizes == {1: 0, 2: 1, 8: 1, 20: 2, 40: 4, 1000: 16}
+
+
+def test_small_sets_keep_their_images_unless_asked() -> None:
+    sizes = {n: len(split_validation(samples_of([str(k) for k in range(n)]), None)[1]) for n in (8, 39, 40, 1000)}
+    assert sizes == {8: 0, 39: 0, 40: 4, 1000: 16}
 
 
 def test_another_seed_chooses_other_images_and_never_regularization() -> None:

@@ -90,7 +90,8 @@ def test_json_is_one_document_on_stdout(
 def test_the_runs_own_validation_images_are_found(
     lora: Path, base: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Config.model_validate({"model": {"path": str(base)}, "data": {"sources": [str(images)]}})
+    settings = {"model": {"path": str(base)}, "data": {"sources": [str(images)]}, "validation": {"split": 0.1}}
+    run = Config.model_validate(settings)
     data_hash = read_manifest([images])[0].data_hash
     document = {"config": run.model_dump(mode="json"), "data_hash": data_hash}
     write_json(lora.parent / "run.json", document)
@@ -105,7 +106,8 @@ def test_the_runs_own_validation_images_are_found(
 def test_images_of_changed_data_do_not_count_as_validation(
     lora: Path, base: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Config.model_validate({"model": {"path": str(base)}, "data": {"sources": [str(images)]}})
+    settings = {"model": {"path": str(base)}, "data": {"sources": [str(images)]}, "validation": {"split": 0.1}}
+    run = Config.model_validate(settings)
     data_hash = read_manifest([images])[0].data_hash
     document = {"config": run.model_dump(mode="json"), "data_hash": data_hash}
     write_json(lora.parent / "run.json", document)

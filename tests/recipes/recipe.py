@@ -25,6 +25,7 @@ QUICK = {
     "memory.weight_dtype": "fp32",
     "optimizer.learning_rate": "1e-2",
     "validation.every_n_steps": "0",
+    "validation.split": "0.1",
     "sample.num_inference_steps": "2",
     "sample.count": "1",
     "sample.every_n_steps": "0",

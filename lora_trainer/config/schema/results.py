@@ -49,7 +49,11 @@ class ValidationSection(Section):
     every_n_steps: CountOrZero = setting(
         100, "changes training", "steps between validations; 0 validates only at the end"
     )
-    split: Annotated[float, Field(ge=0.0, le=0.5)] = setting(0.1, "fixed", "share of images kept for validation")
+    split: Annotated[float, Field(ge=0.0, le=0.5)] | None = setting(
+        None,
+        "fixed",
+        "share of images kept for validation, 0 for none; empty means 0.1 of 40 images or more, none of fewer",
+    )
     split_seed: CountOrZero = setting(0, "fixed", "another number keeps other images")
 
 
