@@ -267,6 +267,14 @@ def narrow_weights(settings: Settings) -> list[Yields]:
     return [Yields("memory.int8_matmul", False, reason, fix)]
 
 
+def weightings(settings: Settings) -> list[Yields]:
+    name = settings["loss.weighting"]
+    if name == "min_snr" or settings["loss.min_snr_gamma"] is None:
+        return []
+    reason, fix = f"loss.weighting={name} does not use it", "Remove loss.min_snr_gamma, or set loss.weighting=min_snr."
+    return [Yields("loss.min_snr_gamma", None, reason, fix)]
+
+
 def flow_times(settings: Settings) -> list[Yields]:
     """Settings of a timestep distribution that is not used."""
     name = settings["flow.timestep_sampling"]
@@ -340,6 +348,7 @@ RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     memory,
     control,
     narrow_weights,
+    weightings,
     flow_times,
     learned_tokens,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lora_trainer.config.contradictions import Settings, Yields, give_way, note_on
+from lora_trainer.config.contradictions import Settings, Yields, from_user, give_way, note_on
 from lora_trainer.config.layers import DEFAULT, Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import section_types
@@ -35,6 +35,14 @@ NEEDS = {
     ),
 }
 
+# The same for what a preset sets, and a user may set nevertheless.
+PRESETS_NEED = {
+    "loss.min_snr_gamma": (
+        ("epsilon", "flow"),
+        "min-SNR weights its noisiest timesteps near 0 (0.001 with zero terminal SNR)",
+    ),
+}
+
 
 def suited(resolved: Resolved, prediction: str) -> Resolved:
     """The settings for a model with the prediction type `epsilon`, `v_prediction` or `flow`.
@@ -43,9 +51,10 @@ def suited(resolved: Resolved, prediction: str) -> Resolved:
     the user set it.
     """
     settings = Settings(resolved.config.model_dump(), resolved.origin)
+    of_presets = [(name, need) for name, need in PRESETS_NEED.items() if not from_user(settings.origin[name])]
     lacking = [
         Yields(name, settings.default(name), f"the model predicts {prediction}, and {why}", f"Remove {name}.")
-        for name, (predictions, why) in NEEDS.items()
+        for name, (predictions, why) in (*NEEDS.items(), *of_presets)
         if prediction not in predictions and settings[name] != settings.default(name)
     ]
     dropped, problems = give_way(settings, lacking)

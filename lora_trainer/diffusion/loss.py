@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lora_trainer.config.schema import LossSection
     from lora_trainer.diffusion.process import Process
 
+LARGEST_SNR = 1000.0
 SMALLEST_MEAN = 1e-12  # of a mask: one that is black everywhere must give 0, not 0 / 0
 
 
@@ -119,6 +120,40 @@ def min_snr_weight(process: Process, t: Tensor, gamma: float) -> Tensor:
     return snr.clamp(max=gamma) / divisor
 
 
+def debiased(config: LossSection, process: Process) -> Weight:
+    return partial(debiased_weight, process)
+
+
+def debiased_weight(process: Process, t: Tensor) -> Tensor:
+    """Weights [B] that undo the bias of predicting noise (arXiv:2310.08442): 1 / sqrt(snr), for velocity 1 / (snr + 1).
+
+    The ratio is taken between 1/1000 and 1000: kohya's sd-scripts have the upper limit.
+    """
+    snr = process.snr(t).clamp(1.0 / LARGEST_SNR, LARGEST_SNR)
+    return snr.rsqrt() if process.prediction == "epsilon" else 1.0 / (snr + 1.0)
+
+
+def v_as_epsilon(config: LossSection, process: Process) -> Weight:
+    """Raises UsageError for a model that predicts noise."""
+    if process.prediction == "epsilon":
+        message = 'loss.weighting = "v_as_epsilon": the model predicts noise (epsilon), not velocity.'
+        raise UsageError(Problem(message, "Set loss.weighting=min_snr or debiased."))
+    return partial(v_as_epsilon_weight, process)
+
+
+def v_as_epsilon_weight(process: Process, t: Tensor) -> Tensor:
+    """Weights [B] that make an error of velocity count as the same error of noise: snr / (snr + 1).
+
+    `scale_v_pred_loss_like_noise_pred` of kohya's sd-scripts, with the ratio at most 1000.
+    """
+    snr = process.snr(t).clamp(max=LARGEST_SNR)
+    return snr / (snr + 1.0)
+
+
 # A weighting takes the settings and the model's process; it gives None where all timesteps count alike. A flow has no
 # `process.snr`: `make_loss` refuses a weighting that needs it there.
-WEIGHTINGS: dict[str, Callable[[LossSection, Process], Weight | None]] = {"min_snr": min_snr}
+WEIGHTINGS: dict[str, Callable[[LossSection, Process], Weight | None]] = {
+    "min_snr": min_snr,
+    "debiased": debiased,
+    "v_as_epsilon": v_as_epsilon,
+}

@@ -154,6 +154,22 @@ def test_a_presets_option_that_the_model_lacks_is_dropped_and_named():
     assert suited(with_min_snr("preset balanced"), "epsilon") == with_min_snr("preset balanced")
 
 
+def test_min_snr_of_a_preset_is_for_models_that_predict_noise():
+    dropped = suited(with_min_snr("preset balanced"), "v_prediction")
+    assert dropped.config.loss.min_snr_gamma is None
+    assert "weights its noisiest timesteps near 0" in dropped.notes[0]
+    assert suited(with_min_snr("--set"), "v_prediction") == with_min_snr("--set")
+    assert len(suited(with_min_snr("preset balanced"), "flow").notes) == 1
+
+
+def test_min_snr_gives_way_to_another_weighting():
+    preset = Layer("preset balanced", {"loss": {"min_snr_gamma": 5.0}})
+    resolved = resolve([preset, user(loss__weighting="debiased")])
+    assert resolved.config.loss.min_snr_gamma is None
+    with pytest.raises(UsageError, match=r"loss\.weighting=debiased does not use it"):
+        resolve([user(loss__weighting="debiased", loss__min_snr_gamma=5.0)])
+
+
 def test_a_users_option_that_the_model_lacks_is_refused():
     with pytest.raises(UsageError, match=r"min_snr_gamma = 5.0 \(from --set\): the model predicts flow"):
         suited(with_min_snr("--set"), "flow")

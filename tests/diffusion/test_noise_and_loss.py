@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from lora_trainer.config.schema import LossSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.randomness import position_key, position_keys, position_uniform
-from lora_trainer.diffusion.loss import WEIGHTINGS, huber_error, make_loss, min_snr_weight, squared_error
+from lora_trainer.diffusion.loss import (
+    WEIGHTINGS,
+    debiased_weight,
+    huber_error,
+    make_loss,
+    min_snr_weight,
+    squared_error,
+    v_as_epsilon_weight,
+)
 from lora_trainer.diffusion.noise import generator, multires_noise, position_noise, training_noise
 from lora_trainer.diffusion.process import (
     Process,
@@ -64,6 +72,33 @@ def test_min_snr_weight_is_the_papers_formula(t, gamma):
     velocity = float(min_snr_weight(Process(ALPHAS, "v_prediction"), torch.tensor([t]), gamma))
     assert epsilon == pytest.approx(min(snr, gamma) / snr, rel=1e-4)
     assert velocity == pytest.approx(min(snr, gamma) / (snr + 1), rel=1e-4)
+
+
+@given(st.integers(0, 999))
+def test_debiased_and_v_as_epsilon_are_kohyas_formulas(t):
+    snr = min(float(ALPHAS[t] / (1 - ALPHAS[t])), 1000.0)
+    at = torch.tensor([t])
+    assert float(debiased_weight(Process(ALPHAS, "epsilon"), at)) == pytest.approx(snr**-0.5, rel=1e-4)
+    assert float(debiased_weight(Process(ALPHAS, "v_prediction"), at)) == pytest.approx(1 / (snr + 1), rel=1e-4)
+    assert float(v_as_epsilon_weight(Process(ALPHAS, "v_prediction"), at)) == pytest.approx(snr / (snr + 1), rel=1e-4)
+
+
+@given(st.integers(0, 999))
+def test_an_error_of_velocity_counts_as_that_of_the_noise_it_implies(t):
+    """With `v_as_epsilon`: the definition behind the formula, where the limit of 1000 is not reached."""
+    process, at = Process(ALPHAS, "v_prediction"), torch.tensor([t])
+    noisy, found, true = (torch.randn(1, 4, 3, 3, dtype=torch.float64) for _ in range(3))
+    of_noise = (process.parts(noisy, found, at)[1] - process.parts(noisy, true, at)[1]).square().mean()
+    weighed = (found - true).square().mean() * v_as_epsilon_weight(process, at)
+    if float(process.snr(at)) < 1000.0:
+        assert float(weighed) == pytest.approx(float(of_noise), rel=1e-4)
+
+
+def test_weightings_that_a_model_cannot_follow_are_refused():
+    with pytest.raises(UsageError, match="the model predicts noise"):
+        make_loss(LossSection(weighting="v_as_epsilon"), Process(ALPHAS, "epsilon"))
+    with pytest.raises(UsageError, match="no signal-to-noise ratio"):
+        make_loss(LossSection(weighting="debiased"), usual_process("flow"))
 
 
 def test_min_snr_with_v_prediction_is_defined_at_zero_snr():
@@ -194,6 +229,13 @@ def test_multires_noise_keeps_unit_variance_and_is_smoother(size):
     if min(size) > 4:
         neighbors = (coarse[:, :, 1:] - coarse[:, :, :-1]).std()
         assert neighbors < (plain[:, :, 1:] - plain[:, :, :-1]).std()
+
+
+def test_offset_and_multires_together_keep_unit_spread():
+    """As kohya's sd-scripts, which scale last: added to scaled noise, the offset made 1.117 of both at 0.3."""
+    options = {"offset": 0.3, "multires_iterations": 6, "multires_discount": 0.3}
+    spreads = [float(training_noise((4, 16, 16), 0, "a", index, **options).std()) for index in range(20)]
+    assert spreads == pytest.approx([1.0] * 20, abs=1e-5)
 
 
 def test_offset_moves_whole_channels():

@@ -124,7 +124,7 @@ class LossSection(Section):
     weighting: WeightingName = setting(
         "min_snr",
         "changes training",
-        "how much a timestep counts; `min_snr` counts all alike until `min_snr_gamma` is set",
+        "how much a timestep counts: `min_snr` counts all alike until `min_snr_gamma` is set; `debiased` (arXiv:2310.08442); `v_as_epsilon` for models that predict velocity",
     )
     min_snr_gamma: Positive | None = setting(
         None, "changes training", "min-SNR weighting (arXiv:2303.09556); 5 is usual"
