@@ -51,7 +51,9 @@ def suited(resolved: Resolved, prediction: str) -> Resolved:
     the user set it.
     """
     settings = Settings(resolved.config.model_dump(), resolved.origin)
-    of_presets = [(name, need) for name, need in PRESETS_NEED.items() if not from_user(settings.origin[name])]
+    of_presets = [
+        (name, need) for name, need in PRESETS_NEED.items() if not from_user(settings.origin.get(name, DEFAULT))
+    ]
     lacking = [
         Yields(name, settings.default(name), f"the model predicts {prediction}, and {why}", f"Remove {name}.")
         for name, (predictions, why) in (*NEEDS.items(), *of_presets)

@@ -178,7 +178,7 @@ RULES: Mapping[str, KeyRule] = {
     **{f"model.is_{name}": lacking(OTHER_FAMILY) for name in "pixart pixart_sigma auraflow lumina2 ssd vega".split()},
     "model.vae_path": VAE,
     "model.lora_path": lacking("no LoRA is merged into the base before"),
-    "model.assistant_lora_path": lacking("no LoRA is merged into the base before"),
+    "model.assistant_lora_path": path_to("model.training_adapter"),
     "model.refiner_name_or_path": lacking("refiners are not trained"),
     "model.unet_path": lacking("the model's own denoiser is used"),
     "train.steps": by(_steps, "train.max_steps"),

@@ -159,6 +159,19 @@ def _loss(value: Any, around: Around) -> Took:
     return Took({"loss.type": kind}, why, "changed" if why else "mapped")
 
 
+def _weighting(name: str) -> KeyRule:
+    def read(value: Any, around: Around) -> Took:
+        if not is_on(value):
+            return Took({}, "off", "ignored")
+        if is_on(around["min_snr_gamma"]):
+            return Took(
+                {}, "one weighting is followed, and min_snr_gamma is it: here they are not multiplied", "changed"
+            )
+        return Took({"loss.weighting": name})
+
+    return by(read, "loss.weighting")
+
+
 def _huber_schedule(value: Any, around: Around) -> Took:
     if str(around["loss_type"] or "l2").lower() not in ("huber", "smooth_l1") or str(value) == "constant":
         return Took({}, "means nothing here", "ignored")
@@ -290,9 +303,16 @@ RULES: Mapping[str, KeyRule] = {
     "sample_every_n_steps": same("sample.every_n_steps", whole),
     "sample_prompts": by(prompts, "sample.prompts", "options behind -- are left out"),
     "min_snr_gamma": unless_off("loss.min_snr_gamma", number),
+    "debiased_estimation_loss": _weighting("debiased"),
+    "scale_v_pred_loss_like_noise_pred": _weighting("v_as_epsilon"),
+    "network_weights": path_to("lora.network_weights"),
     "noise_offset": unless_off("noise.offset", number),
     "multires_noise_iterations": unless_off("noise.multires_iterations", whole),
-    "multires_noise_discount": unless_off("noise.multires_discount", number),
+    "multires_noise_discount": unless_off(
+        "noise.multires_discount",
+        number,
+        "kohya's noise has a second level at full size: its discount is 1.4 times the one here at the same strength",
+    ),
     "ip_noise_gamma": unless_off("noise.input_perturbation", number),
     "zero_terminal_snr": same("noise.zero_terminal_snr", truth),
     "loss_type": by(_loss, "loss.type", "others than the squared error are pseudo-Huber here"),

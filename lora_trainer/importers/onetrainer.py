@@ -127,6 +127,8 @@ def _weighting(value: Any, around: Around) -> Took:
     name = text(value).upper()
     if name == "CONSTANT":
         return Took({}, "as here", "ignored")
+    if name == "DEBIASED_ESTIMATION":
+        return Took({"loss.weighting": "debiased"}, verdict="mapped")
     if name != "MIN_SNR_GAMMA":
         return Took({})
     strength = around["loss_weight_strength"]
@@ -270,7 +272,12 @@ RULES: Mapping[str, KeyRule] = {
         _huber, "loss.type loss.huber_delta", "pseudo-Huber, in place of the squared error", changes=True
     ),
     "huber_delta": part_of("huber_strength", "loss.huber_delta"),
-    "loss_weight_fn": by(_weighting, "loss.min_snr_gamma", "only MIN_SNR_GAMMA is followed", changes=True),
+    "loss_weight_fn": by(
+        _weighting,
+        "loss.min_snr_gamma loss.weighting",
+        "MIN_SNR_GAMMA and DEBIASED_ESTIMATION are followed",
+        changes=True,
+    ),
     "loss_weight_strength": part_of("loss_weight_fn", "loss.min_snr_gamma"),
     "loss_scaler": lacking("the loss is not scaled by the batch", off=("NONE",)),
     "offset_noise_weight": unless_off("noise.offset", number),
