@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 
 from lora_trainer.config.schema import Config
 from lora_trainer.dataset_check import DataReport
-from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.monitor.progress import Watch
 from lora_trainer.run.order import plain_console
 from lora_trainer.run.plans.plan import Plan

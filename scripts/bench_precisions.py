@@ -24,9 +24,9 @@ from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import read_inputs
 from lora_trainer.run.order import Order, plain_console, run_folder
-from lora_trainer.run.resuming import fixed_settings
 from lora_trainer.run.session import open_session
 from lora_trainer.run.settings import settle
+from lora_trainer.run.start import fixed_settings
 from lora_trainer.training.loop import train
 
 VARIANTS: dict[str, dict[str, object]] = {

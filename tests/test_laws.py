@@ -23,7 +23,7 @@ LEAST_MEDIAN_LINES = 80
 MOST_FRAMES = 8
 # A function used once with a body under 6 lines earns its place by a formula, a name that the field knows, or a test.
 SMALL_BODY = 6
-MOST_SMALL_USED_ONCE = 450  # may only fall; the aim is 150
+MOST_SMALL_USED_ONCE = 427  # may only fall; the aim is 150
 MOST_ARGUMENTS = 6
 # Functions that still have more: may only become fewer.
 WITH_MORE_ARGUMENTS = frozenset(
@@ -43,9 +43,8 @@ WITH_MORE_ARGUMENTS = frozenset(
 )
 # Module names that mean several things: may only become fewer.
 SHARED_MODULE_NAMES = frozenset(
-    "attention base batch bench best cache captions compiling convert disk drawing errors folder hardware images imports "
-    "inputs kohya layers layout measures memory metadata phases places plan presets read reading report resuming run "
-    "sample settings split steps store table texts unet worker".split()
+    "attention batch bench best cache convert errors folder imports inputs kohya layers measures memory plan "
+    "presets reading sample split steps store texts unet worker".split()
 )
 
 BANNED = re.compile(

@@ -11,9 +11,9 @@ from rich.console import Console
 from lora_trainer.batch import queue
 from lora_trainer.batch.executors import executor, visible_gpus
 from lora_trainer.batch.folders import Shared, job_settings, read_root
+from lora_trainer.batch.live_table import counts, watching
 from lora_trainer.batch.summary import FILE as SUMMARY
 from lora_trainer.batch.summary import ROOT, largest_code, write_summary
-from lora_trainer.batch.table import counts, watching
 from lora_trainer.batch.worker import SAFE, SHARED, WAIT_MINUTES
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.disk import Patience, patient

@@ -8,7 +8,7 @@ import torch
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.findings import counted
-from lora_trainer.training.hardware import set_hardware
+from lora_trainer.training.torch_settings import set_hardware
 
 
 def device_measured(config: Config) -> str:

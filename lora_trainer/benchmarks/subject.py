@@ -41,12 +41,12 @@ from lora_trainer.run.reading import reading
 from lora_trainer.run.session import Session, open_session
 from lora_trainer.training.build import build_step_context
 from lora_trainer.training.feed import Feed, make_feed
-from lora_trainer.training.hardware import set_hardware
 from lora_trainer.training.micro_batch import MicroBatch, make_copier, make_micro_batch
 from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback
 from lora_trainer.training.step import StepContext
+from lora_trainer.training.torch_settings import set_hardware
 
 Encoded = tuple[Tensor, Mapping[str, Tensor]]  # latents [B, C, h, w] and conditioning
 Encode = Callable[[int], list[Encoded]]  # reads and encodes the images and captions of a step

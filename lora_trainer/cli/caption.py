@@ -58,7 +58,7 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     from rich.progress import Progress
 
     from lora_trainer.models.captioner import load_captioner
-    from lora_trainer.run.bases.base import go_offline
+    from lora_trainer.run.bases.find import go_offline
     from lora_trainer.run.captioning import caption_images, find_wanted
 
     if arguments.offline:

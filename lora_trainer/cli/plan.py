@@ -39,7 +39,7 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     presets, user = layers_from(arguments, problems)
     model = settle(presets, user, problems).config.model
     if arguments.all:
-        from lora_trainer.run.plans.table import plans_page
+        from lora_trainer.run.plans.page import plans_page
 
         sys.stdout.write(plans_page())
         return DONE

@@ -15,11 +15,11 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.data.captions import TRIGGER
-from lora_trainer.run.bases.base import describe_model
+from lora_trainer.run.bases.find import describe_model
 from lora_trainer.run.counting import DRAWN, counting
-from lora_trainer.run.drawing import BUILT_IN, drawing_of, filled, parts_of, rows_for, triggers
 from lora_trainer.run.inputs import read_model, with_absolute_paths
 from lora_trainer.run.reading import read_as_trained, run_beside
+from lora_trainer.run.sampling import BUILT_IN, drawing_of, filled, parts_of, rows_for, triggers
 
 if TYPE_CHECKING:
     import torch

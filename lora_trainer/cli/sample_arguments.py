@@ -80,7 +80,7 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
     """Run the command. Raises UsageError for an unreadable file, model or recipe, and for contradicting flags."""
     from lora_trainer.cli.sample import draw_again, sample_command
-    from lora_trainer.run.drawing import BUILT_IN, with_parts
+    from lora_trainer.run.sampling import BUILT_IN, with_parts
 
     problems = [*unknown, *_flag_problems(arguments)]
     size = _size(arguments.size)

@@ -13,7 +13,7 @@ from rich.text import Text
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, LORA_REFUSED
 from lora_trainer.core.findings import printable_lines
-from lora_trainer.evaluation.report import LoraReport, caveat
+from lora_trainer.evaluation.lora_report import LoraReport, caveat
 from lora_trainer.monitor.console import Console
 from lora_trainer.run.score_lora import score_lora
 

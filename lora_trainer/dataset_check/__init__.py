@@ -13,10 +13,10 @@ file never raises the score.
 To add a check: one function `(CheckContext) -> list[Finding]` and one entry in CHECKS.
 """
 
-from lora_trainer.dataset_check.captions import estimate_tokens
+from lora_trainer.dataset_check.caption_checks import estimate_tokens
 from lora_trainer.dataset_check.checks import CHECKS, DatasetGate, check_dataset
 from lora_trainer.dataset_check.context import CheckContext
-from lora_trainer.dataset_check.report import BucketRow, DataReport
+from lora_trainer.dataset_check.data_report import BucketRow, DataReport
 from lora_trainer.dataset_check.whole_set import check_buckets, check_plan
 
 __all__ = [

@@ -15,9 +15,10 @@ from lora_trainer.data.images.measures import Seen
 from lora_trainer.data.images.workers import Progress
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.views import BucketPlan, Framing, plan_views
-from lora_trainer.dataset_check.captions import check_captions
+from lora_trainer.dataset_check.caption_checks import check_captions
 from lora_trainer.dataset_check.context import Check, CheckContext
-from lora_trainer.dataset_check.images import (
+from lora_trainer.dataset_check.data_report import BucketRow, DataReport
+from lora_trainer.dataset_check.image_checks import (
     check_borders,
     check_compression,
     check_contents,
@@ -27,7 +28,6 @@ from lora_trainer.dataset_check.images import (
     check_sharpness,
     check_sizes,
 )
-from lora_trainer.dataset_check.report import BucketRow, DataReport
 from lora_trainer.dataset_check.score import by_file, has_error, score_of
 from lora_trainer.dataset_check.whole_set import check_count, check_variety, likeness_of
 

@@ -27,7 +27,8 @@ from lora_trainer.data.sources.folder import KOHYA_FOLDER
 from lora_trainer.data.sources.found import SourceReading, SourceRequest
 from lora_trainer.data.sources.places import place_from, places_of
 from lora_trainer.data.views import Framing
-from lora_trainer.dataset_check.captions import fix_garbled
+from lora_trainer.dataset_check.caption_checks import fix_garbled
+from lora_trainer.dataset_check.data_report import SEVERITIES, DataReport
 from lora_trainer.dataset_check.fixes import (
     CaptionFile,
     beside,
@@ -36,7 +37,6 @@ from lora_trainer.dataset_check.fixes import (
     in_old_letters,
     right_ending,
 )
-from lora_trainer.dataset_check.report import SEVERITIES, DataReport
 from lora_trainer.dataset_check.score import ENOUGH_IMAGES
 
 RECORD = "fixed.json"

@@ -24,7 +24,7 @@ from lora_trainer.data.sources.found import SourceRequest
 from lora_trainer.data.sources.listing import FolderNames
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, tidy
 from lora_trainer.data.views import Framing, plain_fits
-from lora_trainer.dataset_check.captions import fix_garbled
+from lora_trainer.dataset_check.caption_checks import fix_garbled
 
 
 def fix_image(

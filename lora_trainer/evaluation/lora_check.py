@@ -47,8 +47,8 @@ from lora_trainer.evaluation.loading import (
     misfits_by_config,
     without_lora,
 )
+from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.placing import bring_denoiser
-from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.evaluation.texts import EncodedTexts, encode_with, reads_again
 from lora_trainer.evaluation.validation_loss import (
     MICRO,

@@ -14,8 +14,8 @@ from lora_trainer.data.images.images import BrokenImageError, load_rgb
 from lora_trainer.data.sample import Sample, Span
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.dataset_check import DataReport
+from lora_trainer.report.embedded_images import webp
 from lora_trainer.report.figures import Figure
-from lora_trainer.report.images import webp
 from lora_trainer.report.read import Score
 from lora_trainer.report.write import render
 

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
-from lora_trainer.evaluation.report import caveat
+from lora_trainer.evaluation.lora_report import caveat
 from lora_trainer.report.read import RunReport, mapping, text, whole
 
 Tone = Literal["good", "fair", "bad", "open"]

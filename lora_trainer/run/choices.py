@@ -30,7 +30,7 @@ from lora_trainer.models.quantization.four_bits import need_library
 from lora_trainer.monitor.memory import set_allocator
 from lora_trainer.monitor.system import system_memory
 from lora_trainer.run.plans.plan import make_demand, storable_here
-from lora_trainer.training.layout import QUANTIZED, Layout
+from lora_trainer.training.denoiser_layout import QUANTIZED, Layout
 
 # What is computed in, where a GPU has bf16 units; weights in fewer bits are dequantized for it.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} | dict.fromkeys(

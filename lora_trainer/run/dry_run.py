@@ -8,7 +8,7 @@ from __future__ import annotations
 from lora_trainer.config.layers import DEFAULT, flattened
 from lora_trainer.config.toml import shown
 from lora_trainer.report.record import read_record
-from lora_trainer.run.bases.base import describe_model
+from lora_trainer.run.bases.find import describe_model
 from lora_trainer.run.caching import cache_folder, plan_caches
 from lora_trainer.run.choices import choose, gpu_gib
 from lora_trainer.run.differences import changes

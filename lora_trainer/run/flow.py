@@ -26,7 +26,7 @@ from lora_trainer.data.sample_counts import never_trained, write_sample_counts
 from lora_trainer.data.steps import micro_shapes
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.evaluation.report import LoraReport
+from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.validation_loss import EncodedSample, validation_losses
 from lora_trainer.export.lora_file import write_learned_tokens
 from lora_trainer.models.memory.block_swap import move_to_device
@@ -40,8 +40,7 @@ from lora_trainer.run.caching import cached_data, validation_samples
 from lora_trainer.run.choices import DTYPES, asked_by_user, compiling_pays
 from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
-from lora_trainer.run.disk import lora_bytes
-from lora_trainer.run.drawing import draw_comparison
+from lora_trainer.run.file_sizes import lora_bytes
 from lora_trainer.run.inputs import Inputs, with_absolute_paths
 from lora_trainer.run.messages import model_lines, refuse_without_validation, show_captions, show_views
 from lora_trainer.run.order import Order
@@ -58,9 +57,10 @@ from lora_trainer.run.release import (
     untrained_words,
     withdraw_after,
 )
-from lora_trainer.run.resuming import find_start, fixed_settings
 from lora_trainer.run.room import room_for
+from lora_trainer.run.sampling import draw_comparison
 from lora_trainer.run.session import Session, fill, open_session, with_found_micro
+from lora_trainer.run.start import find_start, fixed_settings
 from lora_trainer.run.uncached import fresh_latents
 from lora_trainer.training.build import build_step_context
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid

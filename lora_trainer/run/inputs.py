@@ -27,7 +27,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
 from lora_trainer.models.folder import read_config, without_weights
-from lora_trainer.run.bases.base import describe_model, find_base, on_stderr
+from lora_trainer.run.bases.find import describe_model, find_base, on_stderr
 from lora_trainer.run.bases.names import absolute
 from lora_trainer.run.counting import counting
 from lora_trainer.run.reading import reading, refuse_lacking

@@ -25,7 +25,7 @@ from lora_trainer.run.inputs import Inputs, caption_rules, latent_bytes, own_arc
 from lora_trainer.run.order import Order
 
 if TYPE_CHECKING:
-    from lora_trainer.evaluation.report import LoraReport
+    from lora_trainer.evaluation.lora_report import LoraReport
     from lora_trainer.models.lora_clients import Client
 
 

@@ -18,7 +18,7 @@ from lora_trainer.data.sample_counts import NEVER_TRAINED
 from lora_trainer.export.keys import OWN_VERSION, T5_TOKENS, WITHOUT
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.folder import named_parts
-from lora_trainer.run.bases.base import Base, on_stderr, silent
+from lora_trainer.run.bases.find import Base, on_stderr, silent
 
 READING = ("clip_skip", "max_tokens", "max_sequence_length")  # what of [text_encoder] says how captions are read
 

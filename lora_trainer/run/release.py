@@ -25,8 +25,8 @@ from lora_trainer.diffusion.process import Process
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_check import LORA_CHECKS, LoraGate, check_lora
+from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.placing import with_less
-from lora_trainer.evaluation.report import LoraReport
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.metadata import FlowFacts, TrainingFacts
@@ -37,8 +37,8 @@ from lora_trainer.models.textual_inversion import to_embeddings
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.counting import JUDGED, counting
-from lora_trainer.run.drawing import draw_comparison, triggers
 from lora_trainer.run.inputs import Inputs, trained_framings
+from lora_trainer.run.sampling import draw_comparison, triggers
 from lora_trainer.run.session import Session
 from lora_trainer.training.build import trained_process
 from lora_trainer.training.checkpoints.best import read_best

@@ -9,7 +9,7 @@ from pathlib import Path
 from lora_trainer.config.schema import Config
 from lora_trainer.core.disk import Patience, free_bytes, size_words
 from lora_trainer.core.errors import Problem
-from lora_trainer.run.disk import highest_bytes
+from lora_trainer.run.file_sizes import highest_bytes
 from lora_trainer.run.order import Order
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, resume_hint
 

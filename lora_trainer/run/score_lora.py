@@ -13,8 +13,8 @@ from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan, plan_plain
-from lora_trainer.evaluation.report import LoraReport
-from lora_trainer.run.bases.base import describe_model, is_builtin
+from lora_trainer.evaluation.lora_report import LoraReport
+from lora_trainer.run.bases.find import describe_model, is_builtin
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import data_in_use, read_inputs, read_model, trained_framings
 from lora_trainer.run.reading import RunFolder, read_as_trained, run_beside

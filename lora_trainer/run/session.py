@@ -18,9 +18,9 @@ from lora_trainer.run.choices import Choices, cap_memory, choose
 from lora_trainer.run.find_micro import earlier_find, find_micro, smallest
 from lora_trainer.run.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.run.order import Order
-from lora_trainer.training.hardware import rounds_alike_anywhere, set_hardware
 from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.step import StepContext
+from lora_trainer.training.torch_settings import rounds_alike_anywhere, set_hardware
 
 UNEVEN_PRODUCTS = (
     "warning: matrix products of this process round by the memory address of their operands, so results differ in "

@@ -18,7 +18,7 @@ from lora_trainer.importers.data_files import with_data_files
 from lora_trainer.models.attention.packages import lacking
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.family import USUAL_FAMILY
-from lora_trainer.run.bases import base as bases
+from lora_trainer.run.bases import find as bases
 from lora_trainer.run.bases.names import as_hub_part
 
 HUB_SETTINGS = ("path", "vae", "text_encoders")  # settings that may name a model of a hub

@@ -36,7 +36,7 @@ from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, latest, read_record, write_record
-from lora_trainer.run.bases.base import named_absolutely, on_stderr, silent
+from lora_trainer.run.bases.find import named_absolutely, on_stderr, silent
 from lora_trainer.run.differences import differences, find_differences
 from lora_trainer.run.folder import (
     LOCK,
@@ -62,7 +62,7 @@ from lora_trainer.run.order import Order, plain_console, run_folder
 from lora_trainer.run.settings import refuse_missing_attention
 
 if TYPE_CHECKING:  # torch is loaded after the data is checked
-    from lora_trainer.evaluation.report import LoraReport
+    from lora_trainer.evaluation.lora_report import LoraReport
     from lora_trainer.run.flow import Outcome
 
 BUG, INTERRUPTED = 1, 130

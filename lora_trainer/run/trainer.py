@@ -19,7 +19,7 @@ from lora_trainer.core.hardware import cuda_memory_gib
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.dataset_check import DataReport
 from lora_trainer.monitor.progress import Watch, unwatched
-from lora_trainer.run.bases.base import on_stderr, silent
+from lora_trainer.run.bases.find import on_stderr, silent
 from lora_trainer.run.inputs import read_architecture, read_data, read_model
 from lora_trainer.run.order import make_order, plain_console, run_folder
 from lora_trainer.run.plans.plan import Plan, make_plan

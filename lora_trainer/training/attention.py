@@ -13,7 +13,7 @@ from lora_trainer.models.attention.install import install_attention
 from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.attention.shapes import AttentionShape, shapes_of, small_shapes
 from lora_trainer.models.family import Family
-from lora_trainer.training.layout import Layout
+from lora_trainer.training.denoiser_layout import Layout
 from lora_trainer.training.processes import Processes
 
 ALIKE = ("sdpa", "flash", "math")  # can give the same bits each time (train.deterministic)

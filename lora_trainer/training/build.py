@@ -27,12 +27,12 @@ from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer, shares_of
 from lora_trainer.training.attention import set_up_attention
 from lora_trainer.training.compiling import compile_if_enabled
-from lora_trainer.training.hardware import hardware_note, set_memory_order, try_convolutions
-from lora_trainer.training.layout import Layout
+from lora_trainer.training.denoiser_layout import Layout
 from lora_trainer.training.network_weights import add_training_adapter, start_from_file
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import Built, Guard, StepContext
 from lora_trainer.training.texts import build_texts
+from lora_trainer.training.torch_settings import hardware_note, set_memory_order, try_convolutions
 
 
 def build_step_context(

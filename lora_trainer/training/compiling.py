@@ -19,7 +19,7 @@ from lora_trainer.models.compiled import (
     why_not,
 )
 from lora_trainer.training.agreement import agreement
-from lora_trainer.training.layout import Layout
+from lora_trainer.training.denoiser_layout import Layout
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lora_trainer.batch.live_table import fitting, line, short, table
 from lora_trainer.batch.queue import QueuedJob
-from lora_trainer.batch.table import fitting, line, short, table
 
 JOBS = [
     QueuedJob("ash", Path("ash"), "done", 1, 0, None, {"dataset": 0.98, "lora": 0.93}, 61.0, step=6, total=6, loss=0.1),

@@ -19,7 +19,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_validation
 from lora_trainer.data.views import Framing
 from lora_trainer.dataset_check import DataReport, DatasetGate, check_buckets, check_dataset, check_plan
-from lora_trainer.dataset_check.captions import fix_garbled, garbled
+from lora_trainer.dataset_check.caption_checks import fix_garbled, garbled
 from lora_trainer.dataset_check.score import by_file, score_of
 from tests.data.drawings import drawing, photo, saved
 

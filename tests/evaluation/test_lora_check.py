@@ -23,8 +23,8 @@ from lora_trainer.evaluation import sample
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.health import Health
 from lora_trainer.evaluation.lora_check import LoraGate, check_lora, falling, in_parts, judge
+from lora_trainer.evaluation.lora_report import LoraReport, caveat
 from lora_trainer.evaluation.recipe import Drawing, Grid, ImageRequest, NamedModel
-from lora_trainer.evaluation.report import LoraReport, caveat
 from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.evaluation.validation_loss import EncodedSample, Improvement, validation_losses
 from lora_trainer.export.lora_file import read_lora, write_lora

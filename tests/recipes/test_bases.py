@@ -24,7 +24,7 @@ from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
-from lora_trainer.run.bases.base import find_base
+from lora_trainer.run.bases.find import find_base
 from tests.conftest import CHECKOUT
 from tests.export.tiny import tiny_vae
 from tests.models.single.originals import unet_checkpoint, write

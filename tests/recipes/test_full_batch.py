@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.batch import queue, table, worker
+from lora_trainer.batch import live_table, queue, worker
 from lora_trainer.core import disk
 from lora_trainer.core.io import write_json
 from lora_trainer.monitor.progress import Progress
@@ -33,7 +33,7 @@ def died(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The errors that ended threads; polling is fast."""
     found = list[str]()
     monkeypatch.setattr(threading, "excepthook", lambda seen: found.append(repr(seen.exc_value)))
-    for module, name in ((disk, "RETRY_EVERY"), (table, "LOOK_EVERY_SECONDS"), (worker, "BEAT_SECONDS")):
+    for module, name in ((disk, "RETRY_EVERY"), (live_table, "LOOK_EVERY_SECONDS"), (worker, "BEAT_SECONDS")):
         monkeypatch.setattr(module, name, 0.05)
     monkeypatch.setattr(disk, "POLL_EVERY", 0.01)
     return found

@@ -16,7 +16,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run.choices import Choice, planned_choices
-from lora_trainer.run.disk import CHECKPOINT_HEAD, NAMED, STATE_OF, cache_bytes, run_bytes
+from lora_trainer.run.file_sizes import CHECKPOINT_HEAD, NAMED, STATE_OF, cache_bytes, run_bytes
 from lora_trainer.run.plans.plan import architecture_of, make_demand, make_plan, planned_data
 from lora_trainer.run.settings import settle
 from tests.recipes.recipe import Bench, exported, losses, record

@@ -21,7 +21,7 @@ from lora_trainer.models.detection import detect_family
 from lora_trainer.models.folder import places_of_weights
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
-from lora_trainer.run.bases.base import find_base
+from lora_trainer.run.bases.find import find_base
 from lora_trainer.run.bases.names import absolute
 from tests.conftest import needs_links
 from tests.models.single.originals import unet_checkpoint, write

@@ -17,7 +17,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import weights_digest, without_weights
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single.recognize import recognize
-from lora_trainer.run.bases.base import find_base
+from lora_trainer.run.bases.find import find_base
 from lora_trainer.run.bases.hub_header import make_placeholder
 from tests.models.single.originals import write
 from tests.run.base_folders import encoded, found, without

@@ -12,10 +12,10 @@ from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.config.schema import CaptionsSection, Config
 from lora_trainer.data.captions import settled
 from lora_trainer.data.sample import Sample
-from lora_trainer.run.drawing import sample_prompts, triggers
 from lora_trainer.run.inputs import Inputs, read_inputs
 from lora_trainer.run.messages import caption_lines, show_captions
 from lora_trainer.run.plans.plan import planned_data
+from lora_trainer.run.sampling import sample_prompts, triggers
 from tests.recipes.recipe import draw_images
 
 

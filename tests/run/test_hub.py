@@ -14,7 +14,7 @@ from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models.weight_files import weights_of
 from lora_trainer.run.bases import hub as hub_module
-from lora_trainer.run.bases.base import Base, find_base
+from lora_trainer.run.bases.find import Base, find_base
 from lora_trainer.run.bases.hub_files import choose_files
 from lora_trainer.run.bases.names import HubModel
 from tests.run.local_hub import COMMIT, LocalHub, local_hub

@@ -28,8 +28,8 @@ from lora_trainer.memory_plan.estimate import (
 )
 from lora_trainer.memory_plan.gpu_rates import OTHER_TFLOPS, USUAL, least_seconds
 from lora_trainer.models import FAMILIES
+from lora_trainer.run.plans.page import every_plan, plans_page
 from lora_trainer.run.plans.plan import Plan, computed_in, make_plan
-from lora_trainer.run.plans.table import every_plan, plans_page
 from lora_trainer.run.plans.view import duration, lines
 from lora_trainer.run.settings import settle
 

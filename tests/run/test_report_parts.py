@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lora_trainer.report import images
+from lora_trainer.report import embedded_images
 from lora_trainer.report.chart import (
     MOST_POINTS,
     ChartLine,
@@ -113,9 +113,9 @@ def test_images_fit_the_size_limit_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"no image")
     wanted = [*paths, tmp_path / "broken.png", tmp_path / "absent.png"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(images, "BUDGET", 20_000)
-        small = images.embedded(wanted)
-    large = images.embedded(wanted)
+        patch.setattr(embedded_images, "BUDGET", 20_000)
+        small = embedded_images.embedded(wanted)
+    large = embedded_images.embedded(wanted)
     assert set(small) == set(large) == set(paths)
     sizes = [len(base64.b64decode(uri.partition(",")[2])) for uri in small.values()]
     assert sum(sizes) <= 20_000 < sum(map(len, large.values()))

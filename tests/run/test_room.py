@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.config.schema import Config
-from lora_trainer.run.disk import highest_bytes, occurrences
+from lora_trainer.run.file_sizes import highest_bytes, occurrences
 from lora_trainer.run.room import Room
 
 SHAPES = [(8, 320), (320, 8)] * 10

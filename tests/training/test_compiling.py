@@ -22,7 +22,7 @@ from lora_trainer.models.compiled import Compiled
 from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.run.choices import compiling_pays
 from lora_trainer.training import compiling
-from lora_trainer.training.layout import Layout
+from lora_trainer.training.denoiser_layout import Layout
 from lora_trainer.training.run import Run
 from tests.export.tiny import tiny_unet
 from tests.training.tiny_run import TinyPlace, outcome

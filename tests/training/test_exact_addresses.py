@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lora_trainer.training.hardware import rounds_alike_anywhere
+from lora_trainer.training.torch_settings import rounds_alike_anywhere
 from tests.training.tiny_run import TinyPlace, outcome
 
 pytestmark = pytest.mark.exact

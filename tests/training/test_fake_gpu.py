@@ -34,7 +34,7 @@ from lora_trainer.models.drawing import prompted, read_prompts
 from lora_trainer.models.quantization.layers import place_layers
 from lora_trainer.models.quantization.store import Narrow
 from lora_trainer.training import build
-from lora_trainer.training.layout import Layout
+from lora_trainer.training.denoiser_layout import Layout
 from lora_trainer.training.micro_batch import make_micro_batch
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import train_step

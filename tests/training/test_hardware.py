@@ -11,7 +11,7 @@ from torch import nn
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.config.schema import Config
 from lora_trainer.models.memory.phases import no_more
-from lora_trainer.training.hardware import (
+from lora_trainer.training.torch_settings import (
     hardware_note,
     rounds_alike_anywhere,
     set_hardware,

@@ -35,9 +35,9 @@ from lora_trainer.run.choices import choose
 from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import arithmetic, own_architecture, read_inputs
 from lora_trainer.run.order import Order, plain_console, run_folder
-from lora_trainer.run.resuming import fixed_settings
 from lora_trainer.run.session import open_session
 from lora_trainer.run.settings import settle
+from lora_trainer.run.start import fixed_settings
 from lora_trainer.training import metrics
 from lora_trainer.training.checkpoints.best import best_path
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid

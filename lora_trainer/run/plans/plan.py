@@ -19,7 +19,7 @@ from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_validation
 from lora_trainer.data.views import plan_views
-from lora_trainer.dataset_check.images import UPSCALE_LIMIT
+from lora_trainer.dataset_check.image_checks import UPSCALE_LIMIT
 from lora_trainer.memory_plan.estimate import (
     GIB,
     NARROWER,
@@ -40,7 +40,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import PLAIN, Architecture, Family, ModelFacts
 from lora_trainer.models.memory.phases import costs_of, encoding_bytes
 from lora_trainer.models.published import public_architecture
-from lora_trainer.run.disk import cache_bytes, run_bytes
+from lora_trainer.run.file_sizes import cache_bytes, run_bytes
 from lora_trainer.run.inputs import (
     arithmetic,
     caption_rules,
@@ -50,10 +50,10 @@ from lora_trainer.run.inputs import (
     trained_framings,
     trained_resolution,
 )
+from lora_trainer.run.plans.gpu_phases import PhasePlan, other_peaks, plan_phases
 from lora_trainer.run.plans.host_phases import host_phases
-from lora_trainer.run.plans.phases import PhasePlan, other_peaks, plan_phases
-from lora_trainer.run.plans.settings import Bought, what_settings_buy
 from lora_trainer.run.plans.texts import text_sizes
+from lora_trainer.run.plans.what_if import Bought, what_settings_buy
 from lora_trainer.run.reading import reading
 
 DECIDED = ("micro_batch_size", "gradient_checkpointing", "weight_dtype", "blocks_to_swap")

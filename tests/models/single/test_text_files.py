@@ -16,7 +16,7 @@ from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models import FAMILIES, places
 from lora_trainer.models.single import recognize as recognize_file
 from lora_trainer.models.single import tokenizers
-from lora_trainer.run.bases.base import find_base
+from lora_trainer.run.bases.find import find_base
 from tests.models.single.originals import Tensors, flow_checkpoint, write
 from tests.models.single.tiny import tiny_flow_pipeline
 

@@ -16,7 +16,7 @@ from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single.lay_out import lacking_parts, lay_out
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.models.single.transformers import z_image_part
-from lora_trainer.run.bases.base import find_base
+from lora_trainer.run.bases.find import find_base
 from lora_trainer.run.settings import settle
 from tests.models.single.originals import write, z_image_checkpoint, z_image_original
 from tests.models.single.test_published import empty_file
