@@ -221,6 +221,12 @@ def test_each_part_counts() -> None:
     assert score(float("nan"), LEARNED) == 0.0
 
 
+@pytest.mark.parametrize(("largest", "severity"), [(0.4, None), (0.8, "note"), (1.2, "warning")])
+def test_only_a_layer_that_changed_by_more_than_its_size_is_a_warning(largest: float, severity: str | None) -> None:
+    report = judge(0.05, LEARNED, Health(0.05, largest, "unet.x", 0.6, 0, 10), unseen=True, gate=0.9, samples=8)
+    assert [each.severity for each in report.findings] == ([severity] if severity else [])
+
+
 def test_splitting_rows_does_not_change_the_result() -> None:
     calls: list[int] = []
 
