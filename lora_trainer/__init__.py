@@ -7,8 +7,6 @@ if TYPE_CHECKING:
     from lora_trainer.api import check_dataset, load_config, plan, train, validate_lora
     from lora_trainer.run.trainer import ProductionTrainer
 
-__version__ = "0.1.0"
-
 # Read once, when torch is loaded or first computes on a CPU, so they are set wherever the package is imported before.
 # MKL otherwise rounds by the address of an operand, and tensors of a mapped file start anywhere (docs/exactness.md).
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
@@ -17,8 +15,9 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-from lora_trainer.adapters.base import ADAPTERS
+from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.config.tables import hand_over
+from lora_trainer.core.version import __version__ as __version__
 from lora_trainer.diffusion.loss import ERRORS, WEIGHTINGS
 from lora_trainer.models import FAMILIES
 from lora_trainer.optim.optimizers import OPTIMIZERS

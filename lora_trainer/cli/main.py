@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from lora_trainer import __version__
 from lora_trainer.cli.arguments import (
     EXAMPLES,
     Parser,
@@ -52,6 +51,7 @@ from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError, nea
 from lora_trainer.core.interrupt import Stopped, code_of_signal, listening
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.core.terminal import survive_closed_terminal
+from lora_trainer.core.version import __version__
 
 INTERRUPTED = 130
 BROKEN_PIPE = 1  # the same as rich

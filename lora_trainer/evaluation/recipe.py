@@ -14,11 +14,11 @@ import torch
 from PIL.PngImagePlugin import PngInfo
 from pydantic import ValidationError
 
-from lora_trainer import __version__
 from lora_trainer.config.schema.inputs import TextEncoderSection
 from lora_trainer.config.schema.results import SampleSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import read_json, sha256_file
+from lora_trainer.core.version import __version__
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.folder import weights_digest
 

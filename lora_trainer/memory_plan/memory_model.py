@@ -15,8 +15,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lora_trainer import __version__
 from lora_trainer.core.io import read_json, write_json
+from lora_trainer.core.version import __version__
 from lora_trainer.memory_plan.profiles import FORM_OF, Footprint, MemoryModel, Sizes
 from lora_trainer.models.family import Architecture, Family
 

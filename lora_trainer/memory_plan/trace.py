@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from lora_trainer.adapters.base import ADAPTERS, AdapterOptions
+from lora_trainer.adapters.adapter_kinds import ADAPTERS
+from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.masters import Adapter, make_adapter
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.config.schema import CheckpointingMode, LossSection, OptimizerSection, Precision

@@ -12,8 +12,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from lora_trainer import __version__
 from lora_trainer.core.io import write_text
+from lora_trainer.core.version import __version__
 from lora_trainer.monitor.progress import duration
 from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.report.chart import short

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from lora_trainer.adapters.base import ADAPTERS
+from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.config.schema import AttentionName, Config
 from lora_trainer.config.toml import to_toml
 from lora_trainer.core.disk import current, write_with_retry

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_trainer import __version__
-from lora_trainer.adapters.base import adapter_kind, denoiser_options, text_options
+from lora_trainer.adapters.adapter_kinds import adapter_kind, denoiser_options, text_options
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.findings import Finding, counted
 from lora_trainer.core.interrupt import abortable
+from lora_trainer.core.version import __version__
 from lora_trainer.data.sample import Sample
 from lora_trainer.diffusion.process import Process
 from lora_trainer.evaluation.compute import Compute

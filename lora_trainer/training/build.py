@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from lora_trainer.adapters.base import add_adapter, denoiser_options
+from lora_trainer.adapters.adapter_kinds import add_adapter, denoiser_options
 from lora_trainer.adapters.ema import make_ema, shown_weights
 from lora_trainer.adapters.masters import make_adapter
 from lora_trainer.adapters.target_modules import target_modules

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lora_trainer.adapters.base import AdapterOptions, adapter_kind, denoiser_options, text_options
+from lora_trainer.adapters.adapter_kinds import adapter_kind, denoiser_options, text_options
+from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError

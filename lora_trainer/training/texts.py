@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.adapters.base import add_adapter, text_options
+from lora_trainer.adapters.adapter_kinds import add_adapter, text_options
 from lora_trainer.adapters.target_modules import matching_modules
 from lora_trainer.config.schema import Config
 from lora_trainer.evaluation.validation_loss import EncodedSample

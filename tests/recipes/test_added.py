@@ -18,7 +18,8 @@ from diffusers.loaders import PeftAdapterMixin
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lora_trainer.adapters.base import ADAPTERS, AdapterKind, AdapterOptions, AdapterSpec
+from lora_trainer.adapters.adapter_kinds import ADAPTERS
+from lora_trainer.adapters.base import AdapterKind, AdapterOptions, AdapterSpec
 from lora_trainer.cli.main import main
 from lora_trainer.diffusion.loss import WEIGHTINGS
 from lora_trainer.export.layout import Rule

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from lora_trainer.adapters.base import ADAPTERS
+from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config

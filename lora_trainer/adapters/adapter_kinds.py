@@ -1,0 +1,53 @@
+"""The kinds of adapters, by name, and the one that a run trains. A kind is one file and one entry in `ADAPTERS`.
+
+Torch is loaded only with a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lora_trainer.adapters.base import AdapterKind, AdapterOptions, AdapterSpec
+from lora_trainer.core.randomness import position_key
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lora_trainer.config.schema import Config
+
+
+def _lora() -> AdapterKind:
+    from lora_trainer.adapters.lora import LORA
+
+    return LORA
+
+
+ADAPTERS: dict[str, AdapterSpec] = {"lora": AdapterSpec(_lora, has_memory_profiles=True, is_checked=True)}
+
+
+def adapter_kind(config: Config) -> AdapterKind:
+    return ADAPTERS[config.lora.type].load()
+
+
+def add_adapter(
+    model: nn.Module, modules: Sequence[str], config: Config, options: AdapterOptions, *component: str
+) -> dict[str, nn.Parameter]:
+    """Put the adapter of a run on the denoiser, or on the text encoder `component`, as it is trained."""
+    kind = adapter_kind(config)
+    parameters = kind.inject(model, modules, options, position_key(config.train.seed, "lora_init", *component) % 2**32)
+    kind.speed_up(model)  # not in the memory plan's trace, whose peak may be a few per cent higher
+    return parameters
+
+
+def denoiser_options(config: Config) -> AdapterOptions:
+    """The options of the denoiser's adapter."""
+    lora = config.lora
+    return AdapterOptions(lora.rank, lora.alpha or float(lora.rank), lora.dropout, lora.use_rslora)
+
+
+def text_options(config: Config) -> AdapterOptions:
+    """The options of the text encoders' adapters."""
+    rank = config.text_encoder.lora_rank or config.lora.rank
+    alpha = config.text_encoder.lora_alpha or float(rank)
+    return AdapterOptions(rank, alpha, config.lora.dropout, config.lora.use_rslora)
