@@ -35,10 +35,10 @@ NEEDS = {
     ),
 }
 
-# The same for what a preset sets, and a user may set nevertheless.
-PRESETS_NEED = {
+# setting -> (the prediction type, why a preset's value is dropped for it); a user may set it nevertheless.
+DROPPED_FROM_PRESETS = {
     "loss.min_snr_gamma": (
-        ("epsilon", "flow"),
+        "v_prediction",
         "min-SNR weights its noisiest timesteps near 0 (0.001 with zero terminal SNR)",
     ),
 }
@@ -51,13 +51,16 @@ def suited(resolved: Resolved, prediction: str) -> Resolved:
     the user set it.
     """
     settings = Settings(resolved.config.model_dump(), resolved.origin)
-    of_presets = [
-        (name, need) for name, need in PRESETS_NEED.items() if not from_user(settings.origin.get(name, DEFAULT))
-    ]
     lacking = [
         Yields(name, settings.default(name), f"the model predicts {prediction}, and {why}", f"Remove {name}.")
-        for name, (predictions, why) in (*NEEDS.items(), *of_presets)
+        for name, (predictions, why) in NEEDS.items()
         if prediction not in predictions and settings[name] != settings.default(name)
+    ]
+    lacking += [
+        Yields(name, settings.default(name), f"the model predicts {prediction}, and {why}", f"Remove {name}.")
+        for name, (dropped_for, why) in DROPPED_FROM_PRESETS.items()
+        if prediction == dropped_for and not from_user(settings.origin.get(name, DEFAULT))
+        if settings[name] != settings.default(name)
     ]
     dropped, problems = give_way(settings, lacking)
     if problems:

@@ -55,7 +55,7 @@ def refuse_snr_of_flow(name: str, weight: Weight) -> None:
         weight(torch.zeros(1, dtype=torch.long))
     except NoSnrError:
         message = f'loss.weighting = "{name}": a flow-matching model has no signal-to-noise ratio to weight by.'
-        fix = "Set loss.weighting=min_snr, which without loss.min_snr_gamma weights all timesteps alike."
+        fix = "Set loss.weighting=min_snr and no loss.min_snr_gamma: all timesteps then count alike."
         raise UsageError(Problem(message, fix)) from None
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lora_trainer.diffusion.loss import Weight
 from lora_trainer.diffusion.noise import position_noise
 from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import stratified_timesteps
@@ -37,6 +38,28 @@ class EncodedSample:
     cond: Mapping[str, Tensor]
     sizes: Tensor
     caption: Caption = ""
+
+
+@dataclass(frozen=True)
+class ValidationLoss:
+    """Means over samples and timesteps: of the plain squared errors, and as the training loss weights timesteps.
+
+    Plain ones compare runs of any `loss.weighting`. By the others a run chooses its best weights: of the plain mean most
+    comes from the timesteps with little noise, which a weighting may count least.
+    """
+
+    plain: float
+    weighted: float
+
+
+def mean_losses(losses: Tensor, process: Process, weight: Weight | None) -> ValidationLoss:
+    """The means of `validation_losses` [N, T]; `weight` is the training loss's, None where all timesteps count alike."""
+    plain = float(losses.mean())
+    if weight is None:
+        return ValidationLoss(plain, plain)
+    points = torch.tensor(stratified_timesteps(losses.shape[1], process.timesteps), dtype=torch.long)
+    weights = weight(points.to(process.alphas_cumprod.device)).cpu()
+    return ValidationLoss(plain, float((losses * weights).mean() / weights.mean()))
 
 
 @torch.no_grad()

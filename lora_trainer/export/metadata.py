@@ -64,6 +64,8 @@ class TrainingFacts:
     mixed_precision: str = "no"
     checkpointing: bool = False
     min_snr_gamma: float | None = None
+    loss_weighting: str = "min_snr"
+    loss_type: str = "mse"
     huber_delta: float | None = None
     noise_offset: float | None = None
     multires_iterations: int | None = None
@@ -219,7 +221,8 @@ def _images(facts: TrainingFacts) -> dict[str, object]:
 def _loss_and_noise(facts: TrainingFacts) -> dict[str, object]:
     return {
         "ss_min_snr_gamma": facts.min_snr_gamma,
-        "ss_loss_type": "l2" if facts.huber_delta is None else "huber",
+        "ss_debiased_estimation": facts.loss_weighting == "debiased",
+        "ss_loss_type": "l2" if facts.loss_type == "mse" else facts.loss_type,
         "ss_huber_c": facts.huber_delta,
         "ss_noise_offset": facts.noise_offset,
         "ss_ip_noise_gamma": facts.input_perturbation,

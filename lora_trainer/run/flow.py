@@ -24,10 +24,11 @@ from lora_trainer.core.io import write_text
 from lora_trainer.data.sample_counts import FILE as SAMPLE_COUNTS
 from lora_trainer.data.sample_counts import never_trained, write_sample_counts
 from lora_trainer.data.steps import micro_shapes
+from lora_trainer.diffusion.loss import WEIGHTINGS
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_report import LoraReport
-from lora_trainer.evaluation.validation_loss import EncodedSample, validation_losses
+from lora_trainer.evaluation.validation_loss import EncodedSample, ValidationLoss, mean_losses, validation_losses
 from lora_trainer.export.lora_file import write_learned_tokens
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.monitor.events import Event
@@ -238,7 +239,7 @@ def make_run(
         with abortable():
             return context.predict(context.denoiser, *arguments)
 
-    def validate(batch_size: int) -> float:
+    def validate(batch_size: int) -> ValidationLoss:
         for module in context.modules:
             module.eval()
         try:
@@ -254,7 +255,8 @@ def make_run(
         finally:
             for module in context.modules:
                 module.train()
-        return float(losses.mean())
+        weighting = WEIGHTINGS[config.loss.weighting](config.loss, context.process)
+        return mean_losses(losses, context.process, weighting)
 
     def sample(state: TrainState) -> None:
         if session.processes.is_main:

@@ -66,9 +66,11 @@ class Released:
 def choose_released(config: Config, checkpoints: Path, state: TrainState, context: StepContext) -> Released:
     """The weights of the best step where there are validation images and it is requested; else the last."""
     step = RELEASED_STEP[config.checkpoint.export_weights](state)
+    weighted = state.best_weighted_loss not in (None, state.best_val_loss)
+    lowest = f"its {'weighted ' * weighted}validation loss is the lowest, {state.best_weighted_loss or 0.0:.4f}"
     last, loss = f"the last, step {state.step}", f"{state.val_loss:.4f}" if state.val_loss is not None else "none"
     if step != state.step and (weights := read_best(checkpoints, step)) is not None:
-        reason = f"its validation loss is the lowest, {state.best_val_loss:.4f}; {last}, has {loss}"
+        reason = f"{lowest}; {last}, has {state.weighted_val_loss or 0.0:.4f}"
         return Released(step, state.best_val_loss, weights, reason)
     if step != state.step:
         reason = f"the weights of step {step}, the best, cannot be read; {last}, has validation loss {loss}"
@@ -77,7 +79,7 @@ def choose_released(config: Config, checkpoints: Path, state: TrainState, contex
     elif state.best_step is None:
         reason = "the last: no validation images"
     else:
-        reason = f"the last; its validation loss is the lowest, {state.val_loss:.4f}"
+        reason = f"the last; {lowest}"
     return Released(state.step, state.val_loss, context.shown(), reason)
 
 
@@ -155,6 +157,8 @@ def training_facts(session: Session, name: str, trained: int, started: float) ->
         warmup_steps=warmup_length(config.lr_scheduler, steps.total),
         mixed_precision={torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[session.choices.dtype],
         min_snr_gamma=config.loss.min_snr_gamma,
+        loss_weighting=config.loss.weighting,
+        loss_type=config.loss.type,
         huber_delta=config.loss.huber_delta if config.loss.type == "huber" else None,
         noise_offset=config.noise.offset or None,
         multires_iterations=config.noise.multires_iterations or None,

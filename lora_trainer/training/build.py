@@ -118,7 +118,7 @@ def build_denoiser(
     attention = set_up_attention(denoiser, config, family, layout, processes, is_requested=is_attention_requested)
     parameters = add_adapter(denoiser, names, config, denoiser_options(config))
     if config.lora.network_weights is not None:
-        files.append(start_from_file(config, family.denoiser.component, parameters, denoiser_options(config)))
+        files.append(start_from_file(config, family.denoiser.component, names, parameters, denoiser_options(config)))
     swapped = swap_blocks(denoiser, layout.swapped, device)
     move_to_device(denoiser.train(), device)
     blocks = len(checkpointable_blocks(denoiser))

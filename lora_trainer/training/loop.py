@@ -102,7 +102,7 @@ def training_loop(
             yield state
             return
         except UserError as error:
-            raise final_error(run, state, metrics, error) from error
+            raise flush_and_make_error(run, state, metrics, error) from error
         state = replace(state, step=state.step + 1, fit=fit, seconds=earlier + time.monotonic() - began)
         stopping.decide(state)
         metrics.add(state, result, lr, started, waited)
@@ -110,7 +110,7 @@ def training_loop(
             for hook in hooks:
                 state = hook(state)
         except ProcessLost as error:
-            raise final_error(run, state, metrics, error) from error
+            raise flush_and_make_error(run, state, metrics, error) from error
         yield state
         if stopping.is_last(state):
             return
@@ -134,8 +134,11 @@ def next_batches(loader: Iterator[list[MicroBatch]], step: int) -> list[MicroBat
         raise TrainingFailed(Problem(message, READING_FAILED)) from error
 
 
-def final_error(run: Run, state: TrainState, metrics: Metrics, error: UserError) -> TrainingFailed:
-    """The error that a run ends with, after all that can be saved is saved."""
+def flush_and_make_error(run: Run, state: TrainState, metrics: Metrics, error: UserError) -> TrainingFailed:
+    """Read the last metrics, save what can be saved, and return the error that the run ends with.
+
+    With one process the metrics may raise Rollback instead. With several they do not: the others would not roll back.
+    """
     if not is_out_of_reach(run, error):
         # A rollback is for all processes at once, and this error may be of one alone.
         with suppress(Rollback) if run.processes.world > 1 else nullcontext():

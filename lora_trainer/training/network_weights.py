@@ -80,19 +80,23 @@ def named(setting: str, path: str, problems: Sequence[Problem]) -> list[Problem]
 
 
 def start_from_file(
-    config: Config, component: str, parameters: Mapping[str, nn.Parameter], options: AdapterOptions
+    config: Config,
+    component: str,
+    modules: Sequence[str],
+    parameters: Mapping[str, nn.Parameter],
+    options: AdapterOptions,
 ) -> str:
-    """Put the values of `lora.network_weights` into a component's new adapter, and return a line for the log.
+    """Put the values of `lora.network_weights` into a component's new adapter on `modules`, and return a line.
 
     The first prediction is that of the file's LoRA, its alpha included. `check_lora_files` has checked that it fits.
     """
     path, start = Path(str(config.lora.network_weights)), adapter_kind(config).start_from
     assert start is not None
     own = of_component(read_lora(path), component).modules
-    there = {module_name(component, name.partition(".lora_")[0]): name.partition(".lora_")[0] for name in parameters}
-    start(parameters, {there[name]: pair for name, pair in own.items() if name in there}, options)
-    fresh = len(there) - len(own)
-    rest = f"; {fresh} of {len(there)} are new" if fresh else ""
+    names = {module_name(component, module): module for module in modules}
+    start(parameters, {names[name]: pair for name, pair in own.items() if name in names}, options)
+    fresh = len(names) - len(own)
+    rest = f"; {fresh} of {len(names)} are new" if fresh else ""
     return f"{component}: starts from {path.name}, {counted(len(own), 'module')}{rest} (lora.network_weights)"
 
 

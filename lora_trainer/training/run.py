@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lora_trainer.config.schema import Config
-from lora_trainer.evaluation.validation_loss import EncodedSample
+from lora_trainer.evaluation.validation_loss import EncodedSample, ValidationLoss
 from lora_trainer.monitor.watches import Watches
 from lora_trainer.optim.schedules import lr_multiplier
 from lora_trainer.training.checkpoints.writer import Writer
@@ -37,7 +37,7 @@ class Run:
     processes: Processes
     planned: OomFallback  # the planned micro-batch, checkpointed and swapped blocks
     total_steps: int
-    validate: Callable[[int], float] | None  # samples in one forward pass -> validation loss
+    validate: Callable[[int], ValidationLoss] | None  # samples in one forward pass -> validation loss
     sample: Callable[[TrainState], None] | None
     settings: dict[str, Any]  # kept in each checkpoint
     say: Callable[[str], None]  # print a line

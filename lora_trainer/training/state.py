@@ -47,9 +47,11 @@ class TrainState:
     step: int = 0
     loss_average: float | None = None  # exponential, weight 0.02 for the newest step
     val_loss: float | None = None  # newest validation loss
+    weighted_val_loss: float | None = None  # the same, weighted as the training loss: what is compared
     validated_step: int | None = None  # the step of that measurement
     base_val_loss: float | None = None  # validation loss of the base model alone: the one of step 0
     best_val_loss: float | None = None
+    best_weighted_loss: float | None = None
     best_step: int | None = None
     skipped: int = 0  # steps skipped for an overflow of fp16, or a gradient that was not finite
     skipped_in_a_row: int = 0
@@ -57,8 +59,8 @@ class TrainState:
     rate_scale: float = 1.0  # factor on the scheduled learning rate, after plateaus
     rollbacks: int = 0  # rollbacks to an earlier checkpoint
     restored: int = 0  # those for a loss or gradient that was not finite: each halves the learning rate
-    failed_at: int = 0  # the step that failed before the newest of those,
-    returned_to: int = 0  # and the step of the checkpoint that it restored
+    failed_at: int = 0  # step whose failure caused the newest of those
+    returned_to: int = 0  # step of the checkpoint that it restored
     # `optimizer.learning_rate`, and a digest of the settings that can make steps fail: with others a failed step may
     # succeed.
     configured_lr: float | None = None

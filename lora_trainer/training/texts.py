@@ -77,7 +77,7 @@ def build_texts(
         lrs.append((lr, own.keys()))
         notes.append(f"{component}: LoRA rank {text_options(config).rank}, {len(names)} modules, lr={lr:g}")
         if config.lora.network_weights is not None:
-            notes.append(start_from_file(config, component, added, text_options(config)))
+            notes.append(start_from_file(config, component, names, added, text_options(config)))
         if checkpointed:
             checkpoint_layers(encoder)
     if config.textual_inversion.placeholder_tokens:

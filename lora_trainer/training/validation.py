@@ -11,6 +11,7 @@ import torch
 from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.core.interrupt import StepAborted
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.evaluation.validation_loss import ValidationLoss
 from lora_trainer.monitor.progress import Phase
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.training.checkpoints.save import keep_best
@@ -34,24 +35,25 @@ def validate(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
     if run.validate is None:
         return state
     reporter.progress(progress_of(run, state, lr_at(run, state, state.step), 0.0, VALIDATING))
-    aborted, loss, fit = False, math.nan, state.fit
+    aborted, found, fit = False, ValidationLoss(math.nan, math.nan), state.fit
     try:
-        loss, fit = measure_with_oom_fallback(run, run.validate, state, reporter)
+        found, fit = measure_with_oom_fallback(run, run.validate, state, reporter)
     except StepAborted:
         aborted = True
     if any_aborted(run, aborted):
         return state
-    loss = broadcast_loss(run, loss)
-    before, state = state, replace(state, val_loss=loss, validated_step=state.step, fit=fit)
+    loss, weighted = broadcast_loss(run, found)
+    before, state = state, replace(state, val_loss=loss, weighted_val_loss=weighted, validated_step=state.step, fit=fit)
     if state.step == 0:
         state = replace(state, base_val_loss=loss if math.isfinite(loss) else None)
     # Step 0 is the reference, not a candidate; nothing is lower than NaN.
-    is_lower = before.best_val_loss is None or loss < before.best_val_loss
-    is_best = state.step > 0 and math.isfinite(loss) and is_lower
+    is_lower = before.best_weighted_loss is None or weighted < before.best_weighted_loss
+    is_best = state.step > 0 and math.isfinite(weighted) and is_lower
     if is_best:
-        state = replace(state, best_val_loss=loss, best_step=state.step)
-    reporter.validation({"step": state.step, "loss": loss}, validation_line(before, state))
-    if not math.isfinite(loss):
+        state = replace(state, best_val_loss=loss, best_weighted_loss=weighted, best_step=state.step)
+    row = {"step": state.step, "loss": loss, "weighted_loss": weighted}
+    reporter.validation(row, validation_line(before, state))
+    if not math.isfinite(weighted):
         reporter.event(state.step, "not_finite", "the validation loss is not finite: no weights are chosen by it")
     if is_best:
         keep_best(run, state.step)
@@ -61,9 +63,10 @@ def validate(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
 def apply_safeguards(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
     """Apply the safeguards after a regular validation; an extra one, at the end, changes nothing."""
     every = run.config.validation.every_n_steps
-    if state.step == 0 or state.val_loss is None or not every or state.step % every:
+    weighted = state.weighted_val_loss
+    if state.step == 0 or state.val_loss is None or weighted is None or not every or state.step % every:
         return state
-    control, decisions = after_validation(run.config.safeguards, state.control, state.val_loss, state.rate_factor)
+    control, decisions = after_validation(run.config.safeguards, state.control, weighted, state.rate_factor)
     if state.step > warmup_length(run.config.lr_scheduler, run.total_steps):
         control, worse = after_worse(control, state.val_loss, state.base_val_loss)
         decisions = [*decisions, *worse]
@@ -73,16 +76,18 @@ def apply_safeguards(run: Run, state: TrainState, reporter: Reporter) -> TrainSt
     return replace(state, control=control)
 
 
-def broadcast_loss(run: Run, loss: float) -> float:
-    """The main process's validation loss, in all processes: their decisions must be the same to the bit."""
+def broadcast_loss(run: Run, loss: ValidationLoss) -> tuple[float, float]:
+    """The main process's losses, plain and weighted, in all processes: their decisions must be the same to the bit."""
     if run.processes.reduce is None:
-        return loss
-    return float(run.processes.sum_of_all(torch.tensor([loss if run.processes.is_main else 0.0])))
+        return loss.plain, loss.weighted
+    values = torch.tensor([loss.plain, loss.weighted]) if run.processes.is_main else torch.zeros(2)
+    plain, weighted = run.processes.sum_of_all(values).tolist()
+    return plain, weighted
 
 
 def measure_with_oom_fallback(
-    run: Run, measure: Callable[[int], float], state: TrainState, reporter: Reporter
-) -> tuple[float, OomFallback]:
+    run: Run, measure: Callable[[int], ValidationLoss], state: TrainState, reporter: Reporter
+) -> tuple[ValidationLoss, OomFallback]:
     """The validation loss, with fewer samples at once for as long as memory runs out; and the fallback that fits.
 
     Each attempt starts anew, so that the result depends on the batch size alone. Raises TrainingFailed where not even
@@ -107,22 +112,28 @@ def measure_with_oom_fallback(
 
 
 def validation_line(before: TrainState, now: TrainState) -> str:
-    """The line of a validation: the loss, with the lowest until then and that of the base model alone."""
+    """The line of a validation: the loss, with the lowest until then and that of the base model alone.
+
+    Where the training loss weights timesteps, the lowest is that of the weighted losses.
+    """
     loss, base = now.val_loss or 0.0, now.base_val_loss
+    weighted = loss if now.weighted_val_loss is None else now.weighted_val_loss
     line = f"step {now.step}: validation loss {loss:.4f}"
     if now.step == 0:
         return f"{line} before training (the base model without a LoRA)"
+    if weighted != loss:
+        line += f", weighted as in training {weighted:.4f}"
     worse = "" if base is None or not loss > base else f"; worse than the base model alone ({base:.4f})"
     if now.best_step == now.step:
-        return f"{line}, the lowest so far{since(before, loss)}{worse}"
-    if now.best_val_loss is None:
+        return f"{line}, the lowest so far{since(before, weighted)}{worse}"
+    if now.best_weighted_loss is None:
         return f"{line}{worse}"
-    return f"{line} (lowest {now.best_val_loss:.4f} at step {now.best_step}){worse}"
+    return f"{line} (lowest {now.best_weighted_loss:.4f} at step {now.best_step}){worse}"
 
 
 def since(before: TrainState, loss: float) -> str:
     """The lowest loss before; how much it fell, where four digits do not show it."""
-    was = before.best_val_loss
+    was = before.best_weighted_loss
     if was is None:
         return ""
     if f"{was:.4f}" == f"{loss:.4f}":

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from lora_trainer.diffusion.loss import min_snr_weight
 from lora_trainer.diffusion.process import Process, scaled_linear_alphas, usual_process
+from lora_trainer.diffusion.timesteps import stratified_timesteps
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.drift import base_visits, drift
-from lora_trainer.evaluation.validation_loss import EncodedSample, improvement, validation_losses
+from lora_trainer.evaluation.validation_loss import (
+    EncodedSample,
+    ValidationLoss,
+    improvement,
+    mean_losses,
+    validation_losses,
+)
 
 PROCESS = Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon")
 
@@ -104,3 +113,15 @@ def test_sampling_towards_a_known_image_ends_at_it(process: Process) -> None:
     last = base_visits(oracle, process, {"embeds": torch.zeros(2, 1, 1)}, torch.zeros(2, 6), (4, 4, 4), steps=20)[-1]
     clean, _ = process.parts(last.latents, last.prediction, torch.tensor([last.t] * 2))
     assert torch.allclose(clean, image.expand(2, -1, -1, -1), atol=1e-4)
+
+
+def test_the_weighted_mean_is_that_of_the_training_loss() -> None:
+    """Its weights divided by their mean: where all timesteps count alike it is the plain one."""
+    process = usual_process("epsilon")
+    losses = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
+    assert mean_losses(losses, process, None) == ValidationLoss(float(losses.mean()), float(losses.mean()))
+    found = mean_losses(losses, process, partial(min_snr_weight, process, gamma=5.0))
+    points = torch.tensor(stratified_timesteps(8, 1000))
+    weights = min_snr_weight(process, points, 5.0)
+    assert found.plain == float(losses.mean())
+    assert found.weighted == pytest.approx(float((losses * weights).sum() / weights.sum() / 3), rel=1e-5)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lora_trainer.config.schema import Config, ModelSection
-from lora_trainer.models.family import public_architecture
+from lora_trainer.models.published import public_architecture
 from lora_trainer.run.messages import distilled_line
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.config.schema import SafeguardsSection
-from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
+from lora_trainer.evaluation.validation_loss import ValidationLoss
+from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, read_lines
 from lora_trainer.training.control import FIRST_JUDGED, after_step, after_validation, after_worse, is_stopped_early
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import Control, TrainState
@@ -85,13 +86,37 @@ def test_far_worse_than_the_base_model_twice_is_reported_once():
     assert after_worse(Control(worse=1), 9.0, None) == (Control(), [])
 
 
+def alike(loss: float) -> ValidationLoss:
+    """Of a run whose loss counts all timesteps alike."""
+    return ValidationLoss(loss, loss)
+
+
+def test_the_best_weights_are_those_of_the_lowest_weighted_loss(place: TinyPlace):
+    """Patience counts them too. The plain ones are recorded beside them."""
+    lines: list[str] = []
+    measured = iter(
+        [ValidationLoss(0.5, 0.5), ValidationLoss(0.3, 0.45), ValidationLoss(0.4, 0.2), ValidationLoss(0.2, 0.3)]
+    )
+    run = place.run("a", steps=3, validation__every_n_steps=1)
+    state, _ = place.train(replace(run, validate=lambda at_once: next(measured), say=lines.append))
+    assert (state.best_step, state.best_val_loss, state.best_weighted_loss) == (2, 0.4, 0.2)
+    assert state.control.without_gain == 1
+    assert (
+        "step 2: validation loss 0.4000, weighted as in training 0.2000, the lowest so far (was 0.4500 at step 1)"
+        in lines
+    )
+    assert "step 3: validation loss 0.2000, weighted as in training 0.3000 (lowest 0.2000 at step 2)" in lines
+    rows = read_lines(run.folder / VALIDATION)
+    assert [(row["loss"], row["weighted_loss"]) for row in rows] == [(0.5, 0.5), (0.3, 0.45), (0.4, 0.2), (0.2, 0.3)]
+
+
 def test_a_run_worse_than_its_base_model_is_reported(place: TinyPlace):
     """After warmup, and also after a rollback to the start. The run continues to its end."""
     lines: list[str] = []
     measured = {0: 0.3, 1: 1.2, 2: 1.1, 3: 1.0, 4: 0.9}
     run = place.run("a", steps=4, validation__every_n_steps=1, lr_scheduler__warmup_steps=1)
     losses = iter(measured.values())
-    state, _ = place.train(replace(run, validate=lambda at_once: next(losses), say=lines.append))
+    state, _ = place.train(replace(run, validate=lambda at_once: alike(next(losses)), say=lines.append))
     assert (state.step, state.base_val_loss) == (4, 0.3)
     (event,) = [each for each in read_lines(run.folder / EVENTS) if each["kind"] == "diverging"]
     assert event["step"] == 3
@@ -100,12 +125,12 @@ def test_a_run_worse_than_its_base_model_is_reported(place: TinyPlace):
 
 
 def test_a_line_shows_differences_beyond_four_digits():
-    before = TrainState(step=48, best_val_loss=1.01733, best_step=48)
-    now = TrainState(step=50, val_loss=1.01731, best_val_loss=1.01731, best_step=50)
+    before = TrainState(step=48, best_val_loss=1.01733, best_weighted_loss=1.01733, best_step=48)
+    now = TrainState(step=50, val_loss=1.01731, weighted_val_loss=1.01731, best_val_loss=1.01731, best_step=50)
     assert (
         validation_line(before, now) == "step 50: validation loss 1.0173, the lowest so far (by 2e-05, since step 48)"
     )
-    lower = replace(now, val_loss=1.0, best_val_loss=1.0)
+    lower = replace(now, val_loss=1.0, weighted_val_loss=1.0, best_val_loss=1.0)
     assert (
         validation_line(before, lower) == "step 50: validation loss 1.0000, the lowest so far (was 1.0173 at step 48)"
     )
@@ -172,7 +197,9 @@ def scripted(run: Run, val_losses: list[float]) -> Run:
         place[0] = step + 1
         return true(step)
 
-    return replace(run, feed=replace(run.feed, samples_in=samples_in), validate=lambda at_once: val_losses[place[0]])
+    return replace(
+        run, feed=replace(run.feed, samples_in=samples_in), validate=lambda at_once: alike(val_losses[place[0]])
+    )
 
 
 def test_a_nonfinite_validation_loss_is_reported_and_decides_nothing(place: TinyPlace):

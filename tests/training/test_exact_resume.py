@@ -73,10 +73,11 @@ CASES: dict[str, Case] = {
     },
     "nf4": {
         "memory__weight_dtype": "nf4",
+        "loss__weighting": "debiased",
         "lora__target_modules": "attention+ff",
         "memory__gradient_checkpointing": "true",
     },
-    "sd2": {"family": "sd2", "noise__zero_terminal_snr": True, "loss__min_snr_gamma": 5.0},
+    "sd2": {"family": "sd2", "noise__zero_terminal_snr": True, "loss__weighting": "v_as_epsilon"},
     "sdxl": {"family": "sdxl", "memory__gradient_checkpointing": "true", "lora__dropout": 0.2, "lora__alpha": 2.0},
     "sd3": {
         "family": "sd3",
@@ -331,6 +332,7 @@ def test_every_choice_of_a_setting_has_a_case(setting):
 OF_A_STEP = ("lora", "optimizer", "lr_scheduler", "noise", "loss", "captions", "data")
 BEFORE_ANY_STEP = {
     "captions.extension",
+    "lora.network_weights",
     *(f"captions.{name}" for name in ("separator", "keep_tokens_separator", "prefix", "suffix")),
     *(f"data.{name}" for name in ("resolution", "resolution_ceiling", "allow_missing_captions", "allow_small_images")),
     *(f"data.{name}" for name in ("bucket_no_upscale", "max_aspect", "bucket_step", "bucket_min", "bucket_max")),

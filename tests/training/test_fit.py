@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import TrainingFailed
+from lora_trainer.evaluation.validation_loss import ValidationLoss
 from lora_trainer.models.memory import block_swap
 from lora_trainer.models.memory.block_swap import swappable_blocks, swapped_count
 from lora_trainer.models.memory.checkpointing import checkpointed_blocks
@@ -237,7 +238,7 @@ def validated_on_gpu(run: Run, room: int) -> Run:
     true = run.validate
     assert true is not None
 
-    def validate(asked: int) -> float:
+    def validate(asked: int) -> ValidationLoss:
         if asked > room:
             raise torch.OutOfMemoryError(SHORT)
         return true(asked)
@@ -271,7 +272,7 @@ def test_a_validation_that_never_fits_saves_what_was_trained(place: TinyPlace):
     true = run.validate
     assert true is not None
 
-    def validate(most: int) -> float:
+    def validate(most: int) -> ValidationLoss:
         if next(asked) >= 2:
             raise torch.OutOfMemoryError(SHORT)
         return true(most)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lora_trainer.evaluation.validation_loss import ValidationLoss
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.run.release import withdraw_after
 from lora_trainer.training.checkpoints.best import best_files
@@ -52,7 +53,8 @@ def resumed_from(run: Run) -> list[str]:
 def test_rows_of_undone_steps_are_deleted_before_a_step_is_trained_again(place: TinyPlace) -> None:
     """Otherwise --resume after a kill would take it, and pair it with a new best file."""
     losses = itertools.count(-1, -1)
-    run = replace(bad_once(fresh(place, "a"), 6), validate=lambda at_once: float(next(losses)))  # each the best yet
+    best_yet = (ValidationLoss(loss, loss) for loss in losses)
+    run = replace(bad_once(fresh(place, "a"), 6), validate=lambda at_once: next(best_yet))
     steps: list[int] = []
     there: list[tuple[list[int], ...]] = []
 

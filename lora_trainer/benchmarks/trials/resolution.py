@@ -128,10 +128,10 @@ def what_it_brings(subject: BenchSubject) -> tuple[float | None, float | None]:
     run = subject.run
     if run.validate is None:
         return None, None
-    before = run.validate(TOGETHER)
+    before = run.validate(TOGETHER).plain
     way = own_way(
         subject.context, [run.feed.micros(step) for step in range(TRAINED)], run.config.optimizer.learning_rate
     )
     for step in range(TRAINED):
         way(step)
-    return before, run.validate(TOGETHER)
+    return before, run.validate(TOGETHER).plain
