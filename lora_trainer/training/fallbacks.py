@@ -46,7 +46,7 @@ class Failure:
 def step_with_fallbacks(
     run: Run,
     state: TrainState,
-    batches: Sequence[MicroBatch],
+    micro_batches: Sequence[MicroBatch],
     lr: float,
     stopping: Stopping,
     reporter: Reporter,
@@ -61,11 +61,11 @@ def step_with_fallbacks(
     is_changed = fit != state.fit
     with stopping.step(state) as gradients_are_there:
         while True:
-            parts = split_batches(batches, fit.micro)
+            fitting = split_micro_batches(micro_batches, fit.micro)
             try:
                 if is_changed:
                     install(run, fit)
-                failure = compiled_failure(run, compiled, parts, state, reporter)
+                failure = compiled_failure(run, compiled, fitting, state, reporter)
                 if failure is None:
                     if run.config.lora.dropout:
                         # Seeded by position, as every other draw: no generator state to save, other masks in each
@@ -73,7 +73,8 @@ def step_with_fallbacks(
                         key = position_key(run.config.train.seed, "dropout", state.step, run.processes.rank)
                         torch.manual_seed(key % 2**32)
                     clip_scale = state.control.clip_scale
-                    result = train_step(with_guard(context, state), parts, samples, lr, clip_scale, gradients_are_there)
+                    guarded = with_guard(context, state)
+                    result = train_step(guarded, fitting, samples, lr, clip_scale, gradients_are_there)
                     if context.average is not None:
                         with changing_weights():
                             context.average.update(context.adapter.masters, state.step)
@@ -92,29 +93,31 @@ def step_with_fallbacks(
                 reporter.event(state.step + 1, "compile", message)
             else:
                 free_memory(context.device)
-                fit, is_changed = with_less_memory(run, state, fit, parts, failure, reporter), True
+                fit, is_changed = with_less_memory(run, state, fit, fitting, failure, reporter), True
 
 
-def split_batches(batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch]:
+def split_micro_batches(micro_batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch]:
     """The same samples in the same order, in micro-batches of at most `most`; None keeps them as they are."""
-    parts = []
-    for batch in batches:
-        count = len(batch.t)
+    found = []
+    for micro in micro_batches:
+        count = len(micro.t)
         splits = -(-count // most) if most else 1
         bounds = [split * count // splits for split in range(splits + 1)]
-        parts += [batch] if splits <= 1 else [batch.part(start, end) for start, end in pairwise(bounds)]
-    return parts
+        found += [micro] if splits <= 1 else [micro.part(start, end) for start, end in pairwise(bounds)]
+    return found
 
 
 def compiled_failure(
-    run: Run, compiled: Compiled | None, parts: list[MicroBatch], state: TrainState, reporter: Reporter
+    run: Run, compiled: Compiled | None, micro_batches: list[MicroBatch], state: TrainState, reporter: Reporter
 ) -> Failure | None:
     """What is wrong with compiled blocks: their gradients are checked before the first step of a process."""
     if compiled is None:
         return None
     compiled.begin_step()
     reason = (
-        disagreement(run, compiled, parts, state.step, reporter) if compiled.on and not compiled.is_checked else None
+        disagreement(run, compiled, micro_batches, state.step, reporter)
+        if compiled.on and not compiled.is_checked
+        else None
     )
     return None if reason is None else Failure(Exception, reason, of_compiler=True)
 
@@ -133,7 +136,7 @@ def with_less_memory(
     run: Run,
     state: TrainState,
     fit: OomFallback,
-    parts: Sequence[MicroBatch],
+    micro_batches: Sequence[MicroBatch],
     failure: Failure,
     reporter: Reporter,
 ) -> OomFallback:
@@ -142,13 +145,13 @@ def with_less_memory(
     if failure.kind is OomDuringAllReduce:
         message = f"Out of memory while gradients were summed or clipped, at step {step} ({reason})."
         raise TrainingFailed(Problem(message, SMALLER_RUN))
-    less = reduce_memory(run, fit, max((len(part.t) for part in parts), default=1), state.step)
+    less = reduce_memory(run, fit, max((len(micro.t) for micro in micro_batches), default=1), state.step)
     if failure.kind is OomDuringUpdate and (run.processes.reduce is not None or less is None):
         message = f"Out of memory while the weights were changed, at step {step} ({reason})."
         raise WeightsLost(Problem(message, SMALLER_STATE))
     if less is None:
         raise out_of_memory_error(f"at step {step}", reason)
-    message = f"out of memory ({reason}): {describe(run, less)} in place of {describe(run, fit, parts)}"
+    message = f"out of memory ({reason}): {describe(run, less)} in place of {describe(run, fit, micro_batches)}"
     if failure.kind is OomDuringUpdate:
         raise Rollback(state, "memory", message, fit=less)
     reporter.event(step, "memory", f"{message}; the step is repeated")

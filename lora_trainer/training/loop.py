@@ -90,9 +90,9 @@ def training_loop(
         started, lr = time.perf_counter(), lr_at(run, state, state.step)
         try:
             with stopping.waiting_for_data():
-                batches = next_batches(loader, state.step)
+                micro_batches = next_micro_batches(loader, state.step)
             waited = time.perf_counter() - started
-            result, fit = step_with_fallbacks(run, state, batches, lr, stopping, reporter)
+            result, fit = step_with_fallbacks(run, state, micro_batches, lr, stopping, reporter)
         except StepAborted:
             stopping.abort()
             abort_step(run.context)
@@ -122,7 +122,7 @@ def read_steps(run: Run, first: int) -> Iterator[list[MicroBatch]]:
         yield run.feed.micros(step)
 
 
-def next_batches(loader: Iterator[list[MicroBatch]], step: int) -> list[MicroBatch]:
+def next_micro_batches(loader: Iterator[list[MicroBatch]], step: int) -> list[MicroBatch]:
     """The micro-batches of the step after `step`. Raises TrainingFailed where memory or the disk fails on reading."""
     try:
         return next(loader)

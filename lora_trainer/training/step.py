@@ -137,7 +137,7 @@ def changing_weights(kind: type[Exception] = OomDuringUpdate) -> Iterator[None]:
 
 def train_step(
     context: StepContext,
-    batches: Iterable[MicroBatch],
+    micro_batches: Iterable[MicroBatch],
     samples: int,
     lr: float,
     clip_scale: float = 1.0,
@@ -151,13 +151,13 @@ def train_step(
     """
     total = torch.zeros((), device=context.device)
     losses: tuple[Tensor, ...] = ()
-    for number, micro in enumerate(batches):
+    for number, micro in enumerate(micro_batches):
         # In fp32 the gradients so far are in the memory of CUDA graphs, which `begin_step` would reuse.
         if number > 0 and context.compiled is not None and not context.adapter.is_shared:
             context.compiled.begin_step()
-        part, own = backward(context, micro.to(context.device, context.dtype), samples)
-        total += part
-        losses = (*losses, own)
+        loss, sample_losses = backward(context, micro.to(context.device, context.dtype), samples)
+        total += loss
+        losses = (*losses, sample_losses)
     summed: list[Tensor] = []
     if context.reduce is not None:
         losses = (place_in_step(context, losses, samples),)
