@@ -41,7 +41,7 @@ def distilled_line(config: Config, facts: ModelFacts) -> str | None:
 
     By its config, or where that is the same as others' by the name of its files.
     """
-    names = f"{facts.name} {config.model.path or ''}"
+    names = " ".join((facts.name, *Path(config.model.path or "").parts[-2:]))  # folders above are not the model's
     base = facts.distilled_from or ("the model that it was made from" if DISTILLED_NAMES.search(names) else "")
     if not base or config.model.training_adapter is not None:
         return None

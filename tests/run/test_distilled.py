@@ -30,6 +30,12 @@ def test_other_names(name: str) -> None:
     assert distilled_line(Config(), facts) is None
 
 
+def test_folders_above_the_model_do_not_name_it() -> None:
+    facts = replace(public_architecture("sdxl").facts, path=Path("/laid/out"), named="sdxl")
+    for path, line in (("/home/turbo/models/one.safetensors", False), ("me/sdxl-turbo", True)):
+        assert bool(distilled_line(Config(model=ModelSection(path=path)), facts)) == line
+
+
 def test_distilled_by_its_config() -> None:
     facts = replace(public_architecture("flux").facts, distilled_from="FLUX.1-dev")
     line = distilled_line(Config(), facts)
