@@ -148,6 +148,9 @@ def compile_blocks(denoiser: nn.Module, *, mode: str, dynamic: bool, fullgraph: 
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MOST_OF_A_CLASS)
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True  # a block only searches the compilations of its own form
+    if any(layer._forward_hooks for block in repeated_blocks(denoiser) for layer in [*block.modules()][1:]):
+        # Else a block whose layers have no hook would run the code of one whose layers do, and the reverse.
+        limits.skip_nnmodule_hook_guards = False
     compiled = Compiled(mode, dynamic, fullgraph, last_count=count())
     regions: dict[Hashable, Callable[..., Any]] = {}
     for block in repeated_blocks(denoiser):

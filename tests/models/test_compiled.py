@@ -112,6 +112,19 @@ def test_equal_blocks_share_a_compilation_for_each_size() -> None:
     assert compiled.news() is None
 
 
+@pytest.mark.parametrize("hooked", [(0, 2), (1, 3)])
+def test_blocks_whose_layers_have_hooks_do_not_run_the_code_of_others(hooked: tuple[int, ...]) -> None:
+    """As with a training adapter that is on some of the blocks."""
+    plain, model = denoiser((8, 8, 8, 8)), denoiser((8, 8, 8, 8))
+    for each in (plain, model):
+        for place in hooked:
+            each.blocks[place].layer.base_layer.register_forward_hook(lambda layer, inputs, output: output * 2)
+    with_regions(model)
+    x = torch.randn(3, 8)
+    for found, wanted in zip(gradients(model, x), gradients(plain, x), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 def test_evaluation_and_other_values_compile_nothing() -> None:
     model, x = denoiser((8, 8)), torch.randn(2, 8)
     with_regions(model)
