@@ -101,7 +101,7 @@ def after_worse(control: Control, loss: float, base: float | None) -> tuple[Cont
     if control.worse != WORSE_IN_A_ROW:
         return control, []
     message = (
-        f"the validation loss is {loss:.5g}, and that of the base model alone was {base:.5g}: the LoRA makes the model"
+        f"the validation loss is {loss:.5g}, and before training it was {base:.5g}: the LoRA makes the model"
         " worse. The learning rate is too high: stop, and start a new run with a lower optimizer.learning_rate"
     )
     return control, [Decision("diverging", message)]

@@ -32,7 +32,7 @@ class Control:
     loss_sum: float = 0.0  # moving sum of the losses, for loss spikes
     losses: int = 0  # number of losses in it
     lowest_loss: float | None = None  # lowest smoothed loss since the last loss spike
-    worse: int = 0  # validations in a row that were far worse than the base model alone
+    worse: int = 0  # validations in a row that were far worse than before training
     norm_sum: float = 0.0  # the same of gradients' norms, for gradient spikes
     norms: int = 0
     clip_scale: float = 1.0  # factor on gradient clipping, after a loss spike
@@ -49,7 +49,7 @@ class TrainState:
     val_loss: float | None = None  # newest validation loss
     weighted_val_loss: float | None = None  # the same, weighted as the training loss: what is compared
     validated_step: int | None = None  # the step of that measurement
-    base_val_loss: float | None = None  # validation loss of the base model alone: the one of step 0
+    base_val_loss: float | None = None  # validation loss before training: the one of step 0
     best_val_loss: float | None = None
     best_weighted_loss: float | None = None
     best_step: int | None = None

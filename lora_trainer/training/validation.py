@@ -112,7 +112,7 @@ def measure_with_oom_fallback(
 
 
 def validation_line(before: TrainState, now: TrainState) -> str:
-    """The line of a validation: the loss, with the lowest until then and that of the base model alone.
+    """The line of a validation: the loss, with the lowest until then and that before training.
 
     Where the training loss weights timesteps, the lowest is that of the weighted losses.
     """
@@ -120,10 +120,10 @@ def validation_line(before: TrainState, now: TrainState) -> str:
     weighted = loss if now.weighted_val_loss is None else now.weighted_val_loss
     line = f"step {now.step}: validation loss {loss:.4f}"
     if now.step == 0:
-        return f"{line} before training (the base model without a LoRA)"
+        return f"{line} before training"
     if weighted != loss:
         line += f", weighted as in training {weighted:.4f}"
-    worse = "" if base is None or not loss > base else f"; worse than the base model alone ({base:.4f})"
+    worse = "" if base is None or not loss > base else f"; worse than before training ({base:.4f})"
     if now.best_step == now.step:
         return f"{line}, the lowest so far{since(before, weighted)}{worse}"
     if now.best_weighted_loss is None:

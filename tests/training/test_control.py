@@ -120,8 +120,8 @@ def test_a_run_worse_than_its_base_model_is_reported(place: TinyPlace):
     assert (state.step, state.base_val_loss) == (4, 0.3)
     (event,) = [each for each in read_lines(run.folder / EVENTS) if each["kind"] == "diverging"]
     assert event["step"] == 3
-    assert "1, and that of the base model alone was 0.3" in event["message"]
-    assert "step 1: validation loss 1.2000, the lowest so far; worse than the base model alone (0.3000)" in lines
+    assert "1, and before training it was 0.3" in event["message"]
+    assert "step 1: validation loss 1.2000, the lowest so far; worse than before training (0.3000)" in lines
 
 
 def test_a_line_shows_differences_beyond_four_digits():
