@@ -19,6 +19,7 @@ from lora_trainer.run.plans.plan import Plan, make_plan
 from lora_trainer.run.plans.view import show_plan as show_memory
 from lora_trainer.run.room import Room, room_for
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
+from lora_trainer.training.network_weights import check_lora_files
 from lora_trainer.training.processes import join_processes
 
 
@@ -26,6 +27,7 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     """Print samples, buckets, steps, three captions, caches, memory, disk, and every setting's origin."""
     resolved, config, console = order.resolved, order.config, order.console
     refuse_without_validation(config, inputs)
+    check_lora_files(config, inputs.family, inputs.facts)
     processes = join_processes()
     choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
     steps = arithmetic(config, inputs.train, choices.micro, processes.world)

@@ -91,6 +91,7 @@ class Outcome:
 def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     """Train and release one LoRA in the order's folder. Raises UserError."""
     session = open_session(order, inputs)
+    check_lora_files(session.config, inputs.family, inputs.facts)
     settings = fixed_settings(session.config, inputs, session.choices)
     start = find_start(order.folder, settings, order.console, order.config) if order.resume else None
     for line in order.differences:
@@ -154,7 +155,6 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
     """
     config, inputs, console = session.config, session.inputs, session.console
     refuse_without_validation(config, inputs)
-    check_lora_files(config, inputs.family, inputs.facts)
     show_views(config, inputs, session.steps, console)
     for line in (
         inputs.split_line,

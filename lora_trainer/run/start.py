@@ -17,8 +17,11 @@ from lora_trainer.models.folder import weights_digest
 from lora_trainer.run.choices import Choices
 from lora_trainer.run.inputs import Inputs, with_absolute_paths
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
+from lora_trainer.training.network_weights import lora_path
 
 TRAINED_TEXTS = "trained text encoders"
+# LoRA files by what they hold, whatever their path; runs before these settings had none.
+TRAINING_ADAPTER, STARTED_FROM = "training adapter", "LoRA that the run starts from"
 
 
 def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:
@@ -39,7 +42,8 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         "data.sources": shown_by_source(config),
         "trained resolution": inputs.resolution,  # also where it is the model's own under a tier's ceiling
         "model": weights_digest(folder / family.denoiser.component),
-        **({"training adapter": sha256_file(Path(adapter))} if (adapter := config.model.training_adapter) else {}),
+        TRAINING_ADAPTER: digest_of(config.model.training_adapter),
+        STARTED_FROM: digest_of(config.lora.network_weights),
         "VAE": image_key,
         "text encoder": text_key,
         TRAINED_TEXTS: list(family.text_rates(config.text_encoder.learning_rates)),
@@ -47,6 +51,10 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         "data": inputs.manifest.data_hash,
         "precision": choices.precision.value,
     }
+
+
+def digest_of(lora: str | None) -> str | None:
+    return None if lora is None else sha256_file(lora_path(lora))
 
 
 def shown_by_source(config: Config) -> list[dict[str, Any]]:
@@ -70,7 +78,12 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
         console.print("--resume: no checkpoint yet, starting at step 0")
         return None
     path, checkpoint = found
-    saved = {TRAINED_TEXTS: [], **checkpoint.settings}  # older runs trained none
+    saved = {
+        TRAINED_TEXTS: [],
+        TRAINING_ADAPTER: None,
+        STARTED_FROM: None,
+        **checkpoint.settings,
+    }  # older runs had none
     changed = {name: old for name, old in saved.items() if settings.get(name) != old}
     if any(name.startswith(("text_encoder.", "textual_inversion.")) for name in changed):
         changed.pop("text encoder", None)  # how captions are read is part of its key
@@ -96,6 +109,9 @@ def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Pr
         return Problem("The model's weights differ from those at the start of the run.", fix)
     if name in ("VAE", "text encoder"):
         return Problem(f"The model's {name} differs from the one at the start of the run.", fix)
+    if name in (TRAINING_ADAPTER, STARTED_FROM):
+        setting = "model.training_adapter" if name == TRAINING_ADAPTER else "lora.network_weights"
+        return Problem(f"The {name} ({setting}) differs from the one at the start of the run.", fix)
     if name == "data":
         now, before = [source.path for source in with_absolute_paths(config).data.sources], earlier_sources(folder)
         here = ", ".join(now) or "the built-in dataset"

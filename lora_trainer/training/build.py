@@ -114,7 +114,7 @@ def build_denoiser(
     has_benchmark = try_convolutions(config, device, layout.shapes)
     names, files = target_modules(denoiser, family.denoiser, config.lora.target_modules), []
     if config.model.training_adapter is not None:
-        files.append(add_training_adapter(denoiser, config, family, layout.dtype, device))
+        files.append(add_training_adapter(denoiser, config, family, layout.dtype, load_device))
     attention = set_up_attention(denoiser, config, family, layout, processes, is_requested=is_attention_requested)
     parameters = add_adapter(denoiser, names, config, denoiser_options(config))
     if config.lora.network_weights is not None:

@@ -21,6 +21,8 @@ from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.models.lora_names import read_lora
 
+FROZEN_DOWN, FROZEN_UP = "training_adapter_down", "training_adapter_up"
+
 
 def check_lora_files(config: Config, family: Family, facts: ModelFacts) -> None:
     """Raise UsageError with all problems of `lora.network_weights` and `model.training_adapter`.
@@ -29,7 +31,7 @@ def check_lora_files(config: Config, family: Family, facts: ModelFacts) -> None:
     """
     problems = []
     if (path := config.model.training_adapter) is not None:
-        weights = read_lora(Path(path))
+        weights = read_lora(lora_path(path))
         found = in_short(misfits_by_config(weights, family, facts.path))
         others = set(weights.modules) - set(of_component(weights, family.denoiser.component).modules)
         if not found and others:
@@ -37,11 +39,16 @@ def check_lora_files(config: Config, family: Family, facts: ModelFacts) -> None:
             found = [Problem(message, "Use a LoRA on that alone.")]
         problems += named("model.training_adapter", path, found)
     if (path := config.lora.network_weights) is not None:
-        weights = read_lora(Path(path))
+        weights = read_lora(lora_path(path))
         found = in_short(misfits_by_config(weights, family, facts.path))
         problems += named("lora.network_weights", path, found or misplaced(weights, config, family, facts))
     if problems:
         raise UsageError(problems)
+
+
+def lora_path(path: str) -> Path:
+    """The file of `lora.network_weights` or `model.training_adapter`."""
+    return Path(path).expanduser()
 
 
 def misplaced(weights: LoraWeights, config: Config, family: Family, facts: ModelFacts) -> list[Problem]:
@@ -90,14 +97,16 @@ def start_from_file(
 
     The first prediction is that of the file's LoRA, its alpha included. `check_lora_files` has checked that it fits.
     """
-    path, start = Path(str(config.lora.network_weights)), adapter_kind(config).start_from
+    path, start = lora_path(str(config.lora.network_weights)), adapter_kind(config).start_from
     assert start is not None
     own = of_component(read_lora(path), component).modules
     names = {module_name(component, module): module for module in modules}
-    start(parameters, {names[name]: pair for name, pair in own.items() if name in names}, options)
-    fresh = len(names) - len(own)
+    taken = {names[name]: pair for name, pair in own.items() if name in names}
+    start(parameters, taken, options)
+    fresh, left = len(names) - len(taken), len(own) - len(taken)
     rest = f"; {fresh} of {len(names)} are new" if fresh else ""
-    return f"{component}: starts from {path.name}, {counted(len(own), 'module')}{rest} (lora.network_weights)"
+    rest += f"; {left} of its modules reach no prediction here and are left out" if left else ""
+    return f"{component}: starts from {path.name}, {counted(len(taken), 'module')}{rest} (lora.network_weights)"
 
 
 def of_component(weights: LoraWeights, component: str) -> LoraWeights:
@@ -114,24 +123,26 @@ def add_training_adapter(
     It is there while training alone: images and LoRA files are of the model without it. Called before the trained
     adapter is injected, so that each layer's own output has it.
     """
-    path = Path(str(config.model.training_adapter))
+    path = lora_path(str(config.model.training_adapter))
     layers = adaptable_modules({family.denoiser.component: denoiser})
     pairs = of_component(read_lora(path), family.denoiser.component).modules
     for name, pair in pairs.items():
-        layers[name].register_forward_hook(FrozenLora(pair, dtype, device))
+        add_frozen(layers[name], pair, dtype, device)
     return f"training adapter: {path.name} on {counted(len(pairs), 'module')}, not in images nor in the LoRA"
 
 
-class FrozenLora:
-    """A forward hook that adds a LoRA's update to a layer's output."""
+def add_frozen(layer: nn.Linear | nn.Conv2d, pair: LoraPair, dtype: torch.dtype, device: torch.device) -> None:
+    """Add a LoRA's update to a layer's output, with its halves as buffers, so that they move and swap with the layer."""
+    layer.register_buffer(FROZEN_DOWN, pair.down.to(device, dtype), persistent=False)
+    layer.register_buffer(FROZEN_UP, (pair.up.float() * pair.scale).to(device, dtype), persistent=False)
+    layer.register_forward_hook(add_update)
 
-    def __init__(self, pair: LoraPair, dtype: torch.dtype, device: torch.device) -> None:
-        self.down = pair.down.to(device, dtype)
-        self.up = (pair.up.float() * pair.scale).to(device, dtype)
 
-    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        x = inputs[0].to(self.down.dtype)
-        if isinstance(layer, nn.Conv2d):
-            small = functional.conv2d(x, self.down, None, layer.stride, layer.padding, layer.dilation)
-            return output + functional.conv2d(small, self.up).to(output.dtype)
-        return output + functional.linear(functional.linear(x, self.down), self.up).to(output.dtype)
+def add_update(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """The forward hook of a layer with a frozen LoRA."""
+    down, up = getattr(layer, FROZEN_DOWN), getattr(layer, FROZEN_UP)
+    x = inputs[0].to(down.dtype)
+    if isinstance(layer, nn.Conv2d):
+        small = functional.conv2d(x, down, None, layer.stride, layer.padding, layer.dilation)
+        return output + functional.conv2d(small, up).to(output.dtype)
+    return output + functional.linear(functional.linear(x, down), up).to(output.dtype)

@@ -8,7 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lora_trainer.adapters.base import AdapterOptions
+from lora_trainer.config.schema import Config, LoraSection
+from lora_trainer.export.weights import LoraPair
 from lora_trainer.models.lora_names import read_lora
+from lora_trainer.training.network_weights import add_frozen, start_from_file
 from tests.recipes.recipe import Bench, losses, tensor_bytes
 
 FIRST = {"checkpoint__export_weights": "last", "checkpoint__export_dtype": "fp32"}
@@ -101,5 +105,63 @@ def test_a_run_resumes_only_with_the_same_training_adapter(
     save_file(tensors, adapter)
     assert bench.run("cat", model__training_adapter=adapter, checkpoint__every_n_steps=3) == 0
     save_file({key: each * 2 for key, each in tensors.items()}, adapter)
-    assert bench.run("cat", "--resume", steps=9, model__training_adapter=adapter) == 2
-    assert "training adapter" in capsys.readouterr().err
+    for other in (adapter, None):
+        assert bench.run("cat", "--resume", steps=9, model__training_adapter=other) == 2
+        assert "training adapter (model.training_adapter) differs" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_without_an_adapter_or_a_start_does_not_resume_with_one(
+    earlier: Bench, bench: Bench, capsys: pytest.CaptureFixture[str]
+):
+    first = earlier.folder("first") / "first.safetensors"
+    assert bench.run("cat", **CONVOLUTIONS, checkpoint__every_n_steps=3) == 0
+    for setting in ("model__training_adapter", "lora__network_weights"):
+        assert bench.run("cat", "--resume", steps=9, **CONVOLUTIONS, **{setting: first}) == 2
+        assert f"({setting.replace('__', '.')}) differs" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_path_of_a_start_may_begin_at_home_and_change(
+    earlier: Bench, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first = earlier.folder("first") / "first.safetensors"
+    (tmp_path / "home.safetensors").write_bytes(first.read_bytes())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    at_home = {"lora__network_weights": "~/home.safetensors", "model__training_adapter": "~/home.safetensors"}
+    assert bench.run("cat", **CONVOLUTIONS, checkpoint__every_n_steps=3, **at_home) == 0
+    elsewhere = {"lora__network_weights": first, "model__training_adapter": first}
+    assert bench.run("cat", "--resume", steps=9, **CONVOLUTIONS, **elsewhere) == 0
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_missing_file_is_refused(
+    dry: tuple[str, ...], bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for setting in ("model__training_adapter", "lora__network_weights"):
+        assert bench.run("cat", *dry, **{setting: tmp_path / "absent.safetensors"}) == 2
+        assert "absent.safetensors" in capsys.readouterr().err
+
+
+def test_the_line_counts_modules_that_are_taken_new_and_left_out(earlier: Bench):
+    """With CLIP skip a file may have more of a text encoder's modules than a run trains."""
+    first = earlier.folder("first") / "first.safetensors"
+    pairs = list(read_lora(first).modules.items())
+    parameters = {
+        f"{name.removeprefix('unet.')}.lora_{half}.default.weight": torch.nn.Parameter(torch.zeros_like(value))
+        for name, pair in pairs[3:]
+        for half, value in (("A", pair.down), ("B", pair.up))
+    }
+    config, options = Config(lora=LoraSection(network_weights=str(first))), AdapterOptions(4, 4.0)
+    line = start_from_file(config, "unet", parameters, options)
+    of_all = f"{len(pairs) - 3} modules; 3 of its modules reach no prediction here and are left out"
+    assert line == f"unet: starts from first.safetensors, {of_all} (lora.network_weights)"
+
+
+def test_an_adapters_weights_move_with_its_layer():
+    pair = LoraPair(torch.randn(2, 4), torch.randn(3, 2), 1.0)
+    layer, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+    expected = layer(x) + x @ pair.delta().T
+    add_frozen(layer, pair, torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(layer(x), expected)
+    assert layer.to("meta")(x.to("meta")).is_meta
+    assert set(layer.state_dict()) == {"weight", "bias"}

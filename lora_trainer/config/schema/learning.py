@@ -35,7 +35,7 @@ class LoraSection(Section):
     )
     network_weights: str | None = setting(
         None,
-        "fixed",
+        "fixed in effect",
         "LoRA file of any program to start from, its alpha included; its rank may be lower than `rank`",
     )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.0, "changes training", "dropout inside the LoRA")
