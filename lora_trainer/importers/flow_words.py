@@ -21,7 +21,9 @@ NO_FLOW = "of models with flow matching, which this is not"
 NO_GUIDANCE = "distilled models are trained with guidance 1"
 WEIGHED = "without its weighting of the loss"
 SQUARED = "its loss counts a time by its square there; all times count alike here"
-OF_DIFFUSION = frozenset(name for name, (predictions, _) in NEEDS.items() if "flow" not in predictions)
+OF_DIFFUSION = frozenset(
+    {"loss.weighting", *(name for name, (predictions, _) in NEEDS.items() if "flow" not in predictions)}
+)
 NOT_READ = "its program does not read it for models with flow matching"
 NOT_OF_FLOWS = "a flow has no such thing here (docs/flow.md)"
 # Keys of kohya's that only its scripts for SD3, or for FLUX and later models, read.

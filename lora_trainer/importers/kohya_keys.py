@@ -159,14 +159,16 @@ def _loss(value: Any, around: Around) -> Took:
     return Took({"loss.type": kind}, why, "changed" if why else "mapped")
 
 
-def _weighting(name: str) -> KeyRule:
+def _weighting(name: str, *before: str) -> KeyRule:
+    """A switch of `loss.weighting`, unless another one `before` it is on."""
+
     def read(value: Any, around: Around) -> Took:
         if not is_on(value):
             return Took({}, "off", "ignored")
-        if is_on(around["min_snr_gamma"]):
-            return Took(
-                {}, "one weighting is followed, and min_snr_gamma is it: here they are not multiplied", "changed"
-            )
+        for other in before:
+            if is_on(around[other] or False):
+                why = f"one weighting is followed, and {other} is it: here they are not multiplied"
+                return Took({}, why, "changed")
         return Took({"loss.weighting": name})
 
     return by(read, "loss.weighting")
@@ -303,8 +305,8 @@ RULES: Mapping[str, KeyRule] = {
     "sample_every_n_steps": same("sample.every_n_steps", whole),
     "sample_prompts": by(prompts, "sample.prompts", "options behind -- are left out"),
     "min_snr_gamma": unless_off("loss.min_snr_gamma", number),
-    "debiased_estimation_loss": _weighting("debiased"),
-    "scale_v_pred_loss_like_noise_pred": _weighting("v_as_epsilon"),
+    "debiased_estimation_loss": _weighting("debiased", "min_snr_gamma"),
+    "scale_v_pred_loss_like_noise_pred": _weighting("v_as_epsilon", "min_snr_gamma", "debiased_estimation_loss"),
     "network_weights": path_to("lora.network_weights"),
     "noise_offset": unless_off("noise.offset", number),
     "multires_noise_iterations": unless_off("noise.multires_iterations", whole),

@@ -151,6 +151,19 @@ def line_of(imported: Imported, key: str) -> tuple[str, str]:
     return found.verdict, found.why
 
 
+def test_one_weighting_of_kohyas_is_followed_and_none_for_a_flow(tmp_path: Path) -> None:
+    debiased, scaled = "debiased_estimation_loss", "scale_v_pred_loss_like_noise_pred"
+    assert kohya(tmp_path, **{debiased: True}).config.loss.weighting == "debiased"
+    assert kohya(tmp_path, **{scaled: True, debiased: False}).config.loss.weighting == "v_as_epsilon"
+    both = kohya(tmp_path, **{scaled: True, debiased: True})
+    assert both.config.loss.weighting == "debiased"
+    assert line_of(both, scaled)[0] == "changed"
+    of_snr = kohya(tmp_path, min_snr_gamma=5, **{debiased: True})
+    assert (of_snr.config.loss.weighting, line_of(of_snr, debiased)[0]) == ("min_snr", "changed")
+    of_flow = kohya(tmp_path, clip_g="g", **{debiased: True})
+    assert (of_flow.config.loss.weighting, line_of(of_flow, debiased)[0]) == ("min_snr", "ignored")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
