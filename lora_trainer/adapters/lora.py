@@ -83,8 +83,11 @@ def start_from(parameters: Mapping[str, nn.Parameter], pairs: Mapping[str, LoraP
     """
     scale = options.alpha / (math.sqrt(options.rank) if options.rank_stabilized else options.rank)
     for module, pair in pairs.items():
-        parameters[f"{module}.lora_A.{ADAPTER}.weight"][: pair.rank].copy_(pair.down)
-        parameters[f"{module}.lora_B.{ADAPTER}.weight"][:, : pair.rank].copy_(pair.up.float() * (pair.scale / scale))
+        down, up = (parameters[f"{module}.lora_{half}.{ADAPTER}.weight"] for half in "AB")
+        for each in (down, up):
+            each.data = each.data.float()  # masters are made of them: in bf16 the file's values would be rounded
+        down[: pair.rank].copy_(pair.down)
+        up[:, : pair.rank].copy_(pair.up.float() * (pair.scale / scale))
 
 
 LORA = AdapterKind(inject=inject_lora, updates=updates, forms=lora_forms, speed_up=sum_updates, start_from=start_from)

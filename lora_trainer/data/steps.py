@@ -207,6 +207,7 @@ class StepArithmetic:
             "processes": self.processes,
             "epochs": self.epochs,
             "total": self.total,
+            **({} if self.unlimited is None else {"total_without_ceiling": self.unlimited}),
             "effective_batch_size": self.effective,
             "steps_per_epoch": self.steps_per_epoch,
         }

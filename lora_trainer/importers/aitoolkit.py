@@ -17,7 +17,7 @@ from lora_trainer.importers.kohya_keys import (
     betas,
 )
 from lora_trainer.importers.merge import RESOLUTIONS, add_together, flattened, no_validation, read_tables
-from lora_trainer.importers.reading import Around, KeyRule, Line, Reading, Took
+from lora_trainer.importers.reading import Around, KeyRule, Line, Reading, Took, located
 from lora_trainer.importers.rules import (
     by,
     count,
@@ -57,6 +57,13 @@ from lora_trainer.importers.words import (
 # Linear layers and 1x1 convolutions of the whole U-Net; with `conv` its other convolutions too.
 ALL_LINEAR = ("*.attentions.*", "*.time_emb_proj", "*embedding.*", "*.conv_shortcut")
 FAMILIES = ("sd1", "sd15", "sd2", "sdxl", "sd", "sd3", "flux", "zimage")
+
+
+def _assistant(value: Any, around: Around) -> Took:
+    path = Path(located(around.folder, text(value)))
+    if path.is_file():
+        return Took({"model.training_adapter": str(path)})
+    return Took({}, "no such file here: download it, and set model.training_adapter to it", "changed")
 
 
 def _linear(value: Any, around: Around) -> Took:
@@ -178,7 +185,7 @@ RULES: Mapping[str, KeyRule] = {
     **{f"model.is_{name}": lacking(OTHER_FAMILY) for name in "pixart pixart_sigma auraflow lumina2 ssd vega".split()},
     "model.vae_path": VAE,
     "model.lora_path": lacking("no LoRA is merged into the base before"),
-    "model.assistant_lora_path": path_to("model.training_adapter"),
+    "model.assistant_lora_path": by(_assistant, "model.training_adapter"),
     "model.refiner_name_or_path": lacking("refiners are not trained"),
     "model.unet_path": lacking("the model's own denoiser is used"),
     "train.steps": by(_steps, "train.max_steps"),

@@ -121,7 +121,7 @@ def validation_line(before: TrainState, now: TrainState) -> str:
     line = f"step {now.step}: validation loss {loss:.4f}"
     if now.step == 0:
         return f"{line} before training"
-    if weighted != loss:
+    if weighted != loss and math.isfinite(weighted):
         line += f", weighted as in training {weighted:.4f}"
     worse = "" if base is None or not loss > base else f"; worse than before training ({base:.4f})"
     if now.best_step == now.step:

@@ -152,7 +152,8 @@ def test_the_line_counts_modules_that_are_taken_new_and_left_out(earlier: Bench)
         for half, value in (("A", pair.down), ("B", pair.up))
     }
     config, options = Config(lora=LoraSection(network_weights=str(first))), AdapterOptions(4, 4.0)
-    line = start_from_file(config, "unet", parameters, options)
+    modules = [name.removeprefix("unet.") for name, _ in pairs[3:]]
+    line = start_from_file(config, "unet", modules, parameters, options)
     of_all = f"{len(pairs) - 3} modules; 3 of its modules reach no prediction here and are left out"
     assert line == f"unet: starts from first.safetensors, {of_all} (lora.network_weights)"
 
@@ -165,3 +166,13 @@ def test_an_adapters_weights_move_with_its_layer():
     torch.testing.assert_close(layer(x), expected)
     assert layer.to("meta")(x.to("meta")).is_meta
     assert set(layer.state_dict()) == {"weight", "bias"}
+
+
+def test_a_bf16_run_starts_from_exact_values(earlier: Bench, bench: Bench):
+    """bf16 layers round the file's values; the masters, which are exported, do not."""
+    first = earlier.folder("first") / "first.safetensors"
+    start = {"lora__network_weights": first, "lora__alpha": 6, "memory__weight_dtype": "bf16"}
+    assert bench.run("second", steps=1, **STILL, **CONVOLUTIONS, **start) == 0
+    found = deltas(bench.folder("second") / "second.safetensors")
+    for name, delta in deltas(first).items():
+        torch.testing.assert_close(found[name], delta, rtol=1e-4, atol=1e-8)
