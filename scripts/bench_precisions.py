@@ -48,7 +48,12 @@ def validation_losses(folder: Path, variant: str, seed: int, steps: int, every: 
         "validation.every_n_steps": every,
     }
     settings |= {"train.seed": seed, "train.max_steps": steps, "run.output": str(folder), "run.name": name}
-    settings |= {"model.path": str(BASE_FOLDER), "data.sources": (str(DATA_FOLDER),), "sample.every_n_steps": 0}
+    settings |= {
+        "validation.split": 0.1,
+        "model.path": str(BASE_FOLDER),
+        "data.sources": (str(DATA_FOLDER),),
+        "sample.every_n_steps": 0,
+    }
     values: dict[str, dict[str, object]] = {}
     for key, value in (settings | {"cache.dir": str(folder / "cache")}).items():
         section, _, setting = key.partition(".")
@@ -58,13 +63,13 @@ def validation_losses(folder: Path, variant: str, seed: int, steps: int, every: 
     inputs = read_inputs(order.config)
     session = open_session(order, inputs)
     order.folder.mkdir(parents=True)
-    job = prepare(session, fixed_settings(order.config, inputs, session.choices)).job
-    trackers = Trackers(job.folder, resume_step=-1)
+    _, run = prepare(session, fixed_settings(order.config, inputs, session.choices))
+    trackers = Trackers(run.folder, resume_step=-1)
     try:
-        train(job, None, trackers, nullcontext(unwatched))
+        train(run, None, trackers, nullcontext(unwatched))
     finally:
         trackers.close()
-    return {int(row["step"]): float(row["loss"]) for row in read_lines(job.folder / VALIDATION)}
+    return {int(row["step"]): float(row["loss"]) for row in read_lines(run.folder / VALIDATION)}
 
 
 @torch.no_grad()
