@@ -51,15 +51,15 @@ def suited(resolved: Resolved, prediction: str) -> Resolved:
     the user set it.
     """
     settings = Settings(resolved.config.model_dump(), resolved.origin)
-    lacking = [
-        Yields(name, settings.default(name), f"the model predicts {prediction}, and {why}", f"Remove {name}.")
-        for name, (predictions, why) in NEEDS.items()
-        if prediction not in predictions and settings[name] != settings.default(name)
-    ]
-    lacking += [
-        Yields(name, settings.default(name), f"the model predicts {prediction}, and {why}", f"Remove {name}.")
+    unsuited = [(name, why) for name, (predictions, why) in NEEDS.items() if prediction not in predictions]
+    unsuited += [
+        (name, why)
         for name, (dropped_for, why) in DROPPED_FROM_PRESETS.items()
         if prediction == dropped_for and not from_user(settings.origin.get(name, DEFAULT))
+    ]
+    lacking = [
+        Yields(name, settings.default(name), f"the model predicts {prediction}, and {why}", f"Remove {name}.")
+        for name, why in unsuited
         if settings[name] != settings.default(name)
     ]
     dropped, problems = give_way(settings, lacking)

@@ -234,6 +234,7 @@ def make_run(
 ) -> Run:
     """What the loop needs: the micro-batches of each step, and how to validate, sample and export."""
     config, built = session.config, context.built
+    weight = WEIGHTINGS[config.loss.weighting](config.loss, context.process)
 
     def predict(*arguments: Any) -> Tensor:
         with abortable():
@@ -255,8 +256,7 @@ def make_run(
         finally:
             for module in context.modules:
                 module.train()
-        weighting = WEIGHTINGS[config.loss.weighting](config.loss, context.process)
-        return mean_losses(losses, context.process, weighting)
+        return mean_losses(losses, context.process, weight)
 
     def sample(state: TrainState) -> None:
         if session.processes.is_main:

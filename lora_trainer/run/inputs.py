@@ -95,29 +95,31 @@ def caption_rules(config: Config) -> tuple[CaptionsSection, ...]:
 def with_absolute_paths(config: Config) -> Config:
     """The same config, good from any folder."""
     places = {name: getattr(config.model, name) for name in ("path", "vae", "text_encoders")}
-    model = {name: absolute(place) for name, place in places.items() if place is not None}
-    adapter, start = config.model.training_adapter, config.lora.network_weights
-    model |= {"training_adapter": str(Path(adapter).expanduser().resolve())} if adapter else {}
-    lora = {"network_weights": str(Path(start).expanduser().resolve())} if start else {}
-    cache = config.cache.dir and str(Path(config.cache.dir).expanduser().resolve())
+    model: dict[str, str | None] = {name: absolute(place) for name, place in places.items() if place is not None}
+    model["training_adapter"] = absolute_file(config.model.training_adapter)
     sources = tuple(source.model_copy(update=_absolute(source)) for source in config.data.sources)
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),
-            "lora": config.lora.model_copy(update=lora),
+            "lora": config.lora.model_copy(update={"network_weights": absolute_file(config.lora.network_weights)}),
             "data": config.data.model_copy(update={"sources": sources}),
-            "cache": config.cache.model_copy(update={"dir": cache}),
+            "cache": config.cache.model_copy(update={"dir": absolute_file(config.cache.dir)}),
             "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve())}),
         }
     )
 
 
-def _absolute(source: SourceSection) -> dict[str, str]:
+def absolute_file(path: str | None) -> str | None:
+    """A path from the root of the disk; None stays None."""
+    return path and str(Path(path).expanduser().resolve())
+
+
+def _absolute(source: SourceSection) -> dict[str, str | None]:
     """The paths of a source that are set, from the root of the disk."""
     found = {"path": source.path, "captions_file": source.captions_file}
     if source.masks != "alpha":
         found["masks"] = source.masks
-    return {name: str(Path(path).expanduser().resolve()) for name, path in found.items() if path is not None}
+    return {name: absolute_file(path) for name, path in found.items()}
 
 
 def read_model(
