@@ -50,12 +50,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class Yields:
-    """A setting that takes `value` because of another one, the reason, and what a user who set it must do."""
+    """A setting that takes `value` because of another one, the reason, and what a user who set it must do.
+
+    `origin` is where the value comes from afterwards.
+    """
 
     name: str
     value: Any
     reason: str
     fix: str
+    origin: str = "default (a contradiction)"
 
 
 def from_user(origin: str) -> bool:
@@ -140,6 +144,18 @@ def clipping(settings: Settings) -> list[Yields]:
     return [
         Yields("optimizer.max_grad_norm", 0.0, reason, "Set optimizer.max_grad_norm=0, or remove optimizer.clip_value.")
     ]
+
+
+def rank_ceiling(settings: Settings) -> list[Yields]:
+    """A rank above `lora.max_rank`: the user's own rank wins, any other is lowered."""
+    rank, ceiling = settings["lora.rank"], settings["lora.max_rank"]
+    if ceiling is None or rank <= ceiling:
+        return []
+    if not from_user(settings.origin["lora.rank"]):
+        origin = f"{settings.origin['lora.max_rank']} (lora.max_rank)"
+        return [Yields("lora.rank", ceiling, f"{settings.shown('lora.max_rank')} is the ceiling", "", origin)]
+    reason = f"{settings.shown('lora.rank')} is above it"
+    return [Yields("lora.max_rank", None, reason, f"Set lora.rank={ceiling} or lower, or remove lora.max_rank.")]
 
 
 def sizes(settings: Settings) -> list[Yields]:
@@ -342,6 +358,7 @@ RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     text_rates,
     schedule_free,
     clipping,
+    rank_ceiling,
     sizes,
     captions,
     determinism,

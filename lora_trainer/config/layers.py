@@ -65,7 +65,7 @@ def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolv
     if found:
         raise UsageError(found)
     notes = tuple(note_on(settings, each) for each in yielding)
-    origin.update({each.name: f"{DEFAULT} (a contradiction)" for each in yielding})
+    origin.update({each.name: each.origin for each in yielding})
     return Resolved(Config.model_validate(settings.without(yielding)), origin, notes)
 
 

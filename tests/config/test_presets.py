@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
 from itertools import product
 
 import pytest
 
-from lora_trainer.config.layers import flattened, resolve
+from lora_trainer.config.layers import Layer, flattened, resolve
 from lora_trainer.config.options import suited
 from lora_trainer.config.presets import (
     FAMILIES,
@@ -21,6 +22,9 @@ from lora_trainer.config.presets import (
 )
 from lora_trainer.config.schema import Config
 from lora_trainer.config.tables import names_for
+from lora_trainer.config.toml import to_toml
+from lora_trainer.core.errors import UsageError
+from lora_trainer.dataset_check.whole_set import check_plan
 from lora_trainer.models.published import public_architecture
 
 TIER_NAMES = ["6gb", "8gb", "10gb", "12gb", "16gb", "24gb"]
@@ -95,7 +99,7 @@ def changed(*names: str) -> dict[str, object]:
 def test_golden_6gb_speed() -> None:
     assert changed("6gb", "speed") == {
         "data.resolution_ceiling": 768,
-        "lora.rank": 32,
+        "lora.max_rank": 32,
         "memory.limit_gib": 6.0,
         "hardware.attention_backend": "xformers",
         "compile.enabled": "auto",
@@ -106,13 +110,47 @@ def test_golden_6gb_speed() -> None:
 def test_golden_16gb_balanced() -> None:
     assert changed("balanced", "16gb") == {
         "data.resolution_ceiling": 1024,
-        "lora.rank": 128,
+        "lora.max_rank": 128,
         "train.effective_batch_size": 4,
         "memory.limit_gib": 16.0,
         "hardware.attention_backend": "sdpa",
         "optimizer.name": "adamw8bit",
         "loss.min_snr_gamma": 5.0,
     }
+
+
+@pytest.mark.parametrize("family", [*names_for("model.family"), "builtin"])
+def test_no_combination_has_a_rank_that_the_dataset_check_finds_large(family: str) -> None:
+    below = family_layers("sd15" if family == "builtin" else family, builtin=family == "builtin")
+    for names in ([], *([name] for name in selectable()), *map(list, product(TIER_NAMES, GOAL_NAMES))):
+        lora = resolve([*below, *preset_layers(names).layers]).config.lora
+        assert lora.max_rank is None or lora.rank <= lora.max_rank
+        assert [each.code for each in check_plan(5, 100.0, lora.rank)] == []
+    assert [each.code for each in check_plan(5, 100.0, 128)] == ["large_rank"]
+
+
+@pytest.mark.parametrize(("tier", "rank"), [("6gb", 32), ("8gb", 32), ("12gb", 64), ("24gb", 64)])
+def test_a_tier_lowers_the_rank_of_a_preset(tier: str, rank: int) -> None:
+    resolved = resolve([*family_layers("sd15", builtin=True), *preset_layers([tier]).layers])
+    assert resolved.config.lora.rank == rank
+    lowered = resolved.origin["lora.rank"] != "family preset builtin"
+    assert lowered == (rank < 64) == (resolved.origin["lora.rank"] == f"preset {tier} (lora.max_rank)")
+    assert any("lora.max_rank = 32" in note for note in resolved.notes) == lowered
+
+
+def test_your_own_rank_wins_over_the_ceiling_of_a_tier() -> None:
+    tier = preset_layers(["6gb"]).layers
+    own = Layer("--set", {"lora": {"rank": 128}})
+    resolved = resolve([*tier, own])
+    assert (resolved.config.lora.rank, resolved.config.lora.max_rank) == (128, None)
+    assert resolved.notes == (
+        "lora.max_rank = 32 (from preset 6gb) becomes none: lora.rank = 128 (from --set) is above it",
+    )
+    again = resolve([*tier, Layer("config.toml", tomllib.loads(to_toml(resolved.config)))])
+    assert (again.config, again.notes) == (resolved.config, ())
+    with pytest.raises(UsageError, match=r"lora\.max_rank = 16 .*lora\.rank = 128"):
+        resolve([own, Layer("a.toml", {"lora": {"max_rank": 16}})])
+    assert resolve([Layer("a.toml", {"lora": {"max_rank": 16}})]).config.lora.rank == 16
 
 
 def test_the_builtin_model_learns_faster_than_its_family() -> None:
@@ -171,5 +209,5 @@ def test_auto_without_a_matching_vram_preset_sets_no_limit(gib: float | None, ti
     layer, note = auto_layer(gib)
     config = resolve([layer]).config
     assert config.memory.limit_gib is None
-    assert config.lora.rank == presets()[tier].values["lora"]["rank"]
+    assert config.lora.max_rank == presets()[tier].values["lora"]["max_rank"]
     assert "without its memory limit" in note

@@ -230,7 +230,7 @@ def test_captions_of_one_source_keep_the_common_settings() -> None:
 def test_an_out_of_range_value_is_skipped_and_reported(tmp_path: Path) -> None:
     text = 'pretrained_model_name_or_path = "m"\ntrain_data_dir = "p"\nnetwork_dim = 99999\ncaption_dropout_rate = 3\n'
     imported = imported_text(tmp_path, "k.toml", text)
-    assert imported.config.lora.rank == 16
+    assert imported.config.lora.rank == 32, "the default"
     reasons = [line.why for line in imported.lines if line.why.startswith("skipped")]
     assert any("lora.rank = 99999" in why and "at most 4096" in why for why in reasons)
     assert any("captions.dropout" in why for why in reasons)

@@ -110,6 +110,19 @@ def test_the_lora_trains_both_streams(name):
     assert all(parameter.grad.any() for key, parameter in parameters.items() if "lora_B" in key)
 
 
+def test_the_lora_trains_the_whole_single_blocks_of_flux_with_feed_forward():
+    family, denoiser, _ = small("flux")
+    single = {
+        targets: {
+            name.split(".", 2)[2] for name in target_modules(denoiser, family.denoiser, targets) if "single" in name
+        }
+        for targets in ("attention", "attention+ff")
+    }
+    assert single["attention"] == {"attn.to_q", "attn.to_k", "attn.to_v"}
+    assert single["attention+ff"] == single["attention"] | {"proj_mlp", "proj_out"}
+    assert "proj_out" not in target_modules(denoiser, family.denoiser, "attention+ff"), "the model's own output"
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_checkpointing_counts_blocks_and_changes_nothing(name):
     family, denoiser, cond = small(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -136,7 +137,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_its_size() -> None:
 
 def test_a_phase_that_does_not_fit_is_in_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     """SDXL at 1024 px on 2 GiB: training swaps blocks, and encoding one image does not fit."""
-    plan = plan_for(memory__limit_gib=2.0)
+    plan = plan_for(memory__limit_gib=2.0, lora__rank=16)
     assert plan.fit.fits
     assert not plan.fits
     assert plan.phases["cache"].peak_gib > 2.0
@@ -169,7 +170,7 @@ SD15: Demand = plan_for(family="sd15", memory__limit_gib=80.0).demand
 
 def test_parts_grow_with_what_they_depend_on() -> None:
     base = parts_of(SD15, 1, 0, "bf16")
-    assert parts_of(replace(SD15, rank=64), 1, 0, "bf16").adapter > 3 * base.adapter
+    assert parts_of(replace(SD15, rank=128), 1, 0, "bf16").adapter > 3 * base.adapter
     one, four = (parts_of(replace(SD15, optimizer=name), 1, 0, "bf16").optimizer for name in ("lion", "prodigy"))
     assert four == pytest.approx(4 * one)
     steps_counted = 512 * len(SD15.memory_model.shapes(SD15.rank)) / 2**30
@@ -204,7 +205,7 @@ def test_a_fixed_weight_dtype_swaps_blocks_when_needed() -> None:
     assert plan.fit.swapped > 0
     kept = plan_for("12gb", family="flux", memory__weight_dtype="fp8", memory__blocks_to_swap=50)
     assert (kept.fit.swapped, kept.fit.reasons[3]) == (50, "as set")
-    alone = plan_for("12gb", family="flux", memory__weight_dtype="fp8", memory__blocks_to_swap=0)
+    alone = plan_for("12gb", family="flux", memory__weight_dtype="fp8", memory__blocks_to_swap=0, lora__rank=64)
     assert not alone.fit.fits
     assert "memory.blocks_to_swap=auto" in alone.advice[0]
 
@@ -347,6 +348,21 @@ def test_a_plan_that_does_not_fit_ends_with_2(capsys: pytest.CaptureFixture[str]
     assert "does not fit" in shown
     assert "not known without images: name them with --data" in shown
     assert all(part in shown for part in ("weights", "adapter", "optimizer", "activations", "overhead", "margin"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_documented_sizes_of_a_lora_are_those_of_the_plan(family: str, checkout: Path) -> None:
+    page = (checkout / "docs" / "families.md").read_text("utf-8")
+    (row,) = re.findall(rf"^\| `{family}` \| (\d.*) \|$", page, flags=re.MULTILINE)
+    modules, *sizes = map(float, row.split(" | "))
+    with_ff, *wider = sizes[3:]
+    for targets, count, ranks, documented in (
+        ("attention", modules, (32, 64, 128), sizes[:3]),
+        ("attention+ff", with_ff, (16, 32), wider),
+    ):
+        shapes = plan_for(family=family, lora__target_modules=targets).demand.memory_model.shapes
+        assert len(shapes(16)) == 2 * count
+        assert [round(2 * sum(map(math.prod, shapes(rank))) / 1e6, 1) for rank in ranks] == documented
 
 
 def test_no_limit_without_a_vram_preset(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,7 +117,7 @@ def test_t5_is_counted_when_it_is_trained(family):
     less, more = (parts_of(each, 1, 0, "bf16") for each in (without, along))
     assert (more.weights - less.weights) * 2**30 > 2 * 4_762_310_656
     assert [encoder.layers for encoder in along.texts.encoders] == [24]
-    assert sum(a * b for a, b in along.texts.shapes) == 24 * 16 * (4 * 2 * 4096 + 3 * (4096 + 10240))
+    assert sum(a * b for a, b in along.texts.shapes) == 24 * 32 * (4 * 2 * 4096 + 3 * (4096 + 10240))
 
 
 def test_host_memory_holds_t5_when_it_is_trained():

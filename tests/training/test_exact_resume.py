@@ -332,6 +332,7 @@ def test_every_choice_of_a_setting_has_a_case(setting):
 OF_A_STEP = ("lora", "optimizer", "lr_scheduler", "noise", "loss", "captions", "data")
 BEFORE_ANY_STEP = {
     "captions.extension",
+    "lora.max_rank",
     "lora.network_weights",
     *(f"captions.{name}" for name in ("separator", "keep_tokens_separator", "prefix", "suffix")),
     *(f"data.{name}" for name in ("resolution", "resolution_ceiling", "allow_missing_captions", "allow_small_images")),

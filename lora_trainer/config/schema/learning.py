@@ -28,7 +28,12 @@ class LoraSection(Section):
     """The size of the LoRA and the layers that get it."""
 
     type: AdapterName = setting("lora", "fixed", "kind of adapter")
-    rank: Annotated[int, Field(ge=1, le=4096)] = setting(16, "fixed", "rank of each layer's update")
+    rank: Annotated[int, Field(ge=1, le=4096)] = setting(
+        32, "fixed", "rank of each layer's update; 32 as in kohya's SDXL guide and ai-toolkit's UI"
+    )
+    max_rank: Annotated[int, Field(ge=1, le=4096)] | None = setting(
+        None, "fixed in effect", "ceiling of a `rank` from a preset or the default; your own `rank` may be higher"
+    )
     alpha: Positive | None = setting(None, "fixed", "scale is alpha / rank; empty means alpha = rank")
     use_rslora: bool = setting(
         False, "fixed", "scale by alpha / sqrt(rank), so that larger ranks learn as fast (arXiv:2312.03732)"
