@@ -19,6 +19,7 @@ from lora_trainer.config.toml import parse_assignment, setting_names
 from lora_trainer.core.errors import Problem, UsageError
 from write_cli_docs import cli_page
 from write_config_docs import config_page
+from write_preset_docs import presets_page
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").rglob("*.md")])
@@ -173,6 +174,12 @@ def test_the_preset_tables_equal_the_presets() -> None:
             assert ("min-SNR 5" in extras) == (values["loss"]["min_snr_gamma"] == 5.0)
             assert ("multi-resolution" in extras) == (values["noise"]["multires_iterations"] > 0)
             assert int(exposures) == values["train"]["total_repeats"]
+
+
+def test_the_evidence_of_the_presets_is_up_to_date() -> None:
+    current = (CHECKOUT / "docs" / "presets.md").read_text("utf-8")
+    assert current == presets_page(current), "run: python scripts/write_preset_docs.py"
+    assert all(f"| {clause} |" in current for preset in presets().values() for clause in preset.evidence.values())
 
 
 CONSTANTS = re.findall(

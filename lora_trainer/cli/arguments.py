@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lora_trainer.config.layers import Layer, Resolved
+from lora_trainer.config.layers import Layer, Resolved, file_layer
 from lora_trainer.config.presets import AUTO, preset_layers, selectable
-from lora_trainer.config.toml import parse_assignment, parse_value, read_toml, setting_names
+from lora_trainer.config.toml import parse_assignment, parse_value, setting_names
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.core.findings import folded, printable_lines
 from lora_trainer.core.launch import is_main_process
@@ -253,7 +253,7 @@ def _file_layer(path: str | None, problems: list[Problem]) -> list[Layer]:
     if path is None:
         return []
     try:
-        return [Layer(f"--config {path}", read_toml(Path(path)))]
+        return [file_layer(f"--config {path}", Path(path))]
     except UsageError as error:
         problems.extend(error.problems)
         return []

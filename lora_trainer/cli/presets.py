@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from lora_trainer.config.layers import DEFAULT, Layer, Resolved, flattened, resolve
-from lora_trainer.config.presets import AUTO, FAMILIES, GOALS, TIERS, preset_layers, presets
+from lora_trainer.config.layers import DEFAULT, Resolved, flattened, resolve
+from lora_trainer.config.presets import AUTO, FAMILIES, GOALS, TIERS, preset_layer, preset_layers, presets
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError, nearest
@@ -51,7 +51,7 @@ def list_presets() -> int:
 
 
 def show_presets(names: Sequence[str], memory_gib: float | None = None) -> int:
-    """Print the merged settings of the presets, each with the preset that set it.
+    """Print the merged settings of the presets, each with the preset that set it and its evidence.
 
     Raises UsageError for unknown names, two VRAM presets or two training presets.
     """
@@ -60,7 +60,7 @@ def show_presets(names: Sequence[str], memory_gib: float | None = None) -> int:
     chosen = preset_layers([name for name in requested if name not in families], memory_gib)
     if chosen.problems:
         raise UsageError([_with_families(problem, requested) for problem in chosen.problems])
-    layers = [Layer(f"family preset {name}", presets()[name].values) for name in families]
+    layers = [preset_layer(name, f"family preset {name}") for name in families]
     resolved = resolve([*layers, *chosen.layers])
     for note in chosen.notes:
         Console(stderr=True, highlight=False).print(note, soft_wrap=True)
@@ -77,11 +77,12 @@ def _with_families(problem: Problem, requested: Sequence[str]) -> Problem:
 
 
 def explain(resolved: Resolved, *, as_json: bool = False) -> None:
-    """Print every setting, its value and where it came from, as a table that marks changes, or as JSON."""
+    """Print every setting, its value, where it came from and a preset's evidence, as a table or as JSON."""
     if as_json:
         values = resolved.config.model_dump(mode="json")
         settings = {
             name: {"value": values[name.partition(".")[0]][name.partition(".")[2]], "from": origin}
+            | ({"evidence": clause} if (clause := resolved.evidence.get(name)) else {})
             for name, origin in resolved.origin.items()
         }
         sys.stdout.write(json.dumps({"settings": settings}, indent=2) + "\n")
@@ -92,7 +93,7 @@ def explain(resolved: Resolved, *, as_json: bool = False) -> None:
 def _print_table(resolved: Resolved, *, only_set: bool) -> None:
     defaults: Mapping[str, object] = flattened(Config())
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("setting", "value", "from"):
+    for title in ("setting", "value", "from", "evidence"):
         table.add_column(title, overflow="fold")
     section = ""
     for name, value in flattened(resolved.config).items():
@@ -108,7 +109,8 @@ def _print_table(resolved: Resolved, *, only_set: bool) -> None:
         lines = shown(value)
         if name == "data.sources" and "{" in lines:  # tables: one per line
             lines = "\n".join(map(shown, value))
-        table.add_row(Text(mark + name, style=style), Text(lines, style=style), Text(origin, style=style))
+        cells = (mark + name, lines, origin, resolved.evidence.get(name, ""))
+        table.add_row(*(Text(cell, style=style) for cell in cells))
     console = Console(highlight=False)
     show(console, table)
     console.print("* differs from the default")

@@ -7,7 +7,8 @@ Every problem of every layer is collected before anything is refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.complaints import wrong_keys
@@ -21,7 +22,15 @@ from lora_trainer.config.contradictions import (
     wrong_placeholder_tokens,
 )
 from lora_trainer.config.schema import Config, Section
-from lora_trainer.config.toml import EMPTY, can_be_emptied, homes_of, is_a_list, section_types, setting_names
+from lora_trainer.config.toml import (
+    EMPTY,
+    can_be_emptied,
+    homes_of,
+    is_a_list,
+    read_toml,
+    section_types,
+    setting_names,
+)
 from lora_trainer.core.errors import Problem, UsageError, nearest
 
 DEFAULT = "default"
@@ -29,19 +38,32 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Layer:
-    """Settings from one place: a preset, a file, the flags."""
+    """Settings from one place: a preset, a file, the flags. `evidence` says what speaks for a preset's values."""
 
     name: str
     values: Mapping[str, Any]
+    evidence: Mapping[str, str] = field(default_factory=dict)  # `section.key` to a clause
+
+
+def file_layer(name: str, path: Path) -> Layer:
+    """A TOML file as a layer. A preset's file, or a copy of one, has its evidence in a table beside the settings.
+
+    Raises UsageError as `read_toml`.
+    """
+    values = read_toml(path)
+    evidence = values.pop("evidence", None)
+    clauses = evidence if isinstance(evidence, Mapping) else {}
+    return Layer(name, values, {setting: str(clause) for setting, clause in clauses.items()})
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The config of a run, and for each `section.key` the name of the layer that set it."""
+    """The config of a run, and for each `section.key` the name of the layer that set it, with its evidence if it has any."""
 
     config: Config
     origin: Mapping[str, str]
     notes: tuple[str, ...] = ()  # presets' values that gave way to the user's
+    evidence: Mapping[str, str] = field(default_factory=dict)
 
 
 def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolved:
@@ -53,10 +75,13 @@ def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolv
     found = list(problems)
     merged: dict[str, dict[str, Any]] = {section: {} for section in section_types()}
     origin = dict.fromkeys(setting_names(), DEFAULT)
+    evidence: dict[str, str] = {}
     for layer in layers:
         for section, key, value in valid_settings(layer, found):
             merged[section][key] = value
-            origin[f"{section}.{key}"] = layer.name
+            name = f"{section}.{key}"
+            origin[name] = layer.name
+            evidence[name] = layer.evidence.get(name, "")
     settings = Settings(merged, origin)
     yielding, clashing = give_way(settings, contradictions(settings))
     found.extend(
@@ -66,7 +91,8 @@ def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolv
         raise UsageError(found)
     notes = tuple(note_on(settings, each) for each in yielding)
     origin.update({each.name: each.origin for each in yielding})
-    return Resolved(Config.model_validate(settings.without(yielding)), origin, notes)
+    evidence.update({each.name: "" for each in yielding})
+    return Resolved(Config.model_validate(settings.without(yielding)), origin, notes, evidence)
 
 
 def flattened(config: Config) -> dict[str, Any]:

@@ -68,4 +68,5 @@ def suited(resolved: Resolved, prediction: str) -> Resolved:
     values, origin = settings.without(dropped), dict(resolved.origin)
     origin.update({each.name: f"{DEFAULT} (the model lacks it)" for each in dropped})
     notes = (*resolved.notes, *(note_on(settings, each) for each in dropped))
-    return replace(resolved, config=Config.model_validate(values), origin=origin, notes=notes)
+    evidence = {**resolved.evidence, **{each.name: "" for each in dropped}}
+    return replace(resolved, config=Config.model_validate(values), origin=origin, notes=notes, evidence=evidence)

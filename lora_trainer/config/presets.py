@@ -1,4 +1,4 @@
-"""Presets: plain TOML files of settings, in three kinds.
+"""Presets: plain TOML files of settings and the evidence for each, in three kinds.
 
 VRAM presets ("tiers") fit a run to the GPU's memory, training presets ("goals") set quality and
 speed, family presets set what a model family needs. No setting is in both a VRAM preset and a
@@ -8,13 +8,12 @@ training preset, so their order does not matter.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config.layers import Layer
-from lora_trainer.config.toml import read_toml
+from lora_trainer.config.layers import Layer, file_layer
 from lora_trainer.core.errors import Problem, nearest
 
 AUTO = "auto"
@@ -27,12 +26,18 @@ _REPORTED_SHARE = 0.91
 
 @dataclass(frozen=True)
 class Preset:
-    """One file: `kind` is its folder, `description` its first line, a comment."""
+    """One file: `kind` is its folder, `description` its first line, a comment.
+
+    `evidence` has a clause for each `section.key` that it sets, such as `published: kohya's docs/train_network.md`:
+    `measured` is on the built-in base model with three seeds and two datasets, the 95 % interval of the paired
+    difference above 0; `published` names who; `untested` is the rest.
+    """
 
     name: str
     kind: str
     description: str
     values: Mapping[str, Any]
+    evidence: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,13 @@ def presets() -> dict[str, Preset]:
 
 def _read(path: Path) -> Preset:
     first_line = path.read_text(encoding="utf-8").partition("\n")[0]
-    return Preset(path.stem, path.parent.name, first_line.lstrip("# ").strip(), read_toml(path))
+    layer = file_layer(path.stem, path)
+    return Preset(path.stem, path.parent.name, first_line.lstrip("# ").strip(), layer.values, layer.evidence)
+
+
+def preset_layer(name: str, origin: str) -> Layer:
+    """A preset's settings with their evidence, as a layer of that name."""
+    return Layer(origin, presets()[name].values, presets()[name].evidence)
 
 
 def selectable() -> list[str]:
@@ -83,7 +94,7 @@ def family_layers(family: str, *, builtin: bool) -> list[Layer]:
     """
     names = [family, "builtin"] if builtin else [family]
     known = presets()
-    return [Layer(f"family preset {name}", known[name].values) for name in names if name in known]
+    return [preset_layer(name, f"family preset {name}") for name in names if name in known]
 
 
 def preset_layers(requested: Sequence[str], memory_gib: float | None = None) -> ChosenPresets:
@@ -111,7 +122,7 @@ def preset_layers(requested: Sequence[str], memory_gib: float | None = None) -> 
             layers.append(layer)
             notes.append(note)
         else:
-            layers.append(Layer(f"preset {name}", presets()[name].values))
+            layers.append(preset_layer(name, f"preset {name}"))
     return ChosenPresets(tuple(layers), tuple(notes), tuple(problems))
 
 
@@ -123,18 +134,18 @@ def auto_layer(memory_gib: float | None) -> tuple[Layer, str]:
     tiers = sorted(size for name in selectable() if (size := tier_gb(name)) is not None)
     if memory_gib is None:
         note = "preset auto: no GPU found; using 12gb without its memory limit"
-        return Layer("preset auto (12gb)", _without_limit("12gb")), note
+        return _without_limit("12gb"), note
     found = f"preset auto: the GPU reports {memory_gib:.1f} GiB"
     if memory_gib > tiers[-1]:
         name = f"{tiers[-1]}gb"
-        return Layer(f"preset auto ({name})", _without_limit(name)), f"{found}; using {name} without its memory limit"
+        return _without_limit(name), f"{found}; using {name} without its memory limit"
     fitting = [size for size in tiers if memory_gib >= _REPORTED_SHARE * size]
     name = f"{fitting[-1] if fitting else tiers[0]}gb"
     smaller = "" if fitting else ", the smallest VRAM preset, though the GPU has less"
-    return Layer(f"preset auto ({name})", presets()[name].values), f"{found}; using {name}{smaller}"
+    return preset_layer(name, f"preset auto ({name})"), f"{found}; using {name}{smaller}"
 
 
-def _without_limit(name: str) -> Mapping[str, Any]:
-    values = presets()[name].values
-    memory = {key: value for key, value in values["memory"].items() if key != "limit_gib"}
-    return {**values, "memory": memory}
+def _without_limit(name: str) -> Layer:
+    layer = preset_layer(name, f"preset auto ({name})")
+    memory = {key: value for key, value in layer.values["memory"].items() if key != "limit_gib"}
+    return replace(layer, values={**layer.values, "memory": memory})

@@ -10,10 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from lora_trainer.config.layers import Layer, Resolved, flattened
+from lora_trainer.config.layers import Layer, Resolved, file_layer, flattened
 from lora_trainer.config.presets import AUTO, preset_layers
 from lora_trainer.config.schema import Config
-from lora_trainer.config.toml import read_toml
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.hardware import cuda_memory_gib
 from lora_trainer.core.quiet import quieten_libraries
@@ -68,7 +67,7 @@ class ProductionTrainer:
         wants_gpu = any(each.strip() == AUTO for part in asked for each in part.split(","))
         chosen = preset_layers(asked, cuda_memory_gib() if wants_gpu else None)
         problems = list(chosen.problems)
-        layers = [Layer(f"config {os.fspath(config)}", read_toml(Path(config)))] if config is not None else []
+        layers = [file_layer(f"config {os.fspath(config)}", Path(config))] if config is not None else []
         layers.append(Layer("settings", _nested(settings or {}, problems)))
         layers += [Layer(each, values) for each, values in _named(model, data, output, name).items()]
         self._resolved = settle(chosen.layers, layers, problems, say=silent if quiet else on_stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +26,9 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 
 def row(output: str, setting: str) -> list[str]:
-    """A row of --explain's table without its mark."""
+    """A row of --explain's table without its mark: setting, value, origin and, of a preset, evidence."""
     (line,) = [line for line in output.splitlines() if f" {setting} " in line]
-    return [part.strip() for part in line.lstrip("* ").split(maxsplit=2)]
+    return re.split(r" {2,}", line.lstrip("* "))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -179,6 +180,7 @@ def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
     assert code == 0
     assert row(out, "lora.max_rank")[2] == "preset 12gb"
     assert row(out, "optimizer.learning_rate")[2] == "preset quality"
+    assert row(out, "loss.min_snr_gamma")[3].startswith("published: arXiv:2303.09556")
     assert "run.output" not in out
 
 

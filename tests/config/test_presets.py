@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from itertools import product
+from pathlib import Path
 
 import pytest
 
-from lora_trainer.config.layers import Layer, flattened, resolve
+from lora_trainer.config.layers import Layer, file_layer, flattened, resolve
 from lora_trainer.config.options import suited
 from lora_trainer.config.presets import (
     FAMILIES,
@@ -42,6 +43,43 @@ def test_every_file_is_a_preset_of_its_folder() -> None:
     families = {name for name, preset in presets().items() if preset.kind == FAMILIES}
     assert families == {*names_for("model.family"), "builtin"}
     assert all(preset.description.endswith(".") for preset in presets().values())
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_value_of_a_preset_has_its_evidence(name: str) -> None:
+    preset = presets()[name]
+    assert set(preset.evidence) == keys(name)
+    for clause in preset.evidence.values():
+        kind, _, what = clause.partition(": ")
+        assert kind in ("measured", "published", "untested")
+        assert 10 < len(what) < 170, "one clause"
+        assert "|" not in what, "it is a cell of a table"
+        assert "\n" not in what
+        assert kind != "measured" or "docs/benchmarks.md" in what
+
+
+def test_evidence_is_of_the_value_that_is_used(tmp_path: Path) -> None:
+    layers = [*family_layers("sdxl", builtin=False), *preset_layers(["12gb,quality"]).layers]
+    resolved = resolve([*layers, Layer("--set", {"optimizer": {"learning_rate": 1e-4}})])
+    assert resolved.evidence["lr_scheduler.name"] == presets()["quality"].evidence["lr_scheduler.name"]
+    assert resolved.evidence["sample.guidance_scale"].startswith("published: ")
+    assert not resolved.evidence["optimizer.learning_rate"]
+    assert "lora.dropout" not in resolved.evidence
+    prodigy = resolve([*layers, Layer("--set", {"optimizer": {"name": "prodigy"}})])
+    assert not prodigy.evidence["optimizer.learning_rate"], "the preset's value gave way"
+    flow = suited(resolve(layers), "flow")
+    assert not flow.evidence["loss.min_snr_gamma"]
+    layer, _ = auto_layer(None)
+    assert resolve([layer]).evidence["lora.max_rank"] == presets()["12gb"].evidence["lora.max_rank"]
+
+
+def test_a_copy_of_a_preset_is_a_config_file(tmp_path: Path) -> None:
+    copy = tmp_path / "mine.toml"
+    copy.write_text((preset_folder() / "goals" / "quality.toml").read_text("utf-8"), encoding="utf-8")
+    resolved = resolve([file_layer("--config mine.toml", copy)])
+    assert resolved.config == resolve(preset_layers(["quality"]).layers).config
+    copy.write_text("evidence = 3\n[lora]\nrank = 8\n", encoding="utf-8")
+    assert resolve([file_layer("--config mine.toml", copy)]).config.lora.rank == 8
 
 
 def test_every_combination_resolves_and_order_changes_nothing() -> None:
