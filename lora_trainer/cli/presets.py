@@ -94,7 +94,9 @@ def _print_table(resolved: Resolved, *, only_set: bool) -> None:
     defaults: Mapping[str, object] = flattened(Config())
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("setting", "value", "from", "evidence"):
-        table.add_column(title, overflow="fold")
+        table.add_column(
+            title, overflow="fold", no_wrap=title == "setting"
+        )  # a name is whole on a narrow terminal, too
     section = ""
     for name, value in flattened(resolved.config).items():
         origin = resolved.origin[name]
