@@ -62,8 +62,30 @@ def test_latents_keep_their_shape(name):
     assert not torch.allclose(velocity, other)
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_times_are_embedded_in_fp32(name):
+    """FluxTransformer2DModel by itself embeds 500 different times of the 1000 in bf16, up to 3 timesteps off."""
+    family, denoiser, cond = small(name)
+    embedded: list[Tensor] = []
+    denoiser.time_text_embed.time_proj.register_forward_hook(lambda _, args, result: embedded.append(result[0]))
+    cond = {key: value[:1].bfloat16() for key, value in cond.items()}
+    denoiser.to(torch.bfloat16)
+    for t in range(990, 1000):
+        with torch.no_grad():
+            noisy = torch.zeros(1, 16, 4, 4, dtype=torch.bfloat16)
+            family.denoiser.predict(denoiser, noisy, torch.tensor([t]), cond, torch.zeros(1, 6))
+    times = embedded[:: len(embedded) // 10]  # FLUX.1 dev embeds its guidance too
+    exact = denoiser.time_text_embed.time_proj(torch.arange(991.0, 1001.0))
+    assert torch.equal(torch.stack(times), exact)
+    rounded = (torch.arange(1, 1001) / 1000).bfloat16() * 1000
+    assert (rounded.float() - torch.arange(1, 1001)).abs().max() == 3.0
+    assert (denoiser.time_text_embed.time_proj(rounded[990:]) - exact).abs().max() > 1.0
+
+
 class Echo(torch.nn.Module):
     """Returns its tokens and keeps its other inputs."""
+
+    time_text_embed = torch.nn.Identity()
 
     def forward(self, packed, embeds, pooled, t, places, text_places, guidance, return_dict):
         self.received = (t, places, guidance)
