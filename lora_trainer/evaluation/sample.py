@@ -171,9 +171,7 @@ def draw(
     for start in range(0, len(rows), at_once):
         chosen = rows[start : start + at_once]
         yield from pipeline(
-            **prompted(
-                pipeline, family, read, [row.prompt for row in chosen], drawing.negative if guidance > 0 else None
-            ),
+            **prompted(family, read, [row.prompt for row in chosen], drawing.negative if guidance > 0 else None),
             generator=[torch.Generator("cpu").manual_seed(row.seed) for row in chosen],
             num_inference_steps=drawing.steps,
             guidance_scale=guidance,

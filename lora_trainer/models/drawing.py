@@ -37,25 +37,21 @@ def read_prompts(
     return {prompt: family.text.encode(parts, [prompt], family.text.options) for prompt in dict.fromkeys(prompts)}
 
 
-def without_signal(pipeline: Any, negative: str) -> bool:
-    """Whether the pipeline makes zeros of an empty negative prompt, in place of reading it."""
-    return not negative and bool(dict(pipeline.config).get("force_zeros_for_empty_prompt"))
-
-
 def prompted(
-    pipeline: Any,
     family: Family,
     read: Mapping[str, Mapping[str, Tensor]],
     prompts: Sequence[str],
     negative: str | None,
 ) -> dict[str, Any]:
-    """The pipeline's arguments for a batch of prompts; `negative` is None without a negative prompt."""
+    """The pipeline's arguments for a batch of prompts; `negative` is None without a negative prompt.
+
+    An empty one is encoded, as ComfyUI and A1111 do and as dropped captions are in training. SDXL's pipeline would use
+    zeros, by its folder's `force_zeros_for_empty_prompt`.
+    """
     import torch
 
     def together(chosen: Sequence[str]) -> dict[str, Tensor]:
         return {name: torch.cat([read[prompt][name] for prompt in chosen]) for name in read[chosen[0]]}
 
-    refused = None
-    if negative is not None and not without_signal(pipeline, negative):
-        refused = together([negative] * len(prompts))
+    refused = None if negative is None else together([negative] * len(prompts))
     return family.pipeline.prompted(together(prompts), refused)

@@ -114,7 +114,6 @@ def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
     """diffusers' pipeline of the base model, for generating images."""
     from diffusers import StableDiffusionXLPipeline
 
-    index = read_config(folder, "model_index.json")
     pipeline = StableDiffusionXLPipeline(
         vae=drawing_vae(folder, dtype, device),
         **load_text_encoders(folder, dtype, device),
@@ -122,7 +121,7 @@ def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
         tokenizer_2=load_tokenizer(folder, "text_encoder_2"),
         unet=load_unet(folder, dtype, device),
         scheduler=make_scheduler(folder),
-        force_zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", True)),
+        force_zeros_for_empty_prompt=False,  # an empty prompt is encoded, as in training, ComfyUI and A1111
         add_watermarker=False,
     )
     pipeline.set_progress_bar_config(disable=True)

@@ -175,7 +175,7 @@ def test_the_denoiser_gets_the_same_inputs_as_in_the_pipeline(model, size):
     width, height = size
     read = read_prompts(pipeline, family, ["a ring"])
     pipeline(
-        **prompted(pipeline, family, read, ["a ring"], None),
+        **prompted(family, read, ["a ring"], None),
         num_inference_steps=3,
         generator=torch.manual_seed(0),
         output_type="latent",

@@ -7,16 +7,20 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.loader import size_row
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import Framing, views_of
 from lora_trainer.evaluation.drift import base_visits, drift
+from lora_trainer.evaluation.recipe import Drawing, ImageRequest
+from lora_trainer.evaluation.sample import draw
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.drawing import prompted, read_prompts
 from lora_trainer.training.micro_batch import MicroBatch
 from tests.export.tiny import UNETS, tiny_pipeline
 
@@ -54,10 +58,26 @@ def test_text_is_encoded_as_diffusers_does(model):
     assert shapes == SDXL.text.cond_shapes(UNETS["sdxl"]) == {"embeds": (77, 56), "pooled": (16,)}
 
 
-def test_a_dropped_caption_is_the_encoded_empty_one_not_zeros(model):
+def test_an_empty_negative_prompt_is_the_encoded_one_of_dropped_captions_not_zeros(model):
+    """Images equal those of diffusers' pipeline with `force_zeros_for_empty_prompt` off, to 1/255."""
     empty = SDXL.load_encoders(model, torch.float32, CPU).encode_text([""])
     assert all(bool(value.any()) for value in empty.values())
-    assert SDXL.pipeline.make(model, torch.float32, CPU).config.force_zeros_for_empty_prompt
+    pipeline = SDXL.pipeline.make(model, torch.float32, CPU)
+    read = read_prompts(pipeline, SDXL, ["a ring", ""])
+    assert torch.equal(prompted(SDXL, read, ["a ring"], "")["negative_prompt_embeds"], empty["embeds"])
+    drawing = Drawing(steps=2, size=(64, 64))
+    (ours,) = draw(pipeline, SDXL, read, [ImageRequest("a ring", 3)], drawing)
+    size = {"width": 64, "height": 64}
+    theirs = {}
+    for zeros in (False, True):
+        whole = StableDiffusionXLPipeline.from_pretrained(
+            model, local_files_only=True, force_zeros_for_empty_prompt=zeros, scheduler=pipeline.scheduler
+        )
+        seeded = torch.Generator("cpu").manual_seed(3)
+        images = whole("a ring", generator=[seeded], num_inference_steps=2, guidance_scale=7.5, **size).images
+        theirs[zeros] = np.asarray(images[0], int)
+    assert np.abs(np.asarray(ours, int) - theirs[False]).max() <= 1
+    assert not np.array_equal(theirs[False], theirs[True])
 
 
 def test_time_ids_equal_those_of_diffusers(model):

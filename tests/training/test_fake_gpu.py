@@ -186,7 +186,7 @@ def test_sampling_and_evaluation_mix_no_devices(kind: Kind) -> None:
     with torch.no_grad():
         read = read_prompts(pipeline, family, ["a ring", "blue"])
         prompts = prompted(
-            pipeline, family, read, ["a ring"], "blue" if family.pipeline.sampling_defaults(model).negative else None
+            family, read, ["a ring"], "blue" if family.pipeline.sampling_defaults(model).negative else None
         )
         drawn = pipeline(
             **prompts,
