@@ -165,7 +165,9 @@ class TrainSection(Section):
         "most steps that `total_repeats` may lead to, in whole epochs and at least one; steps and epochs that you set have no ceiling",
     )
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = setting(
-        None, "fixed", "EMA of the trained weights, which is then validated and exported; 0.999 is usual"
+        None,
+        "fixed",
+        "EMA of the trained weights, which is then validated and exported; 0.999 is usual. It averages about 1 / (1 - decay) steps, at most a fifth of the run, so 0.999 is reached from 5000 steps",
     )
     max_hours: Positive | None = setting(None, "changes nothing", "stop after this time, with everything saved")
     deterministic: bool = setting(
