@@ -203,6 +203,36 @@ def test_settings_that_no_bucket_fits_are_reported_at_once() -> None:
         framings_of(DataSection(bucket_max=256), 512, 64)
 
 
+@given(st.sampled_from([8, 16, 24, 32, 64]), st.lists(st.integers(8, 256), min_size=1, max_size=3))
+def test_the_default_step_keeps_every_square_and_is_no_more_than_an_eighth(pixel_step: int, sides: list[int]) -> None:
+    resolutions = tuple(max(pixel_step, side * 8) for side in sides)
+    (framing,) = framings_of(DataSection(resolutions=resolutions), 512, pixel_step)
+    assert framing.step % pixel_step == 0
+    assert framing.step == pixel_step or framing.step <= min(64, min(resolutions) // 8)
+    for side in resolutions:
+        assert side // framing.step * framing.step == side // pixel_step * pixel_step
+
+
+@pytest.mark.parametrize(
+    ("resolutions", "pixel_step", "step"),
+    [
+        ((1024,), 16, 64),
+        ((1024,), 32, 64),
+        ((512,), 64, 64),
+        ((512, 256), 16, 32),
+        ((128,), 16, 16),
+        ((1008,), 16, 16),
+        ((1024,), 48, 48),
+    ],
+)
+def test_buckets_of_a_transformer_are_as_few_as_those_of_a_unet(resolutions, pixel_step, step) -> None:
+    (framing,) = framings_of(DataSection(resolutions=resolutions), 512, pixel_step)
+    assert framing.step == step
+    (chosen,) = framings_of(DataSection(resolutions=resolutions, bucket_step=2 * pixel_step), 512, pixel_step)
+    assert chosen.step == 2 * pixel_step
+    assert len(framing.buckets(1024)) <= 13 or step < 64
+
+
 def test_a_resolution_between_two_bucket_steps_is_reported() -> None:
     (note,) = notes_on(framings_of(DataSection(resolution=500), 512, 64))
     assert note == "data.resolution 500 is no multiple of 64: squares are trained at 448 px"

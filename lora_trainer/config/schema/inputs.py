@@ -187,7 +187,9 @@ class DataSection(Section):
         2.0, "fixed", "longest side divided by shortest side of a bucket"
     )
     bucket_step: Count | None = setting(
-        None, "fixed", "sides of buckets are multiples of this many pixels; empty means the model's own step"
+        None,
+        "fixed",
+        "sides of buckets are multiples of this many pixels; empty means 64, less where the resolution is small or no multiple of it",
     )
     bucket_min: Side | None = setting(None, "fixed", "shortest side of a bucket in pixels; empty means no limit")
     bucket_max: Side | None = setting(None, "fixed", "longest side of a bucket in pixels; empty means no limit")
