@@ -29,9 +29,12 @@ class Decision:
 
 
 def after_step(
-    config: SafeguardsSection, control: Control, step: int, loss: float, norm: float
+    config: SafeguardsSection, control: Control, step: int, loss: float, norm: float, rate_factor: float
 ) -> tuple[Control, list[Decision]]:
-    """After a good step, counted from 1: gradient spikes, and every `JUDGED_EVERY` steps loss spikes."""
+    """After a good step, counted from 1: gradient spikes, and every `JUDGED_EVERY` steps loss spikes.
+
+    `rate_factor` is the safeguards' factor on the learning rate so far.
+    """
     found = []
     if config.grad_spike_factor is not None:
         usual = mean_of(control.norm_sum, control.norms)
@@ -44,13 +47,16 @@ def after_step(
     if config.clip_on_loss_spike:
         control = replace(control, loss_sum=moving_sum(control.loss_sum, loss), losses=control.losses + 1)
         if step % JUDGED_EVERY == 0:
-            control, jumped = after_jump(config, control)
+            control, jumped = after_jump(config, control, rate_factor)
             found += jumped
     return control, found
 
 
-def after_jump(config: SafeguardsSection, control: Control) -> tuple[Control, list[Decision]]:
-    """Clip harder where the smoothed loss is far above its lowest since the last loss spike."""
+def after_jump(config: SafeguardsSection, control: Control, rate_factor: float) -> tuple[Control, list[Decision]]:
+    """Clip harder and train slower where the smoothed loss is far above its lowest since the last loss spike.
+
+    Clipping alone would leave AdamW's steps as large as they were: it divides gradients by their own size.
+    """
     now, lowest = mean_of(control.loss_sum, control.losses), control.lowest_loss
     if now is None or control.losses < FIRST_JUDGED:
         return control, []
@@ -61,7 +67,9 @@ def after_jump(config: SafeguardsSection, control: Control) -> tuple[Control, li
         f"the smoothed loss rose to {now:.4g}, {now / lowest:.3g} times its lowest {lowest:.4g}:"
         f" gradients are clipped at {scale:.3g} of what was set"
     )
-    return replace(control, clip_scale=scale, lowest_loss=now), [Decision("jump", message)]
+    if config.loss_spike_lr < 1.0:
+        message += f" and the learning rate falls to {rate_factor * config.loss_spike_lr:.4g} of the scheduled one"
+    return replace(control, clip_scale=scale, lowest_loss=now), [Decision("jump", message, config.loss_spike_lr)]
 
 
 def after_validation(

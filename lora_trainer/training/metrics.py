@@ -93,10 +93,11 @@ def read_every(device: torch.device) -> int:
 def after_good(run: Run, state: TrainState, each: Pending, loss: float, norm: float, reporter: Reporter) -> TrainState:
     """The state after a step with a finite loss and gradient, and after the safeguards' decisions."""
     good = replace(state.control, not_finite=0, last_finite=each.step)
-    control, decisions = after_step(run.config.safeguards, good, each.step, loss, norm)
+    control, decisions = after_step(run.config.safeguards, good, each.step, loss, norm, state.rate_factor)
     for decision in decisions:
         of = f"; its samples: {by_loss(each.result.losses, run.feed.names(each.step - 1))}"
         reporter.event(each.step, decision.kind, decision.message + (of if decision.kind == "spike" else ""))
+        state = replace(state, rate_scale=state.rate_scale * decision.rate_factor)
     return replace(state.with_loss(loss), skipped_in_a_row=0, control=control)
 
 

@@ -39,7 +39,7 @@ def stepped(
 ) -> tuple[Control, list[tuple[int, str]]]:
     control, events = control or Control(), list[tuple[int, str]]()
     for step, loss in enumerate(steps, first):
-        control, decisions = after_step(config, control, step, loss, loss)
+        control, decisions = after_step(config, control, step, loss, loss, 1.0)
         events += [(step, decision.kind) for decision in decisions]
     return control, events
 
@@ -150,6 +150,17 @@ def test_a_spike_of_the_smoothed_loss_clips_harder():
     assert control.clip_scale == 0.5 ** len(events)
     # From 0.1 to 0.5 it can grow by half at most three times.
     assert 1 <= len(events) <= 3
+
+
+def test_a_loss_spike_lowers_the_learning_rate_unless_set_otherwise():
+    before = Control(loss_sum=0.5, losses=10**6, lowest_loss=0.2)
+    _, (decision,) = after_step(JUMP, before, 100, 0.5, 1.0, 0.5)
+    assert decision.rate_factor == 0.5
+    assert "the learning rate falls to 0.25 of the scheduled one" in decision.message
+    only_clips = SafeguardsSection(clip_on_loss_spike=True, loss_spike_lr=1.0)
+    _, (decision,) = after_step(only_clips, before, 100, 0.5, 1.0, 0.5)
+    assert decision.rate_factor == 1.0
+    assert "learning rate" not in decision.message
 
 
 def test_one_bad_mini_batch_is_no_loss_spike():

@@ -263,7 +263,7 @@ def test_stopped_between_two_flushes(place, makes, monkeypatch):
     place.train(straight)
     found = outcome(straight)
     assert {event["kind"] for event in found["events.jsonl"]} >= {"spike", "jump", "not_finite"}
-    assert found["state"].control.clip_scale < 1.0
+    assert found["state"].control.clip_scale == found["state"].rate_scale < 1.0
     for step in range(10):
         broken = losing("broken")
         place.resume(signal_at_step(broken, step))

@@ -215,13 +215,20 @@ class SafeguardsSection(Section):
         0.5, "changes training", "factor on the learning rate"
     )
     clip_on_loss_spike: bool = setting(
-        False, "changes training", "clip gradients harder after a spike of the smoothed loss"
+        False,
+        "changes training",
+        "clip gradients harder and lower the learning rate after a spike of the smoothed loss",
     )
     loss_spike_ratio: Annotated[float, Field(gt=1.0)] = setting(
         1.5, "changes training", "growth that counts as a spike"
     )
     loss_spike_clip: Annotated[float, Field(gt=0.0, lt=1.0)] = setting(
         0.5, "changes training", "factor on the clipping norm"
+    )
+    loss_spike_lr: Annotated[float, Field(gt=0.0, le=1.0)] = setting(
+        0.5,
+        "changes training",
+        "factor on the learning rate, from then on; 1 only clips, which changes little with AdamW",
     )
     early_stopping: bool = setting(
         False, "changes training", "stop when the validation loss stops falling, and export the best weights"
