@@ -39,6 +39,7 @@ from lora_trainer.importers.rules import (
 )
 from lora_trainer.importers.words import (
     ALL_OF_BLOCKS,
+    ALWAYS_ON,
     CHECKPOINTING,
     EXPORT_DTYPE,
     MODEL,
@@ -46,6 +47,7 @@ from lora_trainer.importers.words import (
     OF_BLOCKS,
     OPTIMIZER,
     PRECISION,
+    PRODIGY_SWITCH,
     TEXT_RATES,
     VAE,
     average_with,
@@ -194,6 +196,7 @@ RULES: Mapping[str, KeyRule] = {
     "train.gradient_accumulation_steps": part_of("train.batch_size", "train.effective_batch_size"),
     "train.optimizer": OPTIMIZER,
     "train.optimizer_params.weight_decay": same("optimizer.weight_decay", number),
+    **{f"train.optimizer_params.{name}": PRODIGY_SWITCH for name in ALWAYS_ON},
     "train.optimizer_params.betas": by(betas, "optimizer.beta1 optimizer.beta2"),
     "train.lr": by(_rate, "optimizer.learning_rate"),
     "train.unet_lr": same("optimizer.learning_rate", number),

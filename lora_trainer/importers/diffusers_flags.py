@@ -36,10 +36,12 @@ from lora_trainer.importers.rules import (
     whole,
 )
 from lora_trainer.importers.words import (
+    ALWAYS_ON,
     CHECKPOINTING,
     MODEL,
     OPTIMIZER,
     PRECISION,
+    PRODIGY_SWITCH,
     SCHEDULE,
     TEXT_RATES,
     VAE,
@@ -151,6 +153,7 @@ RULES: Mapping[str, KeyRule] = {
     **DIFFUSERS,
     "pretrained_vae_model_name_or_path": VAE,
     "vae_path": VAE,
+    **{f"prodigy_{name}": PRODIGY_SWITCH for name in ALWAYS_ON},
     **unused_keys("diffusers"),
     SCRIPT: nothing("it says which defaults hold"),
 }
@@ -167,6 +170,7 @@ OF_ALL: Mapping[str, Any] = {
     "mixed_precision": "no",
     "max_grad_norm": 1.0,
     "checkpointing_steps": 500,
+    **{f"prodigy_{name}": True for name in ALWAYS_ON},
 }
 # (words of the script's name, what its parser holds otherwise than the others); the first that fits.
 OF_SCRIPTS: tuple[tuple[tuple[str, ...], Mapping[str, Any]], ...] = (

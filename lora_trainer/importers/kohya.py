@@ -149,6 +149,7 @@ DEFAULTS: Mapping[str, Any] = {
     "mixed_precision": "no",
     "save_precision": "float",
     "sample_every_n_steps": 0,
+    "huber_schedule": "snr",
 }
 
 

@@ -10,7 +10,9 @@ from typing import Any
 from lora_trainer.importers import kohya
 from lora_trainer.importers.flow_words import KOHYA_DEFAULTS, NOT_READ, kohya_family, of_flow, of_flows
 from lora_trainer.importers.kohya_keys import (
+    IN_BUCKETS,
     RULES,
+    epochs,
     share_of_steps,
     warmup,
 )
@@ -78,7 +80,7 @@ def _epochs(value: Any, around: Around) -> Took:
         return Took({}, "max_train_epochs rules", "ignored")
     if is_on(around["max_train_steps"] or 0):
         return Took({}, "max_train_steps rules", "ignored")
-    return Took({"train.max_epochs": whole(value)})
+    return epochs(value, around)
 
 
 def _percent(value: Any, around: Around) -> Took:
@@ -115,7 +117,7 @@ def _rules() -> dict[str, KeyRule]:
         **{key: _unless_zero(known[key]) for key in zero},
         **{key: kohya.RULES[f"network_args.{key}"] for key in AS_ARGUMENTS},
         "LoRA_type": by(_kind, "lora.target_modules", f"where it is no LoRA or LoCon, {NOT_LORA}"),
-        "epoch": by(_epochs, "train.max_epochs"),
+        "epoch": by(_epochs, "train.max_epochs", IN_BUCKETS, changes=True),
         "lr_warmup": by(_percent, "lr_scheduler.warmup_steps"),
         "lr_warmup_steps": _unless_zero(by(warmup, "lr_scheduler.warmup_steps")),
         "noise_offset_type": part_of("noise_offset and multires_noise_iterations"),
@@ -164,6 +166,7 @@ DEFAULTS: Mapping[str, Any] = {
     "lr_warmup": 10,
     "mixed_precision": "fp16",
     "sample_every_n_steps": 0,
+    "huber_schedule": "snr",
 }
 
 

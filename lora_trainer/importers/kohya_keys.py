@@ -32,14 +32,17 @@ from lora_trainer.importers.words import (
     ALL_OF_ATTENTION,
     ALL_OF_BLOCKS,
     ALL_WITH_CONVOLUTIONS,
+    ALWAYS_ON,
     CHECKPOINTING,
     CLIP_SKIP,
     EXPORT_DTYPE,
+    HUBER_SCHEDULE,
     MODEL,
     NOT_LORA,
     OF_BLOCKS,
     OPTIMIZER,
     PRECISION,
+    PRODIGY_SWITCH,
     SCHEDULE,
     TEXT_RATES,
     VAE,
@@ -52,6 +55,10 @@ OTHER_FAMILY = "of model families that are not trained here"
 PLAIN_MODULES = ("networks.lora", "networks.lora_fa")
 OF_TRANSFORMERS = ("networks.lora_flux", "networks.lora_sd3")
 LORA_ALGORITHMS = ("lora", "locon")
+IN_BUCKETS = (
+    "kohya fills a batch from one bucket, so with batches above 1 an epoch has more steps there: of 20 images of 20 shapes"
+    " in batches of 4 it has 20, and 5 here. train.max_steps sets their number"
+)
 STAY = "text encoders stay as they are, as here"
 OF_FILES = "set model.text_encoders to a folder with such files: keys tell which is which"
 
@@ -60,6 +67,15 @@ def _steps(value: Any, around: Around) -> Took:
     if around["max_train_epochs"] is not None and is_on(around["max_train_epochs"]):
         return Took({}, "max_train_epochs rules", "ignored")
     return Took({"train.max_steps": whole(value)}) if is_on(value) else Took({}, "not set", "ignored")
+
+
+def epochs(value: Any, around: Around) -> Took:
+    """Epochs, which have as many steps as here where a batch is one image or all images have one shape."""
+    if not is_on(value):
+        return Took({}, "off", "ignored")
+    alike = not is_on(around["enable_bucket"] or False) or count(around, "train_batch_size") == 1
+    alike = alike and around["dataset_config"] is None  # it has a batch size and buckets of its own
+    return Took({"train.max_epochs": whole(value)}, "" if alike else IN_BUCKETS, "mapped" if alike else "changed")
 
 
 def _rate(value: Any, around: Around) -> Took:
@@ -174,12 +190,6 @@ def _weighting(name: str, *before: str) -> KeyRule:
     return by(read, "loss.weighting")
 
 
-def _huber_schedule(value: Any, around: Around) -> Took:
-    if str(around["loss_type"] or "l2").lower() not in ("huber", "smooth_l1") or str(value) == "constant":
-        return Took({}, "means nothing here", "ignored")
-    return Took({})
-
-
 def prompts(value: Any, around: Around) -> Took:
     """A file with a prompt on each line, its options behind `--`; or the lines themselves."""
     lines = [text(value)] if "\n" not in text(value) else text(value).splitlines()
@@ -254,7 +264,7 @@ RULES: Mapping[str, KeyRule] = {
     "output_dir": path_to("run.output"),
     "output_name": same("run.name", text),
     "max_train_steps": by(_steps, "train.max_steps"),
-    "max_train_epochs": unless_off("train.max_epochs", whole),
+    "max_train_epochs": by(epochs, "train.max_epochs", IN_BUCKETS, changes=True),
     "seed": unless_off("train.seed", whole),
     "network_module": by(targets, "lora.target_modules", f"where it is no plain LoRA, {NOT_LORA}"),
     "network_dim": same("lora.rank", whole),
@@ -269,6 +279,7 @@ RULES: Mapping[str, KeyRule] = {
     "optimizer_args.weight_decay": same("optimizer.weight_decay", number),
     "optimizer_args.betas": by(betas, "optimizer.beta1 optimizer.beta2"),
     "optimizer_args.decouple": lacking("weight decay is always decoupled", off=("True", "true")),
+    **{f"optimizer_args.{name}": PRODIGY_SWITCH for name in ALWAYS_ON},
     "learning_rate": by(_rate, "optimizer.learning_rate"),
     "unet_lr": by(_unet_rate, "optimizer.learning_rate"),
     "text_encoder_lr": by(_text_rate, TEXT_RATES),
@@ -319,7 +330,7 @@ RULES: Mapping[str, KeyRule] = {
     "zero_terminal_snr": same("noise.zero_terminal_snr", truth),
     "loss_type": by(_loss, "loss.type", "others than the squared error are pseudo-Huber here"),
     "huber_c": only_with("loss_type", "huber", "loss.huber_delta", number),
-    "huber_schedule": by(_huber_schedule, "", "the same at every timestep here", changes=True),
+    "huber_schedule": HUBER_SCHEDULE,
     "huber_scale": lacking("errors are not scaled before they are weighed", off=(1, 1.0)),
     "prior_loss_weight": same("loss.prior_loss_weight", number),
     "weighted_captions": same("captions.prompt_weighting", truth),

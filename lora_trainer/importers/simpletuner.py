@@ -49,6 +49,7 @@ from lora_trainer.importers.rules import (
 )
 from lora_trainer.importers.words import (
     CHECKPOINTING,
+    HUBER_SCHEDULE,
     MODEL,
     NOT_LORA,
     OPTIMIZER,
@@ -236,6 +237,7 @@ RULES: Mapping[str, KeyRule] = {
     "snr_gamma": unless_off("loss.min_snr_gamma", number),
     "loss_type": by(_loss, "loss.type", "huber is pseudo-Huber here"),
     "huber_c": by(_huber, "loss.huber_delta"),
+    "huber_schedule": HUBER_SCHEDULE,
     "offset_noise": by(_offset, "noise.offset"),
     "noise_offset": part_of("offset_noise", "noise.offset"),
     "input_perturbation": unless_off("noise.input_perturbation", number),

@@ -36,6 +36,8 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "prodigyschedulefree": ("prodigy", "without its schedule-free averaging"),
 }
 FINDS_ITS_OWN_RATE = ("dadapt", "dowg", "prodigy")
+ALWAYS_ON = ("use_bias_correction", "safeguard_warmup")  # of Prodigy, here
+HUBER_C, FIRST_SIGMA = 0.1, 0.0292  # kohya's default; noise to signal of Stable Diffusion's first timestep
 # Defaults of these optimizers that differ from ours.
 OWN_DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "lion": {"optimizer.beta2": 0.99, "optimizer.weight_decay": 0.0},
@@ -93,7 +95,28 @@ def optimizer(value: Any, around: Around) -> Took:
     if not ours:
         ours = "prodigy" if name.startswith(FINDS_ITS_OWN_RATE) else "adamw"
         why = f"there is no such optimizer here; {ours} replaces it, and the learning rate may need to change"
+    off = [name for name in ALWAYS_ON if not any(key.endswith(name) and is_on(on) for key, on in around.keys.items())]
+    if "prodigy" in name and off:
+        why = f"{why}{'; ' if why else ''}always on here: {', '.join(off)}"
     return Took({"optimizer.name": ours, **OWN_DEFAULTS.get(ours, {})}, why, "changed" if why else "mapped")
+
+
+def prodigy_switch(value: Any, around: Around) -> Took:
+    """One of `ALWAYS_ON`."""
+    if not any("prodigy" in str(name).lower() for key, name in around.keys.items() if "optimizer" in key):
+        return Took({}, "means nothing without Prodigy", "ignored")
+    return Took({}, "always on here", "ignored" if truth(value) else "changed")
+
+
+def huber_schedule(value: Any, around: Around) -> Took:
+    """How kohya lowers its delta, `huber_c`, over the timesteps: `snr` is c + (1 - c) / (1 + sigma)²."""
+    kind, least = str(value).lower(), around["huber_c"]
+    if str(around["loss_type"] or "l2").lower() not in ("huber", "smooth_l1") or kind == "constant":
+        return Took({}, "means nothing here", "ignored")
+    least = least if isinstance(least, int | float) else HUBER_C
+    highest = 1.0 if kind == "exponential" else least + (1.0 - least) / (1.0 + FIRST_SIGMA) ** 2
+    there = f"with {kind} it falls from {highest:.2f} to {least:.2f} over the timesteps there"
+    return Took({}, f"loss.huber_delta is {least:.2f} at every timestep here; {there}")
 
 
 def schedule(value: Any, around: Around) -> Took:
@@ -188,6 +211,13 @@ def average_with(key: str, otherwise: float, on: Callable[[Any], bool] = truth) 
 
 CHECKPOINTING = by(checkpointing, "memory.gradient_checkpointing")
 OPTIMIZER = by(optimizer, "optimizer.name optimizer.weight_decay optimizer.beta2", "others than ours are replaced")
+PRODIGY_SWITCH = by(prodigy_switch, "", "always on with Prodigy here", changes=True)
+HUBER_SCHEDULE = by(
+    huber_schedule,
+    "",
+    "loss.huber_delta is the same at every timestep here; there `snr` lowers it from 0.95 to 0.10",
+    changes=True,
+)
 SCHEDULE = by(schedule, "lr_scheduler.name", "others than ours are replaced")
 PRECISION: KeyRule = by(precision, "memory.weight_dtype")
 EXPORT_DTYPE = by(

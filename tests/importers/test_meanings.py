@@ -212,3 +212,69 @@ def test_a_config_with_missing_datasets_is_imported_without_them(
 def test_hub_datasets_are_skipped_and_named(tmp_path: Path) -> None:
     hub = [{"id": "a", "type": "huggingface", "dataset_name": "a/b", "metadata_backend": "huggingface"}]
     assert verdict_of(imported_text(tmp_path, "sets.json", json.dumps(hub)), "backends[0]")[0] == "changed"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("Prodigy", "", ("changed", "always on here: use_bias_correction, safeguard_warmup")),
+        ("Prodigy", "use_bias_correction=True", ("changed", "always on here: safeguard_warmup")),
+        ("Prodigy", "use_bias_correction=True safeguard_warmup=True", ("mapped", "")),
+        (
+            "Prodigy",
+            "use_bias_correction=False safeguard_warmup=True",
+            ("changed", "always on here: use_bias_correction"),
+        ),
+        ("AdamW", "", ("mapped", "")),
+    ],
+)
+def test_what_prodigy_always_has_here_is_reported(name, arguments, expected, tmp_path: Path) -> None:
+    imported = kohya_with(tmp_path, f"optimizer_type = {name!r}\noptimizer_args = {arguments.split()}")
+    verdict, why = verdict_of(imported, "optimizer_type")
+    assert (verdict, why.partition("; overridden")[0]) == expected
+    for pair in arguments.split():
+        key, _, value = pair.partition("=")
+        wanted = "ignored" if value == "True" else "changed"
+        assert verdict_of(imported, f"optimizer_args.{key}") == (wanted, "always on here")
+
+
+def test_diffusers_prodigy_has_by_default_what_is_always_on_here(tmp_path: Path) -> None:
+    command = "accelerate launch train_dreambooth_lora_sdxl.py --instance_data_dir=p --rank=8 --optimizer=prodigy"
+    usual = imported_text(tmp_path, "a.sh", f"{command}\n")
+    assert "always on" not in verdict_of(usual, "optimizer")[1]
+    off = imported_text(tmp_path, "b.sh", f"{command} --prodigy_safeguard_warmup=False\n")
+    assert "always on here: safeguard_warmup" in verdict_of(off, "optimizer")[1]
+    assert verdict_of(off, "prodigy_safeguard_warmup") == ("changed", "always on here")
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("train_batch_size = 4\nenable_bucket = true", "changed"),
+        ("train_batch_size = 1\nenable_bucket = true", "mapped"),
+        ("train_batch_size = 4\nenable_bucket = false", "mapped"),
+    ],
+)
+def test_epochs_of_kohya_with_batches_inside_buckets_are_reported(text: str, verdict: str, tmp_path: Path) -> None:
+    imported = kohya_with(tmp_path, f"{text}\nmax_train_epochs = 10")
+    assert imported.config.train.max_epochs == 10
+    found, why = verdict_of(imported, "max_train_epochs")
+    assert found == verdict
+    assert ("20 images of 20 shapes in batches of 4 it has 20, and 5 here" in why) == (verdict == "changed")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "it falls from 0.95 to 0.10"),
+        ("huber_schedule = 'snr'\nhuber_c = 0.2", "it falls from 0.96 to 0.20"),
+        ("huber_schedule = 'exponential'", "it falls from 1.00 to 0.10"),
+    ],
+)
+def test_the_huber_schedule_of_kohya_is_reported_with_its_numbers(text: str, expected: str, tmp_path: Path) -> None:
+    imported = kohya_with(tmp_path, f"loss_type = 'huber'\n{text}")
+    verdict, why = verdict_of(imported, "huber_schedule")
+    assert verdict == "changed"
+    assert expected in why
+    constant = kohya_with(tmp_path, "loss_type = 'huber'\nhuber_schedule = 'constant'")
+    assert verdict_of(constant, "huber_schedule") == ("ignored", "means nothing here")
