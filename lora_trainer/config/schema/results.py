@@ -25,7 +25,9 @@ class CheckpointSection(Section):
     # Where a run rolls back to depends on both intervals.
     every_n_steps: Count = setting(500, "changes training", "steps between checkpoints")
     every_n_epochs: Count | None = setting(
-        None, "changes training", "epochs between checkpoints, in addition to `every_n_steps`; 5 is usual"
+        None,
+        "changes training",
+        "epochs between checkpoints, in addition to `every_n_steps`; empty means none, since epochs are short with few images",
     )
     export_every_n_steps: CountOrZero = setting(
         0, "changes nothing", "steps between LoRA files kept in the folder `weights`; 0 means none"
