@@ -1,0 +1,247 @@
+"""Compare settings on the built-in base model: what the LoRA learned, and what the base still knows.
+
+    python scripts/measure_settings.py STUDY.toml OUT [--jobs 2]
+
+Each arm of the study is trained on both drawn subjects with three seeds, 18 images trained and 6 held out. Then 16 images
+of the subject and 16 of unrelated shapes are made from the exported file and judged by their pixels. Finished cells are
+kept in OUT and not run again. The table's differences are paired with the first arm: same subject, same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from builtin_base.draw_datasets import UNFIT
+from builtin_base.drawing import COLOURS, TEMPLATES, random_scene
+from builtin_base.judge import fixed_prompts, judge
+from builtin_base.reference import compare
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE = ROOT / "lora_trainer" / "builtin" / "base"
+DATA = {"zobo": ROOT / "lora_trainer" / "builtin" / "zobo", "fungo": ROOT / "tests" / "data_sets" / "fungo"}
+SEEDS = (42, 7, 1234)
+IMAGES = 16
+PRIOR_IMAGES = 36
+COMMON = (
+    "validation.split=0.25",
+    "sample.every_n_steps=0",
+    "sample.count=1",
+    "sample.num_inference_steps=1",
+    "gates.lora_check=off",
+    "hardware.threads=1",
+)
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57}  # Student's t by the number of cells
+MEASURES = {
+    "val_loss": "validation loss",
+    "subject": "subject and background right",
+    "fit": "fit of the subject",
+    "shapes": "unrelated shapes right",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run of the study."""
+
+    arm: str
+    subject: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}/{self.subject}-{self.seed}"
+
+
+def subject_prompts(subject: str) -> tuple[list[str], list[str]]:
+    """Prompts and the background that each names, every background that suits the subject twice or more."""
+    backgrounds = [color for color in COLOURS if color not in UNFIT[subject]]
+    named = [backgrounds[number % len(backgrounds)] for number in range(IMAGES)]
+    return [f"a picture of {subject} on a {background} background" for background in named], named
+
+
+def make_images(lora: Path | None, prompts: list[str], first_seed: int, batch: int = 8) -> list[Any]:
+    """Images by DDIM in fp32, 20 steps, guidance scale 3; `lora` is the file for diffusers."""
+    import torch
+    from diffusers import StableDiffusionPipeline
+
+    torch.set_num_threads(1)
+    pipeline = StableDiffusionPipeline.from_pretrained(BASE, dtype=torch.float32, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    if lora is not None:
+        pipeline.load_lora_weights(lora.parent, weight_name=lora.name)
+    images = []
+    for start in range(0, len(prompts), batch):
+        part = prompts[start : start + batch]
+        generators = [torch.Generator().manual_seed(first_seed + start + i) for i in range(len(part))]
+        images += pipeline(part, num_inference_steps=20, guidance_scale=3.0, generator=generators).images
+    return images
+
+
+def make_prior(folder: Path) -> None:
+    """The base model's own images of its own prompts, none of which is judged, with captions."""
+    if folder.is_dir():
+        return
+    rng = random.Random(70_000)
+    prompts = [random_scene(rng).caption(TEMPLATES[number % len(TEMPLATES)]) for number in range(PRIOR_IMAGES)]
+    images = make_images(None, prompts, 500_000)
+    folder.mkdir(parents=True)
+    for number, (image, prompt) in enumerate(zip(images, prompts, strict=True)):
+        image.save(folder / f"prior_{number:02}.png")
+        (folder / f"prior_{number:02}.txt").write_text(prompt + "\n", encoding="utf-8")
+
+
+def train(cell: Cell, arm: dict[str, Any], out: Path) -> Path:
+    """Run the real command; returns the run's folder."""
+    folder = out / cell.arm
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{cell.subject}-{cell.seed}"
+    sources = [{"path": str(DATA[cell.subject])}]
+    if arm.get("prior"):
+        sources.append({"path": str(out / "prior"), "is_reg": True})
+    lines = [
+        f'[[data.sources]]\npath = "{source["path"]}"' + "\nis_reg = true" * ("is_reg" in source) for source in sources
+    ]
+    config = folder / f"{name}.toml"
+    config.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    settings = [*COMMON, *(f"{key}={value}" for key, value in arm.get("settings", {}).items())]
+    command = [sys.executable, "-m", "lora_trainer", "train", "--preset", arm.get("presets", "12gb")]
+    command += ["--config", str(config), "--output", str(folder), "--name", name, "--seed", str(cell.seed)]
+    command += ["--resume", *(part for setting in settings for part in ("--set", setting))]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{cell.name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return folder / name
+
+
+def measure(cell: Cell, run: Path) -> dict[str, float]:
+    """What the exported file does, in shares of 1, and the run's validation losses."""
+    record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    losses = [json.loads(line) for line in (run / "validation.jsonl").read_text(encoding="utf-8").splitlines()]
+    lora = run / f"{run.name}.diffusers.safetensors"
+    prompts, backgrounds = subject_prompts(cell.subject)
+    images = make_images(lora, prompts, 0)
+    likeness = [compare(image, cell.subject) for image in images]
+    neutral, scenes = fixed_prompts(IMAGES)
+    others = make_images(lora, neutral, 0)
+    for number, image in enumerate([*images, *others]):
+        image.save(run / f"judged_{number:02}.png")
+    right = [all(judge(image).right(scene)) for image, scene in zip(others, scenes, strict=True)]
+    shown = [like.shows(background) for like, background in zip(likeness, backgrounds, strict=True)]
+    return {
+        "val_loss": losses[-1]["loss"],
+        "val_loss_before": losses[0]["loss"],
+        "val_loss_lowest": min(row["loss"] for row in losses),
+        "subject": sum(shown) / IMAGES,
+        "fit": sum(max(0.0, like.fit) for like in likeness) / IMAGES,
+        "shapes": sum(right) / IMAGES,
+        "steps": record["steps"],
+        "seconds": record["seconds"]["train"],
+        "bytes": float(lora.stat().st_size),
+    }
+
+
+def run_cell(cell: Cell, arm: dict[str, Any], out: Path) -> dict[str, float]:
+    """The cell's figures, from its file when it is finished."""
+    file = out / f"{cell.name}.json"
+    if not file.is_file():
+        # A process of its own: two of them share two cores, one thread each.
+        code = (
+            "import sys, json, pathlib; sys.path.insert(0, sys.argv[1]); import measure_settings as m; "
+            "cell = m.Cell(sys.argv[2], sys.argv[3], int(sys.argv[4])); "
+            "print(json.dumps(m.measure(cell, pathlib.Path(sys.argv[5]))))"
+        )
+        run = train(cell, arm, out)
+        words = [str(Path(__file__).parent), cell.arm, cell.subject, str(cell.seed), str(run)]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(f"{cell.name}: {done.stderr[-3000:]}")
+        file.write_text(done.stdout.strip().splitlines()[-1] + "\n", encoding="utf-8")
+    found: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
+    print(cell.name, " ".join(f"{key}={value:.4g}" for key, value in found.items()), flush=True)
+    return found
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half width of its 95 % interval (Student's t)."""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return mean, float("nan")
+    spread = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return mean, T_95[len(values)] * spread / math.sqrt(len(values))
+
+
+def table(found: dict[Cell, dict[str, float]], arms: list[str], about: dict[str, Any]) -> str:
+    """Means of each arm, and its paired difference from the first one with the 95 % interval."""
+    lines = [
+        f"| arm | steps | {' | '.join(MEASURES.values())} |",
+        f"|---|---|{'---|' * len(MEASURES)}",
+    ]
+    for arm in arms:
+        cells = [cell for cell in found if cell.arm == arm]
+        if not cells:
+            continue
+        row = [f"{about[arm].get('title', arm)}", f"{found[cells[0]]['steps']:.0f}"]
+        for key in MEASURES:
+            mean = sum(found[cell][key] for cell in cells) / len(cells)
+            text = f"{mean:.4f}" if key == "val_loss" else f"{mean:.2f}"
+            pairs = [(cell, Cell(arms[0], cell.subject, cell.seed)) for cell in cells]
+            if arm != arms[0] and all(first in found for _, first in pairs):
+                difference, half = interval([found[cell][key] - found[first][key] for cell, first in pairs])
+                text += f" ({difference:+.3f} ± {half:.3f})"
+            row.append(text)
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
+    parser.add_argument("--arms", default=".*", help="a regular expression")
+    parser.add_argument("--table", action="store_true", help="print the table of the finished cells")
+    args = parser.parse_args()
+    about = tomllib.loads(args.study.read_text(encoding="utf-8"))
+    arms = [arm for arm in about if re.fullmatch(args.arms, arm)]
+    cells = [Cell(arm, subject, seed) for arm, seed, subject in product(arms, SEEDS, DATA)]
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.table:
+        cells = [cell for cell in cells if (args.out / f"{cell.name}.json").is_file()]
+    else:
+        make_prior(args.out / "prior")
+    with ThreadPoolExecutor(args.jobs) as pool:
+        found = dict(zip(cells, pool.map(lambda cell: run_cell(cell, about[cell.arm], args.out), cells), strict=True))
+    print(table(found, arms, about))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
