@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from builtin_base.draw_datasets import UNFIT
+from builtin_base.draw_datasets import CAPTIONS, UNFIT
 from builtin_base.drawing import COLOURS, TEMPLATES, random_scene
 from builtin_base.judge import fixed_prompts, judge
 from builtin_base.reference import compare
@@ -71,7 +71,7 @@ def subject_prompts(subject: str) -> tuple[list[str], list[str]]:
     """Prompts and the background that each names, every background that suits the subject twice or more."""
     backgrounds = [color for color in COLOURS if color not in UNFIT[subject]]
     named = [backgrounds[number % len(backgrounds)] for number in range(IMAGES)]
-    return [f"a picture of {subject} on a {background} background" for background in named], named
+    return [CAPTIONS[1].format(name=subject, background=background) for background in named], named
 
 
 def make_images(lora: Path | None, prompts: list[str], first_seed: int, batch: int = 8) -> list[Any]:
