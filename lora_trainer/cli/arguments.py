@@ -29,7 +29,12 @@ SETTING_FLAGS = (
     ("--output", "run.output", "DIR", "folder of runs (default: runs)"),
     ("--name", "run.name", "NAME", "name of the run and its files (default: derived from the dataset)"),
     ("--seed", "train.seed", "N", "seed of the random numbers (default: 42)"),
-    ("--max-steps", "train.max_steps", "N", "optimizer steps (default: by train.total_repeats, epochs x repeats)"),
+    (
+        "--max-steps",
+        "train.max_steps",
+        "N",
+        "optimizer steps (default: by train.total_repeats, at most train.step_ceiling)",
+    ),
     ("--max-hours", "train.max_hours", "H", "stop after H hours, with everything saved"),
 )
 _TEXT_SETTINGS = ("model.path", "run.output", "run.name")

@@ -35,6 +35,12 @@ NEEDS = {
     ),
 }
 
+# (setting, value) -> the same, where only some values of a setting need it.
+NEEDS_OF_VALUES = {
+    ("loss.weighting", "debiased"): NEEDS["loss.min_snr_gamma"],
+    ("loss.weighting", "v_as_epsilon"): (("v_prediction",), "its loss is that of noise already"),
+}
+
 # setting -> (the prediction type, why a preset's value is dropped for it); a user may set it nevertheless.
 DROPPED_FROM_PRESETS = {
     "loss.min_snr_gamma": (
@@ -52,6 +58,11 @@ def suited(resolved: Resolved, prediction: str) -> Resolved:
     """
     settings = Settings(resolved.config.model_dump(), resolved.origin)
     unsuited = [(name, why) for name, (predictions, why) in NEEDS.items() if prediction not in predictions]
+    unsuited += [
+        (name, why)
+        for (name, value), (predictions, why) in NEEDS_OF_VALUES.items()
+        if prediction not in predictions and settings[name] == value
+    ]
     unsuited += [
         (name, why)
         for name, (dropped_for, why) in DROPPED_FROM_PRESETS.items()

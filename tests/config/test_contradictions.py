@@ -170,6 +170,16 @@ def test_min_snr_gives_way_to_another_weighting():
         resolve([user(loss__weighting="debiased", loss__min_snr_gamma=5.0)])
 
 
+@pytest.mark.parametrize(("weighting", "prediction"), [("debiased", "flow"), ("v_as_epsilon", "epsilon")])
+def test_a_weighting_that_the_model_lacks_is_refused_before_anything_is_cached(weighting, prediction):
+    resolved = resolve([user(loss__weighting=weighting)])
+    with pytest.raises(
+        UsageError, match=rf'loss\.weighting = "{weighting}" \(from --set\): the model predicts {prediction}'
+    ):
+        suited(resolved, prediction)
+    assert suited(resolved, "v_prediction") == resolved
+
+
 def test_a_users_option_that_the_model_lacks_is_refused():
     with pytest.raises(UsageError, match=r"min_snr_gamma = 5.0 \(from --set\): the model predicts flow"):
         suited(with_min_snr("--set"), "flow")
