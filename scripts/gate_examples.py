@@ -1,6 +1,6 @@
-"""Draw good and bad datasets and print their scores and findings: the table in docs/scores.md.
+"""Draw good datasets, break them file by file, and print their scores: the tables in docs/scores.md.
 
-python scripts/gate_examples.py             print the table
+python scripts/gate_examples.py             print the tables
 python scripts/gate_examples.py --keep DIR  keep the datasets there, to inspect them
 """
 
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from lora_trainer.data.views import Framing
 from lora_trainer.dataset_check import DataReport, DatasetGate, check_dataset
 
 SIDE, COUNT = 512, 20
+SHARES = (0, 5, 10, 25, 50, 75, 100)  # percent of the files
 Make = Callable[[int, int, int], Image.Image]
 
 
@@ -60,23 +62,17 @@ def drawing(width: int, height: int, seed: int) -> Image.Image:
     return image.resize((width, height), Image.Resampling.LANCZOS)
 
 
-def good(folder: Path, make: Make = photo, count: int = COUNT) -> list[Path]:
-    """Write images of several shapes, each with its own caption."""
+def good(folder: Path, make: Make = photo, count: int = COUNT, side: int = SIDE) -> list[Path]:
+    """Write images of several shapes, the shorter side `side` pixels, each with its own caption."""
     folder.mkdir(parents=True)
     paths = []
     for number in range(count):
-        width, height = ((SIDE, SIDE), (640, SIDE), (SIDE, 640))[number % 3]
+        width, height = ((side, side), (side * 5 // 4, side), (side, side * 5 // 4))[number % 3]
         path = folder / f"{number:02}.png"
         make(width, height, number).save(path, compress_level=1)
         path.with_suffix(".txt").write_text(f"a thing, number {number}", encoding="utf-8")
         paths.append(path)
     return paths
-
-
-def change_images(paths: list[Path], change: Callable[[Image.Image], Image.Image], each: int = 2) -> None:
-    """Change every other image in place; with `each=1` change all of them."""
-    for path in paths[::each]:
-        change(Image.open(path).convert("RGB")).save(path, compress_level=1)
 
 
 def worn(image: Image.Image, quality: int = 10) -> Image.Image:
@@ -85,106 +81,138 @@ def worn(image: Image.Image, quality: int = 10) -> Image.Image:
     return Image.open(file).convert("RGB")
 
 
-def boxed(image: Image.Image) -> Image.Image:
-    bar = image.height // 8
+def boxed(image: Image.Image, share: float = 0.125) -> Image.Image:
+    bar = round(share * image.height)
     whole = Image.new("RGB", (image.width, image.height + 2 * bar), "black")
     whole.paste(image, (0, bar))
     return whole
 
 
-def enlarged(image: Image.Image) -> Image.Image:
-    small = image.resize((image.width // 5, image.height // 5))
-    return small.resize(image.size, Image.Resampling.BICUBIC)
+def blurred(image: Image.Image, pixels: float = 3) -> Image.Image:
+    return image.filter(ImageFilter.GaussianBlur(pixels))
 
 
-def cut_short(paths: list[Path]) -> None:
-    for path in paths[::2]:
-        path.write_bytes(path.read_bytes()[:5000])
+def reduced(image: Image.Image, factor: float) -> Image.Image:
+    return image.resize((round(image.width / factor), round(image.height / factor)))
 
 
-def without_captions(paths: list[Path]) -> None:
-    for path in paths[::2]:
-        path.with_suffix(".txt").unlink()
+def enlarged(image: Image.Image, factor: float = 5) -> Image.Image:
+    return reduced(image, factor).resize(image.size, Image.Resampling.BICUBIC)
 
 
-def copied(paths: list[Path]) -> None:
-    for path in paths[::2]:
-        path.write_bytes(paths[1].read_bytes())
+def change(path: Path, make: Callable[[Image.Image], Image.Image]) -> None:
+    """Change an image in place."""
+    with Image.open(path) as image:
+        make(image.convert("RGB")).save(path, compress_level=1)
 
 
-def saved_again(paths: list[Path]) -> None:
-    for number, path in enumerate(paths[::2]):
-        image = Image.open(paths[1]).convert("RGB")
-        image.resize((SIDE + 8 * number, SIDE + 6 * number)).save(path)
+def write(path: Path, caption: str) -> None:
+    path.with_suffix(".txt").write_text(caption, encoding="utf-8")
 
 
-def garbled(paths: list[Path]) -> None:
-    for path in paths[::2]:
-        path.with_suffix(".txt").write_text("a cafÃ© in MÃ¼nchen", encoding="utf-8")
+def resave(path: Path, other: Path) -> None:
+    """Overwrite an image with another one in a slightly different size."""
+    with Image.open(other) as image:
+        image.resize((image.width + 8 * int(path.stem), image.height + 6 * int(path.stem))).save(path, compress_level=1)
 
 
-def typed(paths: list[Path], count: int) -> None:
-    for path in paths[:count]:
-        path.with_suffix(".txt").write_text("asdf", encoding="utf-8")
+# How each fault gets into one file; the second path is the file that is broken last.
+FAULTS: dict[str, Callable[[Path, Path], object]] = {
+    "cut short": lambda path, last: path.write_bytes(path.read_bytes()[:5000]),
+    "without a caption": lambda path, last: path.with_suffix(".txt").unlink(),
+    "enlarged 2.5 times": lambda path, last: change(path, lambda each: reduced(each, 2.5)),
+    "enlarged 1.3 times": lambda path, last: change(path, lambda each: reduced(each, 1.3)),
+    "blurred (Gaussian of 3 pixels)": lambda path, last: change(path, blurred),
+    "enlarged before, 5 times": lambda path, last: change(path, enlarged),
+    "saved as JPEG 10 before": lambda path, last: change(path, worn),
+    "black bars": lambda path, last: change(path, boxed),
+    "one color": lambda path, last: change(path, lambda each: Image.new("RGB", each.size, color(np.random.default_rng(int(path.stem))))),
+    "copies of one": lambda path, last: path.write_bytes(last.read_bytes()),
+    "one image in other sizes": resave,
+    "garbled letters in the caption": lambda path, last: write(path, f"{path.stem} cafÃ©s in MÃ¼nchen"),
+    "a caption of keys (asdf)": lambda path, last: write(path, "asdf"),
+}  # fmt: skip
 
+# Every image with one fault, from slight to severe.
+SEVERITIES: dict[str, tuple[Sequence[float], Callable[[Image.Image, float], Image.Image]]] = {
+    "blurred by a Gaussian of … pixels": ((0, 1, 2, 3, 6, 12, 24), blurred),
+    "enlarged before, … times": ((1, 2, 3, 5, 10, 20, 50), enlarged),
+    "saved as JPEG of quality … before": ((95, 75, 50, 30, 20, 10), lambda image, value: worn(image, int(value))),
+    "black bars of … of the height": ((0, 0.01, 0.05, 0.1, 0.2, 0.4), boxed),
+    "enlarged … times": ((1, 1.3, 1.9, 2.5, 5), reduced),
+}
 
-def misnamed(paths: list[Path]) -> None:
-    for path in paths[::2]:
-        path.rename(path.with_suffix(".jpg"))
-
-
-SETS: dict[str, Callable[[Path], object]] = {
-    "good photographs": lambda folder: good(folder),
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "good photographs": good,
     "good drawings with flat areas": lambda folder: good(folder, drawing),
-    "good, a little soft (Gaussian of 1 pixel)": lambda folder: change_images(good(folder, drawing), lambda each: each.filter(ImageFilter.GaussianBlur(1))),
+    "good, a little soft (Gaussian of 1 pixel)": lambda folder: [change(path, lambda each: blurred(each, 1)) for path in good(folder, drawing)],
     "four good ones": lambda folder: good(folder, count=4),
-    "half of the files cut short": lambda folder: cut_short(good(folder)),
-    "half without a caption": lambda folder: without_captions(good(folder)),
-    "half enlarged more than twice": lambda folder: change_images(good(folder), lambda each: each.resize((200, 200))),
-    "half enlarged 1.3 times": lambda folder: change_images(good(folder), lambda each: each.resize((400, 400))),
-    "half blurred (Gaussian of 3 pixels)": lambda folder: change_images(good(folder), lambda each: each.filter(ImageFilter.GaussianBlur(3))),
-    "half enlarged before, 5 times": lambda folder: change_images(good(folder), enlarged),
-    "half saved as JPEG 10 before": lambda folder: change_images(good(folder), worn),
-    "half with black bars": lambda folder: change_images(good(folder), boxed),
-    "half of one color": lambda folder: change_images(good(folder), lambda each: Image.new("RGB", each.size, "navy")),
-    "half copies of one": lambda folder: copied(good(folder)),
-    "half one image in other sizes": lambda folder: saved_again(good(folder)),
-    "half with garbled captions": lambda folder: garbled(good(folder)),
-    "one blurred": lambda folder: change_images(good(folder), lambda each: each.filter(ImageFilter.GaussianBlur(3)), COUNT),
-    "one with the caption asdf": lambda folder: typed(good(folder), 1),
-    "all blurred": lambda folder: change_images(good(folder), lambda each: each.filter(ImageFilter.GaussianBlur(3)), 1),
-    "all saved as JPEG 8 before": lambda folder: change_images(good(folder), lambda each: worn(each, 8), 1),
-    "all with black bars": lambda folder: change_images(good(folder), boxed, 1),
-    "all with the caption asdf": lambda folder: typed(good(folder), COUNT),
-    "all enlarged 1.3 times": lambda folder: change_images(good(folder), lambda each: each.resize((400, 400)), 1),
-    "half with a wrong ending": lambda folder: misnamed(good(folder)),
+    "wrong endings": lambda folder: [path.rename(path.with_suffix(".jpg")) for path in good(folder)],
 }  # fmt: skip
 
 
-def evaluate(folder: Path) -> DataReport:
-    """Check the dataset for a model of 512 pixels and buckets in steps of 64."""
+def evaluate(folder: Path, side: int = SIDE) -> DataReport:
+    """Check the dataset for a model of that many pixels and buckets in steps of an eighth."""
     manifest, found = read_manifest([folder])
-    return check_dataset(manifest, found, DatasetGate([Framing((SIDE,), 64)], caption_limit=77))
+    return check_dataset(manifest, found, DatasetGate([Framing((side,), side // 8)], caption_limit=77))
 
 
-def row(name: str, report: DataReport) -> str:
-    """The dataset's line of the table."""
+def by_share(folder: Path, fault: str, side: int = SIDE, shares: Sequence[int] = SHARES) -> Iterator[DataReport]:
+    """The report of a good dataset with the fault in each of the shares of its files, in percent, rising."""
+    paths = good(folder, side=side)
+    order, done = paths[::2] + paths[1::2], 0
+    for share in shares:
+        wanted = round(share / 100 * len(order))
+        for path in order[done:wanted]:
+            FAULTS[fault](path, order[-1])
+        done = wanted
+        yield evaluate(folder, side)
+
+
+def by_severity(folder: Path, fault: str, side: int = SIDE) -> Iterator[DataReport]:
+    """The report of a dataset whose every image has the fault, from slight to severe."""
+    values, make = SEVERITIES[fault]
+    for number, value in enumerate(values):
+        paths = good(folder / f"{number}", side=side)
+        for path in paths:
+            change(path, lambda image, value=value: make(image, value))  # type: ignore[misc]
+        yield evaluate(folder / f"{number}", side)
+
+
+def findings_of(report: DataReport) -> str:
     counts = Counter((finding.severity, finding.code) for finding in report.findings)
-    findings = [f"{count} {severity}{'s' * (count > 1)} `{code}`" for (severity, code), count in sorted(counts.items())]
-    verdict = "passes" if report.passed else "refused"
-    return f"| {name} | {report.score:.3f} | {verdict} | {', '.join(findings) or 'none'} |"
+    named = (f"{count} {severity}{'s' * (count > 1)} `{code}`" for (severity, code), count in sorted(counts.items()))
+    return ", ".join(named) or "none"
+
+
+def cell(report: DataReport) -> str:
+    return f"{report.score:.3f}" if report.passed else f"**{report.score:.3f}**"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="an empty folder for the datasets")
     kept = parser.parse_args().keep
-    print(f"| set of {COUNT} | score | verdict | findings |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
-        for name, make in SETS.items():
-            folder = (kept or Path(scratch)) / name.replace(" ", "_").replace(",", "").replace("(", "").replace(")", "")
+        root = kept or Path(scratch)
+        folders = (root / f"{number}" for number in itertools.count())
+        print(f"| set of {COUNT} | score | findings |\n|---|---|---|")
+        for name, make in OTHERS.items():
+            folder = next(folders)
             make(folder)
-            print(row(name, evaluate(folder)), flush=True)
+            report = evaluate(folder)
+            print(f"| {name} | {cell(report)} | {findings_of(report)} |", flush=True)
+        print(
+            f"\n| fault | {' | '.join(f'{share} %' for share in SHARES)} | findings in all |\n|---|{'---|' * (len(SHARES) + 1)}"
+        )
+        for name in FAULTS:
+            reports = list(by_share(next(folders), name))
+            print(f"| {name} | {' | '.join(map(cell, reports))} | {findings_of(reports[-1])} |", flush=True)
+        print("\n| every image | score by severity |\n|---|---|")
+        for name, (values, _) in SEVERITIES.items():
+            reports = list(by_severity(next(folders), name))
+            cells = (f"{value}: {cell(report)}" for value, report in zip(values, reports, strict=True))
+            print(f"| {name} | {', '.join(cells)} |", flush=True)
     return 0
 
 

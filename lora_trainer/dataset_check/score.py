@@ -9,14 +9,28 @@ from pathlib import Path
 from lora_trainer.core.findings import Finding
 from lora_trainer.data.sample import Sample
 
-FACTORS = {"error": 0.0, "warning": 0.85, "note": 1.0}
+LINE = 0.8  # the score of a dataset with one fault in just the share of its files that is accepted
+# The largest accepted share of the files with a warning, by its code; one above 1 never refuses a dataset alone.
+SHARES = {
+    "damaged_tar": 0.2,  # files that hold samples, of which some are lost
+    "uniform": 0.2,
+    "black_mask": 0.25,
+    "garbled_caption": 0.25,
+    "meaningless_caption": 0.25,
+    "blurred": 0.3,
+    "over_compressed": 0.4,
+    "border": 0.5,
+    "cropped": 0.5,
+    "near_duplicate": 0.5,  # both images of each pair count
+    "duplicate": 0.8,  # copies train as repeats do
+    "upscaled": 1.25,  # as far as it is allowed
+}
+OTHER_SHARE = 0.3
+ERROR_SHARE = 0.1
+LEAST_SHARE = 0.2  # of a file with several warnings: half as bad as an error
 ENOUGH_IMAGES = 5
-PAIR_COST = 0.2  # of one file's share
-COMMON_COST = 0.25  # of the whole score, for a fault that every file has
-CUT_SHORT = frozenset({"damaged_tar"})  # files that hold samples, of which some are lost
-UNCHARGED = frozenset({"near_duplicate"})  # counted by `variety` instead
-# A good set may have these throughout: enlarged as far as it may be, and copies, which train as repeats do.
-MAY_BE_COMMON = frozenset({"upscaled", "duplicate"})
+PAIRED = "near_duplicate"  # named once for each group: the pairs are counted instead
+CUT_SHORT = "damaged_tar"
 
 
 def by_file(samples: Sequence[Sample], findings: Sequence[Finding]) -> dict[Path, tuple[Finding, ...]]:
@@ -39,64 +53,35 @@ def score_of(
     files: dict[Path, tuple[Finding, ...]],
     pairs: int,
 ) -> tuple[float, dict[str, float]]:
-    """(score, parts). `found` holds each check's findings, `paths` the files that count, `pairs` of them look the same.
-
-    A file that holds samples and is cut short counts as one more, as good as the mean of all, with its warning:
-    so it lowers the score of any set.
+    """(score, parts), each in [0, 1]. `found` holds each check's findings, `paths` the files that count, `pairs` of them
+    look the same. A part is the score that the dataset would have if nothing but this check had found anything.
     """
     count = max(1, len(paths))
-    factors = {name: _factors(group, paths) for name, group in found.items()}
-    worth = dict.fromkeys(paths, 1.0)
-    for each in factors.values():
-        for path, factor in each.items():
-            worth[path] *= factor
-    enough, variety = _enough(samples, files), 1.0 - PAIR_COST * pairs / count
-    common = 1.0 - COMMON_COST * common_share(found, paths, files) ** 2
-    wholes = {name: _whole(group, paths) for name, group in found.items()}
-    parts = {
-        name: wholes[name] * (1.0 + sum(factor - 1.0 for factor in each.values()) / count)
-        for name, each in factors.items()
-    }
-    mean = sum(worth.values()) / count * math.prod(wholes.values())
-    score = enough * variety * common * mean if paths else 0.0
-    return score, parts | {"variety": variety, "count": enough, "common": common}
+    lost = {each.path for group in found.values() for each in group if each.code == CUT_SHORT} - set(paths)
+    cut = len(lost) / (count + len(lost)) / SHARES[CUT_SHORT]
+    similar = 2 * pairs / count / SHARES[PAIRED]
+    enough = _enough(samples, files)
+    parts = {}
+    for name, group in found.items():
+        own = by_file((), group)
+        tars = cut if any(each.code == CUT_SHORT for each in group) else 0.0
+        parts[name] = _worth(sum(faults(own.get(path, ())) for path in paths) / count + tars)
+    whole = sum(faults(files[path]) for path in paths) / count + cut + similar
+    score = enough * _worth(whole) if paths else 0.0
+    return score, parts | {"variety": _worth(similar), "count": enough}
 
 
-def common_share(
-    found: dict[str, list[Finding]], paths: Sequence[Path], files: dict[Path, tuple[Finding, ...]]
-) -> float:
-    """The share of the files that the most frequent fault has, one warning of each file that a check warns of.
-
-    Files with an error count with every fault: breaking a file that has one makes the fault no rarer.
-    """
-    broken = {path for path in paths if has_error(files[path])}
-    counted = frozenset(paths)
-    faulty = [
-        {
-            finding.path
-            for finding in group
-            if finding.severity == "warning" and finding.code not in UNCHARGED | MAY_BE_COMMON
-        }
-        & counted
-        for group in found.values()
-    ]
-    return max((len(each | broken) for each in faulty), default=0) / max(1, len(paths))
+def faults(findings: Sequence[Finding]) -> float:
+    """How bad one file is: the share of such files at which a dataset is just accepted is one over this."""
+    if has_error(findings):
+        return 1.0 / ERROR_SHARE
+    codes = {finding.code for finding in findings if finding.severity == "warning"} - {PAIRED}
+    return min(1.0 / LEAST_SHARE, math.fsum(1.0 / SHARES.get(code, OTHER_SHARE) for code in codes))
 
 
-def _whole(found: Sequence[Finding], paths: Sequence[Path]) -> float:
-    """The part of a mean over `paths` that files which a check finds cut short leave."""
-    cut = {finding.path for finding in found if finding.code in CUT_SHORT} - set(paths)
-    return 1.0 - (1.0 - FACTORS["warning"]) * len(cut) / max(1, len(paths) + len(cut))
-
-
-def _factors(found: Sequence[Finding], paths: Sequence[Path]) -> dict[Path, float]:
-    """The worst factor that a check's findings give to each file that it names."""
-    factors: dict[Path, float] = {}
-    counted = frozenset(paths)
-    for finding in found:
-        if finding.path in counted and finding.code not in UNCHARGED:
-            factors[finding.path] = min(factors.get(finding.path, 1.0), FACTORS[finding.severity])
-    return factors
+def _worth(faults_per_file: float) -> float:
+    """`LINE` for 1, less for more. Rounded, so that six of twenty files are exactly 0.3 of them."""
+    return round(LINE**faults_per_file, 9)
 
 
 def _enough(samples: Sequence[Sample], files: dict[Path, tuple[Finding, ...]]) -> float:

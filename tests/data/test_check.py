@@ -62,7 +62,7 @@ def test_half_broken_is_refused(good_folder: Path) -> None:
     for path in sorted(good_folder.glob("*.png"))[::2]:
         cut_short(path)
     report = check(good_folder)
-    assert report.score == pytest.approx(0.5 * (1 - 0.25 * 0.5**2))
+    assert report.score == pytest.approx(0.8 ** (0.5 / 0.1))
     assert not report.passed
     assert str(report.refusals[0]).startswith("10 of 20 files cannot be read (first: 00.png")
     assert len(report.samples) == 10
@@ -152,7 +152,7 @@ def test_duplicates_uniform_animated_misnamed_cropped(good_folder: Path, draw: D
         ("cropped", "warning"),
     }
     assert report.passed
-    assert report.score == pytest.approx((22 + 3 * 0.85) / 25 * (1 - 0.25 * (1 / 25) ** 2))
+    assert report.score == pytest.approx(0.8 ** ((1 / 0.8 + 1 / 0.2 + 1 / 0.5) / 25))
     assert report.score <= min(report.parts.values())
 
 
@@ -215,7 +215,7 @@ def test_the_command_prints_one_json_document(good_folder: Path, capsys: pytest.
     document = json.loads(capsys.readouterr().out)
     assert code == 3
     assert document["passed"] is False
-    assert document["score"] == pytest.approx(0.95 * (1 - 0.25 * 0.05**2), abs=1e-6)
+    assert document["score"] == pytest.approx(0.8 ** (0.05 / 0.1), abs=1e-6)
     assert document["samples"] == 19
     broken = [row for row in document["files"] if row["findings"]]
     assert [Path(row["path"]).name for row in broken] == ["03.png"]
