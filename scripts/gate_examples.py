@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import itertools
+import string
 import sys
 import tempfile
 from collections import Counter
@@ -21,6 +22,7 @@ from PIL import Image, ImageDraw, ImageFilter
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.views import Framing
 from lora_trainer.dataset_check import DataReport, DatasetGate, check_dataset
+from lora_trainer.models.single.tokenizers import clip_words, count_clip_tokens
 
 SIDE, COUNT = 512, 20
 SHARES = (0, 5, 10, 25, 50, 75, 100)  # percent of the files
@@ -110,6 +112,11 @@ def write(path: Path, caption: str) -> None:
     path.with_suffix(".txt").write_text(caption, encoding="utf-8")
 
 
+def random_letters(seed: int) -> str:
+    draw = np.random.default_rng(seed)
+    return " ".join("".join(draw.choice(list(string.ascii_lowercase), 7)) for _ in range(3))
+
+
 def resave(path: Path, other: Path) -> None:
     """Overwrite an image with another one in a slightly different size."""
     with Image.open(other) as image:
@@ -131,6 +138,8 @@ FAULTS: dict[str, Callable[[Path, Path], object]] = {
     "one image in other sizes": resave,
     "garbled letters in the caption": lambda path, last: write(path, f"{path.stem} cafÃ©s in MÃ¼nchen"),
     "a caption of keys (asdf)": lambda path, last: write(path, "asdf"),
+    "a caption of random letters": lambda path, last: write(path, random_letters(int(path.stem))),
+    "a caption in Cyrillic": lambda path, last: write(path, f"собака на траве, номер {path.stem}"),
 }  # fmt: skip
 
 # Every image with one fault, from slight to severe.
@@ -154,7 +163,10 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 def evaluate(folder: Path, side: int = SIDE) -> DataReport:
     """Check the dataset for a model of that many pixels and buckets in steps of an eighth."""
     manifest, found = read_manifest([folder])
-    return check_dataset(manifest, found, DatasetGate([Framing((side,), side // 8)], caption_limit=77))
+    gate = DatasetGate(
+        [Framing((side,), side // 8)], caption_limit=77, known_words=clip_words(), count_tokens=count_clip_tokens
+    )
+    return check_dataset(manifest, found, gate)
 
 
 def by_share(folder: Path, fault: str, side: int = SIDE, shares: Sequence[int] = SHARES) -> Iterator[DataReport]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 import re
+import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lora_trainer.core.findings import Finding
 from lora_trainer.data.captions import TRIGGER, canonical_text, has_trigger, lacks_trigger, rules_of
@@ -38,6 +42,12 @@ RUNS = sorted(
 # Possessive: a long caption takes no longer for all the ways in which runs can be divided.
 NOISE = re.compile(rf"(?=\w{{{SHORTEST_NOISE}}})(?:{'|'.join(RUNS)}|(\w)\1{{2,}})++")
 LETTERS = re.compile(r"[^\W\d_]+")
+# Letters of random words follow each other as they hardly ever do in words: bits of a pair, at most, on average.
+RANDOM_PAIRS = -5.6
+FEWEST_RANDOM, SHORTEST_WORD = 6, 3  # letters; of all words, and of a word that counts
+TOKENS_PER_LETTER = 0.75  # more, and a word is read letter by letter or byte by byte
+MANY_IMAGES = 40  # as many show a style or several things, whose captions should differ
+FEW_DIFFERENT = 0.2  # different captions per image
 
 
 def check_captions(context: CheckContext) -> list[Finding]:
@@ -59,10 +69,16 @@ def _of_one(sample: Sample, context: CheckContext) -> list[Finding]:
             new = f", {places} of them learned" if places else ""
             message = f"has a caption of about {tokens} tokens{new}; the model reads {context.caption_limit}."
             found.append(Finding("long_caption", "note", message, "Shorten it; what matters first.", path=sample.path))
+    fix = "Write what it shows. If this is the word to learn, name it: captions.trigger_word."
     if is_meaningless(sample, context):
         message = f"has a caption without a word ({_cut(sample.caption)})."
-        fix = "Write what it shows. If this is the word to learn, name it: captions.trigger_word."
         found.append(Finding("meaningless_caption", "warning", message, fix, path=sample.path))
+    elif is_random(sample, context):
+        message = f"has a caption of random letters ({_cut(sample.caption)})."
+        found.append(Finding("random_caption", "warning", message, fix, path=sample.path))
+    if context.count_tokens and not sample.caption.isascii() and is_unread(rest, context.count_tokens):
+        message = f"has a caption in letters that the text encoder hardly reads ({_cut(sample.caption)})."
+        found.append(Finding("unread_caption", "warning", message, "Translate it to English.", path=sample.path))
     if not sample.caption.isascii() and (shown := garbled(sample.caption)):
         message = f"has a caption with letters that were read in a wrong encoding ({shown})."
         found.append(Finding("garbled_caption", "warning", message, "Write it again as UTF-8.", path=sample.path))
@@ -84,16 +100,57 @@ def is_meaningless(sample: Sample, context: CheckContext) -> bool:
     A trigger word or a learned token has a meaning, whatever its letters. So have a number and rare words such as `sks`.
     """
     caption = sample.caption
-    if not sample.own_caption or not caption.isascii() or not caption:
+    if not _must_have_words(sample, context):
+        return False
+    words = LETTERS.findall(caption.lower())
+    return all(map(NOISE.fullmatch, words)) if words else not any(map(str.isdigit, caption))
+
+
+def _must_have_words(sample: Sample, context: CheckContext) -> bool:
+    """Whether a caption was written for its image, in ASCII, and has neither trigger word nor learned token."""
+    if not sample.own_caption or not sample.caption.isascii() or not sample.caption:
         return False
     known = [
         *context.learned_tokens,
         *([rules_of(sample, context.rules).trigger_word] if sample.source < len(context.rules) else []),
     ]
-    if any(word and has_trigger(caption, word) for word in (*known, TRIGGER)):
+    return not any(word and has_trigger(sample.caption, word) for word in (*known, TRIGGER))
+
+
+def is_random(sample: Sample, context: CheckContext) -> bool:
+    """Whether a caption has no known word, and letters that follow each other as in no language.
+
+    The mean of log2 P(letter | letter before) over its words, P from the known words, is about -4.2 for English, German
+    or Finnish and about -6.7 for random letters.
+    """
+    if not context.known_words or not _must_have_words(sample, context):
         return False
-    words = LETTERS.findall(caption.lower())
-    return all(map(NOISE.fullmatch, words)) if words else not any(map(str.isdigit, caption))
+    words = [word for word in LETTERS.findall(sample.caption.lower()) if len(word) >= SHORTEST_WORD]
+    if sum(map(len, words)) < FEWEST_RANDOM or not context.known_words.isdisjoint(words):
+        return False
+    bits = pair_bits(context.known_words)
+    pairs = [bits[pair] for word in words for pair in itertools.pairwise(f" {word} ")]
+    return sum(pairs) / len(pairs) <= RANDOM_PAIRS
+
+
+@functools.lru_cache(maxsize=1)
+def pair_bits(words: frozenset[str]) -> dict[tuple[str, str], float]:
+    """log2 of the probability of a letter after another one, or after or before a space, in these words; smoothed by 1/2."""
+    seen = Counter(pair for word in words if len(word) >= SHORTEST_WORD for pair in itertools.pairwise(f" {word} "))
+    letters = " " + string.ascii_lowercase
+    after = {one: sum(seen[one, other] for other in letters) + len(letters) / 2 for one in letters}
+    return {(one, other): math.log2((seen[one, other] + 0.5) / after[one]) for one in letters for other in letters}
+
+
+def is_unread(caption: str, count_tokens: Callable[[str], int]) -> bool:
+    """Whether most letters of a caption are in words that the text encoder reads letter by letter or byte by byte.
+
+    As CLIP reads Cyrillic, Greek, Korean or most of Chinese, but not `café` or `Straße`.
+    """
+    words = LETTERS.findall(caption)
+    foreign = (word for word in words if not word.isascii())
+    unread = sum(len(word) for word in foreign if count_tokens(word) > TOKENS_PER_LETTER * len(word))
+    return 2 * unread > sum(map(len, words))
 
 
 def garbled(caption: str) -> str:
@@ -126,7 +183,10 @@ def _of_all(samples: Sequence[Sample], context: CheckContext) -> list[Finding]:
     if len(samples) > 1 and len(captions) == 1 and "" not in captions:
         message = f"All {len(samples)} images have the same caption."
         fix = "Fine for one subject; varied captions keep surroundings apart from it."
-        return [*found, Finding("same_caption", "note", message, fix)]
+        if len(samples) < MANY_IMAGES or not samples[0].own_caption:
+            return [*found, Finding("same_caption", "note", message, fix)]
+        fix = "Describe each image: without that a style is learned with everything that the images show."
+        return [*found, Finding("same_caption", "warning", message, fix)]
     if len(samples) < FEWEST_CAPTIONS:
         return found
     caption, times = captions.most_common(1)[0]
@@ -134,6 +194,9 @@ def _of_all(samples: Sequence[Sample], context: CheckContext) -> list[Finding]:
         message = f"{times} of {len(samples)} images have the same caption ({_cut(caption)})."
         fix = "Describe each image; what captions do not name is learned as part of the subject."
         found.append(Finding("repeated_caption", "note", message, fix))
+    elif len(captions) < FEW_DIFFERENT * len(samples):
+        message = f"{len(samples)} images have only {len(captions)} different captions."
+        found.append(Finding("few_captions", "note", message, "Describe each image."))
     words = [len(sample.caption.split()) for sample in samples if sample.caption]
     short, long = (sum(count <= SHORT for count in words), sum(count >= LONG for count in words))
     if min(short, long) > 0.1 * len(samples):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,7 +53,9 @@ class DatasetGate:
     """What a dataset is checked against: the settings that it will be trained with, and the least score.
 
     `framings` and `rules` are the image and caption settings of each source; `caption_limit` is in tokens with start and
-    end; `learned_tokens` must be in captions, each as `num_vectors` tokens.
+    end; `learned_tokens` must be in captions, each as `num_vectors` tokens. `known_words` are frequent words in lower case, by which captions of random letters are found;
+    none are where it is empty. `count_tokens` returns how many tokens a text encoder makes of a text; where it is None, captions
+    in any script count as read.
     """
 
     framings: Sequence[Framing]
@@ -63,6 +65,8 @@ class DatasetGate:
     learned_tokens: Sequence[str] = ()
     num_vectors: int = 1
     minimum: float = 0.8
+    known_words: frozenset[str] = frozenset()
+    count_tokens: Callable[[str], int] | None = None
 
 
 def check_dataset(
@@ -92,6 +96,8 @@ def check_dataset(
         tuple(gate.rules),
         tuple(gate.learned_tokens),
         gate.num_vectors,
+        gate.known_words,
+        gate.count_tokens,
         measure_masks(samples) if decode else {},
     )
     found = {name: check(context) for name, check in CHECKS.items()}

@@ -20,7 +20,8 @@ from lora_trainer.data.views import Framing
 class CheckContext:
     """All that checks may read. `fits`, `seen` and the places in `alike` are in the order of the samples.
 
-    `rules` are the caption settings of each source; empty where there are none.
+    `rules` are the caption settings of each source; empty where there are none. `known_words` and `count_tokens` are as in
+    `DatasetGate`.
     """
 
     samples: tuple[Sample, ...]
@@ -34,6 +35,8 @@ class CheckContext:
     rules: tuple[CaptionsSection, ...] = ()
     learned_tokens: tuple[str, ...] = ()  # of textual inversion
     num_vectors: int = 1  # embeddings of each, and so its tokens in a caption
+    known_words: frozenset[str] = frozenset()
+    count_tokens: Callable[[str], int] | None = None
     masks: Mapping[str, Seen] = field(default_factory=dict)  # measures of mask files, by their content
 
 

@@ -181,6 +181,8 @@ MANY = {
     "absent_image": "name images that are not there",
     "garbled_caption": "have a caption with garbled letters",
     "meaningless_caption": "have a caption without a word",
+    "random_caption": "have a caption of random letters",
+    "unread_caption": "have a caption that the text encoder hardly reads",
     "long_caption": "have a caption longer than the model reads",
     "upscaled": "are smaller than trained at",
     "cropped": "are cut down to less than half",

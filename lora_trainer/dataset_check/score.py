@@ -17,6 +17,8 @@ SHARES = {
     "black_mask": 0.25,
     "garbled_caption": 0.25,
     "meaningless_caption": 0.25,
+    "random_caption": 0.25,
+    "unread_caption": 0.25,
     "blurred": 0.3,
     "over_compressed": 0.4,
     "border": 0.5,

@@ -27,6 +27,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
 from lora_trainer.models.folder import read_config, without_weights
+from lora_trainer.models.single.tokenizers import clip_words, count_clip_tokens
 from lora_trainer.run.bases.find import describe_model, find_base, on_stderr
 from lora_trainer.run.bases.names import absolute
 from lora_trainer.run.counting import counting
@@ -213,7 +214,7 @@ def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tupl
 
     Raises UsageError for bad sources.
     """
-    framings = trained_framings(config, facts)
+    framings, text = trained_framings(config, facts), FAMILIES[facts.family].text
     manifest, findings = list_data(config)
     manifest = replace(manifest, notes=(*manifest.notes, *notes_on(framings)))
     gate = DatasetGate(
@@ -224,6 +225,9 @@ def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tupl
         config.textual_inversion.placeholder_tokens,
         config.textual_inversion.num_vectors,
         config.gates.dataset,
+        clip_words(),
+        # CLIP knows hardly any word outside of Latin script; larger text encoders beside it know more.
+        count_clip_tokens if text.clips and not text.cached else None,
     )
     with counting() as count:
         report = check_dataset(manifest, findings, gate, decode=decode, progress=count("images decoded"))

@@ -237,6 +237,17 @@ def test_the_command_checks_at_the_training_resolution(good_folder: Path, capsys
     assert "256x256" in buckets[1]
 
 
+def test_clip_hardly_reads_other_scripts(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """But it reads accents, and T5 or Qwen beside it know more."""
+    for number, caption in enumerate(("собака на траве", "강아지 사진", "ένα σπίτι", "un café à Paris", "ein Mädchen")):
+        (good_folder / f"{number:02}.txt").write_text(caption, encoding="utf-8")
+    for family, expected in (("sd15", ["00.png", "01.png", "02.png"]), ("flux", [])):
+        check_command(over(good_folder, CONFIG), as_json=True, facts=public_architecture(family).facts)
+        files = json.loads(capsys.readouterr().out)["files"]
+        unread = [row["path"] for row in files if "unread_caption" in [each["code"] for each in row["findings"]]]
+        assert [Path(path).name for path in unread] == expected
+
+
 def test_the_command_prints_readable_text(good_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_command(over(good_folder, CONFIG), as_json=False, facts=USUAL) == 0
     assert "score 1.000" in capsys.readouterr().out

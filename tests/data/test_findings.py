@@ -22,6 +22,7 @@ from lora_trainer.data.views import Framing
 from lora_trainer.dataset_check import DataReport, DatasetGate, check_buckets, check_dataset, check_plan
 from lora_trainer.dataset_check.caption_checks import fix_garbled, garbled
 from lora_trainer.dataset_check.score import SHARES, by_file, score_of
+from lora_trainer.models.single.tokenizers import clip_words
 from tests.data.drawings import drawing, photo
 
 SIDE = 128
@@ -31,7 +32,9 @@ def judged(*sources: SourceSection, resolution: int = SIDE, rules: CaptionsSecti
     manifest, found = read_manifest(list(sources))
     rule = rules or CaptionsSection()
     framings, several = [Framing((resolution,), 16)] * len(sources), [rule] * len(sources)
-    return check_dataset(manifest, found, DatasetGate(framings, caption_limit=77, rules=several))
+    return check_dataset(
+        manifest, found, DatasetGate(framings, caption_limit=77, rules=several, known_words=clip_words())
+    )
 
 
 def save(folder: Path, name: str, image: Image.Image, caption: str | None = None) -> Path:
@@ -126,6 +129,34 @@ def test_rare_words_and_numbers_are_captions(caption: str, good: Path) -> None:
     for text in good.glob("*.txt"):
         text.write_text(caption, encoding="utf-8")
     assert codes(judged(of(good))) == {("same_caption", "note")}
+
+
+@pytest.mark.parametrize("caption", ["xkq vzzt", "sdfkjh wekjr", "qpwoz xnvbt lkjw, 3"])
+def test_a_caption_of_random_letters_is_found(caption: str, good: Path) -> None:
+    (good / "0.txt").write_text(caption, encoding="utf-8")
+    report = judged(of(good))
+    assert codes(report) == {("random_caption", "warning")}
+    assert judged(of(good), rules=CaptionsSection(trigger_word=caption.split(maxsplit=1)[0])).score == 1.0
+
+
+@pytest.mark.parametrize(
+    "caption",
+    ["ohwx man", "zkqxwvb dog", "hatsune miku", "nsfw, hdr, dslr", "kimetsu no yaiba", "kot na trawie", "xyzzy", "IMG_4711"],
+)  # fmt: skip
+def test_names_triggers_and_other_languages_are_no_random_letters(caption: str, good: Path) -> None:
+    (good / "0.txt").write_text(caption, encoding="utf-8")
+    assert codes(judged(of(good))) == set()
+
+
+def test_one_caption_for_many_images_is_a_warning_that_costs_nothing(tmp_path: Path) -> None:
+    for number in range(40):
+        save(tmp_path, f"{number:02}", photo(64, 64, number), "a watercolor")
+    report = judged(of(tmp_path), resolution=64)
+    assert codes(report) == {("same_caption", "warning")}
+    assert report.score == 1.0
+    for number in range(40):
+        (tmp_path / f"{number:02}.txt").write_text(f"a watercolor, {'abcd'[number % 4]}", encoding="utf-8")
+    assert codes(judged(of(tmp_path), resolution=64)) == {("few_captions", "note")}
 
 
 def test_trigger_words_and_default_captions_are_intended(good: Path) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import shutil
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import write_json
 from lora_trainer.models.places import WEIGHTS
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 CLIP = files("lora_trainer.models.single") / "clip"
 END, FIRST = (
@@ -31,6 +37,26 @@ REPOSITORIES = {
 LACK_TOKENIZER = tuple(REPOSITORIES)  # kinds whose tokenizer does not come with the package
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".index.json")
 ORIGINS = {"t5": ("T5", "any FLUX.1 or SD3 folder has one"), "qwen3": ("Qwen3", "any Z-Image folder has one")}
+
+
+@functools.cache
+def clip_words() -> frozenset[str]:
+    """The words, ASCII letters in lower case, that CLIP's vocabulary has as one token: its 33,000 most frequent ones."""
+    vocabulary = json.loads((CLIP / "tokenizer.json").read_text("utf-8"))["model"]["vocab"]
+    words = (token.removesuffix("</w>") for token in vocabulary if token.endswith("</w>"))
+    return frozenset(word for word in words if word.isascii() and word.isalpha())
+
+
+def count_clip_tokens(text: str) -> int:
+    """The number of CLIP's tokens in a text, without start and end."""
+    return len(_clip_tokenizer().encode(text, add_special_tokens=False).ids)
+
+
+@functools.cache
+def _clip_tokenizer() -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str((CLIP / "tokenizer.json").read_text("utf-8"))
 
 
 def copy_tokenizer(kind: str, source: Path | None, target: Path) -> None:
