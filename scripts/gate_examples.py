@@ -102,10 +102,20 @@ def enlarged(image: Image.Image, factor: float = 5) -> Image.Image:
     return reduced(image, factor).resize(image.size, Image.Resampling.BICUBIC)
 
 
-def change(path: Path, make: Callable[[Image.Image], Image.Image]) -> None:
+def collage(image: Image.Image, make: Make = photo, seed: int = 100, gap: int = 0) -> Image.Image:
+    """Four images in place of one, divided by `gap` white pixels or by nothing."""
+    whole = Image.new("RGB", image.size, "white")
+    width, height = (image.width - gap) // 2, (image.height - gap) // 2
+    for number, (left, top) in enumerate(itertools.product((0, width + gap), (0, height + gap))):
+        whole.paste(make(width, height, 4 * seed + number), (left, top))
+    return whole
+
+
+def change(path: Path, make: Callable[[Image.Image], Image.Image]) -> Path:
     """Change an image in place."""
     with Image.open(path) as image:
         make(image.convert("RGB")).save(path, compress_level=1)
+    return path
 
 
 def write(path: Path, caption: str) -> None:
@@ -134,6 +144,7 @@ FAULTS: dict[str, Callable[[Path, Path], object]] = {
     "saved as JPEG 10 before": lambda path, last: change(path, worn),
     "black bars": lambda path, last: change(path, boxed),
     "one color": lambda path, last: change(path, lambda each: Image.new("RGB", each.size, color(np.random.default_rng(int(path.stem))))),
+    "four images in one": lambda path, last: change(path, lambda each: collage(each, seed=100 + int(path.stem))),
     "copies of one": lambda path, last: path.write_bytes(last.read_bytes()),
     "one image in other sizes": resave,
     "garbled letters in the caption": lambda path, last: write(path, f"{path.stem} cafÃ©s in MÃ¼nchen"),

@@ -188,6 +188,7 @@ MANY = {
     "cropped": "are cut down to less than half",
     "duplicate": "are exact copies of others",
     "mirrored": "are mirror images of others",
+    "collage": "are several images side by side",
     "uniform": "are nearly one color",
     "transparent": "are transparent in part",
     "blurred": "are blurred",

@@ -127,7 +127,10 @@ def check_distinct(context: CheckContext) -> list[Finding]:
 
 @of_each
 def check_contents(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -> Iterator[Finding]:
-    """Images that show nothing, images with holes, and masks that let nothing through."""
+    """Images that show nothing or several things side by side, images with holes, and masks that let nothing through."""
+    if seen.collage:
+        message = "is several images side by side, divided by a straight line."
+        yield finding_of(sample, "collage", "warning", message, "Cut it into single images, each with its caption.")
     if seen.spread < UNIFORM_SPREAD:
         message = f"is nearly one color (spread {seen.spread:.1f} of 255)."
         yield finding_of(sample, "uniform", "warning", message, "Remove it unless it is meant.")

@@ -20,6 +20,7 @@ SHARES = {
     "random_caption": 0.25,
     "unread_caption": 0.25,
     "blurred": 0.3,
+    "collage": 0.3,
     "over_compressed": 0.4,
     "border": 0.5,
     "cropped": 0.5,
@@ -83,7 +84,7 @@ def faults(findings: Sequence[Finding]) -> float:
 
 def _worth(faults_per_file: float) -> float:
     """`LINE` for 1, less for more. Rounded, so that six of twenty files are exactly 0.3 of them."""
-    return round(LINE**faults_per_file, 9)
+    return float(round(LINE**faults_per_file, 9))
 
 
 def _enough(samples: Sequence[Sample], files: dict[Path, tuple[Finding, ...]]) -> float:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
+from gate_examples import collage
 from lora_trainer.data.images.measures import Seen, block_steps, measure, middle, seen_from_json
 from tests.data.drawings import drawing, photo, saved
 
@@ -195,3 +196,38 @@ def test_measurements_survive_serialization() -> None:
     assert seen_from_json(seen.to_json()) == seen
     broken = Seen(broken=("unreadable", "is empty (0 bytes).", "Replace it."))
     assert seen_from_json(broken.to_json()) == broken
+
+
+@both
+@pytest.mark.parametrize("gap", [0, 6])
+def test_a_collage_is_found_after_jpeg_too(make: Make, gap: int) -> None:
+    found = [
+        measure(saved(collage(Image.new("RGB", (516, 516)), make, seed, gap), "JPEG", quality=60)).collage
+        for seed in range(6)
+    ]
+    assert sum(found) >= 5
+
+
+def lined(kind: str, seed: int) -> Image.Image:
+    """Lines across a whole image that divide no collage."""
+    draw = np.random.default_rng(seed)
+    image = drawing(512, 512, seed) if kind == "horizon" else photo(512, 512, seed)
+    pen, place = ImageDraw.Draw(image), int(draw.integers(100, 400))
+    fill = (int(draw.integers(256)), int(draw.integers(256)), int(draw.integers(256)))
+    if kind == "horizon":
+        pen.rectangle((0, place, 512, 512), fill=fill)
+    elif kind == "wall":
+        pen.rectangle((place, 0, 512, 512), fill=fill)
+        for floor in range(6):
+            pen.rectangle((place + 20, floor * 90 + 10, place + 60, floor * 90 + 60), fill=(30, 30, 60))
+    elif kind == "blinds":
+        for top in range(0, 512, 40):
+            pen.rectangle((0, top, 512, top + 14 + seed), fill=(235, 235, 230))
+    else:
+        pen.rectangle((place, 0, place + 15, 512), fill=(90, 90, 95))
+    return image
+
+
+@pytest.mark.parametrize("kind", ["horizon", "wall", "blinds", "pole"])
+def test_horizons_walls_blinds_and_poles_are_no_collage(kind: str) -> None:
+    assert not any(measure(saved(lined(kind, seed))).collage for seed in range(6))

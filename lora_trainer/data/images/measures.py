@@ -18,7 +18,7 @@ from PIL import Image
 
 from lora_trainer.data.images.images import TURNS, BrokenImageError, orientation_of, to_rgb
 
-MEASURES = 3  # kept results of another number are measured again
+MEASURES = 4  # kept results of another number are measured again
 
 Gray = NDArray[np.int16]
 LINES = 48  # rows and columns that edges are measured along
@@ -31,6 +31,12 @@ ROUGH = 0.4  # of the steps inside of blocks: JPEG leaves none so rough, ditheri
 ALONE, EVEN, EVEN_SHARE, NOT_LEVEL = 0.5, 0.45, 0.4, 0.45  # what JPEG's blocks have and tiles have not
 SMALL_SIDE = 384  # longest side in pixels of the copy that borders are looked for in
 BORDER_TOLERANCE = 14  # of 255, between pixels of one band
+SEAM_STEP, SEAM_LENGTH = 24, 0.75  # levels of 255; share of a line along which a seam of a collage steps
+SEAM_ALONE = 0.6  # beside a seam the image steps along less than this share of the seam's own length
+SEAM_SPREAD = 15  # levels, of the values on each side: a horizon or the edge of a house has one flat side
+SEAM_SIGN = 0.05  # share of a line that rises and share that falls, at least
+GUTTER_WIDTH, MOST_GUTTERS = 0.1, 5  # share of the side; more bands are stripes
+INNER = 0.1  # share of the side at each end where no seam is looked for
 THUMB_SIDE = 8
 STANDARD_LUMA = 3688  # sum of the JPEG standard's luminance table (Annex K)
 
@@ -61,6 +67,7 @@ class Seen:
     quality: int = 100  # JPEG quality of its tables, 1 to 100; 100 for other formats
     blocks: float = 0.0  # gray levels that the mean step on a grid of 8 pixels exceeds that beside it
     borders: Borders = Borders()
+    collage: bool = False  # straight seams or gutters divide it into several images
     hash: int = 0  # 64 bits of its low frequencies (pHash)
     mirror_hash: int = 0  # the same of its mirror image
     thumb: bytes = b""  # 8×8 RGB
@@ -100,6 +107,7 @@ def measure(image: Image.Image) -> Seen:
     small = small.transpose(turn) if turn is not None else small
     plain = small.convert("L").resize((32, 32), Image.Resampling.BOX)
     hashes = perceptual_hashes(np.asarray(plain, dtype=np.float64))
+    pixels = np.asarray(small, dtype=np.int16)
     samples = np.asarray(small.resize((64, 64), Image.Resampling.BOX)).reshape(-1, 3).astype(np.float64)
     spreads = (samples * samples).mean(axis=0) - samples.mean(axis=0) ** 2
     return Seen(
@@ -110,7 +118,8 @@ def measure(image: Image.Image) -> Seen:
         edge=round(edge_width(some_lines(flat)), 3),
         quality=quality,
         blocks=round(block_steps(middle(flat)), 3),
-        borders=find_borders(np.asarray(small, dtype=np.int16)),
+        borders=find_borders(pixels),
+        collage=has_panels(pixels) or has_panels(pixels.transpose(1, 0, 2)),
         hash=hashes[0],
         mirror_hash=hashes[1],
         thumb=small.resize((THUMB_SIDE, THUMB_SIDE), Image.Resampling.BOX).tobytes(),
@@ -282,6 +291,57 @@ def _begins(small: Gray, first: int, last: int) -> bool:
         float((np.abs(row - color).max(axis=1) > BORDER_TOLERANCE).mean()) >= 0.7
         for row, color in zip(inner, colors, strict=True)
     )
+
+
+def has_panels(small: Gray) -> bool:
+    """Whether a small image [H, W, 3] is divided from top to bottom, as a collage is: by a seam or by a gutter."""
+    if min(small.shape[:2]) < 32:
+        return False
+    rows = np.ascontiguousarray(small[:: max(1, len(small) // LINES)])  # all of them would take four times as long
+    return _has_seam(rows) or _has_gutter(rows)
+
+
+def _has_seam(small: Gray) -> bool:
+    """Whether two images meet at a column of some rows [N, W, 3]: steps up and down nearly along all of it, both sides rich, and alone."""
+    width = small.shape[1]
+    steps = small[:, 2:] - small[:, :-2]  # the seam may lie within a column of the small image
+    lengths = (np.abs(steps).max(axis=2) > SEAM_STEP).mean(axis=0)
+    if np.median(lengths) > SEAM_LENGTH / 2:
+        return False
+    for place in np.flatnonzero(lengths >= SEAM_LENGTH).tolist():
+        if not INNER * width <= place <= (1.0 - INNER) * width:
+            continue
+        beside = np.concatenate((lengths[max(0, place - 14) : place - 3], lengths[place + 4 : place + 15]))
+        channel = int(np.abs(steps[:, place]).mean(axis=0).argmax())
+        sides = small[:, place - 1, channel], small[:, place + 3, channel]
+        step = steps[:, place, channel]
+        if (
+            beside.max() < SEAM_ALONE * lengths[place]
+            and min(side.std() for side in sides) >= SEAM_SPREAD
+            and min((step > SEAM_STEP).mean(), (step < -SEAM_STEP).mean()) >= SEAM_SIGN
+        ):
+            return True
+    return False
+
+
+def _has_gutter(small: Gray) -> bool:
+    """Whether a narrow white or black band divides the image, and the images beside it begin along all of it at once."""
+    width = small.shape[1]
+    colors = np.sort(small, axis=0)[small.shape[0] // 2]
+    plain = (np.abs(small - colors).max(axis=2) > BORDER_TOLERANCE).mean(axis=0) <= 0.015
+    plain &= (colors.min(axis=1) >= 255 - 2 * BORDER_TOLERANCE) | (colors.max(axis=1) <= 2 * BORDER_TOLERANCE)
+    turns = np.diff(plain.astype(np.int8), prepend=0, append=0)
+    starts, ends = np.flatnonzero(turns == 1), np.flatnonzero(turns == -1)
+    if len(starts) > MOST_GUTTERS:
+        return False
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        if start < INNER * width or end > (1.0 - INNER) * width or end - start > GUTTER_WIDTH * width:
+            continue
+        color = colors[(start + end) // 2]
+        sides = small[:, start - 3], small[:, end + 2]
+        if all((np.abs(side - color).max(axis=1) > BORDER_TOLERANCE).mean() >= 0.7 for side in sides):
+            return True
+    return False
 
 
 @functools.cache
