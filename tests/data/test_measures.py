@@ -231,3 +231,9 @@ def lined(kind: str, seed: int) -> Image.Image:
 @pytest.mark.parametrize("kind", ["horizon", "wall", "blinds", "pole"])
 def test_horizons_walls_blinds_and_poles_are_no_collage(kind: str) -> None:
     assert not any(measure(saved(lined(kind, seed))).collage for seed in range(6))
+
+
+@pytest.mark.parametrize("quality", [5, 10, 20])
+def test_blocks_of_jpeg_are_no_collage(quality: int) -> None:
+    for width, height in ((160, 128), (320, 256)):
+        assert not any(measure(saved(photo(width, height, seed), "JPEG", quality=quality)).collage for seed in range(8))

@@ -32,6 +32,7 @@ ALONE, EVEN, EVEN_SHARE, NOT_LEVEL = 0.5, 0.45, 0.4, 0.45  # what JPEG's blocks 
 SMALL_SIDE = 384  # longest side in pixels of the copy that borders are looked for in
 BORDER_TOLERANCE = 14  # of 255, between pixels of one band
 SEAM_STEP, SEAM_LENGTH = 24, 0.75  # levels of 255; share of a line along which a seam of a collage steps
+SEAM_SIDE = 192  # pixels of the longest side; in smaller images a line of strong JPEG blocks is as long as a seam
 SEAM_ALONE = 0.6  # beside a seam the image steps along less than this share of the seam's own length
 SEAM_SPREAD = 15  # levels, of the values on each side: a horizon or the edge of a house has one flat side
 SEAM_SIGN = 0.05  # share of a line that rises and share that falls, at least
@@ -295,7 +296,7 @@ def _begins(small: Gray, first: int, last: int) -> bool:
 
 def has_panels(small: Gray) -> bool:
     """Whether a small image [H, W, 3] is divided from top to bottom, as a collage is: by a seam or by a gutter."""
-    if min(small.shape[:2]) < 32:
+    if max(small.shape[:2]) < SEAM_SIDE or min(small.shape[:2]) < SEAM_SIDE // 6:
         return False
     rows = np.ascontiguousarray(small[:: max(1, len(small) // LINES)])  # all of them would take four times as long
     return _has_seam(rows) or _has_gutter(rows)
