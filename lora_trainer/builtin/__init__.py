@@ -12,3 +12,10 @@ from pathlib import Path
 
 BASE_FOLDER = Path(__file__).parent / "base"
 DATA_FOLDER = Path(__file__).parent / "zobo"
+COLORS = ("red", "green", "blue", "yellow", "purple", "orange", "white", "black")
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
+# Of what the base model was trained on: every color and shape, no background in the color of its shape.
+PROMPTS = tuple(
+    f"a {COLORS[number % 8]} {SHAPES[number % 6]} on a {COLORS[(number + 1 + number // 8) % 8]} background"
+    for number in range(32)
+)

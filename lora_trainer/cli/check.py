@@ -51,7 +51,7 @@ def check_command(
     if problems := target_problems(config, page, fix, decode=decode):
         raise UsageError(problems)
     manifest, report = read_data(config, facts, decode=decode)
-    train, validation = validation_split(config, report)
+    train, validation = validation_split(config, facts, report)
     steps = arithmetic(
         config, train, config.train.max_micro_batch_size or config.train.effective_batch_size, processes=1
     )

@@ -114,6 +114,13 @@ def text_rates(settings: Settings) -> list[Yields]:
     return [Yields("text_encoder.learning_rates", same, reason, fix)]
 
 
+def unused_class_prompts(settings: Settings) -> list[Yields]:
+    if not settings["data.class_prompts"] or settings["data.num_class_images"]:
+        return []
+    reason = "no class images are generated (data.num_class_images is 0)"
+    return [Yields("data.class_prompts", (), reason, "Set data.num_class_images=32, or remove data.class_prompts.")]
+
+
 def schedule_free(settings: Settings) -> list[Yields]:
     if not traits_of_optimizer(settings["optimizer.name"]).averages_weights:
         return []
@@ -368,6 +375,7 @@ RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     weightings,
     flow_times,
     learned_tokens,
+    unused_class_prompts,
 )
 
 

@@ -63,10 +63,30 @@ def _images(value: Any, around: Around) -> Took:
 def _class_images(value: Any, around: Around) -> Took:
     if not is_on(around["with_prior_preservation"] or False):
         return Took({}, "means nothing without with_prior_preservation", "ignored")
+    if not _has_class_images(around):
+        return Took({}, "it holds no images: those that are generated go into the cache", "changed")
     source: dict[str, Any] = {"path": located(around.folder, text(value)), "is_reg": True}
     if around["class_prompt"] is not None:
         source["default_caption"] = text(around["class_prompt"])
     return Took({SOURCES: [source]})
+
+
+def _has_class_images(around: Around) -> bool:
+    """Whether the scripts' folder of class images has some already; they generate those that it lacks."""
+    folder = around["class_data_dir"]
+    path = None if folder is None else Path(located(around.folder, text(folder)))
+    return path is not None and path.is_dir() and any(path.iterdir())
+
+
+def _prior_preservation(value: Any, around: Around) -> Took:
+    if not is_on(value):
+        return Took({}, "off, as here", "ignored")
+    if _has_class_images(around):
+        return Took({}, "with the images that class_data_dir has", "mapped")
+    settings: dict[str, Any] = {"data.num_class_images": count(around, "num_class_images")}
+    if around["class_prompt"] is not None:
+        settings["data.class_prompts"] = [text(around["class_prompt"])]
+    return Took(settings)
 
 
 def _epochs(value: Any, around: Around) -> Took:
@@ -106,9 +126,9 @@ RULES: Mapping[str, KeyRule] = {
     "instance_prompt": ONLY_MISSING,
     "repeats": part_of("instance_data_dir", SOURCES),
     "class_data_dir": by(_class_images, SOURCES),
-    "class_prompt": ONLY_MISSING,
-    "with_prior_preservation": part_of("class_data_dir", SOURCES),
-    "num_class_images": lacking("class images are not generated: existing ones are used"),
+    "class_prompt": part_of("with_prior_preservation", "data.class_prompts"),
+    "with_prior_preservation": by(_prior_preservation, "data.num_class_images data.class_prompts"),
+    "num_class_images": part_of("with_prior_preservation", "data.num_class_images"),
     "prior_loss_weight": same("loss.prior_loss_weight", number),
     "dataset_name": lacking("datasets of a hub are not read: name a local folder with --data"),
     "dataset_config_name": lacking("datasets of a hub are not read"),
@@ -159,6 +179,7 @@ RULES: Mapping[str, KeyRule] = {
 }
 OF_ALL: Mapping[str, Any] = {
     "center_crop": False,
+    "num_class_images": 100,
     "train_batch_size": 4,
     "num_train_epochs": 1,
     "rank": 4,

@@ -12,6 +12,7 @@ from lora_trainer.run.bases.find import describe_model
 from lora_trainer.run.caching import cache_folder, plan_caches
 from lora_trainer.run.choices import choose, gpu_gib
 from lora_trainer.run.differences import changes
+from lora_trainer.run.generation import with_finished_class_images
 from lora_trainer.run.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.run.messages import model_lines, refuse_without_validation, show_captions, show_views
 from lora_trainer.run.order import Order
@@ -30,6 +31,8 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     check_lora_files(config, inputs.family, inputs.facts)
     processes = join_processes()
     choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
+    if inputs.facts.whole:  # else nothing can be there
+        inputs = with_finished_class_images(config, inputs, console)
     steps = arithmetic(config, inputs.train, choices.micro, processes.world)
     if config.model.path is not None:  # the built-in one was announced
         console.print(f"model: {describe_model(config.model)} ({inputs.family.name}, {inputs.resolution} px)")

@@ -167,7 +167,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
     began = time.monotonic()
     session.order.watch(Progress("caching", total=session.steps.total))
     plans = fill(session)
-    session = replace(session, cache_seconds=time.monotonic() - began)
+    session = replace(session, cache_seconds=session.cache_seconds + time.monotonic() - began)
     validation = validation_samples(config, inputs, plans)
     context = build(session)
     for note in (*context.built.notes, *(context.built.details if session.order.verbose else ())):

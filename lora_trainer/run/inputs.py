@@ -30,6 +30,7 @@ from lora_trainer.models.folder import read_config, without_weights
 from lora_trainer.models.single.tokenizers import clip_words, count_clip_tokens
 from lora_trainer.run.bases.find import describe_model, find_base, on_stderr
 from lora_trainer.run.bases.names import absolute
+from lora_trainer.run.class_images import planned_class_images
 from lora_trainer.run.counting import counting
 from lora_trainer.run.reading import reading, refuse_lacking
 
@@ -43,6 +44,7 @@ class Inputs:
 
     `resolution` is the largest that is trained. Captions of `manifest` and `report` are as
     written, those of `train` and `validation` canonical; `train` has all trained texts too.
+    Class images are only in `train`, last: planned ones until `run/generation.py` has generated or found them.
     """
 
     family: Family
@@ -89,8 +91,10 @@ def list_data(config: Config, *, allow_missing_captions: bool | None = None) -> 
 
 
 def caption_rules(config: Config) -> tuple[CaptionsSection, ...]:
-    """How captions are changed, for each of the data's sources."""
-    return tuple(source.captions or config.captions for source in config.data.sources) or (config.captions,)
+    """How captions are changed, for each of the data's sources, then for class images."""
+    own = tuple(source.captions or config.captions for source in config.data.sources) or (config.captions,)
+    # Class images are trained with the very prompts that they were generated from.
+    return (*own, CaptionsSection()) if config.data.num_class_images else own
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -192,11 +196,21 @@ def read_architecture(family: Family, facts: ModelFacts) -> Architecture:
 def trained_framings(config: Config, facts: ModelFacts) -> tuple[Framing, ...]:
     """How each source's images are cropped and resized; by default at the model's resolution, up to the preset's.
 
+    Class images, which come last, are cropped and resized as the source with the largest resolution.
+
     Raises UsageError, all problems at once, for sides that no bucket can have.
     """
     ceiling = config.data.resolution_ceiling
     own = facts.resolution if ceiling is None else min(facts.resolution, ceiling)
-    return framings_of(config.data, own, facts.pixel_step)
+    framings = framings_of(config.data, own, facts.pixel_step)
+    if not config.data.num_class_images:
+        return framings
+    return (*framings, max(framings, key=lambda framing: framing.resolutions[0]))
+
+
+def class_image_side(config: Config, facts: ModelFacts) -> int:
+    """Width and height of class images in pixels: the largest resolution that the model can generate, up to the trained one."""
+    return max(facts.pixel_step, trained_resolution(config, facts) // facts.pixel_step * facts.pixel_step)
 
 
 def trained_resolution(config: Config, facts: ModelFacts) -> int:
@@ -231,23 +245,28 @@ def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tupl
     )
     with counting() as count:
         report = check_dataset(manifest, findings, gate, decode=decode, progress=count("images decoded"))
-    return manifest, replace(report, general=(*report.general, *_plan_findings(config, report)))
+    return manifest, replace(report, general=(*report.general, *_plan_findings(config, facts, report)))
 
 
-def validation_split(config: Config, report: DataReport) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
-    """(train, validation); images that look the same stay on one side."""
-    return split_validation(report.samples, config.validation.split, config.validation.split_seed, report.kin)
+def validation_split(
+    config: Config, facts: ModelFacts, report: DataReport
+) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
+    """(train, validation); images that look the same stay on one side. Planned class images are trained."""
+    train, validation = split_validation(
+        report.samples, config.validation.split, config.validation.split_seed, report.kin
+    )
+    return (*train, *planned_class_images(config, class_image_side(config, facts))), validation
 
 
-def _plan_findings(config: Config, report: DataReport) -> list[Finding]:
+def _plan_findings(config: Config, facts: ModelFacts, report: DataReport) -> list[Finding]:
     """Whether the steps, the rank and the buckets suit so many images."""
-    train = validation_split(config, report)[0]
+    train = validation_split(config, facts, report)[0]
     learned = {sample.content for sample in train if not sample.regularization}
     if not learned:
         return []
     micro = config.train.max_micro_batch_size or config.train.effective_batch_size
     steps = arithmetic(config, train, micro, processes=1)
-    share = sum(not sample.regularization for sample in train) / len(train)
+    share = 1 - steps.regularization / steps.passes
     exposures = steps.total * config.train.effective_batch_size * share / len(learned)
     found = check_plan(len(learned), exposures, config.lora.rank)
     return found + check_buckets([row.samples for row in report.rows], micro)
@@ -262,7 +281,7 @@ def read_inputs(config: Config, model: tuple[Family, ModelFacts] | None = None) 
     family, facts = model or read_model(config)
     manifest, report = read_data(config, facts)
     framings, rules = trained_framings(config, facts), caption_rules(config)
-    train, validation = validation_split(config, report)
+    train, validation = validation_split(config, facts, report)
     train_plan, validation_plan = plan_views(train, framings), plan_plain(validation, framings)
     refuse_large(facts, (*train_plan.counts, *validation_plan.counts))
     return Inputs(
@@ -306,7 +325,8 @@ def dataset_facts(inputs: Inputs) -> dict[str, Any]:
 def measured_among(train: Sequence[Sample], validation: Sequence[Sample]) -> list[int]:
     """Indices of the samples that losses are measured on: the validation ones, else some trained ones."""
     count = len(train)
-    first = sorted(range(count), key=lambda index: train[index].content)[:MOST_VALIDATION_IMAGES]
+    learned = [index for index in range(count) if not train[index].regularization] or list(range(count))
+    first = sorted(learned, key=lambda index: train[index].content)[:MOST_VALIDATION_IMAGES]
     return list(range(count, count + len(validation))) or first
 
 

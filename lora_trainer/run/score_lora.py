@@ -16,7 +16,7 @@ from lora_trainer.data.views import BucketPlan, plan_plain
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.run.bases.find import describe_model, is_builtin
 from lora_trainer.run.counting import JUDGED, counting
-from lora_trainer.run.inputs import data_in_use, read_inputs, read_model, trained_framings
+from lora_trainer.run.inputs import Inputs, data_in_use, read_inputs, read_model, trained_framings
 from lora_trainer.run.reading import RunFolder, read_as_trained, run_beside
 
 Say = Callable[[str], None]
@@ -139,13 +139,21 @@ def _samples_of_run(config: Config, run: RunFolder | None) -> Samples:
         return Samples((), NO_PLAN, True, f"learning cannot be measured: {error}")
     origin = "the built-in dataset" if run is None else "the run's data"
     if run is not None and inputs.manifest.data_hash != run.data_hash:
-        samples, plan = inputs.validation, inputs.validation_plan
-        if not samples:
-            samples, plan = inputs.train, inputs.train_plan
+        samples, plan = (inputs.validation, inputs.validation_plan) if inputs.validation else _trained_to_learn(inputs)
         message = f"the run's data has changed since: its {counted(len(samples), 'image')} may have been trained on"
         return Samples(samples, plan, False, f"{message}; name others with --data")
     if inputs.validation:
         message = f"learning is measured on {counted(len(inputs.validation), 'validation image')} of {origin}"
         return Samples(inputs.validation, inputs.validation_plan, True, message)
     message = f"no validation images: learning is measured on {origin} itself"
-    return Samples(inputs.train, inputs.train_plan, False, message)
+    return Samples(*_trained_to_learn(inputs), False, message)
+
+
+def _trained_to_learn(inputs: Inputs) -> tuple[tuple[Sample, ...], BucketPlan]:
+    """The trained images without regularization images, which hold nothing to learn and need not exist here."""
+    pairs = [
+        (sample, views)
+        for sample, views in zip(inputs.train, inputs.train_plan.views, strict=True)
+        if not sample.regularization
+    ]
+    return tuple(sample for sample, _ in pairs), BucketPlan(tuple(views for _, views in pairs))

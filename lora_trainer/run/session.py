@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from lora_trainer.report.record import read_record
 from lora_trainer.run.caching import CachePlans, fill_caches, plan_caches
 from lora_trainer.run.choices import Choices, cap_memory, choose
 from lora_trainer.run.find_micro import earlier_find, find_micro, smallest
+from lora_trainer.run.generation import with_class_images
 from lora_trainer.run.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.run.order import Order
 from lora_trainer.training.processes import Processes, join_processes
@@ -37,7 +39,7 @@ class Session:
     processes: Processes
     choices: Choices
     steps: StepArithmetic
-    cache_seconds: float = 0.0  # to fill the caches
+    cache_seconds: float = 0.0  # to generate class images and fill the caches
 
     @property
     def config(self) -> Config:
@@ -53,18 +55,20 @@ class Session:
 
 
 def open_session(order: Order, inputs: Inputs) -> Session:
-    """Join the processes and choose for the hardware; loads no model."""
+    """Join the processes, choose for the hardware, and generate class images that are not there; else loads no model."""
     processes = join_processes(order.config.train.process_timeout_minutes)
     if crowded := cap_memory(order.config, processes.device):
         order.console.print(crowded)
     choices = choose(order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
-    steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
     threads = set_hardware(order.config, processes.device, earlier_threads(order.folder) if order.resume else None)
     if processes.device.type == "cpu":
         order.console.print(f"threads: {threads.count} ({threads.reason})")
         if not rounds_alike_anywhere():
             order.console.print(UNEVEN_PRODUCTS)
-    return Session(order, inputs, processes, choices, steps)
+    began = time.monotonic()
+    inputs = with_class_images(order.config, inputs, choices, order.console)
+    steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
+    return Session(order, inputs, processes, choices, steps, time.monotonic() - began)
 
 
 def with_found_micro(session: Session, context: StepContext, data: CachedData) -> Session:

@@ -13,8 +13,10 @@ from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import read_toml, shown
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import sha256_file
+from lora_trainer.data.sample import Manifest
 from lora_trainer.models.folder import weights_digest
 from lora_trainer.run.choices import Choices
+from lora_trainer.run.class_images import class_source
 from lora_trainer.run.inputs import Inputs, with_absolute_paths
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.network_weights import lora_path
@@ -22,6 +24,7 @@ from lora_trainer.training.network_weights import lora_path
 TRAINED_TEXTS = "trained text encoders"
 # LoRA files by what they hold, whatever their path; runs before these settings had none.
 TRAINING_ADAPTER, STARTED_FROM = "training adapter", "LoRA that the run starts from"
+CLASS_IMAGES = "class images"
 
 
 def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:
@@ -49,8 +52,15 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         TRAINED_TEXTS: list(family.text_rates(config.text_encoder.learning_rates)),
         "the model's noise": f"{process.prediction}, {process.timesteps} timesteps, signal {first:.6g} to {last:.6g}{shift}",
         "data": inputs.manifest.data_hash,
+        CLASS_IMAGES: class_images_hash(config, inputs),
         "precision": choices.precision.value,
     }
+
+
+def class_images_hash(config: Config, inputs: Inputs) -> str | None:
+    """As a manifest's `data_hash`, of the class images; None without any."""
+    samples = tuple(sample for sample in inputs.train if sample.source == class_source(config))
+    return Manifest(samples).data_hash if samples else None
 
 
 def digest_of(lora: str | None) -> str | None:
@@ -82,6 +92,7 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
         TRAINED_TEXTS: [],
         TRAINING_ADAPTER: None,
         STARTED_FROM: None,
+        CLASS_IMAGES: None,
         **checkpoint.settings,
     }  # older runs had none
     changed = {name: old for name, old in saved.items() if settings.get(name) != old}
@@ -112,6 +123,9 @@ def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Pr
     if name in (TRAINING_ADAPTER, STARTED_FROM):
         setting = "model.training_adapter" if name == TRAINING_ADAPTER else "lora.network_weights"
         return Problem(f"The {name} ({setting}) differs from the one at the start of the run.", fix)
+    if name == CLASS_IMAGES:
+        message = "The class images differ (data.num_class_images, data.class_prompts), or were generated on another machine, which rounds differently."
+        return Problem(message, f"{fix[:-1]}; or copy the folder `class_images` from the first machine's cache.")
     if name == "data":
         now, before = [source.path for source in with_absolute_paths(config).data.sources], earlier_sources(folder)
         here = ", ".join(now) or "the built-in dataset"

@@ -169,6 +169,16 @@ class DataSection(Section):
     sources: tuple[Source, ...] = setting(
         (), "fixed in effect", "folders or files, or tables `[[data.sources]]`; empty means the built-in dataset"
     )
+    num_class_images: CountOrZero = setting(
+        0,
+        "fixed in effect",
+        "regularization images that the base model generates before training (prior preservation); 0 generates none",
+    )
+    class_prompts: tuple[str, ...] = setting(
+        (),
+        "fixed in effect",
+        "prompts of the class images, in turn; empty means a list of people, animals, places and things",
+    )
     resolution: Side | None = setting(
         None,
         "fixed",

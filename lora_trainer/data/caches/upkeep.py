@@ -13,6 +13,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.caches.claims import CLOCK_STEP, forget_dead, oldest_user, upkeep
+from lora_trainer.data.caches.class_images import SETS, half_written, list_sets, remove_set
 from lora_trainer.data.caches.ours import (
     DAMAGE,
     FORMER,
@@ -56,6 +57,7 @@ class CacheStatus:
     in_use: bool
     unpacked: int = 0  # bytes of images out of Parquet files
     remembered: int = 0  # bytes of what is known of images that were read before
+    class_images: tuple[int, ...] = ()  # bytes of each set
 
     @property
     def bytes(self) -> int:
@@ -81,6 +83,9 @@ class CacheStatus:
             )
         if self.unpacked:
             lines.append(f"  {size_words(self.unpacked)} of images out of Parquet files; `cache prune` removes them")
+        if self.class_images:
+            sets = counted(len(self.class_images), "set")
+            lines.append(f"  {size_words(sum(self.class_images))} of class images in {sets}")
         if self.remembered:
             lines.append(f"  {size_words(self.remembered)} about images that were read before")
         if self.in_use:
@@ -98,6 +103,8 @@ class CacheStatus:
             "in_use": self.in_use,
             "unpacked_bytes": self.unpacked,
             "remembered_bytes": self.remembered,
+            "class_image_sets": len(self.class_images),
+            "class_image_bytes": sum(self.class_images),
         }
 
 
@@ -116,7 +123,8 @@ def cache_status(folder: Path) -> CacheStatus:
         kinds[kind] = KindStatus(len(shelf), total, len(shards), len(shelf.damaged), used)
     unpacked = sum(size for _, size, _ in _unpacked(folder))
     in_use, known = oldest_user(folder) is not None, remembered_bytes(folder)
-    return CacheStatus(folder, kinds, len(list(_former(folder))), in_use, unpacked, known)
+    sets = tuple(size for _, size, _ in list_sets(folder))
+    return CacheStatus(folder, kinds, len(list(_former(folder))), in_use, unpacked, known, sets)
 
 
 @dataclass(frozen=True)
@@ -188,20 +196,27 @@ def cache_clean(folder: Path, limit: int = DEFAULT_LIMIT, *, verify: bool = Fals
 
 
 def keep_limit(folder: Path, limit: int) -> Cleaned:
-    """Remove the least recently used shards and unpacked images above `limit` bytes, but none that a living run uses."""
+    """Remove the least recently used shards, unpacked images and sets of class images above `limit` bytes, but none that a living run uses."""
     removed = removed_bytes = 0
     with upkeep(folder):
         forget_dead(folder)
         since = oldest_user(folder)
-        shards = sorted([*_shards(folder), *_unpacked(folder)], key=lambda entry: entry[2])
+        shards = sorted([*_shards(folder), *_unpacked(folder), *list_sets(folder)], key=lambda entry: entry[2])
         left = sum(size for _, size, _ in shards)
         used = sum(size for _, size, last in shards if since is not None and last >= since - CLOCK_STEP)
         for path, _, last in shards:
             if left <= limit or (since is not None and last >= since - CLOCK_STEP):
                 break
-            if size := remove_unpacked(path) if IMAGES.fullmatch(path.name) else remove(path):
+            if size := _remove(path):
                 removed, removed_bytes, left = removed + 1, removed_bytes + size, left - size
     return Cleaned(removed, removed_bytes, left, limit, needed=used if used > limit else None)
+
+
+def _remove(path: Path) -> int:
+    """Remove what the limit counts as one; the bytes that were freed."""
+    if path.parent.name == SETS:
+        return remove_set(path)
+    return remove_unpacked(path) if IMAGES.fullmatch(path.name) else remove(path)
 
 
 def _shards(folder: Path) -> Iterator[tuple[Path, int, float]]:
@@ -263,7 +278,8 @@ def _abandoned(folder: Path) -> list[Path]:
     """Half-written files: all when nobody is at work, else those that are old."""
     idle = oldest_user(folder) is None
     found = []
-    for part in [part for place in (*KINDS, UNPACKED) for part in named(folder / place, PART)]:
+    parts = [part for place in (*KINDS, UNPACKED) for part in named(folder / place, PART)]
+    for part in [*parts, *half_written(folder)]:
         with contextlib.suppress(FileNotFoundError):
             if time.time() - part.stat().st_mtime > (CLOCK_STEP if idle else ABANDONED_AFTER):
                 found.append(part)
@@ -280,7 +296,9 @@ def _unlinked(path: Path) -> int:
 
 def _bytes_in(folder: Path) -> int:
     """Bytes of what this keeps in order: a cache folder may hold other things too."""
-    places: Iterable[Path] = (path for place in (*KINDS, "index", UNPACKED) for path in (folder / place).rglob("*"))
+    places: Iterable[Path] = (
+        path for place in (*KINDS, "index", UNPACKED, SETS) for path in (folder / place).rglob("*")
+    )
     total = remembered_bytes(folder)
     for path in places:
         with contextlib.suppress(OSError):

@@ -40,10 +40,12 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import PLAIN, Architecture, Family, ModelFacts
 from lora_trainer.models.memory.phases import costs_of, encoding_bytes
 from lora_trainer.models.published import public_architecture
+from lora_trainer.run.class_images import planned_class_images
 from lora_trainer.run.file_sizes import cache_bytes, run_bytes
 from lora_trainer.run.inputs import (
     arithmetic,
     caption_rules,
+    class_image_side,
     list_data,
     read_architecture,
     read_model,
@@ -170,7 +172,7 @@ def make_plan(
     if here:
         demand = storable_here(demand)
     fit = choose_fit(demand)
-    train, validation = planned_data(config) if data is None else data
+    train, validation = planned_data(config, architecture.facts) if data is None else data
     steps = arithmetic(config, train, fit.micro, 1).total if train else config.train.max_steps
     cached = cache_bytes(config, family, architecture, train, validation)
     return Plan(
@@ -294,13 +296,13 @@ def tracing_gauge(family: Family, architecture: Architecture, config: Config) ->
     )
 
 
-def planned_data(config: Config) -> Data:
+def planned_data(config: Config, facts: ModelFacts) -> Data:
     """The samples that would be trained on and those held out, without decoding an image; none when no data is named."""
     if not config.data.sources:
         return (), ()
     manifest, _ = list_data(config, allow_missing_captions=True)
     train, validation = split_validation(manifest.samples, config.validation.split, config.validation.split_seed)
-    rules = caption_rules(config)
+    train, rules = (*train, *planned_class_images(config, class_image_side(config, facts))), caption_rules(config)
     return settled(train, rules), tuple(map(canonical, settled(validation, rules)))
 
 
