@@ -13,7 +13,7 @@ from lora_trainer import builtin
 from lora_trainer.config.presets import family_layers
 from lora_trainer.config.schema import Config
 from lora_trainer.config.schema.results import SampleSection
-from lora_trainer.data.caches.class_images import image_path
+from lora_trainer.data.caches.image_sets import image_path
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.sources.texts import tidy
 from lora_trainer.models.family import Family

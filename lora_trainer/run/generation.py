@@ -16,8 +16,8 @@ from rich.console import Console
 from lora_trainer.config.schema import Config
 from lora_trainer.core.findings import counted
 from lora_trainer.data.caches.claims import POLL, Claims
-from lora_trainer.data.caches.class_images import SETS, finish_set, missing_images, read_set, write_class_image
 from lora_trainer.data.caches.filling import refused
+from lora_trainer.data.caches.image_sets import SETS, finish_set, missing_images, read_set, write_class_image
 from lora_trainer.data.caches.ours import mark
 from lora_trainer.data.captions import settled
 from lora_trainer.data.views import plan_views
@@ -113,19 +113,22 @@ def _digests_of(wanted: ClassImageSet, compute: Compute) -> list[str]:
     except OSError as error:
         raise refused(wanted.cache, error) from error
     with claims:
-        while not claims.take(wanted.key):
-            time.sleep(POLL)
-        while (digests := read_set(folder, count)) is None:  # another process may have finished them meanwhile
-            there = count - len(missing_images(folder, count))
-            size = f"{wanted.recipe['size'][0]} px, {wanted.recipe['steps']} steps each"
-            compute.say(
-                f"class images: the base model generates {counted(count - there, 'image')}, {size}, in {folder}"
-                + (f" ({there} of {count} are there)" if there else "")
-            )
-            with counting() as counter:
-                with_less(partial(_generate, wanted), replace(compute, progress=counter(DRAWN)))
-            finish_set(folder, wanted.prompts, wanted.recipe)
-    return digests
+        if not claims.take(wanted.key):
+            compute.say("class images: waiting for another process that generates them")
+            while not claims.take(wanted.key):
+                time.sleep(POLL)
+        if (digests := read_set(folder, count)) is not None:
+            compute.say(f"class images: {counted(count, 'image')} of another process, in {folder}")
+            return digests
+        there = count - len(missing_images(folder, count))
+        size = f"{wanted.recipe['size'][0]} px, {wanted.recipe['steps']} steps each"
+        have = f" ({there} of {count} are there)" if there else ""
+        compute.say(
+            f"class images: the base model generates {counted(count - there, 'image')}, {size}, in {folder}{have}"
+        )
+        with counting() as counter:
+            with_less(partial(_generate, wanted), replace(compute, progress=counter(DRAWN)))
+        return finish_set(folder, wanted.prompts, wanted.recipe)
 
 
 def _generate(wanted: ClassImageSet, compute: Compute) -> None:

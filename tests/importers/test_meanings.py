@@ -126,6 +126,20 @@ def test_diffusers_crops_at_random_by_default(script: str, tmp_path: Path) -> No
     assert imported_text(tmp_path, "b.sh", f"{command} --center_crop\n").config.data.crop == "center"
 
 
+def test_diffusers_class_images_are_generated_where_the_folder_has_none(tmp_path: Path) -> None:
+    command = "accelerate launch train_dreambooth_lora.py --instance_data_dir=p --rank=8 --with_prior_preservation"
+    command += " --class_data_dir=others --class_prompt='a photo of a cat'"
+    data = imported_text(tmp_path, "a.sh", f"{command}\n").config.data
+    assert (data.num_class_images, data.class_prompts, len(data.sources)) == (100, ("a photo of a cat",), 1)
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "cat.png").touch()
+    imported = imported_text(tmp_path, "b.sh", f"{command} --num_class_images=30\n")
+    assert (imported.config.data.num_class_images, imported.config.data.class_prompts) == (0, ())
+    assert imported.config.data.sources[1].is_reg
+    assert imported.config.data.sources[1].default_caption == "a photo of a cat"
+    assert verdict_of(imported, "with_prior_preservation") == ("mapped", "with the images that class_data_dir has")
+
+
 @pytest.mark.parametrize(
     ("text", "every", "verdict"),
     [

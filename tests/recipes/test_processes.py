@@ -54,6 +54,7 @@ def test_two_processes_train_the_same_as_one(bench: Bench, checkout: Path):
         "train__ema_decay": 0.9,
         "captions__shuffle": "true",
         "captions__dropout": 0.3,
+        "data__num_class_images": 2,
     }
     ended = launch(
         checkout,

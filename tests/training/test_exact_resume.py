@@ -337,6 +337,7 @@ BEFORE_ANY_STEP = {
     *(f"captions.{name}" for name in ("separator", "keep_tokens_separator", "prefix", "suffix")),
     *(f"data.{name}" for name in ("resolution", "resolution_ceiling", "allow_missing_captions", "allow_small_images")),
     *(f"data.{name}" for name in ("bucket_no_upscale", "max_aspect", "bucket_step", "bucket_min", "bucket_max")),
+    *(f"data.{name}" for name in ("num_class_images", "class_prompts")),  # tests/recipes/test_class_images.py
 }
 
 

@@ -13,7 +13,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.caches.claims import CLOCK_STEP, forget_dead, oldest_user, upkeep
-from lora_trainer.data.caches.class_images import SETS, half_written, list_sets, remove_set
+from lora_trainer.data.caches.image_sets import SETS, half_written, list_sets, remove_set
 from lora_trainer.data.caches.ours import (
     DAMAGE,
     FORMER,

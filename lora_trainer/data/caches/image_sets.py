@@ -49,8 +49,8 @@ def missing_images(folder: Path, count: int) -> list[int]:
     return [number for number in range(count) if not image_path(folder, number).is_file()]
 
 
-def finish_set(folder: Path, prompts: Sequence[str], recipe: Mapping[str, Any]) -> None:
-    """Mark a set as finished, with the sha256 of every image's file."""
+def finish_set(folder: Path, prompts: Sequence[str], recipe: Mapping[str, Any]) -> list[str]:
+    """Mark a set as finished; the sha256 of every image's file, as they are in the mark."""
     images = [
         {"file": path.name, "prompt": prompt, "sha256": sha256_file(path)}
         for number, prompt in enumerate(prompts)
@@ -58,6 +58,7 @@ def finish_set(folder: Path, prompts: Sequence[str], recipe: Mapping[str, Any]) 
     ]
     write = partial(write_json, folder / RECIPE, {**recipe, "images": images})
     write_with_retry(RECIPE, folder, write, 200 * len(images))
+    return [each["sha256"] for each in images]
 
 
 def read_set(folder: Path, count: int) -> list[str] | None:
