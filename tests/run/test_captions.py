@@ -94,7 +94,7 @@ def test_the_shown_caption_is_the_trained_one() -> None:
 
 
 def test_a_plan_counts_the_same_texts(config: Config, inputs: Inputs) -> None:
-    planned = {sample.path: sample.texts for sample in planned_data(config)[0]}
+    planned = {sample.path: sample.texts for sample in planned_data(config, inputs.facts)[0]}
     trained = {sample.path: sample.texts for sample in inputs.train}
     both = planned.keys() & trained.keys()  # the split knows copies when images are inspected, not in a plan
     assert len(both) > 9
