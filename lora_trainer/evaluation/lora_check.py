@@ -356,7 +356,7 @@ def _preservation_findings(drifted: float) -> list[Finding]:
     message = (
         f"Unrelated prompts change by {drifted:.0%} of the base model's prediction (good: up to {DRIFT_FREE:.0%})."
     )
-    fix = "Train fewer steps, at a lower learning rate or rank, or with more varied captions."
+    fix = "Train with data.num_class_images=32, or fewer steps, or at a lower learning rate or rank."
     return [Finding("drift", "warning", message, fix)]
 
 

@@ -86,7 +86,7 @@ def test_explain_shows_each_value_and_its_origin(capsys: pytest.CaptureFixture[s
     assert row(out, "lora.rank") == ["lora.rank", "9", f"--config {file}"]
     assert row(out, "optimizer.beta1") == ["optimizer.beta1", "0.6", "--set"]
     assert row(out, "memory.limit_gib")[2] == "preset 12gb"
-    assert row(out, "noise.multires_iterations")[2] == "preset quality"
+    assert row(out, "train.ema_decay")[2] == "preset quality"
     assert row(out, "train.max_steps")[2] == "--max-steps"
     assert row(out, "train.seed")[2] == "default"
     assert row(out, "sample.guidance_scale")[2] == "family preset sd15"

@@ -98,20 +98,15 @@ def test_every_combination_resolves_and_order_changes_nothing() -> None:
 
 @pytest.mark.parametrize("family", names_for("model.family"))
 def test_every_combination_suits_every_family(family: str) -> None:
-    """Of a flow, the goals' min-SNR weighting and multi-resolution noise are left out and named, and nothing else.
-
-    Of a model that predicts velocity, min-SNR alone.
-    """
+    """Of a flow and of a model that predicts velocity, the goals' min-SNR weighting is left out and named, and nothing else."""
     prediction = public_architecture(family).facts.prediction
     for names in [[goal] for goal in GOAL_NAMES] + [list(pair) for pair in product(TIER_NAMES, GOAL_NAMES)]:
         resolved = resolve([*family_layers(family, builtin=False), *preset_layers(names).layers])
         suits = suited(resolved, prediction)
         before, after = flattened(resolved.config), flattened(suits.config)
         lost = {name for name, value in before.items() if after[name] != value}
-        diffusion = {"balanced": {"loss.min_snr_gamma"}, "speed": set()}
-        diffusion["quality"] = {"loss.min_snr_gamma", "noise.multires_iterations"}
-        velocity = diffusion[names[-1]] & {"loss.min_snr_gamma"}
-        assert lost == {"flow": diffusion[names[-1]], "v_prediction": velocity}.get(prediction, set())
+        weighted = set() if names[-1] == "speed" or prediction == "epsilon" else {"loss.min_snr_gamma"}
+        assert lost == weighted
         assert len(suits.notes) == len(resolved.notes) + len(lost)
 
 

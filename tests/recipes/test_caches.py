@@ -96,7 +96,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(own, tmp_path, capsys):
     assert "text embedding cache: 11 texts, encoding 11" in shown
     assert "lora.rank = 4  (--set)" in shown
     assert "train.max_steps = 6  (--max-steps)" in shown
-    assert "noise.multires_iterations = 8  (preset quality" in shown
+    assert "train.ema_decay = 0.999  (preset quality" in shown
 
 
 def test_data_that_becomes_unreadable_loses_no_step(bench, finished, monkeypatch, capsys):
