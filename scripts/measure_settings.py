@@ -1,10 +1,11 @@
 """Compare settings on the built-in base model: what the LoRA learned, and what the base still knows.
 
-    python scripts/measure_settings.py STUDY.toml OUT [--jobs 2]
+    python scripts/measure_settings.py scripts/settings_study.toml OUT --jobs 2
 
 Each arm of the study is trained on both drawn subjects with three seeds, 18 images trained and 6 held out. Then 16 images
 of the subject and 16 of unrelated shapes are made from the exported file and judged by their pixels. Finished cells are
-kept in OUT and not run again. The table's differences are paired with the first arm: same subject, same seed.
+kept in OUT and not run again. The table's differences are paired with the first arm, or with that of --beside: same
+subject, same seed.
 """
 
 from __future__ import annotations
@@ -227,10 +228,15 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     parser.add_argument("--arms", default=".*", help="a regular expression")
+    parser.add_argument(
+        "--beside", metavar="ARM", help="the arm that the others are compared with (default: the first)"
+    )
     parser.add_argument("--table", action="store_true", help="print the table of the finished cells")
     args = parser.parse_args()
     about = tomllib.loads(args.study.read_text(encoding="utf-8"))
     arms = [arm for arm in about if re.fullmatch(args.arms, arm)]
+    if args.beside:
+        arms = [args.beside, *(arm for arm in arms if arm != args.beside)]
     cells = [Cell(arm, subject, seed) for arm, seed, subject in product(arms, SEEDS, DATA)]
     args.out.mkdir(parents=True, exist_ok=True)
     if args.table:
