@@ -13,7 +13,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.optim.optimizers import OPTIMIZERS
 
 Shown = Callable[[], Mapping[str, Tensor]]
-LARGEST_SHARE = 0.2  # of a run's steps: weights from before the last four such shares have a weight below e^-4
+LARGEST_SHARE = 0.2  # of the steps so far
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,10 @@ class Ema:
     values: dict[str, Tensor]
     decay: float
 
-    def update(self, masters: Mapping[str, Tensor], step: int, total_steps: int) -> None:
-        """Average in the masters after `step`, counted from 0, of a run of `total_steps`."""
-        share = 1.0 - decay_at(self.decay, step, total_steps)
+    def update(self, masters: Mapping[str, Tensor], step: int) -> None:
+        """Average in the masters after `step`, counted from 0."""
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.values.values()), list(masters.values()), share)
+            torch._foreach_lerp_(list(self.values.values()), list(masters.values()), 1.0 - decay_at(self.decay, step))
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Continue from saved values of the same names."""
@@ -35,15 +34,14 @@ class Ema:
             value.copy_(values[name])
 
 
-def decay_at(decay: float, step: int, total_steps: int) -> float:
-    """The decay of `step`, counted from 0, in [0, `decay`] and never falling: 0, 1/2, 2/3, … up to its highest value.
+def decay_at(decay: float, step: int) -> float:
+    """The decay of `step`, counted from 0, in [0, `decay`] and never falling: 0, then 1/2 up to step 9, 6/11, … .
 
-    An EMA averages the last 1/(1 - decay) steps or so. Until there are as many, all steps count alike and the initial
-    weights not at all. More than a fifth of the run are never averaged (but always two steps): with 0.999 a run of 300
-    steps would end with weights that are mostly those of its first steps.
+    An EMA averages the last 1/(1 - decay) steps or so. That are at most a fifth of the steps so far (but always two), so
+    that early weights do not remain in it wherever a run ends: a constant 0.999 would leave three quarters of the initial
+    weights after 300 steps.
     """
-    highest = 1.0 - 1.0 / max(2.0, LARGEST_SHARE * total_steps)
-    return min(decay, highest, step / (step + 1.0))
+    return min(decay, 1.0 - 1.0 / max(2.0, LARGEST_SHARE * (step + 1))) if step else 0.0
 
 
 def make_ema(config: Config, adapter: Adapter) -> Ema | None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config.layers import Layer, Resolved
-from lora_trainer.config.toml import EMPTY, read_toml
+from lora_trainer.config.layers import Layer, Resolved, file_layer
+from lora_trainer.config.toml import EMPTY
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.run.bases.names import as_hub_part, local_path
@@ -113,7 +113,7 @@ def _folder_values(folder: Path) -> dict[str, Any]:
     path = folder / SETTINGS_FILE
     if not path.exists():
         return {}
-    values = read_toml(path)
+    values = dict(file_layer(SETTINGS_FILE, path).values)
     for section, key in PATHS:
         place = values.get(section)
         if isinstance(place, dict) and isinstance(place.get(key), str) and place[key] != EMPTY:

@@ -42,7 +42,7 @@ from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import read_inputs, trained_resolution
 from lora_trainer.run.order import Order
 from lora_trainer.run.reading import reading
-from lora_trainer.run.session import open_session
+from lora_trainer.run.session import open_session, with_generated_images
 from lora_trainer.run.uncached import fresh_latents
 from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.loop import READ_AHEAD
@@ -189,7 +189,7 @@ def subject_of(resolved: Resolved, folder: Path, *, tiny: bool) -> tuple[str, St
         resolved, config=config.model_copy(update={"cache": config.cache.model_copy(update={"latents": True})})
     )
     order = Order(cached, folder, Console(stderr=True, soft_wrap=True))
-    session, run = prepare(open_session(order, read_inputs(order.config)), {})
+    session, run = prepare(with_generated_images(open_session(order, read_inputs(order.config))), {})
     fresh = fresh_latents(order.config, session.inputs, session.choices, session.processes.world)
     data = replace(run.feed.data, fresh=fresh)
     uncached = make_feed(order.config, data, run.context, session.processes, session.choices.micro, session.steps.total)

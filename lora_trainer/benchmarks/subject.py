@@ -38,7 +38,7 @@ from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import own_architecture, read_inputs, trained_resolution
 from lora_trainer.run.order import Order
 from lora_trainer.run.reading import reading
-from lora_trainer.run.session import Session, open_session
+from lora_trainer.run.session import Session, open_session, with_generated_images
 from lora_trainer.training.build import build_step_context
 from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.micro_batch import MicroBatch, make_copier, make_micro_batch
@@ -101,7 +101,7 @@ def subject_of(
     if tiny:
         raise UsageError(TINY_NEEDS_A_FAMILY)
     order = Order(resolved, folder, Console(stderr=True, soft_wrap=True))
-    session, run = prepare(open_session(order, read_inputs(config)), {})
+    session, run = prepare(with_generated_images(open_session(order, read_inputs(config))), {})
     name, load = session.inputs.facts.name, partial(load_encode, session, run.feed)
     own = own_architecture(session.inputs)
     return BenchSubject(name, run, load, session.choices, session.inputs.family, own, run.context.built.notes)

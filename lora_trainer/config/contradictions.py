@@ -272,10 +272,11 @@ def control(settings: Settings) -> list[Yields]:
         found.append(Yields("checkpoint.export_weights", "best", reason, fix))
     if (
         settings["safeguards.clip_on_loss_spike"]
+        and settings["safeguards.loss_spike_lr"] == 1.0
         and settings["optimizer.max_grad_norm"] == 0.0
         and settings["optimizer.clip_value"] is None
     ):
-        reason = "it clips gradients harder, and optimizer.max_grad_norm=0 does not clip them"
+        reason = "with safeguards.loss_spike_lr=1 it only clips gradients harder, and optimizer.max_grad_norm=0 does not clip them"
         found.append(
             Yields("safeguards.clip_on_loss_spike", False, reason, "Set optimizer.max_grad_norm to 1.0 or so.")
         )

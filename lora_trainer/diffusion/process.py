@@ -35,6 +35,13 @@ class Process:
     def timesteps(self) -> int:
         return len(self.alphas_cumprod)
 
+    @property
+    def description(self) -> str:
+        """What the model's noise is, in one line."""
+        first, last = (float(self.alphas_cumprod[place]) for place in (0, -1))
+        shift = f", {self.times.shift}" if self.prediction == "flow" else ""
+        return f"{self.prediction}, {self.timesteps} timesteps, signal {first:.6g} to {last:.6g}{shift}"
+
     def _scales(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Signal and noise scales at t [B], shaped [B, 1, 1, 1] on the device of `like`."""
         alpha = self.alphas_cumprod.to(like.device, torch.float32)[t].view(-1, 1, 1, 1)

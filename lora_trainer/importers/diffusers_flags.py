@@ -71,6 +71,10 @@ def _class_images(value: Any, around: Around) -> Took:
     return Took({SOURCES: [source]})
 
 
+# diffusers' collate functions append a class image for each image of a batch.
+CLASS_SHARE = "diffusers adds as many class images to each batch, here they are half of the effective batch: double it to train each image as often"
+
+
 def _has_class_images(around: Around) -> bool:
     """Whether the scripts' folder of class images has some already; they generate those that it lacks."""
     folder = around["class_data_dir"]
@@ -82,11 +86,11 @@ def _prior_preservation(value: Any, around: Around) -> Took:
     if not is_on(value):
         return Took({}, "off, as here", "ignored")
     if _has_class_images(around):
-        return Took({}, "with the images that class_data_dir has", "mapped")
+        return Took({}, f"with the images that class_data_dir has; {CLASS_SHARE}", "changed")
     settings: dict[str, Any] = {"data.num_class_images": count(around, "num_class_images")}
     if around["class_prompt"] is not None:
         settings["data.class_prompts"] = [text(around["class_prompt"])]
-    return Took(settings)
+    return Took(settings, CLASS_SHARE, "changed")
 
 
 def _epochs(value: Any, around: Around) -> Took:

@@ -32,7 +32,7 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     processes = join_processes()
     choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
     if inputs.facts.whole:  # else nothing can be there
-        inputs = with_finished_class_images(config, inputs, console)
+        inputs = with_finished_class_images(config, inputs, choices.dtype, console)
     steps = arithmetic(config, inputs.train, choices.micro, processes.world)
     if config.model.path is not None:  # the built-in one was announced
         console.print(f"model: {describe_model(config.model)} ({inputs.family.name}, {inputs.resolution} px)")

@@ -60,8 +60,8 @@ from lora_trainer.run.release import (
 )
 from lora_trainer.run.room import room_for
 from lora_trainer.run.sampling import draw_comparison
-from lora_trainer.run.session import Session, fill, open_session, with_found_micro
-from lora_trainer.run.start import find_start, fixed_settings
+from lora_trainer.run.session import Session, fill, open_session, with_found_micro, with_generated_images
+from lora_trainer.run.start import class_image_settings, find_start, fixed_settings, refuse_other_class_images
 from lora_trainer.run.uncached import fresh_latents
 from lora_trainer.training.build import build_step_context
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
@@ -92,8 +92,12 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     """Train and release one LoRA in the order's folder. Raises UserError."""
     session = open_session(order, inputs)
     check_lora_files(session.config, inputs.family, inputs.facts)
-    settings = fixed_settings(session.config, inputs, session.choices)
+    refuse_without_validation(session.config, session.inputs)
+    settings = fixed_settings(session.config, session.inputs, session.choices)
     start = find_start(order.folder, settings, order.console, order.config) if order.resume else None
+    session = with_generated_images(session)  # which takes long, so after all that is refused
+    settings |= class_image_settings(session.config, session.inputs)
+    refuse_other_class_images(start, settings, order.folder, order.config)
     for line in order.differences:
         order.console.print(line)
     session, run = prepare(session, settings)
@@ -154,7 +158,6 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
     The session returned has the micro-batch size that was found, and how long caching took. Raises UserError.
     """
     config, inputs, console = session.config, session.inputs, session.console
-    refuse_without_validation(config, inputs)
     show_views(config, inputs, session.steps, console)
     for line in (
         inputs.split_line,

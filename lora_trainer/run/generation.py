@@ -17,7 +17,14 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.findings import counted
 from lora_trainer.data.caches.claims import POLL, Claims
 from lora_trainer.data.caches.filling import refused
-from lora_trainer.data.caches.image_sets import SETS, finish_set, missing_images, read_set, write_class_image
+from lora_trainer.data.caches.image_sets import (
+    SETS,
+    finish_set,
+    missing_images,
+    read_set,
+    remove_damaged,
+    write_class_image,
+)
 from lora_trainer.data.caches.ours import mark
 from lora_trainer.data.captions import settled
 from lora_trainer.data.views import plan_views
@@ -38,7 +45,7 @@ from lora_trainer.run.inputs import Inputs, caption_rules, class_image_side, tra
 
 @dataclass(frozen=True)
 class ClassImageSet:
-    """Which images, in which folder, of which base model; `recipe` is everything else that they depend on, besides rounding."""
+    """Which images, in which folder, of which base model; `recipe` is everything else that they depend on, but the GPU."""
 
     family: Family
     base: Path
@@ -64,29 +71,31 @@ def with_class_images(config: Config, inputs: Inputs, choices: Choices, console:
     """
     if not config.data.num_class_images:
         return inputs
-    wanted = wanted_class_images(config, inputs)
+    wanted = wanted_class_images(config, inputs, choices.dtype)
     compute = Compute(choices.dtype, choices.device, usable_bytes(config, choices.device), say=console.print)
     return _trained_on(config, inputs, wanted.folder, _digests_of(wanted, compute))
 
 
-def with_finished_class_images(config: Config, inputs: Inputs, console: Console) -> Inputs:
+def with_finished_class_images(config: Config, inputs: Inputs, dtype: torch.dtype, console: Console) -> Inputs:
     """The same, generating none: they stay planned where some are missing."""
     if not config.data.num_class_images:
         return inputs
-    wanted = wanted_class_images(config, inputs)
+    wanted = wanted_class_images(config, inputs, dtype)
     digests = read_set(wanted.folder, len(wanted.prompts))
     state = "found" if digests else "generated before training"
     console.print(f"class images: {len(wanted.prompts)}, {state}, in {wanted.folder}")
     return _trained_on(config, inputs, wanted.folder, digests) if digests else inputs
 
 
-def wanted_class_images(config: Config, inputs: Inputs) -> ClassImageSet:
-    """The set that a run needs, of a base model whose weights are there."""
+def wanted_class_images(config: Config, inputs: Inputs, dtype: torch.dtype) -> ClassImageSet:
+    """The set that a run needs, of a base model whose weights are there; `dtype` is what it is computed in."""
     family, base, side = inputs.family, inputs.facts.path, class_image_side(config, inputs.facts)
     recipe = {
         "family": family.name,
         "denoiser": weights_digest(base / family.denoiser.component),
         "encoders": family.encoder_keys(base, torch.float32),
+        "dtype": str(dtype),
+        "noise": family.denoiser.make_process(base).description,
         "size": [side, side],
         **sampler_settings(config, family, base),
     }
@@ -120,6 +129,7 @@ def _digests_of(wanted: ClassImageSet, compute: Compute) -> list[str]:
         if (digests := read_set(folder, count)) is not None:
             compute.say(f"class images: {counted(count, 'image')} of another process, in {folder}")
             return digests
+        remove_damaged(folder, count)
         there = count - len(missing_images(folder, count))
         size = f"{wanted.recipe['size'][0]} px, {wanted.recipe['steps']} steps each"
         have = f" ({there} of {count} are there)" if there else ""

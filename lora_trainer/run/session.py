@@ -55,7 +55,7 @@ class Session:
 
 
 def open_session(order: Order, inputs: Inputs) -> Session:
-    """Join the processes, choose for the hardware, and generate class images that are not there; else loads no model."""
+    """Join the processes and choose for the hardware; loads no model. Class images are planned ones until they are generated."""
     processes = join_processes(order.config.train.process_timeout_minutes)
     if crowded := cap_memory(order.config, processes.device):
         order.console.print(crowded)
@@ -65,10 +65,16 @@ def open_session(order: Order, inputs: Inputs) -> Session:
         order.console.print(f"threads: {threads.count} ({threads.reason})")
         if not rounds_alike_anywhere():
             order.console.print(UNEVEN_PRODUCTS)
-    began = time.monotonic()
-    inputs = with_class_images(order.config, inputs, choices, order.console)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
-    return Session(order, inputs, processes, choices, steps, time.monotonic() - began)
+    return Session(order, inputs, processes, choices, steps)
+
+
+def with_generated_images(session: Session) -> Session:
+    """The session with its class images, generated now where they are not there. Raises UserError."""
+    began = time.monotonic()
+    inputs = with_class_images(session.config, session.inputs, session.choices, session.console)
+    steps = arithmetic(session.config, inputs.train, session.choices.micro, session.processes.world)
+    return replace(session, inputs=inputs, steps=steps, cache_seconds=time.monotonic() - began)
 
 
 def with_found_micro(session: Session, context: StepContext, data: CachedData) -> Session:

@@ -16,7 +16,7 @@ from lora_trainer.core.io import sha256_file
 from lora_trainer.data.sample import Manifest
 from lora_trainer.models.folder import weights_digest
 from lora_trainer.run.choices import Choices
-from lora_trainer.run.class_images import class_source
+from lora_trainer.run.class_images import class_prompts, class_source
 from lora_trainer.run.inputs import Inputs, with_absolute_paths
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.network_weights import lora_path
@@ -24,11 +24,11 @@ from lora_trainer.training.network_weights import lora_path
 TRAINED_TEXTS = "trained text encoders"
 # LoRA files by what they hold, whatever their path; runs before these settings had none.
 TRAINING_ADAPTER, STARTED_FROM = "training adapter", "LoRA that the run starts from"
-CLASS_IMAGES = "class images"
+CLASS_PROMPTS, CLASS_IMAGES = "class prompts", "class images"
 
 
 def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:
-    """The settings, data and model that a checkpoint depends on."""
+    """The settings, data and model that a checkpoint depends on; `class_image_settings` are added once they exist."""
     dumped = config.model_dump(mode="json")
     values = {name: dumped[name.split(".")[0]][name.split(".")[1]] for name in FIXED}
     own = {number: source["captions"] for number, source in enumerate(dumped["data"]["sources"]) if source["captions"]}
@@ -37,9 +37,6 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         values |= {f"data.sources[{number}].captions.{name}": rules[name] for name in CHANGE_TEXTS}
     family, folder = inputs.family, inputs.facts.path
     image_key, text_key = family.encoder_keys(folder, choices.encoder_dtype)
-    process = family.denoiser.make_process(folder)
-    first, last = (float(process.alphas_cumprod[place]) for place in (0, -1))
-    shift = f", {process.times.shift}" if process.prediction == "flow" else ""
     return {
         **values,
         "data.sources": shown_by_source(config),
@@ -50,17 +47,25 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         "VAE": image_key,
         "text encoder": text_key,
         TRAINED_TEXTS: list(family.text_rates(config.text_encoder.learning_rates)),
-        "the model's noise": f"{process.prediction}, {process.timesteps} timesteps, signal {first:.6g} to {last:.6g}{shift}",
+        "the model's noise": family.denoiser.make_process(folder).description,
         "data": inputs.manifest.data_hash,
-        CLASS_IMAGES: class_images_hash(config, inputs),
+        CLASS_PROMPTS: list(class_prompts(config)),
         "precision": choices.precision.value,
     }
 
 
-def class_images_hash(config: Config, inputs: Inputs) -> str | None:
-    """As a manifest's `data_hash`, of the class images; None without any."""
+def class_image_settings(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """As a manifest's `data_hash`, of the class images that were generated; nothing without any."""
     samples = tuple(sample for sample in inputs.train if sample.source == class_source(config))
-    return Manifest(samples).data_hash if samples else None
+    return {CLASS_IMAGES: Manifest(samples).data_hash} if samples else {}
+
+
+def refuse_other_class_images(
+    start: Checkpoint | None, settings: Mapping[str, Any], folder: Path, config: Config
+) -> None:
+    """Raise UsageError for class images that differ from those that a resumed run was trained on."""
+    if start is not None and start.settings.get(CLASS_IMAGES) != settings.get(CLASS_IMAGES):
+        raise UsageError(differing(CLASS_IMAGES, None, None, folder, config))
 
 
 def digest_of(lora: str | None) -> str | None:
@@ -92,9 +97,10 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
         TRAINED_TEXTS: [],
         TRAINING_ADAPTER: None,
         STARTED_FROM: None,
-        CLASS_IMAGES: None,
+        CLASS_PROMPTS: [],
         **checkpoint.settings,
     }  # older runs had none
+    saved.pop(CLASS_IMAGES, None)  # they are compared when they exist
     changed = {name: old for name, old in saved.items() if settings.get(name) != old}
     if any(name.startswith(("text_encoder.", "textual_inversion.")) for name in changed):
         changed.pop("text encoder", None)  # how captions are read is part of its key
@@ -123,8 +129,10 @@ def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Pr
     if name in (TRAINING_ADAPTER, STARTED_FROM):
         setting = "model.training_adapter" if name == TRAINING_ADAPTER else "lora.network_weights"
         return Problem(f"The {name} ({setting}) differs from the one at the start of the run.", fix)
+    if name == CLASS_PROMPTS:
+        return Problem("The class images differ: data.num_class_images or data.class_prompts has changed.", fix)
     if name == CLASS_IMAGES:
-        message = "The class images differ (data.num_class_images, data.class_prompts), or were generated on another machine, which rounds differently."
+        message = "The class images differ: they were generated again, or on another machine, which rounds differently."
         return Problem(message, f"{fix[:-1]}; or copy the folder `class_images` from the first machine's cache.")
     if name == "data":
         now, before = [source.path for source in with_absolute_paths(config).data.sources], earlier_sources(folder)

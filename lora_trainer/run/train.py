@@ -161,12 +161,12 @@ def cache(resolved: Resolved) -> None:
     inputs = with_weights(order, inputs)
     from lora_trainer.data.caches.claims import in_use
     from lora_trainer.run.caching import cache_folder
-    from lora_trainer.run.session import fill, open_session
+    from lora_trainer.run.session import fill, open_session, with_generated_images
 
     safe = "The entries cached so far are kept."
     patience = Patience(order.config.checkpoint.wait_minutes, order.console.print, lambda: safe)
     with patient(patience), in_use(cache_folder(order.config)):
-        fill(open_session(order, inputs))
+        fill(with_generated_images(open_session(order, inputs)))
 
 
 def for_its_model(order: Order) -> tuple[Order, tuple[Family, ModelFacts]]:

@@ -77,7 +77,7 @@ def step_with_fallbacks(
                     result = train_step(guarded, fitting, samples, lr, clip_scale, gradients_are_there)
                     if context.average is not None:
                         with changing_weights():
-                            context.average.update(context.adapter.masters, state.step, run.total_steps)
+                            context.average.update(context.adapter.masters, state.step)
             except Exception as error:  # noqa: BLE001  raised again where no fallback helps
                 failure = failure_of(error, compiled)
             # Out here nothing refers to the frames of the failed step.

@@ -40,7 +40,11 @@ CLASHES = [
     ({"validation__split": 0.0}, {"safeguards__early_stopping": True}, False),
     ({"optimizer__name": "adamw_schedulefree"}, {"safeguards__reduce_lr_on_plateau": True}, False),
     ({"safeguards__early_stopping": True}, {"checkpoint__export_weights": "last"}, "best"),
-    ({"optimizer__max_grad_norm": 0.0}, {"safeguards__clip_on_loss_spike": True}, False),
+    (
+        {"optimizer__max_grad_norm": 0.0, "safeguards__loss_spike_lr": 1.0},
+        {"safeguards__clip_on_loss_spike": True},
+        False,
+    ),
     ({"data__bucket_no_upscale": True}, {"data__allow_small_images": True}, False),
     ({"train__deterministic": True}, {"hardware__attention_backend": "xformers"}, "sdpa"),
     ({"train__deterministic": True, "compile__enabled": True}, {"compile__mode": "max-autotune"}, "default"),

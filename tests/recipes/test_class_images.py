@@ -117,10 +117,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one_after_its_class_images_were_p
     (folder / "notes").unlink()
     capsys.readouterr()
     assert own.run("first", "--resume", **SETTINGS | {"data__num_class_images": 2}) == 2
-    assert "The class images differ (data.num_class_images, data.class_prompts)" in capsys.readouterr().err
+    output = capsys.readouterr()
+    assert "data.num_class_images or data.class_prompts has changed" in output.err
+    assert "class images: the base model generates" not in output.out  # refused before that
     assert own.run("first", "--resume", **SETTINGS) == 0
     assert contents(folder) == files
     assert exported(own.folder("first")) == exported(trained.folder("first"))
+
+
+def test_a_run_is_not_resumed_with_class_images_of_another_machine(own, capsys):
+    """Other bits in an image, as another GPU rounds, and its digest with them."""
+    with patched(Trackers, "steps", stop(signal.SIGTERM)):
+        assert own.run("first", **SETTINGS) == 143
+    folder = set_of(own)
+    (folder / "0001.png").write_bytes((folder / "0000.png").read_bytes())
+    recipe = json.loads((folder / "class_images.json").read_text("utf-8"))
+    recipe["images"][1]["sha256"] = recipe["images"][0]["sha256"]
+    (folder / "class_images.json").write_text(json.dumps(recipe), encoding="utf-8")
+    capsys.readouterr()
+    assert own.run("first", "--resume", **SETTINGS) == 2
+    assert "generated again, or on another machine" in capsys.readouterr().err
 
 
 def test_an_interrupted_generation_continues(own, trained, capsys):

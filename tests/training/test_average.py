@@ -13,30 +13,22 @@ from torch import nn
 from lora_trainer.adapters.ema import Ema, decay_at
 from lora_trainer.adapters.masters import make_adapter
 
-LENGTHS = st.integers(1, 20_000)
-
 
 def shares_of_steps(decay, total_steps):
     """How much the initial weights, then each step's, count at the end of a run."""
     shares = [1.0]
     for step in range(total_steps):
-        now = decay_at(decay, step, total_steps)
+        now = decay_at(decay, step)
         shares = [*(share * now for share in shares), 1.0 - now]
     return shares
 
 
-@given(st.floats(0.1, 0.9999), st.integers(0, 20_000), LENGTHS)
-def test_the_ema_decay_rises_to_its_setting_and_never_above(decay, step, total_steps):
-    now, later = (decay_at(decay, at, total_steps) for at in (step, step + 1))
+@given(st.floats(0.1, 0.9999), st.integers(0, 20_000))
+def test_the_ema_decay_rises_to_its_setting_and_averages_a_fifth_of_the_steps_so_far(decay, step):
+    now, later = decay_at(decay, step), decay_at(decay, step + 1)
     assert 0.0 <= now <= later <= decay
-    assert now <= decay_at(decay, step, total_steps + 1)
-
-
-@given(st.floats(0.1, 0.9999), LENGTHS)
-def test_the_decay_is_reached_in_the_first_fifth_of_a_run_that_is_long_enough(decay, total_steps):
-    highest = max(decay_at(decay, step, total_steps) for step in (total_steps // 5 + 1, 10 * total_steps))
-    assert decay_at(decay, total_steps // 5 + 1, total_steps) == highest
-    assert (highest == decay) == (1.0 - 1.0 / max(2.0, 0.2 * total_steps) >= decay)
+    assert 1.0 / (1.0 - now) <= max(2.0, 0.2 * (step + 1)) * (1 + 1e-9)
+    assert (decay_at(decay, 0), decay_at(decay, 200_000)) == (0.0, decay)
 
 
 @pytest.mark.parametrize("decay", [0.9, 0.99, 0.999, 0.9999])
@@ -55,8 +47,8 @@ def test_the_ema_follows_its_recursion():
     average = Ema(values, 0.6)
     for step in range(30):
         masters["a"].fill_(float(step))
-        average.update(masters, step, 30)
-        now = decay_at(0.6, step, 30)
+        average.update(masters, step)
+        now = decay_at(0.6, step)
         expected = now * expected + (1 - now) * step
     assert average.values["a"].tolist() == pytest.approx([expected] * 3, rel=1e-6)
 

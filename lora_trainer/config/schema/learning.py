@@ -167,7 +167,7 @@ class TrainSection(Section):
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = setting(
         None,
         "fixed",
-        "EMA of the trained weights, which is then validated and exported; 0.999 is usual. It averages about 1 / (1 - decay) steps, at most a fifth of the run, so 0.999 is reached from 5000 steps",
+        "EMA of the trained weights, which is then validated and exported; 0.999 is usual. It averages about 1 / (1 - decay) steps, at most a fifth of the steps so far, so 0.999 is reached at step 5000",
     )
     max_hours: Positive | None = setting(None, "changes nothing", "stop after this time, with everything saved")
     deterministic: bool = setting(

@@ -62,26 +62,32 @@ def finish_set(folder: Path, prompts: Sequence[str], recipe: Mapping[str, Any]) 
 
 
 def read_set(folder: Path, count: int) -> list[str] | None:
-    """The sha256 of every image of a finished set, whose time of last use becomes now; None for another set.
-
-    Damaged images are removed, so that they are generated again.
-    """
+    """The sha256 of every image of a finished set, whose time of last use becomes now; None for another set."""
     try:
         digests = [str(each["sha256"]) for each in read_json(folder / RECIPE)["images"]]
+        if digests_in(folder, count) != digests:
+            return None
     except (OSError, ValueError, LookupError, TypeError):
         return None
+    with contextlib.suppress(OSError):  # a cache that may not be written to
+        os.utime(folder / RECIPE)
+    return digests
+
+
+def digests_in(folder: Path, count: int) -> list[str]:
+    """The sha256 of each image's file, empty for one that is missing. Raises OSError for one that cannot be read."""
     paths = [image_path(folder, number) for number in range(count)]
-    found = [sha256_file(path) if path.is_file() else "" for path in paths]
-    if found == digests:
-        with contextlib.suppress(OSError):  # a cache that may not be written to
-            os.utime(folder / RECIPE)
-        return digests
-    with contextlib.suppress(OSError):
+    return [sha256_file(path) if path.is_file() else "" for path in paths]
+
+
+def remove_damaged(folder: Path, count: int) -> None:
+    """Remove the images of a finished set that have changed, so that they are generated again; by the set's owner only."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        digests = [str(each["sha256"]) for each in read_json(folder / RECIPE)["images"]]
         (folder / RECIPE).unlink()
-        for path, content, digest in zip(paths, found, digests, strict=False):
+        for number, (content, digest) in enumerate(zip(digests_in(folder, count), digests, strict=False)):
             if content != digest:
-                path.unlink(missing_ok=True)
-    return None
+                image_path(folder, number).unlink(missing_ok=True)
 
 
 def list_sets(cache: Path) -> Iterator[tuple[Path, int, float]]:

@@ -47,6 +47,7 @@ def clip_words() -> frozenset[str]:
     return frozenset(word for word in words if word.isascii() and word.isalpha())
 
 
+@functools.lru_cache(maxsize=65_536)
 def count_clip_tokens(text: str) -> int:
     """The number of CLIP's tokens in a text, without start and end."""
     return len(_clip_tokenizer().encode(text, add_special_tokens=False).ids)
