@@ -25,11 +25,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from builtin_base.draw_datasets import CAPTIONS, UNFIT
 from builtin_base.drawing import COLOURS, TEMPLATES, random_scene
-from builtin_base.judge import fixed_prompts, judge
+from builtin_base.judge import fixed_prompts, judge, sample
 from builtin_base.reference import compare
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +39,7 @@ BASE = ROOT / "lora_trainer" / "builtin" / "base"
 DATA = {"zobo": ROOT / "lora_trainer" / "builtin" / "zobo", "fungo": ROOT / "tests" / "data_sets" / "fungo"}
 SEEDS = (42, 7, 1234)
 IMAGES = 16
+STEPS_AND_GUIDANCE = (20, 3.0)
 PRIOR_IMAGES = 36
 COMMON = (
     "validation.split=0.25",
@@ -75,22 +78,9 @@ def subject_prompts(subject: str) -> tuple[list[str], list[str]]:
     return [CAPTIONS[1].format(name=subject, background=background) for background in named], named
 
 
-def make_images(lora: Path | None, prompts: list[str], first_seed: int, batch: int = 8) -> list[Any]:
-    """Images by DDIM in fp32, 20 steps, guidance scale 3; `lora` is the file for diffusers."""
-    import torch
-    from diffusers import StableDiffusionPipeline
-
-    torch.set_num_threads(1)
-    pipeline = StableDiffusionPipeline.from_pretrained(BASE, dtype=torch.float32, local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
-    if lora is not None:
-        pipeline.load_lora_weights(lora.parent, weight_name=lora.name)
-    images = []
-    for start in range(0, len(prompts), batch):
-        part = prompts[start : start + batch]
-        generators = [torch.Generator().manual_seed(first_seed + start + i) for i in range(len(part))]
-        images += pipeline(part, num_inference_steps=20, guidance_scale=3.0, generator=generators).images
-    return images
+def make_images(prompts: list[str], first_seed: int, lora: Path | None = None) -> list[Image.Image]:
+    """Images of the base model, with a LoRA's file for diffusers if any."""
+    return sample(BASE, prompts, 8, first_seed, lora, STEPS_AND_GUIDANCE)
 
 
 def make_prior(folder: Path) -> None:
@@ -99,11 +89,26 @@ def make_prior(folder: Path) -> None:
         return
     rng = random.Random(70_000)
     prompts = [random_scene(rng).caption(TEMPLATES[number % len(TEMPLATES)]) for number in range(PRIOR_IMAGES)]
-    images = make_images(None, prompts, 500_000)
+    images = make_images(prompts, 500_000)
     folder.mkdir(parents=True)
     for number, (image, prompt) in enumerate(zip(images, prompts, strict=True)):
         image.save(folder / f"prior_{number:02}.png")
         (folder / f"prior_{number:02}.txt").write_text(prompt + "\n", encoding="utf-8")
+
+
+def run_python(cell: Cell, arguments: list[str]) -> str:
+    """What a Python process of one thread prints: two of them share two cores. Raises SystemExit where it fails."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{cell.name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.stdout
 
 
 def train(cell: Cell, arm: dict[str, Any], out: Path) -> Path:
@@ -120,19 +125,10 @@ def train(cell: Cell, arm: dict[str, Any], out: Path) -> Path:
     config = folder / f"{name}.toml"
     config.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     settings = [*COMMON, *(f"{key}={value}" for key, value in arm.get("settings", {}).items())]
-    command = [sys.executable, "-m", "lora_trainer", "train", "--preset", arm.get("presets", "12gb")]
+    command = ["-m", "lora_trainer", "train", "--preset", arm.get("presets", "12gb")]
     command += ["--config", str(config), "--output", str(folder), "--name", name, "--seed", str(cell.seed)]
     command += ["--resume", *(part for setting in settings for part in ("--set", setting))]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{cell.name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    run_python(cell, command)
     return folder / name
 
 
@@ -142,10 +138,10 @@ def measure(cell: Cell, run: Path) -> dict[str, float]:
     losses = [json.loads(line) for line in (run / "validation.jsonl").read_text(encoding="utf-8").splitlines()]
     lora = run / f"{run.name}.diffusers.safetensors"
     prompts, backgrounds = subject_prompts(cell.subject)
-    images = make_images(lora, prompts, 0)
+    images = make_images(prompts, 0, lora)
     likeness = [compare(image, cell.subject) for image in images]
     neutral, scenes = fixed_prompts(IMAGES)
-    others = make_images(lora, neutral, 0)
+    others = make_images(neutral, 0, lora)
     for number, image in enumerate([*images, *others]):
         image.save(run / f"judged_{number:02}.png")
     right = [all(judge(image).right(scene)) for image, scene in zip(others, scenes, strict=True)]
@@ -167,24 +163,15 @@ def run_cell(cell: Cell, arm: dict[str, Any], out: Path) -> dict[str, float]:
     """The cell's figures, from its file when it is finished."""
     file = out / f"{cell.name}.json"
     if not file.is_file():
-        # A process of its own: two of them share two cores, one thread each.
         code = (
             "import sys, json, pathlib; sys.path.insert(0, sys.argv[1]); import measure_settings as m; "
             "cell = m.Cell(sys.argv[2], sys.argv[3], int(sys.argv[4])); "
             "print(json.dumps(m.measure(cell, pathlib.Path(sys.argv[5]))))"
         )
         run = train(cell, arm, out)
-        words = [str(Path(__file__).parent), cell.arm, cell.subject, str(cell.seed), str(run)]
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise SystemExit(f"{cell.name}: {done.stderr[-3000:]}")
-        file.write_text(done.stdout.strip().splitlines()[-1] + "\n", encoding="utf-8")
+        words = [str(Path(__file__).parent), cell.arm, cell.subject, str(cell.seed), str(run.resolve())]
+        printed = run_python(cell, ["-c", code, *words])
+        file.write_text(printed.strip().splitlines()[-1] + "\n", encoding="utf-8")
     found: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
     print(cell.name, " ".join(f"{key}={value:.4g}" for key, value in found.items()), flush=True)
     return found
@@ -233,6 +220,7 @@ def main() -> int:
     )
     parser.add_argument("--table", action="store_true", help="print the table of the finished cells")
     args = parser.parse_args()
+    args.out = args.out.resolve()  # the runs have another working directory
     about = tomllib.loads(args.study.read_text(encoding="utf-8"))
     arms = [arm for arm in about if re.fullmatch(args.arms, arm)]
     if args.beside:

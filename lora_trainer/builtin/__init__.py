@@ -16,6 +16,7 @@ COLORS = ("red", "green", "blue", "yellow", "purple", "orange", "white", "black"
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 # Of what the base model was trained on: every color and shape, no background in the color of its shape.
 PROMPTS = tuple(
-    f"a {COLORS[number % 8]} {SHAPES[number % 6]} on a {COLORS[(number + 1 + number // 8) % 8]} background"
+    f"a {COLORS[number % len(COLORS)]} {SHAPES[number % len(SHAPES)]} on a "
+    f"{COLORS[(number + 1 + number // len(COLORS)) % len(COLORS)]} background"
     for number in range(32)
 )

@@ -69,8 +69,6 @@ def with_class_images(config: Config, inputs: Inputs, choices: Choices, console:
 
     Raises UserError.
     """
-    if not config.data.num_class_images:
-        return inputs
     wanted = wanted_class_images(config, inputs, choices.dtype)
     compute = Compute(choices.dtype, choices.device, usable_bytes(config, choices.device), say=console.print)
     return _trained_on(config, inputs, wanted.folder, _digests_of(wanted, compute))

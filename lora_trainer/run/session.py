@@ -71,6 +71,8 @@ def open_session(order: Order, inputs: Inputs) -> Session:
 
 def with_generated_images(session: Session) -> Session:
     """The session with its class images, generated now where they are not there. Raises UserError."""
+    if not session.config.data.num_class_images:
+        return session
     began = time.monotonic()
     inputs = with_class_images(session.config, session.inputs, session.choices, session.console)
     steps = arithmetic(session.config, inputs.train, session.choices.micro, session.processes.world)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
+from lora_trainer.builtin import SHAPES
+
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (214, 40, 48),
     "green": (46, 158, 70),
@@ -23,7 +25,6 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "white": (242, 242, 242),
     "black": (26, 26, 30),
 }
-SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 TEMPLATES = (
     "a {colour} {shape} on a {background} background",
     "a picture of a {colour} {shape} on a {background} background",

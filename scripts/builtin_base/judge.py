@@ -160,20 +160,29 @@ def fixed_prompts(count: int = PROMPTS) -> tuple[list[str], list[Scene]]:
     return [scene.caption(TEMPLATES[i % len(TEMPLATES)]) for i, scene in enumerate(scenes)], scenes
 
 
-def sample(base: Path, prompts: list[str], batch: int = 16) -> list[Image.Image]:
-    """Pictures for the prompts, seeds 0, 1, 2 …, by DDIM in float32."""
+def sample(
+    base: Path,
+    prompts: list[str],
+    batch: int = 16,
+    first_seed: int = 0,
+    lora: Path | None = None,
+    steps_and_guidance: tuple[int, float] = (STEPS, GUIDANCE),
+) -> list[Image.Image]:
+    """Images for the prompts, seeds counting up, by DDIM in fp32; `lora` is a file in diffusers' format."""
     import torch
     from diffusers import StableDiffusionPipeline
 
     pipeline = StableDiffusionPipeline.from_pretrained(base, dtype=torch.float32, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
-    pictures: list[Image.Image] = []
+    if lora is not None:
+        pipeline.load_lora_weights(lora.parent, weight_name=lora.name)
+    steps, guidance = steps_and_guidance
+    images: list[Image.Image] = []
     for start in range(0, len(prompts), batch):
         part = prompts[start : start + batch]
-        generators = [torch.Generator().manual_seed(start + i) for i in range(len(part))]
-        drawn = pipeline(part, num_inference_steps=STEPS, guidance_scale=GUIDANCE, generator=generators)
-        pictures += drawn.images
-    return pictures
+        generators = [torch.Generator().manual_seed(first_seed + start + i) for i in range(len(part))]
+        images += pipeline(part, num_inference_steps=steps, guidance_scale=guidance, generator=generators).images
+    return images
 
 
 def decode_drawn(vae: Any, drawn: list[Image.Image], batch: int = 32) -> list[Image.Image]:

@@ -64,7 +64,7 @@ def finish_set(folder: Path, prompts: Sequence[str], recipe: Mapping[str, Any]) 
 def read_set(folder: Path, count: int) -> list[str] | None:
     """The sha256 of every image of a finished set, whose time of last use becomes now; None for another set."""
     try:
-        digests = [str(each["sha256"]) for each in read_json(folder / RECIPE)["images"]]
+        digests = recorded_digests(folder)
         if digests_in(folder, count) != digests:
             return None
     except (OSError, ValueError, LookupError, TypeError):
@@ -72,6 +72,11 @@ def read_set(folder: Path, count: int) -> list[str] | None:
     with contextlib.suppress(OSError):  # a cache that may not be written to
         os.utime(folder / RECIPE)
     return digests
+
+
+def recorded_digests(folder: Path) -> list[str]:
+    """The sha256 of each image when the set was finished. Raises OSError, ValueError, LookupError or TypeError for none."""
+    return [str(each["sha256"]) for each in read_json(folder / RECIPE)["images"]]
 
 
 def digests_in(folder: Path, count: int) -> list[str]:
@@ -83,7 +88,7 @@ def digests_in(folder: Path, count: int) -> list[str]:
 def remove_damaged(folder: Path, count: int) -> None:
     """Remove the images of a finished set that have changed, so that they are generated again; by the set's owner only."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        digests = [str(each["sha256"]) for each in read_json(folder / RECIPE)["images"]]
+        digests = recorded_digests(folder)
         (folder / RECIPE).unlink()
         for number, (content, digest) in enumerate(zip(digests_in(folder, count), digests, strict=False)):
             if content != digest:
