@@ -13,16 +13,10 @@ from rich.text import Text
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, LORA_REFUSED
 from lora_trainer.core.findings import printable_lines
-from lora_trainer.evaluation.lora_report import LoraReport, caveat
+from lora_trainer.evaluation.lora_report import LoraReport
+from lora_trainer.evaluation.verdict import SCALES, WORDS, Part
 from lora_trainer.monitor.console import Console
 from lora_trainer.run.score_lora import score_lora
-
-MEANINGS = {
-    "integrity": "complete, finite, loads, changes images",
-    "learning": "validation loss compared with the base model, same noise",
-    "preservation": "little drift on unrelated prompts",
-    "health": "sizes of the updates, modules that learned",
-}
 
 
 def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, config: Config) -> int:
@@ -33,19 +27,17 @@ def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, c
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         print_report(path, report)
-    return DONE if report.passed else LORA_REFUSED
+    return DONE if report.outcome == "passed" else LORA_REFUSED
 
 
 def print_report(path: Path, report: LoraReport) -> None:
     """Print the report as text on stdout."""
     console = Console(highlight=False)
     table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in report.parts.items():
-        note = "says little" if name == "learning" and caveat(report.numbers) else ""  # the findings say why
-        meaning = "; ".join(filter(None, (MEANINGS.get(name, ""), note)))
-        table.add_row(Text(f"  {name}"), f"{value:.2f}", Text(meaning, style="dim"))
-    verdict = "passed" if report.passed else "refused"
-    console.print(Text(f"{path.name}: score {report.score:.2f}, {verdict} (minimum {report.gate:.2f})", style="bold"))
+    for name, part in report.parts.items():
+        table.add_row(*part_row(name, part, report.gate))
+    score = "not measured" if report.score is None else f"{report.score:.2f}"
+    console.print(Text(f"{path.name}: {report.outcome}, score {score} (minimum {report.gate:.2f})", style="bold"))
     console.print(table)
     for line in _numbers(report.numbers):
         console.print(Text(f"  {line}"), soft_wrap=not console.is_terminal)
@@ -53,6 +45,16 @@ def print_report(path: Path, report: LoraReport) -> None:
         console.print(
             Text(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip()), soft_wrap=not console.is_terminal
         )
+
+
+def part_row(name: str, part: Part, minimum: float) -> tuple[str, ...]:
+    """A part's line: title, score with its interval, outcome, and its own value against its gate."""
+    if part.measure is None:
+        return f"  {WORDS[name].title}", "", "not measured", part.reason
+    value, low, high = part.scores
+    needed = f"{'at most' if part.smaller_is_better else 'at least'} {SCALES[name].gate:.2f}"
+    own = f"{part.measure.value:.2f} ({part.measure.low:.2f} to {part.measure.high:.2f}), {needed} required"
+    return f"  {WORDS[name].title}", f"{value:.2f} ({low:.2f} to {high:.2f})", str(part.outcome(minimum)), own
 
 
 def _numbers(numbers: Any) -> list[str]:

@@ -9,6 +9,7 @@ from lora_trainer.data.sample import Sample
 
 USUAL_SHARE = 0.1
 FEWEST_IMAGES = 40  # below this none is kept unless asked for: a small set needs each of its images
+MOST_COMPARED = 64  # images that a LoRA's samples are compared with
 MOST_VALIDATION_IMAGES = 16  # more would cost time at every validation and tell little
 
 

@@ -1,20 +1,18 @@
 """The LoRA gate: evaluates the exported file on a fresh copy of its base model.
 
-Score = integrity x learning^0.5 x preservation^0.3 x health^0.2.
+Seven parts, each a measure with its 95 % interval and a gate of its own (`evaluation/verdict.py`):
 
-- **integrity** is 1 or 0: every value finite, every pair complete, every key a module of the
-  base with its shape, loaded by a fresh diffusers pipeline without an ignored key, and the
-  prediction changed by more than `LEAST_CHANGE`. A LoRA that was never trained stops here.
-- **learning** compares validation loss with and without the LoRA at the same noise. It is
-  size x certainty: size rises from 0 (no improvement) to 1 at `ENOUGH_IMPROVEMENT` of the
-  base's loss; certainty from 0 (a coin's throw) to 1 when the 95 % interval lies above 0.
-  Most of a denoising loss cannot be learned away, so certainty matters more than size.
-- **preservation** is drift on neutral prompts, relative to the base's prediction: 1 up to
-  `DRIFT_FREE`, falling evenly in its logarithm to 0 at `DRIFT_RUINED`.
-- **health** is 1 while the largest ||delta W|| / ||W|| stays under `NORM_FREE`, falling evenly
-  in its logarithm to 0 at `NORM_RUINED`, times the share of modules that learned anything.
+- **works**: every value finite, every pair complete, every key a module of the base with its shape, loaded by a fresh
+  diffusers pipeline without an ignored key, and the prediction changed by more than `LEAST_CHANGE`. All or nothing.
+- **learned**: by how much the loss on images that were not trained on falls, at the same noise.
+- **faithful**: how near samples of the dataset's captions come to the real images, from the base's samples (0) to the
+  real images among themselves (1), in the base model's features.
+- **follows_captions**: how well samples follow what the base knows of their captions, beside its own samples.
+- **does_not_copy**: how far samples are from the nearest real image, beside real images.
+- **keeps_base**: how far samples of unrelated prompts move, beside other seeds of the base.
+- **diverse**: how different samples are from each other, beside real images.
 
-A part of 0 makes the score 0. Learning that could not be measured counts `UNMEASURED_LEARNING`.
+The score is the least of the measured parts. What cannot be measured is named and leaves the score.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,21 @@ from torch import Tensor
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, counted
-from lora_trainer.diffusion.process import Process
+from lora_trainer.data.split import MOST_COMPARED
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, base_visits, drift
 from lora_trainer.evaluation.encode import text_reader
+from lora_trainer.evaluation.evidence import AT_ONCE, GUIDANCE, Effort, RealImages, Sides, Studio
 from lora_trainer.evaluation.health import Health, examine
+from lora_trainer.evaluation.latent_samples import Sampler
+from lora_trainer.evaluation.likeness import (
+    Features,
+    diversity,
+    faithfulness,
+    nearness,
+    obedience,
+    spoiling,
+)
 from lora_trainer.evaluation.loading import (
     adapted_modules,
     components_of,
@@ -51,68 +60,58 @@ from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.texts import EncodedTexts, encode_with, reads_again
 from lora_trainer.evaluation.validation_loss import (
-    MICRO,
-    EncodedSample,
     Improvement,
     Predict,
     improvement,
     validation_losses,
 )
+from lora_trainer.evaluation.verdict import BY_SAMPLES, LINE, SCALES, WORDS, Measure, Part
 from lora_trainer.export.weights import LoraWeights, adaptable_modules
-from lora_trainer.models.family import Family, ModelFacts
+from lora_trainer.models.family import Caption, Family
 from lora_trainer.models.lora_names import read_lora_with_tokens
 from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
 
-GATE = 0.9
-WEIGHTS: Mapping[str, float] = {"learning": 0.5, "preservation": 0.3, "health": 0.2}
-
-# The thresholds, with their reasons; measured on the built-in model only.
+# The thresholds of what works and of findings, with their reasons; measured on the built-in model only.
 LEAST_CHANGE = 1e-4  # fp16 rounding of the weights alone moves a prediction by about this much
-ENOUGH_IMPROVEMENT = 0.005  # LoRAs that people keep improve validation loss by 1 to 5 %
-DRIFT_FREE, DRIFT_RUINED = 0.30, 3.0
-NORM_FREE, NORM_RUINED = 0.5, 10.0
-NORM_WARNED = 1.0  # a layer that changes by less than its size is a note, not a warning
-UNMEASURED_LEARNING = 0.5  # no evidence is no proof of failure, but the score stays under 0.71
+DRIFT_NOTED = 0.30
+NORM_NOTED, NORM_WARNED = 0.5, 1.0  # of a layer's size: a note, a warning
 
 SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
-CELLS = 128  # samples x timesteps: fewer samples get more timesteps
-FEWEST_TIMESTEPS, MOST_TIMESTEPS = 8, 64
-LORA_CHECKS: Mapping[str, float] = {"full": 1.0, "lite": 0.25, "off": 0.0}  # shares of samples x timesteps and prompts
+FEWEST_REAL = 4  # fewer have no distances to compare with
+# A round of samples, the most, the steps of each, and unrelated prompts.
+LORA_CHECKS: Mapping[str, Effort | None] = {"full": Effort(12, 48, 20, 8), "lite": Effort(8, 8, 8, 4), "off": None}
+TIMESTEPS = 8  # of each validation loss
 
 
 @dataclass(frozen=True)
 class LoraGate:
     """What a LoRA must reach, and how it is measured.
 
-    `share`, one of `LORA_CHECKS`, is how much is measured. The samples were not trained on, unless `unseen` is False,
-    which becomes a finding.
+    `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS` but `off`.
     """
 
-    minimum: float = GATE
-    share: float = LORA_CHECKS["full"]
-    unseen: bool = True
+    minimum: float = LINE
+    check: str = "full"
     prompts: Sequence[str] = NEUTRAL_PROMPTS
 
 
 def check_lora(
-    lora: Path,
-    base: Path,
-    family: Family,
-    samples: Sequence[EncodedSample],
-    gate: LoraGate = LoraGate(),
-    compute: Compute = ON_CPU,
+    lora: Path, base: Path, family: Family, images: RealImages, gate: LoraGate = LoraGate(), compute: Compute = ON_CPU
 ) -> LoraReport:
     """Evaluate a LoRA file on a base model's folder. Progress is counted in forward passes.
 
     Raises UsageError when the file is not a readable LoRA.
     """
     device, dtype, usable = compute.device, compute.dtype, compute.usable
+    effort = LORA_CHECKS[gate.check]
+    assert effort is not None
     weights = read_lora_with_tokens(lora)
     if refused := refused_unloaded(weights, base, family, gate.minimum):
         return refused
     encoding = device if usable != 0 else torch.device("cpu")
     facts, process = family.describe(base), family.denoiser.make_process(base)
-    prompts, samples, timesteps = choose_inputs(gate.prompts, samples, gate.share)
+    images = images.first(MOST_COMPARED)
+    samples, prompts = images.every, gate.prompts[: effort.unrelated]
     # The encoders are freed before the pipeline loads its own.
     text = text_reader(family, facts, dtype, encoding, usable or None)(prompts)
     free_memory(device)
@@ -127,7 +126,7 @@ def check_lora(
     shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
     problems = _key_findings(misfits(weights, shapes, family, base))
     if findings := problems or _loading_findings(pipeline, family, lora, weights):
-        return _report({"integrity": 0.0}, findings, {}, gate.minimum)
+        return does_not_work(findings, {}, gate.minimum)
     original = changed = EncodedTexts(neutral, samples)
     if reads_again(weights, samples, family):
         original, changed = encode_with(pipeline, family, prompts, original, weights, replace(compute, device=encoding))
@@ -135,116 +134,158 @@ def check_lora(
     placed = bring_denoiser(denoiser, family, device, usable, places)
     if placed.resident is not None:
         compute.say(f"evaluating with {placed.description}")
-    total = count_passes(len(prompts), len(samples), timesteps)
-    of_drift = count_passes(len(prompts), 0, timesteps)
+    side = facts.resolution // facts.downscale
+    pixels = [
+        float(number) for number in (facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution)
+    ]
+    total = count_passes(effort, images, guided=family.pipeline.sampling_defaults(base).negative)
     predict = partial(in_parts, watched(partial(family.denoiser.predict, denoiser), total, compute.progress))
-    compute.say(f"drift on unrelated prompts: {of_drift} forward passes at {facts.resolution} px")
-    conds = [{name: value.to(device) for name, value in each.prompts.items()} for each in (original, changed)]
-    drifted = _measure_drift(pipeline, predict, process, facts, *conds)
-    compute.say(f"validation loss with and without the LoRA: {total - of_drift} forward passes")
+    studio = Studio(
+        Sampler(
+            predict, process, effort.steps, GUIDANCE, {} if family.pipeline.sampling_defaults(base).negative else None
+        ),
+        (facts.latent_channels, side, side),
+        torch.tensor(pixels),
+        family.denoiser.features(denoiser),
+        partial(without_lora, pipeline),
+        original,
+        changed,
+        device,
+        dtype,
+    )
+    drifted = _measure_drift(studio)
+    compute.say(f"validation loss with and without the LoRA: {counted(len(images.unseen), 'image')}")
+    learned = measure_learning(studio, len(images.trained)) if images.unseen else None
+    health = examine(weights.modules, norms)
+    if broken := not_alive(drifted, learned):
+        return does_not_work([broken], {"drift": drifted, "health": asdict(health)}, gate.minimum)
+    compute.say(f"samples with and without the LoRA: {counted(effort.round, 'prompt')} in {effort.steps} steps each")
+    parts = {part.name: part for part in (Part("works", Measure(1.0, 1.0, 1.0)), learned_part(learned))}
+    parts |= measure_samples(studio, effort, gate.minimum, compute)
+    numbers = {
+        "drift": drifted,
+        "health": asdict(health),
+        "learning": None if learned is None else asdict(learned),
+        "images": {"trained": len(images.trained), "unseen": len(images.unseen)},
+    }
+    del pipeline, denoiser, modules, predict, studio
+    free_memory(device)
+    findings = [*part_findings(parts, gate.minimum), *_drift_findings(drifted), *_health_findings(health)]
+    return LoraReport(gate.minimum, parts, tuple(findings), numbers)
+
+
+def measure_samples(studio: Studio, effort: Effort, minimum: float, compute: Compute) -> dict[str, Part]:
+    """The parts that are measured by sampling: rounds of the subject's prompts until each part is decided."""
+    images = studio.original.samples
+    unrelated = studio.compare(range(effort.unrelated), range(effort.unrelated), None)
+    kept = Part("keeps_base", spoiling(unrelated.base, unrelated.other_seeds, unrelated.lora))
+    if len(images) < FEWEST_REAL:
+        reason = f"{counted(len(images), 'image')} of the dataset; {FEWEST_REAL} are the least to compare with"
+        return {name: Part(name, None, reason) for name in BY_SAMPLES} | {"keeps_base": kept}
+    real = studio.describe([(image.latents, image.sizes) for image in images])
+    captions = [plain_caption(image.caption) for image in images]
+    # Prompts in an order in which neighbors in the dataset are far apart, so that few samples meet many kinds.
+    stride = next(
+        step for step in range(max(1, round(0.38 * len(images))), 2 * len(images)) if gcd(step, len(images)) == 1
+    )
+    sides: Sides | None = None
+    parts: dict[str, Part] = {}
+    for start in range(0, effort.most, effort.round):
+        seeds = range(start, start + effort.round)
+        more = studio.compare([seed * stride % len(images) for seed in seeds], seeds, images)
+        sides = more if sides is None else sides.with_more(more)
+        parts = sample_parts(real, sides, captions)
+        if not any(part.outcome(minimum) == "unresolved" for part in parts.values()):
+            break
+        if start + effort.round < effort.most:
+            compute.say(
+                f"not decided after {counted(len(sides.prompts), 'sample')}: {counted(effort.round, 'more prompt')}"
+            )
+    return parts | {"keeps_base": kept}
+
+
+def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[str, Part]:
+    """The parts that compare samples with the dataset's images."""
+    faithful = faithfulness(real, sides.base, sides.lora)
+    known = "the base model's own samples are as near to these images as the images are to each other"
+    followed = obedience(sides.base, sides.other_seeds, sides.lora, captions, sides.prompts)
+    alike = "the base model's samples do not depend on these captions"
+    return {
+        "faithful": Part("faithful", faithful, "" if faithful else known),
+        "follows_captions": Part("follows_captions", followed, "" if followed else alike),
+        "does_not_copy": Part("does_not_copy", nearness(real, sides.lora)),
+        "diverse": Part("diverse", diversity(real, sides.lora)),
+    }
+
+
+def plain_caption(caption: Caption) -> str:
+    """The caption's text, without weights."""
+    return caption if isinstance(caption, str) else " ".join(text for text, _ in caption)
+
+
+def measure_learning(studio: Studio, first: int) -> Improvement:
+    """The loss with and without the LoRA on the samples from place `first` on, which were not trained on."""
     losses = partial(
         validation_losses,
-        predict,
-        process=process,
+        studio.sampler.predict,
+        process=studio.sampler.process,
         seed=SEED,
-        timesteps=timesteps,
-        compute=Compute(dtype, device),
+        timesteps=TIMESTEPS,
+        compute=Compute(studio.dtype, studio.device),
     )
-    learned = None
-    if samples:  # `original` ones without the LoRA, `changed` ones encoded and predicted with it
-        with without_lora(pipeline):
-            before = losses(original.samples)
-        learned = improvement(before, losses(changed.samples))
-    health = examine(weights.modules, norms)
-    del pipeline, denoiser, modules, predict, losses
-    free_memory(device)
-    report = judge(drifted, learned, health, unseen=gate.unseen, gate=gate.minimum, samples=len(samples))
-    return replace(report, findings=(*report.findings, *_share_findings(gate.share, total)))
+    with studio.without():
+        before = losses(studio.original.samples[first:])
+    return improvement(before, losses(studio.changed.samples[first:]))
 
 
-def refused_unloaded(weights: LoraWeights, base: Path, family: Family, gate: float = GATE) -> LoraReport | None:
-    """The report on a LoRA refused for its numbers, names or shapes, before any weight of the base model is loaded.
-
-    None for any other.
-    """
-    if not_finite := weights.not_finite():
-        return _report({"integrity": 0.0}, [_not_finite(not_finite, len(weights.modules))], {}, gate)
-    if problems := misfits_by_config(weights, family, base):
-        return _report({"integrity": 0.0}, _key_findings(problems), {}, gate)
-    return None
+def learned_part(learned: Improvement | None) -> Part:
+    if learned is None:
+        return Part("learned", None, "all images are trained on; validation.split keeps some to measure it")
+    return Part("learned", Measure(learned.mean, learned.low, learned.high))
 
 
-def judge(
-    drifted: float, learned: Improvement | None, health: Health, *, unseen: bool, gate: float, samples: int
-) -> LoraReport:
-    """The report from the measurements. `learned` is None when there was no sample."""
-    numbers: dict[str, Any] = {"drift": drifted, "health": asdict(health), "samples": samples, "unseen": unseen}
-    findings: list[Finding] = []
-    if learned is not None:
-        numbers["learning"] = asdict(learned)
+def not_alive(drifted: float, learned: Improvement | None) -> Finding | None:
+    """The finding on a LoRA whose predictions are not finite, or that changes nothing."""
     if not math.isfinite(drifted) or (learned is not None and not math.isfinite(learned.mean)):
         message = "The model's predictions hold NaN or infinity with the LoRA."
-        findings.append(Finding("prediction_not_finite", "error", message, "Train again with a lower learning rate."))
-        return _report({"integrity": 0.0}, findings, numbers, gate)
+        return Finding("prediction_not_finite", "error", message, "Train again with a lower learning rate.")
     if drifted < LEAST_CHANGE and (learned is None or abs(learned.mean) < LEAST_CHANGE):
         message = (
             f"The LoRA changes nothing: predictions move by {drifted:.1e} of their size (least: {LEAST_CHANGE:.0e})."
         )
         fix = "Too few steps or too low a learning rate: set train.max_steps or optimizer.learning_rate higher."
-        findings.append(Finding("changes_nothing", "error", message, fix))
-        return _report({"integrity": 0.0}, findings, numbers, gate)
-    parts = {
-        "integrity": 1.0,
-        "learning": learning_score(learned) if learned is not None else UNMEASURED_LEARNING,
-        "preservation": falling(drifted, DRIFT_FREE, DRIFT_RUINED),
-        "health": health_score(health),
-    }
-    findings += _learning_findings(learned, unseen, samples)
-    findings += _preservation_findings(drifted) + _health_findings(health)
-    return _report(parts, findings, numbers, gate)
+        return Finding("changes_nothing", "error", message, fix)
+    return None
 
 
-def learning_score(found: Improvement) -> float:
-    """Size times certainty, each in [0, 1]; 0 when the LoRA is not better."""
-    size = min(1.0, max(0.0, found.mean) / ENOUGH_IMPROVEMENT)
-    certainty = min(1.0, max(0.0, (found.certainty - 0.5) / 0.475))
-    return size * certainty
+def refused_unloaded(weights: LoraWeights, base: Path, family: Family, minimum: float = LINE) -> LoraReport | None:
+    """The report on a LoRA refused for its numbers, names or shapes, before any weight of the base model is loaded.
+
+    None for any other.
+    """
+    if not_finite := weights.not_finite():
+        return does_not_work([_not_finite(not_finite, len(weights.modules))], {}, minimum)
+    if problems := misfits_by_config(weights, family, base):
+        return does_not_work(_key_findings(problems), {}, minimum)
+    return None
 
 
-def health_score(found: Health) -> float:
-    """1 for updates that are small beside the weights in modules that all learned something."""
-    return falling(found.largest, NORM_FREE, NORM_RUINED) * (1.0 - found.dead / found.modules)
+def does_not_work(findings: Sequence[Finding], numbers: Mapping[str, Any], minimum: float) -> LoraReport:
+    """The report on a LoRA that cannot be used, so that nothing else is measured."""
+    rest = {name: Part(name, None, "the LoRA does not work") for name in SCALES if name != "works"}
+    return LoraReport(minimum, {"works": Part("works", Measure(0.0, 0.0, 0.0)), **rest}, tuple(findings), numbers)
 
 
-def falling(value: float, free: float, ruined: float) -> float:
-    """1 up to `free`, 0 from `ruined` on, linear in the logarithm between."""
-    if value <= free:
-        return 1.0
-    return max(0.0, 1.0 - math.log(value / free) / math.log(ruined / free))
-
-
-def _report(parts: Mapping[str, float], findings: list[Finding], numbers: Mapping[str, Any], gate: float) -> LoraReport:
-    complete = {"integrity": 0.0, **dict.fromkeys(WEIGHTS, 0.0), **parts}
-    score = complete["integrity"] * math.prod(complete[name] ** weight for name, weight in WEIGHTS.items())
-    return LoraReport(round(score, 4), gate, complete, tuple(findings), numbers)
-
-
-def _measure_drift(
-    pipeline: Any,
-    predict: Any,
-    process: Process,
-    facts: ModelFacts,
-    cond: Mapping[str, Tensor],
-    changed: Mapping[str, Tensor],
-) -> float:
-    """`cond` are text embeddings of the prompts without the LoRA, `changed` with it on the text encoders."""
-    first = next(iter(cond.values()))
-    side = facts.resolution // facts.downscale
-    row = [float(number) for number in (facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution)]
-    sizes = torch.tensor([row] * len(first), device=first.device)
-    with without_lora(pipeline):
-        visits = base_visits(predict, process, cond, sizes, (facts.latent_channels, side, side))
-    return drift(predict, visits, changed, sizes)
+def _measure_drift(studio: Studio) -> float:
+    """Of the predictions of unrelated prompts."""
+    cond, changed = (
+        {name: value.to(studio.device) for name, value in each.prompts.items()}
+        for each in (studio.original, studio.changed)
+    )
+    sizes = studio.sizes.to(studio.device).expand(len(next(iter(cond.values()))), -1)
+    with studio.without():
+        visits = base_visits(studio.sampler.predict, studio.sampler.process, cond, sizes, studio.shape)
+    return drift(studio.sampler.predict, visits, changed, sizes)
 
 
 def in_parts(predict: Predict, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
@@ -272,24 +313,16 @@ def watched(predict: Predict, total: int, watch: Callable[[int, int], None]) -> 
     return predict_watched
 
 
-def choose_inputs(
-    prompts: Sequence[str], samples: Sequence[EncodedSample], share: float
-) -> tuple[Sequence[str], Sequence[EncodedSample], int]:
-    """The prompts and samples for a share of the gate, and the number of timesteps for each sample."""
-    cells = int(CELLS * share)
-    if share < LORA_CHECKS["full"]:
-        stride = -(-len(samples) // max(1, cells // FEWEST_TIMESTEPS)) or 1
-        prompts, samples = prompts[:: int(1 / share)], samples[::stride]
-    return prompts, samples, max(FEWEST_TIMESTEPS, min(MOST_TIMESTEPS, cells // max(1, len(samples))))
-
-
-def count_passes(prompts: int, samples: int, timesteps: int) -> int:
-    """Forward passes with and without the LoRA, for drift and for validation losses."""
-    passes = VISITS * -(-prompts // PREDICTED_AT_ONCE)
-    if samples:
-        whole, rest = divmod(timesteps, MICRO)
-        passes += samples * (whole * -(-MICRO // PREDICTED_AT_ONCE) + -(-rest // PREDICTED_AT_ONCE))
-    return 2 * passes
+def count_passes(effort: Effort, images: RealImages, *, guided: bool) -> int:
+    """Forward passes of the gate where the first round decides."""
+    rows = (1 + guided) * effort.steps
+    sampled = 3 * sum(
+        -(-count // AT_ONCE) * rows * AT_ONCE // PREDICTED_AT_ONCE for count in (effort.round, effort.unrelated)
+    )
+    described = 3 * (effort.round + effort.unrelated) + len(images.every)
+    of_drift = 2 * VISITS * -(-effort.unrelated // PREDICTED_AT_ONCE)
+    losses = 2 * len(images.unseen) * -(-TIMESTEPS // PREDICTED_AT_ONCE)
+    return sampled + described + of_drift + losses
 
 
 def _loading_findings(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> list[Finding]:
@@ -313,51 +346,34 @@ def _not_finite(names: list[str], total: int) -> Finding:
     return Finding("not_finite", "error", message, "Train again with a lower learning rate.")
 
 
-def _share_findings(share: float, passes: int) -> list[Finding]:
-    if share == LORA_CHECKS["full"]:
-        return []
-    message = f"Measured in brief, with {counted(passes, 'forward pass', 'forward passes')}: the score is less certain."
-    fix = "Measure it in full with gates.lora_check=full, or with `validate`."
-    return [Finding("lite_check", "note", message, fix)]
+def part_findings(parts: Mapping[str, Part], minimum: float) -> list[Finding]:
+    """A finding for each part that is refused or undecided, and a note for each that was not measured."""
+    found = []
+    for part in parts.values():
+        outcome = part.outcome(minimum)
+        about = WORDS[part.name]
+        if part.measure is None:
+            found.append(
+                Finding(f"{part.name}_not_measured", "note", f"{about.title}: not measured ({part.reason}).", "")
+            )
+            continue
+        interval = f"{part.measure.value:.2f}, 95 % interval {part.measure.low:.2f} to {part.measure.high:.2f}"
+        needed = f"{'at most' if part.smaller_is_better else 'at least'} {SCALES[part.name].gate:.2f}"
+        if outcome == "refused":
+            found.append(Finding(part.name, "error", f"{about.refused} ({interval}; {needed} is required).", about.fix))
+        elif outcome == "unresolved":
+            message = f"{about.title}: not decided ({interval}; {needed} is required)."
+            found.append(Finding(part.name, "warning", message, about.resolve))
+    return found
 
 
-def _learning_findings(found: Improvement | None, unseen: bool, samples: int) -> list[Finding]:
-    if found is None:
-        fix = "Set --data to images of the subject with captions."
-        return [Finding("no_samples", "warning", "Learning could not be measured: there are no images.", fix)]
-    findings = []
-    interval = f"{found.mean:.2%}, 95 % interval {found.low:.2%} to {found.high:.2%}"
-    if found.mean <= 0:
-        message = f"Validation loss is not lower with the LoRA ({interval})."
-        findings.append(Finding("learned_nothing", "error", message, "Train longer, or at another learning rate."))
-    elif found.low <= 0:
-        message = f"The improvement of validation loss may be luck ({interval})."
-        findings.append(
-            Finding("learning_uncertain", "warning", message, "Train longer, or use more validation images.")
-        )
-    elif found.mean < ENOUGH_IMPROVEMENT:
-        message = f"Validation loss improved by little ({interval}; enough is {ENOUGH_IMPROVEMENT:.2%})."
-        findings.append(Finding("learned_little", "warning", message, "Train longer, or at a higher learning rate."))
-    if not unseen:
-        images = f"{counted(samples, 'image')} that may have been trained on"
-        message = f"No validation images: learning was measured on {images}."
-        findings.append(Finding("trained_images", "note", message, "Set validation.split=0.1, or --data to others."))
-    elif not found.over_samples:
-        message = f"What the LoRA learned was measured on {counted(samples, 'validation image')}."
-        findings.append(
-            Finding("few_validation_images", "note", message, "From 4 images on the score is more certain.")
-        )
-    return findings
-
-
-def _preservation_findings(drifted: float) -> list[Finding]:
-    if drifted <= DRIFT_FREE:
+def _drift_findings(drifted: float) -> list[Finding]:
+    if drifted <= DRIFT_NOTED:
         return []
     message = (
-        f"Unrelated prompts change by {drifted:.0%} of the base model's prediction (good: up to {DRIFT_FREE:.0%})."
+        f"Predictions of unrelated prompts change by {drifted:.0%} of their size (usual: up to {DRIFT_NOTED:.0%})."
     )
-    fix = "Train with data.num_class_images=32, or fewer steps, or at a lower learning rate or rank."
-    return [Finding("drift", "warning", message, fix)]
+    return [Finding("drift", "note", message, "Train with data.num_class_images=32, or fewer steps, or at a lower learning rate or rank.")]
 
 
 def _named(found: Health) -> str:
@@ -366,9 +382,9 @@ def _named(found: Health) -> str:
 
 def _health_findings(found: Health) -> list[Finding]:
     findings = []
-    if found.largest > NORM_FREE:
+    if found.largest > NORM_NOTED:
         message = f"The layer that changed most, {found.largest_module}, changed by {found.largest:.0%} of its size"
-        usual = f"up to {NORM_FREE:.0%} is usual"
+        usual = f"up to {NORM_NOTED:.0%} is usual"
         if found.largest > NORM_WARNED:
             findings.append(Finding("large_update", "warning", f"{message} ({usual}).", "Lower the learning rate."))
         else:

@@ -187,6 +187,18 @@ class LoadDenoiser(Protocol):
 
 
 @dataclass(frozen=True)
+class FeatureBlock:
+    """A module whose output describes an image, averaged over `grid` x `grid` cells.
+
+    The output is a tensor [B, C, h, w], or tokens [B, n, C] with the image's first, each of `patch` x `patch` latents.
+    """
+
+    module: nn.Module
+    grid: int = 1
+    patch: int = 1
+
+
+@dataclass(frozen=True)
 class DenoiserSpec:
     """The denoiser: what training, the memory plan and benchmarks need of it.
 
@@ -194,6 +206,7 @@ class DenoiserSpec:
     folder. `make` takes a config and builds on torch's current default device (`meta` costs nothing), with random
     weights. `make_process` takes a folder and returns its noise schedule or flow. `predict` takes the denoiser, noisy
     latents [B, C, h, w], t [B], text embeddings and sizes [B, 6], and returns the prediction [B, C, h, w].
+    `features` takes the denoiser and returns the blocks whose outputs tell images apart, by a name of their own.
     `lora_targets` maps `attention` and `attention+ff` to patterns of module names. `thin` takes a config and returns
     one of the same kinds of blocks with a few percent of the weights, as `thinness` describes.
     """
@@ -203,6 +216,7 @@ class DenoiserSpec:
     make: Callable[[Mapping[str, Any]], nn.Module]
     make_process: Callable[[Path], Process]
     predict: Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
+    features: Callable[[nn.Module], Mapping[str, FeatureBlock]]
     lora_targets: Mapping[str, tuple[str, ...]]
     thin: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     thinness: str

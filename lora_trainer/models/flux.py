@@ -33,7 +33,14 @@ from lora_trainer.models.flow_schedule import make_process, make_scheduler
 from lora_trainer.models.folder import fingerprint, read_config
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.t5 import T5_TARGETS, load_t5, load_t5_tokenizer, read_t5_tokens
-from lora_trainer.models.transformer import PATCH, STREAMS, refuse_widths, transformer_config, transformer_facts
+from lora_trainer.models.transformer import (
+    PATCH,
+    STREAMS,
+    block_features,
+    refuse_widths,
+    transformer_config,
+    transformer_facts,
+)
 from lora_trainer.models.unet import CLIP_TARGETS, load_tokenizer
 
 if TYPE_CHECKING:
@@ -295,6 +302,7 @@ FAMILY = Family(
         make=make_denoiser,
         make_process=make_process,
         predict=predict,
+        features=block_features("transformer_blocks"),
         lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
         thin=thin,
         thinness=THINNESS,

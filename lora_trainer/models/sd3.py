@@ -33,6 +33,7 @@ from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.t5 import T5_TARGETS, load_t5, load_t5_tokenizer, read_t5_tokens
 from lora_trainer.models.transformer import (
     STREAMS,
+    block_features,
     refuse_widths,
     transformer_config,
     transformer_facts,
@@ -302,6 +303,7 @@ FAMILY = Family(
         make=make_denoiser,
         make_process=make_process,
         predict=predict,
+        features=block_features("transformer_blocks"),
         lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
         thin=thin,
         thinness=THINNESS,

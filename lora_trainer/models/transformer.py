@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.autoencoder import vae_facts
-from lora_trainer.models.family import ModelFacts
+from lora_trainer.models.family import FeatureBlock, ModelFacts
 from lora_trainer.models.flow_schedule import read_flow_schedule
 from lora_trainer.models.folder import check_components, read_config
 from lora_trainer.models.t5 import check_t5_tokenizer
-from lora_trainer.models.unet import caption_tokens
+from lora_trainer.models.unet import FEATURE_GRID, caption_tokens
+
+if TYPE_CHECKING:
+    from torch import nn
 
 STREAMS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 PATCH = 2  # places of the latents along a side of one token
@@ -73,3 +76,17 @@ def refuse_widths(folder: Path, what: str, expected: object, provided: object) -
     if expected != provided:
         message = f"{folder}: the transformer takes {what} {expected} wide, the text encoders give {provided}."
         raise UsageError(Problem(message, "Use the text encoders that the model came with."))
+
+
+def block_features(name: str) -> Callable[[nn.Module], Mapping[str, FeatureBlock]]:
+    """A function that names the blocks whose outputs tell images apart, of the denoiser's list `name`.
+
+    They are the middle one, as one mean, and one of three quarters, on a grid.
+    """
+
+    def features(denoiser: nn.Module) -> dict[str, FeatureBlock]:
+        blocks = cast("nn.ModuleList", getattr(denoiser, name))
+        middle, after = blocks[len(blocks) // 2], blocks[3 * len(blocks) // 4]
+        return {"middle": FeatureBlock(middle, 1, PATCH), "after": FeatureBlock(after, FEATURE_GRID, PATCH)}
+
+    return features

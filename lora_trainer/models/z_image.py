@@ -29,7 +29,7 @@ from lora_trainer.models.family import (
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
 from lora_trainer.models.folder import check_components, fingerprint, read_config
 from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
-from lora_trainer.models.transformer import PATCH, refuse_widths, transformer_config
+from lora_trainer.models.transformer import PATCH, block_features, refuse_widths, transformer_config
 from lora_trainer.models.weighting import Tokens, tokens_of
 
 if TYPE_CHECKING:
@@ -275,6 +275,7 @@ FAMILY = Family(
         make=make_denoiser,
         make_process=make_process,
         predict=predict,
+        features=block_features("layers"),
         lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
         thin=thin,
         thinness=THINNESS,

@@ -139,7 +139,7 @@ def read_run(folder: Path) -> RunReport:
             number(scores.get("lora")),
             number(lora.get("gate", gates.get("lora"))),
             parts_of(lora),
-            refused=lora.get("passed") is False,
+            refused=lora.get("outcome") == "refused",
         ),
         data_findings=grouped(data.get("findings")),
         lora_findings=grouped(lora.get("findings")),
@@ -189,7 +189,11 @@ def column(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[Point, ...]:
 
 def parts_of(gate: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     parts = mapping(gate.get("parts"))
-    return tuple((name, value) for name, each in parts.items() if (value := number(each)) is not None)
+    values = (
+        (name, number(each["value"] if isinstance(each, dict) and "value" in each else each))
+        for name, each in parts.items()
+    )
+    return tuple((name, value) for name, value in values if value is not None)
 
 
 def grouped(findings: Any) -> tuple[ImageGroup, ...]:

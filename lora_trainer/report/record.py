@@ -13,7 +13,7 @@ FILE = "run.json"
 BEFORE_AFTER = "before_after"  # the key of the file of sample images with and without the LoRA, and its name
 SHOWN_EVENTS = 200
 PHASES = ("cache", "train", "validate", "total")
-Status = Literal["running", "done", "refused", "failed", "stopped"]
+Status = Literal["running", "done", "refused", "unresolved", "failed", "stopped"]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
-from lora_trainer.evaluation.lora_report import caveat
+from lora_trainer.evaluation.verdict import WORDS
 from lora_trainer.report.read import RunReport, mapping, text, whole
 
 Tone = Literal["good", "fair", "bad", "open"]
@@ -32,8 +32,18 @@ def verdict_of(run: RunReport) -> Verdict:
             "bad",
             "refused",
             "The LoRA is refused",
-            (*not_passed(run), "Its files are kept in the folder, marked as refused.", *released(run), *caveats(run)),
+            (
+                *not_passed(run),
+                "Its files are kept in the folder, marked as refused.",
+                *released(run),
+                *unmeasured(run),
+            ),
         )
+    if run.status == "unresolved":
+        reasons = tuple(
+            message for group in run.lora_findings if group.severity == "warning" for _, message in group.about
+        )
+        return Verdict("fair", "unresolved", "Measured, but not decided", (*reasons, *released(run), *unmeasured(run)))
     safe, command = (*what_is_safe(run),), resume_command(run)
     of = f" of {run.planned}" if run.planned else ""
     if run.status == "stopped":
@@ -54,7 +64,7 @@ def done(run: RunReport) -> Verdict:
     short = run.planned is not None and run.steps < run.planned
     why = text(run.record.get("reason")) or "train.max_hours is over"
     early = (f"The training ended after {run.steps} of {run.planned} steps: {why}.",) if short else ()
-    early = (*released(run), *caveats(run), *early)
+    early = (*released(run), *unmeasured(run), *early)
     if run.lora.value is None:
         return Verdict("fair", "done", "Trained, not evaluated", early)
     if run.lora.passed and run.dataset.passed:
@@ -73,10 +83,15 @@ def not_passed(run: RunReport) -> tuple[str, ...]:
     return (*under, *(message for group in errors for _, message in group.about))
 
 
-def caveats(run: RunReport) -> tuple[str, ...]:
-    """A sentence where the LoRA's learning was measured on too few images, or on trained ones."""
-    reason = caveat(mapping(run.part("lora").get("numbers")))
-    return (f"The LoRA's learning was {reason}.",) if reason else ()
+def unmeasured(run: RunReport) -> tuple[str, ...]:
+    """A sentence on the parts of the LoRA's verdict that were not measured, and why."""
+    parts = mapping(run.part("lora").get("parts"))
+    missing = [(name, mapping(part)) for name, part in parts.items() if mapping(part).get("measured") is False]
+    return tuple(
+        f"Not measured: {WORDS[name].title.lower()} ({text(part.get('reason'))})."
+        for name, part in missing
+        if name in WORDS
+    )
 
 
 def what_is_safe(run: RunReport) -> list[str]:

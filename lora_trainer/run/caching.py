@@ -33,6 +33,7 @@ from lora_trainer.data.captions import canonical
 from lora_trainer.data.loader import CachedData, size_row
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
+from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.memory_plan.estimate import GIB
@@ -103,7 +104,7 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
 
 
 def measured(inputs: Inputs) -> list[int]:
-    """Indices of the samples that losses are measured on: the validation ones, else some trained ones."""
+    """Indices of the samples that a LoRA is measured with: some trained ones, then the validation ones."""
     return measured_among(inputs.train, inputs.validation)
 
 
@@ -304,8 +305,9 @@ def latent_keys(inputs: Inputs, plans: CachePlans) -> list[tuple[str, ...]]:
     return [tuple(islice(keys, len(views))) for views in (*inputs.train_plan.views, *inputs.validation_plan.views)]
 
 
-def validation_samples(config: Config, inputs: Inputs, plans: CachePlans) -> list[EncodedSample]:
-    """The samples that losses are measured on, in their plain variants, with their canonical captions."""
+def measured_images(config: Config, inputs: Inputs, plans: CachePlans) -> RealImages:
+    """The images that losses are measured on and samples compared with, in their plain variants, with their canonical
+    captions."""
     data, indices = cached_data(config, inputs, plans), measured(inputs)
     samples = (*inputs.train, *inputs.validation)
     views = (*inputs.train_plan.views, *inputs.validation_plan.views)
@@ -319,7 +321,7 @@ def validation_samples(config: Config, inputs: Inputs, plans: CachePlans) -> lis
         if plans.texts.keys
         else [()] * len(indices)
     )
-    return [
+    encoded = [
         EncodedSample(
             id=samples[index].id,
             latents=data.latents.read(key)["mean"],
@@ -329,3 +331,5 @@ def validation_samples(config: Config, inputs: Inputs, plans: CachePlans) -> lis
         )
         for index, key, caption_keys in zip(indices, keys, keyed, strict=True)
     ]
+    kept = len(encoded) - len(inputs.validation)
+    return RealImages(encoded[:kept], encoded[kept:])

@@ -26,9 +26,10 @@ from lora_trainer.data.sample_counts import never_trained, write_sample_counts
 from lora_trainer.data.steps import micro_shapes
 from lora_trainer.diffusion.loss import WEIGHTINGS
 from lora_trainer.evaluation.compute import Compute
+from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_report import LoraReport
-from lora_trainer.evaluation.validation_loss import EncodedSample, ValidationLoss, mean_losses, validation_losses
+from lora_trainer.evaluation.validation_loss import ValidationLoss, mean_losses, validation_losses
 from lora_trainer.export.lora_file import write_learned_tokens
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.monitor.events import Event
@@ -37,7 +38,7 @@ from lora_trainer.monitor.progress import Phase, Progress, step_line
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.report.curve import still_falling
 from lora_trainer.report.record import Record, read_record, write_record
-from lora_trainer.run.caching import cached_data, validation_samples
+from lora_trainer.run.caching import cached_data, measured_images
 from lora_trainer.run.choices import DTYPES, asked_by_user, compiling_pays
 from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
@@ -47,6 +48,7 @@ from lora_trainer.run.messages import model_lines, refuse_without_validation, sh
 from lora_trainer.run.order import Order
 from lora_trainer.run.release import (
     cause_shown,
+    check_effort,
     choose_released,
     draw_while_training,
     export_lora,
@@ -171,7 +173,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
     session.order.watch(Progress("caching", total=session.steps.total))
     plans = fill(session)
     session = replace(session, cache_seconds=session.cache_seconds + time.monotonic() - began)
-    validation = validation_samples(config, inputs, plans)
+    images = measured_images(config, inputs, plans)
     context = build(session)
     for note in (*context.built.notes, *(context.built.details if session.order.verbose else ())):
         console.print(note)
@@ -182,7 +184,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
         data = replace(data, fresh=fresh)
     session = with_found_micro(session, context, data)
     feed = make_feed(config, data, context, session.processes, session.choices.micro, session.steps.total)
-    return session, make_run(session, context, feed, validation, settings)
+    return session, make_run(session, context, feed, images, settings)
 
 
 def build(session: Session) -> StepContext:
@@ -232,9 +234,7 @@ def earlier_attention(folder: Path) -> str | None:
     return name if name in get_args(AttentionName) else None
 
 
-def make_run(
-    session: Session, context: StepContext, feed: Feed, validation: list[EncodedSample], settings: dict[str, Any]
-) -> Run:
+def make_run(session: Session, context: StepContext, feed: Feed, images: RealImages, settings: dict[str, Any]) -> Run:
     """What the loop needs: the micro-batches of each step, and how to validate, sample and export."""
     config, built = session.config, context.built
     weight = WEIGHTINGS[config.loss.weighting](config.loss, context.process)
@@ -250,7 +250,7 @@ def make_run(
             with context.adapter.swapped_in(context.shown()):
                 losses = validation_losses(
                     predict,
-                    encode_validation_captions(context.texts, validation, context.device),
+                    encode_validation_captions(context.texts, images.unseen, context.device),
                     context.process,
                     seed=config.train.seed,
                     timesteps=VALIDATION_TIMESTEPS,
@@ -277,13 +277,13 @@ def make_run(
         processes=session.processes,
         planned=OomFallback(session.choices.micro, built.checkpointed, swapped=built.swapped),
         total_steps=session.steps.total,
-        validate=validate if session.inputs.validation else None,
+        validate=validate if images.unseen else None,
         sample=sample if ADAPTERS[config.lora.type].is_checked else None,  # diffusers reads no other file
         settings=settings,
         say=session.console.print,
         export=export,
         withdraw=partial(withdraw_after, session.folder),
-        validation=validation,
+        images=images,
     )
 
 
@@ -436,16 +436,17 @@ def check_lora(
     """Check the exported file and draw with it, as `gates.lora_check` says; the outcome with the report."""
     config, console = session.config, session.console
     step, can_check = record.released["step"], ADAPTERS[config.lora.type].is_checked
-    is_checked = can_check and config.gates.lora_check != "off"
+    effort = check_effort(config.gates, enforced=session.order.enforce_gates)
+    is_checked = can_check and effort != "off"
     if is_checked:
         free_step_context(run.context)
         console.print("validating the LoRA from its file")
         show_phase(session, state, "validating")
-        report = judge_lora(kohya, session, run.validation)
+        report = judge_lora(kohya, session, run.images)
     else:
         why = "gates.lora_check=off" if can_check else f"lora.type={config.lora.type} cannot be checked"
         console.print(f"{why}: the LoRA is not scored, and no images are made with it")
-        report = LoraReport(None, config.gates.lora, {})
+        report = LoraReport(config.gates.lora)
     unseen = never_trained(run.feed.plan, step, state.step)
     explained = (cause_shown(each, config, step) for each in report.findings)
     falling = still_falling(read_lines(session.folder / VALIDATION), state.step)
@@ -458,7 +459,7 @@ def check_lora(
     show_phase(session, state, "drawing")
     try:
         with counting(console) as count:
-            most = 1 if config.gates.lora_check == "lite" else None
+            most = 1 if effort == "lite" else None
             comparison = draw_comparison(session, kohya, most=most, progress=count(DRAWN))
     except (RuntimeError, ValueError, OSError, MemoryError) as error:  # the LoRA is whole and checked
         console.print(f"the before/after images could not be drawn: {first_line(error)}")

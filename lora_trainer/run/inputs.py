@@ -19,7 +19,7 @@ from lora_trainer.data.caches.claims import in_use
 from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Manifest, Sample
-from lora_trainer.data.split import MOST_VALIDATION_IMAGES, split_validation
+from lora_trainer.data.split import MOST_COMPARED, split_validation
 from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
 from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, notes_on, plan_plain, plan_views
 from lora_trainer.dataset_check import DataReport, DatasetGate, check_buckets, check_dataset, check_plan
@@ -323,11 +323,13 @@ def dataset_facts(inputs: Inputs) -> dict[str, Any]:
 
 
 def measured_among(train: Sequence[Sample], validation: Sequence[Sample]) -> list[int]:
-    """Indices of the samples that losses are measured on: the validation ones, else some trained ones."""
-    count = len(train)
-    learned = [index for index in range(count) if not train[index].regularization] or list(range(count))
-    first = sorted(learned, key=lambda index: train[index].content)[:MOST_VALIDATION_IMAGES]
-    return list(range(count, count + len(validation))) or first
+    """Indices of the samples that the LoRA is compared with: some trained ones, by content, then the validation ones.
+
+    Regularization images are none of them.
+    """
+    learned = [index for index, sample in enumerate(train) if not sample.regularization]
+    chosen = sorted(learned, key=lambda index: train[index].content)[: MOST_COMPARED - len(validation)]
+    return [*sorted(chosen), *range(len(train), len(train) + len(validation))]
 
 
 def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts) -> int:

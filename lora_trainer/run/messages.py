@@ -17,6 +17,7 @@ from lora_trainer.core.findings import counted, printable
 from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import StepArithmetic
+from lora_trainer.evaluation.verdict import WORDS, Part
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.monitor.progress import duration
@@ -217,8 +218,9 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
         lora = folder / f"{record.name}.safetensors"
         console.print(f"LoRA: not scored. To score it: lora-trainer validate {lora}", soft_wrap=True, markup=False)
     else:
-        parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
-        console.print(f"LoRA: {'passed' if report.passed else 'failed'}, score {report.score:.2f} ({parts})")
+        console.print(
+            f"LoRA: {report.outcome}, score {report.score:.2f} ({', '.join(map(spoken, report.parts.values()))})"
+        )
     for finding in sorted(report.findings, key=lambda finding: SEVERITIES.index(finding.severity)):
         console.print(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip())
     console.print(f"exported: step {record.released['step']} ({record.released['reason']})")
@@ -256,6 +258,12 @@ def describe_stop(order: Order, record: Record) -> str:
             f" images yet. To add them without training again: {again}"
         )
     return f"stopped at step {record.steps}; everything up to it is saved. To resume: {again}"
+
+
+def spoken(part: Part) -> str:
+    """`faithful 0.97`, or `learned not measured`."""
+    title = WORDS[part.name].title.lower()
+    return f"{title} not measured" if part.measure is None else f"{title} {part.scores[0]:.2f}"
 
 
 def readers(lora: Path) -> str:

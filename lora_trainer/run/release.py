@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.adapters.adapter_kinds import adapter_kind, denoiser_options, text_options
-from lora_trainer.config.schema import Config
+from lora_trainer.config.schema import Config, GatesSection, LoraCheckName
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.findings import Finding, counted
 from lora_trainer.core.interrupt import abortable
@@ -23,11 +23,11 @@ from lora_trainer.core.version import __version__
 from lora_trainer.data.sample import Sample
 from lora_trainer.diffusion.process import Process
 from lora_trainer.evaluation.compute import Compute
+from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.evaluation.lora_check import LORA_CHECKS, LoraGate, check_lora
+from lora_trainer.evaluation.lora_check import LoraGate, check_lora
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.placing import with_less
-from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.metadata import FlowFacts, TrainingFacts
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate
@@ -244,19 +244,24 @@ def export_lora(
     )
 
 
-def judge_lora(lora: Path, session: Session, samples: Sequence[EncodedSample]) -> LoraReport:
-    """The LoRA gate's report on the exported file; on training samples where there are no validation images.
+def check_effort(gates: GatesSection, *, enforced: bool) -> LoraCheckName:
+    """How much of the LoRA is measured: as set, else in full where the gate is enforced."""
+    return gates.lora_check or ("full" if enforced else "lite")
+
+
+def judge_lora(lora: Path, session: Session, images: RealImages) -> LoraReport:
+    """The LoRA gate's report on the exported file.
 
     Raises TrainingFailed, with the command to evaluate it later, when the GPU is too small even layer by layer.
     """
     config, inputs, console = session.config, session.inputs, session.console
     device, dtype = session.choices.device, session.choices.dtype
-    gate = LoraGate(config.gates.lora, LORA_CHECKS[config.gates.lora_check], bool(inputs.validation))
+    gate = LoraGate(config.gates.lora, check_effort(config.gates, enforced=session.order.enforce_gates))
 
     def judge(compute: Compute) -> LoraReport:
         with counting(console) as count:
             counted_compute = replace(compute, progress=count(JUDGED))
-            return check_lora(lora, inputs.facts.path, inputs.family, samples, gate, counted_compute)
+            return check_lora(lora, inputs.facts.path, inputs.family, images, gate, counted_compute)
 
     try:
         say = partial(console.print, markup=False)

@@ -24,11 +24,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Samples:
-    """The images that learning is measured on, their buckets, and where they come from."""
+    """The dataset's images, their buckets, the contents of those that were not trained on, and where they come from."""
 
     samples: tuple[Sample, ...]
     plan: BucketPlan
-    unseen: bool
+    unseen: frozenset[str]
     origin: str
 
 
@@ -39,10 +39,10 @@ NO_PLAN = BucketPlan(())
 def score_lora(path: Path, data: Path | None, config: Config, say: Say) -> LoraReport:
     """Score a LoRA file.
 
-    Without `data`, the validation images of the run whose `run.json` is beside the file are used. They count as
-    not trained on while the data is unchanged. Without a run, and with the built-in base model, those of the built-in
-    dataset are used. `say` takes lines about what is measured. Raises UsageError for a file, model or folder that
-    cannot be read.
+    `data` names its training images. Without it, those of the run whose `run.json` is beside the file are used. A run's
+    validation images count as not trained on while the data is unchanged. Without a run, and with the built-in base
+    model, the built-in dataset is used. `say` takes lines about what is measured. Raises UsageError for a file, model
+    or folder that cannot be read.
     """
     if path.is_dir():
         inside = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "none"
@@ -66,7 +66,8 @@ def _evaluate(path: Path, config: Config, measured: Samples, say: Say) -> LoraRe
 
     from lora_trainer.evaluation.compute import Compute
     from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
-    from lora_trainer.evaluation.lora_check import LORA_CHECKS, LoraGate, check_lora, refused_unloaded
+    from lora_trainer.evaluation.evidence import RealImages
+    from lora_trainer.evaluation.lora_check import LoraGate, check_lora, refused_unloaded
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.models.family import Encoders
     from lora_trainer.models.lora_names import read_lora_with_tokens
@@ -84,76 +85,74 @@ def _evaluate(path: Path, config: Config, measured: Samples, say: Say) -> LoraRe
         return text_reader(family, facts, ENCODER_DTYPE, device, usable_bytes(config, device))
 
     try:
-        samples = encode_samples(measured.samples, measured.plan, encoders, texts, device)
+        encoded = encode_samples(measured.samples, measured.plan, encoders, texts, device)
     except DatasetRefused as refused:
         raise UsageError(refused.problems) from refused
-
+    fresh = [sample.content in measured.unseen for sample in measured.samples]
+    images = RealImages(
+        [each for each, is_fresh in zip(encoded, fresh, strict=True) if not is_fresh],
+        [each for each, is_fresh in zip(encoded, fresh, strict=True) if is_fresh],
+    )
     # The command was requested, so "off" measures too.
-    share = LORA_CHECKS[config.gates.lora_check] or LORA_CHECKS["full"]
-    gate = LoraGate(config.gates.lora, share, measured.unseen)
+    check = config.gates.lora_check
+    gate = LoraGate(config.gates.lora, check if check in ("full", "lite") else "full")
     dtype = computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
 
     def evaluate(compute: Compute) -> LoraReport:
         with counting() as count:
-            return check_lora(path, facts.path, family, samples, gate, replace(compute, progress=count(JUDGED)))
+            return check_lora(path, facts.path, family, images, gate, replace(compute, progress=count(JUDGED)))
 
     return with_less(evaluate, Compute(dtype, device, usable_bytes(config, device), say=say))
 
 
 def _samples_of_folder(config: Config, data: Path, run: RunFolder | None, say: Say) -> Samples:
-    """The images of a folder. If the file's run trained on one of them (by content), they do not count as unseen."""
+    """The images of a folder, which count as trained on, except for those that the file's run kept for validation."""
     _, facts = read_model(config)
     manifest, findings = read_manifest([data], allow_missing_captions=True)
     for finding in findings:
         if finding.severity == "error":
             say(f"skipped: {finding.path} {finding.message}")
-    plan = plan_plain(manifest.samples, trained_framings(config, facts)[:1])
-    trained = _trained_contents(run)
-    known = sum(sample.content in trained for sample in manifest.samples)
-    origin = f"learning is measured on {counted(len(manifest.samples), 'image')} of {data}"
-    if known:
-        origin += f", of which the run of this file trained on {known}"
-    return Samples(manifest.samples, plan, known == 0, origin)
+    samples = tuple(sample for sample in manifest.samples if not sample.regularization)
+    plan = plan_plain(samples, trained_framings(config, facts)[:1])
+    unseen = frozenset(sample.content for sample in samples) & _kept_by(run)
+    origin = f"compared with {counted(len(samples), 'image')} of {data}"
+    if run is not None:
+        origin += (
+            f", of which the run of this file trained on {len(samples) - len(unseen)}" if unseen else ", trained on"
+        )
+    return Samples(samples, plan, unseen, origin)
 
 
-def _trained_contents(run: RunFolder | None) -> set[str]:
-    """Contents of the images that a run trained on, from its data as it is now; none if that cannot be read."""
+def _kept_by(run: RunFolder | None) -> frozenset[str]:
+    """Contents of a run's validation images, from its data as it is now; none if that cannot be read or has changed."""
     if run is None:
-        return set()
+        return frozenset()
     try:
-        return {sample.content for sample in read_inputs(run.config).train}
+        inputs = read_inputs(run.config)
     except (UsageError, DatasetRefused):
-        return set()
+        return frozenset()
+    if inputs.manifest.data_hash != run.data_hash:
+        return frozenset()
+    return frozenset(sample.content for sample in inputs.validation)
 
 
 def _samples_of_run(config: Config, run: RunFolder | None) -> Samples:
-    """The run's validation images; without a run those of the built-in dataset, for the built-in base model."""
+    """The run's images; without a run those of the built-in dataset, for the built-in base model."""
     if run is None and not is_builtin(config.model):
-        origin = "no --data and no run.json beside the file: learning cannot be measured"
-        return Samples((), NO_PLAN, True, origin)
+        return Samples((), NO_PLAN, frozenset(), "no --data and no run.json beside the file: no images to compare with")
     sections = {name: getattr(config, name) for name in ("model", "text_encoder", "textual_inversion")}
     trained_with = config if run is None else run.config.model_copy(update=sections)
     try:
         inputs = read_inputs(trained_with)
     except UsageError as error:
-        return Samples((), NO_PLAN, True, f"learning cannot be measured: {error}")
-    origin = "the built-in dataset" if run is None else "the run's data"
+        return Samples((), NO_PLAN, frozenset(), f"no images to compare with: {error}")
+    samples = (*inputs.train, *inputs.validation)
+    plan = BucketPlan((*inputs.train_plan.views, *inputs.validation_plan.views))
+    learned = [index for index, sample in enumerate(samples) if not sample.regularization]
+    samples, plan = tuple(samples[i] for i in learned), BucketPlan(tuple(plan.views[i] for i in learned))
     if run is not None and inputs.manifest.data_hash != run.data_hash:
-        samples, plan = (inputs.validation, inputs.validation_plan) if inputs.validation else _trained_to_learn(inputs)
         message = f"the run's data has changed since: its {counted(len(samples), 'image')} may have been trained on"
-        return Samples(samples, plan, False, f"{message}; name others with --data")
-    if inputs.validation:
-        message = f"learning is measured on {counted(len(inputs.validation), 'validation image')} of {origin}"
-        return Samples(inputs.validation, inputs.validation_plan, True, message)
-    message = f"no validation images: learning is measured on {origin} itself"
-    return Samples(*_trained_to_learn(inputs), False, message)
-
-
-def _trained_to_learn(inputs: Inputs) -> tuple[tuple[Sample, ...], BucketPlan]:
-    """The trained images without regularization images, which hold nothing to learn and need not exist here."""
-    pairs = [
-        (sample, views)
-        for sample, views in zip(inputs.train, inputs.train_plan.views, strict=True)
-        if not sample.regularization
-    ]
-    return tuple(sample for sample, _ in pairs), BucketPlan(tuple(views for _, views in pairs))
+        return Samples(samples, plan, frozenset(), f"{message}; name others with --data")
+    unseen = frozenset(sample.content for sample in inputs.validation)
+    origin = f"compared with {counted(len(samples), 'image')} of {'the built-in dataset' if run is None else 'its run'}"
+    return Samples(samples, plan, unseen, f"{origin}, {len(unseen)} of them not trained on")

@@ -35,7 +35,7 @@ from lora_trainer.core.launch import is_main_process
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.report.record import FILE as RECORD
-from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, latest, read_record, write_record
+from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, Status, latest, read_record, write_record
 from lora_trainer.run.bases.find import named_absolutely, on_stderr, silent
 from lora_trainer.run.differences import differences, find_differences
 from lora_trainer.run.folder import (
@@ -285,19 +285,30 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
         return RunResult(folder, asdict(record), outcome.signal_exit)
     if report is None:  # not the main process
         return RunResult(folder, asdict(record), DONE)
-    refused = order.enforce_gates and not report.passed
+    status = ending(order, report)
+    refused = status != "done"
     mark_refused(folder, report if refused else None)
     code = LORA_REFUSED if refused else DONE
-    record = replace(record, status="refused" if refused else "done", exit_code=code)
+    record = replace(record, status=status, exit_code=code)
     if refused and record.reason is None:
         record = replace(record, reason=" ".join(report.reasons))
     record = finish(order, record)
     show_end(record, report, folder, outcome.comparison, order.console)
     if refused:
         fixes = " ".join(finding.fix for finding in report.findings if finding.severity == "error")
-        message = f"{' '.join(report.reasons)} It is kept in {folder}, marked as refused."
+        message = f"{' '.join(report.reasons)} It is kept in {folder}, marked as {status}."
         raise LoraRefused(Problem(message, fixes or "The findings above say what to change."), report)
     return RunResult(folder, asdict(record), code)
+
+
+def ending(order: Order, report: LoraReport) -> Status:
+    """How a finished run ends: done, or refused or unresolved where the gates are enforced."""
+    if not order.enforce_gates or report.outcome == "passed":
+        return "done"
+    if report.outcome == "refused":
+        return "refused"
+    accepted = report.outcome is None or order.config.gates.unresolved == "accept"
+    return "done" if accepted else "unresolved"
 
 
 def mark_refused(folder: Path, report: LoraReport | None) -> None:
@@ -306,7 +317,7 @@ def mark_refused(folder: Path, report: LoraReport | None) -> None:
     if report is None:
         note.unlink(missing_ok=True)
         return
-    lines = [f"{folder.name}.safetensors was refused. {' '.join(report.reasons)}"]
+    lines = [f"{folder.name}.safetensors is {report.outcome}. {' '.join(report.reasons)}"]
     lines += [f"{finding.severity}: {finding.message} {finding.fix}".rstrip() for finding in report.findings]
     text = "\n".join(lines) + "\n"
     write_with_retry(note.name, folder, lambda: write_text(note, text), len(text))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from lora_trainer.config.schema import Config
-from lora_trainer.evaluation.validation_loss import EncodedSample, ValidationLoss
+from lora_trainer.evaluation.evidence import RealImages
+from lora_trainer.evaluation.validation_loss import ValidationLoss
 from lora_trainer.monitor.watches import Watches
 from lora_trainer.optim.schedules import lr_multiplier
 from lora_trainer.training.checkpoints.writer import Writer
@@ -45,7 +46,9 @@ class Run:
         None  # write a LoRA file of a step's weights, never pruned
     )
     withdraw: Callable[[int], None] = keep_all  # delete the files that `export` wrote of steps later than this one
-    validation: Sequence[EncodedSample] = ()  # what `validate` measures, with the captions' cached embeddings
+    images: RealImages = field(
+        default_factory=RealImages
+    )  # what the LoRA is measured with; `validate` takes those that are not trained on
     writer: Writer = field(default_factory=Writer)  # of checkpoints, in its own thread
 
     @cached_property

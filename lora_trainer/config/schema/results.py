@@ -15,6 +15,7 @@ from lora_trainer.config.schema.types import (
     NotNegative,
     Section,
     Share,
+    UnresolvedName,
     setting,
 )
 
@@ -89,10 +90,15 @@ class GatesSection(Section):
 
     dataset: Share = setting(0.8, "changes nothing", "score below which `produce` refuses a dataset")
     lora: Share = setting(0.9, "changes nothing", "score below which `produce` refuses a LoRA; 0 refuses none")
-    lora_check: LoraCheckName = setting(
-        "full",
+    lora_check: LoraCheckName | None = setting(
+        None,
         "changes nothing",
-        "how much of the LoRA is measured at the end: `lite` takes a quarter of the forward passes and one image with and without the LoRA, `off` neither scores it nor generates images",
+        "how much of the LoRA is measured at the end: `full` samples until each part is decided, `lite` takes 8 samples in 8 steps and one image with and without the LoRA, `off` neither scores it nor generates images; empty, `lite` in `train` and `full` where the gates are enforced",
+    )
+    unresolved: UnresolvedName = setting(
+        "refuse",
+        "changes nothing",
+        "what `produce` and `batch` do with a LoRA of which a part was measured and not decided: `refuse` it (exit code 4), or `accept` it",
     )
 
 

@@ -22,6 +22,7 @@ WeightingName = Annotated[str, one_of("loss.weighting")]
 ExportDtype = Literal["fp16", "bf16", "fp32"]
 ExportWeightsName = Literal["best", "last"]
 LoraCheckName = Literal["full", "lite", "off"]
+UnresolvedName = Literal["refuse", "accept"]
 AttentionName = Literal[
     "auto", "fastest", "sdpa", "flash", "efficient", "cudnn", "math", "xformers", "flash2", "flash3"
 ]

@@ -1,0 +1,147 @@
+"""The verdict on a LoRA: each part with its interval against its gate, the score, and one of three outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Outcome = Literal["passed", "refused", "unresolved"]
+LINE = 0.9  # every part's own gate lies here on the common scale
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A measured value with its 95 % interval (percentiles of a bootstrap, Efron 1979)."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A part's gate in its own unit, and where its score is 0 and 1; smaller is better where `zero` lies above."""
+
+    zero: float
+    gate: float
+    full: float
+
+    def score(self, value: float) -> float:
+        """In [0, 1], `LINE` at the gate, straight lines between."""
+        below = (value - self.zero) / (self.gate - self.zero)
+        if below <= 1.0:
+            return LINE * max(0.0, below)
+        return min(1.0, LINE + (1.0 - LINE) * (value - self.gate) / (self.full - self.gate))
+
+
+# In the order of the report. The thresholds were set on the planted LoRAs of zobo and fungo (docs/scores.md).
+SCALES: Mapping[str, Scale] = {
+    "works": Scale(0.0, 0.9, 1.0),
+    "learned": Scale(0.0, 0.05, 0.30),
+    "faithful": Scale(0.0, 0.75, 1.0),
+    "follows_captions": Scale(0.0, 0.5, 1.0),
+    "does_not_copy": Scale(0.0, 0.5, 1.0),
+    "keeps_base": Scale(4.0, 2.0, 0.5),
+    "diverse": Scale(0.0, 0.5, 1.0),
+}
+
+
+@dataclass(frozen=True)
+class Words:
+    """How a part is spoken of: its title, what is wrong where it is refused, the fix, and what would decide it."""
+
+    title: str
+    refused: str
+    fix: str
+    resolve: str
+
+
+MORE_IMAGES = "More images of the subject (--data) narrow the interval; gates.lora_check=full takes more samples."
+WORDS: Mapping[str, Words] = {
+    "works": Words("Works", "The LoRA does not work", "Export or train it again.", ""),
+    "learned": Words(
+        "Learned",
+        "Images that were not trained on are predicted no better",
+        "Train longer, or at another learning rate.",
+        "Keep more images for validation (validation.split=0.2).",
+    ),
+    "faithful": Words(
+        "Faithful",
+        "Samples are too unlike the dataset's images",
+        "Train longer. If the samples are distorted, lower the learning rate.",
+        MORE_IMAGES,
+    ),
+    "follows_captions": Words(
+        "Follows captions",
+        "Samples do not follow their captions",
+        "Check that captions describe their images; train fewer steps, or at a lower learning rate.",
+        MORE_IMAGES,
+    ),
+    "does_not_copy": Words(
+        "Does not copy",
+        "Samples are nearer to the training images than these are to each other: they are copied",
+        "Train fewer steps, at a lower rank, or with more images.",
+        MORE_IMAGES,
+    ),
+    "keeps_base": Words(
+        "Keeps the base",
+        "Unrelated prompts no longer show what they did",
+        "Train fewer steps, at a lower learning rate or rank, or with regularization images.",
+        "gates.lora_check=full takes more samples.",
+    ),
+    "diverse": Words("Diverse", "Samples are all alike", "Train fewer steps, or with more varied images.", MORE_IMAGES),
+}
+BY_SAMPLES = ("faithful", "follows_captions", "does_not_copy", "diverse")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the verdict. `measure` is in the part's own unit; None where it was not measured, for a `reason`."""
+
+    name: str
+    measure: Measure | None
+    reason: str = ""
+
+    @property
+    def scores(self) -> tuple[float, float, float]:
+        """The value and the interval's ends on the common scale, the worse end second."""
+        assert self.measure is not None
+        score = SCALES[self.name].score
+        ends = sorted((score(self.measure.low), score(self.measure.high)))
+        return score(self.measure.value), ends[0], ends[1]
+
+    @property
+    def smaller_is_better(self) -> bool:
+        return SCALES[self.name].zero > SCALES[self.name].gate
+
+    def outcome(self, minimum: float = LINE) -> Outcome | None:
+        """Of this part alone, where its score must be at least `minimum`; None where it was not measured."""
+        if self.measure is None:
+            return None
+        _, low, high = self.scores
+        return "passed" if low >= minimum else "refused" if high < minimum else "unresolved"
+
+    def to_json(self) -> dict[str, Any]:
+        if self.measure is None:
+            return {"value": None, "low": None, "high": None, "measured": False, "reason": self.reason}
+        value, low, high = self.scores
+        own = {"own_value": self.measure.value, "own_low": self.measure.low, "own_high": self.measure.high}
+        return {"value": value, "low": low, "high": high, "measured": True, **own, "gate": SCALES[self.name].gate}
+
+
+def score_of(parts: Mapping[str, Part]) -> float:
+    """The least score of the measured parts; 0 where none is."""
+    return min((part.scores[0] for part in parts.values() if part.measure is not None), default=0.0)
+
+
+def outcome_of(parts: Mapping[str, Part], minimum: float = LINE) -> Outcome:
+    """Refused where a part surely is, unresolved where a part is undecided, else passed.
+
+    A LoRA whose effect on images was never compared with any, neither `learned` nor `faithful`, is unresolved.
+    """
+    found = [part.outcome(minimum) for part in parts.values()]
+    if "refused" in found:
+        return "refused"
+    compared = any(parts[name].measure is not None for name in ("learned", "faithful") if name in parts)
+    return "unresolved" if "unresolved" in found or not compared else "passed"
