@@ -163,7 +163,7 @@ def enlist(order: BatchOrder, folders: Mapping[str, Path], path: Path) -> None:
 
 def is_open(job: queue.QueuedJob, path: Path) -> bool:
     """Whether a finished job must run again: it has no LoRA, or its run was deleted."""
-    if job.status in ("done", "refused") and job.exit_code != DATASET_REFUSED:
+    if job.status in ("done", "refused", "unresolved") and job.exit_code != DATASET_REFUSED:
         return read_record(path.parent / job.name) is None
     return job.status in ("failed", "stopped", "refused")
 

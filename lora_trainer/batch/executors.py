@@ -12,7 +12,8 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from lora_trainer.batch import queue
-from lora_trainer.batch.worker import SAFE, SIGNALLED, WAIT_MINUTES, work
+from lora_trainer.batch.queue import SIGNALLED
+from lora_trainer.batch.worker import SAFE, WAIT_MINUTES, work
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import TRAINING_FAILED, Problem, TrainingFailed, UsageError
 from lora_trainer.core.hardware import available_cpus

@@ -19,12 +19,19 @@ from lora_trainer.core.findings import printable
 from lora_trainer.monitor.progress import duration
 
 LOOK_EVERY_SECONDS = 0.5
-STYLES = {"done": "green", "refused": "yellow", "failed": "red", "stopped": "yellow", "running": "bold cyan"}
-ORDER = ("done", "refused", "failed", "stopped", "running", "waiting")
+STYLES = {
+    "done": "green",
+    "refused": "yellow",
+    "unresolved": "yellow",
+    "failed": "red",
+    "stopped": "yellow",
+    "running": "bold cyan",
+}
+ORDER = ("done", "refused", "unresolved", "failed", "stopped", "running", "waiting")
 WORDS = {"dataset": "data", "lora": "LoRA"}
 Show = Callable[[Sequence[QueuedJob]], None]
 AROUND_ROWS = 4  # lines of the screen for the head, the counts and the cursor
-COLUMNS = ("dataset", "status", "step", "loss", "val_loss", "data", "LoRA", "time", "what is wrong")
+COLUMNS = ("dataset", "status", "step", "loss", "val_loss", "data", "LoRA", "outcome", "time", "what is wrong")
 
 
 @contextmanager
@@ -50,7 +57,7 @@ def live_table() -> Iterator[Show]:
 
 def fitting(jobs: Sequence[QueuedJob], rows: int) -> list[QueuedJob]:
     """At most `rows` jobs, in their order: those that run first, then those that ended badly, waiting ones last."""
-    ranks = {"running": 0, "failed": 1, "refused": 1, "stopped": 1, "done": 2, "waiting": 3}
+    ranks = {"running": 0, "failed": 1, "refused": 1, "unresolved": 1, "stopped": 1, "done": 2, "waiting": 3}
     chosen = sorted(range(len(jobs)), key=lambda index: ranks[jobs[index].status])[: max(1, rows)]
     return [jobs[index] for index in sorted(chosen)]
 
@@ -103,6 +110,7 @@ def table(shown: Sequence[QueuedJob], jobs: Sequence[QueuedJob], *, one_line: bo
             _number(job.val_loss, 4),
             _number(job.scores.get("dataset"), 2),
             _number(job.scores.get("lora"), 2),
+            job.outcome or "",
             duration(spent(job)) if spent(job) else "",
             short(job.reason),
         )

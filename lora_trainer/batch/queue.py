@@ -25,18 +25,18 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import psutil
 
 from lora_trainer.core.disk import refusal, write_with_retry
-from lora_trainer.core.errors import TRAINING_FAILED, Problem, UsageError
+from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, TRAINING_FAILED, Problem, UsageError
 from lora_trainer.monitor.progress import Progress
 
 FILE = "batch.sqlite"
 BUSY_SECONDS = 30.0
 SILENT_SECONDS = 120.0  # without a sign of life a process of another machine counts as dead
 MOST_DEATHS = 3  # processes that one job may take with it
-VERSION = 1
+VERSION = 2  # 2: the outcome of the LoRA's verdict
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Status = Literal["waiting", "running", "done", "refused", "failed", "stopped"]
+Status = Literal["waiting", "running", "done", "refused", "unresolved", "failed", "stopped"]
 
 # `holder` is NULL unless the job is running. `scores` is JSON.
 _TABLES = """
@@ -51,6 +51,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     exit_code INTEGER,
     reason TEXT,
     scores TEXT NOT NULL DEFAULT '{"dataset": null, "lora": null}',
+    outcome TEXT,
     seconds REAL NOT NULL DEFAULT 0,
     holder TEXT,
     claimed REAL,
@@ -63,8 +64,10 @@ CREATE TABLE IF NOT EXISTS jobs (
 );
 """
 _COLUMNS = (
-    "name, data, status, attempts, exit_code, reason, scores, seconds, claimed, phase, step, total, loss, val_loss"
+    "name, data, status, attempts, exit_code, reason, scores, outcome, seconds, claimed, phase, step, total, loss, "
+    "val_loss"
 )
+SIGNALLED = 128
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class QueuedJob:
     exit_code: int | None = None
     reason: str | None = None
     scores: Mapping[str, float | None] = field(default_factory=lambda: {"dataset": None, "lora": None})
+    outcome: str | None = None  # of the LoRA's verdict
     seconds: float = 0.0
     claimed: float | None = None  # seconds since 1970, while it runs
     phase: str | None = None
@@ -85,6 +89,26 @@ class QueuedJob:
     total: int | None = None
     loss: float | None = None
     val_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one attempt at a job ended. `outcome` is that of the LoRA's verdict, None where it was not measured."""
+
+    exit_code: int
+    reason: str | None
+    scores: Mapping[str, float | None]
+    outcome: str | None = None
+
+    @property
+    def status(self) -> Status:
+        if self.exit_code >= SIGNALLED:
+            return "stopped"
+        if self.exit_code == DONE:
+            return "done"
+        if self.exit_code == LORA_REFUSED and self.outcome == "unresolved":
+            return "unresolved"
+        return "refused" if self.exit_code in (DATASET_REFUSED, LORA_REFUSED) else "failed"
 
 
 def patiently(act: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Path, P], T]:
@@ -195,15 +219,21 @@ def give_back_lost(path: Path) -> None:
 
 
 @patiently
-def finish(
-    path: Path, name: str, status: Status, *, exit_code: int, reason: str | None, scores: Mapping[str, float | None]
-) -> None:
+def finish(path: Path, name: str, ending: Ending) -> None:
     """Record how a claimed job ended."""
     with _writing(path) as connection:
         connection.execute(
-            "UPDATE jobs SET status = ?, exit_code = ?, reason = ?, scores = ?, "
+            "UPDATE jobs SET status = ?, exit_code = ?, reason = ?, scores = ?, outcome = ?, "
             "seconds = seconds + max(0, ? - claimed), holder = NULL, claimed = NULL, phase = NULL WHERE name = ?",
-            (status, exit_code, reason, json.dumps(dict(scores)), time.time(), name),
+            (
+                ending.status,
+                ending.exit_code,
+                ending.reason,
+                json.dumps(dict(ending.scores)),
+                ending.outcome,
+                time.time(),
+                name,
+            ),
         )
 
 

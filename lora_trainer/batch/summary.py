@@ -25,13 +25,17 @@ def summary(jobs: list[QueuedJob], output: Path, root: str | None) -> dict[str, 
     return {
         "root": root,
         "exit_code": largest_code(jobs),
-        **{status: counts[status] for status in ("done", "refused", "failed", "stopped", "running", "waiting")},
+        **{
+            status: counts[status]
+            for status in ("done", "refused", "unresolved", "failed", "stopped", "running", "waiting")
+        },
         "jobs": [
             {
                 "name": job.name,
                 "status": job.status,
                 "exit_code": job.exit_code,
                 "scores": dict(job.scores),
+                "outcome": job.outcome,
                 "output": str((output / job.name).absolute()),
                 "data": str(job.data),
                 "seconds": round(job.seconds, 3),

@@ -7,16 +7,16 @@ import io
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from lora_trainer.batch import queue
 from lora_trainer.batch.background import repeating
 from lora_trainer.batch.folders import Shared, job_settings, shared_from_json
 from lora_trainer.batch.summary import write_summary
-from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, DatasetRefused, UserError
+from lora_trainer.core.errors import DatasetRefused, UserError
 from lora_trainer.core.interrupt import stop_if_signalled
 from lora_trainer.core.io import append_text
 from lora_trainer.models.family import Family
@@ -28,31 +28,12 @@ from lora_trainer.run.folder import leave_as_found
 from lora_trainer.run.order import make_order
 from lora_trainer.run.train import ended_by, train
 
-SIGNALLED = 128
 SHARED = "shared"  # the queue's note with what all jobs have in common
 WAIT_MINUTES = "wait_minutes"  # and with how long it waits for room
 SAFE = "What each run saved is safe."
 LOG = Path("logs") / "console.txt"
 SAY_EVERY_SECONDS = 1.0
 BEAT_SECONDS = 20.0
-NO_SCORES: Mapping[str, float | None] = {"dataset": None, "lora": None}
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How one attempt at a job ended."""
-
-    exit_code: int
-    reason: str | None
-    scores: Mapping[str, float | None]
-
-    @property
-    def status(self) -> queue.Status:
-        if self.exit_code >= SIGNALLED:
-            return "stopped"
-        if self.exit_code == DONE:
-            return "done"
-        return "refused" if self.exit_code in (DATASET_REFUSED, LORA_REFUSED) else "failed"
 
 
 def work(path: Path, families: Mapping[str, Family]) -> int | None:
@@ -62,9 +43,7 @@ def work(path: Path, families: Mapping[str, Family]) -> int | None:
         # Encoding and drawing are silent for long.
         with repeating(partial(queue.sign_of_life, path, job.name), BEAT_SECONDS):
             ending = attempt(path, shared, job, families)
-        queue.finish(
-            path, job.name, ending.status, exit_code=ending.exit_code, reason=ending.reason, scores=ending.scores
-        )
+        queue.finish(path, job.name, ending)
         write_summary(path)
         if ending.status == "stopped":
             return ending.exit_code
@@ -72,7 +51,7 @@ def work(path: Path, families: Mapping[str, Family]) -> int | None:
     return None
 
 
-def attempt(path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[str, Family]) -> Ending:
+def attempt(path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[str, Family]) -> queue.Ending:
     """Train one folder with both gates. No error leaves this function."""
     folder = path.parent / job.name
     with RunLog(folder) as log:
@@ -87,15 +66,19 @@ def attempt(path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[
                 watch=telling(path, job.name),
             )
             result = train(replace(order, families=families))
-            scores = result.record.get("scores") or dict(NO_SCORES)
-            return Ending(result.exit_code, result.record.get("reason"), scores)
+            found = result.record
+            return queue.Ending(result.exit_code, found.get("reason"), scores_of(found), found.get("outcome"))
         except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the other jobs must continue
             ended = ended_by(error, Record(job.name))
             log.write(last_words(error))
-            scores = (read_record(folder) or {}).get("scores") or dict(NO_SCORES)
+            found = read_record(folder) or {}
             if isinstance(error, DatasetRefused) and error.report is not None:
-                scores = {"dataset": round(error.report.score, 4), "lora": None}
-            return Ending(ended.exit_code or 0, ended.reason, scores)
+                found = {"scores": {"dataset": round(error.report.score, 4), "lora": None}}
+            return queue.Ending(ended.exit_code or 0, ended.reason, scores_of(found), found.get("outcome"))
+
+
+def scores_of(record: Mapping[str, Any]) -> Mapping[str, float | None]:
+    return record.get("scores") or {"dataset": None, "lora": None}
 
 
 def last_words(error: BaseException) -> str:

@@ -43,9 +43,11 @@ def bootstrap(statistic: Callable[..., float], *groups: int, seed: int = 0) -> M
     """
     draw = np.random.default_rng(seed)
     value = statistic(*(np.arange(count) for count in groups))
+    if not np.isfinite(value):
+        return Measure(value, np.nan, np.nan)
     drawn = [statistic(*(draw.integers(0, count, count) for count in groups)) for _ in range(DRAWS)]
     finite = [each for each in drawn if np.isfinite(each)]
-    if not finite or not np.isfinite(value):
+    if not finite:
         return Measure(value, -np.inf, np.inf)
     low, high = np.quantile(finite, [0.025, 0.975])
     return Measure(float(value), float(low), float(high))
@@ -78,27 +80,42 @@ def faithfulness(real: Features, base: Features, lora: Features) -> Measure | No
     return bootstrap(statistic, len(rows[0][1]), len(rows[0][0]))
 
 
-def nearness(real: Features, lora: Features) -> Measure:
-    """Mean distance of samples to the nearest real image over that of real images to each other; near 0 they are copies."""
+def nearness(real: Features, lora: Features) -> Measure | None:
+    """Mean distance of samples to the nearest real image over that of real images to each other; near 0 they are copies.
+
+    None where every real image has its double.
+    """
     rows = [
         (without_self(distances(images, images)).min(axis=1), distances(lora[name], images).min(axis=1))
         for name, images in real.items()
     ]
+    if any(own.max() == 0 for own, _ in rows):
+        return None
 
     def statistic(samples: Values, reals: Values) -> float:
-        return float(np.mean([after[samples].mean() / own[reals].mean() for own, after in rows]))
+        return float(np.mean([ratio(after[samples].mean(), own[reals].mean()) for own, after in rows]))
 
     return bootstrap(statistic, len(rows[0][1]), len(rows[0][0]))
 
 
-def diversity(real: Features, lora: Features) -> Measure:
-    """Mean distance between two samples over that between two real images; near 0 all samples are alike."""
+def diversity(real: Features, lora: Features) -> Measure | None:
+    """Mean distance between two samples over that between two real images; near 0 all samples are alike.
+
+    None where all real images are the same.
+    """
     rows = [(distances(images, images), distances(lora[name], lora[name])) for name, images in real.items()]
+    if any(own.max() == 0 for own, _ in rows):
+        return None
 
     def statistic(samples: Values, reals: Values) -> float:
-        return float(np.mean([mean_pair(after, samples) / mean_pair(own, reals) for own, after in rows]))
+        return float(np.mean([ratio(mean_pair(after, samples), mean_pair(own, reals)) for own, after in rows]))
 
     return bootstrap(statistic, len(rows[0][1]), len(rows[0][0]))
+
+
+def ratio(one: float, other: float) -> float:
+    """`one` / `other`, NaN where that would divide by zero."""
+    return one / other if other > 0 else float("nan")
 
 
 def mean_pair(square: Values, places: Values) -> float:
@@ -108,13 +125,16 @@ def mean_pair(square: Values, places: Values) -> float:
     return float(square[ones, others][apart].mean()) if apart.any() else float("nan")
 
 
-def spoiling(base: Features, other_seeds: Features, lora: Features) -> Measure:
+def spoiling(base: Features, other_seeds: Features, lora: Features) -> Measure | None:
     """How far the LoRA moves samples of unrelated prompts, over the distance between two seeds of one prompt.
 
-    0: the same images. 1: as different as other seeds would make them. Above 1 they show something else.
+    0: the same images. 1: as different as other seeds would make them. Above 1 they show something else. None where the
+    base's samples are not finite, or do not differ between seeds.
     """
     moved = {name: (lora[name] - images).norm(dim=1).double().cpu().numpy() for name, images in base.items()}
     usual = {name: (other_seeds[name] - images).norm(dim=1).double().cpu().numpy() for name, images in base.items()}
+    if not all(np.isfinite(apart).all() and apart.any() for apart in usual.values()):
+        return None
 
     def statistic(samples: Values) -> float:
         return float(np.mean([moved[name][samples].mean() / usual[name].mean() for name in moved]))

@@ -18,6 +18,7 @@ The score is the least of the measured parts. What cannot be measured is named a
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -56,7 +57,7 @@ from lora_trainer.evaluation.loading import (
     misfits_by_config,
     without_lora,
 )
-from lora_trainer.evaluation.lora_report import LoraReport
+from lora_trainer.evaluation.lora_report import Cost, LoraReport
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.texts import EncodedTexts, encode_with, reads_again
 from lora_trainer.evaluation.validation_loss import (
@@ -65,7 +66,7 @@ from lora_trainer.evaluation.validation_loss import (
     improvement,
     validation_losses,
 )
-from lora_trainer.evaluation.verdict import BY_SAMPLES, LINE, SCALES, WORDS, Measure, Part
+from lora_trainer.evaluation.verdict import BY_SAMPLES, LINE, NOT_COMPARED, SCALES, WORDS, Measure, Part, is_compared
 from lora_trainer.export.weights import LoraWeights, adaptable_modules
 from lora_trainer.models.family import Caption, Family
 from lora_trainer.models.lora_names import read_lora_with_tokens
@@ -102,6 +103,21 @@ def check_lora(
 
     Raises UsageError when the file is not a readable LoRA.
     """
+    began, passes = time.monotonic(), 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal passes
+        passes = done
+        compute.progress(done, total)
+
+    report = measure_lora(lora, base, family, images, gate, replace(compute, progress=progress))
+    return replace(report, cost=Cost(passes, round(time.monotonic() - began, 2)))
+
+
+def measure_lora(
+    lora: Path, base: Path, family: Family, images: RealImages, gate: LoraGate, compute: Compute
+) -> LoraReport:
+    """The report without its cost."""
     device, dtype, usable = compute.device, compute.dtype, compute.usable
     effort = LORA_CHECKS[gate.check]
     assert effort is not None
@@ -160,7 +176,7 @@ def check_lora(
     if broken := not_alive(drifted, learned):
         return does_not_work([broken], {"drift": drifted, "health": asdict(health)}, gate.minimum)
     compute.say(f"samples with and without the LoRA: {counted(effort.round, 'prompt')} in {effort.steps} steps each")
-    parts = {part.name: part for part in (Part("works", Measure(1.0, 1.0, 1.0)), learned_part(learned))}
+    parts = {part.name: part for part in (Part("works", Measure(1.0, 1.0, 1.0)), learned_part(learned, images))}
     parts |= measure_samples(studio, effort, gate.minimum, compute)
     numbers = {
         "drift": drifted,
@@ -177,8 +193,11 @@ def check_lora(
 def measure_samples(studio: Studio, effort: Effort, minimum: float, compute: Compute) -> dict[str, Part]:
     """The parts that are measured by sampling: rounds of the subject's prompts until each part is decided."""
     images = studio.original.samples
-    unrelated = studio.compare(range(effort.unrelated), range(effort.unrelated), None)
-    kept = Part("keeps_base", spoiling(unrelated.base, unrelated.other_seeds, unrelated.lora))
+    prompts = range(len(next(iter(studio.original.prompts.values()))))
+    unrelated = studio.compare(prompts, prompts, None)
+    spoiled = spoiling(unrelated.base, unrelated.other_seeds, unrelated.lora)
+    seedless = "the base model's samples are not finite, or do not differ between seeds"
+    kept = Part("keeps_base", spoiled, "" if spoiled else seedless)
     if len(images) < FEWEST_REAL:
         reason = f"{counted(len(images), 'image')} of the dataset; {FEWEST_REAL} are the least to compare with"
         return {name: Part(name, None, reason) for name in BY_SAMPLES} | {"keeps_base": kept}
@@ -210,11 +229,12 @@ def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[
     known = "the base model's own samples are as near to these images as the images are to each other"
     followed = obedience(sides.base, sides.other_seeds, sides.lora, captions, sides.prompts)
     alike = "the base model's samples do not depend on these captions"
+    near, varied, same = nearness(real, sides.lora), diversity(real, sides.lora), "the images are all the same"
     return {
         "faithful": Part("faithful", faithful, "" if faithful else known),
         "follows_captions": Part("follows_captions", followed, "" if followed else alike),
-        "does_not_copy": Part("does_not_copy", nearness(real, sides.lora)),
-        "diverse": Part("diverse", diversity(real, sides.lora)),
+        "does_not_copy": Part("does_not_copy", near, "" if near else same),
+        "diverse": Part("diverse", varied, "" if varied else same),
     }
 
 
@@ -238,9 +258,11 @@ def measure_learning(studio: Studio, first: int) -> Improvement:
     return improvement(before, losses(studio.changed.samples[first:]))
 
 
-def learned_part(learned: Improvement | None) -> Part:
+def learned_part(learned: Improvement | None, images: RealImages) -> Part:
+    """The gain on images that were not trained on; without any, why there are none."""
     if learned is None:
-        return Part("learned", None, "all images are trained on; validation.split keeps some to measure it")
+        kept = "no image is known not to be trained on; validation.split keeps some"
+        return Part("learned", None, kept if images.trained else "no images of the dataset")
     return Part("learned", Measure(learned.mean, learned.low, learned.high))
 
 
@@ -349,6 +371,10 @@ def _not_finite(names: list[str], total: int) -> Finding:
 def part_findings(parts: Mapping[str, Part], minimum: float) -> list[Finding]:
     """A finding for each part that is refused or undecided, and a note for each that was not measured."""
     found = []
+    if not is_compared(parts):
+        message = "Whether the LoRA learned its subject was not measured."
+        fix = "Name at least 4 of its training images (--data), or keep some for validation (validation.split=0.2)."
+        found.append(Finding(NOT_COMPARED, "warning", message, fix))
     for part in parts.values():
         outcome = part.outcome(minimum)
         about = WORDS[part.name]

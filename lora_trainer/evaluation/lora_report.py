@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import finite
-from lora_trainer.evaluation.verdict import Outcome, Part, outcome_of, score_of
+from lora_trainer.evaluation.verdict import NOT_COMPARED, Outcome, Part, outcome_of, score_of
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the verdict took: forward passes of the denoiser, and seconds with loading."""
+
+    forward_passes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class LoraReport:
-    """The verdict's parts, findings, and the numbers behind them. Without parts it was not measured."""
+    """The verdict's parts, findings, the numbers behind them, and its cost. Without parts it was not measured."""
 
     gate: float
     parts: Mapping[str, Part] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    cost: Cost = Cost()
 
     @property
     def score(self) -> float | None:
@@ -48,7 +57,7 @@ class LoraReport:
             return tuple(
                 finding.message
                 for finding in self.findings
-                if finding.severity == "warning" and finding.code in self.parts
+                if finding.severity == "warning" and finding.code in {*self.parts, NOT_COMPARED}
             )
         return ()
 
@@ -61,6 +70,7 @@ class LoraReport:
                 "gate": self.gate,
                 "parts": {name: part.to_json() for name, part in self.parts.items()},
                 "findings": [finding.to_json() for finding in self.findings],
+                "cost": asdict(self.cost),
                 "numbers": dict(self.numbers),
             }
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,7 +29,9 @@ class Scale:
     full: float
 
     def score(self, value: float) -> float:
-        """In [0, 1], `LINE` at the gate, straight lines between."""
+        """In [0, 1], `LINE` at the gate, straight lines between; 0 for NaN."""
+        if math.isnan(value):
+            return 0.0
         below = (value - self.zero) / (self.gate - self.zero)
         if below <= 1.0:
             return LINE * max(0.0, below)
@@ -92,6 +95,7 @@ WORDS: Mapping[str, Words] = {
     ),
     "diverse": Words("Diverse", "Samples are all alike", "Train fewer steps, or with more varied images.", MORE_IMAGES),
 }
+NOT_COMPARED = "not_compared"  # the code of the finding where `is_compared` is false
 BY_SAMPLES = ("faithful", "follows_captions", "does_not_copy", "diverse")
 
 
@@ -143,5 +147,9 @@ def outcome_of(parts: Mapping[str, Part], minimum: float = LINE) -> Outcome:
     found = [part.outcome(minimum) for part in parts.values()]
     if "refused" in found:
         return "refused"
-    compared = any(parts[name].measure is not None for name in ("learned", "faithful") if name in parts)
-    return "unresolved" if "unresolved" in found or not compared else "passed"
+    return "unresolved" if "unresolved" in found or not is_compared(parts) else "passed"
+
+
+def is_compared(parts: Mapping[str, Part]) -> bool:
+    """Whether the LoRA's effect was compared with images: `learned` or `faithful` was measured."""
+    return any(parts[name].measure is not None for name in ("learned", "faithful") if name in parts)

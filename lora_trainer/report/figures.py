@@ -154,14 +154,13 @@ def lora_numbers(run: RunReport) -> list[str]:
     sentences = []
     base, lora, low, high = (number(learning.get(name)) for name in ("base", "lora", "low", "high"))
     if base is not None and lora is not None:
-        images = "validation images" if numbers.get("unseen") else "images"
         interval = (
             f" (change {percent(-high)} to {percent(-low)}, 95 % interval)"
             if low is not None and high is not None
             else ""
         )
         sentences.append(
-            f"Loss on {images}, measured again on the exported file: {short(base)} without the LoRA, {short(lora)} with it"
+            f"Loss on validation images, measured again on the exported file: {short(base)} without the LoRA, {short(lora)} with it"
             f"{interval}. The curve of the training uses other noise, so its numbers differ."
         )
     if (drift := number(numbers.get("drift"))) is not None:

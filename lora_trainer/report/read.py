@@ -14,6 +14,7 @@ from lora_trainer.config.toml import section_types
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.grid import image_name
 from lora_trainer.core.io import read_json
+from lora_trainer.evaluation.verdict import LINE, SCALES, WORDS, Part
 from lora_trainer.monitor.trackers import read_lines
 from lora_trainer.report.chart import Point
 from lora_trainer.report.record import BEFORE_AFTER, read_record
@@ -25,16 +26,36 @@ RANKS = {"error": 0, "warning": 1, "note": 2}
 
 @dataclass(frozen=True)
 class Score:
-    """A gate's score in [0, 1] with its parts; None where it was not measured. `refused`: for more than the score."""
+    """A gate's score in [0, 1] with its parts; None where it was not measured.
+
+    `outcome` is the LoRA's: `passed`, `refused` or `unresolved`. The dataset has none: its score decides.
+    """
 
     value: float | None
     gate: float | None
     parts: tuple[tuple[str, float], ...]
-    refused: bool = False
+    outcome: str = ""
 
     @property
     def passed(self) -> bool:
-        return self.value is not None and (self.gate is None or self.value >= self.gate) and not self.refused
+        if self.outcome:
+            return self.outcome == "passed"
+        return self.value is not None and (self.gate is None or self.value >= self.gate)
+
+
+@dataclass(frozen=True)
+class VerdictPart:
+    """A part of the LoRA's verdict on the common scale, with its 95 % interval; None where it was not measured.
+
+    `about` is its own value with its own gate, or why it was not measured.
+    """
+
+    title: str
+    value: float | None
+    low: float
+    high: float
+    outcome: str
+    about: str
 
 
 @dataclass(frozen=True)
@@ -80,6 +101,7 @@ class RunReport:
     record: Mapping[str, Any]
     dataset: Score
     lora: Score
+    verdict_parts: tuple[VerdictPart, ...]
     data_findings: tuple[ImageGroup, ...]
     lora_findings: tuple[ImageGroup, ...]
     series: Mapping[str, tuple[Point, ...]]
@@ -138,9 +160,10 @@ def read_run(folder: Path) -> RunReport:
         lora=Score(
             number(scores.get("lora")),
             number(lora.get("gate", gates.get("lora"))),
-            parts_of(lora),
-            refused=lora.get("outcome") == "refused",
+            (),
+            text(lora.get("outcome")),
         ),
+        verdict_parts=tuple(verdict_parts(lora)),
         data_findings=grouped(data.get("findings")),
         lora_findings=grouped(lora.get("findings")),
         series={name: column(rows, name) for name in SERIES},
@@ -189,11 +212,28 @@ def column(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[Point, ...]:
 
 def parts_of(gate: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     parts = mapping(gate.get("parts"))
-    values = (
-        (name, number(each["value"] if isinstance(each, dict) and "value" in each else each))
-        for name, each in parts.items()
-    )
-    return tuple((name, value) for name, value in values if value is not None)
+    return tuple((name, value) for name, each in parts.items() if (value := number(each)) is not None)
+
+
+def verdict_parts(lora: Mapping[str, Any]) -> Iterable[VerdictPart]:
+    """The parts of a LoRA's verdict as `run.json` has them, in its order."""
+    gate = number(lora.get("gate"))
+    for name, part in ((name, mapping(part)) for name, part in mapping(lora.get("parts")).items()):
+        title = WORDS[name].title if name in WORDS else name
+        value, low, high = (number(part.get(key)) for key in ("value", "low", "high"))
+        if value is None or low is None or high is None:
+            yield VerdictPart(title, None, 0.0, 0.0, "not measured", text(part.get("reason")))
+            continue
+        least = LINE if gate is None else gate
+        outcome = "passed" if low >= least else "refused" if high < least else "unresolved"
+        own, needed = number(part.get("own_value")), number(part.get("gate"))
+        smaller = name in SCALES and Part(name, None).smaller_is_better
+        about = (
+            f"{own:.2f}, {'at most' if smaller else 'at least'} {needed:.2f} required"
+            if own is not None and needed is not None
+            else ""
+        )
+        yield VerdictPart(title, value, low, high, outcome, about)
 
 
 def grouped(findings: Any) -> tuple[ImageGroup, ...]:

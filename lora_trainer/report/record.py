@@ -32,6 +32,7 @@ class Record:
     origins: dict[str, str] = field(default_factory=dict)
     pinned: dict[str, list[Any]] = field(default_factory=dict)  # settings: as set, and as in `config.toml`
     scores: dict[str, float | None] = field(default_factory=lambda: {"dataset": None, "lora": None})
+    outcome: str | None = None  # of the LoRA's verdict: passed, refused or unresolved; None where it was not measured
     files: dict[str, str | None] = field(default_factory=lambda: {"kohya": None, "diffusers": None, "report": None})
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     changed: tuple[str, ...] = ()  # differences from the session before, or from the run that it repeats

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
-from lora_trainer.evaluation.verdict import WORDS
+from lora_trainer.evaluation.verdict import NOT_COMPARED, WORDS
 from lora_trainer.report.read import RunReport, mapping, text, whole
 
 Tone = Literal["good", "fair", "bad", "open"]
@@ -40,10 +40,8 @@ def verdict_of(run: RunReport) -> Verdict:
             ),
         )
     if run.status == "unresolved":
-        reasons = tuple(
-            message for group in run.lora_findings if group.severity == "warning" for _, message in group.about
-        )
-        return Verdict("fair", "unresolved", "Measured, but not decided", (*reasons, *released(run), *unmeasured(run)))
+        open_questions = (*undecided(run), *released(run), *unmeasured(run))
+        return Verdict("fair", "unresolved", "Measured, but not decided", open_questions)
     safe, command = (*what_is_safe(run),), resume_command(run)
     of = f" of {run.planned}" if run.planned else ""
     if run.status == "stopped":
@@ -67,6 +65,8 @@ def done(run: RunReport) -> Verdict:
     early = (*released(run), *unmeasured(run), *early)
     if run.lora.value is None:
         return Verdict("fair", "done", "Trained, not evaluated", early)
+    if run.lora.outcome == "unresolved":
+        return Verdict("fair", "done", "Done, but the LoRA is not decided", (*undecided(run), *early))
     if run.lora.passed and run.dataset.passed:
         return Verdict("good", "done", "Ready to use", ("Dataset and LoRA passed.", *early))
     return Verdict("fair", "done", "Done, but below a minimum score", (*not_passed(run), *early))
@@ -81,6 +81,13 @@ def not_passed(run: RunReport) -> tuple[str, ...]:
     )
     errors = (group for group in run.lora_findings if group.severity == "error" and not run.lora.passed)
     return (*under, *(message for group in errors for _, message in group.about))
+
+
+def undecided(run: RunReport) -> tuple[str, ...]:
+    """What is not decided about the LoRA, and what would decide it."""
+    groups = [group for group in run.lora_findings if group.code in {*WORDS, NOT_COMPARED}]
+    about = ((message, group.fix) for group in groups if group.severity == "warning" for _, message in group.about)
+    return tuple(f"{message} {fix}".rstrip() for message, fix in about)
 
 
 def unmeasured(run: RunReport) -> tuple[str, ...]:

@@ -452,8 +452,8 @@ def check_lora(
     falling = still_falling(read_lines(session.folder / VALIDATION), state.step)
     findings = (unseen, *explained, falling, *map(untrained_word, untrained))
     report = replace(report, findings=tuple(filter(None, findings)))
-    score = None if report.score is None else round(report.score, 4)
-    record = replace(record, scores={**record.scores, "lora": score}, lora=report.to_json())
+    scores = {**record.scores, "lora": report.score}
+    record = replace(record, scores=scores, outcome=report.outcome, lora=report.to_json())
     if not is_checked:
         return Outcome(record, report, None)
     show_phase(session, state, "drawing")

@@ -25,8 +25,8 @@ def new_queue(folder: Path, *names: str) -> Path:
     return path
 
 
-def ended(path: Path, name: str, status: queue.Status = "done", code: int = 0) -> None:
-    queue.finish(path, name, status, exit_code=code, reason=None, scores=NONE)
+def ended(path: Path, name: str, code: int = 0) -> None:
+    queue.finish(path, name, queue.Ending(code, None, NONE))
 
 
 def statuses(path: Path) -> dict[str, str]:
@@ -128,7 +128,7 @@ def test_a_silent_machine_is_dead(tmp_path, monkeypatch):
 def test_adding_jobs_again_keeps_their_status(tmp_path):
     path = new_queue(tmp_path, "a", "b", "c")
     assert queue.claim(path) is not None
-    ended(path, "a", "refused", 3)
+    ended(path, "a", 3)
     queue.enlist(path, {"c": tmp_path / "c", "new": tmp_path / "new", "a": tmp_path / "moved"})
     found = queue.read_jobs(path)
     assert [job.name for job in found] == ["c", "new", "a"], "b waited and is not named any more"

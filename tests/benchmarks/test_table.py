@@ -11,7 +11,20 @@ from lora_trainer.batch.live_table import fitting, line, short, table
 from lora_trainer.batch.queue import QueuedJob
 
 JOBS = [
-    QueuedJob("ash", Path("ash"), "done", 1, 0, None, {"dataset": 0.98, "lora": 0.93}, 61.0, step=6, total=6, loss=0.1),
+    QueuedJob(
+        "ash",
+        Path("ash"),
+        "done",
+        1,
+        0,
+        None,
+        {"dataset": 0.98, "lora": 0.93},
+        "passed",
+        61.0,
+        step=6,
+        total=6,
+        loss=0.1,
+    ),
     QueuedJob("b[red]irch[/]", Path("b"), "running", 2, phase="training", step=3, total=8, loss=0.25, val_loss=0.5),
     QueuedJob("dull", Path("dull"), "refused", 1, 3, "5 of 10 files\nand more", {"dataset": 0.5, "lora": None}),
     QueuedJob("elm", Path("elm")),
@@ -28,7 +41,7 @@ def test_the_table_shows_the_progress_of_each_job():
     lines = shown(120, JOBS, one_line=False)
     assert len(lines) == 6
     for row, parts in {
-        1: ("ash", "done", "6/6", "0.1000", "0.98", "0.93", "1 min 01 s"),
+        1: ("ash", "done", "6/6", "0.1000", "0.98", "0.93", "passed", "1 min 01 s"),
         2: ("b[red]irch[/]", "running: training", "3/8", "0.2500", "0.5000"),
         3: ("dull", "refused", "0.50", "5 of 10 files (and 1 more)"),
         4: ("elm", "waiting"),

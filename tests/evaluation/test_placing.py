@@ -14,8 +14,9 @@ from PIL import Image
 from torch import nn
 
 from lora_trainer.diffusion.timesteps import stratified_timesteps
-from lora_trainer.evaluation import drift, lora_check, placing
+from lora_trainer.evaluation import drift, placing
 from lora_trainer.evaluation.compute import Compute
+from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.lora_check import LoraGate, check_lora
 from lora_trainer.evaluation.placing import bytes_of, keep, with_less
 from lora_trainer.evaluation.recipe import Drawing, Grid, ImageRequest, NamedModel
@@ -64,7 +65,6 @@ def test_the_gate_result_does_not_depend_on_the_denoisers_device(
 ) -> None:
     name, base, lora = subject
     monkeypatch.setattr(placing, "phase_costs", lambda family: replace(phase_costs(family), layer=0))
-    monkeypatch.setattr(lora_check, "CELLS", 8)
     monkeypatch.setattr(drift, "stratified_timesteps", lambda steps, of: stratified_timesteps(2, of))
     family = FAMILIES[name]
     shapes = family.text.cond_shapes(family.denoiser.load(base, torch.float32, CPU).config)  # type: ignore[arg-type]
@@ -82,7 +82,9 @@ def test_the_gate_result_does_not_depend_on_the_denoisers_device(
 
     def numbers(usable: int | None) -> dict[str, object]:
         compute = Compute(usable=usable, say=messages.append)
-        report = check_lora(lora, base, family, samples, LoraGate(prompts=("a ring",)), compute)
+        report = check_lora(
+            lora, base, family, RealImages((), samples), LoraGate(check="lite", prompts=("a ring",)), compute
+        )
         return dict(report.numbers)
 
     whole = numbers(None)
@@ -101,10 +103,10 @@ def test_the_gate_encodes_prompts_layer_by_layer_when_encoders_do_not_fit(
         raise AssertionError("loaded whole")
 
     family, prompts = FAMILIES[name], ("a ring", "a cat", "a red ring")
-    gate = LoraGate(prompts=prompts)
-    drifted = check_lora(lora, base, family, [], gate).numbers["drift"]
+    gate = LoraGate(check="lite", prompts=prompts)
+    drifted = check_lora(lora, base, family, RealImages(), gate).numbers["drift"]
     visiting = replace(family, encoders=replace(family.encoders, load=whole))
-    report = check_lora(lora, base, visiting, [], gate, Compute(usable=1))
+    report = check_lora(lora, base, visiting, RealImages(), gate, Compute(usable=1))
     assert report.numbers["drift"] == pytest.approx(drifted, rel=1e-5)  # one at a time: up to rounding
 
 

@@ -76,7 +76,7 @@ def test_loss_falls(trained):
 
 def learned(document: dict[str, Any]) -> bool:
     parts = document["lora"]["parts"]
-    return bool(parts["integrity"] == 1.0 and parts["learning"] > 0.0)
+    return bool(parts["works"]["value"] == 1.0 and parts["learned"]["own_value"] > 0.0)
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_a_v_prediction_model_with_zero_terminal_snr(tmp_path):
     assert bench.run("v", steps=8, validation__every_n_steps=8, loss__min_snr_gamma=5, gates__lora_check="lite") == 0
     first, last = rows(bench.folder("v"), "validation.jsonl")
     assert last["loss"] < first["loss"]
-    assert record(bench.folder("v"))["lora"]["parts"]["integrity"] == 1.0
+    assert record(bench.folder("v"))["lora"]["parts"]["works"]["value"] == 1.0
     header = header_of(bench.folder("v") / "v.safetensors")
     keys = ("ss_base_model_version", "modelspec.prediction_type", "ss_zero_terminal_snr")
     assert tuple(header[key] for key in keys) == ("sdxl_base_v1-0", "v", "True")

@@ -167,7 +167,7 @@ def test_lora_files_have_the_requested_precision(bench):
         others = (folder / "weights" / f"{name}-step-000001.safetensors", folder / f"{name}.embedding-zobo.safetensors")
         for file in (kohya, diffusers, *others):
             assert stored_as(file) == {name.replace("fp", "F").upper()}
-        assert record(folder)["lora"]["parts"]["integrity"] == 1.0
+        assert record(folder)["lora"]["parts"]["works"]["value"] == 1.0
         written[dtype] = load_file(kohya)
         modules = read_lora(diffusers).modules
         assert all(torch.equal(pair.up, modules[key].up) for key, pair in read_lora(kohya).modules.items())

@@ -118,7 +118,7 @@ def test_fp8_weights_resume_exactly_and_are_evaluated_on_the_base_model(bench: B
     straight = bench.folder("narrow")
     document = record(straight)
     assert "precision: fp8 (as set)" in document["choices"]
-    assert document["lora"]["parts"]["integrity"] == 1.0
+    assert document["lora"]["parts"]["works"]["value"] == 1.0
     before, numbers = exported(straight), losses(straight)
     resumed = shutil.copytree(straight, bench.output / "narrow-again")
     shutil.rmtree(resumed / "checkpoints" / "step-000004")

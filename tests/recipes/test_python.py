@@ -47,7 +47,7 @@ def test_the_documented_example_runs(bench, tmp_path, monkeypatch, checkout, cap
     document = record(tmp_path / "runs" / "cat")
     assert document["status"] in ("done", "refused")
     assert document["config"]["lora"]["rank"] == 16
-    assert ("cat.safetensors" in shown) or ("below the minimum" in shown)
+    assert ("cat.safetensors" in shown) or ("It is kept in" in shown)
 
 
 def test_it_trains_the_same_as_the_command(finished, bench):
@@ -86,9 +86,9 @@ def test_a_refusal_has_the_findings_of_the_gate(bench, tmp_path):
         bare.produce()
     assert refused.value.report.score == bare.check().score
     idle = trainer_of(bench, "idle", optimizer__learning_rate=1e-12, train__max_steps=1, gates__lora_check="lite")
-    with pytest.raises(LoraRefused, match="below the minimum") as refused:
+    with pytest.raises(LoraRefused, match="changes nothing") as refused:
         idle.produce()
-    assert refused.value.report.parts["integrity"] == 0.0
+    assert refused.value.report.parts["works"].measure.value == 0.0
     assert record(idle.folder)["status"] == "refused"
 
 
