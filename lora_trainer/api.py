@@ -75,9 +75,9 @@ def train(
 def validate_lora(
     lora: Source, model: Source | None = None, data: Source | None = None, **options: Unpack[Options]
 ) -> LoraReport:
-    """The LoRA gate's report on a file: score in [0, 1] with its parts and findings.
+    """The LoRA gate's report on a file: outcome, score in [0, 1], parts with intervals, and findings.
 
-    Without `data` the validation images of the run beside the file are used. Raises UsageError for a file that cannot
+    Without `data` the images of the run beside the file are used. Raises UsageError for a file that cannot
     be read, pickle among them.
     """
     console = plain_console(quiet=options.get("quiet", True))

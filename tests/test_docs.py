@@ -7,6 +7,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from lora_trainer.cli.main import COMMANDS
 from lora_trainer.config.presets import preset_layers, presets
 from lora_trainer.config.toml import parse_assignment, setting_names
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.evaluation.lora_check import LORA_CHECKS
+from lora_trainer.evaluation.verdict import SCALES
 from write_cli_docs import cli_page
 from write_config_docs import config_page
 from write_preset_docs import presets_page
@@ -201,6 +204,18 @@ def test_every_constant_of_the_scores_has_a_row() -> None:
     named = set(re.findall(r"\b[A-Z]+_[A-Z_]+\b", blocks)) | set(re.findall(r"`([A-Z_]{4,})`", text))
     assert len(CONSTANTS) > 15
     assert named - {name for name, *_ in CONSTANTS} - {"SEED"} == set()
+
+
+def test_the_gates_of_the_verdict_equal_the_code() -> None:
+    text = (CHECKOUT / "docs" / "scores.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| [^|]+ \|$", text, flags=re.MULTILINE)
+    assert {name: tuple(map(float, numbers)) for name, *numbers in rows} == {
+        name: astuple(scale) for name, scale in SCALES.items()
+    }
+    efforts = re.findall(r"^\| `(full|lite)` \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", text, flags=re.MULTILINE)
+    assert {name: tuple(map(int, numbers)) for name, *numbers in efforts} == {
+        name: astuple(effort) for name, effort in LORA_CHECKS.items() if effort is not None
+    }
 
 
 def test_the_table_of_settings_is_up_to_date() -> None:

@@ -229,7 +229,7 @@ def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="the base model, as for train (default: that of the run beside the file, else the built-in one)",
     )
-    parser.add_argument("--data", dest="validation", metavar="DIR", help="images that the LoRA was not trained on")
+    parser.add_argument("--data", dest="validation", metavar="DIR", help="its training images (default: those of the run beside the file)")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_offline_argument(parser)
     add_settings_arguments(parser)
@@ -274,7 +274,7 @@ def _presets(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 COMMANDS = {
     "train": Command("train one LoRA and score it", _add_train_arguments, _train, EXAMPLES),
     "produce": Command(
-        "train, but refuse a dataset or LoRA that scores too low",
+        "train, but refuse a dataset or LoRA that is not good enough",
         _add_train_arguments,
         _produce,
         EXAMPLES.replace(" train ", " produce "),
@@ -286,7 +286,7 @@ COMMANDS = {
         "train the built-in example, in minutes, without a GPU",
         _add_train_arguments,
         _demo,
-        "example:\n  lora-trainer demo\n\nWithout --preset it uses the preset 12gb. It refuses a LoRA that scores too low.\n",
+        "example:\n  lora-trainer demo\n\nWithout --preset it uses the preset 12gb. It fails if the LoRA is refused or not decided.\n",
     ),
     "check": Command(
         "score a dataset and list the problems of its files",
@@ -308,7 +308,7 @@ COMMANDS = {
         PLAN_EXAMPLES,
     ),
     "validate": Command(
-        "score a LoRA file: is it valid, what did it learn and damage",
+        "score a LoRA file: passed, refused or unresolved, and why",
         _add_validate_arguments,
         _validate,
         "example:\n  lora-trainer validate runs/cat/cat.safetensors --model ./my-sd15\n",

@@ -86,7 +86,7 @@ class DatasetRefused(Refused):
 
 
 class LoraRefused(Refused):
-    """The LoRA scores below the gate or was not trained on every image; it stays on disk, marked."""
+    """The LoRA is refused or unresolved, or was not trained on every image; it stays on disk, marked."""
 
     exit_code = LORA_REFUSED
 

@@ -119,10 +119,10 @@ def ratio(one: float, other: float) -> float:
 
 
 def mean_pair(square: Values, places: Values) -> float:
-    """Mean of distances [N, N] over the pairs of different images among the places."""
-    ones, others = np.meshgrid(places, places)
-    apart = ones != others
-    return float(square[ones, others][apart].mean()) if apart.any() else float("nan")
+    """Mean of distances [N, N] over the pairs of different images among the places, which may name one repeatedly."""
+    times = np.bincount(places, minlength=len(square)).astype(np.float64)
+    pairs = len(places) ** 2 - times @ times
+    return ratio(float(times @ square @ times - (times * times) @ square.diagonal()), float(pairs))
 
 
 def spoiling(base: Features, other_seeds: Features, lora: Features) -> Measure | None:

@@ -61,6 +61,7 @@ from lora_trainer.evaluation.lora_report import Cost, LoraReport
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.texts import EncodedTexts, encode_with, reads_again
 from lora_trainer.evaluation.validation_loss import (
+    MICRO,
     Improvement,
     Predict,
     improvement,
@@ -82,6 +83,7 @@ FEWEST_REAL = 4  # fewer have no distances to compare with
 # A round of samples, the most, the steps of each, and unrelated prompts.
 LORA_CHECKS: Mapping[str, Effort | None] = {"full": Effort(12, 48, 20, 8), "lite": Effort(8, 8, 8, 4), "off": None}
 TIMESTEPS = 8  # of each validation loss
+SMALL_CELLS = 2048  # of latents: half of those of an image of 512 pixels a side
 
 
 @dataclass(frozen=True)
@@ -154,12 +156,11 @@ def measure_lora(
     pixels = [
         float(number) for number in (facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution)
     ]
-    total = count_passes(effort, images, guided=family.pipeline.sampling_defaults(base).negative)
+    is_guided = family.pipeline.sampling_defaults(base).negative
+    total = count_passes(effort, images, len(prompts), rows_at_once((side, side)), guided=is_guided)
     predict = partial(in_parts, watched(partial(family.denoiser.predict, denoiser), total, compute.progress))
     studio = Studio(
-        Sampler(
-            predict, process, effort.steps, GUIDANCE, {} if family.pipeline.sampling_defaults(base).negative else None
-        ),
+        Sampler(predict, process, effort.steps, GUIDANCE, {} if is_guided else None),
         (facts.latent_channels, side, side),
         torch.tensor(pixels),
         family.denoiser.features(denoiser),
@@ -312,13 +313,19 @@ def _measure_drift(studio: Studio) -> float:
 
 def in_parts(predict: Predict, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
     """The same prediction [B, C, h, w], a few rows at a time: at full size eight rows take gigabytes."""
-    parts = [slice(start, start + PREDICTED_AT_ONCE) for start in range(0, len(t), PREDICTED_AT_ONCE)]
+    rows = rows_at_once(noisy.shape[2:])
+    parts = [slice(start, start + rows) for start in range(0, len(t), rows)]
     return torch.cat(
         [
             predict(noisy[part], t[part], {name: value[part] for name, value in cond.items()}, sizes[part])
             for part in parts
         ]
     )
+
+
+def rows_at_once(sides: Sequence[int]) -> int:
+    """Rows of latents with these sides in one forward pass: small ones together take no more than a large one."""
+    return max(PREDICTED_AT_ONCE, SMALL_CELLS // math.prod(sides))
 
 
 def watched(predict: Predict, total: int, watch: Callable[[int, int], None]) -> Predict:
@@ -335,16 +342,20 @@ def watched(predict: Predict, total: int, watch: Callable[[int, int], None]) -> 
     return predict_watched
 
 
-def count_passes(effort: Effort, images: RealImages, *, guided: bool) -> int:
-    """Forward passes of the gate where the first round decides."""
-    rows = (1 + guided) * effort.steps
-    sampled = 3 * sum(
-        -(-count // AT_ONCE) * rows * AT_ONCE // PREDICTED_AT_ONCE for count in (effort.round, effort.unrelated)
-    )
-    described = 3 * (effort.round + effort.unrelated) + len(images.every)
-    of_drift = 2 * VISITS * -(-effort.unrelated // PREDICTED_AT_ONCE)
-    losses = 2 * len(images.unseen) * -(-TIMESTEPS // PREDICTED_AT_ONCE)
+def count_passes(effort: Effort, images: RealImages, prompts: int, rows: int, *, guided: bool) -> int:
+    """Forward passes of the gate, of `rows` each, where the first round decides and all images have one shape."""
+    of_images = effort.round if len(images.every) >= FEWEST_REAL else 0
+    both = (prompts, of_images)
+    sampled = 3 * (1 + guided) * effort.steps * sum(in_batches(count, min(rows, AT_ONCE)) for count in both)
+    described = 3 * sum(both) + (len(images.every) if of_images else 0)
+    of_drift = 2 * VISITS * in_batches(prompts, rows)
+    losses = 2 * len(images.unseen) * in_batches(TIMESTEPS, min(rows, MICRO))
     return sampled + described + of_drift + losses
+
+
+def in_batches(count: int, rows: int) -> int:
+    """Batches of at most so many rows."""
+    return -(-count // rows)
 
 
 def _loading_findings(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> list[Finding]:

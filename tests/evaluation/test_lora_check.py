@@ -216,11 +216,15 @@ def test_splitting_rows_does_not_change_the_result() -> None:
 
     def predict(noisy: torch.Tensor, t: torch.Tensor, cond: object, sizes: torch.Tensor) -> torch.Tensor:
         calls.append(len(noisy))
-        return noisy * t.view(-1, 1) + cond["x"] + sizes  # type: ignore[index]
+        return noisy * t.view(-1, 1, 1, 1) + cond["x"] + sizes.sum(1).view(-1, 1, 1, 1)  # type: ignore[index]
 
-    noisy, t, cond, sizes = torch.randn(5, 3), torch.arange(5), {"x": torch.randn(5, 3)}, torch.randn(5, 3)
-    assert torch.equal(in_parts(predict, noisy, t, cond, sizes), predict(noisy, t, cond, sizes))
-    assert calls == [2, 2, 1, 5]
+    for side, rows in ((32, [2, 2, 1]), (16, [5])):
+        noisy, t, sizes = torch.randn(5, 1, side, side), torch.arange(5), torch.randn(5, 6)
+        cond = {"x": torch.randn(5, 1, 1, 1)}
+        whole = predict(noisy, t, cond, sizes)
+        calls.clear()
+        assert torch.equal(in_parts(predict, noisy, t, cond, sizes), whole)
+        assert calls == rows
 
 
 def test_encoders_of_the_gate_are_freed_before_the_pipeline_loads(trained: Path, base: Path) -> None:

@@ -51,11 +51,11 @@ def score_of(lora: Path, capsys: pytest.CaptureFixture[str]) -> dict:
 def test_the_default_run_passes_both_gates(subject, seed, tmp_path):
     record = train(tmp_path, subject, seed)
     assert record["scores"]["dataset"] >= 0.8
-    assert record["scores"]["lora"] >= 0.9, record["lora"]
+    assert record["outcome"] == "passed", record["lora"]
 
 
 def test_the_demo_that_make_runs_fails_on_a_refused_lora(checkout, tmp_path, monkeypatch, capsys):
-    """Its score is already good after three steps, but most images have not been trained."""
+    """After three steps most images have not been trained."""
     monkeypatch.chdir(tmp_path)
     (command,) = re.findall(
         r"^demo: setup\n\t@\S*/lora-trainer (.*)$", (checkout / "Makefile").read_text("utf-8"), re.M
@@ -67,25 +67,25 @@ def test_the_demo_that_make_runs_fails_on_a_refused_lora(checkout, tmp_path, mon
     folder = tmp_path / "runs" / "demo"
     document = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     assert (document["status"], document["exit_code"]) == ("refused", 4)
-    assert document["scores"]["lora"] >= 0.9
     for place in ("demo.safetensors", "samples/before_after.png", "report.html"):
         assert str(Path("runs", "demo", place)) in output.out
         assert (folder / place).is_file()
     assert (folder / "demo.refused.txt").is_file()
 
 
-def test_a_short_run_passes_both_gates(tmp_path):
-    """A twentieth of the steps. The fault suite and `make demo` check the score of the whole run."""
+def test_a_lora_of_a_twentieth_of_the_steps_works_and_does_not_pass(tmp_path):
+    """`make demo` and the slow tests above check that the whole run passes."""
     record = train(tmp_path, "zobo", 42, "--max-steps", "40")
     assert record["scores"]["dataset"] >= 0.8
-    assert record["scores"]["lora"] >= 0.9, record["lora"]
+    assert (record["status"], record["lora"]["parts"]["works"]["value"]) == ("done", 1.0)
+    assert record["outcome"] in ("refused", "unresolved"), record["lora"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", ["zobo", "fungo"])
 def test_an_untrained_lora_fails(subject, tmp_path):
     record = train(tmp_path, subject, 42, "--max-steps", "2", "--set", "optimizer.learning_rate=1e-12")
-    assert record["scores"]["lora"] <= 0.3
+    assert (record["scores"]["lora"], record["outcome"]) == (0.0, "refused")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_an_untrained_lora_fails(subject, tmp_path):
 def test_a_hundredfold_learning_rate_fails(subject, seed, tmp_path):
     """A learning rate of a hundred times the preset's, for long enough to do harm."""
     record = train(tmp_path, subject, seed, "--set", "optimizer.learning_rate=0.15", "--max-steps", "150")
-    assert record["scores"]["lora"] <= 0.6, record["lora"]
+    assert record["outcome"] == "refused", record["lora"]
 
 
 @pytest.mark.slow
@@ -116,4 +116,4 @@ def test_nan_scores_zero(tmp_path, capsys):
     save_file(tensors, broken, metadata=metadata)
     report = score_of(broken, capsys)
     assert report["score"] == 0.0
-    assert not report["passed"]
+    assert report["outcome"] == "refused"

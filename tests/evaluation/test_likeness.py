@@ -1,0 +1,157 @@
+"""Measures of likeness on features whose answer is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lora_trainer.evaluation.likeness import (
+    Features,
+    agreement,
+    concordance,
+    diversity,
+    faithfulness,
+    nearness,
+    obedience,
+    spoiling,
+)
+from lora_trainer.evaluation.verdict import Measure
+
+STEP = 2.0
+BLOCKS = ("middle", "after")
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def line(count: int, aside: float) -> Features:
+    """`count` images in a row, each `STEP` from the next, and `aside` from the row of real images."""
+    places = torch.stack([STEP * torch.arange(count), torch.full((count,), aside)], dim=1)
+    return {name: places * (1 + index) for index, name in enumerate(BLOCKS)}
+
+
+def random_features(seed: int, count: int, width: int = 5) -> Features:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(count, width, generator=generator) for name in BLOCKS}
+
+
+def value_of(measure: Measure | None) -> float:
+    assert measure is not None
+    return measure.value
+
+
+@given(st.integers(4, 12), st.floats(2 * STEP, 50.0))
+@settings(max_examples=4)
+def test_faithfulness_is_0_at_the_base_and_1_where_samples_are_as_near_as_real_images(count: int, far: float) -> None:
+    real, base = line(count, 0.0), line(count, far)
+    assert value_of(faithfulness(real, base, base)) == 0.0
+    assert value_of(faithfulness(real, base, line(count, STEP))) == pytest.approx(1.0)
+    assert value_of(faithfulness(real, base, line(count, (far + STEP) / 2))) == pytest.approx(0.5)
+
+
+@given(st.integers(4, 12), st.floats(0.0, STEP))
+@settings(max_examples=4)
+def test_faithfulness_is_not_measured_where_the_base_is_as_near_as_real_images(count: int, near: float) -> None:
+    assert faithfulness(line(count, 0.0), line(count, near), line(count, 0.0)) is None
+
+
+@given(st.integers(4, 12))
+@settings(max_examples=3)
+def test_copies_are_nearest_and_equal_samples_least_diverse(count: int) -> None:
+    real = line(count, 0.0)
+    assert value_of(nearness(real, real)) == 0.0
+    assert value_of(nearness(real, line(count, STEP))) == pytest.approx(1.0)
+    assert value_of(diversity(real, line(count, 7.0))) == pytest.approx(1.0)
+    same = {name: images[:1].expand(count, -1) for name, images in real.items()}
+    assert value_of(diversity(real, same)) == 0.0
+    assert nearness(same, real) is None
+    assert diversity(same, real) is None
+
+
+@given(SEEDS)
+@settings(max_examples=4)
+def test_spoiling_is_0_for_the_same_images_and_1_for_other_seeds(seed: int) -> None:
+    base, other = random_features(seed, 8), random_features(seed + 1, 8)
+    assert value_of(spoiling(base, other, base)) == 0.0
+    assert value_of(spoiling(base, other, other)) == pytest.approx(1.0)
+    assert spoiling(base, base, other) is None
+    assert spoiling(base, {name: images * torch.nan for name, images in other.items()}, other) is None
+
+
+def test_measures_of_samples_that_are_not_finite_are_nan() -> None:
+    real, base = line(6, 0.0), line(6, 9.0)
+    broken = {name: images * torch.nan for name, images in base.items()}
+    for measure in (faithfulness(real, base, broken), nearness(real, broken), spoiling(base, real, broken)):
+        assert np.isnan(value_of(measure))
+
+
+@given(SEEDS)
+@settings(max_examples=4)
+def test_concordance_is_half_for_noise_and_1_for_perfect_order(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    alike = draw.random((60, 20))
+    assert concordance(1.0 - alike, alike) == pytest.approx(1.0)
+    assert concordance(alike, alike) == pytest.approx(0.0)
+    assert concordance(np.ones_like(alike), alike) == pytest.approx(0.5)
+    assert concordance(draw.random((60, 20)), alike).mean() == pytest.approx(0.5, abs=0.08)
+    assert np.isnan(concordance(alike, np.ones_like(alike))).all()
+
+
+def test_captions_agree_by_their_rare_words() -> None:
+    found = agreement(["a red cat", "a red dog", "a blue dog", "a red cat"])
+    assert found[0, 3] == pytest.approx(1.0)
+    assert found[0, 2] == 0.0  # "a" is in all captions and counts nothing
+    assert 0.0 < found[0, 1] < 1.0
+    assert found == pytest.approx(found.T)
+
+
+def test_samples_that_follow_captions_as_the_base_does_score_1_and_others_0() -> None:
+    captions = [f"a {color} {thing}" for color in ("red", "blue", "green") for thing in ("cat", "dog", "ship", "hat")]
+    words = sorted(set(" ".join(captions).split()))
+    shown = torch.tensor([[float(word in caption.split()) for word in words] for caption in captions])
+
+    def drawn(seed: int, what: Tensor) -> Features:
+        return {name: what + 0.1 * value for name, value in random_features(seed, len(what), len(words)).items()}
+
+    base, other, prompts = drawn(1, shown), drawn(2, shown), range(len(captions))
+    assert value_of(obedience(base, other, base, captions, prompts)) == pytest.approx(1.0)
+    unmoved = drawn(3, torch.zeros_like(shown))
+    assert value_of(obedience(base, other, unmoved, captions, prompts)) == pytest.approx(0.0, abs=0.3)
+    assert obedience(base, other, base, ["a cat"] * len(captions), prompts) is None
+
+
+MEASURES: dict[str, Callable[[Features, Features, Features], Measure | None]] = {
+    "faithfulness": faithfulness,
+    "nearness": lambda real, _, lora: nearness(real, lora),
+    "diversity": lambda real, _, lora: diversity(real, lora),
+    "spoiling": lambda real, base, lora: spoiling(base, real, lora),
+}
+
+
+@pytest.mark.parametrize("name", MEASURES)
+@given(seed=SEEDS, scale=st.floats(1e-2, 1e2))
+@settings(max_examples=3)
+def test_measures_depend_neither_on_the_scale_of_a_block_nor_on_the_order_of_images(
+    name: str, seed: int, scale: float
+) -> None:
+    real, base, lora = (random_features(seed + index, 8) for index in range(3))
+    base = {block: images + 9.0 for block, images in base.items()}
+    measure = MEASURES[name]
+    found = measure(real, base, lora)
+    assert found is not None
+    assert found.low <= found.value <= found.high
+
+    def scaled(features: Features) -> Features:
+        return {block: images * (scale if block == "after" else 1.0) for block, images in features.items()}
+
+    def turned(features: Features) -> Features:
+        return {block: images.flip(0) for block, images in features.items()}
+
+    again = measure(scaled(real), scaled(base), scaled(lora))
+    assert again is not None
+    assert (again.value, again.low, again.high) == pytest.approx((found.value, found.low, found.high), rel=1e-4)
+    assert value_of(measure(turned(real), turned(base), turned(lora))) == pytest.approx(found.value, rel=1e-4)
