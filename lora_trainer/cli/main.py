@@ -229,7 +229,12 @@ def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="the base model, as for train (default: that of the run beside the file, else the built-in one)",
     )
-    parser.add_argument("--data", dest="validation", metavar="DIR", help="its training images (default: those of the run beside the file)")
+    parser.add_argument(
+        "--data",
+        dest="validation",
+        metavar="DIR",
+        help="its training images (default: those of the run beside the file)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_offline_argument(parser)
     add_settings_arguments(parser)

@@ -14,7 +14,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, LORA_REFUSED
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.evaluation.lora_report import LoraReport
-from lora_trainer.evaluation.verdict import SCALES, WORDS, Part
+from lora_trainer.evaluation.verdict import SCALES, WORDS, VerdictPart
 from lora_trainer.monitor.console import Console
 from lora_trainer.run.score_lora import score_lora
 
@@ -47,7 +47,7 @@ def print_report(path: Path, report: LoraReport) -> None:
         )
 
 
-def part_row(name: str, part: Part, minimum: float) -> tuple[str, ...]:
+def part_row(name: str, part: VerdictPart, minimum: float) -> tuple[str, ...]:
     """A part's line: title, score with its interval, outcome, and its own value against its gate."""
     if part.measure is None:
         return f"  {WORDS[name].title}", "", "not measured", part.reason

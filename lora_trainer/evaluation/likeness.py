@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lora_trainer.evaluation.verdict import Measure
+from lora_trainer.evaluation.verdict import Estimate
 
 Values = NDArray[np.float64]
 Features = Mapping[str, Tensor]  # block -> [N, D]
@@ -36,7 +36,7 @@ def without_self(square: Values) -> Values:
     return found
 
 
-def bootstrap(statistic: Callable[..., float], *groups: int, seed: int = 0) -> Measure:
+def bootstrap(statistic: Callable[..., float], *groups: int, seed: int = 0) -> Estimate:
     """The statistic of all members of each group, with the interval over resampled ones.
 
     `statistic` takes an array of places for each group; a group of n members has the places 0 to n - 1.
@@ -44,16 +44,16 @@ def bootstrap(statistic: Callable[..., float], *groups: int, seed: int = 0) -> M
     draw = np.random.default_rng(seed)
     value = statistic(*(np.arange(count) for count in groups))
     if not np.isfinite(value):
-        return Measure(value, np.nan, np.nan)
+        return Estimate(value, np.nan, np.nan)
     drawn = [statistic(*(draw.integers(0, count, count) for count in groups)) for _ in range(DRAWS)]
     finite = [each for each in drawn if np.isfinite(each)]
     if not finite:
-        return Measure(value, -np.inf, np.inf)
+        return Estimate(value, -np.inf, np.inf)
     low, high = np.quantile(finite, [0.025, 0.975])
-    return Measure(float(value), float(low), float(high))
+    return Estimate(float(value), float(low), float(high))
 
 
-def faithfulness(real: Features, base: Features, lora: Features) -> Measure | None:
+def faithfulness(real: Features, base: Features, lora: Features) -> Estimate | None:
     """How far the LoRA moves samples from the base's (0) to real images' nearness to each other (1).
 
     (b - x) / (b - d), mean over the blocks: b and x are mean distances of the base's and the LoRA's samples (same prompts
@@ -80,7 +80,7 @@ def faithfulness(real: Features, base: Features, lora: Features) -> Measure | No
     return bootstrap(statistic, len(rows[0][1]), len(rows[0][0]))
 
 
-def nearness(real: Features, lora: Features) -> Measure | None:
+def nearness(real: Features, lora: Features) -> Estimate | None:
     """Mean distance of samples to the nearest real image over that of real images to each other; near 0 they are copies.
 
     None where every real image has its double.
@@ -98,7 +98,7 @@ def nearness(real: Features, lora: Features) -> Measure | None:
     return bootstrap(statistic, len(rows[0][1]), len(rows[0][0]))
 
 
-def diversity(real: Features, lora: Features) -> Measure | None:
+def diversity(real: Features, lora: Features) -> Estimate | None:
     """Mean distance between two samples over that between two real images; near 0 all samples are alike.
 
     None where all real images are the same.
@@ -125,7 +125,7 @@ def mean_pair(square: Values, places: Values) -> float:
     return ratio(float(times @ square @ times - (times * times) @ square.diagonal()), float(pairs))
 
 
-def spoiling(base: Features, other_seeds: Features, lora: Features) -> Measure | None:
+def spoiling(base: Features, other_seeds: Features, lora: Features) -> Estimate | None:
     """How far the LoRA moves samples of unrelated prompts, over the distance between two seeds of one prompt.
 
     0: the same images. 1: as different as other seeds would make them. Above 1 they show something else. None where the
@@ -177,7 +177,7 @@ def concordance(apart: Values, alike: Values) -> Values:
 
 def caption_following(
     real: Features, lora: Features, captions: Sequence[str], prompts: Sequence[int]
-) -> Measure | None:
+) -> Estimate | None:
     """How well samples follow their captions, as a share of how well real images do; 0 is chance.
 
     A sample follows its caption where it is nearer to real images with a similar caption than to others
@@ -192,7 +192,7 @@ def caption_following(
 
 def obedience(
     base: Features, other_seeds: Features, lora: Features, captions: Sequence[str], prompts: Sequence[int]
-) -> Measure | None:
+) -> Estimate | None:
     """How well samples follow what the base model knows of their captions, as a share of how well its own samples do.
 
     As `caption_following`, among the base's samples of the same captions with `other_seeds` in place of real images.
@@ -208,7 +208,7 @@ def block_means(blocks: Features, of_block: Callable[[str], Values]) -> Values:
     return found
 
 
-def share_above_chance(followed: Values, own: Values) -> Measure | None:
+def share_above_chance(followed: Values, own: Values) -> Estimate | None:
     """(followed - 0.5) / (own - 0.5) of mean concordances; None where `own` is not surely above chance."""
     followed, own = followed[np.isfinite(followed)], own[np.isfinite(own)]
     if len(own) < 3 or len(followed) < 3:

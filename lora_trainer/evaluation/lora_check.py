@@ -67,7 +67,16 @@ from lora_trainer.evaluation.validation_loss import (
     improvement,
     validation_losses,
 )
-from lora_trainer.evaluation.verdict import BY_SAMPLES, LINE, NOT_COMPARED, SCALES, WORDS, Measure, Part, is_compared
+from lora_trainer.evaluation.verdict import (
+    BY_SAMPLES,
+    LINE,
+    NOT_COMPARED,
+    SCALES,
+    WORDS,
+    Estimate,
+    VerdictPart,
+    is_compared,
+)
 from lora_trainer.export.weights import LoraWeights, adaptable_modules
 from lora_trainer.models.family import Caption, Family
 from lora_trainer.models.lora_names import read_lora_with_tokens
@@ -177,7 +186,7 @@ def measure_lora(
     if broken := not_alive(drifted, learned):
         return does_not_work([broken], {"drift": drifted, "health": asdict(health)}, gate.minimum)
     compute.say(f"samples with and without the LoRA: {counted(effort.round, 'prompt')} in {effort.steps} steps each")
-    parts = {part.name: part for part in (Part("works", Measure(1.0, 1.0, 1.0)), learned_part(learned, images))}
+    parts = {part.name: part for part in (VerdictPart("works", Estimate(1.0, 1.0, 1.0)), learned_part(learned, images))}
     parts |= measure_samples(studio, effort, gate.minimum, compute)
     numbers = {
         "drift": drifted,
@@ -187,21 +196,22 @@ def measure_lora(
     }
     del pipeline, denoiser, modules, predict, studio
     free_memory(device)
+    parts = {name: parts[name] for name in SCALES}
     findings = [*part_findings(parts, gate.minimum), *_drift_findings(drifted), *_health_findings(health)]
     return LoraReport(gate.minimum, parts, tuple(findings), numbers)
 
 
-def measure_samples(studio: Studio, effort: Effort, minimum: float, compute: Compute) -> dict[str, Part]:
+def measure_samples(studio: Studio, effort: Effort, minimum: float, compute: Compute) -> dict[str, VerdictPart]:
     """The parts that are measured by sampling: rounds of the subject's prompts until each part is decided."""
     images = studio.original.samples
     prompts = range(len(next(iter(studio.original.prompts.values()))))
     unrelated = studio.compare(prompts, prompts, None)
     spoiled = spoiling(unrelated.base, unrelated.other_seeds, unrelated.lora)
     seedless = "the base model's samples are not finite, or do not differ between seeds"
-    kept = Part("keeps_base", spoiled, "" if spoiled else seedless)
+    kept = VerdictPart("keeps_base", spoiled, "" if spoiled else seedless)
     if len(images) < FEWEST_REAL:
         reason = f"{counted(len(images), 'image')} of the dataset; {FEWEST_REAL} are the least to compare with"
-        return {name: Part(name, None, reason) for name in BY_SAMPLES} | {"keeps_base": kept}
+        return {name: VerdictPart(name, None, reason) for name in BY_SAMPLES} | {"keeps_base": kept}
     real = studio.describe([(image.latents, image.sizes) for image in images])
     captions = [plain_caption(image.caption) for image in images]
     # Prompts in an order in which neighbors in the dataset are far apart, so that few samples meet many kinds.
@@ -209,7 +219,7 @@ def measure_samples(studio: Studio, effort: Effort, minimum: float, compute: Com
         step for step in range(max(1, round(0.38 * len(images))), 2 * len(images)) if gcd(step, len(images)) == 1
     )
     sides: Sides | None = None
-    parts: dict[str, Part] = {}
+    parts: dict[str, VerdictPart] = {}
     for start in range(0, effort.most, effort.round):
         seeds = range(start, start + effort.round)
         more = studio.compare([seed * stride % len(images) for seed in seeds], seeds, images)
@@ -224,7 +234,7 @@ def measure_samples(studio: Studio, effort: Effort, minimum: float, compute: Com
     return parts | {"keeps_base": kept}
 
 
-def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[str, Part]:
+def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[str, VerdictPart]:
     """The parts that compare samples with the dataset's images."""
     faithful = faithfulness(real, sides.base, sides.lora)
     known = "the base model's own samples are as near to these images as the images are to each other"
@@ -232,10 +242,10 @@ def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[
     alike = "the base model's samples do not depend on these captions"
     near, varied, same = nearness(real, sides.lora), diversity(real, sides.lora), "the images are all the same"
     return {
-        "faithful": Part("faithful", faithful, "" if faithful else known),
-        "follows_captions": Part("follows_captions", followed, "" if followed else alike),
-        "does_not_copy": Part("does_not_copy", near, "" if near else same),
-        "diverse": Part("diverse", varied, "" if varied else same),
+        "faithful": VerdictPart("faithful", faithful, "" if faithful else known),
+        "follows_captions": VerdictPart("follows_captions", followed, "" if followed else alike),
+        "does_not_copy": VerdictPart("does_not_copy", near, "" if near else same),
+        "diverse": VerdictPart("diverse", varied, "" if varied else same),
     }
 
 
@@ -259,12 +269,12 @@ def measure_learning(studio: Studio, first: int) -> Improvement:
     return improvement(before, losses(studio.changed.samples[first:]))
 
 
-def learned_part(learned: Improvement | None, images: RealImages) -> Part:
+def learned_part(learned: Improvement | None, images: RealImages) -> VerdictPart:
     """The gain on images that were not trained on; without any, why there are none."""
     if learned is None:
         kept = "no image is known not to be trained on; validation.split keeps some"
-        return Part("learned", None, kept if images.trained else "no images of the dataset")
-    return Part("learned", Measure(learned.mean, learned.low, learned.high))
+        return VerdictPart("learned", None, kept if images.trained else "no images of the dataset")
+    return VerdictPart("learned", Estimate(learned.mean, learned.low, learned.high))
 
 
 def not_alive(drifted: float, learned: Improvement | None) -> Finding | None:
@@ -295,8 +305,10 @@ def refused_unloaded(weights: LoraWeights, base: Path, family: Family, minimum: 
 
 def does_not_work(findings: Sequence[Finding], numbers: Mapping[str, Any], minimum: float) -> LoraReport:
     """The report on a LoRA that cannot be used, so that nothing else is measured."""
-    rest = {name: Part(name, None, "the LoRA does not work") for name in SCALES if name != "works"}
-    return LoraReport(minimum, {"works": Part("works", Measure(0.0, 0.0, 0.0)), **rest}, tuple(findings), numbers)
+    rest = {name: VerdictPart(name, None, "the LoRA does not work") for name in SCALES if name != "works"}
+    return LoraReport(
+        minimum, {"works": VerdictPart("works", Estimate(0.0, 0.0, 0.0)), **rest}, tuple(findings), numbers
+    )
 
 
 def _measure_drift(studio: Studio) -> float:
@@ -379,7 +391,7 @@ def _not_finite(names: list[str], total: int) -> Finding:
     return Finding("not_finite", "error", message, "Train again with a lower learning rate.")
 
 
-def part_findings(parts: Mapping[str, Part], minimum: float) -> list[Finding]:
+def part_findings(parts: Mapping[str, VerdictPart], minimum: float) -> list[Finding]:
     """A finding for each part that is refused or undecided, and a note for each that was not measured."""
     found = []
     if not is_compared(parts):

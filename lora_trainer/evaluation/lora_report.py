@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import finite
-from lora_trainer.evaluation.verdict import NOT_COMPARED, Outcome, Part, outcome_of, score_of
+from lora_trainer.evaluation.verdict import NOT_COMPARED, Outcome, VerdictPart, outcome_of, score_of
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class LoraReport:
     """The verdict's parts, findings, the numbers behind them, and its cost. Without parts it was not measured."""
 
     gate: float
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, VerdictPart] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     numbers: Mapping[str, Any] = field(default_factory=dict)
     cost: Cost = Cost()

@@ -12,7 +12,7 @@ LINE = 0.9  # every part's own gate lies here on the common scale
 
 
 @dataclass(frozen=True)
-class Measure:
+class Estimate:
     """A measured value with its 95 % interval (percentiles of a bootstrap, Efron 1979)."""
 
     value: float
@@ -100,11 +100,11 @@ BY_SAMPLES = ("faithful", "follows_captions", "does_not_copy", "diverse")
 
 
 @dataclass(frozen=True)
-class Part:
+class VerdictPart:
     """One part of the verdict. `measure` is in the part's own unit; None where it was not measured, for a `reason`."""
 
     name: str
-    measure: Measure | None
+    measure: Estimate | None
     reason: str = ""
 
     @property
@@ -134,12 +134,12 @@ class Part:
         return {"value": value, "low": low, "high": high, "measured": True, **own, "gate": SCALES[self.name].gate}
 
 
-def score_of(parts: Mapping[str, Part]) -> float:
+def score_of(parts: Mapping[str, VerdictPart]) -> float:
     """The least score of the measured parts; 0 where none is."""
     return min((part.scores[0] for part in parts.values() if part.measure is not None), default=0.0)
 
 
-def outcome_of(parts: Mapping[str, Part], minimum: float = LINE) -> Outcome:
+def outcome_of(parts: Mapping[str, VerdictPart], minimum: float = LINE) -> Outcome:
     """Refused where a part surely is, unresolved where a part is undecided, else passed.
 
     A LoRA whose effect on images was never compared with any, neither `learned` nor `faithful`, is unresolved.
@@ -150,6 +150,6 @@ def outcome_of(parts: Mapping[str, Part], minimum: float = LINE) -> Outcome:
     return "unresolved" if "unresolved" in found or not is_compared(parts) else "passed"
 
 
-def is_compared(parts: Mapping[str, Part]) -> bool:
+def is_compared(parts: Mapping[str, VerdictPart]) -> bool:
     """Whether the LoRA's effect was compared with images: `learned` or `faithful` was measured."""
     return any(parts[name].measure is not None for name in ("learned", "faithful") if name in parts)

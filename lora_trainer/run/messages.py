@@ -17,7 +17,7 @@ from lora_trainer.core.findings import counted, printable
 from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import StepArithmetic
-from lora_trainer.evaluation.verdict import WORDS, Part
+from lora_trainer.evaluation.verdict import WORDS, VerdictPart
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.monitor.progress import duration
@@ -260,7 +260,7 @@ def describe_stop(order: Order, record: Record) -> str:
     return f"stopped at step {record.steps}; everything up to it is saved. To resume: {again}"
 
 
-def spoken(part: Part) -> str:
+def spoken(part: VerdictPart) -> str:
     """`faithful 0.97`, or `learned not measured`."""
     title = WORDS[part.name].title.lower()
     return f"{title} not measured" if part.measure is None else f"{title} {part.scores[0]:.2f}"

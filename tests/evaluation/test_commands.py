@@ -83,7 +83,7 @@ def test_a_file_in_kohya_format_gets_the_same_score(lora: Path, base: Path, tmp_
 def test_json_is_one_document_on_stdout(
     lora: Path, base: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = validate_command(str(lora), str(images), True, on(base))
+    code = main(["validate", str(lora), "--model", str(base), "--data", str(images), "--json", *LITE])
     output = capsys.readouterr()
     document = json.loads(output.out)
     assert document["numbers"]["images"] == {"trained": 9, "unseen": 0}
@@ -91,7 +91,7 @@ def test_json_is_one_document_on_stdout(
     assert all({"value", "low", "high", "measured"} <= part.keys() for part in document["parts"].values())
     assert document["outcome"] in ("passed", "refused", "unresolved")
     assert code == (0 if document["outcome"] == "passed" else 4)
-    assert document["cost"]["forward_passes"] > 100
+    assert document["cost"]["forward_passes"] > 50
     assert "9 images" in output.err
 
 
@@ -152,12 +152,10 @@ def validated(lora: Path, base: Path, capsys: pytest.CaptureFixture[str], *extra
 
 
 def test_without_images_nothing_is_decided_and_the_report_says_what_would(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lora: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A LoRA that works and keeps the base: only its effect on images is unknown."""
-    unet = FAMILIES["sd15"].denoiser.load(base, torch.float32, torch.device("cpu"))
-    slight = write_lora(tmp_path, "cat", random_lora(unet, size=0.005), facts())[0]
-    document = validated(slight, base, capsys)
+    document = validated(lora, base, capsys)
     assert document["outcome"] == "unresolved"
     assert [name for name, part in document["parts"].items() if part["measured"]] == ["works", "keeps_base"]
     (warning,) = [finding for finding in document["findings"] if finding["severity"] == "warning"]

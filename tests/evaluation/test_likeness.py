@@ -21,7 +21,7 @@ from lora_trainer.evaluation.likeness import (
     obedience,
     spoiling,
 )
-from lora_trainer.evaluation.verdict import Measure
+from lora_trainer.evaluation.verdict import Estimate
 
 STEP = 2.0
 BLOCKS = ("middle", "after")
@@ -39,7 +39,7 @@ def random_features(seed: int, count: int, width: int = 5) -> Features:
     return {name: torch.randn(count, width, generator=generator) for name in BLOCKS}
 
 
-def value_of(measure: Measure | None) -> float:
+def value_of(measure: Estimate | None) -> float:
     assert measure is not None
     return measure.value
 
@@ -124,7 +124,7 @@ def test_samples_that_follow_captions_as_the_base_does_score_1_and_others_0() ->
     assert obedience(base, other, base, ["a cat"] * len(captions), prompts) is None
 
 
-MEASURES: dict[str, Callable[[Features, Features, Features], Measure | None]] = {
+MEASURES: dict[str, Callable[[Features, Features, Features], Estimate | None]] = {
     "faithfulness": faithfulness,
     "nearness": lambda real, _, lora: nearness(real, lora),
     "diversity": lambda real, _, lora: diversity(real, lora),

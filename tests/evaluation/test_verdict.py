@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from lora_trainer.core.findings import Finding
 from lora_trainer.evaluation.lora_check import part_findings
 from lora_trainer.evaluation.lora_report import LoraReport
-from lora_trainer.evaluation.verdict import LINE, SCALES, Measure, Part, outcome_of, score_of
+from lora_trainer.evaluation.verdict import LINE, SCALES, Estimate, VerdictPart, outcome_of, score_of
 
 VALUES = st.floats(-10.0, 10.0)
 
 
-def part(name: str, low: float, high: float | None = None) -> Part:
+def part(name: str, low: float, high: float | None = None) -> VerdictPart:
     """A measure that reaches from one score's value to another's, by the part's own scale, given 0 to 1."""
     ends = [value_at(name, score) for score in (low, low if high is None else high)]
-    return Part(name, Measure((ends[0] + ends[1]) / 2, min(ends), max(ends)))
+    return VerdictPart(name, Estimate((ends[0] + ends[1]) / 2, min(ends), max(ends)))
 
 
 def value_at(name: str, score: float) -> float:
@@ -31,13 +31,13 @@ def value_at(name: str, score: float) -> float:
     return scale.gate + (score - LINE) / (1 - LINE) * (scale.full - scale.gate)
 
 
-def measured(**scores: tuple[float, float] | float | None) -> Mapping[str, Part]:
+def measured(**scores: tuple[float, float] | float | None) -> Mapping[str, VerdictPart]:
     """All parts, good ones where they are not named; None is not measured."""
     found = {}
     for name in SCALES:
         score = scores.get(name, 0.98)
         found[name] = (
-            Part(name, None, "no images")
+            VerdictPart(name, None, "no images")
             if score is None
             else part(name, *(score if isinstance(score, tuple) else (score,)))
         )

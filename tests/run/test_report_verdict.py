@@ -11,26 +11,27 @@ import pytest
 from lora_trainer.core.io import write_json
 from lora_trainer.evaluation.lora_check import part_findings
 from lora_trainer.evaluation.lora_report import Cost, LoraReport
-from lora_trainer.evaluation.verdict import LINE, SCALES, Measure, Part
+from lora_trainer.evaluation.verdict import LINE, SCALES, Estimate, VerdictPart
 from lora_trainer.report.read import read_run
 from lora_trainer.report.write import write_report
 
 GOOD = {
-    "works": Measure(1.0, 1.0, 1.0),
-    "learned": Measure(0.2, 0.1, 0.3),
-    "faithful": Measure(0.9, 0.8, 1.0),
-    "follows_captions": Measure(0.8, 0.6, 1.0),
-    "does_not_copy": Measure(0.9, 0.8, 1.0),
-    "keeps_base": Measure(1.0, 0.8, 1.2),
-    "diverse": Measure(0.8, 0.7, 0.9),
+    "works": Estimate(1.0, 1.0, 1.0),
+    "learned": Estimate(0.2, 0.1, 0.3),
+    "faithful": Estimate(0.9, 0.8, 1.0),
+    "follows_captions": Estimate(0.8, 0.6, 1.0),
+    "does_not_copy": Estimate(0.9, 0.8, 1.0),
+    "keeps_base": Estimate(1.0, 0.8, 1.2),
+    "diverse": Estimate(0.8, 0.7, 0.9),
 }
-OPEN = GOOD | {"diverse": Measure(0.5, 0.4, 0.6)}
+OPEN = GOOD | {"diverse": Estimate(0.5, 0.4, 0.6)}
 
 
-def page_of(folder: Path, status: str, parts: dict[str, Measure | None]) -> str:
+def page_of(folder: Path, status: str, parts: dict[str, Estimate | None]) -> str:
     """The text of the page of a run that ended so, without its tags, and the page itself after it."""
     found = {
-        name: Part(name, measure, "" if measure else "no images of the dataset") for name, measure in parts.items()
+        name: VerdictPart(name, measure, "" if measure else "no images of the dataset")
+        for name, measure in parts.items()
     }
     report = LoraReport(LINE, found, tuple(part_findings(found, LINE)), cost=Cost(312, 4.5))
     record: dict[str, Any] = {
@@ -74,6 +75,6 @@ def test_what_is_not_decided_is_named_with_what_would_decide_it(status: str, hea
 
 
 def test_a_refused_part_is_named(tmp_path: Path) -> None:
-    text = page_of(tmp_path, "refused", GOOD | {"keeps_base": Measure(3.0, 2.5, 3.5)})
+    text = page_of(tmp_path, "refused", GOOD | {"keeps_base": Estimate(3.0, 2.5, 3.5)})
     assert "The LoRA is refused" in text
     assert "Unrelated prompts no longer show what they did (3.00, 95 % interval" in text
