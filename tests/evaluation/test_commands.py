@@ -74,10 +74,10 @@ def test_a_file_in_kohya_format_gets_the_same_score(lora: Path, base: Path, tmp_
     )
     for path in (lora, theirs):
         judged[path] = check_lora(path, base, FAMILIES["sd15"], RealImages(), LoraGate(check="lite"))
-    own, others = (judged[path].parts["keeps_base"].measure for path in (lora, theirs))
-    assert own is not None
-    assert others is not None
-    assert own.value == pytest.approx(others.value, abs=1e-3)
+    one, other = (judged[path].parts["keeps_base"].measure for path in (lora, theirs))
+    assert one is not None
+    assert other is not None
+    assert one.value == pytest.approx(other.value, abs=1e-3)
 
 
 def test_json_is_one_document_on_stdout(

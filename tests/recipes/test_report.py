@@ -16,6 +16,7 @@ import pytest
 
 from lora_trainer.cli.main import main
 from lora_trainer.diffusion import loss as loss_module
+from lora_trainer.evaluation.verdict import WORDS
 from lora_trainer.monitor.trackers import Trackers
 from tests.recipes.recipe import Bench, draw_images, patched, record
 from tests.recipes.test_bad_input import nan_at
@@ -87,7 +88,9 @@ def test_a_finished_run_has_a_report(finished: Bench) -> None:
     assert document["memory"]["peak_gib"] > 0
     for gate in ("dataset", "lora"):
         assert f"{document['scores'][gate]:.2f}" in page.text
-    assert all(f"{part} {value:.2f}" in page.text for part, value in document["lora"]["parts"].items())
+    for name, part in document["lora"]["parts"].items():
+        measured = f"{part['value']:.2f}" if part["measured"] else "– not measured"
+        assert f"{WORDS[name].title} {measured}" in page.text
     assert page.charts == {"loss", "loss-log", "val-loss", "lr", "norm", "speed", "memory"}
     assert len(page.of("img")) == 2
     settings = page.text[page.text.index("Settings") :]  # findings name settings too

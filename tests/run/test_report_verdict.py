@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ GOOD = {
 OPEN = GOOD | {"diverse": Estimate(0.5, 0.4, 0.6)}
 
 
-def page_of(folder: Path, status: str, parts: dict[str, Estimate | None]) -> str:
+def page_of(folder: Path, status: str, parts: Mapping[str, Estimate | None]) -> str:
     """The text of the page of a run that ended so, without its tags, and the page itself after it."""
     found = {
         name: VerdictPart(name, measure, "" if measure else "no images of the dataset")
