@@ -9,8 +9,8 @@ from statistics import median
 
 from lora_trainer.monitor.progress import duration
 from lora_trainer.report.chart import Chart, ChartLine, Mark, Point, make_chart, short, smoothed
+from lora_trainer.report.ending import released_step
 from lora_trainer.report.read import RunReport, mapping, number
-from lora_trainer.report.verdict import released_step
 
 WAITS = ("waiting for data", "waiting for checkpoints")  # in a comparison; the page of a run has them as targets
 STYLES = "abcdef"  # line styles of a comparison: color and dashes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_trainer.report.ending import released_step
 from lora_trainer.report.read import Image, RunReport
-from lora_trainer.report.verdict import released_step
 
 MOST_PAIRS = 12
 MOST_STRIPS = 8

@@ -18,11 +18,11 @@ from lora_trainer.monitor.progress import duration
 from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.report.chart import short
 from lora_trainer.report.embedded_images import embedded
+from lora_trainer.report.ending import verdict_of
 from lora_trainer.report.figures import WAITS, charts_of, comparison_charts, figures_of, lora_numbers, names_of
 from lora_trainer.report.gallery import gallery_of
 from lora_trainer.report.read import RunReport, mapping, number, read_run, sequence, text, whole
 from lora_trainer.report.targets import targets_of
-from lora_trainer.report.verdict import verdict_of
 
 FILE = "report.html"
 TEMPLATES = Path(__file__).parent / "page"

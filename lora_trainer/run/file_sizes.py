@@ -18,8 +18,8 @@ from lora_trainer.run.reading import caches_texts
 LORA_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
 LORA_FILES = 2
 CACHED_BYTES = 4  # of each number in the cache of texts: fp32
-# Bytes of a cache besides its entries: a shard's header, the index's least size, and an entry in the index.
-SHARD_HEAD, INDEX_LEAST, INDEXED = 400, 12_288, 120
+# Bytes of a cache besides its entries: a shard's header, the index's least size, an entry in it, and its pages.
+SHARD_HEAD, INDEX_LEAST, INDEXED, PAGE = 400, 12_288, 120, 4096
 # Bytes besides the tensors' own: of a step in metrics.jsonl and TensorBoard's file, of a tensor in a file's header, of
 # one in a checkpoint's optimizer state, of a checkpoint's state, and of a LoRA file's header.
 ROW, NAMED, STATE_OF, CHECKPOINT_HEAD, LORA_HEAD = 1000, 250, 100, 20_000, 8_000
@@ -50,13 +50,14 @@ def cache_bytes(
     if not caches_texts(config, family):
         texts = set()
     values = sum(math.prod(shape) for shape in family.text.cond_shapes(architecture.denoiser).values())
+    index = INDEX_LEAST + INDEXED * (len(shown) + len(texts))
     shards = 1 + len({(view.fit.bucket, sample.mask is None) for sample, view in shown.values()})
     return (
         sum(view_bytes(sample, view, facts) for sample, view in shown.values())
         + CACHED_BYTES * values * len(texts)
-        + (ROW_HEAD + INDEXED) * (len(shown) + len(texts))
+        + ROW_HEAD * (len(shown) + len(texts))
         + SHARD_HEAD * shards
-        + INDEX_LEAST
+        + -(-index // PAGE) * PAGE
     )
 
 
