@@ -422,7 +422,14 @@ def _drift_findings(drifted: float) -> list[Finding]:
     message = (
         f"Predictions of unrelated prompts change by {drifted:.0%} of their size (usual: up to {DRIFT_NOTED:.0%})."
     )
-    return [Finding("drift", "note", message, "Train with data.num_class_images=32, or fewer steps, or at a lower learning rate or rank.")]
+    return [
+        Finding(
+            "drift",
+            "note",
+            message,
+            "Train with data.num_class_images=32, or fewer steps, or at a lower learning rate or rank.",
+        )
+    ]
 
 
 def _named(found: Health) -> str:

@@ -16,7 +16,7 @@ from lora_trainer.data.views import BucketPlan, plan_plain
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.run.bases.find import describe_model, is_builtin
 from lora_trainer.run.counting import JUDGED, counting
-from lora_trainer.run.inputs import Inputs, data_in_use, read_inputs, read_model, trained_framings
+from lora_trainer.run.inputs import data_in_use, read_inputs, read_model, trained_framings
 from lora_trainer.run.reading import RunFolder, read_as_trained, run_beside
 
 Say = Callable[[str], None]
