@@ -291,7 +291,7 @@ COMMANDS = {
         "train the built-in example, in minutes, without a GPU",
         _add_train_arguments,
         _demo,
-        "example:\n  lora-trainer demo\n\nWithout --preset it uses the preset 12gb. It fails if the LoRA is refused or not decided.\n",
+        "example:\n  lora-trainer demo\n\nIt uses the preset 12gb, and fails if the LoRA is refused or not decided.\n",
     ),
     "check": Command(
         "score a dataset and list the problems of its files",

@@ -36,7 +36,7 @@ def test_uninterrupted_resumed_and_split_runs_give_the_same_lora(own: Bench, cap
     capsys.readouterr()
     assert place.run("fresh", cache__latents="false", **SETTINGS) == 0
     printed = capsys.readouterr().out
-    assert "latent cache: 1 image, encoding 1 (1 new)" in printed, "the validation image alone is cached"
+    assert "latent cache: 10 images, encoding 10 (10 new)" in printed, "the images that the LoRA is compared with"
     assert "the VAE stays loaded" in printed
     assert threading.active_count() == before, "no thread is left behind"
 
