@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from lora_trainer.data.sample import Sample
 
 USUAL_SHARE = 0.1
+LEAST_VALIDATION_IMAGES = 12  # by default, where any are kept: fewer have too wide an interval to decide by
 FEWEST_IMAGES = 40  # below this none is kept unless asked for: a small set needs each of its images
 MOST_COMPARED = 64  # images that a LoRA's samples are compared with
 MOST_VALIDATION_IMAGES = 16  # more would cost time at every validation and tell little
@@ -16,7 +17,9 @@ MOST_VALIDATION_IMAGES = 16  # more would cost time at every validation and tell
 def split_validation(
     samples: Sequence[Sample], share: float | None, seed: int = 0, kin: Mapping[str, str] | None = None
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
-    """(train, validation), each in the order given. Without a `share`, 10 % of sets of `FEWEST_IMAGES` or more.
+    """(train, validation), each in the order given.
+
+    Without a `share`, 10 % of sets of `FEWEST_IMAGES` or more, but at least `LEAST_VALIDATION_IMAGES`.
 
     Chosen by a hash of the content and the seed: the split of a dataset does not depend on names or
     order, a new image moves at most as many as the count changes and one more, and
@@ -31,11 +34,12 @@ def split_validation(
             groups.setdefault(leaders.get(sample.content, sample.content), set()).add(sample.content)
     kept = {leaders.get(sample.content, sample.content) for sample in samples if sample.regularization}
     contents = sum(map(len, groups.values()))
+    least = 1
     if share is None:
-        share = USUAL_SHARE if contents >= FEWEST_IMAGES else 0.0
+        share, least = (USUAL_SHARE, LEAST_VALIDATION_IMAGES) if contents >= FEWEST_IMAGES else (0.0, 0)
     if contents < 2 or share <= 0.0:
         return tuple(samples), ()
-    left = min(MOST_VALIDATION_IMAGES, max(1, round(share * contents)))
+    left = min(MOST_VALIDATION_IMAGES, max(least, round(share * contents)))
     chosen: set[str] = set()
     apart = [group for leader, group in groups.items() if leader not in kept]
     for group in sorted(apart, key=lambda group: _rank(min(group), seed)):

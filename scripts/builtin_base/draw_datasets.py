@@ -3,7 +3,7 @@
     python scripts/builtin_base/draw_datasets.py
 
 `zobo`, a small robot, is the built-in example; `fungo`, a spotted mushroom with a face,
-is kept for tests. Each has 24 pictures of four aspect ratios with their captions.
+is kept for tests; `pingo`, a penguin, is for the study of the verdict. Each has 24 pictures of four aspect ratios with their captions.
 The subjects keep their own colours; place, size, tilt and background differ.
 """
 
@@ -44,6 +44,9 @@ CAP: Colour = (206, 46, 58)
 CREAM: Colour = (250, 238, 212)
 STEM: Colour = (238, 216, 178)
 BLUSH: Colour = (240, 150, 132)
+BEAK: Colour = (246, 150, 40)
+COAT: Colour = (58, 74, 118)
+SCARF: Colour = (206, 60, 88)
 
 
 class Canvas:
@@ -112,9 +115,25 @@ def draw_fungo(canvas: Canvas) -> None:
     canvas.smile(0.0, 0.45, 0.1, 0.09, 0.045, INK)
 
 
-SUBJECTS: dict[str, Callable[[Canvas], None]] = {"zobo": draw_zobo, "fungo": draw_fungo}
+def draw_pingo(canvas: Canvas) -> None:
+    """A penguin: a dark blue coat, a cream belly, an orange beak and feet, a red scarf."""
+    for side in (-1, 1):
+        canvas.ellipse(side * 0.26, 0.92, 0.2, 0.09, BEAK)
+        canvas.line([(side * 0.52, 0.0), (side * 0.7, 0.42)], 0.2, COAT)
+    canvas.ellipse(0.0, 0.28, 0.58, 0.66, COAT)
+    canvas.ellipse(0.0, 0.38, 0.4, 0.5, CREAM)
+    canvas.ellipse(0.0, -0.48, 0.46, 0.44, COAT)
+    for side in (-1, 1):
+        canvas.ellipse(side * 0.17, -0.46, 0.19, 0.22, CREAM)
+        canvas.ellipse(side * 0.15, -0.48, 0.07, 0.09, INK)
+    canvas.ellipse(0.0, -0.3, 0.15, 0.09, BEAK)
+    canvas.box(0.0, -0.08, 0.44, 0.09, 0.08, SCARF)
+    canvas.box(0.26, 0.12, 0.1, 0.22, 0.06, SCARF)
+
+
+SUBJECTS: dict[str, Callable[[Canvas], None]] = {"zobo": draw_zobo, "fungo": draw_fungo, "pingo": draw_pingo}
 # Backgrounds that would swallow part of the subject are left out.
-UNFIT = {"zobo": ("yellow", "black"), "fungo": ("red", "black")}
+UNFIT = {"zobo": ("yellow", "black"), "fungo": ("red", "black"), "pingo": ("orange", "white", "black")}
 
 
 def place(subject: Image.Image, width: int, height: int, background: Colour, rng: random.Random) -> Image.Image:

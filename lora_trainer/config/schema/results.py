@@ -55,7 +55,7 @@ class ValidationSection(Section):
     split: Annotated[float, Field(ge=0.0, le=0.5)] | None = setting(
         None,
         "fixed",
-        "share of images kept for validation, 0 for none; empty means 0.1 of 40 images or more, none of fewer",
+        "share of images kept for validation, 0 for none; empty means 12 to 16 images of 40 or more (0.1), none of fewer",
     )
     split_seed: CountOrZero = setting(0, "fixed", "another number keeps other images")
 
