@@ -49,8 +49,8 @@ def test_usual_sizes() -> None:
 
 
 def test_small_sets_keep_their_images_unless_asked() -> None:
-    sizes = {n: len(split_validation(samples_of([str(k) for k in range(n)]), None)[1]) for n in (8, 39, 40, 1000)}
-    assert sizes == {8: 0, 39: 0, 40: 4, 1000: 16}
+    sizes = {n: len(split_validation(samples_of([str(k) for k in range(n)]), None)[1]) for n in (8, 39, 40, 140, 1000)}
+    assert sizes == {8: 0, 39: 0, 40: 12, 140: 14, 1000: 16}
 
 
 def test_another_seed_chooses_other_images_and_never_regularization() -> None:
