@@ -5,7 +5,7 @@
     python scripts/verdict_study.py table OUT
 
 Each arm of scripts/verdict_study.toml is trained by the real command, or made from another arm's file, and validated by the
-real command. What is finished is kept in OUT: the next call goes on from there, and a training that the budget's
+real command. What is finished is kept in OUT: the next call continues there, and a training that the budget's
 end stops continues from its checkpoint. The thresholds are set on zobo and fungo; pingo and the style zebro were drawn to test them.
 
 The reference looks at pixels alone: the share of the subject's drawing that images of its prompts show (`reference.py`), none where
