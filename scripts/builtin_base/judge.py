@@ -4,7 +4,8 @@
 
 The judge looks at pixels only and is itself judged first: on drawn pictures, on drawn
 pictures that went through the autoencoder, and on captions that belong to others.
-Then the base draws 64 prompts that were fixed before it was trained, seeds 0 to 63.
+Then the base draws 64 prompts that were fixed before it was trained, seeds 0 to 63. A base of
+another shape (`train_shape.py`) is judged in the same way; it has no card.
 """
 
 from __future__ import annotations
@@ -168,11 +169,11 @@ def sample(
     lora: Path | None = None,
     steps_and_guidance: tuple[int, float] = (STEPS, GUIDANCE),
 ) -> list[Image.Image]:
-    """Images for the prompts, seeds counting up, by DDIM in fp32; `lora` is a file in diffusers' format."""
+    """Images for the prompts, seeds counting up, by the base's own scheduler in fp32; `lora` is a file in diffusers' format."""
     import torch
-    from diffusers import StableDiffusionPipeline
+    from diffusers import DiffusionPipeline
 
-    pipeline = StableDiffusionPipeline.from_pretrained(base, dtype=torch.float32, local_files_only=True)
+    pipeline: Any = DiffusionPipeline.from_pretrained(base, dtype=torch.float32, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     if lora is not None:
         pipeline.load_lora_weights(lora.parent, weight_name=lora.name)
@@ -266,7 +267,7 @@ def main() -> None:
         print(f"{'the autoencoder on 128 unseen pictures':48s} {decibels:.2f} dB PSNR", flush=True)
     figures = judge_the_judge(args.drawn, vae)
     show(figures)
-    if not (args.base / "unet").is_dir():
+    if not (args.base / "model_index.json").is_file():
         print(f"no base in {args.base}: nothing was sampled")
         return
     sampled = judge_base(args.base, args.prompts, args.sheet)

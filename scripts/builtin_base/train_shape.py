@@ -1,0 +1,206 @@
+"""Train a further miniature base from nothing: one of SDXL's shape, or one of flow matching (SD3.5's shape).
+
+    python scripts/builtin_base/train_shape.py sdxl OUT
+    python scripts/builtin_base/train_shape.py flow OUT
+    python scripts/builtin_base/judge.py --base OUT --sheet OUT.png
+
+They are not part of the package: what is measured on the built-in base can be repeated on them. The autoencoder and the
+tokenizer are the built-in base's; the denoiser and two text encoders are trained together on images drawn by
+`drawing.py`, about 40 minutes of one core with bf16 units each. Progress is kept in WORK: a second call resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import random
+import sys
+import time
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL
+from PIL import Image
+from torch import Tensor
+from transformers import CLIPTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from builtin_base.drawing import TEMPLATES, Scene, draw, random_scene
+from builtin_base.shapes import SHAPES, TOKENS, Attention, Batch
+from builtin_base.train import EMA_DECAY, EMPTY_CAPTIONS, SIZES, as_tensor, cosine_rate
+from lora_trainer.builtin import BASE_FOLDER
+
+PEAK_RATE = 1e-3
+WARMUP = 100  # steps
+SAVE_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Drawn images of one size: posterior means and spreads [N, 8, h, w], SDXL's sizes [N, 6], and the scenes."""
+
+    moments: Tensor
+    sizes: Tensor
+    scenes: list[Scene]
+
+
+def view(scene: Scene, width: int, height: int, rng: random.Random) -> tuple[Image.Image, list[int]]:
+    """An image of width x height and its six sizes, so that these mean something.
+
+    A quarter are cropped out of a larger drawing, and originals smaller than the image are drawn small and enlarged.
+    """
+    margin = (rng.randint(0, 24), rng.randint(0, 24)) if rng.random() < 0.25 else (0, 0)
+    left, top = rng.randint(0, margin[0]), rng.randint(0, margin[1])
+    whole = width + margin[0], height + margin[1]
+    scale = math.exp(rng.uniform(math.log(0.5), math.log(3.0))) if rng.random() < 0.6 else 1.0
+    original = tuple(round(side * scale) for side in whole)
+    image = draw(scene, *(min(pair) for pair in zip(original, whole, strict=True)))
+    image = image.resize(whole, Image.Resampling.BICUBIC).crop((left, top, left + width, top + height))
+    return image, [original[1], original[0], top, left, height, width]
+
+
+@torch.no_grad()
+def encode_views(vae: AutoencoderKL, count: int, seed: int) -> dict[tuple[int, int], Pictures]:
+    """`count` views of random scenes as latents, by size."""
+    rng = random.Random(seed)
+    found = {}
+    for size in dict.fromkeys(SIZES):
+        scenes = [random_scene(rng) for _ in range(count * SIZES.count(size) // len(SIZES))]
+        moments, sizes = [], []
+        for start in range(0, len(scenes), 32):
+            views = [view(scene, *size, rng) for scene in scenes[start : start + 32]]
+            with torch.autocast("cpu", torch.bfloat16):
+                posterior = vae.encode(as_tensor([image for image, _ in views])).latent_dist
+            moments.append(torch.cat([posterior.mean, posterior.std], dim=1).half())
+            sizes += [numbers for _, numbers in views]
+        found[size] = Pictures(torch.cat(moments), torch.tensor(sizes, dtype=torch.float32), scenes)
+    return found
+
+
+def load_views(file: Path, vae: AutoencoderKL, count: int, seed: int) -> dict[tuple[int, int], Pictures]:
+    """The same, kept in a file for the next call."""
+    if not file.exists():
+        encoded = encode_views(vae, count, seed)
+        torch.save({size: (p.moments, p.sizes, [astuple(s) for s in p.scenes]) for size, p in encoded.items()}, file)
+    stored = torch.load(file, weights_only=True)
+    return {
+        size: Pictures(moments, sizes, [Scene(*s) for s in scenes]) for size, (moments, sizes, scenes) in stored.items()
+    }
+
+
+class Source:
+    """Batches as a function of the step, so that a resumed run reads the same."""
+
+    def __init__(self, pictures: dict, scale: float, tokenizer: CLIPTokenizer, batch: int, seed: int) -> None:
+        self.pictures, self.scale, self.size, self.seed = pictures, scale, batch, seed
+        captions = {"", *(s.caption(t) for each in self.pictures.values() for s in each.scenes for t in TEMPLATES)}
+        padded = {"padding": "max_length", "max_length": TOKENS, "truncation": True}
+        self.tokens = {caption: tokenizer(caption, **padded).input_ids for caption in captions}
+
+    def batch(self, step: int) -> Batch:
+        rng, generator = random.Random(f"{self.seed} {step}"), torch.Generator().manual_seed(self.seed + step)
+        pictures = self.pictures[rng.choice(SIZES)]
+        chosen = [rng.randrange(len(pictures.scenes)) for _ in range(self.size)]
+        captions = [
+            "" if rng.random() < EMPTY_CAPTIONS else pictures.scenes[i].caption(rng.choice(TEMPLATES)) for i in chosen
+        ]
+        mean, spread = pictures.moments[chosen].float().chunk(2, dim=1)
+        return Batch(
+            latents=(mean + spread * torch.randn(mean.shape, generator=generator)) * self.scale,
+            ids=torch.tensor([self.tokens[caption] for caption in captions]),
+            sizes=pictures.sizes[chosen],
+            noise=torch.randn(mean.shape, generator=generator),
+            draws=torch.randn(self.size, generator=generator),
+        )
+
+
+class Training:
+    """The parts, their average and the optimizer, with the steps and seconds taken so far."""
+
+    def __init__(self, shape: str, tokenizer: CLIPTokenizer, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.losses = SHAPES[shape].losses
+        self.parts = SHAPES[shape].make(tokenizer).train()
+        self.average = copy.deepcopy(self.parts).requires_grad_(False)
+        self.optimizer = torch.optim.AdamW(self.parts.parameters(), lr=PEAK_RATE, weight_decay=0.01, fused=True)
+        self.step, self.seconds, self.running = 0, 0.0, 1.0
+
+    def train_step(self, batch: Batch, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = PEAK_RATE * rate
+        with torch.autocast("cpu", torch.bfloat16), Attention():
+            loss = self.losses(self.parts, batch).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parts.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        decay = min(EMA_DECAY, (self.step + 1) / (self.step + 10))
+        torch._foreach_lerp_(list(self.average.parameters()), list(self.parts.parameters()), 1.0 - decay)
+        self.running = 0.98 * self.running + 0.02 * loss.item() if self.step else loss.item()
+        self.step += 1
+
+    def save(self, file: Path) -> None:
+        modules = {name: getattr(self, name).state_dict() for name in ("parts", "average", "optimizer")}
+        numbers = {"step": self.step, "seconds": self.seconds, "running": self.running}
+        torch.save({**modules, **numbers}, file.with_suffix(".new"))
+        file.with_suffix(".new").replace(file)
+
+    def load(self, file: Path) -> None:
+        state = torch.load(file, weights_only=True)
+        for name in ("parts", "average", "optimizer"):
+            getattr(self, name).load_state_dict(state[name])
+        self.step, self.seconds, self.running = state["step"], state["seconds"], state["running"]
+
+
+def train(training: Training, source: Source, steps: int, budget: float, file: Path) -> None:
+    """Train until `steps` steps or `budget` seconds of CPU time, whichever comes first: the learning rate's cosine ends there."""
+    before, started, saved = training.seconds, time.process_time(), time.monotonic()
+    while training.step < steps and training.seconds < budget:
+        done = max(training.step, round(steps * training.seconds / budget))
+        warmup = min(1.0, (training.step + 1) / WARMUP)
+        training.train_step(source.batch(training.step), warmup * cosine_rate(done, steps, warmup=0))
+        training.seconds = before + time.process_time() - started
+        if training.step % 50 == 0:
+            print(f"step {training.step}/{steps}  loss={training.running:.4f}  {training.seconds:.0f} s", flush=True)
+        if time.monotonic() - saved > SAVE_SECONDS:
+            training.save(file)
+            saved = time.monotonic()
+    training.save(file)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument("out", type=Path, help="write the finished base here")
+    parser.add_argument(
+        "--work", type=Path, help="folder of drawn images and checkpoints; base-work beside OUT where it is not set"
+    )
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument(
+        "--budget-minutes", type=float, default=90.0, help="of CPU time over all calls, after which it ends"
+    )
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--pictures", type=int, default=4_000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    work = args.work or args.out.with_name("base-work")
+    work.mkdir(parents=True, exist_ok=True)
+    tokenizer = CLIPTokenizer.from_pretrained(BASE_FOLDER / "tokenizer", model_max_length=TOKENS, local_files_only=True)
+    vae = AutoencoderKL.from_pretrained(BASE_FOLDER / "vae", torch_dtype=torch.float32, local_files_only=True).eval()
+    training = Training(args.shape, tokenizer, args.seed)
+    checkpoint = work / f"{args.shape}.pt"
+    if checkpoint.exists():
+        training.load(checkpoint)
+    pictures = load_views(work / f"pictures-{args.pictures}-{args.seed}.pt", vae, args.pictures, args.seed)
+    source = Source(pictures, vae.config.scaling_factor, tokenizer, args.batch, args.seed)
+    print(f"{args.shape}: {sum(p.numel() for p in training.parts.parameters()) / 1e6:.2f} M parameters", flush=True)
+    train(training, source, args.steps, 60.0 * args.budget_minutes, checkpoint)
+    SHAPES[args.shape].assemble(training.average, vae.half(), tokenizer).save_pretrained(args.out)
+    print(f"{args.out}: {training.step} steps in {training.seconds / 60:.1f} minutes", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Bases of other shapes, untrained: the project recognizes them and trains on them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CLIPTokenizer
+
+from builtin_base.shapes import SHAPES, T5_TOKENS, TOKENS, encode, flow_prediction
+from builtin_base.train_shape import main as train_shape
+from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
+from lora_trainer.cli.main import main
+
+FAMILIES = {"sdxl": "sdxl", "flow": "sd3"}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_base_is_made_resumed_and_trained_on(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = [shape, str(tmp_path / "base"), "--pictures", "5", "--batch", "2"]
+    for steps in ("1", "2", "2"):
+        train_shape([*quick, "--steps", steps])
+    assert "base: 2 steps" in capsys.readouterr().out
+    data = ["--model", str(tmp_path / "base"), "--data", str(DATA_FOLDER), "--output", str(tmp_path), "--name", "lora"]
+    settings = ("gates.lora_check=off", "sample.every_n_steps=0", "sample.count=1", "sample.num_inference_steps=1")
+    assert main(["train", *data, "--max-steps", "1", *(part for each in settings for part in ("--set", each))]) == 0
+    assert (tmp_path / "lora" / "lora.safetensors").is_file()
+    assert json.loads((tmp_path / "lora" / "run.json").read_text())["model"]["family"] == FAMILIES[shape]
+
+
+def test_one_zero_that_counts_many_times_is_as_many_zeros() -> None:
+    torch.manual_seed(0)
+    tokenizer = CLIPTokenizer.from_pretrained(BASE_FOLDER / "tokenizer", model_max_length=TOKENS, local_files_only=True)
+    parts = SHAPES["flow"].make(tokenizer).double().eval()
+    for parameter in parts.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    ids = torch.tensor(tokenizer(["red ring, blue background"], padding="max_length").input_ids)
+    noisy, timestep = torch.randn(1, 4, 16, 16).double(), torch.tensor([300.0]).double()
+    with torch.no_grad():
+        outputs = [encode(parts[name], ids) for name in ("text_encoder", "text_encoder_2")]
+        context = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)
+        context = torch.cat([context, context.new_zeros(1, T5_TOKENS, context.shape[-1])], dim=1)
+        pooled = torch.cat([output.text_embeds for output in outputs], dim=-1)
+        whole = parts["transformer"](noisy, context, pooled, timestep).sample
+        torch.testing.assert_close(flow_prediction(parts, noisy, ids, timestep), whole)
