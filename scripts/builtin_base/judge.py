@@ -11,6 +11,7 @@ another shape (`train_shape.py`) is judged in the same way; it has no card.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from dataclasses import dataclass
@@ -173,7 +174,9 @@ def sample(
     import torch
     from diffusers import DiffusionPipeline
 
-    pipeline: Any = DiffusionPipeline.from_pretrained(base, dtype=torch.float32, local_files_only=True)
+    index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
+    absent = {name: None for name, kind in index.items() if kind == [None, None]}  # SD3's third text encoder
+    pipeline: Any = DiffusionPipeline.from_pretrained(base, dtype=torch.float32, local_files_only=True, **absent)
     pipeline.set_progress_bar_config(disable=True)
     if lora is not None:
         pipeline.load_lora_weights(lora.parent, weight_name=lora.name)

@@ -36,7 +36,7 @@ from lora_trainer.builtin import BASE_FOLDER
 
 PEAK_RATE = 1e-3
 WARMUP = 100  # steps
-SAVE_SECONDS = 120.0
+SAVE_SECONDS = 60.0  # of CPU time
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Training:
 
 def train(training: Training, source: Source, steps: int, budget: float, file: Path) -> None:
     """Train until `steps` steps or `budget` seconds of CPU time, whichever comes first: the learning rate's cosine ends there."""
-    before, started, saved = training.seconds, time.process_time(), time.monotonic()
+    before, started, saved = training.seconds, time.process_time(), training.seconds
     while training.step < steps and training.seconds < budget:
         done = max(training.step, round(steps * training.seconds / budget))
         warmup = min(1.0, (training.step + 1) / WARMUP)
@@ -166,9 +166,9 @@ def train(training: Training, source: Source, steps: int, budget: float, file: P
         training.seconds = before + time.process_time() - started
         if training.step % 50 == 0:
             print(f"step {training.step}/{steps}  loss={training.running:.4f}  {training.seconds:.0f} s", flush=True)
-        if time.monotonic() - saved > SAVE_SECONDS:
+        if training.seconds - saved > SAVE_SECONDS:
             training.save(file)
-            saved = time.monotonic()
+            saved = training.seconds
     training.save(file)
 
 

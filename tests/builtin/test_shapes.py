@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import CLIPTokenizer
 
+from builtin_base.judge import sample
 from builtin_base.shapes import SHAPES, T5_TOKENS, TOKENS, encode, flow_prediction
 from builtin_base.train_shape import main as train_shape
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
@@ -23,6 +24,7 @@ def test_a_base_is_made_resumed_and_trained_on(shape: str, tmp_path: Path, capsy
     for steps in ("1", "2", "2"):
         train_shape([*quick, "--steps", steps])
     assert "base: 2 steps" in capsys.readouterr().out
+    assert sample(tmp_path / "base", ["red ring, blue background"], steps_and_guidance=(1, 5.0))[0].size == (128, 128)
     data = ["--model", str(tmp_path / "base"), "--data", str(DATA_FOLDER), "--output", str(tmp_path), "--name", "lora"]
     settings = ("gates.lora_check=off", "sample.every_n_steps=0", "sample.count=1", "sample.num_inference_steps=1")
     assert main(["train", *data, "--max-steps", "1", *(part for each in settings for part in ("--set", each))]) == 0
