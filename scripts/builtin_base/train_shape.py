@@ -6,8 +6,7 @@
 
 They are not part of the package: what is measured on the built-in base can be repeated on them. The autoencoder and the
 tokenizer are the built-in base's; the denoiser and two text encoders are trained together on images drawn by
-`drawing.py`, in one thread. Progress is kept in WORK: a second call resumes, and
-with fewer --steps the learning rate falls sooner.
+`drawing.py`. Progress is kept in WORK: a second call resumes, and with fewer --steps the learning rate falls sooner.
 """
 
 from __future__ import annotations
