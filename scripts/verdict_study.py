@@ -48,8 +48,7 @@ OTHER = {"zobo": "fungo", "fungo": "zobo", "pingo": STYLE, STYLE: "pingo"}
 JUDGED = 20  # images of the reference
 STEPS_AND_GUIDANCE = (20, 3.0)
 POISONED = 0.4  # share of images that show something else
-# Reference values, as shares of what real images reach. Between them a LoRA is neither, and is not counted.
-GOOD, BAD = 0.42, 0.28
+GOOD = 0.6  # least reference value of a good LoRA, as a share of what real images reach
 COMMON = (
     "gates.dataset=0",
     "gates.lora_check=off",
@@ -288,6 +287,9 @@ def run_cell(study: Study, cell: Cell, checks: Sequence[str]) -> None:
             words = [Path(__file__), "judge", cell.subject, cell.lora(study.out).parent, "--model", study.base]
             keep("reference", json.loads(run_python(study, *words).splitlines()[-1]))
     except Stopped:
+        return
+    except SystemExit as failed:
+        print(f"{cell.subject} {cell.arm} failed: {failed}", flush=True)
         return
     shown = [(check, found[check]["outcome"], found[check]["score"]) for check in checks]
     print(cell.subject, cell.arm, *shown, "reference", found["reference"], flush=True)
