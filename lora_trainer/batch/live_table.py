@@ -126,7 +126,9 @@ def line(job: QueuedJob) -> str:
         if job.phase != "training" or not job.total:
             return f"{job.name}: {job.phase}"
         return f"{job.name}: training, {25 * (4 * (job.step or 0) // job.total)} % of {job.total} steps"
-    scores = [f"{WORDS[what]} {value:.2f}" for what, value in job.scores.items() if value is not None]
+    outcomes = {"lora": f" {job.outcome}" if job.outcome else ""}
+    known = [(what, value) for what, value in job.scores.items() if value is not None]
+    scores = [f"{WORDS[what]}{outcomes.get(what, '')} {value:.2f}" for what, value in known]
     parts = [f"{job.name}: {job.status}", *scores, *([duration(spent(job))] if spent(job) else [])]
     return ", ".join(parts) + (f": {short(job.reason)}" if job.reason else "")
 

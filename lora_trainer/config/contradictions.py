@@ -266,6 +266,10 @@ def control(settings: Settings) -> list[Yields]:
                 "Remove safeguards.reduce_lr_on_plateau, or set another optimizer.name.",
             )
         )
+    if settings["safeguards.early_stopping_metric"] == "agreement" and not settings["validation.agreement"]:
+        reason = "it is not measured with validation.agreement=false"
+        fix = "Set validation.agreement=true, or safeguards.early_stopping_metric=loss."
+        found.append(Yields("safeguards.early_stopping_metric", "loss", reason, fix))
     if settings["safeguards.early_stopping"] and settings["checkpoint.export_weights"] == "last":
         reason = "safeguards.early_stopping trains past the best weights and exports the best ones"
         fix = "Set checkpoint.export_weights=best, or remove safeguards.early_stopping."

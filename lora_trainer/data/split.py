@@ -11,6 +11,7 @@ USUAL_SHARE = 0.1
 LEAST_VALIDATION_IMAGES = 12  # by default, where any are kept: fewer have too wide an interval to decide by
 FEWEST_IMAGES = 40  # below this none is kept unless asked for: a small set needs each of its images
 MOST_COMPARED = 64  # images that a LoRA's samples are compared with
+FEWEST_COMPARED = 4  # validation images whose captions are compared while training
 MOST_VALIDATION_IMAGES = 16  # more would cost time at every validation and tell little
 
 

@@ -175,27 +175,15 @@ def concordance(apart: Values, alike: Values) -> Values:
     return found
 
 
-def caption_following(
-    real: Features, lora: Features, captions: Sequence[str], prompts: Sequence[int]
-) -> Estimate | None:
-    """How well samples follow their captions, as a share of how well real images do; 0 is chance.
-
-    A sample follows its caption where it is nearer to real images with a similar caption than to others
-    (`concordance`). `prompts` are the places of the samples' captions. None where real images themselves are not nearer to
-    those with similar captions: then captions say nothing that the features show.
-    """
-    alike = agreement(captions)
-    own = block_means(real, lambda name: concordance(without_self(distances(real[name], real[name])), alike))
-    followed = block_means(real, lambda name: concordance(distances(lora[name], real[name]), alike[list(prompts)]))
-    return share_above_chance(followed, own)
-
-
 def obedience(
     base: Features, other_seeds: Features, lora: Features, captions: Sequence[str], prompts: Sequence[int]
 ) -> Estimate | None:
     """How well samples follow what the base model knows of their captions, as a share of how well its own samples do.
 
-    As `caption_following`, among the base's samples of the same captions with `other_seeds` in place of real images.
+    A sample follows its caption where it is nearer to the base's samples of similar captions, with `other_seeds`, than to
+    those of others (`concordance`); 0 is chance. None where the base's own samples do not: captions then say nothing that
+    the features show. Real images in their place would say nothing where captions are of other images: there the images
+    themselves are no nearer to those with similar captions.
     """
     alike = agreement(captions)[np.ix_(list(prompts), list(prompts))]
     own = block_means(base, lambda name: concordance(distances(base[name], other_seeds[name]), alike))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -60,6 +61,7 @@ from lora_trainer.evaluation.loading import (
 from lora_trainer.evaluation.lora_report import Cost, LoraReport
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.texts import EncodedTexts, encode_with, reads_again
+from lora_trainer.evaluation.tracking import gain_by_noise
 from lora_trainer.evaluation.validation_loss import (
     MICRO,
     Improvement,
@@ -166,11 +168,12 @@ def measure_lora(
         float(number) for number in (facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution)
     ]
     is_guided = family.pipeline.sampling_defaults(base).negative
-    total = count_passes(effort, images, len(prompts), rows_at_once((side, side)), guided=is_guided)
+    shape = (facts.latent_channels, side, side)
+    total = count_passes(effort, images, len(prompts), shape, guided=is_guided)
     predict = partial(in_parts, watched(partial(family.denoiser.predict, denoiser), total, compute.progress))
     studio = Studio(
         Sampler(predict, process, effort.steps, GUIDANCE, {} if is_guided else None),
-        (facts.latent_channels, side, side),
+        shape,
         torch.tensor(pixels),
         family.denoiser.features(denoiser),
         partial(without_lora, pipeline),
@@ -181,7 +184,8 @@ def measure_lora(
     )
     drifted = _measure_drift(studio)
     compute.say(f"validation loss with and without the LoRA: {counted(len(images.unseen), 'image')}")
-    learned = measure_learning(studio, len(images.trained)) if images.unseen else None
+    losses = measure_learning(studio, len(images.trained)) if images.unseen else None
+    learned = None if losses is None else improvement(*losses)
     health = examine(weights.modules, norms)
     if broken := not_alive(drifted, learned):
         return does_not_work([broken], {"drift": drifted, "health": asdict(health)}, gate.minimum)
@@ -191,7 +195,7 @@ def measure_lora(
     numbers = {
         "drift": drifted,
         "health": asdict(health),
-        "learning": None if learned is None else asdict(learned),
+        "learning": None if learned is None or losses is None else asdict(learned) | in_bands(*losses),
         "images": {"trained": len(images.trained), "unseen": len(images.unseen)},
     }
     del pipeline, denoiser, modules, predict, studio
@@ -214,15 +218,11 @@ def measure_samples(studio: Studio, effort: Effort, minimum: float, compute: Com
         return {name: VerdictPart(name, None, reason) for name in BY_SAMPLES} | {"keeps_base": kept}
     real = studio.describe([(image.latents, image.sizes) for image in images])
     captions = [plain_caption(image.caption) for image in images]
-    # Prompts in an order in which neighbors in the dataset are far apart, so that few samples meet many kinds.
-    stride = next(
-        step for step in range(max(1, round(0.38 * len(images))), 2 * len(images)) if gcd(step, len(images)) == 1
-    )
     sides: Sides | None = None
     parts: dict[str, VerdictPart] = {}
     for start in range(0, effort.most, effort.round):
         seeds = range(start, start + effort.round)
-        more = studio.compare([seed * stride % len(images) for seed in seeds], seeds, images)
+        more = studio.compare(places_of(seeds, len(images)), seeds, images)
         sides = more if sides is None else sides.with_more(more)
         parts = sample_parts(real, sides, captions)
         if not any(part.outcome(minimum) == "unresolved" for part in parts.values()):
@@ -232,6 +232,15 @@ def measure_samples(studio: Studio, effort: Effort, minimum: float, compute: Com
                 f"not decided after {counted(len(sides.prompts), 'sample')}: {counted(effort.round, 'more prompt')}"
             )
     return parts | {"keeps_base": kept}
+
+
+def places_of(seeds: Sequence[int], images: int) -> list[int]:
+    """The image whose caption is each seed's prompt.
+
+    In an order in which neighbors in the dataset are far apart, so that few samples meet many kinds.
+    """
+    stride = next(step for step in range(max(1, round(0.38 * images)), 2 * images) if gcd(step, images) == 1)
+    return [seed * stride % images for seed in seeds]
 
 
 def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[str, VerdictPart]:
@@ -254,8 +263,8 @@ def plain_caption(caption: Caption) -> str:
     return caption if isinstance(caption, str) else " ".join(text for text, _ in caption)
 
 
-def measure_learning(studio: Studio, first: int) -> Improvement:
-    """The loss with and without the LoRA on the samples from place `first` on, which were not trained on."""
+def measure_learning(studio: Studio, first: int) -> tuple[Tensor, Tensor]:
+    """Losses [N, T] without and with the LoRA on the samples from place `first` on, which were not trained on."""
     losses = partial(
         validation_losses,
         studio.sampler.predict,
@@ -266,7 +275,12 @@ def measure_learning(studio: Studio, first: int) -> Improvement:
     )
     with studio.without():
         before = losses(studio.original.samples[first:])
-    return improvement(before, losses(studio.changed.samples[first:]))
+    return before, losses(studio.changed.samples[first:])
+
+
+def in_bands(base: Tensor, lora: Tensor) -> dict[str, Any]:
+    """The gain in each band of noise, for the report's numbers."""
+    return {"by_noise": {name: asdict(band) for name, band in gain_by_noise(base, lora).items()}}
 
 
 def learned_part(learned: Improvement | None, images: RealImages) -> VerdictPart:
@@ -354,15 +368,26 @@ def watched(predict: Predict, total: int, watch: Callable[[int, int], None]) -> 
     return predict_watched
 
 
-def count_passes(effort: Effort, images: RealImages, prompts: int, rows: int, *, guided: bool) -> int:
-    """Forward passes of the gate, of `rows` each, where the first round decides and all images have one shape."""
-    of_images = effort.round if len(images.every) >= FEWEST_REAL else 0
-    both = (prompts, of_images)
-    sampled = 3 * (1 + guided) * effort.steps * sum(in_batches(count, min(rows, AT_ONCE)) for count in both)
-    described = 3 * sum(both) + (len(images.every) if of_images else 0)
-    of_drift = 2 * VISITS * in_batches(prompts, rows)
-    losses = 2 * len(images.unseen) * in_batches(TIMESTEPS, min(rows, MICRO))
+def count_passes(effort: Effort, images: RealImages, prompts: int, own_shape: tuple[int, ...], *, guided: bool) -> int:
+    """Forward passes of the gate where the first round decides; `own_shape` [C, h, w] is that of unrelated prompts.
+
+    Samples of one shape are in one batch.
+    """
+    every = images.every
+    chosen = places_of(range(effort.round), len(every)) if len(every) >= FEWEST_REAL else []
+    shapes = Counter(tuple(every[place].latents.shape) for place in chosen)
+    batches = sum(sample_batches(count, shape) for shape, count in (*shapes.items(), (own_shape, prompts)))
+    sampled = 3 * (1 + guided) * effort.steps * batches
+    described = 3 * (len(chosen) + prompts) + (len(every) if chosen else 0)
+    of_drift = 2 * VISITS * in_batches(prompts, rows_at_once(own_shape[1:]))
+    losses = 2 * sum(in_batches(TIMESTEPS, min(rows_at_once(each.latents.shape[1:]), MICRO)) for each in images.unseen)
     return sampled + described + of_drift + losses
+
+
+def sample_batches(count: int, shape: tuple[int, ...]) -> int:
+    """Forward passes of one step of `count` samples of one shape [C, h, w]."""
+    rows = rows_at_once(shape[1:])
+    return sum(in_batches(min(AT_ONCE, count - start), rows) for start in range(0, count, AT_ONCE))
 
 
 def in_batches(count: int, rows: int) -> int:

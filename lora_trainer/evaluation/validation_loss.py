@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -45,21 +45,24 @@ class ValidationLoss:
     """Means over samples and timesteps: of the plain squared errors, and as the training loss weights timesteps.
 
     Plain ones compare runs of any `loss.weighting`. By the others a run chooses its best weights: of the plain mean most
-    comes from the timesteps with little noise, which a weighting may count least.
+    comes from the timesteps with little noise, which a weighting may count least. `losses` [N, T] are those that they are
+    means of, and `margins` those of `evaluation/tracking.py`, where captions are compared.
     """
 
     plain: float
     weighted: float
+    losses: Tensor | None = field(default=None, compare=False)
+    margins: Tensor | None = field(default=None, compare=False)
 
 
 def mean_losses(losses: Tensor, process: Process, weight: Weight | None) -> ValidationLoss:
     """The means of `validation_losses` [N, T]; `weight` is the training loss's, None where all timesteps count alike."""
     plain = float(losses.mean())
     if weight is None:
-        return ValidationLoss(plain, plain)
+        return ValidationLoss(plain, plain, losses)
     points = torch.tensor(stratified_timesteps(losses.shape[1], process.timesteps), dtype=torch.long)
     weights = weight(points.to(process.alphas_cumprod.device)).cpu()
-    return ValidationLoss(plain, float((losses * weights).mean() / weights.mean()))
+    return ValidationLoss(plain, float((losses * weights).mean() / weights.mean()), losses)
 
 
 @torch.no_grad()
@@ -77,25 +80,41 @@ def validation_losses(
     The noise depends on (seed, sample, timestep's index) only, so two models, or one model at
     two steps of its training, are compared on the same inputs.
     """
-    device, dtype, micro = compute.device, compute.dtype, compute.at_once or MICRO
-    points = stratified_timesteps(timesteps, process.timesteps)
+    points = list(enumerate(stratified_timesteps(timesteps, process.timesteps)))
     losses = torch.zeros(len(samples), timesteps)
     for row, sample in enumerate(samples):
-        for start in range(0, timesteps, micro):
-            t = torch.tensor(points[start : start + micro], dtype=torch.long, device=device)
-            count = len(t)
-            noise = torch.stack(
-                [
-                    position_noise(tuple(sample.latents.shape), seed, "validation", sample.id, start + i)
-                    for i in range(count)
-                ]
-            ).to(device)
-            latents = sample.latents.float().to(device).expand_as(noise)
-            cond = {name: value.to(device, dtype).expand(count, *value.shape) for name, value in sample.cond.items()}
-            sizes = sample.sizes.to(device).expand(count, -1)
-            noisy = process.add_noise(latents, noise, t)
-            error = predict(noisy.to(dtype), t, cond, sizes).float() - process.target(latents, noise, t)
-            losses[row, start : start + count] = error.square().flatten(1).mean(1).cpu()
+        losses[row] = losses_at(predict, sample, process, points, seed=seed, compute=compute)
+    return losses
+
+
+@torch.no_grad()
+def losses_at(
+    predict: Predict,
+    sample: EncodedSample,
+    process: Process,
+    points: Sequence[tuple[int, int]],
+    *,
+    seed: int,
+    compute: Compute = ON_CPU,
+) -> Tensor:
+    """Plain mean squared errors of one sample [P] in fp32 on the CPU at P points: indices of timesteps, and timesteps.
+
+    The noise depends on (seed, sample, index) only.
+    """
+    device, dtype, micro = compute.device, compute.dtype, compute.at_once or MICRO
+    losses = torch.zeros(len(points))
+    for start in range(0, len(points), micro):
+        some = points[start : start + micro]
+        t = torch.tensor([each for _, each in some], dtype=torch.long, device=device)
+        shape, count = tuple(sample.latents.shape), len(some)
+        noise = torch.stack([position_noise(shape, seed, "validation", sample.id, index) for index, _ in some])
+        noise = noise.to(device)
+        latents = sample.latents.float().to(device).expand_as(noise)
+        cond = {name: value.to(device, dtype).expand(count, *value.shape) for name, value in sample.cond.items()}
+        sizes = sample.sizes.to(device).expand(count, -1)
+        noisy = process.add_noise(latents, noise, t)
+        error = predict(noisy.to(dtype), t, cond, sizes).float() - process.target(latents, noise, t)
+        losses[start : start + count] = error.square().flatten(1).mean(1).cpu()
     return losses
 
 

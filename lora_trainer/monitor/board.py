@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 GENERATION = "brain.Event:2"
@@ -42,6 +45,17 @@ class Board:
             if name != "step" and isinstance(value, int | float)
         ]
         self._write(step=row["step"], summary=Summary(value=values))
+
+    def add_text(self, tag: str, markdown: str, step: int) -> None:
+        """Write a text, for TensorBoard's page of texts."""
+        plugin = SummaryMetadata.PluginData(plugin_name="text", content=TextPluginData(version=0).SerializeToString())
+        text = TensorProto(
+            dtype="DT_STRING",
+            string_val=[markdown.encode()],
+            tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+        )
+        value = Summary.Value(tag=f"{tag}/text_summary", metadata=SummaryMetadata(plugin_data=plugin), tensor=text)
+        self._write(step=step, summary=Summary(value=[value]))
 
     def close(self) -> None:
         self._file.close()

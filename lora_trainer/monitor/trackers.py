@@ -60,6 +60,15 @@ def record_pauses(folder: Path, step: int) -> None:
         append_lines(folder / EVENTS, [Event(step, "disk", message).to_json()])
 
 
+def add_verdict(folder: Path, numbers: Mapping[str, float], markdown: str, step: int) -> None:
+    """Write the LoRA's verdict for TensorBoard: its numbers as `verdict/<name>`, and a text. Raises OSError."""
+    from lora_trainer.monitor.board import Board
+
+    with contextlib.closing(Board(folder / "logs", step + 1)) as board:
+        board.add("verdict", {"step": step, **numbers})
+        board.add_text("verdict", markdown, step)
+
+
 class Trackers:
     """The open files of one run: `metrics.jsonl`, `validation.jsonl`, `events.jsonl` and TensorBoard's folder.
 

@@ -32,6 +32,8 @@ class Charts:
     loss: Chart | None
     loss_log: Chart | None
     validation: Chart | None
+    gain: Chart | None
+    agreement: Chart | None
     lr: Chart | None
     norm: Chart | None
     speed: Chart | None
@@ -119,6 +121,8 @@ def charts_of(run: RunReport) -> Charts:
             [ChartLine("validation loss", run.validation, "other")],
             marks=validation_marks(run),
         ),
+        gain=make_chart("gain", "Gain", gain_lines(run), unit="%"),
+        agreement=make_chart("agreement", "Caption agreement", interval_lines(run, "agreement")),
         lr=make_chart("lr", "Learning rate", [ChartLine("learning rate", run.series["lr"])], from_zero=True),
         norm=make_chart("norm", "Gradient norm", norm, from_zero=True),
         speed=make_chart(
@@ -132,6 +136,27 @@ def charts_of(run: RunReport) -> Charts:
             "memory", "Memory", [ChartLine("memory", run.series["memory_gib"])], unit="GiB", from_zero=True
         ),
     )
+
+
+def interval_lines(run: RunReport, name: str, factor: float = 1.0) -> list[ChartLine]:
+    """A tracked number between the ends of its 95 % interval."""
+    styles = {f"{name}_low": "raw", f"{name}_high": "raw", name: "main"}
+    words = {f"{name}_low": "from", f"{name}_high": "to", name: name}
+    return [
+        ChartLine(words[each], [(step, factor * value) for step, value in run.tracked[each]], style)
+        for each, style in styles.items()
+    ]
+
+
+def gain_lines(run: RunReport) -> list[ChartLine]:
+    """The gain with its interval, and in bands of noise, in percent."""
+    bands = {"low": "a", "mid": "b", "high": "c"}
+    return interval_lines(run, "gain", 100.0) + [
+        ChartLine(
+            f"{band} noise", [(step, 100.0 * value) for step, value in run.tracked[f"gain_at_{band}_noise"]], style
+        )
+        for band, style in bands.items()
+    ]
 
 
 def validation_marks(run: RunReport) -> list[Mark]:

@@ -21,6 +21,10 @@ from lora_trainer.report.record import BEFORE_AFTER, read_record
 
 STEP_RECIPE = re.compile(r"step-(\d+)\.json")
 SERIES = ("loss", "lr", "grad_norm", "seconds", "data_seconds", "samples_per_second", "memory_gib")
+TRACKED = (
+    *("gain", "gain_low", "gain_high", "gain_at_low_noise", "gain_at_mid_noise", "gain_at_high_noise"),
+    *("agreement", "agreement_low", "agreement_high"),
+)  # of validation.jsonl
 RANKS = {"error": 0, "warning": 1, "note": 2}
 
 
@@ -95,7 +99,8 @@ class SettingRow:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What the page is made of. `series` holds columns of metrics.jsonl over steps, NaN where a number is missing."""
+    """What the page is made of. `series` holds columns of metrics.jsonl over steps, `tracked` those of validation.jsonl
+    beside the loss; NaN where a number is missing."""
 
     folder: Path
     record: Mapping[str, Any]
@@ -106,6 +111,7 @@ class RunReport:
     lora_findings: tuple[ImageGroup, ...]
     series: Mapping[str, tuple[Point, ...]]
     validation: tuple[Point, ...]
+    tracked: Mapping[str, tuple[Point, ...]]
     images: tuple[Image, ...]
     settings: tuple[SettingRow, ...]
     checkpoints: tuple[str, ...]  # names, newest first
@@ -168,6 +174,7 @@ def read_run(folder: Path) -> RunReport:
         lora_findings=grouped(lora.get("findings")),
         series={name: column(rows, name) for name in SERIES},
         validation=column(validation, "loss"),
+        tracked={name: column(validation, name) for name in TRACKED},
         images=tuple(images_in(folder / "samples", ended=bool(mapping(record.get("files")).get(BEFORE_AFTER)))),
         settings=settings_of(record),
         checkpoints=checkpoints_in(folder / "checkpoints"),

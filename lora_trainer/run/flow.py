@@ -29,7 +29,14 @@ from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_report import LoraReport
-from lora_trainer.evaluation.validation_loss import ValidationLoss, mean_losses, validation_losses
+from lora_trainer.evaluation.tracking import Pairs, caption_margins, passes_allowed, plan_pairs
+from lora_trainer.evaluation.validation_loss import (
+    EncodedSample,
+    ValidationLoss,
+    losses_at,
+    mean_losses,
+    validation_losses,
+)
 from lora_trainer.export.lora_file import write_learned_tokens
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.monitor.events import Event
@@ -55,6 +62,7 @@ from lora_trainer.run.release import (
     export_step,
     judge_lora,
     lora_weights,
+    report_verdict,
     training_facts,
     untrained_word,
     untrained_words,
@@ -67,7 +75,7 @@ from lora_trainer.run.start import class_image_settings, find_start, fixed_setti
 from lora_trainer.run.uncached import fresh_latents
 from lora_trainer.training.build import build_step_context
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
-from lora_trainer.training.control import is_stopped_early
+from lora_trainer.training.control import is_stopped_early, stop_reason
 from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.loop import train
 from lora_trainer.training.network_weights import check_lora_files
@@ -139,8 +147,9 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
         record = replace(
             record.with_seconds(train=trained),
             steps=state.step,
-            training=asdict(state) | {"stopped_early": early},
-            reason=f"the validation loss got no lower in {state.control.without_gain} validations" if early else None,
+            training={key: value for key, value in asdict(state).items() if key != "base_losses"}
+            | {"stopped_early": early},
+            reason=stop_reason(session.config.safeguards, state.control) if early else None,
             checkpoints=run.writer.summary(),
             memory=memory_summary(session.choices.device),
             seen=run.watches.summary(),
@@ -243,23 +252,29 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         with abortable():
             return context.predict(context.denoiser, *arguments)
 
+    pairs = compared_captions(config, images, session.steps.total)
+
     def validate(batch_size: int) -> ValidationLoss:
+        compute, seed = Compute(context.dtype, context.device, at_once=batch_size), config.train.seed
+        process, margins = context.process, None
         for module in context.modules:
             module.eval()
         try:
             with context.adapter.swapped_in(context.shown()):
+                samples = encode_validation_captions(context.texts, images.unseen, context.device)
                 losses = validation_losses(
-                    predict,
-                    encode_validation_captions(context.texts, images.unseen, context.device),
-                    context.process,
-                    seed=config.train.seed,
-                    timesteps=VALIDATION_TIMESTEPS,
-                    compute=Compute(context.dtype, context.device, at_once=batch_size),
+                    predict, samples, process, seed=seed, timesteps=VALIDATION_TIMESTEPS, compute=compute
                 )
+                if pairs:
+
+                    def measure(sample: EncodedSample, points: Sequence[tuple[int, int]]) -> Tensor:
+                        return losses_at(predict, sample, process, points, seed=seed, compute=compute)
+
+                    margins = caption_margins(measure, samples, losses, pairs, process.timesteps)
         finally:
             for module in context.modules:
                 module.train()
-        return mean_losses(losses, context.process, weight)
+        return replace(mean_losses(losses, process, weight), margins=margins)
 
     def sample(state: TrainState) -> None:
         if session.processes.is_main:
@@ -285,6 +300,14 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         withdraw=partial(withdraw_after, session.folder),
         images=images,
     )
+
+
+def compared_captions(config: Config, images: RealImages, total_steps: int) -> Pairs:
+    """The captions that each validation compares; none where that is off or there are too few."""
+    if not config.validation.agreement:
+        return ()
+    between = min(config.validation.every_n_steps or total_steps, total_steps) * config.train.effective_batch_size
+    return plan_pairs([str(sample.caption) for sample in images.unseen], passes_allowed(between))
 
 
 def try_to_draw(session: Session, context: StepContext, state: TrainState) -> None:
@@ -452,6 +475,7 @@ def check_lora(
     falling = still_falling(read_lines(session.folder / VALIDATION), state.step)
     findings = (unseen, *explained, falling, *map(untrained_word, untrained))
     report = replace(report, findings=tuple(filter(None, findings)))
+    report_verdict(session, report, state.step)
     scores = {**record.scores, "lora": report.score}
     record = replace(record, scores=scores, outcome=report.outcome, lora=report.to_json())
     if not is_checked:

@@ -16,6 +16,7 @@ from lora_trainer.core.errors import Problem, UsageError, UserError
 from lora_trainer.core.findings import counted, printable
 from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
+from lora_trainer.data.split import FEWEST_COMPARED
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.evaluation.verdict import WORDS, VerdictPart
 from lora_trainer.models.family import ModelFacts
@@ -89,6 +90,16 @@ def refuse_without_validation(config: Config, inputs: Inputs) -> None:
         for name in ("reduce_lr_on_plateau", "early_stopping")
         if getattr(config.safeguards, name) and not inputs.validation
     ]
+    watched = config.safeguards.early_stopping and config.safeguards.early_stopping_metric == "agreement"
+    captions = [sample.caption for sample in inputs.validation]
+    if watched and captions and (len(captions) < FEWEST_COMPARED or len(set(captions)) < 2):
+        few = f"only {counted(len(captions), 'image')} of {FEWEST_COMPARED} are kept for validation"
+        reason = few if len(captions) < FEWEST_COMPARED else "all validation images have the same caption"
+        fix = "Set safeguards.early_stopping_metric=loss" + (
+            ", or validation.split=0.2 or so." if few == reason else "."
+        )
+        message = f"safeguards.early_stopping_metric=agreement compares captions of validation images, and {reason}."
+        problems.append(Problem(message, fix))
     if problems:
         raise UsageError(problems)
 

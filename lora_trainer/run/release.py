@@ -28,12 +28,14 @@ from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_check import LoraGate, check_lora
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.placing import with_less
+from lora_trainer.evaluation.verdict import WORDS
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.metadata import FlowFacts, TrainingFacts
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.models.textual_inversion import to_embeddings
+from lora_trainer.monitor.trackers import add_verdict
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.counting import JUDGED, counting
@@ -47,6 +49,7 @@ from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import StepContext
 
 WEIGHTS = "weights"  # the folder of exported LoRA files that are never deleted
+ENDS = ("", "_low", "_high")  # of a part's score, in TensorBoard
 ROOM_TO_DRAW = 2.0  # times the denoiser's size: a whole pipeline and its images take less
 
 
@@ -270,6 +273,27 @@ def judge_lora(lora: Path, session: Session, images: RealImages) -> LoraReport:
         message = f"{lora.name} is trained and saved, but not evaluated: out of memory."
         fix = f"When more memory is free: lora-trainer validate {lora}, or the same command with --resume."
         raise TrainingFailed(Problem(message, fix)) from error
+
+
+def report_verdict(session: Session, report: LoraReport, step: int) -> None:
+    """Show the verdict in TensorBoard, beside the run's curves. A disk that refuses loses only this."""
+    if report.score is None:
+        return
+    measured = {name: part.scores for name, part in report.parts.items() if part.measure is not None}
+    numbers = {f"{name}{end}": score for name, own in measured.items() for end, score in zip(ENDS, own, strict=True)}
+    rows = [
+        f"| {WORDS[name].title} | {part.outcome(report.gate) or 'not measured'} | "
+        + (" | ".join(f"{score:.2f}" for score in measured[name]) if name in measured else f"{part.reason} | |")
+        + " |"
+        for name, part in report.parts.items()
+    ]
+    findings = [f"- {finding.severity}: {finding.message} {finding.fix}".rstrip() for finding in report.findings]
+    table = ["| part | outcome | score | low | high |", "|---|---|---|---|---|", *rows]
+    markdown = "\n".join([f"**{report.outcome}**, score {report.score:.2f}", "", *table, "", *findings])
+    try:
+        add_verdict(session.folder, {"score": report.score, **numbers}, markdown, step)
+    except OSError as error:
+        session.console.print(f"TensorBoard's file cannot be written ({error.strerror or error})")
 
 
 def draw_while_training(session: Session, context: StepContext, state: TrainState) -> None:

@@ -20,6 +20,14 @@ FAR_WORSE, WORSE_IN_A_ROW = 1.5, 2  # times the base model's validation loss, an
 
 
 @dataclass(frozen=True)
+class Validated:
+    """What a validation measured: the loss as training weights it, and the agreement of captions, None without one."""
+
+    loss: float
+    agreement: float | None = None
+
+
+@dataclass(frozen=True)
 class Decision:
     """A decision: its message, and the factor on the learning rate."""
 
@@ -73,20 +81,12 @@ def after_jump(config: SafeguardsSection, control: Control, rate_factor: float) 
 
 
 def after_validation(
-    config: SafeguardsSection, control: Control, loss: float, rate_factor: float
+    config: SafeguardsSection, control: Control, seen: Validated, rate_factor: float
 ) -> tuple[Control, list[Decision]]:
     """After a regular validation: patience and plateau. A loss that is not finite is no gain, and no plateau."""
-    lowest = control.lowest_val_loss
-    gained = math.isfinite(loss) and (lowest is None or loss < lowest - config.min_delta)
-    control = replace(
-        control,
-        without_gain=0 if gained else control.without_gain + 1,
-        lowest_val_loss=loss if gained else lowest,
-    )
-    found = []
+    control, loss, found = after_patience(config, control, seen), seen.loss, []
     if is_stopped_early(config, control):
-        message = f"the validation loss got no lower in {control.without_gain} validations: the training ends here"
-        found.append(Decision("early_stop", message))
+        found.append(Decision("early_stop", f"{stop_reason(config, control)}: the training ends here"))
     if not config.reduce_lr_on_plateau or not math.isfinite(loss):
         return control, found
     window = (*control.val_losses, loss)[-config.plateau_window :]
@@ -99,6 +99,28 @@ def after_validation(
         f" the learning rate falls to {factor:.4g} of the scheduled one"
     )
     return replace(control, val_losses=()), [*found, Decision("plateau", message, config.plateau_factor)]
+
+
+def after_patience(config: SafeguardsSection, control: Control, seen: Validated) -> Control:
+    """Patience after a validation: of its loss, or of its agreement, which gets better where it is higher.
+
+    What was not measured, or is not finite, is no gain.
+    """
+    lowest, highest, least = control.lowest_val_loss, control.highest_agreement, config.min_delta
+    if config.early_stopping_metric == "agreement":
+        gained = seen.agreement is not None and (highest is None or seen.agreement > highest + least)
+        highest = seen.agreement if gained else highest
+    else:
+        gained = math.isfinite(seen.loss) and (lowest is None or seen.loss < lowest - least)
+        lowest = seen.loss if gained else lowest
+    without = 0 if gained else control.without_gain + 1
+    return replace(control, without_gain=without, lowest_val_loss=lowest, highest_agreement=highest)
+
+
+def stop_reason(config: SafeguardsSection, control: Control) -> str:
+    """Why early stopping ends the training."""
+    what = {"loss": "the validation loss got no lower", "agreement": "the agreement of captions got no higher"}
+    return f"{what[config.early_stopping_metric]} in {control.without_gain} validations"
 
 
 def after_worse(control: Control, loss: float, base: float | None) -> tuple[Control, list[Decision]]:

@@ -38,7 +38,7 @@ class Run:
     processes: Processes
     planned: OomFallback  # the planned micro-batch, checkpointed and swapped blocks
     total_steps: int
-    validate: Callable[[int], ValidationLoss] | None  # samples in one forward pass -> validation loss
+    validate: Callable[[int], ValidationLoss] | None  # samples in one forward pass -> losses
     sample: Callable[[TrainState], None] | None
     settings: dict[str, Any]  # kept in each checkpoint
     say: Callable[[str], None]  # print a line

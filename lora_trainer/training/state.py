@@ -28,7 +28,8 @@ class Control:
 
     val_losses: tuple[float, ...] = ()  # the newest, for the plateau's window
     lowest_val_loss: float | None = None
-    without_gain: int = 0  # validations in a row that were no lower than that: patience
+    highest_agreement: float | None = None  # of captions
+    without_gain: int = 0  # validations in a row that were no better than the one of these that is watched: patience
     loss_sum: float = 0.0  # moving sum of the losses, for loss spikes
     losses: int = 0  # number of losses in it
     lowest_loss: float | None = None  # lowest smoothed loss since the last loss spike
@@ -50,6 +51,7 @@ class TrainState:
     weighted_val_loss: float | None = None  # the same, weighted as the training loss: what is compared
     validated_step: int | None = None  # the step of that measurement
     base_val_loss: float | None = None  # validation loss before training: the one of step 0
+    base_losses: tuple[tuple[float, ...], ...] = ()  # [N, T], of its images and timesteps
     best_val_loss: float | None = None
     best_weighted_loss: float | None = None
     best_step: int | None = None
@@ -88,5 +90,6 @@ class TrainState:
         known = dict(value)
         known["fit"] = OomFallback(**known.get("fit", {}))
         control = dict(known.get("control", {}))
+        known["base_losses"] = tuple(map(tuple, known.get("base_losses", ())))
         known["control"] = Control(**control | {"val_losses": tuple(control.get("val_losses", ()))})
         return TrainState(**known)

@@ -1,4 +1,6 @@
-"""The validation loss while training: measure and log it, and keep the weights of the lowest."""
+"""The validation loss while training, with the gain and the captions' agreement: measured, logged, and the weights of the
+lowest loss kept.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ import torch
 from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.core.interrupt import StepAborted
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.evaluation.tracking import tracked_line, tracked_numbers
 from lora_trainer.evaluation.validation_loss import ValidationLoss
 from lora_trainer.monitor.progress import Phase
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.training.checkpoints.save import keep_best
-from lora_trainer.training.control import after_validation, after_worse
+from lora_trainer.training.control import Validated, after_validation, after_worse
 from lora_trainer.training.metrics import progress_of
 from lora_trainer.training.recovery import out_of_memory_error, save_and_make_error
 from lora_trainer.training.reporter import Reporter
@@ -42,31 +45,45 @@ def validate(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
         aborted = True
     if any_aborted(run, aborted):
         return state
-    loss, weighted = broadcast_loss(run, found)
+    found = broadcast_loss(run, found)
+    loss, weighted = found.plain, found.weighted
     before, state = state, replace(state, val_loss=loss, weighted_val_loss=weighted, validated_step=state.step, fit=fit)
     if state.step == 0:
-        state = replace(state, base_val_loss=loss if math.isfinite(loss) else None)
+        state = with_base_losses(state, found)
+    tracked = tracked_numbers(state.base_losses if state.step else (), found)
     # Step 0 is the reference, not a candidate; nothing is lower than NaN.
     is_lower = before.best_weighted_loss is None or weighted < before.best_weighted_loss
     is_best = state.step > 0 and math.isfinite(weighted) and is_lower
     if is_best:
         state = replace(state, best_val_loss=loss, best_weighted_loss=weighted, best_step=state.step)
-    row = {"step": state.step, "loss": loss, "weighted_loss": weighted}
-    reporter.validation(row, validation_line(before, state))
+    row = {"step": state.step, "loss": loss, "weighted_loss": weighted, **tracked}
+    reporter.validation(row, validation_line(before, state) + tracked_line(tracked))
     if not math.isfinite(weighted):
         reporter.event(state.step, "not_finite", "the validation loss is not finite: no weights are chosen by it")
     if is_best:
         keep_best(run, state.step)
-    return apply_safeguards(run, state, reporter)
+    return apply_safeguards(run, state, tracked.get("agreement"), reporter)
 
 
-def apply_safeguards(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
-    """Apply the safeguards after a regular validation; an extra one, at the end, changes nothing."""
+def with_base_losses(state: TrainState, found: ValidationLoss) -> TrainState:
+    """The state with the losses before training, which later ones are compared with; without them where one is not finite."""
+    if not math.isfinite(found.plain):
+        return replace(state, base_val_loss=None, base_losses=())
+    losses = () if found.losses is None else tuple(map(tuple, found.losses.tolist()))
+    return replace(state, base_val_loss=found.plain, base_losses=losses)
+
+
+def apply_safeguards(run: Run, state: TrainState, agreement: float | None, reporter: Reporter) -> TrainState:
+    """Apply the safeguards after a regular validation; an extra one, at the end, changes nothing.
+
+    `agreement` is that of the captions, None where it was not measured.
+    """
     every = run.config.validation.every_n_steps
     weighted = state.weighted_val_loss
     if state.step == 0 or state.val_loss is None or weighted is None or not every or state.step % every:
         return state
-    control, decisions = after_validation(run.config.safeguards, state.control, weighted, state.rate_factor)
+    seen = Validated(weighted, agreement)
+    control, decisions = after_validation(run.config.safeguards, state.control, seen, state.rate_factor)
     if state.step > warmup_length(run.config.lr_scheduler, run.total_steps):
         control, worse = after_worse(control, state.val_loss, state.base_val_loss)
         decisions = [*decisions, *worse]
@@ -76,13 +93,22 @@ def apply_safeguards(run: Run, state: TrainState, reporter: Reporter) -> TrainSt
     return replace(state, control=control)
 
 
-def broadcast_loss(run: Run, loss: ValidationLoss) -> tuple[float, float]:
-    """The main process's losses, plain and weighted, in all processes: their decisions must be the same to the bit."""
+def broadcast_loss(run: Run, found: ValidationLoss) -> ValidationLoss:
+    """The main process's losses in all processes: their decisions must be the same to the bit."""
     if run.processes.reduce is None:
-        return loss.plain, loss.weighted
-    values = torch.tensor([loss.plain, loss.weighted]) if run.processes.is_main else torch.zeros(2)
-    plain, weighted = run.processes.sum_of_all(values).tolist()
-    return plain, weighted
+        return found
+    tensors = [torch.tensor([found.plain, found.weighted]), found.losses, found.margins]
+    mine = [torch.zeros(0) if each is None else each.float() for each in tensors]
+    flat = torch.cat([each.flatten() for each in mine])
+    total = run.processes.sum_of_all(flat if run.processes.is_main else torch.zeros_like(flat))
+    parts = total.split([each.numel() for each in mine])
+    (plain, weighted), losses, margins = (part.reshape(each.shape) for part, each in zip(parts, mine, strict=True))
+    return ValidationLoss(
+        float(plain),
+        float(weighted),
+        None if found.losses is None else losses,
+        None if found.margins is None else margins,
+    )
 
 
 def measure_with_oom_fallback(

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from lora_trainer.config.schema import SafeguardsSection
 from lora_trainer.evaluation.validation_loss import ValidationLoss
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, read_lines
-from lora_trainer.training.control import FIRST_JUDGED, after_step, after_validation, after_worse, is_stopped_early
+from lora_trainer.training.control import (
+    FIRST_JUDGED,
+    Validated,
+    after_step,
+    after_validation,
+    after_worse,
+    is_stopped_early,
+)
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import Control, TrainState
 from lora_trainer.training.validation import validation_line
@@ -27,7 +34,7 @@ def validated(config: SafeguardsSection, val_losses: list[float]) -> tuple[Contr
     """The state, the decisions by validation, and the factor on the learning rate."""
     control, events, rate = Control(), list[tuple[int, str]](), 1.0
     for number, loss in enumerate(val_losses):
-        control, decisions = after_validation(config, control, loss, rate)
+        control, decisions = after_validation(config, control, Validated(loss), rate)
         events += [(number, decision.kind) for decision in decisions]
         for decision in decisions:
             rate *= decision.rate_factor

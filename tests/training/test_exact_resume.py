@@ -147,6 +147,15 @@ CASES: dict[str, Case] = {
         "safeguards__clip_on_loss_spike": True,
         "safeguards__grad_spike_factor": 1.5,
     },
+    "agreement": {
+        "validation__split": 0.4,
+        "validation__every_n_steps": 1,
+        "safeguards__early_stopping": True,
+        "safeguards__early_stopping_metric": "agreement",
+        "safeguards__patience": 9,
+        "text_encoder__learning_rates": (1e-2,),
+        "lora__dropout": 0.1,
+    },
     "texts": {
         "text_encoder__learning_rates": (1e-2,),
         "text_encoder__lora_rank": 2,
@@ -188,7 +197,7 @@ CASES: dict[str, Case] = {
     "uncached": {"cache__latents": False, "data__flip": True, "cache__workers": 2},
 }
 # test_exact_split resumes Lion with two processes; tests/recipes/test_families.py resumes every family.
-QUICK_CASES = ("plain", "adamw8bit", "schedule_free", "fp16", "split", "captions", "texts", "words")
+QUICK_CASES = ("plain", "adamw8bit", "schedule_free", "fp16", "split", "captions", "agreement", "texts", "words")
 EVERY_CASE = [pytest.param(name, marks=() if name in QUICK_CASES else pytest.mark.slow) for name in CASES]
 
 

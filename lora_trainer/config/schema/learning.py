@@ -10,6 +10,7 @@ from lora_trainer.config.schema.types import (
     AdapterName,
     Count,
     CountOrZero,
+    EarlyStoppingMetricName,
     LossName,
     NotNegative,
     OnNonfiniteName,
@@ -233,5 +234,10 @@ class SafeguardsSection(Section):
     early_stopping: bool = setting(
         False, "changes training", "stop when the validation loss stops falling, and export the best weights"
     )
-    patience: Count = setting(10, "changes training", "validations in a row without a lower loss that end the run")
-    min_delta: NotNegative = setting(0.0, "changes training", "smallest decrease that counts as lower")
+    early_stopping_metric: EarlyStoppingMetricName = setting(
+        "loss",
+        "changes training",
+        "what early stopping watches: `loss`, the validation loss, or `agreement`, how often images fit their own captions best",
+    )
+    patience: Count = setting(10, "changes training", "validations in a row without a better one that end the run")
+    min_delta: NotNegative = setting(0.0, "changes training", "smallest change that counts as better")

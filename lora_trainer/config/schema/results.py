@@ -57,6 +57,11 @@ class ValidationSection(Section):
         "fixed",
         "share of images kept for validation, 0 for none; empty means 12 to 16 images of 40 or more (0.1), none of fewer",
     )
+    agreement: bool = setting(
+        True,
+        "changes nothing",
+        "also measure how often images fit their own captions better than others', where four validation images have different ones; about 3 % of the training",
+    )
     split_seed: CountOrZero = setting(0, "fixed", "another number keeps other images")
 
 

@@ -31,6 +31,7 @@ CheckpointingMode = Literal["full", "selective"]
 CropName = Literal["center", "random"]
 TimestepSamplingName = Literal["uniform", "logit_normal", "mode"]
 OnNonfiniteName = Literal["skip", "rollback", "stop"]
+EarlyStoppingMetricName = Literal["loss", "agreement"]
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1)]
