@@ -59,7 +59,7 @@ def test_the_live_table_has_one_line_per_job():
 
 
 def test_a_log_has_a_line_for_each_change():
-    assert line(JOBS[0]) == "ash: done, data 0.98, LoRA 0.93, 1 min 01 s"
+    assert line(JOBS[0]) == "ash: done, data 0.98, LoRA passed 0.93, 1 min 01 s"
     assert line(JOBS[1]) == "b[red]irch[/]: training, 25 % of 8 steps"
     assert line(JOBS[2]) == "dull: refused, data 0.50: 5 of 10 files (and 1 more)"
     assert line(QueuedJob("x", Path("x"), "running", phase="caching")) == "x: started"

@@ -39,6 +39,7 @@ CLASHES = [
     ({"validation__every_n_steps": 0}, {"safeguards__early_stopping": True}, False),
     ({"validation__split": 0.0}, {"safeguards__early_stopping": True}, False),
     ({"optimizer__name": "adamw_schedulefree"}, {"safeguards__reduce_lr_on_plateau": True}, False),
+    ({"validation__agreement": False}, {"safeguards__early_stopping_metric": "agreement"}, "loss"),
     ({"safeguards__early_stopping": True}, {"checkpoint__export_weights": "last"}, "best"),
     (
         {"optimizer__max_grad_norm": 0.0, "safeguards__loss_spike_lr": 1.0},

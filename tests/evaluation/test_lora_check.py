@@ -109,6 +109,18 @@ def test_a_trained_lora_is_measured_in_every_part(trained: Path, base: Path, sam
     assert again.score == report.score
 
 
+def test_progress_is_counted_exactly_where_images_have_several_shapes(
+    trained: Path, base: Path, samples: list[EncodedSample]
+) -> None:
+    progress: list[tuple[int, int]] = []
+    cut = [replace(sample, latents=sample.latents[:, : 8 - 2 * (i % 3)]) for i, sample in enumerate(samples)]
+    report = check(trained, base, RealImages(cut[:4], cut[4:]), Compute(progress=lambda *share: progress.append(share)))
+    assert progress == [(done + 1, len(progress)) for done in range(len(progress))]
+    bands = report.numbers["learning"]["by_noise"]
+    assert list(bands) == ["low", "mid", "high"]
+    assert all(band["low"] <= band["mean"] <= band["high"] for band in bands.values())
+
+
 def test_the_gate_measures_the_effect_of_the_file(trained: Path, base: Path, samples: list[EncodedSample]) -> None:
     """The losses in the report are those of the base model without and with the file's updates."""
     report = check(trained, base, RealImages((), samples))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
-from tests.recipes.recipe import Bench, record, rows
+import pytest
+
+from tests.recipes.recipe import Bench, draw_images, record, rows
 
 
 def test_early_stopping_is_reported_and_completes_the_run(bench: Bench, capsys):
@@ -33,3 +37,28 @@ def test_early_stopping_is_reported_and_completes_the_run(bench: Bench, capsys):
     assert record(bench.folder("early"))["steps"] == 4
     steps = [row["step"] for row in rows(bench.folder("early"))]
     assert all(b == a + 1 for a, b in pairwise(steps))
+
+
+@pytest.mark.parametrize(
+    ("share", "same", "reason"),
+    [(0.1, False, "only 1 image of 4 are kept for validation"), (0.4, True, "have the same caption")],
+)
+def test_agreement_that_cannot_be_measured_is_refused(
+    share: float, same: bool, reason: str, bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is cached or trained, with both ways out."""
+    data = draw_images(tmp_path / "images")
+    for path in data.glob("*.txt") if same else ():
+        path.write_text("a ring", encoding="utf-8")
+    settings: dict[str, object] = {
+        "validation__every_n_steps": 1,
+        "validation__split": share,
+        "safeguards__early_stopping": "true",
+        "safeguards__early_stopping_metric": "agreement",
+    }
+    assert replace(bench, data=data).run("few", **settings) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "safeguards.early_stopping_metric=agreement compares captions of validation images, and" in error
+    assert reason in error
+    assert "Set safeguards.early_stopping_metric=loss" in error
+    assert not bench.folder("few").exists()

@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lora_trainer.cli.main import main
 from lora_trainer.diffusion import loss as loss_module
@@ -91,7 +92,7 @@ def test_a_finished_run_has_a_report(finished: Bench) -> None:
     for name, part in document["lora"]["parts"].items():
         measured = f"{part['value']:.2f}" if part["measured"] else "– not measured"
         assert f"{WORDS[name].title} {measured}" in page.text
-    assert page.charts == {"loss", "loss-log", "val-loss", "lr", "norm", "speed", "memory"}
+    assert page.charts == {"loss", "loss-log", "val-loss", "gain", "lr", "norm", "speed", "memory"}
     assert len(page.of("img")) == 2
     settings = page.text[page.text.index("Settings") :]  # findings name settings too
     for name, origin in document["origins"].items():
@@ -101,6 +102,39 @@ def test_a_finished_run_has_a_report(finished: Bench) -> None:
     assert "sdpa (set: auto)" in settings, "the value in use, next to the one that was set"
     assert document["versions"]["torch"] in page.text
     assert all(choice in page.text for choice in document["choices"])
+
+
+def test_the_verdict_is_in_tensorboard(finished: Bench) -> None:
+    folder = finished.folder("first")
+    lora = record(folder)["lora"]
+    board = EventAccumulator(str(folder / "logs"))
+    board.Reload()
+    shown = {tag: board.Scalars(tag)[-1].value for tag in board.Tags()["scalars"] if tag.startswith("verdict/")}
+    expected = {"verdict/score": lora["score"]}
+    for name, part in lora["parts"].items():
+        for end, key in (("", "value"), ("_low", "low"), ("_high", "high")):
+            expected |= {f"verdict/{name}{end}": part[key]} if part["measured"] else {}
+    assert shown == pytest.approx(expected, abs=1e-4)
+    (text,) = board.Tensors("verdict/text_summary")[-1].tensor_proto.string_val
+    assert f"**{lora['outcome']}**, score {lora['score']:.2f}" in text.decode()
+    assert "| Faithful |" in text.decode()
+
+
+def test_gain_and_agreement_are_drawn_with_their_intervals(finished: Bench, tmp_path: Path) -> None:
+    folder = tmp_path / "first"
+    shutil.copytree(finished.folder("first"), folder)
+    agreement = {"agreement": 0.75, "agreement_low": 0.3, "agreement_high": 0.95}
+    bands = {f"gain_at_{band}_noise": 0.25 for band in ("low", "mid", "high")}
+    gain = {"gain": 0.5, "gain_low": 0.25, "gain_high": 0.625, **bands}
+    rows = [{"step": 0, "loss": 0.8, **agreement}, {"step": 3, "loss": 0.4, **agreement, **gain}]
+    rows.append({"step": 6, "loss": 0.4, **agreement, **gain})
+    (folder / "validation.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert main(["report", str(folder)]) == 0
+    page = page_of(folder)
+    assert {"gain", "agreement"} < page.charts
+    assert "agreement: from 0.75 at step 0 to 0.75 at step 6" in page.text
+    assert "from: from 25 at step 3" in page.text
+    assert "Chance is 0.5." in page.text
 
 
 def test_hardware_measurements_are_saved_and_shown(finished: Bench) -> None:
