@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from lora_trainer.monitor.trackers import EVENTS, VALIDATION, read_lines
 from lora_trainer.training.run import Run
 from tests.training.tiny_run import TinyPlace, outcome, signal_at_step, together
 
-FOUR_IMAGES: dict[str, object] = {"validation__split": 0.4, "validation__every_n_steps": 2, "lora__dropout": 0.1}
+FOUR_IMAGES: dict[str, Any] = {"validation__split": 0.4, "validation__every_n_steps": 2, "lora__dropout": 0.1}
 
 
 def test_tracking_changes_no_bit_of_the_training(place: TinyPlace) -> None:
@@ -39,7 +40,7 @@ def test_tracking_changes_no_bit_of_the_training(place: TinyPlace) -> None:
 
 
 def test_the_numbers_do_not_depend_on_the_number_of_processes(place: TinyPlace) -> None:
-    settings: dict[str, object] = FOUR_IMAGES | {"lora__dropout": 0.0, "train__effective_batch_size": 2}
+    settings: dict[str, Any] = FOUR_IMAGES | {"lora__dropout": 0.0, "train__effective_batch_size": 2}
     alone = place.run("alone", steps=4, **settings)
     place.train(alone)
     jobs = [place.run("together", steps=4, processes=each, **settings) for each in together(2)]
@@ -94,7 +95,7 @@ def scripted(run: Run, agreements: Sequence[float]) -> Run:
 
 def test_early_stopping_by_agreement_ends_where_it_rises_no_more(place: TinyPlace) -> None:
     """Also stopped and resumed after each step; the best weights stay those of the lowest loss."""
-    settings: dict[str, object] = {
+    settings: dict[str, Any] = {
         "validation__every_n_steps": 1,
         "safeguards__early_stopping": True,
         "safeguards__early_stopping_metric": "agreement",
