@@ -195,7 +195,9 @@ def measure_lora(
     numbers = {
         "drift": drifted,
         "health": asdict(health),
-        "learning": None if learned is None or losses is None else asdict(learned) | in_bands(*losses),
+        "learning": None
+        if learned is None or losses is None
+        else asdict(learned) | {"by_noise": {name: asdict(band) for name, band in gain_by_noise(*losses).items()}},
         "images": {"trained": len(images.trained), "unseen": len(images.unseen)},
     }
     del pipeline, denoiser, modules, predict, studio
@@ -276,11 +278,6 @@ def measure_learning(studio: Studio, first: int) -> tuple[Tensor, Tensor]:
     with studio.without():
         before = losses(studio.original.samples[first:])
     return before, losses(studio.changed.samples[first:])
-
-
-def in_bands(base: Tensor, lora: Tensor) -> dict[str, Any]:
-    """The gain in each band of noise, for the report's numbers."""
-    return {"by_noise": {name: asdict(band) for name, band in gain_by_noise(base, lora).items()}}
 
 
 def learned_part(learned: Improvement | None, images: RealImages) -> VerdictPart:
@@ -376,18 +373,16 @@ def count_passes(effort: Effort, images: RealImages, prompts: int, own_shape: tu
     every = images.every
     chosen = places_of(range(effort.round), len(every)) if len(every) >= FEWEST_REAL else []
     shapes = Counter(tuple(every[place].latents.shape) for place in chosen)
-    batches = sum(sample_batches(count, shape) for shape, count in (*shapes.items(), (own_shape, prompts)))
+    batches = sum(
+        in_batches(min(AT_ONCE, count - start), rows_at_once(shape[1:]))
+        for shape, count in (*shapes.items(), (own_shape, prompts))
+        for start in range(0, count, AT_ONCE)
+    )
     sampled = 3 * (1 + guided) * effort.steps * batches
     described = 3 * (len(chosen) + prompts) + (len(every) if chosen else 0)
     of_drift = 2 * VISITS * in_batches(prompts, rows_at_once(own_shape[1:]))
     losses = 2 * sum(in_batches(TIMESTEPS, min(rows_at_once(each.latents.shape[1:]), MICRO)) for each in images.unseen)
     return sampled + described + of_drift + losses
-
-
-def sample_batches(count: int, shape: tuple[int, ...]) -> int:
-    """Forward passes of one step of `count` samples of one shape [C, h, w]."""
-    rows = rows_at_once(shape[1:])
-    return sum(in_batches(min(AT_ONCE, count - start), rows) for start in range(0, count, AT_ONCE))
 
 
 def in_batches(count: int, rows: int) -> int:

@@ -45,13 +45,8 @@ def gain_by_noise(base: Tensor, lora: Tensor) -> dict[str, Improvement]:
     return {name: improvement(base[:, own], lora[:, own]) for name, own in there.items()}
 
 
-def passes_allowed(samples: int) -> int:
-    """Forward passes that agreement may take where `samples` samples are trained between two validations."""
-    return int(SHARE * PASSES_OF_A_SAMPLE * samples)
-
-
-def plan_pairs(captions: Sequence[str], passes: int) -> Pairs:
-    """Images and the others whose captions they are tried with, in at most `passes` forward passes, or the fewest.
+def plan_pairs(captions: Sequence[str], trained: int) -> Pairs:
+    """Images and the others whose captions they are tried with, where `trained` samples are trained between two validations.
 
     Rather more images than more captions of each: images are what an interval is taken over. Empty where there are fewer
     than `FEWEST_COMPARED` images, or all captions are alike.
@@ -59,7 +54,8 @@ def plan_pairs(captions: Sequence[str], passes: int) -> Pairs:
     count = len(captions)
     if count < FEWEST_COMPARED or len(set(captions)) < 2:
         return ()
-    tries = max(FEWEST_COMPARED, passes // TRIED_AT)
+    passes = SHARE * PASSES_OF_A_SAMPLE * trained
+    tries = max(FEWEST_COMPARED, int(passes / TRIED_AT))
     chosen, found = evenly(range(count), tries), []
     for place in chosen:
         after = [(place + step) % count for step in range(1, count)]
@@ -75,7 +71,7 @@ def evenly(items: Sequence[Item], most: int) -> list[Item]:
 
 
 def caption_margins(
-    losses_at: Callable[[EncodedSample, Sequence[tuple[int, int]]], Tensor],
+    losses_of: Callable[[EncodedSample, Sequence[tuple[int, int]]], Tensor],
     samples: Sequence[EncodedSample],
     own: Tensor,
     pairs: Pairs,
@@ -84,14 +80,14 @@ def caption_margins(
     """By how much the loss is higher with each other caption, as a share [P, K] of that with the own; NaN where there is none.
 
     Shares are averaged over the timesteps, since losses of little noise are many times those of much.
-    `losses_at` measures a sample at points (index and timestep) as it was done for `own` [N, T]; `timesteps` are the process's.
+    `losses_of` measures a sample at points (index and timestep) as it was done for `own` [N, T]; `timesteps` are the process's.
     """
     points = list(enumerate(stratified_timesteps(own.shape[1], timesteps)))[COMPARED_AT]
     margins = torch.full((len(pairs), max(len(others) for _, others in pairs)), math.nan)
     for row, (place, others) in enumerate(pairs):
         known = own[place, COMPARED_AT]
         for column, other in enumerate(others):
-            tried = losses_at(replace(samples[place], cond=samples[other].cond), points)
+            tried = losses_of(replace(samples[place], cond=samples[other].cond), points)
             margins[row, column] = ((tried - known) / known).mean()
     return margins
 

@@ -83,15 +83,15 @@ def validation_losses(
     points = list(enumerate(stratified_timesteps(timesteps, process.timesteps)))
     losses = torch.zeros(len(samples), timesteps)
     for row, sample in enumerate(samples):
-        losses[row] = losses_at(predict, sample, process, points, seed=seed, compute=compute)
+        losses[row] = losses_at(predict, process, sample, points, seed=seed, compute=compute)
     return losses
 
 
 @torch.no_grad()
 def losses_at(
     predict: Predict,
-    sample: EncodedSample,
     process: Process,
+    sample: EncodedSample,
     points: Sequence[tuple[int, int]],
     *,
     seed: int,

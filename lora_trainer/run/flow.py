@@ -29,9 +29,8 @@ from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_report import LoraReport
-from lora_trainer.evaluation.tracking import Pairs, caption_margins, passes_allowed, plan_pairs
+from lora_trainer.evaluation.tracking import Pairs, caption_margins, plan_pairs
 from lora_trainer.evaluation.validation_loss import (
-    EncodedSample,
     ValidationLoss,
     losses_at,
     mean_losses,
@@ -266,11 +265,8 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
                     predict, samples, process, seed=seed, timesteps=VALIDATION_TIMESTEPS, compute=compute
                 )
                 if pairs:
-
-                    def measure(sample: EncodedSample, points: Sequence[tuple[int, int]]) -> Tensor:
-                        return losses_at(predict, sample, process, points, seed=seed, compute=compute)
-
-                    margins = caption_margins(measure, samples, losses, pairs, process.timesteps)
+                    losses_of = partial(losses_at, predict, process, seed=seed, compute=compute)
+                    margins = caption_margins(losses_of, samples, losses, pairs, process.timesteps)
         finally:
             for module in context.modules:
                 module.train()
@@ -307,7 +303,7 @@ def compared_captions(config: Config, images: RealImages, total_steps: int) -> P
     if not config.validation.agreement:
         return ()
     between = min(config.validation.every_n_steps or total_steps, total_steps) * config.train.effective_batch_size
-    return plan_pairs([str(sample.caption) for sample in images.unseen], passes_allowed(between))
+    return plan_pairs([str(sample.caption) for sample in images.unseen], between)
 
 
 def try_to_draw(session: Session, context: StepContext, state: TrainState) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor
 from lora_trainer.data.split import FEWEST_COMPARED
 from lora_trainer.diffusion.process import usual_process
 from lora_trainer.evaluation.tracking import (
+    PASSES_OF_A_SAMPLE,
+    SHARE,
     TRIED_AT,
     agreement_of,
     caption_margins,
     gain_by_noise,
-    passes_allowed,
     plan_pairs,
     tracked_line,
     tracked_numbers,
@@ -45,13 +47,10 @@ def believes(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor
     return (noisy - alpha.sqrt() * cond["says"].view(-1, 1, 1, 1)) / (1 - alpha).sqrt()
 
 
-def margins_of(samples: list[EncodedSample], passes: int = 100) -> Tensor:
+def margins_of(samples: list[EncodedSample]) -> Tensor:
     own = validation_losses(believes, samples, PROCESS, seed=1) + 1e-6
-
-    def measure(sample: EncodedSample, points: Sequence[tuple[int, int]]) -> Tensor:
-        return losses_at(believes, sample, PROCESS, points, seed=1)
-
-    pairs = plan_pairs([str(sample.caption) for sample in samples], passes)
+    measure = partial(losses_at, believes, PROCESS, seed=1)
+    pairs = plan_pairs([str(sample.caption) for sample in samples], trained=1000)
     return caption_margins(measure, samples, own, pairs, PROCESS.timesteps)
 
 
@@ -83,11 +82,11 @@ def test_agreement_of_noise_is_half_and_its_interval_narrows_with_images() -> No
     assert agreement_of(torch.full((4, 2), float("nan"))) is None
 
 
-@given(st.integers(0, 20), st.integers(1, 5), st.integers(0, 100))
+@given(st.integers(0, 20), st.integers(1, 5), st.integers(0, 1000))
 @settings(max_examples=30)
-def test_pairs_are_of_different_captions_and_within_what_is_allowed(count: int, kinds: int, passes: int) -> None:
+def test_pairs_are_of_different_captions_and_within_what_is_allowed(count: int, kinds: int, trained: int) -> None:
     captions = [f"caption {index % kinds}" for index in range(count)]
-    pairs = plan_pairs(captions, passes)
+    pairs = plan_pairs(captions, trained)
     if count < FEWEST_COMPARED or kinds == 1:
         assert not pairs
         return
@@ -98,15 +97,14 @@ def test_pairs_are_of_different_captions_and_within_what_is_allowed(count: int, 
         assert captions[place] not in said
         assert 1 <= len(said) == len(set(said))
     taken = TRIED_AT * sum(len(others) for _, others in pairs)
-    assert taken <= max(passes, TRIED_AT * FEWEST_COMPARED)
+    assert taken <= max(SHARE * PASSES_OF_A_SAMPLE * trained, TRIED_AT * FEWEST_COMPARED)
 
 
 def test_agreement_takes_few_forward_passes() -> None:
     """The arithmetic of the module's docstring: 100 steps of 4 samples and of one."""
-    assert passes_allowed(400) == 36
-    assert [len(others) for _, others in plan_pairs("abcd", passes_allowed(400))] == [3] * 4
-    assert [len(others) for _, others in plan_pairs("abcdefghijklmnop", passes_allowed(400))] == [1] * 16
-    assert [len(others) for _, others in plan_pairs("abcdefgh", passes_allowed(100))] == [1] * 4
+    assert [len(others) for _, others in plan_pairs("abcd", 400)] == [3] * 4
+    assert [len(others) for _, others in plan_pairs("abcdefghijklmnop", 400)] == [1] * 16
+    assert [len(others) for _, others in plan_pairs("abcdefgh", 100)] == [1] * 4
 
 
 def test_gain_in_a_band_is_of_its_timesteps() -> None:

@@ -50,6 +50,7 @@ def test_two_processes_train_the_same_as_one(bench: Bench, checkout: Path):
     settings: dict[str, object] = {
         "train__effective_batch_size": 3,
         "validation__every_n_steps": 3,
+        "validation__split": 0.4,  # four images: captions are compared
         "checkpoint__every_n_steps": 3,
         "train__ema_decay": 0.9,
         "captions__shuffle": "true",
@@ -73,6 +74,10 @@ def test_two_processes_train_the_same_as_one(bench: Bench, checkout: Path):
     for name in ("metrics.jsonl", "validation.jsonl"):
         mine, theirs = ([row["loss"] for row in rows(folder, name)] for folder in (two, one))
         assert mine == pytest.approx(theirs, rel=1e-3)
+    (before, *mine), (same, *theirs) = (rows(folder, "validation.jsonl") for folder in (two, one))
+    assert before == same
+    assert "agreement" in before
+    assert [row["gain"] for row in mine] == pytest.approx([row["gain"] for row in theirs], abs=1e-3)
     first, second = rows(two)[0]["loss"], rows(one)[0]["loss"]
     assert first == pytest.approx(second, rel=1e-5)
     mine, theirs = load_file(two / "two.safetensors"), load_file(one / "one.safetensors")
