@@ -150,7 +150,7 @@ def interval_lines(run: RunReport, name: str, factor: float = 1.0) -> list[Chart
 
 def gain_lines(run: RunReport) -> list[ChartLine]:
     """The gain with its interval, and in bands of noise, in percent."""
-    bands = {"low": "a", "mid": "b", "high": "c"}
+    bands = {"low": "b", "mid": "c", "high": "d"}
     return interval_lines(run, "gain", 100.0) + [
         ChartLine(
             f"{band} noise", [(step, 100.0 * value) for step, value in run.tracked[f"gain_at_{band}_noise"]], style
