@@ -58,6 +58,7 @@ def roll_back(run: Run, first: Checkpoint, back: Rollback, reporter: Reporter) -
         "failed_at": now.failed_at if failed_at is None else failed_at,
         "returned_to": now.returned_to if failed_at is None else restored.step,
         "base_val_loss": now.base_val_loss,
+        "base_losses": now.base_losses,
         "configured_lr": now.configured_lr,
         "settings_digest": now.settings_digest,
     }

@@ -12,6 +12,7 @@ import torch
 from lora_trainer.evaluation.validation_loss import ValidationLoss
 from lora_trainer.monitor.trackers import EVENTS, VALIDATION, read_lines
 from lora_trainer.training.run import Run
+from tests.training.test_returning import bad_once
 from tests.training.tiny_run import TinyPlace, outcome, signal_at_step, together
 
 FOUR_IMAGES: dict[str, Any] = {"validation__split": 0.4, "validation__every_n_steps": 2, "lora__dropout": 0.1}
@@ -74,6 +75,15 @@ def same_captions(place: TinyPlace) -> tuple[dict[str, str], ...]:
         (folder / path.name).write_bytes(path.read_bytes())
         (folder / path.name).with_suffix(".txt").write_text("a ring", encoding="utf-8")
     return ({"path": str(folder)},)
+
+
+def test_a_rollback_to_the_start_keeps_the_losses_before_training(place: TinyPlace) -> None:
+    settings: dict[str, Any] = {"safeguards__on_nonfinite": "rollback", "checkpoint__every_n_steps": 9}
+    run = bad_once(place.run("a", steps=4, **FOUR_IMAGES | settings), 2)
+    state, _ = place.train(run)
+    assert (state.step, state.rollbacks) == (4, 1)
+    rows = read_lines(run.folder / VALIDATION)
+    assert [row["step"] for row in rows if "gain" in row] == [2, 4]
 
 
 def scripted(run: Run, agreements: Sequence[float]) -> Run:
