@@ -4,7 +4,7 @@
 three bands of noise. It costs nothing: both losses are measured anyway.
 
 **Agreement** is how often an image's loss is lower with its own caption than with another image's, at the same noise (a
-diffusion classifier, arXiv:2303.16203, section 3.2); chance is 0.5. Of other images' captions few are tried, so that it takes
+diffusion classifier, arXiv:2303.16203); chance is 0.5. Of other images' captions few are tried, so that it takes
 about `SHARE` of the training: a trained sample costs about `PASSES_OF_A_SAMPLE` forward passes, so between two validations 100
 steps of 4 samples cost 100 × 4 × 3 = 1,200, and agreement may take 36 more: 4 images with the 3 other captions at 2
 timesteps take 24, 16 images with one other caption 32. The losses with the own caption are those of the validation loss.
@@ -40,7 +40,7 @@ Pairs = Sequence[tuple[int, tuple[int, ...]]]
 def gain_by_noise(base: Tensor, lora: Tensor) -> dict[str, Improvement]:
     """`improvement` of losses [N, T] in each band of T timesteps that go from little noise to much."""
     count = base.shape[1]
-    band = torch.tensor([len(BANDS) * index // count for index in range(count)])
+    band = torch.tensor([len(BANDS) * (2 * index + 1) // (2 * count) for index in range(count)])
     there = {name: band == place for place, name in enumerate(BANDS) if bool((band == place).any())}
     return {name: improvement(base[:, own], lora[:, own]) for name, own in there.items()}
 
