@@ -53,16 +53,26 @@ class Effort:
 
 
 @dataclass(frozen=True)
+class SamplePair:
+    """Latents [C, h, w] of one prompt and seed, by the base model and with the LoRA."""
+
+    seed: int
+    base: Tensor
+    lora: Tensor
+
+
+@dataclass(frozen=True)
 class Sides:
     """Features of samples of the same prompts: the base's, the base's with other seeds, and the LoRA's.
 
-    `prompts` are the places of the prompts, one for each row.
+    `prompts` are the places of the prompts, one for each row, and `pairs` the samples themselves.
     """
 
     prompts: tuple[int, ...]
     base: Blocks
     other_seeds: Blocks
     lora: Blocks
+    pairs: tuple[SamplePair, ...] = ()
 
     def with_more(self, more: Sides) -> Sides:
         """The rows of both."""
@@ -75,6 +85,7 @@ class Sides:
             joined(self.base, more.base),
             joined(self.other_seeds, more.other_seeds),
             joined(self.lora, more.lora),
+            (*self.pairs, *more.pairs),
         )
 
 
@@ -118,7 +129,8 @@ class Studio:
                 for wanted in (requests(self.original, 0), requests(self.original, OTHER_SEEDS))
             )
         lora = (wanted := requests(self.changed, 0)), self.sample(self.changed, wanted)
-        return Sides(tuple(prompts), described(*base), described(*other), described(*lora))
+        pairs = tuple(map(SamplePair, seeds, base[1], lora[1]))
+        return Sides(tuple(prompts), described(*base), described(*other), described(*lora), pairs)
 
     def sample(self, side: EncodedTexts, wanted: Sequence[Request]) -> list[Tensor]:
         negative = None

@@ -59,6 +59,7 @@ from lora_trainer.evaluation.loading import (
 )
 from lora_trainer.evaluation.lora_report import Cost, LoraReport
 from lora_trainer.evaluation.placing import bring_denoiser
+from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, choose_shown
 from lora_trainer.evaluation.texts import EncodedTexts, encode_with, reads_again
 from lora_trainer.evaluation.validation_loss import (
     MICRO,
@@ -187,7 +188,8 @@ def measure_lora(
         return does_not_work([broken], {"drift": drifted, "health": asdict(health)}, gate.minimum)
     compute.say(f"samples with and without the LoRA: {counted(effort.round, 'prompt')} in {effort.steps} steps each")
     parts = {part.name: part for part in (VerdictPart("works", Estimate(1.0, 1.0, 1.0)), learned_part(learned, images))}
-    parts |= measure_samples(studio, effort, gate.minimum, compute)
+    by_samples, sampled = measure_samples(studio, effort, gate.minimum, compute)
+    parts |= by_samples
     numbers = {
         "drift": drifted,
         "health": asdict(health),
@@ -198,10 +200,13 @@ def measure_lora(
     free_memory(device)
     parts = {name: parts[name] for name in SCALES}
     findings = [*part_findings(parts, gate.minimum), *_drift_findings(drifted), *_health_findings(health)]
-    return LoraReport(gate.minimum, parts, tuple(findings), numbers)
+    shown = choose_shown(sampled, samples, prompts, SHOWN[gate.check])
+    return LoraReport(gate.minimum, parts, tuple(findings), numbers, shown=shown)
 
 
-def measure_samples(studio: Studio, effort: Effort, minimum: float, compute: Compute) -> dict[str, VerdictPart]:
+def measure_samples(
+    studio: Studio, effort: Effort, minimum: float, compute: Compute
+) -> tuple[dict[str, VerdictPart], Sampled]:
     """The parts that are measured by sampling: rounds of the subject's prompts until each part is decided."""
     images = studio.original.samples
     prompts = range(len(next(iter(studio.original.prompts.values()))))
@@ -211,7 +216,7 @@ def measure_samples(studio: Studio, effort: Effort, minimum: float, compute: Com
     kept = VerdictPart("keeps_base", spoiled, "" if spoiled else seedless)
     if len(images) < FEWEST_REAL:
         reason = f"{counted(len(images), 'image')} of the dataset; {FEWEST_REAL} are the least to compare with"
-        return {name: VerdictPart(name, None, reason) for name in BY_SAMPLES} | {"keeps_base": kept}
+        return {name: VerdictPart(name, None, reason) for name in BY_SAMPLES} | {"keeps_base": kept}, Sampled(unrelated)
     real = studio.describe([(image.latents, image.sizes) for image in images])
     captions = [plain_caption(image.caption) for image in images]
     # Prompts in an order in which neighbors in the dataset are far apart, so that few samples meet many kinds.
@@ -231,7 +236,7 @@ def measure_samples(studio: Studio, effort: Effort, minimum: float, compute: Com
             compute.say(
                 f"not decided after {counted(len(sides.prompts), 'sample')}: {counted(effort.round, 'more prompt')}"
             )
-    return parts | {"keeps_base": kept}
+    return parts | {"keeps_base": kept}, Sampled(unrelated, sides, real)
 
 
 def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[str, VerdictPart]:

@@ -98,6 +98,21 @@ def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Te
     return encode_image
 
 
+def image_decoder(vae: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Scaled latents [B, C, h, w] -> pixels [B, 3, H, W] in [-1, 1], fp32 on the CPU."""
+    import torch
+
+    scale, shift = float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
+
+    @torch.no_grad()
+    def decode(latents: Tensor) -> Tensor:
+        plain = latents.to(device, torch.float32) / scale + shift
+        pixels: Tensor = vae.decode(plain.to(vae.dtype)).sample.float().cpu()
+        return pixels.nan_to_num().clamp(-1.0, 1.0)
+
+    return decode
+
+
 def load_whole_image_encoder(
     folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

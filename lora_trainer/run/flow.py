@@ -65,6 +65,7 @@ from lora_trainer.run.sampling import draw_comparison
 from lora_trainer.run.session import Session, fill, open_session, with_found_micro, with_generated_images
 from lora_trainer.run.start import class_image_settings, find_start, fixed_settings, refuse_other_class_images
 from lora_trainer.run.uncached import fresh_latents
+from lora_trainer.run.verdict_images import keep_verdict_images
 from lora_trainer.training.build import build_step_context
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.control import is_stopped_early
@@ -454,6 +455,7 @@ def check_lora(
     report = replace(report, findings=tuple(filter(None, findings)))
     scores = {**record.scores, "lora": report.score}
     record = replace(record, scores=scores, outcome=report.outcome, lora=report.to_json())
+    record.lora["images"] = keep_verdict_images(session, report.shown)
     if not is_checked:
         return Outcome(record, report, None)
     show_phase(session, state, "drawing")
