@@ -17,9 +17,10 @@ The score is the least of the measured parts. What cannot be measured is named a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import gcd
@@ -31,11 +32,13 @@ from torch import Tensor
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, counted
+from lora_trainer.data.caches.base_half import BaseHalf, digest_of
 from lora_trainer.data.split import MOST_COMPARED
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, base_visits, drift
 from lora_trainer.evaluation.encode import text_reader
 from lora_trainer.evaluation.evidence import AT_ONCE, GUIDANCE, Effort, RealImages, Sides, Studio
+from lora_trainer.evaluation.features import LATENT_GRID, NOISE_LEVEL
 from lora_trainer.evaluation.health import Health, examine
 from lora_trainer.evaluation.latent_samples import Sampler
 from lora_trainer.evaluation.likeness import (
@@ -48,6 +51,7 @@ from lora_trainer.evaluation.likeness import (
 )
 from lora_trainer.evaluation.loading import (
     adapted_modules,
+    at_strength,
     components_of,
     free_memory,
     fresh_pipeline,
@@ -60,7 +64,7 @@ from lora_trainer.evaluation.loading import (
 from lora_trainer.evaluation.lora_report import Cost, LoraReport
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, choose_shown
-from lora_trainer.evaluation.texts import EncodedTexts, encode_with, reads_again
+from lora_trainer.evaluation.texts import EncodedTexts, reads_again, texts_at
 from lora_trainer.evaluation.validation_loss import (
     MICRO,
     Improvement,
@@ -80,6 +84,7 @@ from lora_trainer.evaluation.verdict import (
 )
 from lora_trainer.export.weights import LoraWeights, adaptable_modules
 from lora_trainer.models.family import Caption, Family
+from lora_trainer.models.folder import weights_digest
 from lora_trainer.models.lora_names import read_lora_with_tokens
 from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
 
@@ -93,6 +98,7 @@ FEWEST_REAL = 4  # fewer have no distances to compare with
 # A round of samples, the most, the steps of each, and unrelated prompts.
 LORA_CHECKS: Mapping[str, Effort | None] = {"full": Effort(12, 48, 20, 8), "lite": Effort(8, 8, 8, 4), "off": None}
 TIMESTEPS = 8  # of each validation loss
+FORMULAS = "1"  # part of every key of what is cached: change it when samples or features are computed differently
 SMALL_CELLS = 2048  # of latents: half of those of an image of 512 pixels a side
 
 
@@ -100,12 +106,16 @@ SMALL_CELLS = 2048  # of latents: half of those of an image of 512 pixels a side
 class LoraGate:
     """What a LoRA must reach, and how it is measured.
 
-    `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS` but `off`.
+    `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS` but `off`. `cache` is the
+    folder in which what is measured of the base model alone is kept; None keeps nothing. The LoRA is used at each of
+    `strengths`; only its first one gets the verdict.
     """
 
     minimum: float = LINE
     check: str = "full"
     prompts: Sequence[str] = NEUTRAL_PROMPTS
+    cache: Path | None = None
+    strengths: Sequence[float] = (1.0,)
 
 
 def check_lora(
@@ -126,10 +136,31 @@ def check_lora(
     return replace(report, cost=Cost(passes, round(time.monotonic() - began, 2)))
 
 
-def measure_lora(
+@dataclass(frozen=True)
+class OpenLora:
+    """A LoRA on a fresh copy of its base model, and how images are sampled with it and without.
+
+    `norms` are the sizes of the base's weights by module; `texts` the text embeddings with the LoRA at each strength.
+    """
+
+    studio: Studio
+    pipeline: Any
+    weights: LoraWeights
+    norms: Mapping[str, float]
+    images: RealImages
+    texts: Mapping[float, EncodedTexts]
+
+    @contextlib.contextmanager
+    def at(self, strength: float) -> Iterator[Studio]:
+        """The studio in which the LoRA has one of the gate's strengths: exactly so many times its change of each weight."""
+        with at_strength(self.pipeline, strength):
+            yield replace(self.studio, changed=self.texts[strength])
+
+
+def open_lora(
     lora: Path, base: Path, family: Family, images: RealImages, gate: LoraGate, compute: Compute
-) -> LoraReport:
-    """The report without its cost."""
+) -> OpenLora | LoraReport:
+    """Load a LoRA for its verdict; the report of one that does not work."""
     device, dtype, usable = compute.device, compute.dtype, compute.usable
     effort = LORA_CHECKS[gate.check]
     assert effort is not None
@@ -155,9 +186,11 @@ def measure_lora(
     problems = _key_findings(misfits(weights, shapes, family, base))
     if findings := problems or _loading_findings(pipeline, family, lora, weights):
         return does_not_work(findings, {}, gate.minimum)
-    original = changed = EncodedTexts(neutral, samples)
+    original = EncodedTexts(neutral, samples)
+    texts = dict.fromkeys(gate.strengths, original)
     if reads_again(weights, samples, family):
-        original, changed = encode_with(pipeline, family, prompts, original, weights, replace(compute, device=encoding))
+        reading = replace(compute, device=encoding)
+        original, texts = texts_at(pipeline, family, original, weights, (prompts, gate.strengths), reading)
     places = max([(facts.resolution // facts.downscale) ** 2, *(sample.latents[0].numel() for sample in samples)])
     placed = bring_denoiser(denoiser, family, device, usable, places)
     if placed.resident is not None:
@@ -176,14 +209,28 @@ def measure_lora(
         family.denoiser.features(denoiser),
         partial(without_lora, pipeline),
         original,
-        changed,
+        texts[gate.strengths[0]],
         device,
         dtype,
     )
+    if gate.cache is not None:
+        studio = replace(studio, kept=BaseHalf(gate.cache, model_key(studio, base, family)))
+    return OpenLora(studio, pipeline, weights, norms, images, texts)
+
+
+def measure_lora(
+    lora: Path, base: Path, family: Family, images: RealImages, gate: LoraGate, compute: Compute
+) -> LoraReport:
+    """The report without its cost."""
+    opened = open_lora(lora, base, family, images, gate, compute)
+    if isinstance(opened, LoraReport):
+        return opened
+    studio, images, effort = opened.studio, opened.images, LORA_CHECKS[gate.check]
+    assert effort is not None
     drifted = _measure_drift(studio)
     compute.say(f"validation loss with and without the LoRA: {counted(len(images.unseen), 'image')}")
     learned = measure_learning(studio, len(images.trained)) if images.unseen else None
-    health = examine(weights.modules, norms)
+    health = examine(opened.weights.modules, opened.norms)
     if broken := not_alive(drifted, learned):
         return does_not_work([broken], {"drift": drifted, "health": asdict(health)}, gate.minimum)
     compute.say(f"samples with and without the LoRA: {counted(effort.round, 'prompt')} in {effort.steps} steps each")
@@ -196,11 +243,11 @@ def measure_lora(
         "learning": None if learned is None else asdict(learned),
         "images": {"trained": len(images.trained), "unseen": len(images.unseen)},
     }
-    del pipeline, denoiser, modules, predict, studio
-    free_memory(device)
+    del opened, studio
+    free_memory(compute.device)
     parts = {name: parts[name] for name in SCALES}
     findings = [*part_findings(parts, gate.minimum), *_drift_findings(drifted), *_health_findings(health)]
-    shown = choose_shown(sampled, samples, prompts, SHOWN[gate.check])
+    shown = choose_shown(sampled, images.every, gate.prompts, SHOWN[gate.check])
     return LoraReport(gate.minimum, parts, tuple(findings), numbers, shown=shown)
 
 
@@ -217,17 +264,13 @@ def measure_samples(
     if len(images) < FEWEST_REAL:
         reason = f"{counted(len(images), 'image')} of the dataset; {FEWEST_REAL} are the least to compare with"
         return {name: VerdictPart(name, None, reason) for name in BY_SAMPLES} | {"keeps_base": kept}, Sampled(unrelated)
-    real = studio.describe([(image.latents, image.sizes) for image in images])
+    real = studio.describe_real(images)
     captions = [plain_caption(image.caption) for image in images]
-    # Prompts in an order in which neighbors in the dataset are far apart, so that few samples meet many kinds.
-    stride = next(
-        step for step in range(max(1, round(0.38 * len(images))), 2 * len(images)) if gcd(step, len(images)) == 1
-    )
     sides: Sides | None = None
     parts: dict[str, VerdictPart] = {}
     for start in range(0, effort.most, effort.round):
         seeds = range(start, start + effort.round)
-        more = studio.compare([seed * stride % len(images) for seed in seeds], seeds, images)
+        more = studio.compare(places_of(seeds, len(images)), seeds, images)
         sides = more if sides is None else sides.with_more(more)
         parts = sample_parts(real, sides, captions)
         if not any(part.outcome(minimum) == "unresolved" for part in parts.values()):
@@ -237,6 +280,15 @@ def measure_samples(
                 f"not decided after {counted(len(sides.prompts), 'sample')}: {counted(effort.round, 'more prompt')}"
             )
     return parts | {"keeps_base": kept}, Sampled(unrelated, sides, real)
+
+
+def places_of(seeds: Sequence[int], images: int) -> list[int]:
+    """The image whose caption is each seed's prompt.
+
+    In an order in which neighbors in the dataset are far apart, so that few samples meet many kinds.
+    """
+    stride = next(step for step in range(max(1, round(0.38 * images)), 2 * images) if gcd(step, images) == 1)
+    return [seed * stride % images for seed in seeds]
 
 
 def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[str, VerdictPart]:
@@ -261,6 +313,11 @@ def plain_caption(caption: Caption) -> str:
 
 def measure_learning(studio: Studio, first: int) -> Improvement:
     """The loss with and without the LoRA on the samples from place `first` on, which were not trained on."""
+    return improvement(*paired_losses(studio, first))
+
+
+def paired_losses(studio: Studio, first: int) -> tuple[Tensor, Tensor]:
+    """`validation_losses` [N, T] of these samples, without the LoRA and with it."""
     losses = partial(
         validation_losses,
         studio.sampler.predict,
@@ -269,9 +326,15 @@ def measure_learning(studio: Studio, first: int) -> Improvement:
         timesteps=TIMESTEPS,
         compute=Compute(studio.dtype, studio.device),
     )
-    with studio.without():
-        before = losses(studio.original.samples[first:])
-    return improvement(before, losses(studio.changed.samples[first:]))
+    samples = studio.original.samples[first:]
+
+    def without() -> dict[str, Tensor]:
+        with studio.without():
+            return {"losses": losses(samples)}
+
+    of_each = (part for each in samples for part in (each.id, each.latents, each.cond, each.sizes))
+    key = digest_of("losses", str((SEED, TIMESTEPS)), *of_each)
+    return studio.read_or_make(key, without)["losses"], losses(studio.changed.samples[first:])
 
 
 def learned_part(learned: Improvement | None, images: RealImages) -> VerdictPart:
@@ -313,6 +376,22 @@ def does_not_work(findings: Sequence[Finding], numbers: Mapping[str, Any], minim
     rest = {name: VerdictPart(name, None, "the LoRA does not work") for name in SCALES if name != "works"}
     return LoraReport(
         minimum, {"works": VerdictPart("works", Estimate(0.0, 0.0, 0.0)), **rest}, tuple(findings), numbers
+    )
+
+
+def model_key(studio: Studio, base: Path, family: Family) -> str:
+    """A digest of what all features of a base model depend on: its weights, and how and on what they are computed."""
+    folder, process = base / family.denoiser.component, studio.sampler.process
+    return digest_of(
+        FORMULAS,
+        family.name,
+        weights_digest(folder),
+        (folder / "config.json").read_text("utf-8"),
+        process.description,
+        process.alphas_cumprod,
+        *(f"{name}: {block.grid}, {block.patch}" for name, block in studio.blocks.items()),
+        str((NOISE_LEVEL, LATENT_GRID, studio.dtype, torch.__version__)),
+        torch.cuda.get_device_name(studio.device) if studio.device.type == "cuda" else studio.device.type,
     )
 
 

@@ -71,6 +71,7 @@ def _evaluate(path: Path, config: Config, measured: Samples, say: Say) -> LoraRe
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.models.family import Encoders
     from lora_trainer.models.lora_names import read_lora_with_tokens
+    from lora_trainer.run.caching import cache_folder
     from lora_trainer.run.choices import ENCODER_DTYPE, choose_precision, computed_in, usable_bytes
 
     family, facts = read_model(config)
@@ -95,7 +96,8 @@ def _evaluate(path: Path, config: Config, measured: Samples, say: Say) -> LoraRe
     )
     # The command was requested, so "off" measures too.
     check = config.gates.lora_check
-    gate = LoraGate(config.gates.lora, check if check in ("full", "lite") else "full")
+    effort = check if check in ("full", "lite") else "full"
+    gate = LoraGate(config.gates.lora, effort, cache=cache_folder(config))
     dtype = computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
 
     def evaluate(compute: Compute) -> LoraReport:
