@@ -222,7 +222,7 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
 
 def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("lora", metavar="LORA", help="the LoRA file, in kohya's or diffusers' format")
+    parser.add_argument("lora", metavar="LORA", help="the LoRA file, in kohya's or diffusers' format, or a run's folder")
     parser.add_argument(
         "--model",
         dest="model.path",
@@ -235,16 +235,25 @@ def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="its training images (default: those of the run beside the file)",
     )
+    parser.add_argument(
+        "--compare",
+        dest="gates.compare",
+        choices=("strengths", "checkpoints", "both"),
+        help="advise which strength, or which of the run's kept checkpoints, to use",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_offline_argument(parser)
     add_settings_arguments(parser)
 
 
 def _validate(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    resolved = resolved_from(arguments, unknown, lora=Path(arguments.lora))
+    from lora_trainer.run.reading import lora_of
+
+    lora = lora_of(Path(arguments.lora))
+    resolved = resolved_from(arguments, unknown, lora=lora)
     from lora_trainer.cli.validate import validate_command
 
-    return validate_command(arguments.lora, arguments.validation, arguments.json, resolved.config)
+    return validate_command(lora, arguments.validation, arguments.json, resolved.config)
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +17,9 @@ from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.verdict import SCALES, WORDS, VerdictPart
 from lora_trainer.monitor.console import Console
 from lora_trainer.run.score_lora import score_lora
+
+if TYPE_CHECKING:
+    from lora_trainer.evaluation.choice import Choice
 
 
 def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, config: Config) -> int:
@@ -41,10 +44,31 @@ def print_report(path: Path, report: LoraReport) -> None:
     console.print(table)
     for line in _numbers(report.numbers):
         console.print(Text(f"  {line}"), soft_wrap=not console.is_terminal)
+    if report.choice is not None:
+        print_choice(report.choice, console)
     for finding in report.findings:
         console.print(
             Text(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip()), soft_wrap=not console.is_terminal
         )
+
+
+def print_choice(choice: Choice, console: Console) -> None:
+    """The compared strengths and steps, one a line, and the advice."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for each in choice.scores:
+        score, gain = each.score, each.gain
+        usual = each is choice.usual
+        table.add_row(
+            f"  {each.candidate.name}",
+            f"{score.value:.2f} ({score.low:.2f} to {score.high:.2f})",
+            "" if usual else f"{gain.value:+.2f} ({gain.low:+.2f} to {gain.high:+.2f})",
+            "as it is" if usual else each.standing,
+            f"least: {WORDS[each.least].title.lower()}; {each.samples} samples",
+        )
+    console.print(table)
+    console.print(Text(f"  advice: {choice.advice}"), soft_wrap=not console.is_terminal)
+    if choice.sheet is not None:
+        console.print(Text(f"  images of them: {choice.sheet}"), soft_wrap=not console.is_terminal)
 
 
 def part_row(name: str, part: VerdictPart, minimum: float) -> tuple[str, ...]:

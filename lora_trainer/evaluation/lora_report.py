@@ -11,6 +11,7 @@ from lora_trainer.core.io import finite
 from lora_trainer.evaluation.verdict import NOT_COMPARED, Outcome, VerdictPart, outcome_of, score_of
 
 if TYPE_CHECKING:  # validate prints reports without torch
+    from lora_trainer.evaluation.choice import Choice
     from lora_trainer.evaluation.shown_samples import ShownSample
 
 
@@ -33,6 +34,7 @@ class LoraReport:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     cost: Cost = Cost()
     shown: tuple[ShownSample, ...] = ()
+    choice: Choice | None = None  # of a strength or a step, where they were compared
 
     @property
     def score(self) -> float | None:
@@ -77,6 +79,7 @@ class LoraReport:
                 "findings": [finding.to_json() for finding in self.findings],
                 "cost": asdict(self.cost),
                 "numbers": dict(self.numbers),
+                "choice": None if self.choice is None else self.choice.to_json(),
             }
         )
         return document

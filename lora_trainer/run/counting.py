@@ -18,6 +18,7 @@ QUIET_SECONDS = 1.5  # shorter work shows no bar
 LINE_SECONDS = 10.0
 
 JUDGED, DRAWN = "forward passes", "images generated"  # what the LoRA gate and sampling count
+COMPARED = "strengths and steps"  # what a comparison of LoRAs counts
 
 Counter = Callable[[str], Progress]  # names what is counted
 

@@ -410,7 +410,7 @@ def release(session: Session, run: Run, record: Record, state: TrainState) -> Ou
     began, name = time.monotonic(), session.folder.name
     released = choose_released(config, run.checkpoints, state, run.context)
     facts = training_facts(session, name, released.step, record.started)
-    weights = lora_weights(config, session.inputs, released.weights)
+    weights = lora_weights(config, session.inputs.family, released.weights)
     untrained = untrained_words(config.textual_inversion.placeholder_tokens, session.inputs.train)
     embeddings = {key: value for key, value in weights.embeddings.items() if key.partition(".")[0] not in untrained}
     stored = DTYPES[config.checkpoint.export_dtype]

@@ -15,7 +15,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan, plan_plain
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.run.bases.find import describe_model, is_builtin
-from lora_trainer.run.counting import JUDGED, counting
+from lora_trainer.run.counting import COMPARED, JUDGED, counting
 from lora_trainer.run.inputs import data_in_use, read_inputs, read_model, trained_framings
 from lora_trainer.run.reading import RunFolder, read_as_trained, run_beside
 
@@ -55,13 +55,14 @@ def score_lora(path: Path, data: Path | None, config: Config, say: Say) -> LoraR
     say(f"base model: {describe_model(config.model)}")
     samples = _samples_of_folder(config, data, run, say) if data is not None else _samples_of_run(config, run)
     say(samples.origin)
-    report = _evaluate(path, config, samples, say)
+    report = _evaluate(path, config, samples, (None if run is None else run.config), say)
     if run is not None and run.unseen is not None:
         report = replace(report, findings=(*report.findings, run.unseen))
     return report
 
 
-def _evaluate(path: Path, config: Config, measured: Samples, say: Say) -> LoraReport:
+def _evaluate(path: Path, config: Config, measured: Samples, trained: Config | None, say: Say) -> LoraReport:
+    """The report on a LoRA file; `trained` are the settings of its run, None for a file alone."""
     import torch
 
     from lora_trainer.evaluation.compute import Compute
@@ -104,7 +105,19 @@ def _evaluate(path: Path, config: Config, measured: Samples, say: Say) -> LoraRe
         with counting() as count:
             return check_lora(path, facts.path, family, images, gate, replace(compute, progress=count(JUDGED)))
 
-    return with_less(evaluate, Compute(dtype, device, usable_bytes(config, device), say=say))
+    compute = Compute(dtype, device, usable_bytes(config, device), say=say)
+    report = with_less(evaluate, compute)
+    if config.gates.compare == "off" or report.parts["works"].outcome() != "passed":
+        return report
+    from lora_trainer.run.compare_loras import Comparison, compare_loras, sheet_of
+    from lora_trainer.run.kept_steps import run_files
+
+    run = None if trained is None else run_files(path)
+    prompts = [sample.caption for sample in measured.samples]
+    draw = None if run is None else sheet_of(config, (family, facts), prompts, run.folder / "samples", compute)
+    wanted = Comparison(config.gates.compare, path, run, trained or config, family, facts.path, images, gate, draw)
+    with counting() as count:
+        return replace(report, choice=compare_loras(wanted, replace(compute, progress=count(COMPARED)), say))
 
 
 def _samples_of_folder(config: Config, data: Path, run: RunFolder | None, say: Say) -> Samples:

@@ -1,0 +1,122 @@
+"""Strengths and steps compared on a tiny base model: exact strengths, paired differences, advice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lora_trainer.adapters.base import AdapterOptions
+from lora_trainer.adapters.lora import inject_lora
+from lora_trainer.adapters.target_modules import target_modules
+from lora_trainer.evaluation.choice import Candidate, CandidateScore, Choice, choose, compare_candidates, compared
+from lora_trainer.evaluation.evidence import RealImages
+from lora_trainer.evaluation.lora_check import LoraGate, OpenLora, check_lora, open_lora
+from lora_trainer.evaluation.compute import ON_CPU
+from lora_trainer.evaluation.lora_report import Cost
+from lora_trainer.evaluation.validation_loss import EncodedSample
+from lora_trainer.evaluation.verdict import SCALES, Estimate, VerdictPart
+from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.models import FAMILIES
+from tests.export.tiny import facts, random_lora, tiny_pipeline
+
+FAMILY = FAMILIES["sd15"]
+CPU = torch.device("cpu")
+PROMPTS = ("", "a red circle")
+GATE = LoraGate(check="lite", prompts=PROMPTS)
+CAPTIONS = ("a red ring", "a blue ring", "a red box", "a blue box", "a green ring", "a green box")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_pipeline(folder / "tokenizer").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images() -> RealImages:
+    generator = torch.Generator().manual_seed(3)
+    common = torch.randn(4, 8, 8, generator=generator)
+    samples = [
+        EncodedSample(
+            f"s{index}",
+            0.8 * common + 0.2 * torch.randn(4, 8, 8, generator=generator),
+            {"embeds": torch.randn(77, 32, generator=generator)},
+            torch.zeros(6),
+            caption,
+        )
+        for index, caption in enumerate(CAPTIONS)
+    ]
+    return RealImages(samples[:4], samples[4:])
+
+
+@pytest.fixture(scope="module")
+def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA on the denoiser and the text encoder."""
+    pipeline = tiny_pipeline(tmp_path_factory.mktemp("tokenizer"))
+    modules = dict(random_lora(FAMILY.denoiser.load(base, torch.float32, CPU), size=0.1).modules)
+    del pipeline
+    generator = torch.Generator().manual_seed(1)
+    for end in ("q_proj", "out_proj"):
+        name = f"text_encoder.text_model.encoder.layers.0.self_attn.{end}"
+        down, up = (0.3 * torch.randn(shape, generator=generator) for shape in ((2, 32), (32, 2)))
+        modules[name] = LoraPair(down, up, 2.0)
+    return write_lora(tmp_path_factory.mktemp("lora"), "cat", LoraWeights(modules), facts())[0]
+
+
+def opened(lora: Path, base: Path, images: RealImages, strengths: Sequence[float]) -> OpenLora:
+    found = open_lora(lora, base, FAMILY, images, replace(GATE, strengths=tuple(strengths)), ON_CPU)
+    assert isinstance(found, OpenLora)
+    return found
+
+
+def test_strength_0_is_the_base_and_half_is_half_of_the_change(lora: Path, base: Path, images: RealImages) -> None:
+    """In the denoiser and in the text encoder."""
+    found = opened(lora, base, images, (0.0, 0.5, 1.0))
+    texts = {strength: each.samples[0].cond["embeds"] for strength, each in found.texts.items()}
+    original = found.studio.original.samples[0].cond["embeds"]
+    assert torch.equal(texts[0.0], original)
+    assert not torch.allclose(texts[0.5], original, atol=1e-4)
+    assert not torch.allclose(texts[0.5], texts[1.0], atol=1e-4)
+    with found.at(0.0) as studio:
+        sides = studio.compare((0, 1), (0, 1), None)
+        assert all(torch.equal(sides.lora[name], sides.base[name]) for name in sides.base)
+    half = replace(read_back(lora), embeddings={})
+    halved = {name: replace(pair, alpha=pair.alpha / 2) for name, pair in half.modules.items()}
+    other = write_lora(lora.parent, "half", replace(half, modules=halved), facts())[0]
+    with found.at(0.5) as studio:
+        strong = studio.compare((0, 1), (0, 1), images.every)
+    with opened(other, base, images, (1.0,)).at(1.0) as studio:
+        weak = studio.compare((0, 1), (0, 1), images.every)
+    assert all(torch.allclose(strong.lora[name], weak.lora[name], rtol=1e-2, atol=1e-2) for name in weak.lora)
+
+
+def read_back(lora: Path) -> LoraWeights:
+    from lora_trainer.models.lora_names import read_lora
+
+    return read_lora(lora)
+
+
+def test_at_strength_1_a_candidate_is_measured_as_by_the_verdict(lora: Path, base: Path, images: RealImages) -> None:
+    plain = check_lora(lora, base, FAMILY, images, GATE)
+    candidates = [Candidate(lora, 6, strength) for strength in (1.0, 0.2)]
+    choice = compare_candidates(candidates, base, FAMILY, images, GATE, ON_CPU)
+    assert choice is not None
+    first = choice.usual
+    if first.samples == 8:  # later rounds have more samples than a lite verdict
+        for name, part in first.parts.items():
+            expected = plain.parts[name].measure
+            assert (part.measure is None) == (expected is None)
+            if part.measure is not None and expected is not None:
+                assert part.measure.value == pytest.approx(expected.value, rel=1e-4)
+    document = json.loads(json.dumps(choice.to_json(), allow_nan=False))
+    assert [each["strength"] for each in document["candidates"]] == [1.0, 0.2]
+    assert document["cost"]["forward_passes"] > 0
+    assert document["advice"]
