@@ -38,7 +38,8 @@ def advice_on(choice: Choice) -> str:
 def what_to_use(choice: Choice) -> str:
     usual, chosen = choice.usual, choice.chosen
     if chosen == usual.candidate:
-        return f"Use it at strength {chosen.strength:g}."
+        alone = len({each.candidate.strength for each in choice.scores}) == 1
+        return f"Use step {chosen.step}, as exported." if alone else f"Use it at strength {chosen.strength:g}."
     found = choice.of(chosen)
     named = f"strength {chosen.strength:g}" if chosen.step == usual.candidate.step else f"step {chosen.step}"
     why = f"{WORDS[usual.least].title.lower()}: {usual.parts[usual.least].scores[0]:.2f} to {found.parts[usual.least].scores[0]:.2f}"

@@ -140,7 +140,8 @@ class Studio:
 
     def read_or_make(self, key: str, make: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """What `make` measures of the base alone, from the cache where it is there. `key` is a digest of what it depends on."""
-        return make() if self.kept is None else self.kept.read_or_make(key, make)
+        entry = make() if self.kept is None else self.kept.read_or_make(key, make)
+        return dict(sorted(entry.items()))  # means over blocks round by their order
 
     def compare(self, prompts: Sequence[int], seeds: Sequence[int], shapes: Sequence[EncodedSample] | None) -> Sides:
         """Sample each prompt on both sides. `prompts` are places: of the samples `shapes`, whose captions are the prompts

@@ -18,15 +18,20 @@ from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.evaluation.choice import STRENGTHS, Candidate, Choice, compare_candidates
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.evidence import RealImages
-from lora_trainer.evaluation.lora_check import LoraGate
+from lora_trainer.evaluation.lora_check import LoraGate, plain_caption
+from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.placing import with_less
 from lora_trainer.evaluation.recipe import Grid, NamedModel
 from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.evaluation.sheet import SheetGroup, SheetRow, contact_sheet, save_image
 from lora_trainer.models.family import Family, ModelFacts
-from lora_trainer.run.kept_steps import RunFiles, kept_steps
+from lora_trainer.run.caching import cache_folder
+from lora_trainer.run.choices import usable_bytes
+from lora_trainer.run.counting import COMPARED, counting
+from lora_trainer.run.kept_steps import RunFiles, kept_steps, run_files
 from lora_trainer.run.release import WEIGHTS
-from lora_trainer.run.sampling import BUILT_IN, drawing_of, parts_of, rows_for
+from lora_trainer.run.sampling import BUILT_IN, drawing_of, parts_of, rows_for, run_drawing, sample_prompts
+from lora_trainer.run.session import Session
 from lora_trainer.training.checkpoints.checkpoint import step_name
 
 SHEET = "compared"  # name of the sheet of the candidates
@@ -108,19 +113,61 @@ def step_of_file(lora: Path) -> int | None:
     return int(steps) if re.fullmatch(r"[0-9]{1,9}", steps) else None
 
 
-def sheet_of(
-    config: Config, model: tuple[Family, ModelFacts], captions: Sequence[str], folder: Path, compute: Compute
-) -> Draw:
-    """A function that draws a sheet of candidates with the sample settings, into `folder`.
+def compare_after_training(
+    session: Session, images: RealImages, lora: Path, step: int, report: LoraReport
+) -> Choice | None:
+    """What `gates.compare` requests of a run's exported LoRA, of the weights of `step`, if it works.
 
-    Its prompts are `sample.prompts`, else the first `sample.count` different captions.
+    A comparison that fails is printed and is None: the LoRA has its verdict.
     """
-    family, facts = model
-    prompts = list(config.sample.prompts) or list(dict.fromkeys(captions))[: config.sample.count]
-    drawing = drawing_of(config, family, facts, (facts.resolution, facts.resolution))
-    grid = Grid(rows_for(prompts, [config.train.seed]), drawing)
-    named = NamedModel(family, facts.path, config.model.path or BUILT_IN, parts_of(config))
-    return partial(draw_candidates, named, grid, folder, compute)
+    config, inputs, choices = session.config, session.inputs, session.choices
+    if config.gates.compare == "off" or report.parts["works"].outcome() != "passed":
+        return None
+    say = partial(session.console.print, markup=False)
+    compute = Compute(choices.dtype, choices.device, usable_bytes(config, choices.device), say=say)
+    rows = rows_for(sample_prompts(config, inputs), [config.train.seed])
+    model = NamedModel(inputs.family, inputs.facts.path, config.model.path or BUILT_IN, parts_of(config))
+    grid, folder = Grid(rows, run_drawing(config, inputs)), session.folder / "samples"
+    wanted = Comparison(
+        config.gates.compare,
+        lora,
+        RunFiles(session.folder, lora, step),
+        config,
+        inputs.family,
+        inputs.facts.path,
+        images,
+        LoraGate(config.gates.lora, cache=cache_folder(config)),
+        partial(draw_candidates, model, grid, folder, compute),
+    )
+    try:
+        with counting(session.console) as count:
+            return compare_loras(wanted, replace(compute, progress=count(COMPARED)), say)
+    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+        say(f"strengths and steps could not be compared: {first_line(error)}")
+        return None
+
+
+def compare_file(
+    lora: Path,
+    trained: Config | None,
+    config: Config,
+    measured: tuple[Family, ModelFacts, RealImages, LoraGate],
+    compute: Compute,
+) -> Choice | None:
+    """What `gates.compare` requests of a LoRA file. `trained` are the settings of the run beside it, None without one.
+
+    A sheet is drawn among the run's samples.
+    """
+    family, facts, images, gate = measured
+    run = None if trained is None else run_files(lora)
+    prompts = list(config.sample.prompts) or list(dict.fromkeys(plain_caption(each.caption) for each in images.every))
+    rows = rows_for(prompts[: config.sample.count], [config.train.seed])
+    grid = Grid(rows, drawing_of(config, family, facts, (facts.resolution, facts.resolution)))
+    model = NamedModel(family, facts.path, config.model.path or BUILT_IN, parts_of(config))
+    draw = None if run is None else partial(draw_candidates, model, grid, run.folder / "samples", compute)
+    wanted = Comparison(config.gates.compare, lora, run, trained or config, family, facts.path, images, gate, draw)
+    with counting() as count:
+        return compare_loras(wanted, replace(compute, progress=count(COMPARED)), compute.say)
 
 
 def draw_candidates(

@@ -75,7 +75,7 @@ def kept_steps(run: RunFiles, config: Config, family: Family, place: Path) -> di
         if step in exported:
             found[step] = exported[step]
             continue
-        weights = read_best(checkpoints, step)
+        weights: Mapping[str, Tensor] | None = read_best(checkpoints, step)
         if weights is None and step in there:
             weights = shown_weights_of(there[step], config)
         if weights is not None:

@@ -221,6 +221,8 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
         console.print(
             f"LoRA: {report.outcome}, score {report.score:.2f} ({', '.join(map(spoken, report.parts.values()))})"
         )
+    if report.choice is not None:
+        console.print(f"advice: {report.choice.advice}", soft_wrap=True)
     for finding in sorted(report.findings, key=lambda finding: SEVERITIES.index(finding.severity)):
         console.print(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip())
     console.print(f"exported: step {record.released['step']} ({record.released['reason']})")

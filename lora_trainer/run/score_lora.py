@@ -15,7 +15,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan, plan_plain
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.run.bases.find import describe_model, is_builtin
-from lora_trainer.run.counting import COMPARED, JUDGED, counting
+from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import data_in_use, read_inputs, read_model, trained_framings
 from lora_trainer.run.reading import RunFolder, read_as_trained, run_beside
 
@@ -109,15 +109,9 @@ def _evaluate(path: Path, config: Config, measured: Samples, trained: Config | N
     report = with_less(evaluate, compute)
     if config.gates.compare == "off" or report.parts["works"].outcome() != "passed":
         return report
-    from lora_trainer.run.compare_loras import Comparison, compare_loras, sheet_of
-    from lora_trainer.run.kept_steps import run_files
+    from lora_trainer.run.compare_loras import compare_file
 
-    run = None if trained is None else run_files(path)
-    prompts = [sample.caption for sample in measured.samples]
-    draw = None if run is None else sheet_of(config, (family, facts), prompts, run.folder / "samples", compute)
-    wanted = Comparison(config.gates.compare, path, run, trained or config, family, facts.path, images, gate, draw)
-    with counting() as count:
-        return replace(report, choice=compare_loras(wanted, replace(compute, progress=count(COMPARED)), say))
+    return replace(report, choice=compare_file(path, trained, config, (family, facts, images, gate), compute))
 
 
 def _samples_of_folder(config: Config, data: Path, run: RunFolder | None, say: Say) -> Samples:
