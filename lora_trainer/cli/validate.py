@@ -19,7 +19,7 @@ from lora_trainer.monitor.console import Console
 from lora_trainer.run.score_lora import score_lora
 
 if TYPE_CHECKING:
-    from lora_trainer.evaluation.choice import Choice
+    from lora_trainer.evaluation.choice import LoraChoice
 
 
 def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, config: Config) -> int:
@@ -52,7 +52,7 @@ def print_report(path: Path, report: LoraReport) -> None:
         )
 
 
-def print_choice(choice: Choice, console: Console) -> None:
+def print_choice(choice: LoraChoice, console: Console) -> None:
     """The compared strengths and steps, one a line, and the advice."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for each in choice.scores:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lora_trainer.evaluation.verdict import WORDS
 
 if TYPE_CHECKING:  # numpy and torch are loaded where candidates are measured
-    from lora_trainer.evaluation.choice import Candidate, CandidateScore, Choice
+    from lora_trainer.evaluation.choice import Candidate, CandidateScore, LoraChoice
 
 # What is wrong with a candidate whose part is refused, as the end of a sentence.
 FAULTS: Mapping[str, str] = {
@@ -22,7 +22,7 @@ FAULTS: Mapping[str, str] = {
 Value = Callable[["Candidate"], float]
 
 
-def advice_on(choice: Choice) -> str:
+def advice_on(choice: LoraChoice) -> str:
     """Sentences: what to use and why, what ties with it, and where strengths or steps begin to fail."""
     usual = choice.usual.candidate
     strengths = [each for each in choice.scores if each.candidate.step == usual.step]
@@ -35,7 +35,7 @@ def advice_on(choice: Choice) -> str:
     return " ".join(sentences)
 
 
-def what_to_use(choice: Choice) -> str:
+def what_to_use(choice: LoraChoice) -> str:
     usual, chosen = choice.usual, choice.chosen
     if chosen == usual.candidate:
         alone = len({each.candidate.strength for each in choice.scores}) == 1

@@ -151,7 +151,7 @@ def ends(estimate: Estimate) -> tuple[tuple[str, float], ...]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LoraChoice:
     """The compared candidates, the usual one first, and which is chosen, with the reason in words."""
 
     scores: tuple[CandidateScore, ...]
@@ -191,7 +191,7 @@ def compare_candidates(
     images: RealImages,
     gate: LoraGate,
     compute: Compute,
-) -> Choice | None:
+) -> LoraChoice | None:
     """Measure LoRAs until it is decided whether another than the first, the usual one, is worth choosing.
 
     Progress is counted in candidates. None where there is nothing to compare with: fewer than `FEWEST_REAL` images, or a
@@ -224,7 +224,7 @@ def compare_candidates(
                 break
         ordered = tuple(scores[each] for each in candidates if each in scores)
         cost = Cost(contest.passes, round(time.monotonic() - began, 2))
-    return Choice(ordered, choose(ordered), cost)
+    return LoraChoice(ordered, choose(ordered), cost)
 
 
 class Contest:

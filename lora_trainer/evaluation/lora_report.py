@@ -11,7 +11,7 @@ from lora_trainer.core.io import finite
 from lora_trainer.evaluation.verdict import NOT_COMPARED, Outcome, VerdictPart, outcome_of, score_of
 
 if TYPE_CHECKING:  # validate prints reports without torch
-    from lora_trainer.evaluation.choice import Choice
+    from lora_trainer.evaluation.choice import LoraChoice
     from lora_trainer.evaluation.shown_samples import ShownSample
 
 
@@ -34,7 +34,7 @@ class LoraReport:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     cost: Cost = Cost()
     shown: tuple[ShownSample, ...] = ()
-    choice: Choice | None = None  # of a strength or a step, where they were compared
+    choice: LoraChoice | None = None  # of a strength or a step, where they were compared
 
     @property
     def score(self) -> float | None:

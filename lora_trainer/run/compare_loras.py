@@ -15,7 +15,7 @@ from lora_trainer.config.schema.types import CompareName
 from lora_trainer.core.errors import first_line
 from lora_trainer.core.io import atomic_path
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
-from lora_trainer.evaluation.choice import STRENGTHS, Candidate, Choice, compare_candidates
+from lora_trainer.evaluation.choice import STRENGTHS, Candidate, LoraChoice, compare_candidates
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.lora_check import LoraGate, plain_caption
@@ -58,7 +58,7 @@ class Comparison:
     draw: Draw | None = None
 
 
-def compare_loras(wanted: Comparison, compute: Compute, say: Callable[[str], None]) -> Choice | None:
+def compare_loras(wanted: Comparison, compute: Compute, say: Callable[[str], None]) -> LoraChoice | None:
     """Compare a LoRA's strengths, its run's kept steps at strength 1, or both, with the LoRA as it is.
 
     The file of another step that is chosen is kept in the run's folder `weights`. None where there is nothing to compare.
@@ -115,7 +115,7 @@ def step_of_file(lora: Path) -> int | None:
 
 def compare_after_training(
     session: Session, images: RealImages, lora: Path, step: int, report: LoraReport
-) -> Choice | None:
+) -> LoraChoice | None:
     """What `gates.compare` requests of a run's exported LoRA, of the weights of `step`, if it works.
 
     A comparison that fails is printed and is None: the LoRA has its verdict.
@@ -153,7 +153,7 @@ def compare_file(
     config: Config,
     measured: tuple[Family, ModelFacts, RealImages, LoraGate],
     compute: Compute,
-) -> Choice | None:
+) -> LoraChoice | None:
     """What `gates.compare` requests of a LoRA file. `trained` are the settings of the run beside it, None without one.
 
     A sheet is drawn among the run's samples.

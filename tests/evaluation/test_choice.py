@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lora_trainer.evaluation.choice import Candidate, CandidateScore, Choice, choose, compare_candidates, compared
+from lora_trainer.evaluation.choice import Candidate, CandidateScore, LoraChoice, choose, compare_candidates, compared
 from lora_trainer.evaluation.compute import ON_CPU
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.likeness import Values
@@ -133,9 +133,9 @@ def measured(
     return compared(parts, next(iter(values)), 8)
 
 
-def chosen(scores: dict[Candidate, CandidateScore]) -> Choice:
+def chosen(scores: dict[Candidate, CandidateScore]) -> LoraChoice:
     ordered = tuple(scores.values())
-    return Choice(ordered, choose(ordered), Cost())
+    return LoraChoice(ordered, choose(ordered), Cost())
 
 
 FILE = Path("cat.safetensors")
