@@ -15,9 +15,9 @@ its scale, 0.9 is good enough and 1 is all that a part can show, and what lies b
 So beside a usual one that passes, a candidate is worth it from half of that way on. All others tie or are worse, and the usual one is
 kept.
 
-**Rounds.** Each round samples as many prompts as a lite verdict with every candidate that is not decided yet, up to four times. Those
-that surely are better or worse, or surely are not worth choosing, are decided. The base's half is measured once for all
-(`data/caches/base_half.py`).
+**Rounds.** Each round samples as many prompts as a lite verdict, up to four times: first with every candidate, then with the better half
+of those that are neither surely better or worse nor hardly worth choosing (successive halving). The base's half is measured once for
+all (`data/caches/base_half.py`).
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ from lora_trainer.models.family import Family
 STRENGTHS = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 WORTH = 0.05  # of the score, by which another candidate must be better: half of the way from good enough to all
 LEVEL = 0.95
+ONE_SIDED = 1.645  # standard errors to a one-sided 95 % bound
 
 Standing = Literal["better", "tie", "worse"]
 
@@ -114,6 +115,7 @@ class CandidateScore:
     score: Estimate
     gain: Estimate
     samples: int
+    error: float  # of the gain: its standard error
 
     @property
     def standing(self) -> Standing:
@@ -124,8 +126,8 @@ class CandidateScore:
 
     @property
     def is_open(self) -> bool:
-        """Whether more samples could show that it is better, and worth it."""
-        return self.standing == "tie" and self.gain.high >= WORTH
+        """Whether more samples could show that it is better, and worth it: its own one-sided 95 % bound says so."""
+        return self.standing == "tie" and self.gain.value + ONE_SIDED * self.error >= WORTH
 
     @property
     def least(self) -> str:
@@ -208,18 +210,21 @@ def compare_candidates(
         left, found = list(candidates), dict[Candidate, Evidence]()
         scores = dict[Candidate, CandidateScore]()
         for start in range(0, effort.most, effort.round):
-            compute.say(f"comparing {', '.join(each.name for each in left)}: {counted(effort.round, 'prompt')}")
-            for candidate in contest.in_order(left):
+            names = ", ".join(each.name for each in left)
+            compute.say(
+                f"comparing {names}: {counted(effort.round, 'prompt')} each" if start == 0 else f"still open: {names}"
+            )
+            for done, candidate in enumerate(contest.in_order(left), 1):
                 more = contest.measure(candidate, candidates, range(start, start + effort.round))
                 if more is not None:
                     found[candidate] = found[candidate].with_more(more) if start else more
-                compute.progress(len(found), len(candidates))
+                compute.progress(done, len(left))
             if candidates[0] not in found:
                 return None
             left = [each for each in left if each in found]
             parts = {each: contest.parts_of(found[each]) for each in left}
             scores |= compared(parts, candidates[0], start + effort.round)
-            left = [each for each in left if each == candidates[0] or scores[each].is_open]
+            left = [candidates[0], *still_open([scores[each] for each in left])]
             if len(left) == 1:
                 break
         ordered = tuple(scores[each] for each in candidates if each in scores)
@@ -337,8 +342,14 @@ def compared(
         gain, width = values[each] - values[usual], times * error[each]
         low, high = (float(end) for end in np.quantile(draws[each], [0.025, 0.975]))
         score = Estimate(values[each], min(low, values[each]), max(high, values[each]))
-        found[each] = CandidateScore(each, own, score, Estimate(gain, gain - width, gain + width), samples)
+        found[each] = CandidateScore(each, own, score, Estimate(gain, gain - width, gain + width), samples, error[each])
     return found
+
+
+def still_open(scores: Sequence[CandidateScore]) -> list[Candidate]:
+    """Who is measured further: the better half of those that are open (successive halving, Jamieson and Talwalkar 2016)."""
+    left = sorted((each for each in scores[1:] if each.is_open), key=lambda each: -each.gain.value)
+    return [each.candidate for each in left[: -(-len(left) // 2)]]
 
 
 def choose(scores: Sequence[CandidateScore]) -> Candidate:
