@@ -320,7 +320,8 @@ def score_draws(parts: Mapping[str, VerdictPart]) -> Values:
     for name, part in parts.items():
         if part.measure is None:
             continue
-        draws = np.array(part.measure.draws if math.isfinite(part.measure.value) else [math.nan] * DRAWS)
+        value, draws = part.measure.value, np.array(part.measure.draws or [math.nan] * DRAWS)
+        draws[~np.isfinite(draws)] = value  # a draw without pairs or distances to compare
         found = np.minimum(found, [SCALES[name].score(float(draw)) for draw in draws])
     return found
 

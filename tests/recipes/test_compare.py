@@ -16,7 +16,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.run.kept_steps import kept_steps, run_files
 from tests.recipes.recipe import Bench, draw_images, save_tiny_model
 
-SETTINGS: dict[str, object] = {
+SETTINGS: dict[str, Any] = {
     "checkpoint__every_n_steps": 2,
     "checkpoint__keep_last": 3,
     "checkpoint__export_every_n_steps": 4,
