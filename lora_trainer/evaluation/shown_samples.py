@@ -143,6 +143,6 @@ def open_decoder(base: Path, costs: PhaseCosts, most: int, compute: Compute) -> 
 
 
 def to_image(pixels: Tensor) -> Image.Image:
-    """Pixels [3, H, W] in [-1, 1] as an image."""
-    values = ((pixels + 1.0) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).contiguous()
-    return Image.fromarray(values.numpy(), "RGB")
+    """Pixels [3, H, W] in [-1, 1] as an image; NaN is gray."""
+    values = ((pixels.nan_to_num() + 1.0) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    return Image.fromarray(values.permute(1, 2, 0).contiguous().cpu().numpy(), "RGB")

@@ -16,6 +16,7 @@ from lora_trainer.core.io import write_text
 from lora_trainer.core.version import __version__
 from lora_trainer.monitor.progress import duration
 from lora_trainer.monitor.trackers import EVENTS, read_lines
+from lora_trainer.report.candidates import compared_rows
 from lora_trainer.report.chart import short
 from lora_trainer.report.embedded_images import embedded
 from lora_trainer.report.ending import verdict_of
@@ -23,6 +24,7 @@ from lora_trainer.report.figures import WAITS, charts_of, comparison_charts, fig
 from lora_trainer.report.gallery import gallery_of
 from lora_trainer.report.read import RunReport, mapping, number, read_run, sequence, text, whole
 from lora_trainer.report.targets import targets_of
+from lora_trainer.report.verdict_parts import verdict_parts
 
 FILE = "report.html"
 TEMPLATES = Path(__file__).parent / "page"
@@ -49,13 +51,16 @@ def write_comparison(folders: Sequence[Path], page: Path) -> Path:
 
 def render_run(run: RunReport) -> str:
     """The whole page of one run."""
-    gallery = gallery_of(run)
+    parts = tuple(verdict_parts(run.part("lora")))
+    gallery = gallery_of(run, parts)
     buckets = buckets_of(run)
     return render(
         "report.html",
         title=f"{run.name}: training report",
         run=run,
         verdict=verdict_of(run),
+        parts=parts,
+        candidates=compared_rows(run),
         meta=meta_of(run),
         numbers=lora_numbers(run),
         figures=figures_of(run),
