@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from lora_trainer.evaluation.compute import Compute
-from lora_trainer.evaluation.evidence import SamplePair, Sides
+from lora_trainer.evaluation.evidence import Sides
 from lora_trainer.evaluation.likeness import Features, Values, distances, without_self
 from lora_trainer.evaluation.placing import bytes_of, tile
 from lora_trainer.evaluation.validation_loss import EncodedSample
@@ -81,9 +81,10 @@ def choose_shown(
             )
     moved = moved_shares(sampled.unrelated)
     for row in np.argsort(-moved)[: counts["unrelated"]]:
-        pair: SamplePair = sampled.unrelated.pairs[row]
-        prompt = prompts[sampled.unrelated.prompts[row]]
-        found.append(ShownSample("unrelated", prompt, pair.seed, float(moved[row]), pair.lora, pair.base))
+        moved_pair, prompt = sampled.unrelated.pairs[row], prompts[sampled.unrelated.prompts[row]]
+        found.append(
+            ShownSample("unrelated", prompt, moved_pair.seed, float(moved[row]), moved_pair.lora, moved_pair.base)
+        )
     return tuple(found)
 
 

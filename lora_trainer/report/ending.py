@@ -133,7 +133,7 @@ def undecided(run: RunReport) -> tuple[Reason, ...]:
 def not_measured(run: RunReport) -> tuple[Reason, ...]:
     """Why nothing was measured, and the command that measures it."""
     off = mapping(mapping(run.record.get("config")).get("gates")).get("lora_check") == "off"
-    why = "gates.lora_check=off: no part of the verdict was measured, and no images were made with the LoRA."
+    why = "gates.lora_check=off: no part of the verdict was measured, and no images were made."
     reason = Reason(why if off else "No part of the verdict was measured.", "To measure it now:", validate_command(run))
     errors = (Reason(message, group.fix) for group in run.lora_findings for _, message in group.about)
     return (reason, *errors, *below_minimum(run))
@@ -147,6 +147,8 @@ def strength_answers(run: RunReport) -> tuple[Answer, ...]:
         return (Answer(question, f"{strength:g}", text(choice.get("advice"))),)
     if released_step(run) is None:
         return ()
+    if run.lora.value is None:
+        return (Answer(question, FULL_STRENGTH, "The usual one; none was measured."),)
     about = "Other strengths were not compared. To compare them:"
     return (Answer(question, FULL_STRENGTH, about, compare_command(run)),)
 

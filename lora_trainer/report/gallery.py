@@ -221,6 +221,26 @@ def sheet_of(run: RunReport) -> StepSheet:
     return StepSheet((WITHOUT, *names), tuple(rows[:MOST_ROWS])) if rows else StepSheet((), ())
 
 
+def compared_images(runs: Sequence[RunReport], names: Sequence[str]) -> StepSheet:
+    """The same prompts and seeds at the end of several runs, first without a LoRA where all have one base model."""
+    strengths = {image.strength for run in runs for image in run.images if image.strength is not None}
+    strength = 1.0 if 1.0 in strengths else max(strengths, default=None)
+    found: dict[tuple[str, int], dict[int | None, Path]] = {}
+    for index, run in enumerate(runs):
+        for image in run.images:
+            if image.step is None and image.strength in (None, strength):
+                place = None if image.strength is None else index
+                found.setdefault((image.prompt, image.seed), {}).setdefault(place, image.path)
+    is_one_base = len({text(run.part("model").get("sha256")) for run in runs}) == 1
+    columns: list[int | None] = [*([None] if is_one_base else []), *range(len(runs))]
+    # Prompts that most runs have first.
+    asked = sorted(found, key=lambda each: -len(found[each]))[:MOST_ROWS]
+    rows = [
+        StepRow(prompt, seed, tuple(found[prompt, seed].get(column) for column in columns)) for prompt, seed in asked
+    ]
+    return StepSheet(tuple(WITHOUT if column is None else names[column] for column in columns), tuple(rows))
+
+
 def chosen(steps: list[int], released: int) -> list[int]:
     """At most MOST_STEPS, evenly, first and last and the exported one among them."""
     if len(steps) <= MOST_STEPS:
