@@ -134,7 +134,11 @@ def not_measured(run: RunReport) -> tuple[Reason, ...]:
     """Why nothing was measured, and the command that measures it."""
     off = mapping(mapping(run.record.get("config")).get("gates")).get("lora_check") == "off"
     why = "gates.lora_check=off: no part of the verdict was measured, and no images were made."
-    reason = Reason(why if off else "No part of the verdict was measured.", "To measure it now:", validate_command(run))
+    reason = Reason(
+        why if off else "No part of the verdict was measured.",
+        "To measure it now, in the run's folder:",
+        validate_command(run),
+    )
     errors = (Reason(message, group.fix) for group in run.lora_findings for _, message in group.about)
     return (reason, *errors, *below_minimum(run))
 
@@ -149,7 +153,7 @@ def strength_answers(run: RunReport) -> tuple[Answer, ...]:
         return ()
     if run.lora.value is None:
         return (Answer(question, FULL_STRENGTH, "The usual one; none was measured."),)
-    about = "Other strengths were not compared. To compare them:"
+    about = "Other strengths were not compared. To compare them, in the run's folder:"
     return (Answer(question, FULL_STRENGTH, about, compare_command(run)),)
 
 
@@ -211,8 +215,8 @@ def resume_command(run: RunReport) -> str:
 
 
 def validate_command(run: RunReport) -> str:
-    """The command that measures the exported file; model and data are read from the run next to it."""
-    return shlex.join(["lora-trainer", "validate", str(exported_file(run).resolve())])
+    """The command that measures the exported file, in its folder; model and data are read from the run next to it."""
+    return shlex.join(["lora-trainer", "validate", exported_file(run).name])
 
 
 def compare_command(run: RunReport) -> str:

@@ -129,7 +129,8 @@ def test_a_refused_part_is_named(status: str, tmp_path: Path) -> None:
 
 def test_the_first_screen_says_which_strength_and_step_to_use(tmp_path: Path) -> None:
     text = page_of(tmp_path, "done", GOOD)
-    assert "At which strength? 1.0 Other strengths were not compared. To compare them: lora-trainer validate" in text
+    assert "At which strength? 1.0 Other strengths were not compared. To compare them, in the run" in text
+    assert "lora-trainer validate cat.safetensors --compare strengths" in text
     assert "From which step? 6 of 6 The last: no validation images." in text
     choice = {
         "strength": 0.8,
@@ -153,7 +154,7 @@ def test_a_lora_that_was_not_measured_has_the_command_that_measures_it(tmp_path:
     text = page_of(tmp_path, "done", {}, gates={"lora_check": "off"})
     assert "Not known: the LoRA was not measured" in text
     assert "gates.lora_check=off" in text
-    assert "To measure it now: lora-trainer validate" in text
+    assert "lora-trainer validate cat.safetensors" in text
     assert "Yes, " not in text
 
 
