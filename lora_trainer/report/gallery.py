@@ -10,9 +10,10 @@ from typing import Any
 
 from lora_trainer.report.chart import short
 from lora_trainer.report.ending import released_step
-from lora_trainer.report.read import Image, RunReport, mapping, number, sequence, text, whole
+from lora_trainer.report.read import Image, RunReport, images_of, mapping, number, sequence, text, whole
 from lora_trainer.report.verdict_parts import PartInterval
 
+COMPARED_RECIPE = re.compile(r"compared(?:-step-(\d+))?\.json")  # of images with each candidate
 MOST_PAIRS = 12
 MOST_ROWS = 8
 MOST_STEPS = 8
@@ -57,6 +58,9 @@ class StepSheet:
     rows: tuple[StepRow, ...]
 
 
+NO_SHEET = StepSheet((), ())
+
+
 @dataclass(frozen=True)
 class Gallery:
     """All images of the page. `first` are beside the verdict.
@@ -68,6 +72,7 @@ class Gallery:
     pairs: tuple[ImagePair, ...]
     evidence: tuple[SampleGroup, ...]
     sheet: StepSheet
+    candidates: StepSheet
     at_end: bool
     hidden: int
 
@@ -75,7 +80,7 @@ class Gallery:
     def paths(self) -> list[Path]:
         every = [*self.pairs, *(pair for each in (*self.first, *self.evidence) for pair in each.pairs)]
         found = [path for pair in every for _, path in pair.sides]
-        found += [path for row in self.sheet.rows for path in row.images]
+        found += [path for row in (*self.sheet.rows, *self.candidates.rows) for path in row.images]
         return [path for path in found if path]
 
 
@@ -138,10 +143,10 @@ def gallery_of(run: RunReport, parts: Sequence[PartInterval]) -> Gallery:
         heading = "Without and with the LoRA" if last is None else f"While training, at step {last:,}"
         first += [SampleGroup("before_after", heading, "", tuple(pairs[:left]))] if pairs else []
         pairs = pairs[left:]
-    sheet = sheet_of(run) if len(moments) > 1 else StepSheet((), ())
+    sheet = sheet_of(run) if len(moments) > 1 else NO_SHEET
     hidden = max(0, len(pairs) - MOST_PAIRS)
     kept = tuple(each for each in evidence if each.pairs)
-    return Gallery(tuple(first), tuple(pairs[:MOST_PAIRS]), kept, sheet, last is None, hidden)
+    return Gallery(tuple(first), tuple(pairs[:MOST_PAIRS]), kept, sheet, candidates_sheet(run), last is None, hidden)
 
 
 def pairs_of(images: list[Image]) -> list[ImagePair]:
@@ -218,7 +223,34 @@ def sheet_of(run: RunReport) -> StepSheet:
     ]
     is_exported = released_step(run) is not None
     names = [f"step {step:,}{', exported' if is_exported and step == released else ''}" for step in steps]
-    return StepSheet((WITHOUT, *names), tuple(rows[:MOST_ROWS])) if rows else StepSheet((), ())
+    return StepSheet((WITHOUT, *names), tuple(rows[:MOST_ROWS])) if rows else NO_SHEET
+
+
+def candidates_sheet(run: RunReport) -> StepSheet:
+    """The same prompts with each of the steps and strengths that `lora.choice` compared."""
+    if not run.part("lora").get("choice"):
+        return NO_SHEET
+    base: dict[tuple[str, int], Path] = {}
+    drawn: dict[tuple[str, int], dict[tuple[int, float], Path]] = {}
+    for path in sorted((run.folder / "samples").glob("compared*.json")):
+        match = COMPARED_RECIPE.fullmatch(path.name)
+        for image in images_of(path, int(match[1]) if match and match[1] else None) if match else ():
+            asked = (image.prompt, image.seed)
+            if image.strength is None:
+                base.setdefault(asked, image.path)
+            else:
+                drawn.setdefault(asked, {})[image.step or 0, image.strength] = image.path
+    columns = sorted({key for found in drawn.values() for key in found})
+    several = len({step for step, _ in columns}) > 1
+    names = [
+        f"step {step:,}{'' if strength == 1 else f', strength {strength:g}'}" if several else f"strength {strength:g}"
+        for step, strength in columns
+    ]
+    rows = [
+        StepRow(prompt, seed, (base.get((prompt, seed)), *(found.get(column) for column in columns)))
+        for (prompt, seed), found in drawn.items()
+    ]
+    return StepSheet((WITHOUT, *names), tuple(rows[:MOST_ROWS])) if rows else NO_SHEET
 
 
 def compared_images(runs: Sequence[RunReport], names: Sequence[str]) -> StepSheet:

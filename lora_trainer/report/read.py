@@ -225,16 +225,21 @@ def images_in(folder: Path, *, ended: bool) -> Iterable[Image]:
     ]
     last = folder / f"{BEFORE_AFTER}.json"
     for step, path in [*sorted(by_step), *([(None, last)] if ended and last.is_file() else [])]:
-        try:
-            recipe = mapping(read_json(path))
-        except (OSError, ValueError):
-            continue
-        strengths = [each for value in sequence(recipe.get("strengths", [1.0])) if (each := number(value)) is not None]
-        for index, asked in enumerate(map(mapping, sequence(recipe.get("images")))):
-            for strength in (None, *strengths):
-                drawn = folder / image_name(path.stem, index, strength)
-                if drawn.is_file():
-                    yield Image(text(asked.get("prompt")), whole(asked.get("seed")) or 0, step, strength, drawn)
+        yield from images_of(path, step)
+
+
+def images_of(recipe_file: Path, step: int | None) -> Iterable[Image]:
+    """The images of one recipe that are there; none where it cannot be read."""
+    try:
+        recipe = mapping(read_json(recipe_file))
+    except (OSError, ValueError):
+        return
+    strengths = [each for value in sequence(recipe.get("strengths", [1.0])) if (each := number(value)) is not None]
+    for index, asked in enumerate(map(mapping, sequence(recipe.get("images")))):
+        for strength in (None, *strengths):
+            drawn = recipe_file.parent / image_name(recipe_file.stem, index, strength)
+            if drawn.is_file():
+                yield Image(text(asked.get("prompt")), whole(asked.get("seed")) or 0, step, strength, drawn)
 
 
 def settings_of(record: Mapping[str, Any]) -> tuple[SettingRow, ...]:
