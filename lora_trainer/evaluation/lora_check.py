@@ -62,6 +62,7 @@ from lora_trainer.evaluation.loading import (
     without_lora,
 )
 from lora_trainer.evaluation.lora_report import Cost, LoraReport
+from lora_trainer.evaluation.part_words import own_value
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, choose_shown
 from lora_trainer.evaluation.texts import EncodedTexts, reads_again, texts_at
@@ -490,12 +491,11 @@ def part_findings(parts: Mapping[str, VerdictPart], minimum: float) -> list[Find
                 Finding(f"{part.name}_not_measured", "note", f"{about.title}: not measured ({part.reason}).", "")
             )
             continue
-        interval = f"{part.measure.value:.2f}, 95 % interval {part.measure.low:.2f} to {part.measure.high:.2f}"
-        needed = f"{'at most' if part.smaller_is_better else 'at least'} {SCALES[part.name].gate:.2f}"
+        measured = own_value(part.name, part.measure)
         if outcome == "refused":
-            found.append(Finding(part.name, "error", f"{about.refused} ({interval}; {needed} is required).", about.fix))
+            found.append(Finding(part.name, "error", f"{about.refused}: {measured}.", about.fix))
         elif outcome == "unresolved":
-            message = f"{about.title}: not decided ({interval}; {needed} is required)."
+            message = f"{about.title}: not decided, since the minimum is inside of the interval: {measured}."
             found.append(Finding(part.name, "warning", message, about.resolve))
     return found
 

@@ -79,7 +79,7 @@ class LoraReport:
                 "findings": [finding.to_json() for finding in self.findings],
                 "cost": asdict(self.cost),
                 "numbers": dict(self.numbers),
-                "choice": None if self.choice is None else self.choice.to_json(),
+                **({} if self.choice is None else {"choice": self.choice.to_json()}),
             }
         )
         return document

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from lora_trainer.evaluation.compute import Compute
-from lora_trainer.evaluation.evidence import SamplePair, Sides
+from lora_trainer.evaluation.evidence import Sides
 from lora_trainer.evaluation.likeness import Features, Values, distances, without_self
 from lora_trainer.evaluation.placing import bytes_of, tile
 from lora_trainer.evaluation.validation_loss import EncodedSample
@@ -81,9 +81,10 @@ def choose_shown(
             )
     moved = moved_shares(sampled.unrelated)
     for row in np.argsort(-moved)[: counts["unrelated"]]:
-        pair: SamplePair = sampled.unrelated.pairs[row]
-        prompt = prompts[sampled.unrelated.prompts[row]]
-        found.append(ShownSample("unrelated", prompt, pair.seed, float(moved[row]), pair.lora, pair.base))
+        moved_pair, prompt = sampled.unrelated.pairs[row], prompts[sampled.unrelated.prompts[row]]
+        found.append(
+            ShownSample("unrelated", prompt, moved_pair.seed, float(moved[row]), moved_pair.lora, moved_pair.base)
+        )
     return tuple(found)
 
 
@@ -143,6 +144,6 @@ def open_decoder(base: Path, costs: PhaseCosts, most: int, compute: Compute) -> 
 
 
 def to_image(pixels: Tensor) -> Image.Image:
-    """Pixels [3, H, W] in [-1, 1] as an image."""
-    values = ((pixels + 1.0) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).contiguous()
-    return Image.fromarray(values.numpy(), "RGB")
+    """Pixels [3, H, W] in [-1, 1] as an image; NaN is gray."""
+    values = ((pixels.nan_to_num() + 1.0) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    return Image.fromarray(values.permute(1, 2, 0).contiguous().cpu().numpy(), "RGB")

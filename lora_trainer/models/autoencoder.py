@@ -99,18 +99,17 @@ def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Te
 
 
 def image_decoder(vae: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Scaled latents [B, C, h, w] -> pixels [B, 3, H, W] in [-1, 1], fp32 on the CPU."""
+    """Scaled latents [B, C, h, w] -> pixels [B, 3, H, W], fp32, about -1 to 1: the other way of `image_encoder`."""
     import torch
 
     scale, shift = float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
 
     @torch.no_grad()
-    def decode(latents: Tensor) -> Tensor:
-        plain = latents.to(device, torch.float32) / scale + shift
-        pixels: Tensor = vae.decode(plain.to(vae.dtype)).sample.float().cpu()
-        return pixels.nan_to_num().clamp(-1.0, 1.0)
+    def decode_image(latents: Tensor) -> Tensor:
+        pixels: Tensor = vae.decode(latents.to(device).float() / scale + shift, return_dict=False)[0]
+        return pixels.float()
 
-    return decode
+    return decode_image
 
 
 def load_whole_image_encoder(

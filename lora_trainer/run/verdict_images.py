@@ -59,14 +59,20 @@ def write_verdict_images(
         images = {"lora": decode(each.lora)}
         if each.base is not None:
             images["base"] = decode(each.base)
-        row = {"kind": each.kind, "prompt": plain_caption(each.prompt), "seed": each.seed, "ratio": each.ratio}
+        row: dict[str, Any] = {
+            "kind": each.kind,
+            "prompt": plain_caption(each.prompt),
+            "seed": each.seed,
+            "ratio": each.ratio,
+        }
         if each.nearest is not None:
             row["nearest_path"], images["nearest"] = read(each.nearest)
         for what, image in images.items():
-            row[what] = f"{FOLDER}/{index:02d}_{what}.webp"
-            write_small(folder / row[what], image)
-        rows.append(finite(row))
-    return rows
+            name = f"{FOLDER}/{index:02d}_{what}.webp"
+            write_small(folder / name, image)
+            row[what] = name
+        rows.append(row)
+    return [finite(row) for row in rows]
 
 
 def training_images(inputs: Inputs, decode: Decode) -> Callable[[EncodedSample], tuple[str, Image.Image]]:
