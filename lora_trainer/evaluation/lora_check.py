@@ -230,7 +230,7 @@ def measure_lora(
     assert effort is not None
     drifted = _measure_drift(studio)
     compute.say(f"validation loss with and without the LoRA: {counted(len(images.unseen), 'image')}")
-    learned = measure_learning(studio, len(images.trained)) if images.unseen else None
+    learned = improvement(*paired_losses(studio, len(images.trained))) if images.unseen else None
     health = examine(opened.weights.modules, opened.norms)
     if broken := not_alive(drifted, learned):
         return does_not_work([broken], {"drift": drifted, "health": asdict(health)}, gate.minimum)
@@ -312,13 +312,8 @@ def plain_caption(caption: Caption) -> str:
     return caption if isinstance(caption, str) else " ".join(text for text, _ in caption)
 
 
-def measure_learning(studio: Studio, first: int) -> Improvement:
-    """The loss with and without the LoRA on the samples from place `first` on, which were not trained on."""
-    return improvement(*paired_losses(studio, first))
-
-
 def paired_losses(studio: Studio, first: int) -> tuple[Tensor, Tensor]:
-    """`validation_losses` [N, T] of these samples, without the LoRA and with it."""
+    """`validation_losses` [N, T] without the LoRA and with it of the samples from place `first` on, which were not trained on."""
     losses = partial(
         validation_losses,
         studio.sampler.predict,

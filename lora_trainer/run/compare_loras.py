@@ -85,7 +85,9 @@ def compare_loras(wanted: Comparison, compute: Compute, say: Callable[[str], Non
 
 def candidates_of(wanted: Comparison, place: Path) -> list[Candidate]:
     """The LoRA as it is, its other strengths, and the run's other steps, whose files may be written to `place`."""
-    usual = Candidate(wanted.lora, step_of_file(wanted.lora) if wanted.run is None else wanted.run.step)
+    header = read_tensor_header(wanted.lora).get(METADATA, {})
+    named = int(header["ss_steps"]) if re.fullmatch(r"[0-9]{1,9}", header.get("ss_steps", "")) else None
+    usual = Candidate(wanted.lora, named if wanted.run is None else wanted.run.step)
     found = [usual]
     if wanted.what in ("strengths", "both"):
         found += [replace(usual, strength=each) for each in STRENGTHS if each != usual.strength]
@@ -105,12 +107,6 @@ def keep_chosen(chosen: Path, run: RunFiles | None) -> str:
     with atomic_path(target) as temporary:
         shutil.copyfile(chosen, temporary)
     return target.relative_to(run.folder).as_posix()
-
-
-def step_of_file(lora: Path) -> int | None:
-    """The step that a LoRA file's header names."""
-    steps = read_tensor_header(lora).get(METADATA, {}).get("ss_steps", "")
-    return int(steps) if re.fullmatch(r"[0-9]{1,9}", steps) else None
 
 
 def compare_after_training(

@@ -70,8 +70,11 @@ def kept_steps(run: RunFiles, config: Config, family: Family, place: Path) -> di
     }
     there = {step_of(path): path for path in list_checkpoints(checkpoints)}
     steps = {*exported, *(set(there) | set(best_files(checkpoints)) if ADAPTERS[config.lora.type].is_checked else ())}
+    kept = sorted(steps - {run.step})
+    if len(kept) > MOST_STEPS:
+        kept = [kept[round(index * (len(kept) - 1) / (MOST_STEPS - 1))] for index in range(MOST_STEPS)]
     found = {}
-    for step in evenly(sorted(steps - {run.step})):
+    for step in kept:
         if step in exported:
             found[step] = exported[step]
             continue
@@ -93,14 +96,6 @@ def write_step(path: Path, step: int, weights: AdapterWeights, run: RunFiles, co
     header = {**read_tensor_header(run.lora).get(METADATA, {}), **fused}
     header |= {"ss_steps": str(step), "ss_output_name": path.stem, "modelspec.title": path.stem}
     write_tensors(path, tensors, with_hashes(tensors, header))
-
-
-def evenly(steps: list[int]) -> list[int]:
-    """At most `MOST_STEPS` of them, the first and the last too."""
-    if len(steps) <= MOST_STEPS:
-        return steps
-    places = [round(index * (len(steps) - 1) / (MOST_STEPS - 1)) for index in range(MOST_STEPS)]
-    return [steps[place] for place in places]
 
 
 def shown_weights_of(checkpoint: Path, config: Config) -> Mapping[str, Tensor] | None:
