@@ -6,9 +6,9 @@ samples are still the base's. At strong ones and late steps it is *keeps the bas
 
 **All candidates have the same prompts and seeds**, so their differences are much less uncertain than their scores. Prompts, real images
 and validation images are resampled together for all candidates and all parts, and in each draw the score is the least part of that
-draw. The difference of a candidate's score from that of the *usual* one (the exported weights at strength 1) has a joint 95 % interval:
-of the draws' largest deviation over all candidates, in standard errors (Romano and Wolf 2005), so that among many candidates none is
-better by chance alone. Each round of samples looks once more, and the level is divided by their number (Bonferroni).
+draw. The difference of a candidate's score from that of the *usual* one (the exported weights at strength 1) has a joint 95 % interval,
+percentiles of the draws that are as far out for each candidate (Beran 1988), so that among many candidates none is better by chance
+alone. Each round of samples looks once more, and the level is divided by their number (Bonferroni).
 
 **Another candidate is chosen only if it surely is better, and by at least `WORTH`.** A score has no more detail than its formulas: on
 its scale, 0.9 is good enough and 1 is all that a part can show, and what lies between is no reason to change what everybody expects.
@@ -59,7 +59,6 @@ from lora_trainer.models.family import Family
 STRENGTHS = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 WORTH = 0.05  # of the score, by which another candidate must be better: half of the way from good enough to all
 LEVEL = 0.95
-ONE_SIDED = 1.645  # standard errors to a one-sided 95 % bound
 
 Standing = Literal["better", "tie", "worse"]
 
@@ -115,7 +114,7 @@ class CandidateScore:
     score: Estimate
     gain: Estimate
     samples: int
-    error: float  # of the gain: its standard error
+    bound: float  # of the gain: its own one-sided 95 % bound
 
     @property
     def standing(self) -> Standing:
@@ -126,8 +125,8 @@ class CandidateScore:
 
     @property
     def is_open(self) -> bool:
-        """Whether more samples could show that it is better, and worth it: its own one-sided 95 % bound says so."""
-        return self.standing == "tie" and self.gain.value + ONE_SIDED * self.error >= WORTH
+        """Whether more samples could show that it is better, and worth it."""
+        return self.standing == "tie" and self.bound >= WORTH
 
     @property
     def least(self) -> str:
@@ -224,7 +223,11 @@ def compare_candidates(
             left = [each for each in left if each in found]
             parts = {each: contest.parts_of(found[each]) for each in left}
             scores |= compared(parts, candidates[0], start + effort.round)
-            left = [candidates[0], *still_open([scores[each] for each in left])]
+            # The better half of those that are open (successive halving, Jamieson and Talwalkar 2016).
+            undecided = sorted(
+                (each for each in left[1:] if scores[each].is_open), key=lambda each: -scores[each].gain.value
+            )
+            left = [candidates[0], *undecided[: -(-len(undecided) // 2)]]
             if len(left) == 1:
                 break
         ordered = tuple(scores[each] for each in candidates if each in scores)
@@ -333,24 +336,34 @@ def compared(
     values = {each: score_of(own) for each, own in parts.items()}
     draws = {each: score_draws(own) for each, own in parts.items()}
     apart = {each: draws[each] - draws[usual] for each in parts}
-    error = {each: float(apart[each].std()) for each in parts}
-    deviations = [abs(apart[each] - apart[each].mean()) / error[each] for each in parts if error[each] > 0]
     effort = compared_effort()
-    level = 1.0 - (1.0 - LEVEL) * effort.round / effort.most
-    times = float(np.quantile(np.max(deviations, axis=0), level)) if deviations else 0.0
+    outside = joint_share([apart[each] for each in parts if each != usual], (1.0 - LEVEL) * effort.round / effort.most)
     found = {}
     for each, own in parts.items():
-        gain, width = values[each] - values[usual], times * error[each]
-        low, high = (float(end) for end in np.quantile(draws[each], [0.025, 0.975]))
-        score = Estimate(values[each], min(low, values[each]), max(high, values[each]))
-        found[each] = CandidateScore(each, own, score, Estimate(gain, gain - width, gain + width), samples, error[each])
+        gain = values[each] - values[usual]
+        edges = np.quantile(apart[each], [outside / 2, 1.0 - outside / 2])
+        score = np.quantile(draws[each], [0.025, 0.975])
+        bound = float(np.quantile(apart[each], LEVEL))
+        found[each] = CandidateScore(each, own, with_ends(values[each], score), with_ends(gain, edges), samples, bound)
     return found
 
 
-def still_open(scores: Sequence[CandidateScore]) -> list[Candidate]:
-    """Who is measured further: the better half of those that are open (successive halving, Jamieson and Talwalkar 2016)."""
-    left = sorted((each for each in scores[1:] if each.is_open), key=lambda each: -each.gain.value)
-    return [each.candidate for each in left[: -(-len(left) // 2)]]
+def joint_share(draws: Sequence[Values], outside: float) -> float:
+    """The share of draws outside of each interval of percentiles at which `outside` of all draws are outside of any of them.
+
+    So all candidates' intervals are equally likely to miss, whatever the shapes of their distributions (Beran 1988).
+    """
+    if not draws:
+        return outside
+    ranks = np.array([(each.argsort().argsort() + 0.5) / len(each) for each in draws])
+    depths = 2.0 * np.minimum(ranks, 1.0 - ranks)
+    least = depths.min(axis=0)
+    return float(np.quantile(least, outside))
+
+
+def with_ends(value: float, edges: Values) -> Estimate:
+    """A value with percentiles of its draws, which the least of several parts may all lie below."""
+    return Estimate(value, min(value, float(edges[0])), max(value, float(edges[1])))
 
 
 def choose(scores: Sequence[CandidateScore]) -> Candidate:

@@ -195,3 +195,17 @@ def test_what_is_not_finite_scores_nothing() -> None:
     scores = compared(parts, USUAL, 8)
     assert scores[broken].standing == "worse"
     assert json.dumps(scores[broken].to_json()["score"]) == "0.0"
+
+
+def test_a_rare_outlier_of_one_candidate_widens_no_other_interval() -> None:
+    random = np.random.default_rng(0)
+    weak, odd = Candidate(FILE, 720, 0.4), Candidate(FILE, 720, 1.2)
+    rare = np.where(np.arange(1000) % 50 == 0, -0.6, 0.0)
+    parts = {
+        USUAL: {"faithful": part("faithful", 0.8, np.zeros(1000))},
+        weak: {"faithful": part("faithful", 0.4, 0.1 * random.standard_normal(1000))},
+        odd: {"faithful": part("faithful", 0.8, rare)},
+    }
+    scores = compared(parts, USUAL, 8)
+    assert scores[weak].standing == "worse"
+    assert scores[odd].standing == "tie"
