@@ -32,6 +32,10 @@ def advice_on(choice: LoraChoice) -> str:
         sentences += on_strengths(strengths, choice.chosen)
     if len(steps) > 1:
         sentences += on_steps(steps, choice.chosen)
+    open_ones = [each.candidate for each in choice.scores if each.standing == "unclear" and each.gain.value > 0]
+    if open_ones and choice.chosen == usual:
+        named = listed([each.name for each in open_ones])
+        sentences.append(f"Not decided: {named} may be better; more images of the subject would decide it.")
     return " ".join(sentences)
 
 

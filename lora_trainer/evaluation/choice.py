@@ -60,7 +60,7 @@ STRENGTHS = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 WORTH = 0.05  # of the score, by which another candidate must be better: half of the way from good enough to all
 LEVEL = 0.95
 
-Standing = Literal["better", "tie", "worse"]
+Standing = Literal["better", "tie", "unclear", "worse"]
 
 
 def compared_effort() -> Effort:
@@ -118,15 +118,17 @@ class CandidateScore:
 
     @property
     def standing(self) -> Standing:
-        """Beside the usual one: surely better and worth it, surely worse, or neither. The usual one ties with itself."""
+        """Beside the usual one: surely better and worth it, surely worse, about as good, or undecided."""
         if self.gain.low > 0 and self.gain.value >= WORTH:
             return "better"
-        return "worse" if self.gain.high < 0 else "tie"
+        if self.gain.high < 0:
+            return "worse"
+        return "tie" if abs(self.gain.value) < WORTH else "unclear"
 
     @property
     def is_open(self) -> bool:
         """Whether more samples could show that it is better, and worth it."""
-        return self.standing == "tie" and self.bound >= WORTH
+        return self.standing in ("tie", "unclear") and self.bound >= WORTH
 
     @property
     def least(self) -> str:

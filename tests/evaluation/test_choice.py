@@ -150,8 +150,9 @@ def test_a_common_noise_does_not_hide_a_difference() -> None:
     assert scores[better].standing == "better"
     assert chosen(scores).chosen == better
     alone = measured({USUAL: {"does_not_copy": 0.45}, better: {"does_not_copy": 0.52}}, noise=0.0, own=0.1)
-    assert alone[better].standing == "tie"
+    assert alone[better].standing == "unclear"
     assert alone[better].is_open
+    assert "Not decided: step 720 at strength 0.8 may be better" in chosen(alone).advice
 
 
 def test_what_is_no_better_than_it_need_be_is_not_chosen() -> None:
