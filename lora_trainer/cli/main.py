@@ -46,7 +46,7 @@ from lora_trainer.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from lora_trainer.cli.plan import add_plan_arguments, plan_command
 from lora_trainer.cli.sample_arguments import EXAMPLES as SAMPLE_EXAMPLES
 from lora_trainer.cli.sample_arguments import add_sample_arguments, sample
-from lora_trainer.config.layers import Resolved
+from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError, nearest
 from lora_trainer.core.interrupt import Stopped, code_of_signal, listening
 from lora_trainer.core.quiet import quieten_libraries
@@ -222,7 +222,9 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
 
 def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("lora", metavar="LORA", help="the LoRA file, in kohya's or diffusers' format")
+    parser.add_argument(
+        "lora", metavar="LORA", help="the LoRA file, in kohya's or diffusers' format, or a run's folder"
+    )
     parser.add_argument(
         "--model",
         dest="model.path",
@@ -235,16 +237,25 @@ def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="its training images (default: those of the run beside the file)",
     )
+    parser.add_argument(
+        "--compare",
+        choices=("strengths", "checkpoints", "both"),
+        help="advise which strength, or which of the run's kept checkpoints, to use",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_offline_argument(parser)
     add_settings_arguments(parser)
 
 
 def _validate(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    resolved = resolved_from(arguments, unknown, lora=Path(arguments.lora))
+    from lora_trainer.run.reading import lora_of
+
+    lora = lora_of(Path(arguments.lora))
+    extra = [Layer("--compare", {"gates": {"compare": arguments.compare}})] if arguments.compare else []
+    resolved = resolved_from(arguments, unknown, lora=lora, extra=extra)
     from lora_trainer.cli.validate import validate_command
 
-    return validate_command(arguments.lora, arguments.validation, arguments.json, resolved.config)
+    return validate_command(lora, arguments.validation, arguments.json, resolved.config)
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:

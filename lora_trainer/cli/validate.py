@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, LORA_REFUSED
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.evaluation.lora_report import LoraReport
-from lora_trainer.evaluation.verdict import SCALES, WORDS, VerdictPart
+from lora_trainer.evaluation.part_words import MEANINGS, own_value
+from lora_trainer.evaluation.verdict import WORDS, VerdictPart
 from lora_trainer.monitor.console import Console
 from lora_trainer.run.score_lora import score_lora
+
+if TYPE_CHECKING:
+    from lora_trainer.evaluation.choice import LoraChoice
 
 
 def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, config: Config) -> int:
@@ -32,29 +35,44 @@ def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, c
 
 def print_report(path: Path, report: LoraReport) -> None:
     """Print the report as text on stdout."""
-    console = Console(highlight=False)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, part in report.parts.items():
-        table.add_row(*part_row(name, part, report.gate))
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     score = "not measured" if report.score is None else f"{report.score:.2f}"
     console.print(Text(f"{path.name}: {report.outcome}, score {score} (minimum {report.gate:.2f})", style="bold"))
-    console.print(table)
+    for name, part in report.parts.items():
+        for line in part_lines(name, part, report.gate):
+            console.print(line)
     for line in _numbers(report.numbers):
-        console.print(Text(f"  {line}"), soft_wrap=not console.is_terminal)
+        console.print(f"  {line}")
+    if report.choice is not None:
+        print_choice(report.choice, console)
     for finding in report.findings:
-        console.print(
-            Text(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip()), soft_wrap=not console.is_terminal
-        )
+        console.print(f"  {finding.severity}: {finding.message}")
+        if finding.fix:
+            console.print(f"    {finding.fix}")
 
 
-def part_row(name: str, part: VerdictPart, minimum: float) -> tuple[str, ...]:
-    """A part's line: title, score with its interval, outcome, and its own value against its gate."""
+def print_choice(choice: LoraChoice, console: Console) -> None:
+    """The compared strengths and steps, each with its score, its difference from the first and its least part; the advice."""
+    for each in choice.scores:
+        score, gain = each.score, each.gain
+        beside = "as it is" if each is choice.usual else each.standing
+        console.print(f"  {each.candidate.name}: {score.value:.2f} ({score.low:.2f} to {score.high:.2f})  {beside}")
+        if each is not choice.usual:
+            console.print(f"    {gain.value:+.2f} ({gain.low:+.2f} to {gain.high:+.2f}); {each.samples} samples")
+        console.print(f"    least: {WORDS[each.least].title.lower()}")
+    console.print(f"  advice: {choice.advice}")
+    if choice.sheet is not None:
+        console.print(f"  images of them: {choice.sheet}")
+
+
+def part_lines(name: str, part: VerdictPart, minimum: float) -> list[str]:
+    """A part's title, score with its interval, and outcome; below it its own value beside its gate, or the reason."""
+    title = f"  {WORDS[name].title:<17} "
     if part.measure is None:
-        return f"  {WORDS[name].title}", "", "not measured", part.reason
+        return [f"{title}{'not measured':>33}", f"    {part.reason}"]
     value, low, high = part.scores
-    needed = f"{'at most' if part.smaller_is_better else 'at least'} {SCALES[name].gate:.2f}"
-    own = f"{part.measure.value:.2f} ({part.measure.low:.2f} to {part.measure.high:.2f}), {needed} required"
-    return f"  {WORDS[name].title}", f"{value:.2f} ({low:.2f} to {high:.2f})", str(part.outcome(minimum)), own
+    line = f"{title}{value:.2f} ({low:.2f} to {high:.2f})  {part.outcome(minimum)}"
+    return [line, f"    {own_value(name, part.measure)}"] if MEANINGS[name].unit else [line]
 
 
 def _numbers(numbers: Any) -> list[str]:

@@ -39,7 +39,8 @@ def without_self(square: Values) -> Values:
 def bootstrap(statistic: Callable[..., float], *groups: int, seed: int = 0) -> Estimate:
     """The statistic of all members of each group, with the interval over resampled ones.
 
-    `statistic` takes an array of places for each group; a group of n members has the places 0 to n - 1.
+    `statistic` takes an array of places for each group; a group of n members has the places 0 to n - 1. Groups of the same
+    sizes are resampled alike, so that draws of several statistics are paired.
     """
     draw = np.random.default_rng(seed)
     value = statistic(*(np.arange(count) for count in groups))
@@ -50,7 +51,7 @@ def bootstrap(statistic: Callable[..., float], *groups: int, seed: int = 0) -> E
     if not finite:
         return Estimate(value, -np.inf, np.inf)
     low, high = np.quantile(finite, [0.025, 0.975])
-    return Estimate(float(value), float(low), float(high))
+    return Estimate(float(value), float(low), float(high), tuple(drawn))
 
 
 def faithfulness(real: Features, base: Features, lora: Features) -> Estimate | None:

@@ -159,6 +159,18 @@ def without_lora(pipeline: Any) -> Iterator[None]:
         pipeline.enable_lora()
 
 
+@contextlib.contextmanager
+def at_strength(pipeline: Any, strength: float | None) -> Iterator[None]:
+    """The LoRA at a strength inside the block; None is the base model without it."""
+    if strength is None:
+        with without_lora(pipeline):
+            yield
+        return
+    names = sorted({name for loaded in pipeline.get_list_adapters().values() for name in loaded})
+    pipeline.set_adapters(names, [strength] * len(names))
+    yield
+
+
 def misfits(weights: LoraWeights, shapes: Mapping[str, tuple[int, ...]], family: Family, base: Path) -> list[Problem]:
     """The modules of a LoRA that do not fit a base model; before them, the base model that its header names.
 

@@ -17,10 +17,11 @@ The score is the least of the measured parts. What cannot be measured is named a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import gcd
@@ -32,11 +33,13 @@ from torch import Tensor
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, counted
+from lora_trainer.data.caches.base_half import BaseHalf, digest_of
 from lora_trainer.data.split import MOST_COMPARED
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, base_visits, drift
 from lora_trainer.evaluation.encode import text_reader
 from lora_trainer.evaluation.evidence import AT_ONCE, GUIDANCE, Effort, RealImages, Sides, Studio
+from lora_trainer.evaluation.features import LATENT_GRID, NOISE_LEVEL
 from lora_trainer.evaluation.health import Health, examine
 from lora_trainer.evaluation.latent_samples import Sampler
 from lora_trainer.evaluation.likeness import (
@@ -49,6 +52,7 @@ from lora_trainer.evaluation.likeness import (
 )
 from lora_trainer.evaluation.loading import (
     adapted_modules,
+    at_strength,
     components_of,
     free_memory,
     fresh_pipeline,
@@ -59,8 +63,10 @@ from lora_trainer.evaluation.loading import (
     without_lora,
 )
 from lora_trainer.evaluation.lora_report import Cost, LoraReport
+from lora_trainer.evaluation.part_words import own_value
 from lora_trainer.evaluation.placing import bring_denoiser
-from lora_trainer.evaluation.texts import EncodedTexts, encode_with, reads_again
+from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, choose_shown
+from lora_trainer.evaluation.texts import EncodedTexts, reads_again, texts_at
 from lora_trainer.evaluation.tracking import gain_by_noise
 from lora_trainer.evaluation.validation_loss import (
     MICRO,
@@ -81,6 +87,7 @@ from lora_trainer.evaluation.verdict import (
 )
 from lora_trainer.export.weights import LoraWeights, adaptable_modules
 from lora_trainer.models.family import Caption, Family
+from lora_trainer.models.folder import weights_digest
 from lora_trainer.models.lora_names import read_lora_with_tokens
 from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
 
@@ -94,6 +101,7 @@ FEWEST_REAL = 4  # fewer have no distances to compare with
 # A round of samples, the most, the steps of each, and unrelated prompts.
 LORA_CHECKS: Mapping[str, Effort | None] = {"full": Effort(12, 48, 20, 8), "lite": Effort(8, 8, 8, 4), "off": None}
 TIMESTEPS = 8  # of each validation loss
+FORMULAS = "1"  # part of every key of what is cached: change it when samples or features are computed differently
 SMALL_CELLS = 2048  # of latents: half of those of an image of 512 pixels a side
 
 
@@ -101,12 +109,16 @@ SMALL_CELLS = 2048  # of latents: half of those of an image of 512 pixels a side
 class LoraGate:
     """What a LoRA must reach, and how it is measured.
 
-    `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS` but `off`.
+    `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS` but `off`. `cache` is the
+    folder in which what is measured of the base model alone is kept; None keeps nothing. The LoRA is used at each of
+    `strengths`; only its first one gets the verdict.
     """
 
     minimum: float = LINE
     check: str = "full"
     prompts: Sequence[str] = NEUTRAL_PROMPTS
+    cache: Path | None = None
+    strengths: Sequence[float] = (1.0,)
 
 
 def check_lora(
@@ -127,10 +139,31 @@ def check_lora(
     return replace(report, cost=Cost(passes, round(time.monotonic() - began, 2)))
 
 
-def measure_lora(
+@dataclass(frozen=True)
+class OpenLora:
+    """A LoRA on a fresh copy of its base model, and how images are sampled with it and without.
+
+    `norms` are the sizes of the base's weights by module; `texts` the text embeddings with the LoRA at each strength.
+    """
+
+    studio: Studio
+    pipeline: Any
+    weights: LoraWeights
+    norms: Mapping[str, float]
+    images: RealImages
+    texts: Mapping[float, EncodedTexts]
+
+    @contextlib.contextmanager
+    def at(self, strength: float) -> Iterator[Studio]:
+        """The studio in which the LoRA has one of the gate's strengths: exactly so many times its change of each weight."""
+        with at_strength(self.pipeline, strength):
+            yield replace(self.studio, changed=self.texts[strength])
+
+
+def open_lora(
     lora: Path, base: Path, family: Family, images: RealImages, gate: LoraGate, compute: Compute
-) -> LoraReport:
-    """The report without its cost."""
+) -> OpenLora | LoraReport:
+    """Load a LoRA for its verdict; the report of one that does not work."""
     device, dtype, usable = compute.device, compute.dtype, compute.usable
     effort = LORA_CHECKS[gate.check]
     assert effort is not None
@@ -156,9 +189,11 @@ def measure_lora(
     problems = _key_findings(misfits(weights, shapes, family, base))
     if findings := problems or _loading_findings(pipeline, family, lora, weights):
         return does_not_work(findings, {}, gate.minimum)
-    original = changed = EncodedTexts(neutral, samples)
+    original = EncodedTexts(neutral, samples)
+    texts = dict.fromkeys(gate.strengths, original)
     if reads_again(weights, samples, family):
-        original, changed = encode_with(pipeline, family, prompts, original, weights, replace(compute, device=encoding))
+        reading = replace(compute, device=encoding)
+        original, texts = texts_at(pipeline, family, original, weights, (prompts, gate.strengths), reading)
     places = max([(facts.resolution // facts.downscale) ** 2, *(sample.latents[0].numel() for sample in samples)])
     placed = bring_denoiser(denoiser, family, device, usable, places)
     if placed.resident is not None:
@@ -178,20 +213,35 @@ def measure_lora(
         family.denoiser.features(denoiser),
         partial(without_lora, pipeline),
         original,
-        changed,
+        texts[gate.strengths[0]],
         device,
         dtype,
     )
+    if gate.cache is not None:
+        studio = replace(studio, kept=BaseHalf(gate.cache, model_key(studio, base, family)))
+    return OpenLora(studio, pipeline, weights, norms, images, texts)
+
+
+def measure_lora(
+    lora: Path, base: Path, family: Family, images: RealImages, gate: LoraGate, compute: Compute
+) -> LoraReport:
+    """The report without its cost."""
+    opened = open_lora(lora, base, family, images, gate, compute)
+    if isinstance(opened, LoraReport):
+        return opened
+    studio, images, effort = opened.studio, opened.images, LORA_CHECKS[gate.check]
+    assert effort is not None
     drifted = _measure_drift(studio)
     compute.say(f"validation loss with and without the LoRA: {counted(len(images.unseen), 'image')}")
-    losses = measure_learning(studio, len(images.trained)) if images.unseen else None
+    losses = paired_losses(studio, len(images.trained)) if images.unseen else None
     learned = None if losses is None else improvement(*losses)
-    health = examine(weights.modules, norms)
+    health = examine(opened.weights.modules, opened.norms)
     if broken := not_alive(drifted, learned):
         return does_not_work([broken], {"drift": drifted, "health": asdict(health)}, gate.minimum)
     compute.say(f"samples with and without the LoRA: {counted(effort.round, 'prompt')} in {effort.steps} steps each")
     parts = {part.name: part for part in (VerdictPart("works", Estimate(1.0, 1.0, 1.0)), learned_part(learned, images))}
-    parts |= measure_samples(studio, effort, gate.minimum, compute)
+    by_samples, sampled = measure_samples(studio, effort, gate.minimum, compute)
+    parts |= by_samples
     numbers = {
         "drift": drifted,
         "health": asdict(health),
@@ -200,14 +250,17 @@ def measure_lora(
         else asdict(learned) | {"by_noise": {name: asdict(band) for name, band in gain_by_noise(*losses).items()}},
         "images": {"trained": len(images.trained), "unseen": len(images.unseen)},
     }
-    del pipeline, denoiser, modules, predict, studio
-    free_memory(device)
+    del opened, studio
+    free_memory(compute.device)
     parts = {name: parts[name] for name in SCALES}
     findings = [*part_findings(parts, gate.minimum), *_drift_findings(drifted), *_health_findings(health)]
-    return LoraReport(gate.minimum, parts, tuple(findings), numbers)
+    shown = choose_shown(sampled, images.every, gate.prompts, SHOWN[gate.check])
+    return LoraReport(gate.minimum, parts, tuple(findings), numbers, shown=shown)
 
 
-def measure_samples(studio: Studio, effort: Effort, minimum: float, compute: Compute) -> dict[str, VerdictPart]:
+def measure_samples(
+    studio: Studio, effort: Effort, minimum: float, compute: Compute
+) -> tuple[dict[str, VerdictPart], Sampled]:
     """The parts that are measured by sampling: rounds of the subject's prompts until each part is decided."""
     images = studio.original.samples
     prompts = range(len(next(iter(studio.original.prompts.values()))))
@@ -217,8 +270,9 @@ def measure_samples(studio: Studio, effort: Effort, minimum: float, compute: Com
     kept = VerdictPart("keeps_base", spoiled, "" if spoiled else seedless)
     if len(images) < FEWEST_REAL:
         reason = f"{counted(len(images), 'image')} of the dataset; {FEWEST_REAL} are the least to compare with"
-        return {name: VerdictPart(name, None, reason) for name in BY_SAMPLES} | {"keeps_base": kept}
-    real = studio.describe([(image.latents, image.sizes) for image in images])
+        return {name: VerdictPart(name, None, reason) for name in BY_SAMPLES} | {"keeps_base": kept}, Sampled(unrelated)
+
+    real = studio.describe_real(images)
     captions = [plain_caption(image.caption) for image in images]
     sides: Sides | None = None
     parts: dict[str, VerdictPart] = {}
@@ -233,7 +287,16 @@ def measure_samples(studio: Studio, effort: Effort, minimum: float, compute: Com
             compute.say(
                 f"not decided after {counted(len(sides.prompts), 'sample')}: {counted(effort.round, 'more prompt')}"
             )
-    return parts | {"keeps_base": kept}
+    return parts | {"keeps_base": kept}, Sampled(unrelated, sides, real)
+
+
+def places_of(seeds: Sequence[int], images: int) -> list[int]:
+    """The image whose caption is each seed's prompt.
+
+    In an order in which neighbors in the dataset are far apart, so that few samples meet many kinds.
+    """
+    stride = next(step for step in range(max(1, round(0.38 * images)), 2 * images) if gcd(step, images) == 1)
+    return [seed * stride % images for seed in seeds]
 
 
 def places_of(seeds: Sequence[int], images: int) -> list[int]:
@@ -265,8 +328,8 @@ def plain_caption(caption: Caption) -> str:
     return caption if isinstance(caption, str) else " ".join(text for text, _ in caption)
 
 
-def measure_learning(studio: Studio, first: int) -> tuple[Tensor, Tensor]:
-    """Losses [N, T] without and with the LoRA on the samples from place `first` on, which were not trained on."""
+def paired_losses(studio: Studio, first: int) -> tuple[Tensor, Tensor]:
+    """Losses [N, T] without the LoRA and with it of the samples from place `first` on, which were not trained on."""
     losses = partial(
         validation_losses,
         studio.sampler.predict,
@@ -275,9 +338,15 @@ def measure_learning(studio: Studio, first: int) -> tuple[Tensor, Tensor]:
         timesteps=TIMESTEPS,
         compute=Compute(studio.dtype, studio.device),
     )
-    with studio.without():
-        before = losses(studio.original.samples[first:])
-    return before, losses(studio.changed.samples[first:])
+    samples = studio.original.samples[first:]
+
+    def without() -> dict[str, Tensor]:
+        with studio.without():
+            return {"losses": losses(samples)}
+
+    of_each = (part for each in samples for part in (each.id, each.latents, each.cond, each.sizes))
+    key = digest_of("losses", str((SEED, TIMESTEPS)), *of_each)
+    return studio.read_or_make(key, without)["losses"], losses(studio.changed.samples[first:])
 
 
 def learned_part(learned: Improvement | None, images: RealImages) -> VerdictPart:
@@ -319,6 +388,22 @@ def does_not_work(findings: Sequence[Finding], numbers: Mapping[str, Any], minim
     rest = {name: VerdictPart(name, None, "the LoRA does not work") for name in SCALES if name != "works"}
     return LoraReport(
         minimum, {"works": VerdictPart("works", Estimate(0.0, 0.0, 0.0)), **rest}, tuple(findings), numbers
+    )
+
+
+def model_key(studio: Studio, base: Path, family: Family) -> str:
+    """A digest of what all features of a base model depend on: its weights, and how and on what they are computed."""
+    folder, process = base / family.denoiser.component, studio.sampler.process
+    return digest_of(
+        FORMULAS,
+        family.name,
+        weights_digest(folder),
+        (folder / "config.json").read_text("utf-8"),
+        process.description,
+        process.alphas_cumprod,
+        *(f"{name}: {block.grid}, {block.patch}" for name, block in studio.blocks.items()),
+        str((NOISE_LEVEL, LATENT_GRID, studio.dtype, torch.__version__)),
+        torch.cuda.get_device_name(studio.device) if studio.device.type == "cuda" else studio.device.type,
     )
 
 
@@ -426,12 +511,11 @@ def part_findings(parts: Mapping[str, VerdictPart], minimum: float) -> list[Find
                 Finding(f"{part.name}_not_measured", "note", f"{about.title}: not measured ({part.reason}).", "")
             )
             continue
-        interval = f"{part.measure.value:.2f}, 95 % interval {part.measure.low:.2f} to {part.measure.high:.2f}"
-        needed = f"{'at most' if part.smaller_is_better else 'at least'} {SCALES[part.name].gate:.2f}"
+        measured = own_value(part.name, part.measure)
         if outcome == "refused":
-            found.append(Finding(part.name, "error", f"{about.refused} ({interval}; {needed} is required).", about.fix))
+            found.append(Finding(part.name, "error", f"{about.refused}: {measured}.", about.fix))
         elif outcome == "unresolved":
-            message = f"{about.title}: not decided ({interval}; {needed} is required)."
+            message = f"{about.title}: not decided, since the minimum is inside of the interval: {measured}."
             found.append(Finding(part.name, "warning", message, about.resolve))
     return found
 

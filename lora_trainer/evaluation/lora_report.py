@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import finite
 from lora_trainer.evaluation.verdict import NOT_COMPARED, Outcome, VerdictPart, outcome_of, score_of
+
+if TYPE_CHECKING:  # validate prints reports without torch
+    from lora_trainer.evaluation.choice import LoraChoice
+    from lora_trainer.evaluation.shown_samples import ShownSample
 
 
 @dataclass(frozen=True)
@@ -21,13 +25,16 @@ class Cost:
 
 @dataclass(frozen=True)
 class LoraReport:
-    """The verdict's parts, findings, the numbers behind them, and its cost. Without parts it was not measured."""
+    """The verdict's parts, findings, the numbers behind them, its cost, and samples to look at. Without parts it was not
+    measured."""
 
     gate: float
     parts: Mapping[str, VerdictPart] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     numbers: Mapping[str, Any] = field(default_factory=dict)
     cost: Cost = Cost()
+    shown: tuple[ShownSample, ...] = ()
+    choice: LoraChoice | None = None  # of a strength or a step, where they were compared
 
     @property
     def score(self) -> float | None:
@@ -72,6 +79,7 @@ class LoraReport:
                 "findings": [finding.to_json() for finding in self.findings],
                 "cost": asdict(self.cost),
                 "numbers": dict(self.numbers),
+                **({} if self.choice is None else {"choice": self.choice.to_json()}),
             }
         )
         return document

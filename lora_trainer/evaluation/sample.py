@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from lora_trainer.core.interrupt import Stopped
 from lora_trainer.core.io import read_json, write_json
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.loading import (
+    at_strength,
     components_of,
     free_memory,
     fresh_pipeline,
@@ -24,7 +24,6 @@ from lora_trainer.evaluation.loading import (
     misfits,
     misfits_by_config,
     put_on,
-    without_lora,
 )
 from lora_trainer.evaluation.placing import bring_pipeline
 from lora_trainer.evaluation.recipe import Drawing, Grid, ImageRequest, NamedModel, embedded_text, recipe, same_base
@@ -139,18 +138,6 @@ def draw_columns(
                 with torch.no_grad():
                     read = read_prompts(pipeline, family, prompts, device)
             yield strength, draw(pipeline, family, read, rows, drawing, compute.at_once or DRAWN_AT_ONCE)
-
-
-@contextlib.contextmanager
-def at_strength(pipeline: Any, strength: float | None) -> Iterator[None]:
-    """The LoRA at a strength inside the block; None is the base model without it."""
-    if strength is None:
-        with without_lora(pipeline):
-            yield
-        return
-    names = sorted({name for loaded in pipeline.get_list_adapters().values() for name in loaded})
-    pipeline.set_adapters(names, [strength] * len(names))
-    yield
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.evaluation.compute import Compute
-from lora_trainer.evaluation.loading import free_memory, without_lora
+from lora_trainer.evaluation.loading import at_strength, free_memory, without_lora
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models.drawing import texts_of
@@ -70,6 +71,28 @@ def encode_with(
         parts.encoders[name].to("cpu")
     free_memory(device)
     return without, with_lora
+
+
+def texts_at(
+    pipeline: Any,
+    family: Family,
+    known: EncodedTexts,
+    weights: LoraWeights,
+    wanted: tuple[Sequence[str], Sequence[float]],
+    compute: Compute,
+) -> tuple[EncodedTexts, dict[float, EncodedTexts]]:
+    """`encode_with` for the LoRA at several strengths; `wanted` are the prompts and the strengths.
+
+    Learned tokens have no strength: they are the same at each. The LoRA is left at the last one.
+    """
+    prompts, strengths = wanted
+    original, found = known, dict[float, EncodedTexts]()
+    for strength in strengths:
+        with contextlib.nullcontext() if list(strengths) == [1.0] else at_strength(pipeline, strength):
+            without, found[strength] = encode_with(pipeline, family, prompts, known, weights, compute)
+        original = original if len(found) > 1 else without
+        weights = replace(weights, embeddings={})  # the pipeline's tokenizers have them now
+    return original, found
 
 
 @torch.no_grad()

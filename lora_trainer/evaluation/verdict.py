@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Outcome = Literal["passed", "refused", "unresolved"]
@@ -13,11 +13,12 @@ LINE = 0.9  # every part's own gate lies here on the common scale
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured value with its 95 % interval (percentiles of a bootstrap, Efron 1979)."""
+    """A measured value with its 95 % interval (percentiles of a bootstrap, Efron 1979), and the bootstrap's draws."""
 
     value: float
     low: float
     high: float
+    draws: Sequence[float] = field(default=(), repr=False, compare=False)
 
 
 @dataclass(frozen=True)

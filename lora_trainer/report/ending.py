@@ -1,117 +1,206 @@
-"""The verdict on a run: its result, what is saved, and how to continue."""
+"""The verdict on a run: may its LoRA be used, at which strength, from which step, and why; and how to continue."""
 
 from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from lora_trainer.evaluation.verdict import NOT_COMPARED, WORDS
-from lora_trainer.report.read import RunReport, mapping, text, whole
+from lora_trainer.core.findings import counted
+from lora_trainer.evaluation.verdict import LINE, NOT_COMPARED, WORDS
+from lora_trainer.report.read import RunReport, mapping, number, text, whole
+from lora_trainer.report.verdict_parts import PartInterval, verdict_parts, weakest
 
 Tone = Literal["good", "fair", "bad", "open"]
+FULL_STRENGTH = "1.0"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a LoRA may or may not be used, and what to do about it; `command` can be copied."""
+
+    what: str
+    to_do: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question about the LoRA, its answer in a word or number, and what explains it."""
+
+    question: str
+    answer: str
+    about: str = ""
+    command: str = ""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`label` is a word, `headline` a line. `command` continues the run; None when it is finished."""
+    """`label` is a word, `headline` the answer to whether the LoRA may be used. `command` resumes an unfinished run."""
 
     tone: Tone
     label: str
     headline: str
-    sentences: tuple[str, ...]
+    reasons: tuple[Reason, ...]
+    answers: tuple[Answer, ...] = ()
+    notes: tuple[str, ...] = ()
     command: str | None = None
 
 
 def verdict_of(run: RunReport) -> Verdict:
-    """The verdict on every ending of a run, also on one that never said how it ended."""
-    if run.status == "done":
-        return done(run)
-    if run.status == "refused":
-        return Verdict(
-            "bad",
-            "refused",
-            "The LoRA is refused",
-            (
-                *not_passed(run),
-                "Its files are kept in the folder, marked as refused.",
-                *released(run),
-                *unmeasured(run),
-            ),
-        )
-    if run.status == "unresolved":
-        open_questions = (*undecided(run), *released(run), *unmeasured(run))
-        return Verdict("fair", "unresolved", "Measured, but not decided", open_questions)
-    safe, command = (*what_is_safe(run),), resume_command(run)
-    of = f" of {run.planned}" if run.planned else ""
+    """The verdict on every ending of a run, also on one that never recorded how it ended."""
+    if run.status in ("done", "refused", "unresolved"):
+        return finished(run)
+    command = resume_command(run)
+    safe = tuple(Reason(sentence) for sentence in what_is_safe(run))
+    of = f" of {run.planned:,}" if run.planned else ""
+    is_exported = exported_file(run).is_file() and run.steps == run.planned
     if run.status == "stopped":
-        return Verdict("open", "stopped", f"Stopped at step {run.steps}{of}", safe, command)
+        where = "before the LoRA was measured" if is_exported else f"at step {run.steps:,}{of}"
+        headline = f"{'Not known' if is_exported else 'Not yet'}: stopped {where}"
+        return Verdict("open", "stopped", headline, safe, command=command)
     if run.status == "failed":
-        where = f" after step {run.seen_steps}{of}" if run.seen_steps else " before the first step"
+        where = f" after step {run.seen_steps:,}{of}" if run.seen_steps else " before the first step"
         reason = text(run.record.get("reason"))
-        sentences = [reason, *(sentence for sentence in safe if sentence.partition(" ")[0] not in reason)]
-        return Verdict("bad", "failed", f"Failed{where}", tuple(filter(None, sentences)), command)
+        kept = tuple(each for each in safe if each.what.partition(" ")[0] not in reason)
+        reasons = (*((Reason(reason),) if reason else ()), *kept)
+        return Verdict("bad", "failed", f"Not yet: the training failed{where}", reasons, command=command)
     if run.status == "running":
-        state = "The run is still training, or it was killed before it could record its end."
-        return Verdict("open", "not ended", f"At step {run.seen_steps}{of}", (state, *safe), command)
-    return Verdict("open", run.status, "How this run ended is not known", safe, command)
+        state = Reason("The run is still training, or it was killed before it could record its end.")
+        return Verdict("open", "not ended", f"Not yet: at step {run.seen_steps:,}{of}", (state, *safe), command=command)
+    return Verdict("open", run.status, "How this run ended is not known", safe, command=command)
 
 
-def done(run: RunReport) -> Verdict:
-    """A finished run: `train` enforces no gate, so its LoRA may lie under one."""
-    short = run.planned is not None and run.steps < run.planned
-    why = text(run.record.get("reason")) or "train.max_hours is over"
-    early = (f"The training ended after {run.steps} of {run.planned} steps: {why}.",) if short else ()
-    early = (*released(run), *unmeasured(run), *early)
+def finished(run: RunReport) -> Verdict:
+    """The verdict on a run that exported its LoRA; `train` enforces no gate, but the answer is the same."""
+    parts = tuple(verdict_parts(run.part("lora")))
+    answers = (*strength_answers(run), *step_answers(run))
+    notes = (*unmeasured(parts), *ended_early(run))
     if run.lora.value is None:
-        return Verdict("fair", "done", "Trained, not evaluated", early)
+        return Verdict(
+            "fair", "not measured", "Not known: the LoRA was not measured", not_measured(run), answers, notes
+        )
+    if run.lora.outcome == "refused" or (run.status == "refused" and run.lora.outcome != "unresolved"):
+        kept = ("Its files are kept in the folder, marked as refused.",) if run.status == "refused" else ()
+        return Verdict("bad", "refused", "No, do not use it", refusals(run), answers, (*kept, *notes))
     if run.lora.outcome == "unresolved":
-        return Verdict("fair", "done", "Done, but the LoRA is not decided", (*undecided(run), *early))
-    if run.lora.passed and run.dataset.passed:
-        return Verdict("good", "done", "Ready to use", ("Dataset and LoRA passed.", *early))
-    return Verdict("fair", "done", "Done, but below a minimum score", (*not_passed(run), *early))
+        return Verdict("fair", "not decided", "Not decided yet", undecided(run), answers, notes)
+    if run.dataset.passed and run.lora.passed:
+        return Verdict("good", "passed", "Yes, you can use it", why_passed(run, parts), answers, notes)
+    reasons = (*why_passed(run, parts), *below_minimum(run))
+    return Verdict("fair", "passed", "Yes, but look at its dataset", reasons, answers, notes)
 
 
-def not_passed(run: RunReport) -> tuple[str, ...]:
-    """A sentence for each score that is under its gate, and for each error that refuses a LoRA."""
-    under = tuple(
-        f"The {what} scores {score.value:.2f}, below the minimum of {score.gate:.2f}."
-        for what, score in (("dataset", run.dataset), ("LoRA", run.lora))
-        if score.value is not None and score.gate is not None and score.value < score.gate
-    )
-    errors = (group for group in run.lora_findings if group.severity == "error" and not run.lora.passed)
-    return (*under, *(message for group in errors for _, message in group.about))
+def why_passed(run: RunReport, parts: tuple[PartInterval, ...]) -> tuple[Reason, ...]:
+    """How many parts passed, and which is the weakest."""
+    least = weakest(parts)
+    if least is None or least.value is None:
+        return ()
+    gate = LINE if run.lora.gate is None else run.lora.gate
+    if gate == 0:
+        return (Reason("No minimum was set (gates.lora=0), so nothing could refuse it.", "Look at its parts below."),)
+    measured = sum(part.value is not None for part in parts)
+    count = f"All {measured} parts that were measured are" if measured > 1 else "The part that was measured is"
+    lowest = f" The lowest: {least.title.lower()}, {least.value:.2f}." if least.value < 1 else ""
+    return (Reason(f"{count} above the minimum of {gate:.2f}.{lowest}"),)
 
 
-def undecided(run: RunReport) -> tuple[str, ...]:
+def below_minimum(run: RunReport) -> tuple[Reason, ...]:
+    """A dataset below its minimum score."""
+    score = run.dataset
+    if score.value is None or score.gate is None or score.value >= score.gate:
+        return ()
+    what = f"The dataset scores {score.value:.2f}, below the minimum of {score.gate:.2f}."
+    return (Reason(what, "What to change is under “Dataset” below."),)
+
+
+def refusals(run: RunReport) -> tuple[Reason, ...]:
+    """Each error that refuses the LoRA, with its fix."""
+    errors = [group for group in run.lora_findings if group.severity == "error"]
+    found = tuple(Reason(message, group.fix) for group in errors for _, message in group.about)
+    return (*found, *below_minimum(run)) or (Reason(text(run.record.get("reason")) or "A part is below its minimum."),)
+
+
+def undecided(run: RunReport) -> tuple[Reason, ...]:
     """What is not decided about the LoRA, and what would decide it."""
     groups = [group for group in run.lora_findings if group.code in {*WORDS, NOT_COMPARED}]
-    about = ((message, group.fix) for group in groups if group.severity == "warning" for _, message in group.about)
-    return tuple(f"{message} {fix}".rstrip() for message, fix in about)
+    open_parts = [group for group in groups if group.severity == "warning"]
+    found = tuple(Reason(message, group.fix) for group in open_parts for _, message in group.about)
+    return (*found, *below_minimum(run)) or (Reason("A part's interval has its minimum inside."),)
 
 
-def unmeasured(run: RunReport) -> tuple[str, ...]:
-    """A sentence on the parts of the LoRA's verdict that were not measured, and why."""
-    parts = mapping(run.part("lora").get("parts"))
-    missing = [(name, mapping(part)) for name, part in parts.items() if mapping(part).get("measured") is False]
-    return tuple(
-        f"Not measured: {WORDS[name].title.lower()} ({text(part.get('reason'))})."
-        for name, part in missing
-        if name in WORDS
+def not_measured(run: RunReport) -> tuple[Reason, ...]:
+    """Why nothing was measured, and the command that measures it."""
+    off = mapping(mapping(run.record.get("config")).get("gates")).get("lora_check") == "off"
+    why = "gates.lora_check=off: no part of the verdict was measured, and no images were made."
+    reason = Reason(
+        why if off else "No part of the verdict was measured.",
+        "To measure it now, in the run's folder:",
+        validate_command(run),
     )
+    errors = (Reason(message, group.fix) for group in run.lora_findings for _, message in group.about)
+    return (reason, *errors, *below_minimum(run))
+
+
+def strength_answers(run: RunReport) -> tuple[Answer, ...]:
+    """The strength to use: the advised one, else 1.0 with the command that compares others."""
+    choice = mapping(run.part("lora").get("choice"))
+    question, strength = "At which strength?", number(choice.get("strength"))
+    if strength is not None:
+        return (Answer(question, f"{strength:g}", text(choice.get("advice"))),)
+    if released_step(run) is None:
+        return ()
+    if run.lora.value is None:
+        return (Answer(question, FULL_STRENGTH, "The usual one; none was measured."),)
+    about = "Other strengths were not compared. To compare them, in the run's folder:"
+    return (Answer(question, FULL_STRENGTH, about, compare_command(run)),)
+
+
+def step_answers(run: RunReport) -> tuple[Answer, ...]:
+    """The step whose weights are in the file, why, and a better one where the comparison found it."""
+    released = released_step(run)
+    if released is None:
+        return ()
+    reason = text(run.part("released").get("reason")).rstrip(".")
+    of = f" of {run.steps:,}" if run.steps else ""
+    advised = whole(mapping(run.part("lora").get("choice")).get("step"))
+    if advised is not None and advised != released:
+        about = f"The exported file has step {released:,}{of}."
+        return (Answer("From which step?", f"{advised:,}", about),)
+    return (Answer("From which step?", f"{released:,}{of}", f"{reason[:1].upper()}{reason[1:]}." if reason else ""),)
+
+
+def unmeasured(parts: tuple[PartInterval, ...]) -> tuple[str, ...]:
+    """One sentence for each reason why parts were not measured."""
+    reasons: dict[str, list[str]] = {}
+    for part in parts:
+        if part.value is None:
+            reasons.setdefault(part.about, []).append(part.title.lower())
+    return tuple(f"Not measured: {', '.join(names)} ({reason})." for reason, names in reasons.items())
+
+
+def ended_early(run: RunReport) -> tuple[str, ...]:
+    """Why a finished run has fewer steps than planned."""
+    if run.status != "done" or run.planned is None or run.steps >= run.planned:
+        return ()
+    why = text(run.record.get("reason")) or "train.max_hours is over"
+    return (f"The training ended after {run.steps:,} of {run.planned:,} steps: {why}.",)
 
 
 def what_is_safe(run: RunReport) -> list[str]:
     """Sentences on the files of an unfinished run that can be used."""
     sentences = []
+    kohya = exported_file(run)
+    if kohya.is_file():
+        sentences.append(f"{kohya.name} is complete, but this session did not evaluate it.")
+    else:
+        sentences.append("No LoRA is exported yet.")
     if run.checkpoints:
-        others = f" ({len(run.checkpoints)} checkpoints in all)" if len(run.checkpoints) > 1 else ""
+        others = f" ({counted(len(run.checkpoints), 'checkpoint')} in all)" if len(run.checkpoints) > 1 else ""
         sentences.append(f"checkpoints/{run.checkpoints[0]} is safe{others}.")
     else:
         sentences.append("No checkpoint was written: --resume starts at step 0.")
-    kohya = run.folder / f"{run.name}.safetensors"
-    if kohya.is_file():
-        sentences.append(f"{kohya.name} is complete, but this session did not evaluate it.")
     return sentences
 
 
@@ -125,10 +214,19 @@ def resume_command(run: RunReport) -> str:
     return "Run the same command again, with --resume."
 
 
-def released(run: RunReport) -> tuple[str, ...]:
-    """Which step's weights became the LoRA, where the record says why."""
-    reason, step = text(run.part("released").get("reason")), released_step(run)
-    return (f"The LoRA has the weights of step {step}: {reason.rstrip('.')}.",) if reason and step else ()
+def validate_command(run: RunReport) -> str:
+    """The command that measures the exported file, in its folder; model and data are read from the run next to it."""
+    return shlex.join(["lora-trainer", "validate", exported_file(run).name])
+
+
+def compare_command(run: RunReport) -> str:
+    """The command that compares strengths of the exported file."""
+    return f"{validate_command(run)} --compare strengths"
+
+
+def exported_file(run: RunReport) -> Path:
+    """The LoRA as ComfyUI and kohya's scripts load it."""
+    return run.folder / (text(run.part("files").get("kohya")) or f"{run.name}.safetensors")
 
 
 def released_step(run: RunReport) -> int | None:

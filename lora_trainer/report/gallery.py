@@ -1,67 +1,152 @@
-"""Which images the page shows: before and after, and each prompt through time."""
+"""Which images the page shows: before and after, those behind the verdict, and each prompt through the steps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from lora_trainer.report.chart import short
 from lora_trainer.report.ending import released_step
-from lora_trainer.report.read import Image, RunReport
+from lora_trainer.report.read import Image, RunReport, images_of, mapping, number, sequence, text, whole
+from lora_trainer.report.verdict_parts import PartInterval
 
+COMPARED_RECIPE = re.compile(r"compared(?:-step-(\d+))?\.json")  # of images with each candidate
 MOST_PAIRS = 12
-MOST_STRIPS = 8
-MOST_FRAMES = 8
+MOST_ROWS = 8
+MOST_STEPS = 8
+FIRST_PAIRS = 2  # beside the verdict
+WITH, WITHOUT = "with the LoRA", "without"
 
 
 @dataclass(frozen=True)
 class ImagePair:
-    """The same prompt and seed without the LoRA and with it, at each strength; a side that was not kept is None."""
+    """Images that are shown side by side, each with what it is; None for one that was not kept. `about` is under them."""
 
     prompt: str
     seed: int
     sides: tuple[tuple[str, Path | None], ...]
+    about: str = ""
 
 
 @dataclass(frozen=True)
-class Frame:
-    """An image of a strip and when it was drawn."""
+class SampleGroup:
+    """Images that show one part of the verdict. `heading` says what they are, `about` how to read them."""
 
-    label: str
-    path: Path
+    kind: str
+    heading: str
+    about: str
+    pairs: tuple[ImagePair, ...]
 
 
 @dataclass(frozen=True)
-class Strip:
-    """One prompt and seed from the untouched base to the finished LoRA."""
+class StepRow:
+    """One prompt and seed: an image for each column of the sheet, None where there is none."""
 
     prompt: str
     seed: int
-    frames: tuple[Frame, ...]
+    images: tuple[Path | None, ...]
+
+
+@dataclass(frozen=True)
+class StepSheet:
+    """Prompts by steps: from the base model to the exported LoRA."""
+
+    columns: tuple[str, ...]
+    rows: tuple[StepRow, ...]
+
+
+NO_SHEET = StepSheet((), ())
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """All images of the page. `at_end`: the pairs are the finished LoRA's. `hidden` counts those beyond the page's limit."""
+    """All images of the page. `first` are beside the verdict.
 
+    `at_end`: the pairs are the finished LoRA's. `hidden` counts those beyond the page's limit.
+    """
+
+    first: tuple[SampleGroup, ...]
     pairs: tuple[ImagePair, ...]
-    strips: tuple[Strip, ...]
+    evidence: tuple[SampleGroup, ...]
+    sheet: StepSheet
+    candidates: StepSheet
     at_end: bool
     hidden: int
 
     @property
     def paths(self) -> list[Path]:
-        pairs = [path for pair in self.pairs for _, path in pair.sides if path]
-        return [*pairs, *(frame.path for strip in self.strips for frame in strip.frames)]
+        every = [*self.pairs, *(pair for each in (*self.first, *self.evidence) for pair in each.pairs)]
+        found = [path for pair in every for _, path in pair.sides]
+        found += [path for row in (*self.sheet.rows, *self.candidates.rows) for path in row.images]
+        return [path for path in found if path]
 
 
-def gallery_of(run: RunReport) -> Gallery:
-    """Pairs from the end, or from the last images drawn while training; strips where there are two moments."""
+@dataclass(frozen=True)
+class KindOfSample:
+    """Samples that the verdict kept: a heading, how to read them, and the part of the verdict that they show."""
+
+    heading: str
+    about: str
+    shows: str
+
+
+KINDS: Mapping[str, KindOfSample] = {
+    "copied": KindOfSample(
+        "Could these be copies?",
+        "Nearest to an image of the dataset, next to that image. Two images of the dataset have a distance of 1; near 0 the"
+        " sample is a copy.",
+        "does_not_copy",
+    ),
+    "odd": KindOfSample(
+        "Least like the dataset",
+        "Farthest from every image of the dataset, next to the nearest one. Look for a wrong subject, distortion or noise.",
+        "faithful",
+    ),
+    "unrelated": KindOfSample(
+        "Prompts about other things",
+        "Nothing to do with the dataset, and changed most by the LoRA. It should not turn them into its subject.",
+        "keeps_base",
+    ),
+    "typical": KindOfSample(
+        "Typical samples",
+        "Of the dataset's captions, at a middle distance from its images.",
+        "follows_captions",
+    ),
+}
+
+
+def gallery_of(run: RunReport, parts: Sequence[PartInterval]) -> Gallery:
+    """Pairs from the end, or from the last images drawn while training; the verdict's images; a sheet of two moments
+    and more. The first images show the worst part of a LoRA that did not pass."""
     moments = {image.step for image in run.images}
     last = None if None in moments else max((step for step in moments if step is not None), default=None)
     pairs = pairs_of([image for image in run.images if image.step == last])
-    strips = strips_of(run) if len(moments) > 1 else []
-    hidden = max(0, len(pairs) - MOST_PAIRS) + max(0, len(strips) - MOST_STRIPS)
-    return Gallery(tuple(pairs[:MOST_PAIRS]), tuple(strips[:MOST_STRIPS]), last is None, hidden)
+    evidence = evidence_of(run)
+    failing = sorted(
+        (part for part in parts if part.outcome in ("refused", "unresolved")),
+        key=lambda part: (part.outcome != "refused", part.value or 0.0),
+    )
+    # The kinds of images that show the parts that did not pass, the worst first.
+    wanted = [kind for part in failing for kind, each in KINDS.items() if each.shows == part.name]
+    evidence.sort(key=lambda each: wanted.index(each.kind) if each.kind in wanted else len(wanted))
+    shown = next((each for each in evidence if wanted and each.kind == wanted[0]), None)
+    if shown is None and not pairs:
+        shown = next((each for each in evidence if each.kind == "typical"), evidence[0] if evidence else None)
+    first: list[SampleGroup] = []
+    if shown is not None:
+        first = [replace(shown, pairs=shown.pairs[:FIRST_PAIRS])]
+        evidence = [replace(each, pairs=each.pairs[FIRST_PAIRS:]) if each is shown else each for each in evidence]
+    if left := FIRST_PAIRS - sum(len(group.pairs) for group in first):
+        heading = "Without and with the LoRA" if last is None else f"While training, at step {last:,}"
+        first += [SampleGroup("before_after", heading, "", tuple(pairs[:left]))] if pairs else []
+        pairs = pairs[left:]
+    sheet = sheet_of(run) if len(moments) > 1 else NO_SHEET
+    hidden = max(0, len(pairs) - MOST_PAIRS)
+    kept = tuple(each for each in evidence if each.pairs)
+    return Gallery(tuple(first), tuple(pairs[:MOST_PAIRS]), kept, sheet, candidates_sheet(run), last is None, hidden)
 
 
 def pairs_of(images: list[Image]) -> list[ImagePair]:
@@ -77,33 +162,124 @@ def pairs_of(images: list[Image]) -> list[ImagePair]:
 
 def side_name(strength: float | None, strengths: list[float]) -> str:
     if strength is None:
-        return "without"
-    return "with the LoRA" if strengths == [1.0] else f"with the LoRA at {strength:g}"
+        return WITHOUT
+    return WITH if strengths == [1.0] else f"{WITH} at {strength:g}"
 
 
-def strips_of(run: RunReport) -> list[Strip]:
-    """For each prompt and seed the base, then every step in order, then the end."""
-    groups: dict[tuple[str, int], list[Image]] = {}
-    # A strip shows full strength, else the strongest.
+def evidence_of(run: RunReport) -> list[SampleGroup]:
+    """The samples that the verdict kept, by kind."""
+    rows = list(map(mapping, sequence(run.part("lora").get("images"))))
+    found = []
+    for kind, each in KINDS.items():
+        pairs = [shown_pair(run, row) for row in rows if row.get("kind") == kind]
+        if pairs := [pair for pair in pairs if any(path for _, path in pair.sides)]:
+            found.append(SampleGroup(kind, each.heading, each.about, tuple(pairs)))
+    return found
+
+
+def shown_pair(run: RunReport, row: Mapping[str, Any]) -> ImagePair:
+    """A sample of the verdict: next to the base model's, or to the nearest image of the dataset."""
+    named = re.split(r"[/\\]", text(row.get("nearest_path")))[-1]
+    sides = [(WITH, kept_file(run, row, "lora"))]
+    if row.get("base"):
+        sides.insert(0, (WITHOUT, kept_file(run, row, "base")))
+    elif row.get("nearest"):
+        sides.append((f"dataset: {named}", kept_file(run, row, "nearest")))
+    ratio, about = number(row.get("ratio")), ""
+    if ratio is not None and row.get("kind") == "unrelated":
+        about = f"moved {short(ratio)} times as far as another seed moves it"
+    elif ratio is not None:
+        about = f"distance {ratio:.2f}" + (f" from {named}" if row.get("base") and named else "")
+    return ImagePair(text(row.get("prompt")), whole(row.get("seed")) or 0, tuple(sides), about)
+
+
+def kept_file(run: RunReport, row: Mapping[str, Any], what: str) -> Path | None:
+    """A file that the record names, inside of the run's folder."""
+    name = text(row.get(what))
+    path = run.folder / name
+    is_inside = name and path.resolve().is_relative_to(run.folder.resolve())
+    return path if is_inside and path.is_file() else None
+
+
+def sheet_of(run: RunReport) -> StepSheet:
+    """Each prompt and seed without the LoRA, then at every step; the exported LoRA's images are those of its step."""
+    # The sheet shows full strength, else the strongest.
     strengths = {image.strength for image in run.images if image.strength is not None}
     strength = 1.0 if 1.0 in strengths else max(strengths, default=None)
+    released = released_step(run) or run.steps
+    base: dict[tuple[str, int], Path] = {}
+    drawn: dict[tuple[str, int], dict[int, Path]] = {}
     for image in run.images:
-        groups.setdefault((image.prompt, image.seed), []).append(image)
-    strips = []
-    for (prompt, seed), found in groups.items():
-        base = [Frame("base", image.path) for image in found if image.strength is None][:1]
-        drawn = [Frame(when(run, image), image.path) for image in found if image.strength == strength]
-        if len(drawn) > 1:
-            strips.append(Strip(prompt, seed, tuple(chosen([*base, *drawn]))))
-    return strips
+        asked = (image.prompt, image.seed)
+        if image.strength is None:
+            base.setdefault(asked, image.path)
+        elif image.strength == strength:
+            drawn.setdefault(asked, {})[released if image.step is None else image.step] = image.path
+    steps = chosen(sorted({step for found in drawn.values() for step in found}), released)
+    rows = [
+        StepRow(prompt, seed, (base.get((prompt, seed)), *(found.get(step) for step in steps)))
+        for (prompt, seed), found in drawn.items()
+        if len(found) > 1
+    ]
+    is_exported = released_step(run) is not None
+    names = [f"step {step:,}{', exported' if is_exported and step == released else ''}" for step in steps]
+    return StepSheet((WITHOUT, *names), tuple(rows[:MOST_ROWS])) if rows else NO_SHEET
 
 
-def when(run: RunReport, image: Image) -> str:
-    return f"step {image.step:,}" if image.step is not None else f"end, step {released_step(run) or run.steps:,}"
+def candidates_sheet(run: RunReport) -> StepSheet:
+    """The same prompts with each of the steps and strengths that `lora.choice` compared."""
+    if not run.part("lora").get("choice"):
+        return NO_SHEET
+    base: dict[tuple[str, int], Path] = {}
+    drawn: dict[tuple[str, int], dict[tuple[int, float], Path]] = {}
+    for path in sorted((run.folder / "samples").glob("compared*.json")):
+        match = COMPARED_RECIPE.fullmatch(path.name)
+        for image in images_of(path, int(match[1]) if match and match[1] else None) if match else ():
+            asked = (image.prompt, image.seed)
+            if image.strength is None:
+                base.setdefault(asked, image.path)
+            else:
+                drawn.setdefault(asked, {})[image.step or 0, image.strength] = image.path
+    columns = sorted({key for found in drawn.values() for key in found})
+    several = len({step for step, _ in columns}) > 1
+    names = [
+        f"step {step:,}{'' if strength == 1 else f', strength {strength:g}'}" if several else f"strength {strength:g}"
+        for step, strength in columns
+    ]
+    rows = [
+        StepRow(prompt, seed, (base.get((prompt, seed)), *(found.get(column) for column in columns)))
+        for (prompt, seed), found in drawn.items()
+    ]
+    return StepSheet((WITHOUT, *names), tuple(rows[:MOST_ROWS])) if rows else NO_SHEET
 
 
-def chosen(frames: list[Frame]) -> list[Frame]:
-    """At most MOST_FRAMES, evenly through time, first and last among them."""
-    if len(frames) <= MOST_FRAMES:
-        return frames
-    return [frames[round(index * (len(frames) - 1) / (MOST_FRAMES - 1))] for index in range(MOST_FRAMES)]
+def compared_images(runs: Sequence[RunReport], names: Sequence[str]) -> StepSheet:
+    """The same prompts and seeds at the end of several runs, first without a LoRA where all have one base model."""
+    strengths = {image.strength for run in runs for image in run.images if image.strength is not None}
+    strength = 1.0 if 1.0 in strengths else max(strengths, default=None)
+    found: dict[tuple[str, int], dict[int | None, Path]] = {}
+    for index, run in enumerate(runs):
+        for image in run.images:
+            if image.step is None and image.strength in (None, strength):
+                place = None if image.strength is None else index
+                found.setdefault((image.prompt, image.seed), {}).setdefault(place, image.path)
+    is_one_base = len({text(run.part("model").get("sha256")) for run in runs}) == 1
+    columns: list[int | None] = [*([None] if is_one_base else []), *range(len(runs))]
+    # Prompts that most runs have first.
+    asked = sorted(found, key=lambda each: -len(found[each]))[:MOST_ROWS]
+    rows = [
+        StepRow(prompt, seed, tuple(found[prompt, seed].get(column) for column in columns)) for prompt, seed in asked
+    ]
+    return StepSheet(tuple(WITHOUT if column is None else names[column] for column in columns), tuple(rows))
+
+
+def chosen(steps: list[int], released: int) -> list[int]:
+    """At most MOST_STEPS, evenly, first and last and the exported one among them."""
+    if len(steps) <= MOST_STEPS:
+        return steps
+    places = {round(index * (len(steps) - 1) / (MOST_STEPS - 1)) for index in range(MOST_STEPS)}
+    kept = {steps[place] for place in places}
+    if released in steps and released not in kept:
+        kept.remove(min(kept - {steps[0], steps[-1]}, key=lambda step: abs(step - released)))
+        kept.add(released)
+    return sorted(kept)

@@ -14,7 +14,6 @@ from lora_trainer.config.toml import section_types
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.grid import image_name
 from lora_trainer.core.io import read_json
-from lora_trainer.evaluation.verdict import LINE, SCALES, WORDS, VerdictPart
 from lora_trainer.monitor.trackers import read_lines
 from lora_trainer.report.chart import Point
 from lora_trainer.report.record import BEFORE_AFTER, read_record
@@ -45,21 +44,6 @@ class Score:
         if self.outcome:
             return self.outcome == "passed"
         return self.value is not None and (self.gate is None or self.value >= self.gate)
-
-
-@dataclass(frozen=True)
-class PartInterval:
-    """A part of the LoRA's verdict on the common scale, with its 95 % interval; None where it was not measured.
-
-    `about` is its own value with its own gate, or why it was not measured.
-    """
-
-    title: str
-    value: float | None
-    low: float
-    high: float
-    outcome: str
-    about: str
 
 
 @dataclass(frozen=True)
@@ -106,7 +90,6 @@ class RunReport:
     record: Mapping[str, Any]
     dataset: Score
     lora: Score
-    verdict_parts: tuple[PartInterval, ...]
     data_findings: tuple[ImageGroup, ...]
     lora_findings: tuple[ImageGroup, ...]
     series: Mapping[str, tuple[Point, ...]]
@@ -169,7 +152,6 @@ def read_run(folder: Path) -> RunReport:
             (),
             text(lora.get("outcome")),
         ),
-        verdict_parts=tuple(verdict_parts(lora)),
         data_findings=grouped(data.get("findings")),
         lora_findings=grouped(lora.get("findings")),
         series={name: column(rows, name) for name in SERIES},
@@ -222,27 +204,6 @@ def parts_of(gate: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     return tuple((name, value) for name, each in parts.items() if (value := number(each)) is not None)
 
 
-def verdict_parts(lora: Mapping[str, Any]) -> Iterable[PartInterval]:
-    """The parts of a LoRA's verdict as `run.json` has them, in its order."""
-    gate = number(lora.get("gate"))
-    for name, part in ((name, mapping(part)) for name, part in mapping(lora.get("parts")).items()):
-        title = WORDS[name].title if name in WORDS else name
-        value, low, high = (number(part.get(key)) for key in ("value", "low", "high"))
-        if value is None or low is None or high is None:
-            yield PartInterval(title, None, 0.0, 0.0, "not measured", text(part.get("reason")))
-            continue
-        least = LINE if gate is None else gate
-        outcome = "passed" if low >= least else "refused" if high < least else "unresolved"
-        own, needed = number(part.get("own_value")), number(part.get("gate"))
-        smaller = name in SCALES and VerdictPart(name, None).smaller_is_better
-        about = (
-            f"{own:.2f}, {'at most' if smaller else 'at least'} {needed:.2f} required"
-            if own is not None and needed is not None
-            else ""
-        )
-        yield PartInterval(title, value, low, high, outcome, about)
-
-
 def grouped(findings: Any) -> tuple[ImageGroup, ...]:
     """Findings of one kind together, worst first; files are named without their folders."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -271,16 +232,21 @@ def images_in(folder: Path, *, ended: bool) -> Iterable[Image]:
     ]
     last = folder / f"{BEFORE_AFTER}.json"
     for step, path in [*sorted(by_step), *([(None, last)] if ended and last.is_file() else [])]:
-        try:
-            recipe = mapping(read_json(path))
-        except (OSError, ValueError):
-            continue
-        strengths = [each for value in sequence(recipe.get("strengths", [1.0])) if (each := number(value)) is not None]
-        for index, asked in enumerate(map(mapping, sequence(recipe.get("images")))):
-            for strength in (None, *strengths):
-                drawn = folder / image_name(path.stem, index, strength)
-                if drawn.is_file():
-                    yield Image(text(asked.get("prompt")), whole(asked.get("seed")) or 0, step, strength, drawn)
+        yield from images_of(path, step)
+
+
+def images_of(recipe_file: Path, step: int | None) -> Iterable[Image]:
+    """The images of one recipe that are there; none where it cannot be read."""
+    try:
+        recipe = mapping(read_json(recipe_file))
+    except (OSError, ValueError):
+        return
+    strengths = [each for value in sequence(recipe.get("strengths", [1.0])) if (each := number(value)) is not None]
+    for index, asked in enumerate(map(mapping, sequence(recipe.get("images")))):
+        for strength in (None, *strengths):
+            drawn = recipe_file.parent / image_name(recipe_file.stem, index, strength)
+            if drawn.is_file():
+                yield Image(text(asked.get("prompt")), whole(asked.get("seed")) or 0, step, strength, drawn)
 
 
 def settings_of(record: Mapping[str, Any]) -> tuple[SettingRow, ...]:

@@ -16,13 +16,15 @@ from lora_trainer.core.io import write_text
 from lora_trainer.core.version import __version__
 from lora_trainer.monitor.progress import duration
 from lora_trainer.monitor.trackers import EVENTS, read_lines
+from lora_trainer.report.candidates import compared_rows
 from lora_trainer.report.chart import short
 from lora_trainer.report.embedded_images import embedded
 from lora_trainer.report.ending import verdict_of
 from lora_trainer.report.figures import WAITS, charts_of, comparison_charts, figures_of, lora_numbers, names_of
-from lora_trainer.report.gallery import gallery_of
+from lora_trainer.report.gallery import compared_images, gallery_of
 from lora_trainer.report.read import RunReport, mapping, number, read_run, sequence, text, whole
 from lora_trainer.report.targets import targets_of
+from lora_trainer.report.verdict_parts import verdict_parts
 
 FILE = "report.html"
 TEMPLATES = Path(__file__).parent / "page"
@@ -49,13 +51,16 @@ def write_comparison(folders: Sequence[Path], page: Path) -> Path:
 
 def render_run(run: RunReport) -> str:
     """The whole page of one run."""
-    gallery = gallery_of(run)
+    parts = tuple(verdict_parts(run.part("lora")))
+    gallery = gallery_of(run, parts)
     buckets = buckets_of(run)
     return render(
         "report.html",
         title=f"{run.name}: training report",
         run=run,
         verdict=verdict_of(run),
+        parts=parts,
+        candidates=compared_rows(run),
         meta=meta_of(run),
         numbers=lora_numbers(run),
         figures=figures_of(run),
@@ -88,10 +93,24 @@ def render_comparison(runs: Sequence[RunReport]) -> str:
         for run in runs
     ]
     known = dict.fromkeys(name for each in figures for name in each)
+    run_names = names_of(runs)
+    verdicts = [verdict_of(run) for run in runs]
+    parts = [{part.name: part for part in verdict_parts(run.part("lora"))} for run in runs]
+    part_names = dict.fromkeys(name for each in parts for name in each)
+    questions = dict.fromkeys(answer.question for verdict in verdicts for answer in verdict.answers)
+    sheet = compared_images(runs, run_names)
     return render(
         "comparison.html",
-        title="Runs compared: " + ", ".join(names_of(runs)),
-        runs=list(zip(names_of(runs), runs, map(verdict_of, runs), strict=True)),
+        title="Runs compared: " + ", ".join(run_names),
+        runs=list(zip(run_names, runs, verdicts, strict=True)),
+        answer_rows=[
+            (
+                question,
+                [next((each for each in verdict.answers if each.question == question), None) for verdict in verdicts],
+            )
+            for question in questions
+        ],
+        part_rows=[[each.get(name) for each in parts] for name in part_names],
         figure_rows=[(name, [each.get(name, "–") for each in figures]) for name in known],
         differing=[
             (name, [each.get(name, "–") for each in values])
@@ -99,6 +118,8 @@ def render_comparison(runs: Sequence[RunReport]) -> str:
             if len({each.get(name) for each in values}) > 1
         ],
         charts=comparison_charts(runs),
+        sheet=sheet,
+        images=embedded(path for row in sheet.rows for path in row.images if path),
     )
 
 

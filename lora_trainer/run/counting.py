@@ -18,6 +18,7 @@ QUIET_SECONDS = 1.5  # shorter work shows no bar
 LINE_SECONDS = 10.0
 
 JUDGED, DRAWN = "forward passes", "images generated"  # what the LoRA gate and sampling count
+COMPARED = "strengths and steps"  # what a comparison of LoRAs counts
 
 Counter = Callable[[str], Progress]  # names what is counted
 
@@ -65,12 +66,15 @@ def _bar(console: Console) -> Iterator[Counter]:
 def _lines(name: str, console: Console) -> Progress:
     begun = printed = time.monotonic()
     first: tuple[float, int] | None = None  # the time before the first call is other work, such as loading
+    is_complete = False  # as first estimated: what comes after it raises the total with each call
 
     def show(done: int, total: int) -> None:
-        nonlocal printed, first
+        nonlocal printed, first, is_complete
         now = time.monotonic()
         since, before = first = first or (now, done)
-        if now - printed >= LINE_SECONDS or (done == total and now - begun >= LINE_SECONDS):
+        completes = done == total and not is_complete
+        is_complete = is_complete or completes
+        if now - printed >= LINE_SECONDS or (completes and now - begun >= LINE_SECONDS):
             printed = now
             known = before < done < total
             left = f"  ETA {duration((now - since) / (done - before) * (total - done))}" if known else ""

@@ -46,6 +46,7 @@ from lora_trainer.report.curve import still_falling
 from lora_trainer.report.record import Record, read_record, write_record
 from lora_trainer.run.caching import cached_data, measured_images
 from lora_trainer.run.choices import DTYPES, asked_by_user, compiling_pays
+from lora_trainer.run.compare_loras import compare_after_training
 from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
 from lora_trainer.run.file_sizes import lora_bytes
@@ -72,6 +73,7 @@ from lora_trainer.run.sampling import draw_comparison
 from lora_trainer.run.session import Session, fill, open_session, with_found_micro, with_generated_images
 from lora_trainer.run.start import class_image_settings, find_start, fixed_settings, refuse_other_class_images
 from lora_trainer.run.uncached import fresh_latents
+from lora_trainer.run.verdict_images import keep_verdict_images
 from lora_trainer.training.build import build_step_context
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.control import is_stopped_early, stop_reason
@@ -428,7 +430,7 @@ def release(session: Session, run: Run, record: Record, state: TrainState) -> Ou
     began, name = time.monotonic(), session.folder.name
     released = choose_released(config, run.checkpoints, state, run.context)
     facts = training_facts(session, name, released.step, record.started)
-    weights = lora_weights(config, session.inputs, released.weights)
+    weights = lora_weights(config, session.inputs.family, released.weights)
     untrained = untrained_words(config.textual_inversion.placeholder_tokens, session.inputs.train)
     embeddings = {key: value for key, value in weights.embeddings.items() if key.partition(".")[0] not in untrained}
     stored = DTYPES[config.checkpoint.export_dtype]
@@ -462,6 +464,7 @@ def check_lora(
         console.print("validating the LoRA from its file")
         show_phase(session, state, "validating")
         report = judge_lora(kohya, session, run.images)
+        report = replace(report, choice=compare_after_training(session, run.images, kohya, step, report))
     else:
         why = "gates.lora_check=off" if can_check else f"lora.type={config.lora.type} cannot be checked"
         console.print(f"{why}: the LoRA is not scored, and no images are made with it")
@@ -474,6 +477,7 @@ def check_lora(
     report_verdict(session, report, state.step)
     scores = {**record.scores, "lora": report.score}
     record = replace(record, scores=scores, outcome=report.outcome, lora=report.to_json())
+    record.lora["images"] = keep_verdict_images(session, report.shown)
     if not is_checked:
         return Outcome(record, report, None)
     show_phase(session, state, "drawing")

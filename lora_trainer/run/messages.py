@@ -18,7 +18,7 @@ from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import FEWEST_COMPARED
 from lora_trainer.data.steps import StepArithmetic
-from lora_trainer.evaluation.verdict import WORDS, VerdictPart
+from lora_trainer.evaluation.verdict import WORDS
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.monitor.progress import duration
@@ -229,13 +229,18 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
         lora = folder / f"{record.name}.safetensors"
         console.print(f"LoRA: not scored. To score it: lora-trainer validate {lora}", soft_wrap=True, markup=False)
     else:
-        console.print(
-            f"LoRA: {report.outcome}, score {report.score:.2f} ({', '.join(map(spoken, report.parts.values()))})"
-        )
+        console.print(lora_line(report))
     for finding in sorted(report.findings, key=lambda finding: SEVERITIES.index(finding.severity)):
-        console.print(f"  {finding.severity}: {finding.message} {finding.fix}".rstrip())
-    console.print(f"exported: step {record.released['step']} ({record.released['reason']})")
+        console.print(f"  {finding.severity}: {finding.message}")
+        if finding.fix:
+            console.print(f"    {finding.fix}")
     kohya = folder / f"{record.name}.safetensors"
+    if advice := record.lora.get("choice", {}).get("advice"):
+        console.print(f"advice: {advice}")
+    elif report.score is not None:
+        console.print("strength: 1.0; to compare others:")
+        console.print(f"  lora-trainer validate {kohya} --compare strengths", soft_wrap=True, markup=False)
+    console.print(f"exported: step {record.released['step']} ({record.released['reason']})")
     where = {
         f"for {readers(kohya)}": kohya,
         "for diffusers": folder / f"{record.name}.diffusers.safetensors",
@@ -271,10 +276,12 @@ def describe_stop(order: Order, record: Record) -> str:
     return f"stopped at step {record.steps}; everything up to it is saved. To resume: {again}"
 
 
-def spoken(part: VerdictPart) -> str:
-    """`faithful 0.97`, or `learned not measured`."""
-    title = WORDS[part.name].title.lower()
-    return f"{title} not measured" if part.measure is None else f"{title} {part.scores[0]:.2f}"
+def lora_line(report: LoraReport) -> str:
+    """`LoRA: passed, score 0.93 (minimum 0.90); lowest part: diverse`, the outcome as the report calls it."""
+    measured = [part for part in report.parts.values() if part.measure is not None]
+    least = min(measured, key=lambda part: part.scores, default=None)
+    lowest = "" if least is None or least.scores[0] == 1.0 else f"; lowest part: {WORDS[least.name].title.lower()}"
+    return f"LoRA: {report.outcome}, score {report.score:.2f} (minimum {report.gate:.2f}){lowest}"
 
 
 def readers(lora: Path) -> str:

@@ -32,6 +32,14 @@ class RunFolder:
     unseen: Finding | None = None  # the error of a LoRA that has not seen every image
 
 
+def lora_of(path: Path) -> Path:
+    """The LoRA that a run exported, for the run's folder; any other path itself."""
+    try:
+        return path / str(read_json(path / "run.json")["files"]["kohya"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return path
+
+
 def run_beside(lora: Path, say: Callable[[str], None] = on_stderr) -> RunFolder | None:
     """The run that a file lies in."""
     record = lora.parent / "run.json"

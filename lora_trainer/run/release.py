@@ -32,11 +32,13 @@ from lora_trainer.evaluation.verdict import WORDS
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.metadata import FlowFacts, TrainingFacts
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate
+from lora_trainer.models.family import Family
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.models.textual_inversion import to_embeddings
 from lora_trainer.monitor.trackers import add_verdict
 from lora_trainer.optim.schedules import warmup_length
+from lora_trainer.run.caching import cache_folder
 from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import Inputs, trained_framings
@@ -92,18 +94,16 @@ RELEASED_STEP: dict[str, Callable[[TrainState], int]] = {
 }
 
 
-def lora_weights(config: Config, inputs: Inputs, trained: Mapping[str, Tensor]) -> AdapterWeights:
+def lora_weights(config: Config, family: Family, trained: Mapping[str, Tensor]) -> AdapterWeights:
     """The trained updates by module name, and learned tokens."""
-    kind, encoders = adapter_kind(config), tuple(f"{name}." for name in inputs.family.text.targets)
+    kind, encoders = adapter_kind(config), tuple(f"{name}." for name in family.text.targets)
     denoiser = {name: value for name, value in trained.items() if not name.startswith(encoders)}
-    found: dict[str, LayerUpdate] = dict(
-        kind.updates(denoiser, inputs.family.denoiser.component, denoiser_options(config))
-    )
+    found: dict[str, LayerUpdate] = dict(kind.updates(denoiser, family.denoiser.component, denoiser_options(config)))
     for prefix in encoders:
         own = {name.removeprefix(prefix): value for name, value in trained.items() if name.startswith(prefix)}
         found |= kind.updates(own, prefix.removesuffix("."), text_options(config))
     words = (
-        to_embeddings(trained, inputs.family.text.clips, config.textual_inversion.placeholder_tokens)
+        to_embeddings(trained, family.text.clips, config.textual_inversion.placeholder_tokens)
         if config.textual_inversion.placeholder_tokens
         else {}
     )
@@ -259,7 +259,8 @@ def judge_lora(lora: Path, session: Session, images: RealImages) -> LoraReport:
     """
     config, inputs, console = session.config, session.inputs, session.console
     device, dtype = session.choices.device, session.choices.dtype
-    gate = LoraGate(config.gates.lora, check_effort(config.gates, enforced=session.order.enforce_gates))
+    effort = check_effort(config.gates, enforced=session.order.enforce_gates)
+    gate = LoraGate(config.gates.lora, effort, cache=cache_folder(config))
 
     def judge(compute: Compute) -> LoraReport:
         with counting(console) as count:
@@ -301,7 +302,7 @@ def draw_while_training(session: Session, context: StepContext, state: TrainStat
     config, inputs = session.config, session.inputs
     name = step_name(state.step)
     facts = training_facts(session, name, state.step, time.time() - state.seconds)
-    weights = lora_weights(config, inputs, context.shown())
+    weights = lora_weights(config, inputs.family, context.shown())
     kohya, diffusers = export_lora(session, session.folder / "samples", weights, facts, context.built.shapes)
     diffusers.unlink()
     with making_room(context, config, session.choices), abortable():
@@ -313,7 +314,7 @@ def export_step(
 ) -> None:
     """Write the weights of a step as `weights/NAME-step-000500.safetensors`, as ComfyUI and kohya's scripts load it."""
     facts = training_facts(session, f"{session.folder.name}-{step_name(step)}", step, time.time())
-    weights = lora_weights(session.config, session.inputs, trained)
+    weights = lora_weights(session.config, session.inputs.family, trained)
     _, diffusers = export_lora(session, session.folder / WEIGHTS, weights, facts, shapes)
     diffusers.unlink()
 

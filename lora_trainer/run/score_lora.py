@@ -55,13 +55,14 @@ def score_lora(path: Path, data: Path | None, config: Config, say: Say) -> LoraR
     say(f"base model: {describe_model(config.model)}")
     samples = _samples_of_folder(config, data, run, say) if data is not None else _samples_of_run(config, run)
     say(samples.origin)
-    report = _evaluate(path, config, samples, say)
+    report = _evaluate(path, config, samples, (None if run is None else run.config), say)
     if run is not None and run.unseen is not None:
         report = replace(report, findings=(*report.findings, run.unseen))
     return report
 
 
-def _evaluate(path: Path, config: Config, measured: Samples, say: Say) -> LoraReport:
+def _evaluate(path: Path, config: Config, measured: Samples, trained: Config | None, say: Say) -> LoraReport:
+    """The report on a LoRA file; `trained` are the settings of its run, None for a file alone."""
     import torch
 
     from lora_trainer.evaluation.compute import Compute
@@ -71,6 +72,7 @@ def _evaluate(path: Path, config: Config, measured: Samples, say: Say) -> LoraRe
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.models.family import Encoders
     from lora_trainer.models.lora_names import read_lora_with_tokens
+    from lora_trainer.run.caching import cache_folder
     from lora_trainer.run.choices import ENCODER_DTYPE, choose_precision, computed_in, usable_bytes
 
     family, facts = read_model(config)
@@ -95,14 +97,21 @@ def _evaluate(path: Path, config: Config, measured: Samples, say: Say) -> LoraRe
     )
     # The command was requested, so "off" measures too.
     check = config.gates.lora_check
-    gate = LoraGate(config.gates.lora, check if check in ("full", "lite") else "full")
+    effort = check if check in ("full", "lite") else "full"
+    gate = LoraGate(config.gates.lora, effort, cache=cache_folder(config))
     dtype = computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
 
     def evaluate(compute: Compute) -> LoraReport:
         with counting() as count:
             return check_lora(path, facts.path, family, images, gate, replace(compute, progress=count(JUDGED)))
 
-    return with_less(evaluate, Compute(dtype, device, usable_bytes(config, device), say=say))
+    compute = Compute(dtype, device, usable_bytes(config, device), say=say)
+    report = with_less(evaluate, compute)
+    if config.gates.compare == "off" or report.parts["works"].outcome() != "passed":
+        return report
+    from lora_trainer.run.compare_loras import compare_file
+
+    return replace(report, choice=compare_file(path, trained, config, (family, facts, images, gate), compute))
 
 
 def _samples_of_folder(config: Config, data: Path, run: RunFolder | None, say: Say) -> Samples:

@@ -327,7 +327,7 @@ def test_status_and_cleaning(data: Path, cache: Path) -> None:
     fill(data, cache)
     fill_texts(texts_of(data, cache), encode_text, batch=4)
     status = cache_status(cache)
-    assert status.counts == {"latents": 5, "texts": 7}
+    assert status.counts == {"latents": 5, "texts": 7, "features": 0}
     assert status.bytes == sum(path.stat().st_size for kind in ("latents", "texts") for path in shards_of(cache, kind))
     oldest = shards_of(cache)[1]
     os.utime(oldest, (1, 1))
@@ -342,7 +342,7 @@ def test_status_and_cleaning(data: Path, cache: Path) -> None:
     assert not left_over.exists()
     assert not former.parent.exists()
     assert cache_clean(cache, 0).left_bytes == 0
-    assert cache_status(cache).counts == {"latents": 0, "texts": 0}
+    assert cache_status(cache).counts == {"latents": 0, "texts": 0, "features": 0}
 
 
 def test_reused_entries_count_as_used(data: Path, cache: Path) -> None:
@@ -358,7 +358,7 @@ def test_the_commands(data: Path, cache: Path, capsys: pytest.CaptureFixture[str
     assert status_command(cache) == 0
     assert "5 latents, 0 texts" in capsys.readouterr().out
     assert status_command(cache, as_json=True) == 0
-    assert json.loads(capsys.readouterr().out)["counts"] == {"latents": 5, "texts": 0}
+    assert json.loads(capsys.readouterr().out)["counts"] == {"latents": 5, "texts": 0, "features": 0}
     assert prune_command(cache, 0.0) == 0
     assert "3 files removed" in capsys.readouterr().out
 

@@ -56,7 +56,7 @@ def test_strange_files_in_a_cache_stay(tmp_path: Path) -> None:
     cache_clean(tmp_path, 0, verify=True)
     after = contents(tmp_path)
     assert {path: after.get(path) for path in before} == before
-    assert cache_status(tmp_path).counts == {"latents": 0, "texts": 0}
+    assert cache_status(tmp_path).counts == {"latents": 0, "texts": 0, "features": 0}
 
 
 def test_a_cache_without_the_marker_file_is_recognized(tmp_path: Path) -> None:

@@ -10,10 +10,9 @@ import torch
 
 from lora_trainer.cli.main import main
 from lora_trainer.evaluation.evidence import RealImages
-from lora_trainer.evaluation.loading import adapted_modules, components_of, judged, load_onto, without_lora
+from lora_trainer.evaluation.loading import adapted_modules, at_strength, components_of, judged, load_onto, without_lora
 from lora_trainer.evaluation.lora_check import LoraGate, check_lora
 from lora_trainer.evaluation.placing import bring_pipeline
-from lora_trainer.evaluation.sample import at_strength
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES

@@ -311,3 +311,19 @@ def test_before_and_after(trained: Path, base: Path, tmp_path: Path) -> None:
     compare(model, trained, Grid(rows[1:], drawing), alone)
     difference = torch.tensor(list(pixels(alone.image(0, None)))).int() - torch.tensor(list(second)).int()
     assert difference.abs().max() <= 2  # alone or in a batch, the same image up to rounding
+
+
+def test_a_second_verdict_reads_what_depends_on_the_base_alone(
+    trained: Path, base: Path, samples: list[EncodedSample], tmp_path: Path
+) -> None:
+    """Bit for bit the same with and without the cache, in fewer forward passes."""
+    images = RealImages(samples[:4], samples[4:])
+    gate = LoraGate(check="lite", prompts=PROMPTS)
+    plain, first, second = (
+        check_lora(trained, base, FAMILY, images, replace(gate, cache=cache)) for cache in (None, tmp_path, tmp_path)
+    )
+    documents = [report.to_json() for report in (plain, first, second)]
+    assert documents[0]["parts"] == documents[1]["parts"] == documents[2]["parts"]
+    assert documents[0]["numbers"] == documents[2]["numbers"]
+    assert first.cost.forward_passes == plain.cost.forward_passes
+    assert second.cost.forward_passes < 0.5 * plain.cost.forward_passes

@@ -7,7 +7,6 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,7 +140,7 @@ def test_the_file_changes_each_layer_like_the_adapter_in_memory(stabilized, rank
         for parameter in adapters.values():
             parameter.normal_()
     config = Config.model_validate({"lora": {"rank": rank, "alpha": 2.7, "use_rslora": stabilized}})
-    weights = lora_weights(config, SimpleNamespace(family=family), adapters)
+    weights = lora_weights(config, family, adapters)
     training_facts = facts(alpha=2.7, rank_stabilized=stabilized)
     for path in write_lora(tmp_path, "cat", weights, training_facts, FileLayout(dtype=torch.float32)):
         written = read_lora(path)

@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lora_trainer.cli.main import main
 from lora_trainer.diffusion import loss as loss_module
+from lora_trainer.evaluation.part_words import MEANINGS
 from lora_trainer.evaluation.verdict import WORDS
 from lora_trainer.monitor.trackers import Trackers
 from tests.recipes.recipe import Bench, draw_images, patched, record
@@ -91,9 +92,11 @@ def test_a_finished_run_has_a_report(finished: Bench) -> None:
         assert f"{document['scores'][gate]:.2f}" in page.text
     for name, part in document["lora"]["parts"].items():
         measured = f"{part['value']:.2f}" if part["measured"] else "– not measured"
-        assert f"{WORDS[name].title} {measured}" in page.text
+        assert f"{WORDS[name].title} {MEANINGS[name].question} {measured}" in page.text
     assert page.charts == {"loss", "loss-log", "val-loss", "gain", "lr", "norm", "speed", "memory"}
-    assert len(page.of("img")) == 2
+    kept = [row[what] for row in document["lora"]["images"] for what in ("lora", "base", "nearest") if what in row]
+    assert len(page.of("img")) == 2 + len(kept)
+    assert all((folder / file).is_file() for file in kept)
     settings = page.text[page.text.index("Settings") :]  # findings name settings too
     for name, origin in document["origins"].items():
         section, key = name.split(".")
@@ -186,7 +189,7 @@ def test_the_exported_step_is_marked_next_to_the_best(finished: Bench, tmp_path:
     (folder / "validation.jsonl").write_text("\n".join(map(json.dumps, losses)), encoding="utf-8")
     assert main(["report", str(folder)]) == 0
     page = page_of(folder)
-    assert "weights of step 3: validation loss was lowest" in page.text
+    assert "From which step? 3 of 6 Validation loss was lowest" in page.text
     assert "best, and the LoRA: step 3" in page.text
     assert "0.9 → 0.4 before training → best, at step 3" in page.text
     worse = [{"step": 0, "loss": 0.2}, {"step": 3, "loss": 0.4}]
@@ -226,7 +229,7 @@ def test_hostile_captions_and_names_are_text(bench: Bench, tmp_path: Path) -> No
     page = page_of(bench.folder("hostile"))
     assert HOSTILE in page.text
     assert "<b>bold&.png" in page.text
-    assert "Images while training" in page.text
+    assert "Each prompt through the steps" in page.text
     assert {each.get("name") for each in page.of("input")} == {"scale"}
 
 
@@ -240,17 +243,17 @@ def test_a_failed_run_shows_where_it_failed_and_what_is_saved(bench: Bench) -> N
         )
     folder = bench.folder("nan")
     page, document = page_of(folder), record(folder)
-    assert "Failed after step 3 of 6" in page.text
+    assert "Not yet: the training failed after step 3 of 6" in page.text
     assert "at step 4; not finite is the loss of image_" in page.text
     assert "checkpoints/step-000003 is safe" in page.text
     assert "--resume" in page.text
     assert document["hardware"]["device"] == "cpu"
     assert document["choices"]
-    assert "Not evaluated" in page.text
+    assert "LoRA score – not measured" in page.text
     assert "No sample images" in page.text
     assert bench.run("nan", "--resume", train__effective_batch_size=1, checkpoint__every_n_steps=2) == 0
     page = page_of(folder)
-    assert "Failed" not in page.text
+    assert "the training failed" not in page.text
     assert "2 sessions" in page.text
     assert record(folder)["sessions"] == 2
 
@@ -259,16 +262,16 @@ def test_the_command_shown_for_a_stopped_run_resumes_it(bench: Bench) -> None:
     with patched(Trackers, "steps", at_step(3, lambda: signal.raise_signal(signal.SIGTERM))):
         assert bench.run("halted", sample__every_n_steps=2, gates__lora_check="lite") == 143
     page = page_of(bench.folder("halted"))
-    assert "Stopped at step 4 of 6" in page.text
+    assert "Not yet: stopped at step 4 of 6" in page.text
     assert "checkpoints/step-000004 is safe" in page.text
-    assert "Generated while training" in page.text
+    assert "While training, at step 4" in page.text
     command = re.search("lora-trainer (train .* --resume)", page.text)
     assert command is not None
     assert main(shlex.split(command[1])) == 0
     assert record(bench.folder("halted"))["status"] == "done"
     page = page_of(bench.folder("halted"))
     assert "--resume" not in page.text
-    assert page.text.count("end, step 6") == 1
+    assert page.text.count("step 6, exported") == 1
 
 
 def test_a_run_that_was_killed_does_not_claim_an_end(finished: Bench, tmp_path: Path) -> None:
@@ -284,10 +287,10 @@ def test_a_run_that_was_killed_does_not_claim_an_end(finished: Bench, tmp_path: 
 def test_a_refused_lora_is_shown_as_refused(bench: Bench) -> None:
     assert bench.run("poor", command="produce", optimizer__learning_rate="1e-12", gates__lora_check="lite") == 4
     page = page_of(bench.folder("poor"))
-    assert "The LoRA is refused" in page.text
+    assert "No, do not use it" in page.text
     assert "changes nothing" in page.text
     assert "not measured the LoRA does not work" in page.text
-    assert "The LoRA has the weights of step 6" in page.text
+    assert "From which step? 6 of 6" in page.text
 
 
 def test_a_report_that_cannot_be_written_ends_nothing(bench: Bench, capsys) -> None:

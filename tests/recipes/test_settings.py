@@ -151,7 +151,7 @@ def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
     capsys.readouterr()
     assert bench.run("noted", steps=2, **low) == 0, "train notes, produce refuses"
     assert unseen in capsys.readouterr().out
-    assert "Done, but below a minimum score" in (bench.folder("noted") / "report.html").read_text("utf-8")
+    assert "No, do not use it" in (bench.folder("noted") / "report.html").read_text("utf-8")
     assert bench.run("off", command="produce", steps=2, gates__lora=0, gates__lora_check="off") == 0, (
         "a gate of 0 refuses nothing"
     )
@@ -167,6 +167,13 @@ def test_the_lora_check_can_be_shortened_or_skipped(bench, capsys):
         assert bench.run(name, steps=5, **settings) == 0
         drawn[name] = len(list((bench.folder(name) / "samples").glob("before_after_*.png")))
     assert drawn == {"full": 6, "lite": 2, "off": 0}
+    kept = {name: record(bench.folder(name))["lora"]["images"] for name in drawn}
+    assert [len(kept[name]) for name in drawn] == [8, 3, 0]
+    files = [
+        bench.folder("lite") / row[what] for row in kept["lite"] for what in ("lora", "base", "nearest") if what in row
+    ]
+    assert sorted(files) == sorted((bench.folder("lite") / "samples" / "verdict").iterdir())
+    assert not (bench.folder("off") / "samples").exists()
     assert exported(bench.folder("off")) == exported(bench.folder("full"))
     lite, off = record(bench.folder("lite")), record(bench.folder("off"))
     assert lite["scores"]["lora"] is not None
@@ -176,7 +183,7 @@ def test_the_lora_check_can_be_shortened_or_skipped(bench, capsys):
     assert (off["status"], off["scores"]["lora"], off["outcome"]) == ("done", None, None)
     assert off["config"]["gates"]["lora_check"] == "off"
     assert "before_after" not in off["files"]
-    assert "Trained, not evaluated" in (bench.folder("off") / "report.html").read_text("utf-8")
+    assert "Not known: the LoRA was not measured" in (bench.folder("off") / "report.html").read_text("utf-8")
     assert "LoRA: not scored" in capsys.readouterr().out
 
 

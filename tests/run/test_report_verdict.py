@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from lora_trainer.core.grid import image_name
 from lora_trainer.core.io import write_json
 from lora_trainer.evaluation.lora_check import part_findings
 from lora_trainer.evaluation.lora_report import Cost, LoraReport
+from lora_trainer.evaluation.part_words import MEANINGS, own_value
 from lora_trainer.evaluation.verdict import LINE, SCALES, Estimate, VerdictPart
-from lora_trainer.report.read import read_run
-from lora_trainer.report.write import write_report
+from lora_trainer.report.write import write_comparison, write_report
 
 GOOD = {
     "works": Estimate(1.0, 1.0, 1.0),
@@ -28,8 +30,21 @@ GOOD = {
 OPEN = GOOD | {"diverse": Estimate(0.5, 0.4, 0.6)}
 
 
-def page_of(folder: Path, status: str, parts: Mapping[str, Estimate | None]) -> str:
-    """The text of the page of a run that ended so, without its tags, and the page itself after it."""
+def words_of(page: str) -> str:
+    """The text of a page, without its tags."""
+    return " ".join(re.sub(r"<(style|script).*?</\1>|<[^>]*>", " ", page, flags=re.DOTALL).split())
+
+
+def page_of(
+    folder: Path,
+    status: str,
+    parts: Mapping[str, Estimate | None],
+    *,
+    dataset: float = 1.0,
+    gates: Mapping[str, Any] | None = None,
+    **lora: Any,
+) -> str:
+    """The text of the page of a run that ended so, and the page itself after it; `lora` is added to the record's."""
     found = {
         name: VerdictPart(name, measure, "" if measure else "no images of the dataset")
         for name, measure in parts.items()
@@ -40,42 +55,149 @@ def page_of(folder: Path, status: str, parts: Mapping[str, Estimate | None]) -> 
         "status": status,
         "steps": 6,
         "arithmetic": {"total": 6},
-        "scores": {"dataset": 1.0, "lora": report.score},
+        "scores": {"dataset": dataset, "lora": report.score},
         "outcome": report.outcome,
-        "lora": report.to_json(),
-        "config": {"gates": {"dataset": 0.8, "lora": 0.9}},
+        "lora": report.to_json() | lora,
+        "config": {"gates": {"dataset": 0.8, "lora": 0.9, **(gates or {})}},
+        "released": {"step": 6, "reason": "the last: no validation images"},
+        "files": {"kohya": "cat.safetensors", "before_after": "samples/before_after.png"},
     }
     write_json(folder / "run.json", record)
     page = write_report(folder).read_text(encoding="utf-8")
-    return " ".join(re.sub(r"<(style|script).*?</\1>|<[^>]*>", " ", page, flags=re.DOTALL).split()) + page
+    return words_of(page) + page
+
+
+def draw_image(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), (200, 20, 20)).save(path)
+
+
+def shown(folder: Path, kind: str, number: int, *files: str) -> dict[str, Any]:
+    """A sample that the verdict kept, with its files."""
+    names = {what: f"samples/verdict/{number:02d}_{what}.webp" for what in files}
+    for name in names.values():
+        draw_image(folder / name)
+    about = {"kind": kind, "prompt": f"prompt {number}", "seed": number, "ratio": 0.5}
+    return about | names | ({"nearest_path": "/data/cat.png"} if "nearest" in files else {})
+
+
+def recipe(folder: Path, name: str, prompts: list[str]) -> None:
+    """Sample images of these prompts, without the LoRA and with it."""
+    images = [{"prompt": prompt, "seed": 7} for prompt in prompts]
+    for row in range(len(prompts)):
+        for strength in (None, 1.0):
+            draw_image(folder / "samples" / image_name(name, row, strength))
+    write_json(folder / "samples" / f"{name}.json", {"strengths": [1.0], "images": images})
 
 
 def test_each_part_has_its_interval_beside_the_minimum(tmp_path: Path) -> None:
     text = page_of(tmp_path, "done", {**GOOD, "learned": None})
-    assert "Ready to use" in text
+    assert "Yes, you can use it" in text
+    assert "All 6 parts that were measured are above the minimum of 0.90. The lowest: faithful, 0.96." in text
     assert "Not measured: learned (no images of the dataset)." in text
-    assert "Learned – not measured no images of the dataset" in text
-    assert "Keeps the base 0.97 passed 1.00, at most 2.00 required" in text
-    assert text.count('class="bar interval"') == len(SCALES) - 1
-    assert "left:90.0%" in text
-    shown = {part.title: part for part in read_run(tmp_path).verdict_parts}
-    kept = shown["Keeps the base"]
-    assert kept.value is not None
-    assert kept.low < kept.value < kept.high
+    assert "not trained on? – not measured no images of the dataset" in text
+    assert "0.97 passed 1.00 (0.80 to 1.20) times as different from the base model&#39;s images" in text
+    assert "as another seed makes them; at most 2.00 required" in text
+    assert "90 % (80 to 100 %) of the way from the base model&#39;s images to the dataset&#39;s; at least 75 %" in text
+    assert text.count('class="drawn" role="img"') == len(SCALES) - 1
+    assert 'aria-label="score 0.97, 95 % interval 0.95 to 0.98, minimum 0.90"' in text
+    assert '<i class="above" style="left:90.0%">' in text
 
 
-@pytest.mark.parametrize(
-    ("status", "headline"), [("unresolved", "Measured, but not decided"), ("done", "Done, but the LoRA is not decided")]
-)
-def test_what_is_not_decided_is_named_with_what_would_decide_it(status: str, headline: str, tmp_path: Path) -> None:
+def test_a_part_is_asked_in_words_and_measured_in_its_own_unit() -> None:
+    assert set(MEANINGS) == set(SCALES)
+    assert all(meaning.question.endswith("?") for meaning in MEANINGS.values())
+    assert own_value("learned", Estimate(-0.2, -0.3, 0.1)).startswith("the loss on these is −20 % (−30 to 10 %) lower")
+    assert own_value("keeps_base", Estimate(1.0, 0.8, 1.2)).endswith("at most 2.00 required")
+
+
+@pytest.mark.parametrize("status", ["unresolved", "done"])
+def test_what_is_not_decided_is_named_with_what_would_decide_it(status: str, tmp_path: Path) -> None:
     text = page_of(tmp_path, status, OPEN)
-    assert headline in text
-    assert "Diverse: not decided (0.50, 95 % interval 0.40 to 0.60; at least 0.50 is required)." in text
+    assert "Not decided yet" in text
+    assert "Diverse: not decided, since the minimum is inside of the interval: 0.50 (0.40 to 0.60) times" in text
     assert "More images of the subject" in text
-    assert "Ready to use" not in text
+    assert "Yes, " not in text
 
 
-def test_a_refused_part_is_named(tmp_path: Path) -> None:
-    text = page_of(tmp_path, "refused", GOOD | {"keeps_base": Estimate(3.0, 2.5, 3.5)})
-    assert "The LoRA is refused" in text
-    assert "Unrelated prompts no longer show what they did (3.00, 95 % interval" in text
+@pytest.mark.parametrize("status", ["refused", "done"])
+def test_a_refused_part_is_named(status: str, tmp_path: Path) -> None:
+    text = page_of(tmp_path, status, GOOD | {"keeps_base": Estimate(3.0, 2.5, 3.5)})
+    assert "No, do not use it" in text
+    assert "Unrelated prompts no longer show what they did: 3.00 (2.50 to 3.50) times" in text
+
+
+def test_the_first_screen_says_which_strength_and_step_to_use(tmp_path: Path) -> None:
+    text = page_of(tmp_path, "done", GOOD)
+    assert "At which strength? 1.0 Other strengths were not compared. To compare them, in the run" in text
+    assert "lora-trainer validate cat.safetensors --compare strengths" in text
+    assert "From which step? 6 of 6 The last: no validation images." in text
+    choice = {
+        "strength": 0.8,
+        "step": 4,
+        "advice": "Use step 4 at strength 0.8.",
+        "candidates": [
+            {"step": 6, "strength": 1.0, "score": 0.93, "score_low": 0.9, "score_high": 0.95, "standing": "tie"},
+            {"step": 4, "strength": 0.8, "score": 0.99, "standing": "better", "gain": 0.06, "parts": {}},
+            {"strength": "high"},
+        ],
+    }
+    text = page_of(tmp_path, "done", GOOD, choice=choice)
+    assert "At which strength? 0.8 Use step 4 at strength 0.8." in text
+    assert "From which step? 4 The exported file has step 6 of 6." in text
+    assert "6 1 0.93 as good" in text
+    assert "4 0.8 0.99 better, +0.06 – use this" in text
+    assert text.count("– use this") == 2, "in the text and in the page"
+
+
+def test_a_lora_that_was_not_measured_has_the_command_that_measures_it(tmp_path: Path) -> None:
+    text = page_of(tmp_path, "done", {}, gates={"lora_check": "off"})
+    assert "Not known: the LoRA was not measured" in text
+    assert "gates.lora_check=off" in text
+    assert "lora-trainer validate cat.safetensors" in text
+    assert "Yes, " not in text
+
+
+def test_a_dataset_below_its_minimum_is_named_beside_a_good_lora(tmp_path: Path) -> None:
+    text = page_of(tmp_path, "done", GOOD, dataset=0.5)
+    assert "Yes, but look at its dataset" in text
+    assert "The dataset scores 0.50, below the minimum of 0.80." in text
+
+
+def test_the_images_of_the_worst_part_are_beside_the_verdict(tmp_path: Path) -> None:
+    kept = [
+        shown(tmp_path, "odd", 0, "lora", "nearest"),
+        shown(tmp_path, "copied", 1, "lora", "nearest"),
+        shown(tmp_path, "unrelated", 2, "lora", "base"),
+        {"kind": "odd", "prompt": "outside", "lora": "../../etc/passwd"},
+    ]
+    text = page_of(tmp_path, "refused", GOOD | {"does_not_copy": Estimate(0.1, 0.05, 0.15)}, images=kept)
+    first, rest = text.index("Could these be copies?"), text.index("Samples to look at")
+    assert first < text.index("The parts of the LoRA") < rest < text.index("Least like the dataset")
+    assert "prompt 1 seed 1, distance 0.50" in text
+    assert "moved 0.5 times as far as another seed moves it" in text
+    assert "dataset: cat.png" in text
+    assert "outside" not in text
+    assert text.count("data:image/webp;base64,") == 6
+
+
+def test_prompts_by_steps_are_one_table(tmp_path: Path) -> None:
+    for step in (2, 4):
+        recipe(tmp_path, f"step-{step:06d}", ["a cat", "a dog"])
+    recipe(tmp_path, "before_after", ["a cat"])
+    text = page_of(tmp_path, "done", GOOD)
+    assert "prompt without step 2 step 4 step 6, exported a cat seed 7 a dog seed 7 not made" in text
+    assert 'alt="step 2: a dog"' in text
+
+
+def test_runs_are_compared_by_their_parts(tmp_path: Path) -> None:
+    for name, parts in (("one", GOOD), ("two", OPEN)):
+        (tmp_path / name).mkdir()
+        recipe(tmp_path / name, "before_after", ["a cat"])
+        page_of(tmp_path / name, "done", parts)
+    page = write_comparison([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html").read_text("utf-8")
+    text = words_of(page)
+    assert "May I use it? Yes, you can use it Not decided yet" in text
+    assert "Diverse Do its images differ from each other? 0.96 passed 0.90 not decided" in text
+    assert "a cat seed 7" in text
+    assert page.count("data:image/webp;base64,") == 3, "without the LoRA once, and with each"

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from lora_trainer.config.schema.types import (
+    CompareName,
     Count,
     CountOrZero,
     ExportDtype,
@@ -104,6 +105,11 @@ class GatesSection(Section):
         "refuse",
         "changes nothing",
         "what `produce` and `batch` do with a LoRA of which a part was measured and not decided: `refuse` it (exit code 4), or `accept` it",
+    )
+    compare: CompareName = setting(
+        "off",
+        "changes nothing",
+        "what the LoRA is compared with by its score at the end, to advise which one to use: its other `strengths` (0.4 to 1.4), the run's kept `checkpoints`, `both`, or `off`",
     )
 
 

@@ -23,6 +23,7 @@ ExportDtype = Literal["fp16", "bf16", "fp32"]
 ExportWeightsName = Literal["best", "last"]
 LoraCheckName = Literal["full", "lite", "off"]
 UnresolvedName = Literal["refuse", "accept"]
+CompareName = Literal["off", "strengths", "checkpoints", "both"]
 AttentionName = Literal[
     "auto", "fastest", "sdpa", "flash", "efficient", "cudnn", "math", "xformers", "flash2", "flash3"
 ]

@@ -1,6 +1,7 @@
 """Where the entries of one kind lie, and reading them.
 
     FOLDER/latents/NAME.safetensors         shards (see data/caches/shards.py)
+    FOLDER/texts/…, FOLDER/features/…       the other kinds
     FOLDER/latents/NAME.damaged-12          row 12 of that shard was found damaged, and counts as missing
 
 Other processes add, pack and remove shards meanwhile: what was there and is gone is
@@ -21,7 +22,7 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.data.caches.ours import DAMAGE, SHARD, mark
 from lora_trainer.data.caches.shards import ENDING, DamagedError, ForeignError, Shard, layout_of, rows_of, write_shard
 
-KINDS = ("latents", "texts")
+KINDS = ("latents", "texts", "features")
 MARK = ".damaged-"
 ABSENT = -1
 ROWS = 32  # bits of a place that number the row; those above number the shard

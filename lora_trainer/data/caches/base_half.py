@@ -1,0 +1,88 @@
+"""What a verdict measures of the base model alone, kept on the disk: entries of the cache's shards, of kind `features`.
+
+An entry has what one batch of work gave: raw features and latents, from which verdicts compute their parts. It is named by
+the content that it depends on, so that it is never out of date: it matches or is not found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lora_trainer.data.caches.claims import Claims
+from lora_trainer.data.caches.store import Shelf, write_entries
+
+KIND = "features"
+WAIT = 0.1  # seconds between looking whether another process has made an entry
+
+Entry = Mapping[str, Tensor]
+Part = str | Tensor | Mapping[str, Tensor]
+
+
+def digest_of(*parts: Part) -> str:
+    """The sha256 of texts, and of tensors with their types, shapes and bytes, in their order."""
+    found = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Mapping):
+            raw = digest_of(*(each for name in sorted(part) for each in (name, part[name]))).encode()
+        elif isinstance(part, str):
+            raw = part.encode("utf-8", "surrogatepass")
+        else:
+            values = part.detach().cpu().contiguous()
+            found.update(f"{values.dtype} {tuple(values.shape)};".encode())
+            raw = values.flatten().view(torch.uint8).numpy().tobytes()
+        found.update(f"{len(raw)}:".encode())
+        found.update(raw)
+    return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class BaseHalf:
+    """The entries of one base model in a cache folder. `model` names everything that all of them depend on."""
+
+    folder: Path
+    model: str
+
+    def read_or_make(self, key: str, make: Callable[[], Entry]) -> Entry:
+        """The entry of a key, a digest of what else it depends on; made now where it is missing or damaged.
+
+        Another process that makes the same one is waited for. Values that are not finite, and what the disk refuses, are
+        not kept: they are made each time.
+        """
+        name = digest_of(self.model, key)
+        if (found := self._read(name)) is not None:
+            return found
+        with contextlib.ExitStack() as held:
+            try:
+                claims = held.enter_context(Claims(self.folder))
+            except OSError:  # a cache that may not be written to
+                return make()
+            while not claims.take(name):
+                time.sleep(WAIT)
+            if (found := self._read(name)) is not None:  # another process was faster
+                return found
+            made = make()
+            if all(bool(torch.isfinite(each).all()) for each in made.values()):
+                with contextlib.suppress(OSError):
+                    write_entries(self.folder, KIND, [name], {each: value[None].cpu() for each, value in made.items()})
+            return made
+
+    def _read(self, name: str) -> Entry | None:
+        """An entry, whose shard's time of last use becomes now; None where there is none that is sound."""
+        shelf = Shelf(self.folder, KIND, [name])
+        try:
+            found = {each: value.clone() for each, value in shelf.read(name).items()}
+        except KeyError:
+            return None
+        for shard in shelf.used():
+            with contextlib.suppress(OSError):
+                os.utime(shard.path)
+        return found

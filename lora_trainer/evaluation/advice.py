@@ -1,0 +1,101 @@
+"""What a comparison of strengths and steps means for the user, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from lora_trainer.evaluation.verdict import WORDS
+
+if TYPE_CHECKING:  # numpy and torch are loaded where candidates are measured
+    from lora_trainer.evaluation.choice import Candidate, CandidateScore, LoraChoice
+
+# What is wrong with a candidate whose part is refused, as the end of a sentence.
+FAULTS: Mapping[str, str] = {
+    "learned": "it has learned too little",
+    "faithful": "samples are too unlike the images",
+    "follows_captions": "samples do not follow their captions",
+    "does_not_copy": "it copies the images",
+    "keeps_base": "unrelated prompts no longer show what they did",
+    "diverse": "samples are all alike",
+}
+Value = Callable[["Candidate"], float]
+
+
+def advice_on(choice: LoraChoice) -> str:
+    """Sentences: what to use and why, what ties with it, and where strengths or steps begin to fail."""
+    usual = choice.usual.candidate
+    strengths = [each for each in choice.scores if each.candidate.step == usual.step]
+    steps = [each for each in choice.scores if each.candidate.strength == usual.strength]
+    sentences = [what_to_use(choice)]
+    if len(strengths) > 1:
+        sentences += on_strengths(strengths, choice.chosen)
+    if len(steps) > 1:
+        sentences += on_steps(steps, choice.chosen)
+    open_ones = [each.candidate for each in choice.scores if each.standing == "unclear" and each.gain.value > 0]
+    if open_ones and choice.chosen == usual:
+        named = listed([each.name for each in open_ones])
+        sentences.append(f"Not decided: {named} may be better; more images of the subject would decide it.")
+    return " ".join(sentences)
+
+
+def what_to_use(choice: LoraChoice) -> str:
+    usual, chosen = choice.usual, choice.chosen
+    if chosen == usual.candidate:
+        alone = len({each.candidate.strength for each in choice.scores}) == 1
+        return f"Use step {chosen.step}, as exported." if alone else f"Use it at strength {chosen.strength:g}."
+    found = choice.of(chosen)
+    named = f"strength {chosen.strength:g}" if chosen.step == usual.candidate.step else f"step {chosen.step}"
+    why = f"{WORDS[usual.least].title.lower()}: {usual.parts[usual.least].scores[0]:.2f} to {found.parts[usual.least].scores[0]:.2f}"
+    gain = f"{found.gain.value:+.2f}, 95 % interval {found.gain.low:+.2f} to {found.gain.high:+.2f}"
+    return f"Use {named}: it scores {found.score.value:.2f} in place of {usual.score.value:.2f} ({gain}; {why})."
+
+
+def on_strengths(scores: Sequence[CandidateScore], chosen: Candidate) -> list[str]:
+    """Which strengths tie with strength 1 where that is chosen, and which ones fail."""
+    ordered = sorted(scores, key=lambda each: each.candidate.strength)
+    tied = [f"{each.candidate.strength:g}" for each in ordered if each.standing == "tie"]
+    sentences = []
+    if chosen == scores[0].candidate and len(tied) > 1:
+        sentences.append(f"Strengths {listed(tied)} tie.")
+    for part, failing in failing_parts(ordered).items():
+        values = [f"{each.candidate.strength:g}" for each in failing]
+        sentences.append(f"At {listed(values)} {FAULTS[part]}.")
+    return sentences
+
+
+def on_steps(scores: Sequence[CandidateScore], chosen: Candidate) -> list[str]:
+    """Which steps tie with the exported one where that is chosen, and from or up to which one they fail."""
+    ordered = sorted(scores, key=lambda each: each.candidate.step or 0)
+    usual, sentences = scores[0], []
+    tied = [each.candidate.step for each in ordered if each.standing == "tie"]
+    if chosen == usual.candidate and len(tied) > 1:
+        reason = (
+            "no reason to choose an earlier one" if tied[-1] == chosen.step else f"no reason to leave {chosen.step}"
+        )
+        sentences.append(f"Steps {listed([str(step) for step in tied])} tie: {reason}.")
+    elif chosen == usual.candidate:
+        sentences.append(f"No other step is as good as {chosen.step}.")
+    for part, failing in failing_parts(ordered).items():
+        first, last = failing[0].candidate.step, failing[-1].candidate.step
+        if failing == list(ordered[-len(failing) :]) and len(failing) < len(ordered):
+            sentences.append(f"From step {first} on {FAULTS[part]}.")
+        elif failing == list(ordered[: len(failing)]) and len(failing) < len(ordered):
+            sentences.append(f"Up to step {last} {FAULTS[part]}.")
+        else:
+            sentences.append(f"At step {listed([str(each.candidate.step) for each in failing])} {FAULTS[part]}.")
+    return sentences
+
+
+def failing_parts(scores: Sequence[CandidateScore]) -> dict[str, list[CandidateScore]]:
+    """The candidates that a part surely refuses, by part."""
+    failing = {
+        name: [each for each in scores if name in each.parts and each.parts[name].outcome() == "refused"]
+        for name in FAULTS
+    }
+    return {name: found for name, found in failing.items() if found}
+
+
+def listed(values: Sequence[str]) -> str:
+    """`0.8`, `0.8 and 1`, `0.6, 0.8 and 1`."""
+    return " and ".join(filter(None, [", ".join(values[:-1]), values[-1]]))

@@ -1,0 +1,382 @@
+"""Which strength of a LoRA, and which step's weights, are worth using: candidates compared by the verdict's own measures.
+
+**The criterion is the verdict's score**, the least of the parts: the part that fails first decides, and the parts' common scale says
+what it is worth. It has two ends, and both are named. At weak strengths and early steps the least part is usually *faithful*: the
+samples are still the base's. At strong ones and late steps it is *keeps the base*, *does not copy* or *diverse*.
+
+**All candidates have the same prompts and seeds**, so their differences are much less uncertain than their scores. Prompts, real images
+and validation images are resampled together for all candidates and all parts, and in each draw the score is the least part of that
+draw. The difference of a candidate's score from that of the *usual* one (the exported weights at strength 1) has a joint 95 % interval,
+percentiles of the draws that are as far out for each candidate (Beran 1988), so that among many candidates none is better by chance
+alone. Each round of samples looks once more, and the level is divided by their number (Bonferroni).
+
+**Another candidate is chosen only if it surely is better, and by at least `WORTH`.** A score has no more detail than its formulas: on
+its scale, 0.9 is good enough and 1 is all that a part can show, and what lies between is no reason to change what everybody expects.
+So beside a usual one that passes, a candidate is worth it from half of that way on. All others tie or are worse, and the usual one is
+kept.
+
+**Rounds.** Each round samples as many prompts as a lite verdict, up to four times: first with every candidate, then with the better half
+of those that are neither surely better or worse nor hardly worth choosing (successive halving). The base's half is measured once for
+all (`data/caches/base_half.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lora_trainer.core.findings import counted
+from lora_trainer.data.split import MOST_COMPARED
+from lora_trainer.evaluation.advice import advice_on
+from lora_trainer.evaluation.compute import Compute
+from lora_trainer.evaluation.evidence import Effort, RealImages, Sides, Studio
+from lora_trainer.evaluation.likeness import DRAWS, Features, Values, bootstrap, spoiling
+from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.evaluation.lora_check import (
+    FEWEST_REAL,
+    LORA_CHECKS,
+    LoraGate,
+    OpenLora,
+    open_lora,
+    paired_losses,
+    places_of,
+    plain_caption,
+    sample_parts,
+)
+from lora_trainer.evaluation.lora_report import Cost, LoraReport
+from lora_trainer.evaluation.validation_loss import FEWEST_TO_RESAMPLE
+from lora_trainer.evaluation.verdict import SCALES, Estimate, VerdictPart, score_of
+from lora_trainer.models.family import Family
+
+STRENGTHS = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
+WORTH = 0.05  # of the score, by which another candidate must be better: half of the way from good enough to all
+LEVEL = 0.95
+
+Standing = Literal["better", "tie", "unclear", "worse"]
+
+
+def compared_effort() -> Effort:
+    """A lite verdict's samples in each round, up to four rounds."""
+    lite = LORA_CHECKS["lite"]
+    assert lite is not None
+    return replace(lite, most=4 * lite.round)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Weights of a step in a LoRA file, used at a strength. `step` is None where the file does not name it."""
+
+    file: Path
+    step: int | None
+    strength: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """`step 500 at strength 0.8`."""
+        at = f"strength {self.strength:g}"
+        return at if self.step is None else f"step {self.step} at {at}"
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Validation losses [N, T] without the LoRA and with it."""
+
+    before: Values
+    after: Values
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured of a candidate so far."""
+
+    sides: Sides
+    unrelated: Sides
+    losses: Losses | None
+
+    def with_more(self, more: Evidence) -> Evidence:
+        return replace(self, sides=self.sides.with_more(more.sides), unrelated=self.unrelated.with_more(more.unrelated))
+
+
+@dataclass(frozen=True)
+class CandidateScore:
+    """A candidate's parts and score, and how much better it is than the usual one, with the joint interval."""
+
+    candidate: Candidate
+    parts: Mapping[str, VerdictPart]
+    score: Estimate
+    gain: Estimate
+    samples: int
+    bound: float  # of the gain: its own one-sided 95 % bound
+
+    @property
+    def standing(self) -> Standing:
+        """Beside the usual one: surely better and worth it, surely worse, about as good, or undecided."""
+        if self.gain.low > 0 and self.gain.value >= WORTH:
+            return "better"
+        if self.gain.high < 0:
+            return "worse"
+        return "tie" if abs(self.gain.value) < WORTH else "unclear"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more samples could show that it is better, and worth it."""
+        return self.standing in ("tie", "unclear") and self.bound >= WORTH
+
+    @property
+    def least(self) -> str:
+        """The part that is the score."""
+        measured = {name: part.scores[0] for name, part in self.parts.items() if part.measure is not None}
+        return min(measured, key=lambda name: measured[name])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.candidate.step,
+            "strength": self.candidate.strength,
+            "standing": self.standing,
+            **{f"score{end}": value for end, value in ends(self.score)},
+            **{f"gain{end}": value for end, value in ends(self.gain)},
+            "least": self.least,
+            "samples": self.samples,
+            "parts": {name: part.to_json() for name, part in self.parts.items()},
+        }
+
+
+def ends(estimate: Estimate) -> tuple[tuple[str, float], ...]:
+    return ("", estimate.value), ("_low", estimate.low), ("_high", estimate.high)
+
+
+@dataclass(frozen=True)
+class LoraChoice:
+    """The compared candidates, the usual one first, and which is chosen, with the reason in words."""
+
+    scores: tuple[CandidateScore, ...]
+    chosen: Candidate
+    cost: Cost
+    file: str = ""  # the chosen candidate's, relative to the run's folder
+    sheet: Path | None = None  # images of the candidates
+
+    @property
+    def usual(self) -> CandidateScore:
+        return self.scores[0]
+
+    @property
+    def advice(self) -> str:
+        return advice_on(self)
+
+    def of(self, candidate: Candidate) -> CandidateScore:
+        return next(each for each in self.scores if each.candidate == candidate)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "advice": self.advice,
+            "step": self.chosen.step,
+            "strength": self.chosen.strength,
+            "file": self.file,
+            "is_usual": self.chosen == self.usual.candidate,
+            "candidates": [each.to_json() for each in self.scores],
+            "sheet": None if self.sheet is None else self.sheet.name,
+            "cost": asdict(self.cost),
+        }
+
+
+def compare_candidates(
+    candidates: Sequence[Candidate],
+    base: Path,
+    family: Family,
+    images: RealImages,
+    gate: LoraGate,
+    compute: Compute,
+) -> LoraChoice | None:
+    """Measure LoRAs until it is decided whether another than the first, the usual one, is worth choosing.
+
+    Progress is counted in candidates. None where there is nothing to compare with: fewer than `FEWEST_REAL` images, or a
+    usual one that does not work. Candidates that do not work are left out. Raises UsageError for a file that is no LoRA.
+    """
+    if len(candidates) < 2 or len(images.every) < FEWEST_REAL:
+        return None
+    began, effort = time.monotonic(), compared_effort()
+    with contextlib.ExitStack() as held:
+        cache = gate.cache or Path(held.enter_context(tempfile.TemporaryDirectory()))
+        contest = held.enter_context(
+            contextlib.closing(Contest(base, family, images, replace(gate, check="lite", cache=cache), compute))
+        )
+        left, found = list(candidates), dict[Candidate, Evidence]()
+        scores = dict[Candidate, CandidateScore]()
+        for start in range(0, effort.most, effort.round):
+            names = ", ".join(each.name for each in left)
+            compute.say(
+                f"comparing {names}: {counted(effort.round, 'prompt')} each" if start == 0 else f"still open: {names}"
+            )
+            for done, candidate in enumerate(contest.in_order(left), 1):
+                more = contest.measure(candidate, candidates, range(start, start + effort.round))
+                if more is not None:
+                    found[candidate] = found[candidate].with_more(more) if start else more
+                compute.progress(done, len(left))
+            if candidates[0] not in found:
+                return None
+            left = [each for each in left if each in found]
+            parts = {each: contest.parts_of(found[each]) for each in left}
+            scores |= compared(parts, candidates[0], start + effort.round)
+            # The better half of those that are open (successive halving, Jamieson and Talwalkar 2016).
+            undecided = sorted(
+                (each for each in left[1:] if scores[each].is_open), key=lambda each: -scores[each].gain.value
+            )
+            left = [candidates[0], *undecided[: -(-len(undecided) // 2)]]
+            if len(left) == 1:
+                break
+        ordered = tuple(scores[each] for each in candidates if each in scores)
+        cost = Cost(contest.passes, round(time.monotonic() - began, 2))
+    return LoraChoice(ordered, choose(ordered), cost)
+
+
+class Contest:
+    """Opens LoRAs, one at a time, and measures them by the same prompts. The base's features are read from the cache."""
+
+    def __init__(self, base: Path, family: Family, images: RealImages, gate: LoraGate, compute: Compute) -> None:
+        self.base, self.family, self.gate, self.compute = base, family, gate, compute
+        self.images = images.first(MOST_COMPARED)
+        self.passes = 0
+        self.file: Path | None = None
+        self.opened: OpenLora | None = None
+        self.real: Features = {}
+
+    def close(self) -> None:
+        """Free the LoRA and its base model."""
+        self.file = self.opened = None
+        free_memory(self.compute.device)
+
+    def in_order(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those of the file that is open first, then file by file, so that each is opened once."""
+        files = list(dict.fromkeys(each.file for each in candidates))
+        return sorted(candidates, key=lambda each: (each.file != self.file, files.index(each.file)))
+
+    def measure(self, candidate: Candidate, candidates: Sequence[Candidate], seeds: range) -> Evidence | None:
+        """A round of samples with a candidate; None for a file that does not work on the base model."""
+        opened = self.open(candidate.file, [each.strength for each in candidates if each.file == candidate.file])
+        if opened is None:
+            return None
+        images = self.images
+        with opened.at(candidate.strength) as studio:
+            self.real = self.real or studio.describe_real(images.every)
+            sides = studio.compare(places_of(seeds, len(images.every)), seeds, images.every)
+            losses = None
+            if images.unseen and seeds.start == 0:
+                before, after = paired_losses(studio, len(images.trained))
+                losses = Losses(before.double().numpy(), after.double().numpy())
+            return Evidence(sides, self.unrelated(studio, seeds), losses)
+
+    def open(self, file: Path, strengths: Sequence[float]) -> OpenLora | None:
+        if file == self.file:
+            return self.opened
+        self.close()
+
+        def count(done: int, total: int) -> None:
+            del done, total
+            self.passes += 1
+
+        gate, compute = replace(self.gate, strengths=tuple(strengths)), replace(self.compute, progress=count)
+        opened = open_lora(file, self.base, self.family, self.images, gate, compute)
+        self.file, self.opened = file, None if isinstance(opened, LoraReport) else opened
+        return self.opened
+
+    def unrelated(self, studio: Studio, seeds: range) -> Sides:
+        """Samples of the unrelated prompts, with other seeds in each round: in the first one those of a lite verdict."""
+        prompts = range(len(next(iter(studio.original.prompts.values()))))
+        first = seeds.start // len(seeds) * len(prompts)
+        return studio.compare(prompts, range(first, first + len(prompts)), None)
+
+    def parts_of(self, found: Evidence) -> dict[str, VerdictPart]:
+        """The parts of the verdict that samples and losses give, in the verdict's order."""
+        captions = [plain_caption(image.caption) for image in self.images.every]
+        parts = sample_parts(self.real, found.sides, captions)
+        unrelated = found.unrelated
+        parts["keeps_base"] = VerdictPart(
+            "keeps_base",
+            spoiling(unrelated.base, unrelated.other_seeds, unrelated.lora),
+            "the base model's seeds agree",
+        )
+        if found.losses is not None:
+            parts["learned"] = VerdictPart("learned", gain_of(found.losses))
+        return {name: parts[name] for name in SCALES if name in parts}
+
+
+def gain_of(losses: Losses) -> Estimate:
+    """By how much the loss falls, as the verdict's `learned` has it, with draws."""
+    over_images = len(losses.before) >= FEWEST_TO_RESAMPLE
+    before, after = (each.mean(axis=1) if over_images else each.flatten() for each in (losses.before, losses.after))
+
+    def statistic(places: Values) -> float:
+        return float((before - after)[places].mean() / max(float(before[places].mean()), 1e-12))
+
+    return bootstrap(statistic, len(before))
+
+
+def score_draws(parts: Mapping[str, VerdictPart]) -> Values:
+    """The score in each draw of the bootstrap, [DRAWS]: the least part of that draw. 0 for a part that is not finite."""
+    found = np.ones(DRAWS)
+    for name, part in parts.items():
+        if part.measure is None:
+            continue
+        value, draws = part.measure.value, np.array(part.measure.draws or [math.nan] * DRAWS)
+        draws[~np.isfinite(draws)] = value  # a draw without pairs or distances to compare
+        found = np.minimum(found, [SCALES[name].score(float(draw)) for draw in draws])
+    return found
+
+
+def compared(
+    parts: Mapping[Candidate, Mapping[str, VerdictPart]], usual: Candidate, samples: int
+) -> dict[Candidate, CandidateScore]:
+    """Each candidate's score after so many samples, and its difference from the usual one's with the joint interval."""
+    values = {each: score_of(own) for each, own in parts.items()}
+    draws = {each: score_draws(own) for each, own in parts.items()}
+    apart = {each: draws[each] - draws[usual] for each in parts}
+    effort = compared_effort()
+    outside = joint_share([apart[each] for each in parts if each != usual], (1.0 - LEVEL) * effort.round / effort.most)
+    found = {}
+    for each, own in parts.items():
+        gain = values[each] - values[usual]
+        edges = np.quantile(apart[each], [outside / 2, 1.0 - outside / 2])
+        score = np.quantile(draws[each], [0.025, 0.975])
+        bound = float(np.quantile(apart[each], LEVEL))
+        found[each] = CandidateScore(each, own, with_ends(values[each], score), with_ends(gain, edges), samples, bound)
+    return found
+
+
+def joint_share(draws: Sequence[Values], outside: float) -> float:
+    """The share of draws outside of each interval of percentiles at which `outside` of all draws are outside of any of them.
+
+    So all candidates' intervals are equally likely to miss, whatever the shapes of their distributions (Beran 1988).
+    """
+    if not draws:
+        return outside
+    ranks = np.array([(each.argsort().argsort() + 0.5) / len(each) for each in draws])
+    depths = 2.0 * np.minimum(ranks, 1.0 - ranks)
+    least = depths.min(axis=0)
+    return float(np.quantile(least, outside))
+
+
+def with_ends(value: float, edges: Values) -> Estimate:
+    """A value with percentiles of its draws, which the least of several parts may all lie below."""
+    return Estimate(value, min(value, float(edges[0])), max(value, float(edges[1])))
+
+
+def choose(scores: Sequence[CandidateScore]) -> Candidate:
+    """Of those that are better than the usual one, the first, the best; of several that are about as good, the nearest to it."""
+    usual, better = scores[0].candidate, [each for each in scores if each.standing == "better"]
+    if not better:
+        return usual
+    best = max(each.score.value for each in better)
+    alike = [each.candidate for each in better if each.score.value > best - WORTH]
+
+    def distance(candidate: Candidate) -> tuple[int, float]:
+        return abs((candidate.step or 0) - (usual.step or 0)), abs(candidate.strength - usual.strength)
+
+    return min(alike, key=distance)

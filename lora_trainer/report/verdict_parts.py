@@ -1,0 +1,75 @@
+"""The parts of a LoRA's verdict, as its page and the terminal speak of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lora_trainer.evaluation.part_words import MEANINGS, own_value
+from lora_trainer.evaluation.verdict import LINE, WORDS, Estimate
+from lora_trainer.report.read import mapping, number, text
+
+PartOutcome = Literal["passed", "refused", "unresolved", "not measured"]
+# How an outcome is called on the page.
+OUTCOMES: Mapping[str, str] = {
+    "passed": "passed",
+    "refused": "refused",
+    "unresolved": "not decided",
+    "not measured": "not measured",
+}
+
+
+@dataclass(frozen=True)
+class PartInterval:
+    """A part on the common scale with its 95 % interval; `value` is None where it was not measured.
+
+    `about` is its value in its own unit with its own gate, or why it was not measured.
+    """
+
+    name: str
+    title: str
+    question: str
+    value: float | None
+    low: float
+    high: float
+    outcome: PartOutcome
+    about: str
+
+    @property
+    def outcome_name(self) -> str:
+        return OUTCOMES[self.outcome]
+
+
+def verdict_parts(lora: Mapping[str, Any]) -> Iterator[PartInterval]:
+    """The parts of a LoRA's verdict as `run.json` has them, in its order."""
+    gate = number(lora.get("gate"))
+    for name, part in ((name, mapping(part)) for name, part in mapping(lora.get("parts")).items()):
+        title = WORDS[name].title if name in WORDS else name.replace("_", " ")
+        question = MEANINGS[name].question if name in MEANINGS else ""
+        value, low, high = (number(part.get(key)) for key in ("value", "low", "high"))
+        if value is None or low is None or high is None:
+            yield PartInterval(name, title, question, None, 0.0, 0.0, "not measured", text(part.get("reason")))
+            continue
+        about = in_own_unit(name, part)
+        yield PartInterval(name, title, question, value, low, high, part_outcome(low, high, gate), about)
+
+
+def part_outcome(low: float, high: float, gate: float | None) -> PartOutcome:
+    """By an interval's ends and the minimum, `LINE` where it is not known."""
+    least = LINE if gate is None else gate
+    return "passed" if low >= least else "refused" if high < least else "unresolved"
+
+
+def in_own_unit(name: str, part: Mapping[str, Any]) -> str:
+    """A part's own value beside its gate; empty for a part without a unit."""
+    own, low, high = (number(part.get(key)) for key in ("own_value", "own_low", "own_high"))
+    if own is None or low is None or high is None or name not in MEANINGS or not MEANINGS[name].unit:
+        return ""
+    return own_value(name, Estimate(own, low, high), number(part.get("gate")))
+
+
+def weakest(parts: tuple[PartInterval, ...]) -> PartInterval | None:
+    """The measured part with the least score, which is the LoRA's; None where none is measured."""
+    measured = [(part.value, part.low, index) for index, part in enumerate(parts) if part.value is not None]
+    return parts[min(measured)[-1]] if measured else None

@@ -1,0 +1,113 @@
+"""The LoRAs of a run's kept steps: files in `weights`, checkpoints and best weights, as LoRA files to compare."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from torch import Tensor
+
+from lora_trainer.adapters.adapter_kinds import ADAPTERS
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import UsageError
+from lora_trainer.core.tensorfile import METADATA, read_tensor_header
+from lora_trainer.export.kohya import kohya_tensors
+from lora_trainer.export.lora_file import write_tensors
+from lora_trainer.export.metadata import with_hashes
+from lora_trainer.export.tensor_file import DamagedFile, read_sealed
+from lora_trainer.export.weights import AdapterWeights, LoraPair, LoraWeights, folded
+from lora_trainer.models.family import Family
+from lora_trainer.models.lora_names import names_of
+from lora_trainer.optim.optimizers import OPTIMIZERS
+from lora_trainer.report.record import read_record
+from lora_trainer.run.choices import DTYPES
+from lora_trainer.run.release import WEIGHTS, lora_weights
+from lora_trainer.training.checkpoints.best import best_files, read_best
+from lora_trainer.training.checkpoints.checkpoint import (
+    ADAPTER,
+    AVERAGE,
+    list_checkpoints,
+    read_state,
+    step_name,
+    step_of,
+)
+
+EXPORTED = re.compile(r".+-step-(\d+)\.safetensors")
+MOST_STEPS = 6  # compared beside the exported one
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run's folder, the LoRA that it exported in kohya's format, and the step of its weights."""
+
+    folder: Path
+    lora: Path
+    step: int
+
+
+def run_files(lora: Path) -> RunFiles | None:
+    """The run whose `run.json` is beside a LoRA file; None where it does not name its LoRA and that one's step."""
+    record = read_record(lora.parent) or {}
+    try:
+        return RunFiles(lora.parent, lora.parent / record["files"]["kohya"], int(record["released"]["step"]))
+    except (LookupError, TypeError, ValueError):
+        return None
+
+
+def kept_steps(run: RunFiles, config: Config, family: Family, place: Path) -> dict[int, Path]:
+    """LoRA files of the steps that a run kept, beside the exported one; at most `MOST_STEPS`, evenly over the steps.
+
+    Those that are no LoRA files yet are written to the folder `place`. What cannot be read is left out.
+    """
+    checkpoints = run.folder / "checkpoints"
+    exported = {
+        int(match[1]): path
+        for path in (run.folder / WEIGHTS).glob("*.safetensors")
+        if (match := EXPORTED.fullmatch(path.name))
+    }
+    there = {step_of(path): path for path in list_checkpoints(checkpoints)}
+    steps = {*exported, *(set(there) | set(best_files(checkpoints)) if ADAPTERS[config.lora.type].is_checked else ())}
+    kept = sorted(steps - {run.step})
+    if len(kept) > MOST_STEPS:
+        kept = [kept[round(index * (len(kept) - 1) / (MOST_STEPS - 1))] for index in range(MOST_STEPS)]
+    found = {}
+    for step in kept:
+        if step in exported:
+            found[step] = exported[step]
+            continue
+        weights: Mapping[str, Tensor] | None = read_best(checkpoints, step)
+        if weights is None and step in there:
+            weights = shown_weights_of(there[step], config)
+        if weights is not None:
+            path = place / f"{run.folder.name}-{step_name(step)}.safetensors"
+            write_step(path, step, lora_weights(config, family, weights), run, config, family)
+            found[step] = path
+    return found
+
+
+def write_step(path: Path, step: int, weights: AdapterWeights, run: RunFiles, config: Config, family: Family) -> None:
+    """Write a step's weights as the run exports them in kohya's format, with the header of its LoRA."""
+    pairs = cast("Mapping[str, LoraPair]", weights.modules)
+    dtype = DTYPES[config.checkpoint.export_dtype]
+    tensors, fused = kohya_tensors(folded(LoraWeights(pairs, embeddings=weights.embeddings), dtype), names_of(family))
+    header = {**read_tensor_header(run.lora).get(METADATA, {}), **fused}
+    header |= {"ss_steps": str(step), "ss_output_name": path.stem, "modelspec.title": path.stem}
+    write_tensors(path, tensors, with_hashes(tensors, header))
+
+
+def shown_weights_of(checkpoint: Path, config: Config) -> Mapping[str, Tensor] | None:
+    """The weights of a checkpoint that a run would export at its step: the EMA, or the masters.
+
+    None for a damaged one, and for a schedule-free optimizer, whose average is in its state only.
+    """
+    if config.train.ema_decay is None and OPTIMIZERS[config.optimizer.name].eval_weight is not None:
+        return None
+    try:
+        files = read_state(checkpoint)["files"]
+        name = ADAPTER if config.train.ema_decay is None else AVERAGE
+        return read_sealed(checkpoint / name, name, files[name])
+    except (OSError, DamagedFile, UsageError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,99 @@
+"""The verdict's images of a run, as small files: samples to look at, next to the dataset's images nearest to them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from lora_trainer.core.errors import DatasetRefused, first_line
+from lora_trainer.core.io import atomic_path, finite
+from lora_trainer.data.images.pixels import read_pixels
+from lora_trainer.evaluation.compute import Compute
+from lora_trainer.evaluation.lora_check import plain_caption
+from lora_trainer.evaluation.placing import with_less
+from lora_trainer.evaluation.shown_samples import ShownSample, open_decoder, to_image
+from lora_trainer.evaluation.validation_loss import EncodedSample
+from lora_trainer.models.memory.phases import phase_costs
+from lora_trainer.run.choices import usable_bytes
+from lora_trainer.run.inputs import Inputs
+from lora_trainer.run.session import Session
+
+FOLDER = "samples/verdict"  # in a run's
+SIDE, QUALITY = 512, 90  # pixels of the longest side; of WebP
+
+Decode = Callable[[Tensor], Image.Image]
+
+
+def keep_verdict_images(session: Session, shown: Sequence[ShownSample]) -> list[dict[str, Any]]:
+    """Decode the verdict's samples, write them into the run's folder, and describe them for `run.json`.
+
+    An earlier verdict's are removed. Without memory or disk space for them there are none: the verdict is complete.
+    """
+    shutil.rmtree(session.folder / FOLDER, ignore_errors=True)
+    if not shown:
+        return []
+    choices = session.choices
+    compute = Compute(choices.dtype, choices.device, usable_bytes(session.config, choices.device))
+    try:
+        return with_less(partial(write_verdict_images, session.folder, session.inputs, shown), compute)
+    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+        session.console.print(f"the verdict's images could not be decoded: {first_line(error)}")
+        return []
+
+
+def write_verdict_images(
+    folder: Path, inputs: Inputs, shown: Sequence[ShownSample], compute: Compute
+) -> list[dict[str, Any]]:
+    """Decode and write the samples; what each file is, with names relative to `folder`. Raises OSError."""
+    facts = inputs.facts
+    largest = max(each.lora.shape[-2] * each.lora.shape[-1] for each in shown) * facts.downscale**2
+    decode = open_decoder(facts.path, phase_costs(inputs.family.name), largest, compute)
+    read, rows = training_images(inputs, decode), []
+    for index, each in enumerate(shown):
+        images = {"lora": decode(each.lora)}
+        if each.base is not None:
+            images["base"] = decode(each.base)
+        row: dict[str, Any] = {
+            "kind": each.kind,
+            "prompt": plain_caption(each.prompt),
+            "seed": each.seed,
+            "ratio": each.ratio,
+        }
+        if each.nearest is not None:
+            row["nearest_path"], images["nearest"] = read(each.nearest)
+        for what, image in images.items():
+            name = f"{FOLDER}/{index:02d}_{what}.webp"
+            write_small(folder / name, image)
+            row[what] = name
+        rows.append(row)
+    return [finite(row) for row in rows]
+
+
+def training_images(inputs: Inputs, decode: Decode) -> Callable[[EncodedSample], tuple[str, Image.Image]]:
+    """The path and the trained part of an image of the dataset: from its file, else decoded from its latents."""
+    views = (*inputs.train_plan.views, *inputs.validation_plan.views)
+    known = {
+        sample.id: (sample, own[0]) for sample, own in zip((*inputs.train, *inputs.validation), views, strict=True)
+    }
+
+    def read(wanted: EncodedSample) -> tuple[str, Image.Image]:
+        sample, view = known[wanted.id]
+        try:
+            return str(sample.path), to_image(read_pixels(sample, view))
+        except DatasetRefused:  # removed or changed since
+            return str(sample.path), decode(wanted.latents)
+
+    return read
+
+
+def write_small(path: Path, image: Image.Image) -> None:
+    """Write a WebP atomically, its longest side at most `SIDE`."""
+    image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+    with atomic_path(path) as temporary:
+        image.save(temporary, format="WEBP", quality=QUALITY)

@@ -1,0 +1,212 @@
+"""Strengths and steps compared on a tiny base model: exact strengths, paired differences, advice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lora_trainer.evaluation.choice import Candidate, CandidateScore, LoraChoice, choose, compare_candidates, compared
+from lora_trainer.evaluation.compute import ON_CPU
+from lora_trainer.evaluation.evidence import RealImages
+from lora_trainer.evaluation.likeness import Values
+from lora_trainer.evaluation.lora_check import LoraGate, OpenLora, check_lora, open_lora
+from lora_trainer.evaluation.lora_report import Cost
+from lora_trainer.evaluation.validation_loss import EncodedSample
+from lora_trainer.evaluation.verdict import Estimate, VerdictPart
+from lora_trainer.export.lora_file import write_lora
+from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.lora_names import read_lora
+from tests.export.tiny import facts, random_lora, tiny_pipeline
+
+FAMILY = FAMILIES["sd15"]
+CPU = torch.device("cpu")
+PROMPTS = ("", "a red circle")
+GATE = LoraGate(check="lite", prompts=PROMPTS)
+CAPTIONS = ("a red ring", "a blue ring", "a red box", "a blue box", "a green ring", "a green box")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_pipeline(folder / "tokenizer").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images() -> RealImages:
+    generator = torch.Generator().manual_seed(3)
+    common = torch.randn(4, 8, 8, generator=generator)
+    samples = [
+        EncodedSample(
+            f"s{index}",
+            0.8 * common + 0.2 * torch.randn(4, 8, 8, generator=generator),
+            {"embeds": torch.randn(77, 32, generator=generator)},
+            torch.zeros(6),
+            caption,
+        )
+        for index, caption in enumerate(CAPTIONS)
+    ]
+    return RealImages(samples[:4], samples[4:])
+
+
+@pytest.fixture(scope="module")
+def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA on the denoiser and the text encoder."""
+    modules = dict(random_lora(FAMILY.denoiser.load(base, torch.float32, CPU), size=0.1).modules)
+    generator = torch.Generator().manual_seed(1)
+    for end in ("q_proj", "out_proj"):
+        name = f"text_encoder.text_model.encoder.layers.0.self_attn.{end}"
+        down, up = (0.3 * torch.randn(shape, generator=generator) for shape in ((2, 32), (32, 2)))
+        modules[name] = LoraPair(down, up, 2.0)
+    return write_lora(tmp_path_factory.mktemp("lora"), "cat", LoraWeights(modules), facts())[0]
+
+
+def opened(lora: Path, base: Path, images: RealImages, strengths: Sequence[float]) -> OpenLora:
+    found = open_lora(lora, base, FAMILY, images, replace(GATE, strengths=tuple(strengths)), ON_CPU)
+    assert isinstance(found, OpenLora)
+    return found
+
+
+def test_strength_0_is_the_base_and_half_is_half_of_the_change(lora: Path, base: Path, images: RealImages) -> None:
+    """In the denoiser and in the text encoder."""
+    found = opened(lora, base, images, (0.0, 0.5, 1.0))
+    texts = {strength: each.samples[0].cond["embeds"] for strength, each in found.texts.items()}
+    original = found.studio.original.samples[0].cond["embeds"]
+    assert torch.equal(texts[0.0], original)
+    assert not torch.allclose(texts[0.5], original, atol=1e-4)
+    assert not torch.allclose(texts[0.5], texts[1.0], atol=1e-4)
+    with found.at(0.0) as studio:
+        sides = studio.compare((0, 1), (0, 1), None)
+        assert all(torch.equal(sides.lora[name], sides.base[name]) for name in sides.base)
+    half = read_lora(lora)
+    halved = {name: replace(pair, alpha=pair.alpha / 2) for name, pair in half.modules.items()}
+    other = write_lora(lora.parent, "half", replace(half, modules=halved), facts())[0]
+    with found.at(0.5) as studio:
+        strong = studio.compare((0, 1), (0, 1), images.every)
+    with opened(other, base, images, (1.0,)).at(1.0) as studio:
+        weak = studio.compare((0, 1), (0, 1), images.every)
+    assert all(torch.allclose(strong.lora[name], weak.lora[name], rtol=1e-2, atol=1e-2) for name in weak.lora)
+
+
+def test_at_strength_1_a_candidate_is_measured_as_by_the_verdict(lora: Path, base: Path, images: RealImages) -> None:
+    plain = check_lora(lora, base, FAMILY, images, GATE)
+    candidates = [Candidate(lora, 6, strength) for strength in (1.0, 0.2)]
+    choice = compare_candidates(candidates, base, FAMILY, images, GATE, ON_CPU)
+    assert choice is not None
+    first = choice.usual
+    if first.samples == 8:  # later rounds have more samples than a lite verdict
+        for name, part in first.parts.items():
+            expected = plain.parts[name].measure
+            assert (part.measure is None) == (expected is None)
+            if part.measure is not None and expected is not None:
+                assert part.measure.value == pytest.approx(expected.value, rel=1e-4)
+    document = json.loads(json.dumps(choice.to_json(), allow_nan=False))
+    assert [each["strength"] for each in document["candidates"]] == [1.0, 0.2]
+    assert document["cost"]["forward_passes"] > 0
+    assert document["advice"]
+
+
+def part(name: str, value: float, spread: Values) -> VerdictPart:
+    draws = value + spread
+    return VerdictPart(name, Estimate(value, float(draws.min()), float(draws.max()), tuple(draws)))
+
+
+def measured(
+    values: dict[Candidate, dict[str, float]], noise: float, own: float = 0.0
+) -> dict[Candidate, CandidateScore]:
+    """Candidates whose parts have these measures: with a noise that is common to all, as of the same seeds, and their own."""
+    random = np.random.default_rng(0)
+    common = noise * random.standard_normal(1000)
+    parts = {
+        candidate: {
+            name: part(name, value, common + own * random.standard_normal(1000)) for name, value in found.items()
+        }
+        for candidate, found in values.items()
+    }
+    return compared(parts, next(iter(values)), 8)
+
+
+def chosen(scores: dict[Candidate, CandidateScore]) -> LoraChoice:
+    ordered = tuple(scores.values())
+    return LoraChoice(ordered, choose(ordered), Cost())
+
+
+FILE = Path("cat.safetensors")
+USUAL = Candidate(FILE, 720)
+
+
+def test_a_common_noise_does_not_hide_a_difference() -> None:
+    """The scores' intervals overlap widely, and the paired difference is clear."""
+    better = Candidate(FILE, 720, 0.8)
+    scores = measured({USUAL: {"does_not_copy": 0.45}, better: {"does_not_copy": 0.52}}, noise=0.1, own=0.003)
+    assert scores[USUAL].score.high > scores[better].score.low
+    assert scores[better].standing == "better"
+    assert chosen(scores).chosen == better
+    alone = measured({USUAL: {"does_not_copy": 0.45}, better: {"does_not_copy": 0.52}}, noise=0.0, own=0.1)
+    assert alone[better].standing == "unclear"
+    assert alone[better].is_open
+    assert "Not decided: step 720 at strength 0.8 may be better" in chosen(alone).advice
+
+
+def test_what_is_no_better_than_it_need_be_is_not_chosen() -> None:
+    """From 0.93 to 0.96: surely better, and not worth it."""
+    other = Candidate(FILE, 720, 0.8)
+    scores = measured({USUAL: {"diverse": 0.65}, other: {"diverse": 0.80}}, noise=0.0, own=0.001)
+    assert scores[other].gain.low > 0
+    assert scores[other].standing == "tie"
+    assert not scores[other].is_open
+    assert chosen(scores).chosen == USUAL
+
+
+def test_of_several_good_ones_the_nearest_is_chosen() -> None:
+    strengths = {1.0: 0.2, 0.8: 0.52, 0.6: 0.55, 0.4: 0.1}
+    values = {Candidate(FILE, 720, each): {"does_not_copy": value} for each, value in strengths.items()}
+    choice = chosen(measured(values, noise=0.01))
+    assert choice.chosen.strength == 0.8
+    assert choice.advice.startswith("Use strength 0.8: it scores 0.90 in place of 0.36")
+    assert "At 0.4 and 1 it copies the images." in choice.advice
+
+
+def test_ties_keep_the_last_step_and_say_from_where_it_copies() -> None:
+    steps = {720: 0.9, 400: 0.9, 600: 0.91, 900: 0.2, 1000: 0.1}
+    values = {Candidate(FILE, step): {"does_not_copy": value, "faithful": 1.2} for step, value in steps.items()}
+    choice = chosen(measured(values, noise=0.01))
+    assert choice.chosen == USUAL
+    assert choice.advice == (
+        "Use step 720, as exported. Steps 400, 600 and 720 tie: no reason to choose an earlier one."
+        " From step 900 on it copies the images."
+    )
+    later = {Candidate(FILE, step): {"faithful": 0.9} for step in (400, 720)}
+    assert "Steps 400 and 720 tie: no reason to leave 400." in chosen(measured(later, noise=0.01)).advice
+
+
+def test_what_is_not_finite_scores_nothing() -> None:
+    broken = Candidate(FILE, 900)
+    parts = {
+        USUAL: {"diverse": part("diverse", 0.8, np.zeros(1000))},
+        broken: {"diverse": VerdictPart("diverse", Estimate(float("nan"), float("nan"), float("nan")))},
+    }
+    scores = compared(parts, USUAL, 8)
+    assert scores[broken].standing == "worse"
+    assert json.dumps(scores[broken].to_json()["score"]) == "0.0"
+
+
+def test_a_rare_outlier_of_one_candidate_widens_no_other_interval() -> None:
+    random = np.random.default_rng(0)
+    weak, odd = Candidate(FILE, 720, 0.4), Candidate(FILE, 720, 1.2)
+    rare = np.where(np.arange(1000) % 50 == 0, -0.6, 0.0)
+    parts = {
+        USUAL: {"faithful": part("faithful", 0.8, np.zeros(1000))},
+        weak: {"faithful": part("faithful", 0.4, 0.1 * random.standard_normal(1000))},
+        odd: {"faithful": part("faithful", 0.8, rare)},
+    }
+    scores = compared(parts, USUAL, 8)
+    assert scores[weak].standing == "worse"
+    assert scores[odd].standing == "tie"

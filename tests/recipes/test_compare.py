@@ -1,0 +1,78 @@
+"""Strengths and kept steps compared after training, and again from the run's folder, by the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.cli.main import main
+from lora_trainer.config.schema import Config
+from lora_trainer.core.io import read_json
+from lora_trainer.export.lora_file import open_tensors
+from lora_trainer.models import FAMILIES
+from lora_trainer.run.kept_steps import kept_steps, run_files
+from tests.recipes.recipe import Bench, draw_images, save_tiny_model
+
+SETTINGS: dict[str, Any] = {
+    "checkpoint__every_n_steps": 2,
+    "checkpoint__keep_last": 3,
+    "checkpoint__export_every_n_steps": 4,
+    "train__ema_decay": 0.9,
+    "validation__split": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    place = tmp_path_factory.mktemp("compare")
+    return Bench(save_tiny_model(place), draw_images(place / "images", 6), place / "runs", place / "cache")
+
+
+@pytest.fixture(scope="module")
+def run(bench: Bench) -> Path:
+    """A run that compared its kept steps: 2, 4 and 6."""
+    assert bench.run("cat", gates__compare="checkpoints", gates__lora_check="lite", **SETTINGS) == 0
+    return bench.output / "cat"
+
+
+def check_choice(choice: dict[str, Any], folder: Path) -> set[tuple[int, float]]:
+    """What is compared, with its files there."""
+    assert choice["advice"].startswith("Use ")
+    assert (folder / "samples" / choice["sheet"]).is_file()
+    assert (folder / choice["file"]).is_file()
+    usual = choice["candidates"][0]
+    assert (usual["step"], usual["strength"], usual["gain"]) == (6, 1.0, 0.0)
+    return {(each["step"], each["strength"]) for each in choice["candidates"]}
+
+
+def test_a_run_compares_its_kept_steps(run: Path) -> None:
+    choice = read_json(run / "run.json")["lora"]["choice"]
+    assert check_choice(choice, run) == {(6, 1.0), (4, 1.0), (2, 1.0)}
+
+
+def test_validate_compares_steps_and_strengths_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["validate", str(run), "--json", "--compare", "both", "--set", "gates.lora_check=lite"])
+    choice = json.loads(capsys.readouterr().out)["choice"]
+    assert code in (0, 4)
+    compared = check_choice(choice, run)
+    assert compared == {*((6, strength) for strength in (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)), (4, 1.0), (2, 1.0)}
+
+
+def test_a_checkpoint_is_compared_as_it_would_be_exported(bench: Bench, run: Path, tmp_path: Path) -> None:
+    """The file of a step is that of the LoRA exported at that step, tensor by tensor: with the EMA."""
+    files = run_files(run / "cat.safetensors")
+    assert files is not None
+    exported = run / "weights" / "cat-step-000004.safetensors"
+    aside = exported.rename(tmp_path / exported.name)
+    config = Config.model_validate(read_json(run / "run.json")["config"])
+    found = kept_steps(files, config, FAMILIES["sd15"], tmp_path / "written")
+    aside.rename(exported)
+    assert list(found) == [2, 4]
+    ours, theirs = open_tensors(found[4]), open_tensors(exported)
+    assert ours[0].keys() == theirs[0].keys()
+    assert all(ours[0][name].equal(theirs[0][name]) for name in ours[0])
+    for entry in ("ss_steps", "ss_output_name", "ss_network_dim", "sshs_model_hash"):
+        assert ours[1][entry] == theirs[1][entry]
