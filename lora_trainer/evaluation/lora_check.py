@@ -299,15 +299,6 @@ def places_of(seeds: Sequence[int], images: int) -> list[int]:
     return [seed * stride % images for seed in seeds]
 
 
-def places_of(seeds: Sequence[int], images: int) -> list[int]:
-    """The image whose caption is each seed's prompt.
-
-    In an order in which neighbors in the dataset are far apart, so that few samples meet many kinds.
-    """
-    stride = next(step for step in range(max(1, round(0.38 * images)), 2 * images) if gcd(step, images) == 1)
-    return [seed * stride % images for seed in seeds]
-
-
 def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[str, VerdictPart]:
     """The parts that compare samples with the dataset's images."""
     faithful = faithfulness(real, sides.base, sides.lora)
