@@ -47,7 +47,7 @@ def compared_rows(run: RunReport) -> list[ComparedRow]:
         rows.append(
             ComparedRow(
                 "" if step is None else f"{step:,}",
-                "" if strength is None else f"{strength:g}",
+                "" if strength is None else str(strength),
                 bar,
                 weakest(tuple(verdict_parts({"gate": gate, "parts": row.get("parts")}))),
                 beside,

@@ -148,7 +148,7 @@ def strength_answers(run: RunReport) -> tuple[Answer, ...]:
     choice = mapping(run.part("lora").get("choice"))
     question, strength = "At which strength?", number(choice.get("strength"))
     if strength is not None:
-        return (Answer(question, f"{strength:g}", text(choice.get("advice"))),)
+        return (Answer(question, str(strength), text(choice.get("advice"))),)
     if released_step(run) is None:
         return ()
     if run.lora.value is None:
