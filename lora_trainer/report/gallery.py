@@ -195,7 +195,7 @@ def shown_pair(run: RunReport, row: Mapping[str, Any]) -> ImagePair:
 
 def kept_file(run: RunReport, row: Mapping[str, Any], what: str) -> Path | None:
     """A file that the record names, inside of the run's folder."""
-    name = text(row.get(what))
+    name = text(row.get(what)).replace("\0", "")  # no path has one
     path = run.folder / name
     is_inside = name and path.resolve().is_relative_to(run.folder.resolve())
     return path if is_inside and path.is_file() else None

@@ -169,7 +169,8 @@ def test_the_images_of_the_worst_part_are_beside_the_verdict(tmp_path: Path) -> 
         shown(tmp_path, "odd", 0, "lora", "nearest"),
         shown(tmp_path, "copied", 1, "lora", "nearest"),
         shown(tmp_path, "unrelated", 2, "lora", "base"),
-        {"kind": "odd", "prompt": "outside", "lora": "../../etc/passwd"},
+        {"kind": "odd", "prompt": "outside", "lora": "../../etc/passwd", "nearest": "a\0b", "nearest_path": 3},
+        "no sample",
     ]
     text = page_of(tmp_path, "refused", GOOD | {"does_not_copy": Estimate(0.1, 0.05, 0.15)}, images=kept)
     first, rest = text.index("Could these be copies?"), text.index("Samples to look at")
