@@ -123,7 +123,6 @@ def chosen_rows(ratios: Values, counts: Mapping[ShownKind, int]) -> list[tuple[S
     ]
 
 
-@torch.no_grad()
 def open_decoder(base: Path, costs: PhaseCosts, most: int, compute: Compute) -> Callable[[Tensor], Image.Image]:
     """The base model's VAE as a function from latents [C, h, w] to an image; `most` are the pixels of the largest.
 
@@ -136,11 +135,7 @@ def open_decoder(base: Path, costs: PhaseCosts, most: int, compute: Compute) -> 
         if needed > compute.usable:
             tile(vae)
     decode = image_decoder(vae, device)
-
-    def decode_one(latents: Tensor) -> Image.Image:
-        return to_image(decode(latents[None])[0])
-
-    return decode_one
+    return lambda latents: to_image(decode(latents[None])[0])
 
 
 def to_image(pixels: Tensor) -> Image.Image:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from lora_trainer.report.read import RunReport, mapping, number, sequence, text, whole
 from lora_trainer.report.verdict_parts import PartInterval, PartOutcome, part_outcome, verdict_parts, weakest
@@ -28,31 +27,31 @@ class ComparedRow:
 
 
 def compared_rows(run: RunReport) -> list[ComparedRow]:
-    """What `lora.choice` of `run.json` has compared, in its order; nothing where nothing was compared."""
+    """What `lora.choice` of `run.json` has compared, in its order; what is missing stays empty."""
     choice = mapping(run.part("lora").get("choice"))
     advised = (whole(choice.get("step")), number(choice.get("strength")))
     gate = number(run.part("lora").get("gate"))
-    return [read_row(row, advised, gate) for row in map(mapping, sequence(choice.get("candidates"))) if row]
-
-
-def read_row(row: Mapping[str, Any], advised: tuple[int | None, float | None], gate: float | None) -> ComparedRow:
-    """A row of the document; what is missing stays empty."""
-    step, strength, score = whole(row.get("step")), number(row.get("strength")), number(row.get("score"))
-    low, high = number(row.get("score_low")), number(row.get("score_high"))
-    bar = None
-    if score is not None:
-        low, high = (score if low is None else low), (score if high is None else high)
-        outcome: PartOutcome = part_outcome(low, high, gate)
-        bar = PartInterval("score", "Score", "", score, low, high, outcome, "")
-    standing, gain = text(row.get("standing")), number(row.get("gain"))
-    beside = BESIDE.get(standing, standing)
-    if gain is not None and standing != "tie":
-        beside = f"{beside}, {gain:+.2f}".replace("-", "\N{MINUS SIGN}")
-    return ComparedRow(
-        "" if step is None else f"{step:,}",
-        "" if strength is None else f"{strength:g}",
-        bar,
-        weakest(tuple(verdict_parts({"gate": gate, "parts": row.get("parts")}))),
-        beside,
-        strength is not None and (step, strength) == advised,
-    )
+    rows = []
+    for row in filter(None, map(mapping, sequence(choice.get("candidates")))):
+        step, strength, score = whole(row.get("step")), number(row.get("strength")), number(row.get("score"))
+        low, high = number(row.get("score_low")), number(row.get("score_high"))
+        bar = None
+        if score is not None:
+            low, high = (score if low is None else low), (score if high is None else high)
+            outcome: PartOutcome = part_outcome(low, high, gate)
+            bar = PartInterval("score", "Score", "", score, low, high, outcome, "")
+        standing, gain = text(row.get("standing")), number(row.get("gain"))
+        beside = BESIDE.get(standing, standing)
+        if gain is not None and standing != "tie":
+            beside = f"{beside}, {gain:+.2f}".replace("-", "\N{MINUS SIGN}")
+        rows.append(
+            ComparedRow(
+                "" if step is None else f"{step:,}",
+                "" if strength is None else str(strength),
+                bar,
+                weakest(tuple(verdict_parts({"gate": gate, "parts": row.get("parts")}))),
+                beside,
+                strength is not None and (step, strength) == advised,
+            )
+        )
+    return rows

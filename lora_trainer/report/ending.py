@@ -148,13 +148,13 @@ def strength_answers(run: RunReport) -> tuple[Answer, ...]:
     choice = mapping(run.part("lora").get("choice"))
     question, strength = "At which strength?", number(choice.get("strength"))
     if strength is not None:
-        return (Answer(question, f"{strength:g}", text(choice.get("advice"))),)
+        return (Answer(question, str(strength), text(choice.get("advice"))),)
     if released_step(run) is None:
         return ()
     if run.lora.value is None:
         return (Answer(question, FULL_STRENGTH, "The usual one; none was measured."),)
     about = "Other strengths were not compared. To compare them, in the run's folder:"
-    return (Answer(question, FULL_STRENGTH, about, compare_command(run)),)
+    return (Answer(question, FULL_STRENGTH, about, f"{validate_command(run)} --compare strengths"),)
 
 
 def step_answers(run: RunReport) -> tuple[Answer, ...]:
@@ -217,11 +217,6 @@ def resume_command(run: RunReport) -> str:
 def validate_command(run: RunReport) -> str:
     """The command that measures the exported file, in its folder; model and data are read from the run next to it."""
     return shlex.join(["lora-trainer", "validate", exported_file(run).name])
-
-
-def compare_command(run: RunReport) -> str:
-    """The command that compares strengths of the exported file."""
-    return f"{validate_command(run)} --compare strengths"
 
 
 def exported_file(run: RunReport) -> Path:

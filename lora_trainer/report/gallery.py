@@ -32,7 +32,7 @@ class ImagePair:
 
 
 @dataclass(frozen=True)
-class SampleGroup:
+class ShownGroup:
     """Images that show one part of the verdict. `heading` says what they are, `about` how to read them."""
 
     kind: str
@@ -42,7 +42,7 @@ class SampleGroup:
 
 
 @dataclass(frozen=True)
-class StepRow:
+class SheetOfPrompt:
     """One prompt and seed: an image for each column of the sheet, None where there is none."""
 
     prompt: str
@@ -55,7 +55,7 @@ class StepSheet:
     """Prompts by steps: from the base model to the exported LoRA."""
 
     columns: tuple[str, ...]
-    rows: tuple[StepRow, ...]
+    rows: tuple[SheetOfPrompt, ...]
 
 
 NO_SHEET = StepSheet((), ())
@@ -68,9 +68,9 @@ class Gallery:
     `at_end`: the pairs are the finished LoRA's. `hidden` counts those beyond the page's limit.
     """
 
-    first: tuple[SampleGroup, ...]
+    first: tuple[ShownGroup, ...]
     pairs: tuple[ImagePair, ...]
-    evidence: tuple[SampleGroup, ...]
+    evidence: tuple[ShownGroup, ...]
     sheet: StepSheet
     candidates: StepSheet
     at_end: bool
@@ -135,13 +135,13 @@ def gallery_of(run: RunReport, parts: Sequence[PartInterval]) -> Gallery:
     shown = next((each for each in evidence if wanted and each.kind == wanted[0]), None)
     if shown is None and not pairs:
         shown = next((each for each in evidence if each.kind == "typical"), evidence[0] if evidence else None)
-    first: list[SampleGroup] = []
+    first: list[ShownGroup] = []
     if shown is not None:
         first = [replace(shown, pairs=shown.pairs[:FIRST_PAIRS])]
         evidence = [replace(each, pairs=each.pairs[FIRST_PAIRS:]) if each is shown else each for each in evidence]
     if left := FIRST_PAIRS - sum(len(group.pairs) for group in first):
         heading = "Without and with the LoRA" if last is None else f"While training, at step {last:,}"
-        first += [SampleGroup("before_after", heading, "", tuple(pairs[:left]))] if pairs else []
+        first += [ShownGroup("before_after", heading, "", tuple(pairs[:left]))] if pairs else []
         pairs = pairs[left:]
     sheet = sheet_of(run) if len(moments) > 1 else NO_SHEET
     hidden = max(0, len(pairs) - MOST_PAIRS)
@@ -166,14 +166,14 @@ def side_name(strength: float | None, strengths: list[float]) -> str:
     return WITH if strengths == [1.0] else f"{WITH} at {strength:g}"
 
 
-def evidence_of(run: RunReport) -> list[SampleGroup]:
+def evidence_of(run: RunReport) -> list[ShownGroup]:
     """The samples that the verdict kept, by kind."""
     rows = list(map(mapping, sequence(run.part("lora").get("images"))))
     found = []
     for kind, each in KINDS.items():
         pairs = [shown_pair(run, row) for row in rows if row.get("kind") == kind]
         if pairs := [pair for pair in pairs if any(path for _, path in pair.sides)]:
-            found.append(SampleGroup(kind, each.heading, each.about, tuple(pairs)))
+            found.append(ShownGroup(kind, each.heading, each.about, tuple(pairs)))
     return found
 
 
@@ -195,7 +195,7 @@ def shown_pair(run: RunReport, row: Mapping[str, Any]) -> ImagePair:
 
 def kept_file(run: RunReport, row: Mapping[str, Any], what: str) -> Path | None:
     """A file that the record names, inside of the run's folder."""
-    name = text(row.get(what))
+    name = text(row.get(what)).replace("\0", "")  # no path has one
     path = run.folder / name
     is_inside = name and path.resolve().is_relative_to(run.folder.resolve())
     return path if is_inside and path.is_file() else None
@@ -217,7 +217,7 @@ def sheet_of(run: RunReport) -> StepSheet:
             drawn.setdefault(asked, {})[released if image.step is None else image.step] = image.path
     steps = chosen(sorted({step for found in drawn.values() for step in found}), released)
     rows = [
-        StepRow(prompt, seed, (base.get((prompt, seed)), *(found.get(step) for step in steps)))
+        SheetOfPrompt(prompt, seed, (base.get((prompt, seed)), *(found.get(step) for step in steps)))
         for (prompt, seed), found in drawn.items()
         if len(found) > 1
     ]
@@ -247,7 +247,7 @@ def candidates_sheet(run: RunReport) -> StepSheet:
         for step, strength in columns
     ]
     rows = [
-        StepRow(prompt, seed, (base.get((prompt, seed)), *(found.get(column) for column in columns)))
+        SheetOfPrompt(prompt, seed, (base.get((prompt, seed)), *(found.get(column) for column in columns)))
         for (prompt, seed), found in drawn.items()
     ]
     return StepSheet((WITHOUT, *names), tuple(rows[:MOST_ROWS])) if rows else NO_SHEET
@@ -268,7 +268,8 @@ def compared_images(runs: Sequence[RunReport], names: Sequence[str]) -> StepShee
     # Prompts that most runs have first.
     asked = sorted(found, key=lambda each: -len(found[each]))[:MOST_ROWS]
     rows = [
-        StepRow(prompt, seed, tuple(found[prompt, seed].get(column) for column in columns)) for prompt, seed in asked
+        SheetOfPrompt(prompt, seed, tuple(found[prompt, seed].get(column) for column in columns))
+        for prompt, seed in asked
     ]
     return StepSheet(tuple(WITHOUT if column is None else names[column] for column in columns), tuple(rows))
 

@@ -69,16 +69,16 @@ class Image:
 
 @dataclass(frozen=True)
 class SettingRow:
-    """One `section.key`: its value as text, the layer that set it, and what it is."""
+    """One `section.key`: its value as text, the layer that set it, and what it is.
+
+    `chosen`: by another layer than the defaults, and to another value. A `config.toml` of a run names every setting.
+    """
 
     name: str
     value: str
     origin: str
     about: str
-
-    @property
-    def chosen(self) -> bool:
-        return self.origin != "default"
+    chosen: bool
 
 
 @dataclass(frozen=True)
@@ -257,8 +257,9 @@ def settings_of(record: Mapping[str, Any]) -> tuple[SettingRow, ...]:
         for key, value in mapping(values).items():
             name, fields = f"{section}.{key}", kinds[section].model_fields if section in kinds else {}
             about = (fields[key].description or "") if key in fields else ""
-            shown = used_value(value, sequence(decided.get(name)))
-            found.append(SettingRow(name, shown, text(origins.get(name)) or "unknown", about))
+            shown, origin = used_value(value, sequence(decided.get(name))), text(origins.get(name)) or "unknown"
+            default = written(fields[key].get_default(call_default_factory=True)) if key in fields else None
+            found.append(SettingRow(name, shown, origin, about, origin != "default" and written(value) != default))
     return tuple(found)
 
 

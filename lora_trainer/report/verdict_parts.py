@@ -24,7 +24,7 @@ OUTCOMES: Mapping[str, str] = {
 class PartInterval:
     """A part on the common scale with its 95 % interval; `value` is None where it was not measured.
 
-    `about` is its value in its own unit with its own gate, or why it was not measured.
+    `about` is its value in its own unit with its own gate, empty for a part without a unit, or why it was not measured.
     """
 
     name: str
@@ -51,7 +51,9 @@ def verdict_parts(lora: Mapping[str, Any]) -> Iterator[PartInterval]:
         if value is None or low is None or high is None:
             yield PartInterval(name, title, question, None, 0.0, 0.0, "not measured", text(part.get("reason")))
             continue
-        about = in_own_unit(name, part)
+        own = [each for key in ("own_value", "own_low", "own_high") if (each := number(part.get(key))) is not None]
+        has_unit = name in MEANINGS and MEANINGS[name].unit and len(own) == 3
+        about = own_value(name, Estimate(*own), number(part.get("gate"))) if has_unit else ""
         yield PartInterval(name, title, question, value, low, high, part_outcome(low, high, gate), about)
 
 
@@ -59,14 +61,6 @@ def part_outcome(low: float, high: float, gate: float | None) -> PartOutcome:
     """By an interval's ends and the minimum, `LINE` where it is not known."""
     least = LINE if gate is None else gate
     return "passed" if low >= least else "refused" if high < least else "unresolved"
-
-
-def in_own_unit(name: str, part: Mapping[str, Any]) -> str:
-    """A part's own value beside its gate; empty for a part without a unit."""
-    own, low, high = (number(part.get(key)) for key in ("own_value", "own_low", "own_high"))
-    if own is None or low is None or high is None or name not in MEANINGS or not MEANINGS[name].unit:
-        return ""
-    return own_value(name, Estimate(own, low, high), number(part.get("gate")))
 
 
 def weakest(parts: tuple[PartInterval, ...]) -> PartInterval | None:

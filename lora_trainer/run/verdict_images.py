@@ -69,7 +69,9 @@ def write_verdict_images(
             row["nearest_path"], images["nearest"] = read(each.nearest)
         for what, image in images.items():
             name = f"{FOLDER}/{index:02d}_{what}.webp"
-            write_small(folder / name, image)
+            image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+            with atomic_path(folder / name) as temporary:
+                image.save(temporary, format="WEBP", quality=QUALITY)
             row[what] = name
         rows.append(row)
     return [finite(row) for row in rows]
@@ -90,10 +92,3 @@ def training_images(inputs: Inputs, decode: Decode) -> Callable[[EncodedSample],
             return str(sample.path), decode(wanted.latents)
 
     return read
-
-
-def write_small(path: Path, image: Image.Image) -> None:
-    """Write a WebP atomically, its longest side at most `SIDE`."""
-    image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-    with atomic_path(path) as temporary:
-        image.save(temporary, format="WEBP", quality=QUALITY)

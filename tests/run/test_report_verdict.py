@@ -145,7 +145,7 @@ def test_the_first_screen_says_which_strength_and_step_to_use(tmp_path: Path) ->
     text = page_of(tmp_path, "done", GOOD, choice=choice)
     assert "At which strength? 0.8 Use step 4 at strength 0.8." in text
     assert "From which step? 4 The exported file has step 6 of 6." in text
-    assert "6 1 0.93 as good" in text
+    assert "6 1.0 0.93 as good" in text
     assert "4 0.8 0.99 better, +0.06 – use this" in text
     assert text.count("– use this") == 2, "in the text and in the page"
 
@@ -169,12 +169,13 @@ def test_the_images_of_the_worst_part_are_beside_the_verdict(tmp_path: Path) -> 
         shown(tmp_path, "odd", 0, "lora", "nearest"),
         shown(tmp_path, "copied", 1, "lora", "nearest"),
         shown(tmp_path, "unrelated", 2, "lora", "base"),
-        {"kind": "odd", "prompt": "outside", "lora": "../../etc/passwd"},
+        {"kind": "odd", "prompt": "outside", "lora": "../../etc/passwd", "nearest": "a\0b", "nearest_path": 3},
+        "no sample",
     ]
     text = page_of(tmp_path, "refused", GOOD | {"does_not_copy": Estimate(0.1, 0.05, 0.15)}, images=kept)
     first, rest = text.index("Could these be copies?"), text.index("Samples to look at")
     assert first < text.index("The parts of the LoRA") < rest < text.index("Least like the dataset")
-    assert "prompt 1 seed 1, distance 0.50" in text
+    assert "prompt 1 seed 1 distance 0.50" in text
     assert "moved 0.5 times as far as another seed moves it" in text
     assert "dataset: cat.png" in text
     assert "outside" not in text
