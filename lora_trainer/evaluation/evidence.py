@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lora_trainer.evaluation.encoder_features import DescribeLatents
 from lora_trainer.evaluation.features import image_features
 from lora_trainer.evaluation.latent_samples import Request, Sampler, sample_latents
 from lora_trainer.evaluation.texts import EncodedTexts
@@ -80,7 +81,7 @@ class Sides:
 
 @dataclass(frozen=True)
 class Studio:
-    """Samples with and without the LoRA and describes images by the base's features.
+    """Samples with and without the LoRA and describes images, by the base's features or those of an outside `encoder`.
 
     `original` and `changed` are the text embeddings without the LoRA and with it, of the empty prompt first. `without` takes
     the LoRA off the denoiser inside its block; `shape` [C, h, w] and `sizes` [6] are those of the model's own resolution.
@@ -95,9 +96,12 @@ class Studio:
     changed: EncodedTexts
     device: torch.device
     dtype: torch.dtype
+    encoder: DescribeLatents | None = None
 
     def describe(self, images: Sequence[tuple[Tensor, Tensor]]) -> Blocks:
-        """Features of images, each its latents [C, h, w] and sizes [6], by the base."""
+        """Features of images, each its latents [C, h, w] and sizes [6]."""
+        if self.encoder is not None:
+            return self.encoder(images)
         empty = {name: value[:1].to(self.device) for name, value in self.original.prompts.items()}
         with self.without():
             return image_features(self.sampler.predict, self.sampler.process, images, empty, self.blocks)

@@ -35,6 +35,7 @@ from lora_trainer.data.split import MOST_COMPARED
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, base_visits, drift
 from lora_trainer.evaluation.encode import text_reader
+from lora_trainer.evaluation.encoder_features import open_encoder
 from lora_trainer.evaluation.evidence import AT_ONCE, GUIDANCE, Effort, RealImages, Sides, Studio
 from lora_trainer.evaluation.health import Health, examine
 from lora_trainer.evaluation.latent_samples import Sampler
@@ -57,7 +58,7 @@ from lora_trainer.evaluation.loading import (
     misfits_by_config,
     without_lora,
 )
-from lora_trainer.evaluation.lora_report import Cost, LoraReport
+from lora_trainer.evaluation.lora_report import BASE_FEATURES, Cost, LoraReport
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.texts import EncodedTexts, encode_with, reads_again
 from lora_trainer.evaluation.validation_loss import (
@@ -81,6 +82,7 @@ from lora_trainer.export.weights import LoraWeights, adaptable_modules
 from lora_trainer.models.family import Caption, Family
 from lora_trainer.models.lora_names import read_lora_with_tokens
 from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
+from lora_trainer.models.vision_encoder import EncoderFolder
 
 # The thresholds of what works and of findings, with their reasons; measured on the built-in model only.
 LEAST_CHANGE = 1e-4  # fp16 rounding of the weights alone moves a prediction by about this much
@@ -99,12 +101,14 @@ SMALL_CELLS = 2048  # of latents: half of those of an image of 512 pixels a side
 class LoraGate:
     """What a LoRA must reach, and how it is measured.
 
-    `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS` but `off`.
+    `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS` but `off`. Images are
+    compared by `encoder`, or by the base model's own features.
     """
 
     minimum: float = LINE
     check: str = "full"
     prompts: Sequence[str] = NEUTRAL_PROMPTS
+    encoder: EncoderFolder | None = None
 
 
 def check_lora(
@@ -122,7 +126,8 @@ def check_lora(
         compute.progress(done, total)
 
     report = measure_lora(lora, base, family, images, gate, replace(compute, progress=progress))
-    return replace(report, cost=Cost(passes, round(time.monotonic() - began, 2)))
+    encoder = BASE_FEATURES if gate.encoder is None else gate.encoder.name
+    return replace(report, encoder=encoder, cost=Cost(passes, round(time.monotonic() - began, 2)))
 
 
 def measure_lora(
@@ -158,7 +163,11 @@ def measure_lora(
     if reads_again(weights, samples, family):
         original, changed = encode_with(pipeline, family, prompts, original, weights, replace(compute, device=encoding))
     places = max([(facts.resolution // facts.downscale) ** 2, *(sample.latents[0].numel() for sample in samples)])
-    placed = bring_denoiser(denoiser, family, device, usable, places)
+    encoder, reserved = None, 0
+    if gate.encoder is not None:
+        compute.say(f"images are compared by {gate.encoder.name}")
+        encoder, reserved = open_encoder(gate.encoder.path, facts, compute, places)
+    placed = bring_denoiser(denoiser, family, device, usable and max(0, usable - reserved), places)
     if placed.resident is not None:
         compute.say(f"evaluating with {placed.description}")
     side = facts.resolution // facts.downscale
@@ -166,7 +175,9 @@ def measure_lora(
         float(number) for number in (facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution)
     ]
     is_guided = family.pipeline.sampling_defaults(base).negative
-    total = count_passes(effort, images, len(prompts), rows_at_once((side, side)), guided=is_guided)
+    total = count_passes(
+        effort, images, len(prompts), rows_at_once((side, side)), guided=is_guided, described=encoder is None
+    )
     predict = partial(in_parts, watched(partial(family.denoiser.predict, denoiser), total, compute.progress))
     studio = Studio(
         Sampler(predict, process, effort.steps, GUIDANCE, {} if is_guided else None),
@@ -178,8 +189,10 @@ def measure_lora(
         changed,
         device,
         dtype,
+        encoder,
     )
-    drifted = _measure_drift(studio)
+    if (drifted := _measure_drift(studio)) is None:
+        return base_not_finite(gate.minimum)
     compute.say(f"validation loss with and without the LoRA: {counted(len(images.unseen), 'image')}")
     learned = measure_learning(studio, len(images.trained)) if images.unseen else None
     health = examine(weights.modules, norms)
@@ -194,7 +207,7 @@ def measure_lora(
         "learning": None if learned is None else asdict(learned),
         "images": {"trained": len(images.trained), "unseen": len(images.unseen)},
     }
-    del pipeline, denoiser, modules, predict, studio
+    del pipeline, denoiser, modules, predict, studio, encoder
     free_memory(device)
     parts = {name: parts[name] for name in SCALES}
     findings = [*part_findings(parts, gate.minimum), *_drift_findings(drifted), *_health_findings(health)]
@@ -236,6 +249,8 @@ def measure_samples(studio: Studio, effort: Effort, minimum: float, compute: Com
 
 def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[str, VerdictPart]:
     """The parts that compare samples with the dataset's images."""
+    if reason := not_comparable(real, sides):
+        return {name: VerdictPart(name, None, reason) for name in BY_SAMPLES}
     faithful = faithfulness(real, sides.base, sides.lora)
     known = "the base model's own samples are as near to these images as the images are to each other"
     followed = obedience(sides.base, sides.other_seeds, sides.lora, captions, sides.prompts)
@@ -247,6 +262,17 @@ def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[
         "does_not_copy": VerdictPart("does_not_copy", near, "" if near else same),
         "diverse": VerdictPart("diverse", varied, "" if varied else same),
     }
+
+
+def not_comparable(real: Features, sides: Sides) -> str:
+    """Why nothing can be compared with the dataset's images or the base's samples; empty where all of them are finite."""
+    for what, features in (
+        ("the dataset's images", (real,)),
+        ("the base model's samples", (sides.base, sides.other_seeds)),
+    ):
+        if not all(bool(block.isfinite().all()) for each in features for block in each.values()):
+            return f"the features of {what} are not finite"
+    return ""
 
 
 def plain_caption(caption: Caption) -> str:
@@ -311,8 +337,17 @@ def does_not_work(findings: Sequence[Finding], numbers: Mapping[str, Any], minim
     )
 
 
-def _measure_drift(studio: Studio) -> float:
-    """Of the predictions of unrelated prompts."""
+def base_not_finite(minimum: float) -> LoraReport:
+    """The report where the base model itself does not work, which is no fault of the LoRA."""
+    reason = "the base model's own predictions are not finite"
+    message = "Nothing was measured: the base model's own predictions hold NaN or infinity."
+    fix = "Copy or download the base model again, or set memory.weight_dtype=bf16 or fp32."
+    parts = {name: VerdictPart(name, None, reason) for name in SCALES}
+    return LoraReport(minimum, parts, (Finding(NOT_COMPARED, "warning", message, fix),))
+
+
+def _measure_drift(studio: Studio) -> float | None:
+    """Of the predictions of unrelated prompts; None where the base model's own are not finite."""
     cond, changed = (
         {name: value.to(studio.device) for name, value in each.prompts.items()}
         for each in (studio.original, studio.changed)
@@ -320,6 +355,8 @@ def _measure_drift(studio: Studio) -> float:
     sizes = studio.sizes.to(studio.device).expand(len(next(iter(cond.values()))), -1)
     with studio.without():
         visits = base_visits(studio.sampler.predict, studio.sampler.process, cond, sizes, studio.shape)
+    if not all(bool(visit.prediction.isfinite().all()) for visit in visits):
+        return None
     return drift(studio.sampler.predict, visits, changed, sizes)
 
 
@@ -354,15 +391,18 @@ def watched(predict: Predict, total: int, watch: Callable[[int, int], None]) -> 
     return predict_watched
 
 
-def count_passes(effort: Effort, images: RealImages, prompts: int, rows: int, *, guided: bool) -> int:
-    """Forward passes of the gate, of `rows` each, where the first round decides and all images have one shape."""
+def count_passes(effort: Effort, images: RealImages, prompts: int, rows: int, *, guided: bool, described: bool) -> int:
+    """Forward passes of the gate, of `rows` each, where the first round decides and all images have one shape.
+
+    `described`: images are compared by the base model's own features.
+    """
     of_images = effort.round if len(images.every) >= FEWEST_REAL else 0
     both = (prompts, of_images)
     sampled = 3 * (1 + guided) * effort.steps * sum(in_batches(count, min(rows, AT_ONCE)) for count in both)
-    described = 3 * sum(both) + (len(images.every) if of_images else 0)
+    looked_at = described * (3 * sum(both) + (len(images.every) if of_images else 0))
     of_drift = 2 * VISITS * in_batches(prompts, rows)
     losses = 2 * len(images.unseen) * in_batches(TIMESTEPS, min(rows, MICRO))
-    return sampled + described + of_drift + losses
+    return sampled + looked_at + of_drift + losses
 
 
 def in_batches(count: int, rows: int) -> int:

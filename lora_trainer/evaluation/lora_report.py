@@ -10,6 +10,8 @@ from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import finite
 from lora_trainer.evaluation.verdict import NOT_COMPARED, Outcome, VerdictPart, outcome_of, score_of
 
+BASE_FEATURES = "base model"
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -21,18 +23,23 @@ class Cost:
 
 @dataclass(frozen=True)
 class LoraReport:
-    """The verdict's parts, findings, the numbers behind them, and its cost. Without parts it was not measured."""
+    """The verdict's parts, findings, the numbers behind them, and its cost. Without parts it was not measured.
+
+    `encoder` names what images were compared by: `base model`, a folder, or `owner/name@commit`.
+    """
 
     gate: float
     parts: Mapping[str, VerdictPart] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     numbers: Mapping[str, Any] = field(default_factory=dict)
     cost: Cost = Cost()
+    encoder: str = BASE_FEATURES
 
     @property
     def score(self) -> float | None:
         """The least score of the measured parts, in [0, 1]; None where nothing was measured."""
-        return round(score_of(self.parts), 4) if self.parts else None
+        measured = any(part.measure is not None for part in self.parts.values())
+        return round(score_of(self.parts), 4) if measured else None
 
     @property
     def outcome(self) -> Outcome | None:
@@ -71,6 +78,7 @@ class LoraReport:
                 "parts": {name: part.to_json() for name, part in self.parts.items()},
                 "findings": [finding.to_json() for finding in self.findings],
                 "cost": asdict(self.cost),
+                "encoder": self.encoder,
                 "numbers": dict(self.numbers),
             }
         )

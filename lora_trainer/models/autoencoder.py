@@ -98,6 +98,20 @@ def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Te
     return encode_image
 
 
+def image_decoder(vae: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Scaled latents [B, C, h, w] -> pixels [B, 3, H, W], fp32, about -1 to 1: the other way of `image_encoder`."""
+    import torch
+
+    scale, shift = float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
+
+    @torch.no_grad()
+    def decode_image(latents: Tensor) -> Tensor:
+        pixels: Tensor = vae.decode(latents.to(device).float() / scale + shift, return_dict=False)[0]
+        return pixels.float()
+
+    return decode_image
+
+
 def load_whole_image_encoder(
     folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

@@ -26,6 +26,7 @@ from lora_trainer.data.sample_counts import never_trained, write_sample_counts
 from lora_trainer.data.steps import micro_shapes
 from lora_trainer.diffusion.loss import WEIGHTINGS
 from lora_trainer.evaluation.compute import Compute
+from lora_trainer.evaluation.encoder_features import load_encoder
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_report import LoraReport
@@ -38,6 +39,7 @@ from lora_trainer.monitor.progress import Phase, Progress, step_line
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.report.curve import still_falling
 from lora_trainer.report.record import Record, read_record, write_record
+from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.caching import cached_data, measured_images
 from lora_trainer.run.choices import DTYPES, asked_by_user, compiling_pays
 from lora_trainer.run.counting import DRAWN, counting
@@ -94,6 +96,8 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     """Train and release one LoRA in the order's folder. Raises UserError."""
     session = open_session(order, inputs)
     check_lora_files(session.config, inputs.family, inputs.facts)
+    if (encoder := find_encoder(session.config, say=session.console.print)) is not None:
+        load_encoder(encoder.path, torch.device("cpu"))  # which refuses another kind of model before it is needed
     refuse_without_validation(session.config, session.inputs)
     settings = fixed_settings(session.config, session.inputs, session.choices)
     start = find_start(order.folder, settings, order.console, order.config) if order.resume else None

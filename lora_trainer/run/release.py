@@ -35,6 +35,8 @@ from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.models.textual_inversion import to_embeddings
 from lora_trainer.optim.schedules import warmup_length
+from lora_trainer.run.bases.encoder import find_encoder
+from lora_trainer.run.bases.find import silent
 from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import Inputs, trained_framings
@@ -256,7 +258,8 @@ def judge_lora(lora: Path, session: Session, images: RealImages) -> LoraReport:
     """
     config, inputs, console = session.config, session.inputs, session.console
     device, dtype = session.choices.device, session.choices.dtype
-    gate = LoraGate(config.gates.lora, check_effort(config.gates, enforced=session.order.enforce_gates))
+    effort = check_effort(config.gates, enforced=session.order.enforce_gates)
+    gate = LoraGate(config.gates.lora, effort, encoder=find_encoder(config, say=silent))
 
     def judge(compute: Compute) -> LoraReport:
         with counting(console) as count:
