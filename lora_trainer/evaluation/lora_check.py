@@ -171,9 +171,7 @@ def measure_lora(
     if placed.resident is not None:
         compute.say(f"evaluating with {placed.description}")
     side = facts.resolution // facts.downscale
-    pixels = [
-        float(number) for number in (facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution)
-    ]
+    sizes = torch.tensor([facts.resolution] * 2 + [0] * 2 + [facts.resolution] * 2, dtype=torch.float32)
     is_guided = family.pipeline.sampling_defaults(base).negative
     total = count_passes(
         effort, images, len(prompts), rows_at_once((side, side)), guided=is_guided, described=encoder is None
@@ -182,7 +180,7 @@ def measure_lora(
     studio = Studio(
         Sampler(predict, process, effort.steps, GUIDANCE, {} if is_guided else None),
         (facts.latent_channels, side, side),
-        torch.tensor(pixels),
+        sizes,
         family.denoiser.features(denoiser),
         partial(without_lora, pipeline),
         original,

@@ -430,6 +430,7 @@ def release(session: Session, run: Run, record: Record, state: TrainState) -> Ou
     if tokens:
         console.print(f"learned tokens, also in {kohya.name}: {', '.join(path.name for path in tokens)}", markup=False)
     stop_if_signalled()
+    del released, weights, export, write  # they hold the trained weights
     outcome = check_lora(session, run, record, state, kohya, untrained)
     return replace(outcome, record=outcome.record.with_seconds(validate=time.monotonic() - began))
 
@@ -487,10 +488,15 @@ def show_phase(session: Session, state: TrainState, phase: Phase) -> None:
 
 
 def free_step_context(context: StepContext) -> None:
-    """Take the trained model off the GPU: the check and drawing load a fresh base model."""
-    move_to_device(context.denoiser, torch.device("cpu"))
-    for module in context.modules[1:]:
-        module.to("cpu")
-    context.optimizer.state.clear()
-    if context.device.type == "cuda":
-        torch.cuda.empty_cache()
+    """Free the trained model, whoever still refers to it: the check and drawing load a fresh base model.
+
+    Otherwise both would be in memory, and a run would need more of it after its training than in it.
+    """
+    for module in context.modules:
+        for part in list(module.modules()):
+            part.__dict__.clear()  # weights, adapters, and the hooks that hold swapped blocks
+    average = {} if context.average is None else context.average.values
+    for held in (context.adapter.copies, context.adapter.masters, average, context.optimizer.state):
+        held.clear()
+    context.optimizer.param_groups.clear()
+    free_memory(context.device)

@@ -192,14 +192,12 @@ def test_alike_captions_and_few_images_are_named(lora: Path, base: Path, images:
 
 def no_encoders(dino: Path, base: Path, folder: Path) -> dict[str, Path]:
     """Folders that hold none, by what the message says of them."""
-    made = {
-        name: folder / name for name in ("pickle", "empty", "no_processor", "text", "cut", "own_code", "file", "less")
-    }
-    for name in ("pickle", "no_processor", "text", "cut", "own_code", "less"):
+    made = {name: folder / name for name in ("pickle", "empty", "no_sizes", "text", "cut", "own_code", "file", "less")}
+    for name in ("pickle", "no_sizes", "text", "cut", "own_code", "less"):
         shutil.copytree(dino, made[name])
     (made["pickle"] / "model.safetensors").rename(made["pickle"] / "pytorch_model.bin")
     made["empty"].mkdir()
-    for path in made["no_processor"].glob("*processor*"):
+    for path in made["no_sizes"].glob("*processor_config*"):
         path.unlink()
     BertModel(BertConfig(**SMALL, vocab_size=30)).save_pretrained(made["text"])
     cut = (dino / "model.safetensors").read_bytes()
@@ -215,7 +213,7 @@ def no_encoders(dino: Path, base: Path, folder: Path) -> dict[str, Path]:
     return {
         "holds only pytorch_model.bin, a pickle": made["pickle"],
         "config.json is missing": made["empty"],
-        "lacks preprocessor_config.json": made["no_processor"],
+        "lacks preprocessor_config.json": made["no_sizes"],
         "holds a model of type bert, no image encoder": made["text"],
         "model.safetensors": made["cut"],
         "code of its own, which is never run": made["own_code"],

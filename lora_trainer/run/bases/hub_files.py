@@ -71,9 +71,9 @@ def choose_parts(
         elif part not in left_out:
             lacking.append(f"{place}{config} is missing")
         if part == ENCODER:
-            processors = [name for name in PROCESSORS if name in inside]
-            small += processors
-            lacking += [] if processors else [f"{PROCESSORS[0]} is missing"]
+            described = [name for name in PROCESSORS if name in inside]
+            small += described
+            lacking += [] if described else [f"{PROCESSORS[0]} is missing"]
         if part == "scheduler" or part in left_out or not weights:
             continue
         found = weights_of(inside)
