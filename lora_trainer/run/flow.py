@@ -496,7 +496,8 @@ def free_step_context(context: StepContext) -> None:
         for part in list(module.modules()):
             part.__dict__.clear()  # weights, adapters, and the hooks that hold swapped blocks
     average = {} if context.average is None else context.average.values
-    for held in (context.adapter.copies, context.adapter.masters, average, context.optimizer.state):
+    texts = {} if context.texts is None else context.texts.parameters
+    for held in (context.adapter.copies, context.adapter.masters, average, texts, context.optimizer.state):
         held.clear()
     context.optimizer.param_groups.clear()
     free_memory(context.device)
