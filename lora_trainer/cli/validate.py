@@ -39,7 +39,7 @@ def print_report(path: Path, report: LoraReport) -> None:
     score = "not measured" if report.score is None else f"{report.score:.2f}"
     console.print(Text(f"{path.name}: {report.outcome}, score {score} (minimum {report.gate:.2f})", style="bold"))
     console.print(table)
-    for line in _numbers(report.numbers):
+    for line in (f"images compared by the features of: {report.encoder}", *_numbers(report.numbers)):
         console.print(Text(f"  {line}"), soft_wrap=not console.is_terminal)
     for finding in report.findings:
         console.print(
