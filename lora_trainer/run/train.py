@@ -108,10 +108,10 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     if not dry_run:
         refuse_missing_attention(resolved)
     announce(resolved.config, console)
-    find_encoder(resolved.config, weights=False, say=silent)
     found = None if dry_run else claim(order)
     if found is not None and is_finished(found) and not asks_for_more(order, found):
         return nothing_to_do(order, found)
+    find_encoder(resolved.config, weights=False, say=silent)
     order.watch(Progress("checking"))
     order, model = for_its_model(order)
     inputs = read_inputs(order.config, model)
