@@ -20,6 +20,7 @@ from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError, UserError
 from lora_trainer.core.interrupt import listening
 from lora_trainer.report.record import read_record
+from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.caching import cache_folder
 from lora_trainer.run.inputs import read_model
 from lora_trainer.run.order import make_order
@@ -116,6 +117,7 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
         lambda: executor(order.executor),
         lambda: folders.update(read_root(order.root)),
         lambda: read_model(config, weights=weights),
+        lambda: find_encoder(config, weights=weights),
         lambda: refuse_used_output(order),
     ):
         try:

@@ -41,7 +41,7 @@ def print_report(path: Path, report: LoraReport) -> None:
     for name, part in report.parts.items():
         for line in part_lines(name, part, report.gate):
             console.print(line)
-    for line in _numbers(report.numbers):
+    for line in (f"images compared by the features of: {report.encoder}", *_numbers(report.numbers)):
         console.print(f"  {line}")
     if report.choice is not None:
         print_choice(report.choice, console)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import os
 import platform
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -31,6 +34,13 @@ def cuda_memory_gib() -> float | None:
     if not torch.cuda.is_available():
         return None
     return float(torch.cuda.get_device_properties(0).total_memory) / 2**30
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system where the C library keeps it, which glibc does with what many small requests left."""
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError, OSError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def available_cpus() -> int:

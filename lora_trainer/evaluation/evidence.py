@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.data.caches.base_half import BaseHalf, digest_of
+from lora_trainer.evaluation.encoder_features import DescribeLatents
 from lora_trainer.evaluation.features import image_features
 from lora_trainer.evaluation.latent_samples import Request, Sampler, sample_latents
 from lora_trainer.evaluation.texts import EncodedTexts
@@ -103,7 +104,7 @@ class BaseSide:
 
 @dataclass(frozen=True)
 class Studio:
-    """Samples with and without the LoRA and describes images by the base's features.
+    """Samples with and without the LoRA and describes images, by the base's features or those of an outside `encoder`.
 
     `original` and `changed` are the text embeddings without the LoRA and with it, of the empty prompt first. `without` takes
     the LoRA off the denoiser inside its block; `shape` [C, h, w] and `sizes` [6] are those of the model's own resolution.
@@ -119,10 +120,13 @@ class Studio:
     changed: EncodedTexts
     device: torch.device
     dtype: torch.dtype
+    encoder: DescribeLatents | None = None
     kept: BaseHalf | None = None
 
     def describe(self, images: Sequence[tuple[Tensor, Tensor]]) -> Blocks:
-        """Features of images, each its latents [C, h, w] and sizes [6], by the base."""
+        """Features of images, each its latents [C, h, w] and sizes [6]."""
+        if self.encoder is not None:
+            return self.encoder(images)
         empty = {name: value.to(self.device) for name, value in self.empty.items()}
         with self.without():
             return image_features(self.sampler.predict, self.sampler.process, images, empty, self.blocks)

@@ -18,6 +18,7 @@ from torch import nn
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import counted
+from lora_trainer.core.hardware import trim_heap
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.export.diffusers import adapter_metadata, diffusers_tensors
 from lora_trainer.export.keys import EMBEDDING, KOHYA_DOWN
@@ -225,6 +226,7 @@ def misfits_by_config(weights: LoraWeights, family: Family, base: Path) -> list[
 def free_memory(device: torch.device) -> None:
     """Free memory that nothing refers to; pipelines have reference cycles."""
     gc.collect()
+    trim_heap()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -38,6 +38,7 @@ from lora_trainer.data.split import MOST_COMPARED
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, base_visits, drift
 from lora_trainer.evaluation.encode import text_reader
+from lora_trainer.evaluation.encoder_features import open_encoder
 from lora_trainer.evaluation.evidence import AT_ONCE, GUIDANCE, Effort, RealImages, Sides, Studio
 from lora_trainer.evaluation.features import LATENT_GRID, NOISE_LEVEL
 from lora_trainer.evaluation.health import Health, examine
@@ -62,7 +63,7 @@ from lora_trainer.evaluation.loading import (
     misfits_by_config,
     without_lora,
 )
-from lora_trainer.evaluation.lora_report import Cost, LoraReport
+from lora_trainer.evaluation.lora_report import BASE_FEATURES, Cost, LoraReport
 from lora_trainer.evaluation.part_words import own_value
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, choose_shown
@@ -87,9 +88,10 @@ from lora_trainer.evaluation.verdict import (
 )
 from lora_trainer.export.weights import LoraWeights, adaptable_modules
 from lora_trainer.models.family import Caption, Family
-from lora_trainer.models.folder import weights_digest
+from lora_trainer.models.folder import fingerprint, weights_digest
 from lora_trainer.models.lora_names import read_lora_with_tokens
 from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
+from lora_trainer.models.vision_encoder import EncoderFolder
 
 # The thresholds of what works and of findings, with their reasons; measured on the built-in model only.
 LEAST_CHANGE = 1e-4  # fp16 rounding of the weights alone moves a prediction by about this much
@@ -109,14 +111,15 @@ SMALL_CELLS = 2048  # of latents: half of those of an image of 512 pixels a side
 class LoraGate:
     """What a LoRA must reach, and how it is measured.
 
-    `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS` but `off`. `cache` is the
-    folder in which what is measured of the base model alone is kept; None keeps nothing. The LoRA is used at each of
-    `strengths`; only its first one gets the verdict.
+    `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS` but `off`. Images are
+    compared by `encoder`, or by the base model's own features. `cache` is the folder in which what is measured of the base
+    model alone is kept; None keeps nothing. The LoRA is used at each of `strengths`; only its first one gets the verdict.
     """
 
     minimum: float = LINE
     check: str = "full"
     prompts: Sequence[str] = NEUTRAL_PROMPTS
+    encoder: EncoderFolder | None = None
     cache: Path | None = None
     strengths: Sequence[float] = (1.0,)
 
@@ -136,7 +139,8 @@ def check_lora(
         compute.progress(done, total)
 
     report = measure_lora(lora, base, family, images, gate, replace(compute, progress=progress))
-    return replace(report, cost=Cost(passes, round(time.monotonic() - began, 2)))
+    encoder = BASE_FEATURES if gate.encoder is None else gate.encoder.name
+    return replace(report, encoder=encoder, cost=Cost(passes, round(time.monotonic() - began, 2)))
 
 
 @dataclass(frozen=True)
@@ -195,30 +199,33 @@ def open_lora(
         reading = replace(compute, device=encoding)
         original, texts = texts_at(pipeline, family, original, weights, (prompts, gate.strengths), reading)
     places = max([(facts.resolution // facts.downscale) ** 2, *(sample.latents[0].numel() for sample in samples)])
-    placed = bring_denoiser(denoiser, family, device, usable, places)
+    encoder, reserved = None, 0
+    if gate.encoder is not None:
+        compute.say(f"images are compared by {gate.encoder.name}")
+        encoder, reserved = open_encoder(gate.encoder.path, facts, compute, places)
+    placed = bring_denoiser(denoiser, family, device, usable and max(0, usable - reserved), places)
     if placed.resident is not None:
         compute.say(f"evaluating with {placed.description}")
     side = facts.resolution // facts.downscale
-    pixels = [
-        float(number) for number in (facts.resolution, facts.resolution, 0, 0, facts.resolution, facts.resolution)
-    ]
+    sizes = torch.tensor([facts.resolution] * 2 + [0] * 2 + [facts.resolution] * 2, dtype=torch.float32)
     is_guided = family.pipeline.sampling_defaults(base).negative
     shape = (facts.latent_channels, side, side)
-    total = count_passes(effort, images, len(prompts), shape, guided=is_guided)
+    total = count_passes(effort, images, (shape, len(prompts)), guided=is_guided, described=encoder is None)
     predict = partial(in_parts, watched(partial(family.denoiser.predict, denoiser), total, compute.progress))
     studio = Studio(
         Sampler(predict, process, effort.steps, GUIDANCE, {} if is_guided else None),
         shape,
-        torch.tensor(pixels),
+        sizes,
         family.denoiser.features(denoiser),
         partial(without_lora, pipeline),
         original,
         texts[gate.strengths[0]],
         device,
         dtype,
+        encoder,
     )
     if gate.cache is not None:
-        studio = replace(studio, kept=BaseHalf(gate.cache, model_key(studio, base, family)))
+        studio = replace(studio, kept=BaseHalf(gate.cache, model_key(studio, base, family, gate.encoder)))
     return OpenLora(studio, pipeline, weights, norms, images, texts)
 
 
@@ -231,7 +238,8 @@ def measure_lora(
         return opened
     studio, images, effort = opened.studio, opened.images, LORA_CHECKS[gate.check]
     assert effort is not None
-    drifted = _measure_drift(studio)
+    if (drifted := _measure_drift(studio)) is None:
+        return base_not_finite(gate.minimum)
     compute.say(f"validation loss with and without the LoRA: {counted(len(images.unseen), 'image')}")
     losses = paired_losses(studio, len(images.trained)) if images.unseen else None
     learned = None if losses is None else improvement(*losses)
@@ -301,6 +309,8 @@ def places_of(seeds: Sequence[int], images: int) -> list[int]:
 
 def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[str, VerdictPart]:
     """The parts that compare samples with the dataset's images."""
+    if reason := not_comparable(real, sides):
+        return {name: VerdictPart(name, None, reason) for name in BY_SAMPLES}
     faithful = faithfulness(real, sides.base, sides.lora)
     known = "the base model's own samples are as near to these images as the images are to each other"
     followed = obedience(sides.base, sides.other_seeds, sides.lora, captions, sides.prompts)
@@ -312,6 +322,17 @@ def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[
         "does_not_copy": VerdictPart("does_not_copy", near, "" if near else same),
         "diverse": VerdictPart("diverse", varied, "" if varied else same),
     }
+
+
+def not_comparable(real: Features, sides: Sides) -> str:
+    """Why nothing can be compared with the dataset's images or the base's samples; empty where all of them are finite."""
+    for what, features in (
+        ("the dataset's images", (real,)),
+        ("the base model's samples", (sides.base, sides.other_seeds)),
+    ):
+        if not all(bool(block.isfinite().all()) for each in features for block in each.values()):
+            return f"the features of {what} are not finite"
+    return ""
 
 
 def plain_caption(caption: Caption) -> str:
@@ -382,14 +403,15 @@ def does_not_work(findings: Sequence[Finding], numbers: Mapping[str, Any], minim
     )
 
 
-def model_key(studio: Studio, base: Path, family: Family) -> str:
-    """A digest of what all features of a base model depend on: its weights, and how and on what they are computed."""
+def model_key(studio: Studio, base: Path, family: Family, encoder: EncoderFolder | None) -> str:
+    """A digest of what all features of a base model depend on: its weights, and how and by what they are computed."""
     folder, process = base / family.denoiser.component, studio.sampler.process
     return digest_of(
         FORMULAS,
         family.name,
         weights_digest(folder),
         (folder / "config.json").read_text("utf-8"),
+        "" if encoder is None else fingerprint(encoder.path, ".") + fingerprint(base, "vae"),
         process.description,
         process.alphas_cumprod,
         *(f"{name}: {block.grid}, {block.patch}" for name, block in studio.blocks.items()),
@@ -398,8 +420,17 @@ def model_key(studio: Studio, base: Path, family: Family) -> str:
     )
 
 
-def _measure_drift(studio: Studio) -> float:
-    """Of the predictions of unrelated prompts."""
+def base_not_finite(minimum: float) -> LoraReport:
+    """The report where the base model itself does not work, which is no fault of the LoRA."""
+    reason = "the base model's own predictions are not finite"
+    message = "Nothing was measured: the base model's own predictions hold NaN or infinity."
+    fix = "Copy or download the base model again, or set memory.weight_dtype=bf16 or fp32."
+    parts = {name: VerdictPart(name, None, reason) for name in SCALES}
+    return LoraReport(minimum, parts, (Finding(NOT_COMPARED, "warning", message, fix),))
+
+
+def _measure_drift(studio: Studio) -> float | None:
+    """Of the predictions of unrelated prompts; None where the base model's own are not finite."""
     cond, changed = (
         {name: value.to(studio.device) for name, value in each.prompts.items()}
         for each in (studio.original, studio.changed)
@@ -407,6 +438,8 @@ def _measure_drift(studio: Studio) -> float:
     sizes = studio.sizes.to(studio.device).expand(len(next(iter(cond.values()))), -1)
     with studio.without():
         visits = base_visits(studio.sampler.predict, studio.sampler.process, cond, sizes, studio.shape)
+    if not all(bool(visit.prediction.isfinite().all()) for visit in visits):
+        return None
     return drift(studio.sampler.predict, visits, changed, sizes)
 
 
@@ -441,12 +474,14 @@ def watched(predict: Predict, total: int, watch: Callable[[int, int], None]) -> 
     return predict_watched
 
 
-def count_passes(effort: Effort, images: RealImages, prompts: int, own_shape: tuple[int, ...], *, guided: bool) -> int:
-    """Forward passes of the gate where the first round decides; `own_shape` [C, h, w] is that of unrelated prompts.
+def count_passes(
+    effort: Effort, images: RealImages, unrelated: tuple[tuple[int, ...], int], *, guided: bool, described: bool
+) -> int:
+    """Forward passes of the gate where the first round decides; `unrelated` are shape [C, h, w] and number of those prompts.
 
-    Samples of one shape are in one batch.
+    Samples of one shape are in one batch. `described`: images are compared by the base model's own features.
     """
-    every = images.every
+    every, (own_shape, prompts) = images.every, unrelated
     chosen = places_of(range(effort.round), len(every)) if len(every) >= FEWEST_REAL else []
     shapes = Counter(tuple(every[place].latents.shape) for place in chosen)
     batches = sum(
@@ -455,10 +490,10 @@ def count_passes(effort: Effort, images: RealImages, prompts: int, own_shape: tu
         for start in range(0, count, AT_ONCE)
     )
     sampled = 3 * (1 + guided) * effort.steps * batches
-    described = 3 * (len(chosen) + prompts) + (len(every) if chosen else 0)
+    looked_at = described * (3 * (len(chosen) + prompts) + (len(every) if chosen else 0))
     of_drift = 2 * VISITS * in_batches(prompts, rows_at_once(own_shape[1:]))
     losses = 2 * sum(in_batches(TIMESTEPS, min(rows_at_once(each.latents.shape[1:]), MICRO)) for each in images.unseen)
-    return sampled + described + of_drift + losses
+    return sampled + looked_at + of_drift + losses
 
 
 def in_batches(count: int, rows: int) -> int:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # validate prints reports without torch
     from lora_trainer.evaluation.choice import LoraChoice
     from lora_trainer.evaluation.shown_samples import ShownSample
 
+BASE_FEATURES = "base model"
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -25,8 +27,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class LoraReport:
-    """The verdict's parts, findings, the numbers behind them, its cost, and samples to look at. Without parts it was not
-    measured."""
+    """The verdict's parts, findings, the numbers behind them, its cost, and samples to look at.
+
+    Without parts it was not measured. `encoder` names what images were compared by: `base model`, a folder, or
+    `owner/name@commit`.
+    """
 
     gate: float
     parts: Mapping[str, VerdictPart] = field(default_factory=dict)
@@ -35,11 +40,13 @@ class LoraReport:
     cost: Cost = Cost()
     shown: tuple[ShownSample, ...] = ()
     choice: LoraChoice | None = None  # of a strength or a step, where they were compared
+    encoder: str = BASE_FEATURES
 
     @property
     def score(self) -> float | None:
         """The least score of the measured parts, in [0, 1]; None where nothing was measured."""
-        return round(score_of(self.parts), 4) if self.parts else None
+        measured = any(part.measure is not None for part in self.parts.values())
+        return round(score_of(self.parts), 4) if measured else None
 
     @property
     def outcome(self) -> Outcome | None:
@@ -78,6 +85,7 @@ class LoraReport:
                 "parts": {name: part.to_json() for name, part in self.parts.items()},
                 "findings": [finding.to_json() for finding in self.findings],
                 "cost": asdict(self.cost),
+                "encoder": self.encoder,
                 "numbers": dict(self.numbers),
                 **({} if self.choice is None else {"choice": self.choice.to_json()}),
             }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.folder import check_part, read_config
-from lora_trainer.models.frozen import check_size, refuse_lacking
+from lora_trainer.models.pretrained import LOCAL, explaining_folder, load_pretrained
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 TAGS = "selected_tags.csv"  # names of a tagger's labels, as the well-known taggers bring them
 RATING = "9"  # the category of labels that rate an image in place of describing it
 NAMELESS = re.compile(r"LABEL_\d+")
-LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # without the latter it asks
 EXPECTED = (
     "Expected a transformers folder (BLIP, GIT or an image classifier): config.json, *.safetensors and the files of its "
     "image processor (and tokenizer)."
@@ -49,33 +48,10 @@ def load_captioner(folder: Path, device: torch.device, *, threshold: float = 0.3
     config = read_config(folder, "config.json", expected=EXPECTED)
     stored_numbers = check_part(folder)
     architectures = [str(name) for name in config.get("architectures") or ()]
-    try:
+    with explaining_folder(folder, architectures, EXPECTED):
         if any(name.endswith("ForImageClassification") for name in architectures):
             return _tagger(folder, device, threshold, stored_numbers)
         return _writer(folder, config, device, most_tokens, stored_numbers)
-    except UsageError:
-        raise
-    except Exception as error:  # transformers raises every kind for a folder that is not what it expects
-        named = architectures[0] if architectures else "a model without a name"
-        if "trust_remote_code" in str(error):
-            message = f"{folder} ({named}) works only with Python code of its own, which is never run."
-            raise UsageError(Problem(message, "Name a model that transformers knows by itself.")) from error
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(Problem(f"{folder} ({named}) cannot be loaded: {reason}.", EXPECTED)) from error
-
-
-def _load(kind: Any, folder: Path, device: torch.device, stored_numbers: int) -> Any:
-    """A model with all of its weights. Raises UsageError when its files, with `stored_numbers` numbers, lack some."""
-    from transformers import AutoConfig
-
-    check_size(
-        lambda: kind.from_config(AutoConfig.from_pretrained(folder, **LOCAL), trust_remote_code=False),
-        stored_numbers,
-        folder,
-    )
-    model, found = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **LOCAL)
-    refuse_lacking(folder, found["missing_keys"])
-    return model.to(device).eval()
 
 
 def _writer(
@@ -94,7 +70,7 @@ def _writer(
         raise UsageError(Problem(message, "Name one that describes an image by itself, such as BLIP or GIT."))
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **LOCAL)
     tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
-    model = _load(AutoModelForImageTextToText, folder, device, stored_numbers)
+    model = load_pretrained(AutoModelForImageTextToText, folder, device, stored_numbers)
 
     def describe(images: Sequence[Image.Image]) -> list[str]:
         pixels = processor(images=list(images), return_tensors="pt")["pixel_values"].to(device)
@@ -110,7 +86,7 @@ def _tagger(folder: Path, device: torch.device, threshold: float, stored_numbers
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **LOCAL)
-    model = _load(AutoModelForImageClassification, folder, device, stored_numbers)
+    model = load_pretrained(AutoModelForImageClassification, folder, device, stored_numbers)
     labels = _labels(folder, model.config.id2label)
     together = model.config.problem_type == "multi_label_classification" or (folder / TAGS).exists()
 

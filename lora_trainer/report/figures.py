@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from lora_trainer.evaluation.lora_report import BASE_FEATURES
 from lora_trainer.monitor.progress import duration
 from lora_trainer.report.chart import Chart, ChartLine, Mark, Point, make_chart, short, smoothed
 from lora_trainer.report.ending import released_step
@@ -188,6 +189,9 @@ def lora_numbers(run: RunReport) -> list[str]:
             f"Loss on validation images, measured again on the exported file: {short(base)} without the LoRA, {short(lora)} with it"
             f"{interval}. The curve of the training uses other noise, so its numbers differ."
         )
+    encoder = run.part("lora").get("encoder")
+    if isinstance(encoder, str) and encoder != BASE_FEATURES:
+        sentences.append(f"Images were compared by {encoder}, not by the base model's own features.")
     if (drift := number(numbers.get("drift"))) is not None:
         sentences.append(f"For prompts that are not about the subject, predictions change by {percent(drift)}.")
     if (largest := number(health.get("largest"))) is not None:

@@ -53,7 +53,7 @@ def verdict_parts(lora: Mapping[str, Any]) -> Iterator[PartInterval]:
             continue
         own = [each for key in ("own_value", "own_low", "own_high") if (each := number(part.get(key))) is not None]
         has_unit = name in MEANINGS and MEANINGS[name].unit and len(own) == 3
-        about = own_value(name, Estimate(*own), number(part.get("gate"))) if has_unit else ""
+        about = own_value(name, Estimate(own[0], own[1], own[2]), number(part.get("gate"))) if has_unit else ""
         yield PartInterval(name, title, question, value, low, high, part_outcome(low, high, gate), about)
 
 

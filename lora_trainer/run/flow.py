@@ -26,6 +26,7 @@ from lora_trainer.data.sample_counts import never_trained, write_sample_counts
 from lora_trainer.data.steps import micro_shapes
 from lora_trainer.diffusion.loss import WEIGHTINGS
 from lora_trainer.evaluation.compute import Compute
+from lora_trainer.evaluation.encoder_features import load_encoder
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_report import LoraReport
@@ -44,6 +45,7 @@ from lora_trainer.monitor.progress import Phase, Progress, step_line
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.report.curve import still_falling
 from lora_trainer.report.record import Record, read_record, write_record
+from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.caching import cached_data, measured_images
 from lora_trainer.run.choices import DTYPES, asked_by_user, compiling_pays
 from lora_trainer.run.compare_loras import compare_after_training
@@ -103,6 +105,8 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
     """Train and release one LoRA in the order's folder. Raises UserError."""
     session = open_session(order, inputs)
     check_lora_files(session.config, inputs.family, inputs.facts)
+    if (encoder := find_encoder(session.config, say=session.console.print)) is not None:
+        load_encoder(encoder.path, torch.device("cpu"))  # which refuses another kind of model before it is needed
     refuse_without_validation(session.config, session.inputs)
     settings = fixed_settings(session.config, session.inputs, session.choices)
     start = find_start(order.folder, settings, order.console, order.config) if order.resume else None
@@ -447,6 +451,7 @@ def release(session: Session, run: Run, record: Record, state: TrainState) -> Ou
     if tokens:
         console.print(f"learned tokens, also in {kohya.name}: {', '.join(path.name for path in tokens)}", markup=False)
     stop_if_signalled()
+    del released, weights, export, write  # they hold the trained weights
     outcome = check_lora(session, run, record, state, kohya, untrained)
     return replace(outcome, record=outcome.record.with_seconds(validate=time.monotonic() - began))
 
@@ -507,10 +512,16 @@ def show_phase(session: Session, state: TrainState, phase: Phase) -> None:
 
 
 def free_step_context(context: StepContext) -> None:
-    """Take the trained model off the GPU: the check and drawing load a fresh base model."""
-    move_to_device(context.denoiser, torch.device("cpu"))
-    for module in context.modules[1:]:
-        module.to("cpu")
-    context.optimizer.state.clear()
-    if context.device.type == "cuda":
-        torch.cuda.empty_cache()
+    """Free the trained model, whoever still refers to it: the check and drawing load a fresh base model.
+
+    Otherwise both would be in memory, and a run would need more of it after its training than in it.
+    """
+    for module in context.modules:
+        for part in list(module.modules()):
+            part.__dict__.clear()  # weights, adapters, and the hooks that hold swapped blocks
+    average = {} if context.average is None else context.average.values
+    texts = {} if context.texts is None else context.texts.parameters
+    for held in (context.adapter.copies, context.adapter.masters, average, texts, context.optimizer.state):
+        held.clear()
+    context.optimizer.param_groups.clear()
+    free_memory(context.device)

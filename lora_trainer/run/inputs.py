@@ -109,6 +109,9 @@ def with_absolute_paths(config: Config) -> Config:
             "lora": config.lora.model_copy(update={"network_weights": absolute_file(config.lora.network_weights)}),
             "data": config.data.model_copy(update={"sources": sources}),
             "cache": config.cache.model_copy(update={"dir": absolute_file(config.cache.dir)}),
+            "gates": config.gates.model_copy(
+                update={"encoder": config.gates.encoder and absolute(config.gates.encoder)}
+            ),
             "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve())}),
         }
     )

@@ -14,6 +14,8 @@ from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan, plan_plain
 from lora_trainer.evaluation.lora_report import LoraReport
+from lora_trainer.models.vision_encoder import EncoderFolder
+from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import describe_model, is_builtin
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import data_in_use, read_inputs, read_model, trained_framings
@@ -52,21 +54,26 @@ def score_lora(path: Path, data: Path | None, config: Config, say: Say) -> LoraR
     header = read_tensor_header(path).get(METADATA, {})  # refuse what is not a LoRA before a model is needed
     run = run_beside(path)
     config = read_as_trained(config, None if run is None else run.config, header)
+    encoder = find_encoder(config, say=say)
     say(f"base model: {describe_model(config.model)}")
     samples = _samples_of_folder(config, data, run, say) if data is not None else _samples_of_run(config, run)
     say(samples.origin)
-    report = _evaluate(path, config, samples, (None if run is None else run.config), say)
+    report = _evaluate(path, config, samples, (encoder, None if run is None else run.config), say)
     if run is not None and run.unseen is not None:
         report = replace(report, findings=(*report.findings, run.unseen))
     return report
 
 
-def _evaluate(path: Path, config: Config, measured: Samples, trained: Config | None, say: Say) -> LoraReport:
-    """The report on a LoRA file; `trained` are the settings of its run, None for a file alone."""
+def _evaluate(
+    path: Path, config: Config, measured: Samples, known: tuple[EncoderFolder | None, Config | None], say: Say
+) -> LoraReport:
+    """The report on a LoRA file; `known` are the outside encoder and the settings of its run, each None without one."""
+    encoder, trained = known
     import torch
 
     from lora_trainer.evaluation.compute import Compute
     from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
+    from lora_trainer.evaluation.encoder_features import load_encoder
     from lora_trainer.evaluation.evidence import RealImages
     from lora_trainer.evaluation.lora_check import LoraGate, check_lora, refused_unloaded
     from lora_trainer.evaluation.placing import with_less
@@ -79,6 +86,8 @@ def _evaluate(path: Path, config: Config, measured: Samples, trained: Config | N
     if report := refused_unloaded(read_lora_with_tokens(path), facts.path, family, config.gates.lora):
         return report
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if encoder is not None:  # refused before anything is encoded
+        load_encoder(encoder.path, torch.device("cpu"))
 
     def encoders() -> Encoders:  # each is loaded when it is first used
         return family.load_encoders(facts.path, ENCODER_DTYPE, device)
@@ -98,7 +107,7 @@ def _evaluate(path: Path, config: Config, measured: Samples, trained: Config | N
     # The command was requested, so "off" measures too.
     check = config.gates.lora_check
     effort = check if check in ("full", "lite") else "full"
-    gate = LoraGate(config.gates.lora, effort, cache=cache_folder(config))
+    gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config))
     dtype = computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
 
     def evaluate(compute: Compute) -> LoraReport:

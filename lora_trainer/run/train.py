@@ -36,6 +36,7 @@ from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, Status, latest, read_record, write_record
+from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import named_absolutely, on_stderr, silent
 from lora_trainer.run.differences import differences, find_differences
 from lora_trainer.run.folder import (
@@ -110,6 +111,7 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     found = None if dry_run else claim(order)
     if found is not None and is_finished(found) and not asks_for_more(order, found):
         return nothing_to_do(order, found)
+    find_encoder(resolved.config, weights=False, say=silent)
     order.watch(Progress("checking"))
     order, model = for_its_model(order)
     inputs = read_inputs(order.config, model)

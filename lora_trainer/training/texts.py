@@ -38,7 +38,7 @@ class TrainedTexts:
 
     parts: TextParts
     encode: Encode
-    parameters: Mapping[str, nn.Parameter]
+    parameters: dict[str, nn.Parameter]
     lrs: Rates
     shapes: Mapping[str, tuple[int, ...]]
     notes: tuple[str, ...]
@@ -74,7 +74,7 @@ def build_texts(
         added = add_adapter(encoder, names, config, text_options(config), component)
         own = {f"{component}.{name}": parameter for name, parameter in added.items()}
         parameters |= own
-        lrs.append((lr, own.keys()))
+        lrs.append((lr, frozenset(own)))  # names alone, so that the weights can be freed
         notes.append(f"{component}: LoRA rank {text_options(config).rank}, {len(names)} modules, lr={lr:g}")
         if config.lora.network_weights is not None:
             notes.append(start_from_file(config, component, names, added, text_options(config)))
@@ -83,7 +83,7 @@ def build_texts(
     if config.textual_inversion.placeholder_tokens:
         tokens = add_trainable_tokens(parts, family.text.clips, config, checkpointed=checkpointed)
         parameters |= tokens
-        lrs.append((config.textual_inversion.learning_rate, tokens.keys()))
+        lrs.append((config.textual_inversion.learning_rate, frozenset(tokens)))
         section = config.textual_inversion
         named = f"{', '.join(section.placeholder_tokens)} of {section.num_vectors} embeddings each"
         notes.append(f"learned tokens: {named}, lr={section.learning_rate:g}")

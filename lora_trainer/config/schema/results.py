@@ -101,6 +101,11 @@ class GatesSection(Section):
         "changes nothing",
         "how much of the LoRA is measured at the end: `full` samples until each part is decided, `lite` takes 8 samples in 8 steps and one image with and without the LoRA, `off` neither scores it nor generates images; empty, `lite` in `train` and `full` where the gates are enforced",
     )
+    encoder: str | None = setting(
+        None,
+        "changes nothing",
+        "image encoder that compares samples with the dataset in place of the base model's own features: a folder of transformers such as DINOv2, CLIP or SigLIP in `.safetensors`, or a hub id such as `facebook/dinov2-base`",
+    )
     unresolved: UnresolvedName = setting(
         "refuse",
         "changes nothing",

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.models.vision_encoder import PROCESSORS
 from lora_trainer.models.weight_files import weights_of
 
 INDEX = "model_index.json"
+ENCODER = "encoder"  # an image encoder, which is all of a repository
 PART = re.compile(r"unet|transformer|vae|scheduler|(?:text_encoder|tokenizer)(?:_[2-9])?")
 _FILE = re.compile(r"\w[\w.-]{0,120}", re.ASCII)
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")
@@ -55,7 +57,7 @@ def choose_parts(
     heavy: list[str] = []
     lacking: list[str] = []
     for part in sorted(parts):
-        place = "" if part == "vae" and is_autoencoder(names) else f"{part}/"
+        place = "" if part == ENCODER or (part == "vae" and is_autoencoder(names)) else f"{part}/"
         inside = {name.removeprefix(place) for name in names if name.startswith(place)}
         inside = {name for name in inside if _FILE.fullmatch(name)}
         if part.startswith("tokenizer"):
@@ -68,6 +70,10 @@ def choose_parts(
             small.append(f"{place}{config}")
         elif part not in left_out:
             lacking.append(f"{place}{config} is missing")
+        if part == ENCODER:
+            described = [name for name in PROCESSORS if name in inside]
+            small += described
+            lacking += [] if described else [f"{PROCESSORS[0]} is missing"]
         if part == "scheduler" or part in left_out or not weights:
             continue
         found = weights_of(inside)
@@ -85,7 +91,8 @@ def is_autoencoder(names: Collection[str]) -> bool:
 def parts_in(names: Collection[str], wanted: Collection[str]) -> tuple[str, ...]:
     """Those of the wanted parts that a repository has."""
     there = {name.partition("/")[0] for name in names if "/" in name}
-    return tuple(sorted(part for part in wanted if part in there or (part == "vae" and is_autoencoder(names))))
+    whole = [part for part, is_here in (("vae", is_autoencoder(names)), (ENCODER, "config.json" in names)) if is_here]
+    return tuple(sorted(part for part in wanted if part in there or part in whole))
 
 
 def parts_of(index: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lora_trainer.core.disk import FULL
 from lora_trainer.core.errors import Problem, UsageError, first_line
-from lora_trainer.run.bases.hub_files import INDEX, PICKLES, HubFiles, single_checkpoints
+from lora_trainer.run.bases.hub_files import ENCODER, INDEX, PICKLES, HubFiles, single_checkpoints
 from lora_trainer.run.bases.names import HubModel
 
 TRY_AGAIN = "Run the same command again: the download resumes."
@@ -48,6 +48,9 @@ def no_pipeline(model: HubModel, sizes: Collection[str]) -> Problem:
 
 def no_parts(model: HubModel, names: Collection[str]) -> Problem:
     """Of a repository that has none of the parts that are wanted."""
+    if model.parts == (ENCODER,):
+        message = f"{model.origin}: {model} holds no image encoder: config.json is missing."
+        return Problem(message, "Name one such as facebook/dinov2-base, or leave it empty.")
     wanted = ", ".join(f"{part}/" for part in model.parts)
     single = single_checkpoints(names)
     named = ", ".join(f"{model.name}/{name}" for name in single[:5])
