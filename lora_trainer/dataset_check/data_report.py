@@ -109,6 +109,7 @@ class DataReport:
                 ("are ", "is "),
                 ("list ", "lists "),
                 ("look ", "looks "),
+                ("begin ", "begins "),
                 ("name ", "names "),
             ):
                 if text.startswith(many):
@@ -188,6 +189,7 @@ MANY = {
     "cropped": "are cut down to less than half",
     "duplicate": "are exact copies of others",
     "mirrored": "are mirror images of others",
+    "series": "begin a series of images that hardly change",
     "collage": "are several images side by side",
     "uniform": "are nearly one color",
     "transparent": "are transparent in part",
