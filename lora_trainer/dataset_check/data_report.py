@@ -15,6 +15,7 @@ from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.images.measures import Borders
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan
+from lora_trainer.dataset_check.agreement import NOT_COMPARED, CaptionAgreement
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class DataReport:
     likeness: float = 0.0  # mean correlation of two of its images, -1 to 1
     rows: tuple[BucketRow, ...] = ()
     borders: dict[Path, Borders] = field(default_factory=dict)  # of images that have any
+    agreement: CaptionAgreement = NOT_COMPARED
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -157,6 +159,7 @@ class DataReport:
             "bucket_table": [row.to_json() for row in self.rows],
             "look_the_same": [[str(path) for path in group] for group in self.groups],
             "likeness": round(self.likeness, 4),
+            "caption_agreement": self.agreement.to_json(),
             "notes": list(self.notes),
             "steps": steps,
         }
@@ -182,6 +185,7 @@ MANY = {
     "absent_image": "name images that are not there",
     "garbled_caption": "have a caption with garbled letters",
     "meaningless_caption": "have a caption without a word",
+    "doubtful_caption": "have a caption that another image's suits better",
     "random_caption": "have a caption of random letters",
     "unread_caption": "have a caption that the text encoder hardly reads",
     "long_caption": "have a caption longer than the model reads",
