@@ -79,7 +79,7 @@ def find_series(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
 
     Few pairs are compared, so they may differ by more than those of `find_alike`: SERIES_BITS and SERIES_AGREEMENT.
     """
-    usable = [place for place, each in enumerate(seen) if each.broken is None and each.spread >= LEAST_SPREAD]
+    usable = [place for place, each in enumerate(seen) if each.thumb and each.spread >= LEAST_SPREAD]
     if len(usable) < SHORTEST_SERIES:
         return []
     hashes = np.array([seen[place].hash for place in usable], dtype=np.uint64)

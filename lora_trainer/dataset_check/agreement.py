@@ -11,7 +11,7 @@ from lora_trainer.core.findings import Finding
 
 DOUBTFUL, MIXED_UP, NOT_KNOWN = "doubtful_caption", "mixed_up_captions", "unknown_captions"
 CHANCE = 0.5
-LEAST_WORSE, LEAST_MARGIN = 0.4, 1.0  # of a doubtful caption; hardly a right one had both (docs/scores.md)
+LEAST_WORSE, LEAST_MARGIN = 0.4, 2.0  # of a doubtful caption; hardly a right one had both (docs/scores.md)
 LEAST_APART = 0.85  # of captions that a model tells apart; of words that are new to it 0.6 to 0.8
 SHOWN_LETTERS = 80  # of a caption
 MOST_LISTED = 24  # in the JSON

@@ -27,7 +27,7 @@ def found_in(folder: Path, images: list[Image.Image]) -> dict[str, str]:
 
 
 def marked(image: Image.Image) -> Image.Image:
-    """With a half transparent text at the bottom right."""
+    """With a half transparent text at the bottom."""
     over = Image.new("RGBA", image.size)
     size = round(0.06 * image.height)
     place = 0.55 * image.width, image.height - 1.6 * size
@@ -39,7 +39,7 @@ def test_a_watermark_on_most_images_is_found(tmp_path: Path) -> None:
     plain = [photo(300, 256, number) for number in range(14)]
     assert found_in(tmp_path / "plain", plain) == {}
     (message,) = found_in(tmp_path / "marked", [*map(marked, plain[:12]), *plain[12:]]).values()
-    assert message.startswith("12 of 14 images have the same edges at one place (bottom right")
+    assert message.startswith("12 of 14 images have the same edges at one place (bottom")
 
 
 def test_one_background_is_no_overlay(tmp_path: Path) -> None:
