@@ -20,7 +20,7 @@ from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.sources.places import named_places
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.dataset_check import DataReport
-from lora_trainer.dataset_check.agreement import NOT_COMPARED, CaptionAgreement
+from lora_trainer.dataset_check.doubts import NOT_COMPARED, CaptionAgreement
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.monitor.console import Console
 from lora_trainer.run.caption_agreement import measure_agreement

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from lora_trainer.core.findings import Finding
 from lora_trainer.data.captions import TRIGGER, canonical_text, has_trigger, lacks_trigger, rules_of
 from lora_trainer.data.sample import Sample
-from lora_trainer.dataset_check.agreement import DOUBTFUL, MIXED_UP, NOT_KNOWN
 from lora_trainer.dataset_check.context import CheckContext
+from lora_trainer.dataset_check.doubts import DOUBTFUL, MIXED_UP, NOT_KNOWN
 
 CAPTION_CODES = frozenset(
     {

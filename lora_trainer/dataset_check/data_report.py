@@ -15,7 +15,7 @@ from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.images.measures import Borders
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan
-from lora_trainer.dataset_check.agreement import NOT_COMPARED, CaptionAgreement
+from lora_trainer.dataset_check.doubts import NOT_COMPARED, CaptionAgreement
 
 
 @dataclass(frozen=True)

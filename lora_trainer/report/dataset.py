@@ -14,7 +14,7 @@ from lora_trainer.data.images.images import BrokenImageError, load_rgb
 from lora_trainer.data.sample import Sample, Span
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.dataset_check import DataReport
-from lora_trainer.dataset_check.agreement import DOUBTFUL, NOT_COMPARED
+from lora_trainer.dataset_check.doubts import DOUBTFUL, NOT_COMPARED
 from lora_trainer.report.embedded_images import webp
 from lora_trainer.report.figures import Figure
 from lora_trainer.report.read import Score

@@ -12,7 +12,7 @@ from lora_trainer.core.errors import DatasetRefused, UsageError
 from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import plan_plain
-from lora_trainer.dataset_check.agreement import CaptionAgreement, Doubt
+from lora_trainer.dataset_check.doubts import CaptionAgreement, Doubt
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.run.bases.find import silent
@@ -48,7 +48,7 @@ def measure_agreement(config: Config, samples: Sequence[Sample]) -> CaptionAgree
 def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[Sample]) -> CaptionAgreement:
     import torch
 
-    from lora_trainer.evaluation.caption_agreement import Comparison, agreement_of, caption_losses, compare_fits, passes
+    from lora_trainer.evaluation.caption_fit import Comparison, agreement_of, caption_losses, compare_fits, passes
     from lora_trainer.evaluation.compute import Compute
     from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
     from lora_trainer.evaluation.loading import free_memory

@@ -24,12 +24,12 @@ from lora_trainer.evaluation.verdict import Estimate
 
 # The noisier half of the schedule, where little but the caption says what the image shows. On the built-in base the own
 # caption of zobo's images won 0.4 to 0.6 of the comparisons at single timesteps of the other half, and up to 0.9 in this one.
-TIMESTEPS, LEAST_NOISE = 6, 0.5
+NOISE_LEVELS, LEAST_NOISE = 6, 0.5
 
 
 def noisy_timesteps(timesteps: int) -> list[int]:
-    """The middles of TIMESTEPS equal parts of the schedule from LEAST_NOISE on."""
-    parts = (LEAST_NOISE + (1 - LEAST_NOISE) * (part + 0.5) / TIMESTEPS for part in range(TIMESTEPS))
+    """The middles of NOISE_LEVELS equal parts of the schedule from LEAST_NOISE on."""
+    parts = (LEAST_NOISE + (1 - LEAST_NOISE) * (part + 0.5) / NOISE_LEVELS for part in range(NOISE_LEVELS))
     return [int(part * timesteps) for part in parts]
 
 
@@ -124,7 +124,7 @@ def preferred(fit: Values, chosen: NDArray[np.intp], between: Values) -> Values:
 
 def passes(samples: Sequence[EncodedSample], captions: int) -> int:
     """Forward passes of `caption_losses`."""
-    return TIMESTEPS * sum(-(-captions // rows_at_once(sample.latents.shape[1:])) for sample in samples)
+    return NOISE_LEVELS * sum(-(-captions // rows_at_once(sample.latents.shape[1:])) for sample in samples)
 
 
 def agreement_of(own: Sequence[float]) -> Estimate:

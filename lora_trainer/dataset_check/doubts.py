@@ -12,7 +12,7 @@ from lora_trainer.core.findings import Finding
 DOUBTFUL, MIXED_UP, NOT_KNOWN = "doubtful_caption", "mixed_up_captions", "unknown_captions"
 CHANCE = 0.5
 LEAST_WORSE, LEAST_MARGIN = 0.4, 2.0  # of a doubtful caption; hardly a right one had both (docs/scores.md)
-LEAST_APART = 0.85  # of captions that a model tells apart; of words that are new to it 0.6 to 0.8
+LEAST_APART = 0.9  # of captions that a model tells apart; below, its doubts are not to be believed
 SHOWN_LETTERS = 80  # of a caption
 MOST_LISTED = 24  # in the JSON
 
@@ -86,15 +86,15 @@ class CaptionAgreement:
         """Doubtful captions one by one where the model tells them apart, and what it means where it prefers none."""
         if self.value is None:
             return []
-        prefers = self.low > CHANCE
+        is_known = self.apart >= LEAST_APART
+        doubtful = [each.finding for each in self.doubts if each.is_sure and is_known]
+        if self.low > CHANCE:
+            return doubtful
         interval = f"{self.value:.2f} of the comparisons, 95 % interval {self.low:.2f} to {self.high:.2f}, chance 0.50"
         message = f"The model does not find captions more fitting for their own images than for others ({interval})"
-        if not prefers and self.apart < LEAST_APART:
+        if not is_known:
             message += ", and hardly tells these captions apart: their words may be new to it."
             return [Finding(NOT_KNOWN, "note", message, "Compare some captions with their images yourself.")]
-        doubtful = [each.finding for each in self.doubts if each.is_sure]
-        if prefers:
-            return doubtful
         message += ", though it tells them apart: they seem to belong to other images."
         fix = "Check that each caption lies beside its image: two lists may have been sorted in different ways."
         return [Finding(MIXED_UP, "warning", message, fix), *doubtful]

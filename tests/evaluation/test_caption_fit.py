@@ -13,7 +13,7 @@ import pytest
 from builtin_base.drawing import draw, random_scene
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.cli.main import main
-from lora_trainer.evaluation.caption_agreement import agreement_of, compare_fits
+from lora_trainer.evaluation.caption_fit import agreement_of, compare_fits
 
 COLORS = ("red", "green", "blue", "purple", "orange", "white", "yellow", "black")
 TEXTS = tuple(f"{color} thing" for color in COLORS)
@@ -45,7 +45,7 @@ def test_swapped_captions_are_the_first_two() -> None:
     assert found.own[[2, 5]].max() < 0.8
 
 
-def test_mixed_up_captions_are_told_apart_and_unknown_ones_are_not() -> None:
+def test_mixed_up_captions_are_distinguished_and_unknown_ones_are_not() -> None:
     rotated = compare_fits(losses_of([*range(1, 8), 0]), range(8), TEXTS)
     assert agreement_of(rotated.own).high < 0.6
     assert agreement_of(rotated.apart).value > 0.9
