@@ -40,7 +40,7 @@ class Doubt:
     @property
     def finding(self) -> Finding:
         message = (
-            f"has a caption that suits it less than {self.worse:.0%} of the others ({_cut(self.caption)}); that of "
+            f"has a caption ({_cut(self.caption)}) that suits it less than {self.worse:.0%} of the others do; that of "
             f"{self.other.name} suits it better ({_cut(self.better)})."
         )
         fix = "Compare both captions with the image, and leave it if its own is right."

@@ -127,7 +127,7 @@ def passes(samples: Sequence[EncodedSample], captions: int) -> int:
     return NOISE_LEVELS * sum(-(-captions // rows_at_once(sample.latents.shape[1:])) for sample in samples)
 
 
-def agreement_of(own: Sequence[float]) -> Estimate:
+def agreement_of(own: Sequence[float] | Values) -> Estimate:
     """The mean share of other captions that suit an image less than its own, with the interval over images."""
     known = np.array([value for value in own if np.isfinite(value)])
     return bootstrap(lambda places: float(known[places].mean()), len(known))

@@ -171,7 +171,7 @@ def agreement_sections(report: DataReport) -> list[PageSection]:
         for doubt in agreement.doubts[:MOST_DOUBTS]
     ]
     fix = "The most doubtful captions first; most of them may be right." if rows else ""
-    return [PageSection("note", f"{agreement.line}.", fix, tuple(rows))]
+    return [PageSection("note", f"{agreement.line[0].upper()}{agreement.line[1:]}.", fix, tuple(rows))]
 
 
 def shown_of(report: DataReport, found: Sequence[Finding]) -> tuple[Shown, ...]:

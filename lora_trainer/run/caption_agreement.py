@@ -51,12 +51,15 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
     from lora_trainer.evaluation.caption_fit import Comparison, agreement_of, caption_losses, compare_fits, passes
     from lora_trainer.evaluation.compute import Compute
     from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
+    from lora_trainer.evaluation.likeness import agreement
     from lora_trainer.evaluation.loading import free_memory
     from lora_trainer.evaluation.lora_check import watched
     from lora_trainer.evaluation.placing import bring_denoiser, with_less
     from lora_trainer.models.family import Encoders
     from lora_trainer.run.choices import ENCODER_DTYPE, choose_precision, computed_in, usable_bytes
 
+    if agreement([sample.caption for sample in chosen]).min() == 1.0:
+        return CaptionAgreement(reason="all captions have the same words")
     family, facts = model
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.device("meta"):

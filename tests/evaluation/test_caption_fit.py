@@ -112,4 +112,8 @@ def test_what_cannot_be_compared_is_named(tmp_path: Path, capsys: pytest.Capture
         path.with_suffix(".txt").write_text("a shape")
     named = ("--model", str(BASE_FOLDER))
     assert check(capsys, str(paths[0].parent), *named)["caption_agreement"]["reason"] == "all captions are alike"
+    for number, path in enumerate(paths):
+        path.with_suffix(".txt").write_text("red shape" + "," * number)
+    reason = check(capsys, str(paths[0].parent), *named)["caption_agreement"]["reason"]
+    assert reason == "all captions have the same words"
     assert "--quick" in check(capsys, str(paths[0].parent), *named, "--quick")["caption_agreement"]["reason"]

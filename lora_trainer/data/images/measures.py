@@ -42,6 +42,7 @@ INNER = 0.1  # share of the side at each end where no seam is looked for
 THUMB_SIDE = 8
 MAP_SIDE, MAP_STEP = 64, 6  # cells of an edge map's side; gray levels between neighbors that are an edge
 MAP_BYTES = 4 * MAP_SIDE**2 // 8
+BINARY = ("thumb", "edges")  # fields of `Seen` that are bytes
 STANDARD_LUMA = 3688  # sum of the JPEG standard's luminance table (Annex K)
 
 
@@ -79,7 +80,7 @@ class Seen:
 
     def to_json(self) -> str:
         """One line to be kept; `seen_from_json` reads it again."""
-        binary = {name: base64.b64encode(getattr(self, name)).decode("ascii") for name in ("thumb", "edges")}
+        binary = {name: base64.b64encode(getattr(self, name)).decode("ascii") for name in BINARY}
         return json.dumps(asdict(self) | binary)
 
 
@@ -87,9 +88,9 @@ def seen_from_json(text: str) -> Seen:
     """Raises ValueError, KeyError or TypeError for anything that `Seen.to_json` did not write."""
     row = json.loads(text)
     broken = tuple(row.pop("broken") or ())
-    binary = {name: base64.b64decode(row.pop(name)) for name in ("thumb", "edges")}
-    borders = Borders(**row.pop("borders"))
-    return Seen(broken=(broken[0], broken[1], broken[2]) if broken else None, borders=borders, **binary, **row)
+    borders, (thumb, edges) = Borders(**row.pop("borders")), (base64.b64decode(row.pop(name)) for name in BINARY)
+    whole = (broken[0], broken[1], broken[2]) if broken else None
+    return Seen(broken=whole, borders=borders, thumb=thumb, edges=edges, **row)
 
 
 def seen_broken(error: BrokenImageError) -> Seen:
