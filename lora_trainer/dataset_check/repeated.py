@@ -32,10 +32,11 @@ def _overlays(context: CheckContext) -> list[Finding]:
 
     In images that show different things, the signs of the steps at one place are as good as random.
     """
+    leaders = context.alike.leaders
     maps = {
-        sample.content: each.edges
-        for sample, each in zip(context.samples, context.seen, strict=True)
-        if each.edges and not sample.regularization
+        sample.content: context.seen[place].edges
+        for place, sample in enumerate(context.samples)
+        if context.seen[place].edges and leaders.get(place, place) == place and not sample.regularization
     }
     if len(maps) < FEWEST_OVERLAID:
         return []
@@ -94,9 +95,10 @@ def _series(context: CheckContext) -> list[Finding]:
     """Frames of one shot, by the order of their names."""
     found = []
     folders: dict[Path, list[int]] = {}
-    for place, sample in enumerate(context.samples):
-        if not sample.regularization:
-            folders.setdefault(sample.path.parent, []).append(place)
+    first_places = {sample.content: place for place, sample in reversed(list(enumerate(context.samples)))}
+    for place in sorted(first_places.values()):
+        if not context.samples[place].regularization:
+            folders.setdefault(context.samples[place].path.parent, []).append(place)
     known = {place: group[0] for group in context.alike.groups for place in group}
     for folder in folders.values():
         places = sorted(folder, key=lambda place: _name_order(context.samples[place].path))

@@ -45,9 +45,9 @@ def test_a_watermark_on_most_images_is_found(tmp_path: Path) -> None:
 def test_one_background_is_no_overlay(tmp_path: Path) -> None:
     background = photo(300, 256, 99)
     images = []
-    for number in range(12):
+    for number in range(20):
         image = background.copy()
-        image.paste(photo(60, 60, number), (10 + 15 * number, 100))
+        image.paste(photo(140, 140, number), (8 * number, 70 * (number % 2) + 20))
         images.append(image)
     assert "repeated_place" in found_in(tmp_path / "same", images)
 
