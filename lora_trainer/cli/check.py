@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.sources.places import named_places
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.dataset_check import DataReport
+from lora_trainer.dataset_check.doubts import NOT_COMPARED, CaptionAgreement
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.monitor.console import Console
+from lora_trainer.run.caption_agreement import measure_agreement
 from lora_trainer.run.inputs import (
     arithmetic,
     data_in_use,
@@ -33,6 +36,7 @@ from lora_trainer.run.printed import show
 
 COLORS = {"error": "red", "warning": "yellow", "note": "cyan"}
 MOST_NAMES = 12  # files listed under one finding
+MOST_SUSPECTS = 3  # images named whose captions are most doubtful
 MOST_REASONS = 3  # differing messages shown of one kind of finding, beside the first
 
 
@@ -50,7 +54,16 @@ def check_command(
     3."""
     if problems := target_problems(config, page, fix, decode=decode):
         raise UsageError(problems)
-    manifest, report = read_data(config, facts, decode=decode)
+    agreement = CaptionAgreement(reason="--quick opens no image") if config.model.path else NOT_COMPARED
+
+    def examine(report: DataReport) -> list[Finding]:
+        nonlocal agreement
+        if config.model.path and decode:
+            agreement = measure_agreement(config, report.samples)
+        return agreement.findings
+
+    manifest, report = read_data(config, facts, decode=decode, examine=examine)
+    report = replace(report, agreement=agreement)
     train, validation = validation_split(config, facts, report)
     steps = arithmetic(
         config, train, config.train.max_micro_batch_size or config.train.effective_batch_size, processes=1
@@ -138,6 +151,11 @@ def show_report(report: DataReport, steps: StepArithmetic, validation: int, cons
         changes += [f"enlarged {most:.2f} times at most"] if most > 1.0 else []
         show(console, Text(f"resized to buckets: {', '.join(changes) or 'none'}"))
     show(console, Text(f"steps: {steps.line}; {validation} images for validation"))
+    if report.agreement is not NOT_COMPARED:
+        show(console, Text(report.agreement.line))
+        suspects = [report.name_of(doubt.path) for doubt in report.agreement.doubts[:MOST_SUSPECTS]]
+        if suspects:
+            show(console, Text(f"captions to look at first: {', '.join(suspects)}"))
     lower = [f"{name} {value:.3f}" for name, value in report.parts.items() if value < 1.0]
     parts = f"{', '.join(lower)}; all others 1" if lower else "all 1"
     verdict = "passes" if report.passed else f"refused: {report.why_refused}"

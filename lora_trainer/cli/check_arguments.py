@@ -11,7 +11,7 @@ from lora_trainer.core.errors import Problem
 
 EXAMPLES = (
     "examples:\n  lora-trainer check ./images\n  lora-trainer check ./images --html page.html\n"
-    "  lora-trainer check ./images --clean-copy ./cleaned\n"
+    "  lora-trainer check ./images --clean-copy ./cleaned\n  lora-trainer check ./images --model ./my-sd15 --html page.html\n"
 )
 
 
@@ -21,7 +21,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         dest="model.path",
         metavar="MODEL",
-        help="check for this model (default: Stable Diffusion 1.5 at 512 px)",
+        help="check for this model, and ask it whether captions suit their images (default: Stable Diffusion 1.5 at 512 px, not asked)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument(

@@ -19,6 +19,7 @@ from lora_trainer.data.images.measures import THUMB_SIDE, Seen
 
 MOST_BITS = 6  # of 64
 LEAST_AGREEMENT = 0.985  # correlation of two thumbs over pixels and colors
+SERIES_BITS, SERIES_AGREEMENT, SHORTEST_SERIES = 16, 0.9, 3  # of neighbors in name order, and images of a series
 MIRROR_AGREEMENT = 0.997  # a subject that is the same on both sides is no mirror image of itself elsewhere
 LEAST_SPREAD = 2.0  # an image of one color is like every other
 MOST_COMPARED = 32  # images of one band: thousands of frames of one scene are not compared with one another
@@ -71,6 +72,24 @@ def find_alike(seen: Sequence[Seen]) -> Alike:
     pairs = sum(_paired(np.array(group), hashes, thumbs) for group in groups)
     named = tuple(tuple(usable[place] for place in group) for group in groups)
     return Alike(named, tuple(sorted((usable[one], usable[other]) for one, other in flipped)), pairs)
+
+
+def find_series(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
+    """Runs of images, in order, of which each hardly differs from the one before it, as frames of one shot do.
+
+    Few pairs are compared, so they may differ by more than those of `find_alike`: SERIES_BITS and SERIES_AGREEMENT.
+    """
+    usable = [place for place, each in enumerate(seen) if each.thumb and each.spread >= LEAST_SPREAD]
+    if len(usable) < SHORTEST_SERIES:
+        return []
+    hashes = np.array([seen[place].hash for place in usable], dtype=np.uint64)
+    thumbs = np.frombuffer(b"".join(seen[place].thumb for place in usable), dtype=np.uint8)
+    thumbs = thumbs.reshape(len(usable), THUMB_SIDE, THUMB_SIDE, 3)
+    near = np.bitwise_count(hashes[1:] ^ hashes[:-1]) <= SERIES_BITS
+    near &= _agreement(thumbs[1:], thumbs[:-1]) >= SERIES_AGREEMENT
+    edges = np.flatnonzero(np.diff(near.astype(np.int8), prepend=0, append=0)).reshape(-1, 2).tolist()
+    runs = (tuple(usable[start : end + 1]) for start, end in edges)
+    return [run for run in runs if len(run) >= SHORTEST_SERIES]
 
 
 def _connected(hashes: NDArray[np.uint64], thumbs: NDArray[np.uint8]) -> Places:

@@ -14,11 +14,12 @@ from lora_trainer.core.findings import Finding
 from lora_trainer.data.captions import TRIGGER, canonical_text, has_trigger, lacks_trigger, rules_of
 from lora_trainer.data.sample import Sample
 from lora_trainer.dataset_check.context import CheckContext
+from lora_trainer.dataset_check.doubts import DOUBTFUL, MIXED_UP, NOT_KNOWN
 
 CAPTION_CODES = frozenset(
     {
         "missing_caption", "empty_caption", "unreadable_caption", "two_captions", "orphan_caption",
-        "bad_metadata", "bad_weight", "absent_image",
+        "bad_metadata", "bad_weight", "absent_image", DOUBTFUL, MIXED_UP, NOT_KNOWN,
     }
 )  # fmt: skip
 NOT_ASCII = re.compile(r"\S*[\x80-\uffff]\S*")

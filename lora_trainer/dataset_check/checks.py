@@ -28,6 +28,7 @@ from lora_trainer.dataset_check.image_checks import (
     check_sharpness,
     check_sizes,
 )
+from lora_trainer.dataset_check.repeated import check_repeated
 from lora_trainer.dataset_check.score import by_file, has_error, score_of
 from lora_trainer.dataset_check.whole_set import check_count, check_variety, likeness_of
 
@@ -44,6 +45,7 @@ CHECKS: dict[str, Check] = {
     "borders": check_borders,
     "formats": check_formats,
     "variety": check_variety,
+    "repeated": check_repeated,
     "count": check_count,
 }
 

@@ -15,6 +15,7 @@ from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.images.measures import Borders
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan
+from lora_trainer.dataset_check.doubts import NOT_COMPARED, CaptionAgreement
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class DataReport:
     likeness: float = 0.0  # mean correlation of two of its images, -1 to 1
     rows: tuple[BucketRow, ...] = ()
     borders: dict[Path, Borders] = field(default_factory=dict)  # of images that have any
+    agreement: CaptionAgreement = NOT_COMPARED
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -109,6 +111,7 @@ class DataReport:
                 ("are ", "is "),
                 ("list ", "lists "),
                 ("look ", "looks "),
+                ("begin ", "begins "),
                 ("name ", "names "),
             ):
                 if text.startswith(many):
@@ -156,6 +159,7 @@ class DataReport:
             "bucket_table": [row.to_json() for row in self.rows],
             "look_the_same": [[str(path) for path in group] for group in self.groups],
             "likeness": round(self.likeness, 4),
+            "caption_agreement": self.agreement.to_json(),
             "notes": list(self.notes),
             "steps": steps,
         }
@@ -181,6 +185,7 @@ MANY = {
     "absent_image": "name images that are not there",
     "garbled_caption": "have a caption with garbled letters",
     "meaningless_caption": "have a caption without a word",
+    "doubtful_caption": "have a caption that another image's suits better",
     "random_caption": "have a caption of random letters",
     "unread_caption": "have a caption that the text encoder hardly reads",
     "long_caption": "have a caption longer than the model reads",
@@ -188,6 +193,7 @@ MANY = {
     "cropped": "are cut down to less than half",
     "duplicate": "are exact copies of others",
     "mirrored": "are mirror images of others",
+    "series": "begin a series of images that hardly change",
     "collage": "are several images side by side",
     "uniform": "are nearly one color",
     "transparent": "are transparent in part",

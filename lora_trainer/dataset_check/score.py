@@ -19,6 +19,7 @@ SHARES = {
     "meaningless_caption": 0.25,
     "random_caption": 0.25,
     "unread_caption": 0.25,
+    "doubtful_caption": 0.3,
     "blurred": 0.3,
     "collage": 0.3,
     "over_compressed": 0.4,

@@ -14,6 +14,7 @@ from lora_trainer.data.images.images import BrokenImageError, load_rgb
 from lora_trainer.data.sample import Sample, Span
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.dataset_check import DataReport
+from lora_trainer.dataset_check.doubts import DOUBTFUL, NOT_COMPARED
 from lora_trainer.report.embedded_images import webp
 from lora_trainer.report.figures import Figure
 from lora_trainer.report.read import Score
@@ -23,6 +24,7 @@ TITLE = "Dataset report"
 MOST_EACH = 24  # images shown of one kind of finding
 MOST_GROUPS = 12  # of images that look the same
 MOST_IN_GROUP = 6
+MOST_DOUBTS = 6  # pairs of an image and the one whose caption suits it better
 MOST_IMAGES = 240  # on the page
 SAME = ("near_duplicate", "duplicate")
 THUMB = (224, 70)  # longest side in pixels, WebP quality: about 6 kB
@@ -86,7 +88,7 @@ def write_dataset(
 
 def render_dataset(report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, validation: int) -> str:
     """The whole page."""
-    sections = sections_of(report)
+    sections = [*sections_of(report), *agreement_sections(report)]
     wanted = (shown.path for section in sections for row in section.rows for shown in row)
     spans = {sample.path: sample.span for sample in samples}
     return render(
@@ -145,13 +147,31 @@ def sections_of(report: DataReport) -> list[PageSection]:
             sections.append(PageSection(first.severity, title, first.fix))
             continue
         title = f"{report.heading(code, found)}."
-        if code in SAME:
+        if code == DOUBTFUL:
+            rows, more = [], 0  # shown side by side in a section of their own
+        elif code in SAME:
             rows = same_rows(report, found)
             more = len(groups_with(report, found)) - MOST_GROUPS
         else:
             rows, more = [shown_of(report, found)], len(found) - MOST_EACH
         sections.append(PageSection(first.severity, title, first.fix, tuple(rows), max(0, more)))
     return sections
+
+
+def agreement_sections(report: DataReport) -> list[PageSection]:
+    """The images whose captions are most doubtful, each beside the image whose caption suits it better."""
+    agreement = report.agreement
+    if agreement is NOT_COMPARED:
+        return []
+    rows = [
+        (
+            Shown(report.name_of(doubt.path), f"its caption: {doubt.caption}", doubt.path),
+            Shown(report.name_of(doubt.other), f"suits it better: {doubt.better}", doubt.other),
+        )
+        for doubt in agreement.doubts[:MOST_DOUBTS]
+    ]
+    fix = "The most doubtful captions first; most of them may be right." if rows else ""
+    return [PageSection("note", f"{agreement.line[0].upper()}{agreement.line[1:]}.", fix, tuple(rows))]
 
 
 def shown_of(report: DataReport, found: Sequence[Finding]) -> tuple[Shown, ...]:

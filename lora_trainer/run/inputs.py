@@ -226,10 +226,17 @@ def largest_resolution(framings: Sequence[Framing]) -> int:
 
 
 @data_in_use()
-def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tuple[Manifest, DataReport]:
+def read_data(
+    config: Config,
+    facts: ModelFacts,
+    *,
+    decode: bool = True,
+    examine: Callable[[DataReport], Sequence[Finding]] = lambda report: (),
+) -> tuple[Manifest, DataReport]:
     """Read and check the data as this config would train it on that model; without `decode` from headers alone.
 
-    Raises UsageError for bad sources.
+    `examine` takes the report and returns what else is found; the score then depends on that, too. Raises UsageError for
+    bad sources.
     """
     framings, text = trained_framings(config, facts), FAMILIES[facts.family].text
     manifest, findings = list_data(config)
@@ -248,6 +255,8 @@ def read_data(config: Config, facts: ModelFacts, *, decode: bool = True) -> tupl
     )
     with counting() as count:
         report = check_dataset(manifest, findings, gate, decode=decode, progress=count("images decoded"))
+    if found := examine(report):
+        report = check_dataset(manifest, (*findings, *found), gate, decode=decode)
     return manifest, replace(report, general=(*report.general, *_plan_findings(config, facts, report)))
 
 

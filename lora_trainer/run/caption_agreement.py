@@ -1,0 +1,124 @@
+"""Compare captions with their images by the base model: what `check --model` does beside the checks without a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import DatasetRefused, UsageError
+from lora_trainer.data.captions import canonical, settled
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.views import plan_plain
+from lora_trainer.dataset_check.doubts import CaptionAgreement, Doubt
+from lora_trainer.models.family import Family, ModelFacts
+from lora_trainer.models.folder import read_config
+from lora_trainer.run.bases.find import silent
+from lora_trainer.run.counting import JUDGED, counting
+from lora_trainer.run.inputs import caption_rules, data_in_use, read_model, trained_framings
+
+MOST_IMAGES = 48  # of a dataset, evenly spread
+IMAGES_TOGETHER = 24  # each with the captions of all of these
+FEWEST_DIFFERENT = 4  # captions; fewer give no interval
+LARGE_ON_CPU = 100_000_000  # weights of a denoiser; with more, comparing takes hours on a CPU
+
+
+@data_in_use()
+def measure_agreement(config: Config, samples: Sequence[Sample]) -> CaptionAgreement:
+    """Compare each image's caption with those of other images by the base model. Nothing is downloaded.
+
+    `samples` are those without an error. What keeps it from being measured is the `reason`.
+    """
+    learned = {sample.content: sample for sample in samples if not sample.regularization and sample.caption}
+    every = tuple(map(canonical, settled(tuple(learned.values()), caption_rules(config))))
+    different = len({sample.caption for sample in every})
+    if different < FEWEST_DIFFERENT:
+        few = f"only {different} different captions; {FEWEST_DIFFERENT} are the fewest"
+        return CaptionAgreement(reason=few if different > 1 else "all captions are alike", of_images=len(every))
+    config = config.model_copy(update={"run": config.run.model_copy(update={"offline": True})})
+    try:
+        found = _compare(config, read_model(config, say=silent), every[:: -(-len(every) // MOST_IMAGES)])
+    except (UsageError, DatasetRefused) as error:
+        found = CaptionAgreement(reason=str(error.problems[0]))
+    return replace(found, of_images=len(every))
+
+
+def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[Sample]) -> CaptionAgreement:
+    import torch
+
+    from lora_trainer.evaluation.caption_fit import Comparison, agreement_of, caption_losses, compare_fits, passes
+    from lora_trainer.evaluation.compute import Compute
+    from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
+    from lora_trainer.evaluation.likeness import agreement
+    from lora_trainer.evaluation.loading import free_memory
+    from lora_trainer.evaluation.lora_check import watched
+    from lora_trainer.evaluation.placing import bring_denoiser, with_less
+    from lora_trainer.models.family import Encoders
+    from lora_trainer.run.choices import ENCODER_DTYPE, choose_precision, computed_in, usable_bytes
+
+    if agreement([sample.caption for sample in chosen]).min() == 1.0:
+        return CaptionAgreement(reason="all captions have the same words")
+    family, facts = model
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.device("meta"):
+        empty = family.denoiser.make(read_config(facts.path, f"{family.denoiser.component}/config.json"))
+    if device.type == "cpu" and sum(weight.numel() for weight in empty.parameters()) > LARGE_ON_CPU:
+        return CaptionAgreement(reason=f"without a GPU, {facts.name} would take hours")
+
+    def encoders() -> Encoders:  # each is loaded when it is first used
+        return family.load_encoders(facts.path, ENCODER_DTYPE, device)
+
+    def texts() -> EncodeTexts:
+        return text_reader(family, facts, ENCODER_DTYPE, device, usable_bytes(config, device))
+
+    encoded = encode_samples(chosen, plan_plain(chosen, trained_framings(config, facts)), encoders, texts, device)
+    parts = -(-len(chosen) // IMAGES_TOGETHER)
+    groups = [range(part, len(chosen), parts) for part in range(parts)]
+    captions = [list({chosen[place].caption: place for place in reversed(group)}.values()) for group in groups]
+    dtype = computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
+    process = family.denoiser.make_process(facts.path)
+
+    def compare(compute: Compute) -> list[Comparison]:
+        denoiser = family.denoiser.load(facts.path, compute.dtype, torch.device("cpu")).eval()
+        places = max(math.prod(each.latents.shape[1:]) for each in encoded)
+        bring_denoiser(denoiser, family, device, compute.usable, places)
+        total = sum(
+            passes([encoded[place] for place in group], len(own)) for group, own in zip(groups, captions, strict=True)
+        )
+        predict = watched(partial(family.denoiser.predict, denoiser), total, compute.progress)
+        found = []
+        for group, own in zip(groups, captions, strict=True):
+            inside = [group.index(place) for place in own]
+            losses = caption_losses(predict, [encoded[place] for place in group], inside, process, compute)
+            found.append(compare_fits(losses, inside, [chosen[place].caption for place in group]))
+        return found
+
+    with counting() as count:
+        compute = Compute(dtype, device, usable_bytes(config, device), progress=count(JUDGED))
+        found = with_less(compare, compute)
+    free_memory(device)
+    doubts = [
+        Doubt(
+            path=(image := chosen[group[row]]).path,
+            caption=image.caption,
+            other=(other := chosen[group[each.better[row]]]).path,
+            better=other.caption,
+            worse=1.0 - float(each.own[row]),
+            margin=float(each.margin[row]),
+        )
+        for group, each in zip(groups, found, strict=True)
+        for row in range(len(group))
+        if each.margin[row] > 0
+    ]
+    share = agreement_of([value for each in found for value in each.own])
+    return CaptionAgreement(
+        share.value,
+        share.low,
+        share.high,
+        agreement_of([value for each in found for value in each.apart]).value,
+        images=len(chosen),
+        comparisons=sum(len(group) * (len(own) - 1) for group, own in zip(groups, captions, strict=True)),
+        doubts=tuple(sorted(doubts, key=lambda doubt: -doubt.margin)),
+    )

@@ -1,0 +1,119 @@
+"""Agreement of captions and images by the base model: its formulas on made-up losses, and the command on drawn shapes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from builtin_base.drawing import draw, random_scene
+from lora_trainer.builtin import BASE_FOLDER
+from lora_trainer.cli.main import main
+from lora_trainer.evaluation.caption_fit import agreement_of, compare_fits
+
+COLORS = ("red", "green", "blue", "purple", "orange", "white", "yellow", "black")
+TEXTS = tuple(f"{color} thing" for color in COLORS)
+
+
+def losses_of(true: Sequence[int], noise: float = 0.3, seed: int = 0) -> np.ndarray:
+    """Losses [N, K, T] of a model for which caption `true[i]` suits image i most; images and captions differ, too."""
+    draw = np.random.default_rng(seed)
+    images, captions, timesteps = len(true), len(TEXTS), 6
+    found = 5.0 * draw.random((images, 1, timesteps)) + 3.0 * draw.random((1, captions, timesteps))
+    found += noise * draw.standard_normal((images, captions, timesteps))
+    found[np.arange(images), list(true)] -= 1.0
+    return found * np.array([0.01, 0.1, 1, 10, 100, 1000])
+
+
+def test_own_captions_are_preferred_though_captions_and_timesteps_differ() -> None:
+    found = compare_fits(losses_of(range(8)), range(8), TEXTS)
+    share = agreement_of(found.own)
+    assert share.value == 1.0
+    assert found.margin.max() == 0.0
+    assert agreement_of(found.apart).value == 1.0
+
+
+def test_swapped_captions_are_the_first_two() -> None:
+    true = [0, 1, 5, 3, 4, 2, 6, 7]
+    found = compare_fits(losses_of(true), range(8), TEXTS)
+    assert set(np.argsort(-found.margin)[:2].tolist()) == {2, 5}
+    assert [found.better[place] for place in (2, 5)] == [5, 2]
+    assert found.own[[2, 5]].max() < 0.8
+
+
+def test_mixed_up_captions_are_distinguished_and_unknown_ones_are_not() -> None:
+    rotated = compare_fits(losses_of([*range(1, 8), 0]), range(8), TEXTS)
+    assert agreement_of(rotated.own).high < 0.6
+    assert agreement_of(rotated.apart).value > 0.9
+    unknown = compare_fits(losses_of(range(8), noise=1e4), range(8), TEXTS)
+    assert agreement_of(unknown.apart).value < 0.8
+
+
+def test_captions_of_the_same_words_are_not_compared() -> None:
+    texts = [TEXTS[0], "thing, red", *TEXTS[2:]]
+    true = [1, 0, *range(2, 8)]
+    found = compare_fits(losses_of(true), range(8), texts)
+    assert found.better[0] != 1
+    assert found.better[1] != 0
+    assert np.isnan(compare_fits(losses_of([0] * 8)[:, :1], [0], ["thing"] * 8).own).all()
+
+
+def write_shapes(folder: Path, count: int, side: int = 128) -> list[Path]:
+    """Shapes that the built-in base model knows, no color or shape of one like that of the next."""
+    folder.mkdir()
+    drawn = random.Random(3)
+    paths = []
+    for number in range(count):
+        scene = random_scene(drawn)
+        paths.append(folder / f"{number}.png")
+        draw(scene, side, side).save(paths[-1])
+        paths[-1].with_suffix(".txt").write_text(scene.caption("a {colour} {shape} on a {background} background"))
+    return paths
+
+
+def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    main(["check", *arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_command_names_a_swapped_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = write_shapes(tmp_path / "shapes", 6)
+    one, other = (paths[place].with_suffix(".txt") for place in (1, 4))
+    texts = one.read_text(), other.read_text()
+    one.write_text(texts[1])
+    other.write_text(texts[0])
+    page = tmp_path / "page.html"
+    found = check(capsys, str(paths[0].parent), "--model", str(BASE_FOLDER), "--html", str(page))
+    agreement = found["caption_agreement"]
+    assert agreement["measured"]
+    assert agreement["comparisons"] == 30
+    assert {Path(each["path"]).name for each in agreement["doubts"][:2]} == {"1.png", "4.png"}
+    assert agreement["doubts"][0]["better"] in texts
+    doubtful = {
+        Path(each["path"]).name
+        for each in found["files"]
+        if any(f["code"] == "doubtful_caption" for f in each["findings"])
+    }
+    assert doubtful == {"1.png", "4.png"}
+    assert "suits it better: " in page.read_text("utf-8")
+
+
+def test_what_cannot_be_compared_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = write_shapes(tmp_path / "shapes", 5)
+    assert check(capsys, str(paths[0].parent))["caption_agreement"] == {
+        "measured": False,
+        "reason": "no --model was named",
+    }
+    for path in paths:
+        path.with_suffix(".txt").write_text("a shape")
+    named = ("--model", str(BASE_FOLDER))
+    assert check(capsys, str(paths[0].parent), *named)["caption_agreement"]["reason"] == "all captions are alike"
+    for number, path in enumerate(paths):
+        path.with_suffix(".txt").write_text("red shape" + "," * number)
+    reason = check(capsys, str(paths[0].parent), *named)["caption_agreement"]["reason"]
+    assert reason == "all captions have the same words"
+    assert "--quick" in check(capsys, str(paths[0].parent), *named, "--quick")["caption_agreement"]["reason"]
