@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from lora_trainer.evaluation.candidates import Candidate, CandidateScore, LoraChoice
 from lora_trainer.evaluation.verdict import WORDS
-
-if TYPE_CHECKING:  # numpy and torch are loaded where candidates are measured
-    from lora_trainer.evaluation.choice import Candidate, CandidateScore, LoraChoice
 
 # What is wrong with a candidate whose part is refused, as the end of a sentence.
 FAULTS: Mapping[str, str] = {
@@ -19,7 +16,7 @@ FAULTS: Mapping[str, str] = {
     "keeps_base": "unrelated prompts no longer show what they did",
     "diverse": "samples are all alike",
 }
-Value = Callable[["Candidate"], float]
+Value = Callable[[Candidate], float]
 
 
 def advice_on(choice: LoraChoice) -> str:

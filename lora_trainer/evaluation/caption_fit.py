@@ -67,7 +67,7 @@ def caption_losses(
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CaptionComparison:
     """What a caption is worth beside others, for N images.
 
     `own` [N]: the share of other captions that suit the image less than its own, each counting by how different its words
@@ -82,7 +82,7 @@ class Comparison:
     margin: Values
 
 
-def compare_fits(losses: Values, captions: Sequence[int], texts: Sequence[str]) -> Comparison:
+def compare_fits(losses: Values, captions: Sequence[int], texts: Sequence[str]) -> CaptionComparison:
     """From losses [N, K, T] of N images with K captions; `captions` are the places of images that have them.
 
     Each timestep counts alike, in units of its own spread. What an image has in common with all captions, and a caption
@@ -96,7 +96,7 @@ def compare_fits(losses: Values, captions: Sequence[int], texts: Sequence[str]) 
     ahead = (fit - fit[rows, mine][:, None]) * between[mine]
     halves = [_fits(losses[:, :, start::2]) for start in (0, 1)]
     apart = [preferred(one, other.argmax(axis=1), between) for one, other in (halves, halves[::-1])]
-    return Comparison(
+    return CaptionComparison(
         preferred(fit, mine, between),
         np.mean(apart, axis=0),
         [captions[each] for each in ahead.argmax(axis=1)],

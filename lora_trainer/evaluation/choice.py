@@ -27,15 +27,15 @@ import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 
 from lora_trainer.core.findings import counted
 from lora_trainer.data.split import MOST_COMPARED
 from lora_trainer.evaluation.advice import advice_on
+from lora_trainer.evaluation.candidates import WORTH, Candidate, CandidateScore, LoraChoice
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.evidence import Effort, RealImages, Sides, Studio
 from lora_trainer.evaluation.likeness import DRAWS, Features, Values, bootstrap, spoiling
@@ -51,16 +51,13 @@ from lora_trainer.evaluation.lora_check import (
     plain_caption,
     sample_parts,
 )
-from lora_trainer.evaluation.lora_report import Cost, LoraReport
+from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.validation_loss import FEWEST_TO_RESAMPLE
-from lora_trainer.evaluation.verdict import SCALES, Estimate, VerdictPart, score_of
+from lora_trainer.evaluation.verdict import SCALES, Cost, Estimate, VerdictPart, score_of
 from lora_trainer.models.family import Family
 
 STRENGTHS = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
-WORTH = 0.05  # of the score, by which another candidate must be better: half of the way from good enough to all
 LEVEL = 0.95
-
-Standing = Literal["better", "tie", "unclear", "worse"]
 
 
 def compared_effort() -> Effort:
@@ -68,21 +65,6 @@ def compared_effort() -> Effort:
     lite = LORA_CHECKS["lite"]
     assert lite is not None
     return replace(lite, most=4 * lite.round)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Weights of a step in a LoRA file, used at a strength. `step` is None where the file does not name it."""
-
-    file: Path
-    step: int | None
-    strength: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """`step 500 at strength 0.8`."""
-        at = f"strength {self.strength:g}"
-        return at if self.step is None else f"step {self.step} at {at}"
 
 
 @dataclass(frozen=True)
@@ -103,88 +85,6 @@ class Evidence:
 
     def with_more(self, more: Evidence) -> Evidence:
         return replace(self, sides=self.sides.with_more(more.sides), unrelated=self.unrelated.with_more(more.unrelated))
-
-
-@dataclass(frozen=True)
-class CandidateScore:
-    """A candidate's parts and score, and how much better it is than the usual one, with the joint interval."""
-
-    candidate: Candidate
-    parts: Mapping[str, VerdictPart]
-    score: Estimate
-    gain: Estimate
-    samples: int
-    bound: float  # of the gain: its own one-sided 95 % bound
-
-    @property
-    def standing(self) -> Standing:
-        """Beside the usual one: surely better and worth it, surely worse, about as good, or undecided."""
-        if self.gain.low > 0 and self.gain.value >= WORTH:
-            return "better"
-        if self.gain.high < 0:
-            return "worse"
-        return "tie" if abs(self.gain.value) < WORTH else "unclear"
-
-    @property
-    def is_open(self) -> bool:
-        """Whether more samples could show that it is better, and worth it."""
-        return self.standing in ("tie", "unclear") and self.bound >= WORTH
-
-    @property
-    def least(self) -> str:
-        """The part that is the score."""
-        measured = {name: part.scores[0] for name, part in self.parts.items() if part.measure is not None}
-        return min(measured, key=lambda name: measured[name])
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "step": self.candidate.step,
-            "strength": self.candidate.strength,
-            "standing": self.standing,
-            **{f"score{end}": value for end, value in ends(self.score)},
-            **{f"gain{end}": value for end, value in ends(self.gain)},
-            "least": self.least,
-            "samples": self.samples,
-            "parts": {name: part.to_json() for name, part in self.parts.items()},
-        }
-
-
-def ends(estimate: Estimate) -> tuple[tuple[str, float], ...]:
-    return ("", estimate.value), ("_low", estimate.low), ("_high", estimate.high)
-
-
-@dataclass(frozen=True)
-class LoraChoice:
-    """The compared candidates, the usual one first, and which is chosen, with the reason in words."""
-
-    scores: tuple[CandidateScore, ...]
-    chosen: Candidate
-    cost: Cost
-    file: str = ""  # the chosen candidate's, relative to the run's folder
-    sheet: Path | None = None  # images of the candidates
-
-    @property
-    def usual(self) -> CandidateScore:
-        return self.scores[0]
-
-    @property
-    def advice(self) -> str:
-        return advice_on(self)
-
-    def of(self, candidate: Candidate) -> CandidateScore:
-        return next(each for each in self.scores if each.candidate == candidate)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "advice": self.advice,
-            "step": self.chosen.step,
-            "strength": self.chosen.strength,
-            "file": self.file,
-            "is_usual": self.chosen == self.usual.candidate,
-            "candidates": [each.to_json() for each in self.scores],
-            "sheet": None if self.sheet is None else self.sheet.name,
-            "cost": asdict(self.cost),
-        }
 
 
 def compare_candidates(
@@ -234,7 +134,8 @@ def compare_candidates(
                 break
         ordered = tuple(scores[each] for each in candidates if each in scores)
         cost = Cost(contest.passes, round(time.monotonic() - began, 2))
-    return LoraChoice(ordered, choose(ordered), cost)
+    choice = LoraChoice(ordered, choose(ordered), cost)
+    return replace(choice, advice=advice_on(choice))
 
 
 class Contest:

@@ -63,7 +63,7 @@ from lora_trainer.evaluation.loading import (
     misfits_by_config,
     without_lora,
 )
-from lora_trainer.evaluation.lora_report import BASE_FEATURES, Cost, LoraReport
+from lora_trainer.evaluation.lora_report import BASE_FEATURES, LoraReport
 from lora_trainer.evaluation.part_words import own_value
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, choose_shown
@@ -82,6 +82,7 @@ from lora_trainer.evaluation.verdict import (
     NOT_COMPARED,
     SCALES,
     WORDS,
+    Cost,
     Estimate,
     VerdictPart,
     is_compared,

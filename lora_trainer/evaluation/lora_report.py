@@ -8,21 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import finite
-from lora_trainer.evaluation.verdict import NOT_COMPARED, Outcome, VerdictPart, outcome_of, score_of
+from lora_trainer.evaluation.verdict import NOT_COMPARED, Cost, Outcome, VerdictPart, outcome_of, score_of
 
 if TYPE_CHECKING:  # validate prints reports without torch
-    from lora_trainer.evaluation.choice import LoraChoice
+    from lora_trainer.evaluation.candidates import LoraChoice
     from lora_trainer.evaluation.shown_samples import ShownSample
 
 BASE_FEATURES = "base model"
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What the verdict took: forward passes of the denoiser, and seconds with loading."""
-
-    forward_passes: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +29,7 @@ class LoraReport:
     parts: Mapping[str, VerdictPart] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    cost: Cost = Cost()
+    cost: Cost = field(default_factory=Cost)
     shown: tuple[ShownSample, ...] = ()
     choice: LoraChoice | None = None  # of a strength or a step, where they were compared
     encoder: str = BASE_FEATURES

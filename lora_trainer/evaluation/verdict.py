@@ -22,6 +22,14 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What the verdict took: forward passes of the denoiser, and seconds with loading."""
+
+    forward_passes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Scale:
     """A part's gate in its own unit, and where its score is 0 and 1; smaller is better where `zero` lies above."""
 

@@ -48,7 +48,13 @@ def measure_agreement(config: Config, samples: Sequence[Sample]) -> CaptionAgree
 def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[Sample]) -> CaptionAgreement:
     import torch
 
-    from lora_trainer.evaluation.caption_fit import Comparison, agreement_of, caption_losses, compare_fits, passes
+    from lora_trainer.evaluation.caption_fit import (
+        CaptionComparison,
+        agreement_of,
+        caption_losses,
+        compare_fits,
+        passes,
+    )
     from lora_trainer.evaluation.compute import Compute
     from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
     from lora_trainer.evaluation.likeness import agreement
@@ -80,7 +86,7 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
     dtype = computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
     process = family.denoiser.make_process(facts.path)
 
-    def compare(compute: Compute) -> list[Comparison]:
+    def compare(compute: Compute) -> list[CaptionComparison]:
         denoiser = family.denoiser.load(facts.path, compute.dtype, torch.device("cpu")).eval()
         places = max(math.prod(each.latents.shape[1:]) for each in encoded)
         bring_denoiser(denoiser, family, device, compute.usable, places)

@@ -15,7 +15,8 @@ from lora_trainer.config.schema.types import CompareName
 from lora_trainer.core.errors import first_line
 from lora_trainer.core.io import atomic_path
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
-from lora_trainer.evaluation.choice import STRENGTHS, Candidate, LoraChoice, compare_candidates
+from lora_trainer.evaluation.candidates import Candidate, LoraChoice
+from lora_trainer.evaluation.choice import STRENGTHS, compare_candidates
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.lora_check import LoraGate, plain_caption
@@ -40,7 +41,7 @@ Draw = Callable[[Sequence[Candidate]], Path]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedLoras:
     """What is compared, on which base model, with which images, and how.
 
     `run` has the files of the LoRA's run, None for a file alone; `config` is the run's. `draw` makes a sheet of the
@@ -58,7 +59,7 @@ class Comparison:
     draw: Draw | None = None
 
 
-def compare_loras(wanted: Comparison, compute: Compute, say: Callable[[str], None]) -> LoraChoice | None:
+def compare_loras(wanted: ComparedLoras, compute: Compute, say: Callable[[str], None]) -> LoraChoice | None:
     """Compare a LoRA's strengths, its run's kept steps at strength 1, or both, with the LoRA as it is.
 
     The file of another step that is chosen is kept in the run's folder `weights`. None where there is nothing to compare.
@@ -83,7 +84,7 @@ def compare_loras(wanted: Comparison, compute: Compute, say: Callable[[str], Non
             return choice
 
 
-def candidates_of(wanted: Comparison, place: Path) -> list[Candidate]:
+def candidates_of(wanted: ComparedLoras, place: Path) -> list[Candidate]:
     """The LoRA as it is, its other strengths, and the run's other steps, whose files may be written to `place`."""
     header = read_tensor_header(wanted.lora).get(METADATA, {})
     named = int(header["ss_steps"]) if re.fullmatch(r"[0-9]{1,9}", header.get("ss_steps", "")) else None
@@ -124,7 +125,7 @@ def compare_after_training(
     rows = rows_for(sample_prompts(config, inputs), [config.train.seed])
     model = NamedModel(inputs.family, inputs.facts.path, config.model.path or BUILT_IN, parts_of(config))
     grid, folder = Grid(rows, run_drawing(config, inputs)), session.folder / "samples"
-    wanted = Comparison(
+    wanted = ComparedLoras(
         config.gates.compare,
         lora,
         RunFiles(session.folder, lora, step),
@@ -161,7 +162,7 @@ def compare_file(
     grid = Grid(rows, drawing_of(config, family, facts, (facts.resolution, facts.resolution)))
     model = NamedModel(family, facts.path, config.model.path or BUILT_IN, parts_of(config))
     draw = None if run is None else partial(draw_candidates, model, grid, run.folder / "samples", compute)
-    wanted = Comparison(config.gates.compare, lora, run, trained or config, family, facts.path, images, gate, draw)
+    wanted = ComparedLoras(config.gates.compare, lora, run, trained or config, family, facts.path, images, gate, draw)
     with counting() as count:
         return compare_loras(wanted, replace(compute, progress=count(COMPARED)), compute.say)
 

@@ -1,0 +1,108 @@
+"""Weights of a LoRA that are compared with each other, their scores, and the choice between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lora_trainer.evaluation.verdict import Cost, Estimate, VerdictPart
+
+WORTH = 0.05  # of the score, by which another candidate must be better: half of the way from good enough to all
+
+Standing = Literal["better", "tie", "unclear", "worse"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Weights of a step in a LoRA file, used at a strength. `step` is None where the file does not name it."""
+
+    file: Path
+    step: int | None
+    strength: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """`step 500 at strength 0.8`."""
+        at = f"strength {self.strength:g}"
+        return at if self.step is None else f"step {self.step} at {at}"
+
+
+@dataclass(frozen=True)
+class CandidateScore:
+    """A candidate's parts and score, and how much better it is than the usual one, with the joint interval."""
+
+    candidate: Candidate
+    parts: Mapping[str, VerdictPart]
+    score: Estimate
+    gain: Estimate
+    samples: int
+    bound: float  # of the gain: its own one-sided 95 % bound
+
+    @property
+    def standing(self) -> Standing:
+        """Beside the usual one: surely better and worth it, surely worse, about as good, or undecided."""
+        if self.gain.low > 0 and self.gain.value >= WORTH:
+            return "better"
+        if self.gain.high < 0:
+            return "worse"
+        return "tie" if abs(self.gain.value) < WORTH else "unclear"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more samples could show that it is better, and worth it."""
+        return self.standing in ("tie", "unclear") and self.bound >= WORTH
+
+    @property
+    def least(self) -> str:
+        """The part that is the score."""
+        measured = {name: part.scores[0] for name, part in self.parts.items() if part.measure is not None}
+        return min(measured, key=lambda name: measured[name])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.candidate.step,
+            "strength": self.candidate.strength,
+            "standing": self.standing,
+            **{f"score{end}": value for end, value in ends(self.score)},
+            **{f"gain{end}": value for end, value in ends(self.gain)},
+            "least": self.least,
+            "samples": self.samples,
+            "parts": {name: part.to_json() for name, part in self.parts.items()},
+        }
+
+
+def ends(estimate: Estimate) -> tuple[tuple[str, float], ...]:
+    return ("", estimate.value), ("_low", estimate.low), ("_high", estimate.high)
+
+
+@dataclass(frozen=True)
+class LoraChoice:
+    """The compared candidates, the usual one first, and which is chosen, with the reason in words."""
+
+    scores: tuple[CandidateScore, ...]
+    chosen: Candidate
+    cost: Cost
+    advice: str = ""  # in sentences
+    file: str = ""  # the chosen candidate's, relative to the run's folder
+    sheet: Path | None = None  # images of the candidates
+
+    @property
+    def usual(self) -> CandidateScore:
+        return self.scores[0]
+
+    def of(self, candidate: Candidate) -> CandidateScore:
+        return next(each for each in self.scores if each.candidate == candidate)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "advice": self.advice,
+            "step": self.chosen.step,
+            "strength": self.chosen.strength,
+            "file": self.file,
+            "is_usual": self.chosen == self.usual.candidate,
+            "candidates": [each.to_json() for each in self.scores],
+            "sheet": None if self.sheet is None else self.sheet.name,
+            "cost": asdict(self.cost),
+        }
