@@ -19,7 +19,7 @@ from lora_trainer.monitor.console import Console
 from lora_trainer.run.score_lora import score_lora
 
 if TYPE_CHECKING:
-    from lora_trainer.evaluation.candidates import LoraChoice
+    from lora_trainer.evaluation.lora_choice import LoraChoice
 
 
 def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, config: Config) -> int:

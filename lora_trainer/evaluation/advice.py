@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from lora_trainer.evaluation.candidates import Candidate, CandidateScore, LoraChoice
+from lora_trainer.evaluation.lora_choice import Candidate, CandidateScore, LoraChoice
 from lora_trainer.evaluation.verdict import WORDS
 
 # What is wrong with a candidate whose part is refused, as the end of a sentence.

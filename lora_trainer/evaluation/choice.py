@@ -35,7 +35,6 @@ import numpy as np
 from lora_trainer.core.findings import counted
 from lora_trainer.data.split import MOST_COMPARED
 from lora_trainer.evaluation.advice import advice_on
-from lora_trainer.evaluation.candidates import WORTH, Candidate, CandidateScore, LoraChoice
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.evidence import Effort, RealImages, Sides, Studio
 from lora_trainer.evaluation.likeness import DRAWS, Features, Values, bootstrap, spoiling
@@ -51,6 +50,7 @@ from lora_trainer.evaluation.lora_check import (
     plain_caption,
     sample_parts,
 )
+from lora_trainer.evaluation.lora_choice import WORTH, Candidate, CandidateScore, LoraChoice
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.validation_loss import FEWEST_TO_RESAMPLE
 from lora_trainer.evaluation.verdict import SCALES, Cost, Estimate, VerdictPart, score_of

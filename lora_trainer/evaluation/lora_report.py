@@ -11,7 +11,7 @@ from lora_trainer.core.io import finite
 from lora_trainer.evaluation.verdict import NOT_COMPARED, Cost, Outcome, VerdictPart, outcome_of, score_of
 
 if TYPE_CHECKING:  # validate prints reports without torch
-    from lora_trainer.evaluation.candidates import LoraChoice
+    from lora_trainer.evaluation.lora_choice import LoraChoice
     from lora_trainer.evaluation.shown_samples import ShownSample
 
 BASE_FEATURES = "base model"

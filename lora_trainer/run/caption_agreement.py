@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DatasetRefused, UsageError
@@ -18,6 +19,9 @@ from lora_trainer.models.folder import read_config
 from lora_trainer.run.bases.find import silent
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import caption_rules, data_in_use, read_model, trained_framings
+
+if TYPE_CHECKING:  # torch is loaded where the base model is
+    from lora_trainer.evaluation.caption_fit import CaptionComparison
 
 MOST_IMAGES = 48  # of a dataset, evenly spread
 IMAGES_TOGETHER = 24  # each with the captions of all of these
@@ -49,7 +53,6 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
     import torch
 
     from lora_trainer.evaluation.caption_fit import (
-        CaptionComparison,
         agreement_of,
         caption_losses,
         compare_fits,
@@ -105,6 +108,22 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
         compute = Compute(dtype, device, usable_bytes(config, device), progress=count(JUDGED))
         found = with_less(compare, compute)
     free_memory(device)
+    share = agreement_of([value for each in found for value in each.own])
+    return CaptionAgreement(
+        share.value,
+        share.low,
+        share.high,
+        agreement_of([value for each in found for value in each.apart]).value,
+        images=len(chosen),
+        comparisons=sum(len(group) * (len(own) - 1) for group, own in zip(groups, captions, strict=True)),
+        doubts=doubts_among(chosen, groups, found),
+    )
+
+
+def doubts_among(
+    chosen: Sequence[Sample], groups: Sequence[range], found: Sequence[CaptionComparison]
+) -> tuple[Doubt, ...]:
+    """Images that another image's caption suits better than their own, the worst first."""
     doubts = [
         Doubt(
             path=(image := chosen[group[row]]).path,
@@ -118,13 +137,4 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
         for row in range(len(group))
         if each.margin[row] > 0
     ]
-    share = agreement_of([value for each in found for value in each.own])
-    return CaptionAgreement(
-        share.value,
-        share.low,
-        share.high,
-        agreement_of([value for each in found for value in each.apart]).value,
-        images=len(chosen),
-        comparisons=sum(len(group) * (len(own) - 1) for group, own in zip(groups, captions, strict=True)),
-        doubts=tuple(sorted(doubts, key=lambda doubt: -doubt.margin)),
-    )
+    return tuple(sorted(doubts, key=lambda doubt: -doubt.margin))

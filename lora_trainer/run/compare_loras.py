@@ -15,11 +15,11 @@ from lora_trainer.config.schema.types import CompareName
 from lora_trainer.core.errors import first_line
 from lora_trainer.core.io import atomic_path
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
-from lora_trainer.evaluation.candidates import Candidate, LoraChoice
 from lora_trainer.evaluation.choice import STRENGTHS, compare_candidates
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.lora_check import LoraGate, plain_caption
+from lora_trainer.evaluation.lora_choice import Candidate, LoraChoice
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.placing import with_less
 from lora_trainer.evaluation.recipe import Grid, NamedModel

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from lora_trainer.evaluation.advice import advice_on
-from lora_trainer.evaluation.candidates import Candidate, CandidateScore, LoraChoice
 from lora_trainer.evaluation.choice import choose, compare_candidates, compared
 from lora_trainer.evaluation.compute import ON_CPU
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.likeness import Values
 from lora_trainer.evaluation.lora_check import LoraGate, OpenLora, check_lora, open_lora
+from lora_trainer.evaluation.lora_choice import Candidate, CandidateScore, LoraChoice
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.evaluation.verdict import Cost, Estimate, VerdictPart
 from lora_trainer.export.lora_file import write_lora
