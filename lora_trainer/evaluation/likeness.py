@@ -20,78 +20,88 @@ Values = NDArray[np.float64]
 Features = Mapping[str, Tensor]  # block -> [N, D]
 
 DRAWS = 1000  # of the bootstrap
+COPY = 0.1  # of the median distance between two real images: nearer ones, in every block, are copies of each other
 LEAST_SEPARATION = 2.0  # standard errors between the base's samples and the real images that make them differ
 
 
 def distances(one: Tensor, other: Tensor) -> Values:
-    """[N, D] and [M, D] -> Euclidean distances [N, M]."""
-    found: Values = torch.cdist(one.double().cpu(), other.double().cpu()).numpy()
+    """[N, D] and [M, D] -> Euclidean distances [N, M]; exactly 0 between equal rows."""
+    exact = torch.cdist(one.double().cpu(), other.double().cpu(), compute_mode="donot_use_mm_for_euclid_dist")
+    found: Values = exact.numpy()
     return found
 
 
-def without_self(square: Values) -> Values:
-    """Distances [N, N] of a set to itself, with infinity where an image meets itself."""
-    found = square.copy()
-    np.fill_diagonal(found, np.inf)
-    return found
+def to_nearest_other(real: Features) -> dict[str, Values] | None:
+    """Distance [N] of each real image to the nearest one that is not a copy of it, by block.
+
+    Copies are nearer than `COPY` of the median distance in every block. None where an image has nothing but copies.
+    """
+    squares = {name: distances(images, images) for name, images in real.items()}
+    medians = {name: np.median(square[~np.eye(len(square), dtype=bool)]) for name, square in squares.items()}
+    is_copy = np.all([square <= COPY * medians[name] for name, square in squares.items()], axis=0)
+    if is_copy.all(axis=1).any():
+        return None
+    return {name: np.where(is_copy, np.inf, square).min(axis=1) for name, square in squares.items()}
 
 
 def bootstrap(statistic: Callable[..., float], *groups: int, seed: int = 0) -> Estimate:
     """The statistic of all members of each group, with the interval over resampled ones.
 
     `statistic` takes an array of places for each group; a group of n members has the places 0 to n - 1. Groups of the same
-    sizes are resampled alike, so that draws of several statistics are paired.
+    sizes are resampled alike, so that draws of several statistics are paired. A draw in which the statistic is not defined
+    counts as the worst and as the best of all draws.
     """
     draw = np.random.default_rng(seed)
     value = statistic(*(np.arange(count) for count in groups))
     if not np.isfinite(value):
         return Estimate(value, np.nan, np.nan)
-    drawn = [statistic(*(draw.integers(0, count, count) for count in groups)) for _ in range(DRAWS)]
-    finite = [each for each in drawn if np.isfinite(each)]
-    if not finite:
+    drawn = np.array([statistic(*(draw.integers(0, count, count) for count in groups)) for _ in range(DRAWS)])
+    is_defined = np.isfinite(drawn)
+    if not is_defined.any():
         return Estimate(value, -np.inf, np.inf)
-    low, high = np.quantile(finite, [0.025, 0.975])
-    return Estimate(float(value), float(low), float(high), tuple(drawn))
+    low = np.quantile(np.where(is_defined, drawn, drawn[is_defined].min()), 0.025)
+    high = np.quantile(np.where(is_defined, drawn, drawn[is_defined].max()), 0.975)
+    return Estimate(float(value), float(low), float(high), tuple(drawn.tolist()))
 
 
 def faithfulness(real: Features, base: Features, lora: Features) -> Estimate | None:
     """How far the LoRA moves samples from the base's (0) to real images' nearness to each other (1).
 
-    (b - x) / (b - d), mean over the blocks: b and x are mean distances of the base's and the LoRA's samples (same prompts
-    and seeds) to the nearest real image, d that of each real image to the nearest other. Blocks in which the
-    base's samples are as near as real images are left out; None where all are: the base needs no LoRA for these images.
+    sum of (b - x) / d over the blocks / sum of (b - d) / d: b and x are mean distances of the base's and the LoRA's samples (same prompts
+    and seeds) to the nearest real image, d that of each real image to the nearest other. A block in which the base's samples
+    are as near as real images adds little to both sums. None where that is so of all blocks together, within
+    `LEAST_SEPARATION` standard errors: the base needs no LoRA for these images, or sees no difference.
     """
-    rows = []
-    for name, images in real.items():
-        own = without_self(distances(images, images)).min(axis=1)
-        before, after = (distances(each[name], images).min(axis=1) for each in (base, lora))
-        error = np.sqrt(before.var(ddof=1) / len(before) + own.var(ddof=1) / len(own))
-        if before.mean() - own.mean() > LEAST_SEPARATION * error:
-            rows.append((own, before, after))
-    if not rows:
+    own = to_nearest_other(real)
+    if own is None:
+        return None
+    before, after = (
+        {name: distances(each[name], images).min(axis=1) / own[name].mean() for name, images in real.items()}
+        for each in (base, lora)
+    )
+    # In units of d, and all blocks together, so that their errors add up as they should.
+    of_base, of_lora = (np.mean(list(each.values()), axis=0) for each in (before, after))
+    of_real = np.mean([each / each.mean() for each in own.values()], axis=0)
+    error = np.sqrt(of_base.var(ddof=1) / len(of_base) + of_real.var(ddof=1) / len(of_real))
+    if not of_base.mean() - of_real.mean() > LEAST_SEPARATION * error:
         return None
 
     def statistic(samples: Values, reals: Values) -> float:
-        shares = []
-        for own, before, after in rows:
-            gap = before[samples].mean() - own[reals].mean()
-            shares.append((before[samples].mean() - after[samples].mean()) / gap if gap > 0 else np.nan)
-        return float(np.mean(shares))
+        gap = of_base[samples].mean() - of_real[reals].mean()
+        return float((of_base[samples].mean() - of_lora[samples].mean()) / gap) if gap > 0 else np.nan
 
-    return bootstrap(statistic, len(rows[0][1]), len(rows[0][0]))
+    return bootstrap(statistic, len(of_base), len(of_real))
 
 
 def nearness(real: Features, lora: Features) -> Estimate | None:
     """Mean distance of samples to the nearest real image over that of real images to each other; near 0 they are copies.
 
-    None where every real image has its double.
+    None where all real images are copies of one.
     """
-    rows = [
-        (without_self(distances(images, images)).min(axis=1), distances(lora[name], images).min(axis=1))
-        for name, images in real.items()
-    ]
-    if any(own.max() == 0 for own, _ in rows):
+    others = to_nearest_other(real)
+    if others is None:
         return None
+    rows = [(own, distances(lora[name], real[name]).min(axis=1)) for name, own in others.items()]
 
     def statistic(samples: Values, reals: Values) -> float:
         return float(np.mean([ratio(after[samples].mean(), own[reals].mean()) for own, after in rows]))
@@ -102,11 +112,11 @@ def nearness(real: Features, lora: Features) -> Estimate | None:
 def diversity(real: Features, lora: Features) -> Estimate | None:
     """Mean distance between two samples over that between two real images; near 0 all samples are alike.
 
-    None where all real images are the same.
+    None where all real images are copies of one.
     """
-    rows = [(distances(images, images), distances(lora[name], lora[name])) for name, images in real.items()]
-    if any(own.max() == 0 for own, _ in rows):
+    if to_nearest_other(real) is None:
         return None
+    rows = [(distances(images, images), distances(lora[name], lora[name])) for name, images in real.items()]
 
     def statistic(samples: Values, reals: Values) -> float:
         return float(np.mean([ratio(mean_pair(after, samples), mean_pair(own, reals)) for own, after in rows]))

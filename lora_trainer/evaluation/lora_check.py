@@ -274,29 +274,38 @@ def measure_samples(
     images = studio.original.samples
     prompts = range(len(next(iter(studio.original.prompts.values()))))
     unrelated = studio.compare(prompts, prompts, None)
-    spoiled = spoiling(unrelated.base, unrelated.other_seeds, unrelated.lora)
-    seedless = "the base model's samples are not finite, or do not differ between seeds"
-    kept = VerdictPart("keeps_base", spoiled, "" if spoiled else seedless)
+    parts = {"keeps_base": kept_part(unrelated)}
     if len(images) < FEWEST_REAL:
         reason = f"{counted(len(images), 'image')} of the dataset; {FEWEST_REAL} are the least to compare with"
-        return {name: VerdictPart(name, None, reason) for name in BY_SAMPLES} | {"keeps_base": kept}, Sampled(unrelated)
-
+        return parts | {name: VerdictPart(name, None, reason) for name in BY_SAMPLES}, Sampled(unrelated)
     real = studio.describe_real(images)
     captions = [plain_caption(image.caption) for image in images]
     sides: Sides | None = None
-    parts: dict[str, VerdictPart] = {}
     for start in range(0, effort.most, effort.round):
         seeds = range(start, start + effort.round)
         more = studio.compare(places_of(seeds, len(images)), seeds, images)
         sides = more if sides is None else sides.with_more(more)
-        parts = sample_parts(real, sides, captions)
-        if not any(part.outcome(minimum) == "unresolved" for part in parts.values()):
+        if start and parts["keeps_base"].outcome(minimum) == "unresolved":
+            first = start // effort.round * len(prompts)
+            unrelated = unrelated.with_more(studio.compare(prompts, range(first, first + len(prompts)), None))
+            parts["keeps_base"] = kept_part(unrelated)
+        parts |= sample_parts(real, sides, captions)
+        # More samples may yet tell the base's from the dataset's images.
+        is_open = parts["faithful"].measure is None and parts["does_not_copy"].measure is not None
+        if not is_open and not any(part.outcome(minimum) == "unresolved" for part in parts.values()):
             break
         if start + effort.round < effort.most:
             compute.say(
                 f"not decided after {counted(len(sides.prompts), 'sample')}: {counted(effort.round, 'more prompt')}"
             )
-    return parts | {"keeps_base": kept}, Sampled(unrelated, sides, real)
+    return parts, Sampled(unrelated, sides, real)
+
+
+def kept_part(unrelated: Sides) -> VerdictPart:
+    """`keeps_base`, by samples of unrelated prompts."""
+    spoiled = spoiling(unrelated.base, unrelated.other_seeds, unrelated.lora)
+    seedless = "the base model's samples are not finite, or do not differ between seeds"
+    return VerdictPart("keeps_base", spoiled, "" if spoiled else seedless)
 
 
 def places_of(seeds: Sequence[int], images: int) -> list[int]:
@@ -316,7 +325,8 @@ def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[
     known = "the base model's own samples are as near to these images as the images are to each other"
     followed = obedience(sides.base, sides.other_seeds, sides.lora, captions, sides.prompts)
     alike = "the base model's samples do not depend on these captions"
-    near, varied, same = nearness(real, sides.lora), diversity(real, sides.lora), "the images are all the same"
+    near, varied = nearness(real, sides.lora), diversity(real, sides.lora)
+    same = "the images are copies of one"
     return {
         "faithful": VerdictPart("faithful", faithful, "" if faithful else known),
         "follows_captions": VerdictPart("follows_captions", followed, "" if followed else alike),
@@ -527,8 +537,8 @@ def part_findings(parts: Mapping[str, VerdictPart], minimum: float) -> list[Find
     """A finding for each part that is refused or undecided, and a note for each that was not measured."""
     found = []
     if not is_compared(parts):
-        message = "Whether the LoRA learned its subject was not measured."
-        fix = "Name at least 4 of its training images (--data), or keep some for validation (validation.split=0.2)."
+        message = "Samples were not compared with images of the dataset, so nothing shows whether it learned them."
+        fix = "Name at least 4 of its training images (--data). Where the base model sees no difference, set gates.encoder."
         found.append(Finding(NOT_COMPARED, "warning", message, fix))
     for part in parts.values():
         outcome = part.outcome(minimum)

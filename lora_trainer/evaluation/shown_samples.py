@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.evidence import Sides
-from lora_trainer.evaluation.likeness import Features, Values, distances, without_self
+from lora_trainer.evaluation.likeness import Features, Values, distances, to_nearest_other
 from lora_trainer.evaluation.placing import bytes_of, tile
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.models.autoencoder import drawing_vae, image_decoder
@@ -90,10 +90,10 @@ def choose_shown(
 
 def relative_distances(real: Features, samples: Features) -> Values:
     """[N, M] of N samples to M images, over the mean distance of an image to the nearest other; mean over the blocks."""
-    shares = []
-    for name, images in real.items():
-        own = without_self(distances(images, images)).min(axis=1).mean()
-        shares.append(np.nan_to_num(distances(samples[name], images) / max(own, 1e-12), nan=np.inf))
+    own = to_nearest_other(real) or {name: np.ones(1) for name in real}
+    shares = [
+        np.nan_to_num(distances(samples[name], images) / own[name].mean(), nan=np.inf) for name, images in real.items()
+    ]
     found: Values = np.mean(shares, axis=0)
     return found
 

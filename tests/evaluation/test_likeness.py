@@ -59,6 +59,28 @@ def test_faithfulness_is_not_measured_where_the_base_is_as_near_as_real_images(c
     assert faithfulness(line(count, 0.0), line(count, near), line(count, 0.0)) is None
 
 
+@pytest.mark.parametrize(("count", "jitter"), [(6, 0.0), (20, 0.0), (6, 1e-3), (20, 1e-3)])
+def test_copies_in_the_dataset_change_nothing(count: int, jitter: float) -> None:
+    real, base, lora = line(count, 0.0), line(count, 9.0), line(count, STEP)
+    twice = {name: torch.cat([images, images + jitter]) for name, images in real.items()}
+    assert value_of(faithfulness(twice, base, lora)) == pytest.approx(1.0, abs=1e-2)
+    assert value_of(nearness(twice, lora)) == pytest.approx(1.0, abs=1e-2)
+    assert value_of(nearness(twice, real)) == pytest.approx(0.0, abs=1e-2), "copied samples are still found"
+
+
+@given(SEEDS)
+@settings(max_examples=5)
+def test_a_block_that_sees_no_difference_leaves_faithfulness_as_it_is(seed: int) -> None:
+    blind = random_features(seed, 36)["middle"]
+    real, base, lora = (
+        {**line(12, aside), "blind": blind[12 * place : 12 * place + 12]}
+        for place, aside in enumerate((0.0, 40.0, STEP))
+    )
+    found = faithfulness(real, base, lora)
+    assert found is not None
+    assert 0.9 < found.low <= found.high < 1.1
+
+
 @given(st.integers(4, 12))
 @settings(max_examples=3)
 def test_copies_are_nearest_and_equal_samples_least_diverse(count: int) -> None:

@@ -109,7 +109,7 @@ class GatesSection(Section):
     unresolved: UnresolvedName = setting(
         "refuse",
         "changes nothing",
-        "what `produce` and `batch` do with a LoRA of which a part was measured and not decided: `refuse` it (exit code 4), or `accept` it",
+        "what `produce` and `batch` do with a LoRA of which a part was measured and not decided, or whose samples could not be compared with images: `refuse` it (exit code 4), or `accept` it",
     )
     compare: CompareName = setting(
         "off",
