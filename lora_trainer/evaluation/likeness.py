@@ -170,52 +170,54 @@ def agreement(captions: Sequence[str]) -> Values:
     return found
 
 
-def concordance(apart: Values, alike: Values) -> Values:
-    """For each row, how often of two columns the one whose caption is more alike is also nearer: [N] in [0, 1].
-
-    `apart` are distances and `alike` agreements, [N, M]. Chance is 0.5; NaN where all columns are equally alike.
-    Infinite distances are left out.
-    """
-    found = np.full(len(apart), np.nan)
-    for row, (far, like) in enumerate(zip(apart, alike, strict=True)):
-        there = np.isfinite(far)
-        more = (like[there][:, None] - like[there][None, :]) > 1e-9
-        if more.any():
-            nearer = far[there][None, :] - far[there][:, None]
-            found[row] = float(((nearer > 0) + 0.5 * (nearer == 0))[more].mean())
+def structure(features: Features, places: Sequence[int]) -> dict[str, Values]:
+    """Ranks of the distances [P] between each two of N images, by block; pairs of the same place are left out."""
+    found = {}
+    for name, images in features.items():
+        apart = distances(images, images)[pairs_of(places)]
+        ordered = np.sort(apart)
+        found[name] = (np.searchsorted(ordered, apart, "left") + np.searchsorted(ordered, apart, "right")) / 2
     return found
 
 
-def obedience(
-    base: Features, other_seeds: Features, lora: Features, captions: Sequence[str], prompts: Sequence[int]
+def pairs_of(places: Sequence[int]) -> tuple[Values, Values]:
+    """Rows and columns of the pairs of images of different places, each pair once."""
+    rows, columns = np.triu_indices(len(places), 1)
+    differ = np.asarray(places)[rows] != np.asarray(places)[columns]
+    return rows[differ], columns[differ]
+
+
+def following(
+    real: Features, base: Features, other_seeds: Features, lora: Features, prompts: Sequence[int]
 ) -> Estimate | None:
-    """How well samples follow what the base model knows of their captions, as a share of how well its own samples do.
+    """How well samples follow their captions: how like the differences among them are those among the real images.
 
-    A sample follows its caption where it is nearer to the base's samples of similar captions, with `other_seeds`, than to
-    those of others (`concordance`); 0 is chance. None where the base's own samples do not: captions then say nothing that
-    the features show. Real images in their place would say nothing where captions are of other images: there the images
-    themselves are no nearer to those with similar captions.
+    `prompts` are the places of the samples' captions among the real images. Where samples follow their captions, those
+    whose real images differ much differ much too: the rank correlation of all such distances, mean over the blocks (representational
+    similarity, Kriegeskorte et al. 2008). It is a share of what the base's own samples of two seeds reach among themselves,
+    which is how much a caption settles. None where that is not surely above 0: captions alike, or words that the base does
+    not read.
     """
-    alike = agreement(captions)[np.ix_(list(prompts), list(prompts))]
-    own = block_means(base, lambda name: concordance(distances(base[name], other_seeds[name]), alike))
-    followed = block_means(base, lambda name: concordance(distances(lora[name], other_seeds[name]), alike))
-    return share_above_chance(followed, own)
+    shown = {name: images[list(prompts)] for name, images in real.items()}
+    of_lora, of_real, of_base, of_other = (structure(each, prompts) for each in (lora, shown, base, other_seeds))
+    (rows, columns), count = pairs_of(prompts), len(prompts)
 
+    def correlation(one: Mapping[str, Values], other: Mapping[str, Values], samples: Values) -> float:
+        # A pair counts as often as both of its samples were drawn.
+        times = np.bincount(samples, minlength=count).astype(np.float64)
+        weights = times[rows] * times[columns]
+        return float(np.mean([weighted_correlation(one[name], other[name], weights) for name in one]))
 
-def block_means(blocks: Features, of_block: Callable[[str], Values]) -> Values:
-    found: Values = np.mean([of_block(name) for name in blocks], axis=0)
-    return found
-
-
-def share_above_chance(followed: Values, own: Values) -> Estimate | None:
-    """(followed - 0.5) / (own - 0.5) of mean concordances; None where `own` is not surely above chance."""
-    followed, own = followed[np.isfinite(followed)], own[np.isfinite(own)]
-    if len(own) < 3 or len(followed) < 3:
+    settled = bootstrap(lambda samples: correlation(of_base, of_other, samples), count)
+    if not settled.low > 0:
         return None
-    if own.mean() - 0.5 <= LEAST_SEPARATION * own.std(ddof=1) / np.sqrt(len(own)):
-        return None
+    return bootstrap(lambda samples: correlation(of_lora, of_real, samples) / settled.value, count)
 
-    def statistic(samples: Values, reals: Values) -> float:
-        return float((followed[samples].mean() - 0.5) / max(own[reals].mean() - 0.5, 1e-3))
 
-    return bootstrap(statistic, len(followed), len(own))
+def weighted_correlation(one: Values, other: Values, weights: Values) -> float:
+    """Pearson's; NaN where one side does not vary."""
+    total = weights.sum()
+    if total == 0:
+        return float("nan")
+    x, y = one - weights @ one / total, other - weights @ other / total
+    return ratio(float(weights @ (x * y)), float(np.sqrt((weights @ (x * x)) * (weights @ (y * y)))))

@@ -35,7 +35,9 @@ MEANINGS: Mapping[str, Meaning] = {
         is_share=True,
     ),
     "follows_captions": Meaning(
-        "Do its images show what the prompt says?", "{} as well as the base model's images do", is_share=True
+        "Do its images show what the prompt says?",
+        "{} of the differences between prompts are the dataset's",
+        is_share=True,
     ),
     "does_not_copy": Meaning(
         "Are its images new, and no copies of the dataset's?",
