@@ -63,6 +63,7 @@ from lora_trainer.run.release import (
     export_lora,
     export_step,
     judge_lora,
+    lora_gate,
     lora_weights,
     report_verdict,
     training_facts,
@@ -468,8 +469,9 @@ def check_lora(
         free_step_context(run.context)
         console.print("validating the LoRA from its file")
         show_phase(session, state, "validating")
-        report = judge_lora(kohya, session, run.images)
-        report = replace(report, choice=compare_after_training(session, run.images, kohya, step, report))
+        gate = lora_gate(session)
+        report = judge_lora(kohya, session, run.images, gate)
+        report = replace(report, choice=compare_after_training(session, run.images, kohya, step, report, gate))
     else:
         why = "gates.lora_check=off" if can_check else f"lora.type={config.lora.type} cannot be checked"
         console.print(f"{why}: the LoRA is not scored, and no images are made with it")

@@ -254,15 +254,20 @@ def check_effort(gates: GatesSection, *, enforced: bool) -> LoraCheckName:
     return gates.lora_check or ("full" if enforced else "lite")
 
 
-def judge_lora(lora: Path, session: Session, images: RealImages) -> LoraReport:
+def lora_gate(session: Session) -> LoraGate:
+    """The gate of a run's LoRA: what it must reach, and how that is measured."""
+    config = session.config
+    effort = check_effort(config.gates, enforced=session.order.enforce_gates)
+    return LoraGate(config.gates.lora, effort, encoder=find_encoder(config, say=silent), cache=cache_folder(config))
+
+
+def judge_lora(lora: Path, session: Session, images: RealImages, gate: LoraGate) -> LoraReport:
     """The LoRA gate's report on the exported file.
 
     Raises TrainingFailed, with the command to evaluate it later, when the GPU is too small even layer by layer.
     """
     config, inputs, console = session.config, session.inputs, session.console
     device, dtype = session.choices.device, session.choices.dtype
-    effort = check_effort(config.gates, enforced=session.order.enforce_gates)
-    gate = LoraGate(config.gates.lora, effort, encoder=find_encoder(config, say=silent), cache=cache_folder(config))
 
     def judge(compute: Compute) -> LoraReport:
         with counting(console) as count:
