@@ -88,7 +88,7 @@ def compare_candidates(
 ) -> LoraChoice | None:
     """Measure LoRAs until it is decided whether another than the first, the usual one, is worth choosing.
 
-    Progress is counted in candidates. None where there is nothing to compare with: fewer than `FEWEST_REAL` images, or a
+    Progress is counted in candidates. None where there is nothing to compare: fewer than `FEWEST_REAL` images or two LoRAs, or a
     usual one that does not work or of which nothing can be measured. Files that do not work, or cannot be read, are left out and named to `compute.say`.
     """
     if len(candidates) < 2 or len(images.every) < FEWEST_REAL:
@@ -111,9 +111,9 @@ def compare_candidates(
                 if more is not None:
                     found[candidate] = found[candidate].with_more(more) if start else more
                 compute.progress(done, len(left))
-            if candidates[0] not in found:
-                return None
             left = [each for each in left if each in found]
+            if left[:1] != [candidates[0]] or len(found) < 2:
+                return None
             parts = {each: contest.parts_of(found[each]) for each in left}
             if all(part.measure is None for part in parts[candidates[0]].values()):
                 return None
