@@ -29,6 +29,7 @@ from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.encoder_features import load_encoder
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.evaluation.lora_check import LoraGate
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.tracking import Pairs, caption_margins, plan_pairs
 from lora_trainer.evaluation.validation_loss import (
@@ -46,7 +47,8 @@ from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.report.curve import still_falling
 from lora_trainer.report.record import Record, read_record, write_record
 from lora_trainer.run.bases.encoder import find_encoder
-from lora_trainer.run.caching import cached_data, measured_images
+from lora_trainer.run.bases.find import silent
+from lora_trainer.run.caching import cache_folder, cached_data, measured_images
 from lora_trainer.run.choices import DTYPES, asked_by_user, compiling_pays
 from lora_trainer.run.compare_loras import compare_after_training
 from lora_trainer.run.counting import DRAWN, counting
@@ -63,7 +65,6 @@ from lora_trainer.run.release import (
     export_lora,
     export_step,
     judge_lora,
-    lora_gate,
     lora_weights,
     report_verdict,
     training_facts,
@@ -469,7 +470,8 @@ def check_lora(
         free_step_context(run.context)
         console.print("validating the LoRA from its file")
         show_phase(session, state, "validating")
-        gate = lora_gate(session)
+        encoder = find_encoder(config, say=silent)
+        gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config))
         report = judge_lora(kohya, session, run.images, gate)
         report = replace(report, choice=compare_after_training(session, run.images, kohya, step, report, gate))
     else:

@@ -38,9 +38,6 @@ from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.models.textual_inversion import to_embeddings
 from lora_trainer.monitor.trackers import add_verdict
 from lora_trainer.optim.schedules import warmup_length
-from lora_trainer.run.bases.encoder import find_encoder
-from lora_trainer.run.bases.find import silent
-from lora_trainer.run.caching import cache_folder
 from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import Inputs, trained_framings
@@ -252,13 +249,6 @@ def export_lora(
 def check_effort(gates: GatesSection, *, enforced: bool) -> LoraCheckName:
     """How much of the LoRA is measured: as set, else in full where the gate is enforced."""
     return gates.lora_check or ("full" if enforced else "lite")
-
-
-def lora_gate(session: Session) -> LoraGate:
-    """The gate of a run's LoRA: what it must reach, and how that is measured."""
-    config = session.config
-    effort = check_effort(config.gates, enforced=session.order.enforce_gates)
-    return LoraGate(config.gates.lora, effort, encoder=find_encoder(config, say=silent), cache=cache_folder(config))
 
 
 def judge_lora(lora: Path, session: Session, images: RealImages, gate: LoraGate) -> LoraReport:
