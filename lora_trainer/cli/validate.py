@@ -59,7 +59,7 @@ def print_choice(choice: LoraChoice, console: Console) -> None:
         console.print(f"  {each.candidate.name}: {score.value:.2f} ({score.low:.2f} to {score.high:.2f})  {beside}")
         if each is not choice.usual:
             console.print(f"    {gain.value:+.2f} ({gain.low:+.2f} to {gain.high:+.2f}); {each.samples} samples")
-        console.print(f"    least: {WORDS[each.least].title.lower()}")
+        console.print(f"    least: {WORDS[each.least].title.lower() if each.least else 'not measured'}")
     console.print(f"  advice: {choice.advice}")
     if choice.sheet is not None:
         console.print(f"  images of them: {choice.sheet}")

@@ -32,12 +32,12 @@ from pathlib import Path
 
 import numpy as np
 
+from lora_trainer.core.errors import UsageError, first_line
 from lora_trainer.core.findings import counted
-from lora_trainer.data.split import MOST_COMPARED
 from lora_trainer.evaluation.advice import advice_on
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.evidence import Effort, RealImages, Sides, Studio
-from lora_trainer.evaluation.likeness import DRAWS, Features, Values, bootstrap, spoiling
+from lora_trainer.evaluation.likeness import DRAWS, Features, Values, spoiling
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_check import (
     FEWEST_REAL,
@@ -52,7 +52,7 @@ from lora_trainer.evaluation.lora_check import (
 )
 from lora_trainer.evaluation.lora_choice import WORTH, Candidate, CandidateScore, LoraChoice
 from lora_trainer.evaluation.lora_report import LoraReport
-from lora_trainer.evaluation.validation_loss import FEWEST_TO_RESAMPLE
+from lora_trainer.evaluation.validation_loss import gain_of
 from lora_trainer.evaluation.verdict import SCALES, Cost, Estimate, VerdictPart, score_of
 from lora_trainer.models.family import Family
 
@@ -63,25 +63,16 @@ LEVEL = 0.95
 def compared_effort() -> Effort:
     """A lite verdict's samples in each round, up to four rounds."""
     lite = LORA_CHECKS["lite"]
-    assert lite is not None
     return replace(lite, most=4 * lite.round)
 
 
 @dataclass(frozen=True)
-class Losses:
-    """Validation losses [N, T] without the LoRA and with it."""
-
-    before: Values
-    after: Values
-
-
-@dataclass(frozen=True)
 class Evidence:
-    """What was measured of a candidate so far."""
+    """What was measured of a candidate so far; `learned` is the gain on images that were not trained on."""
 
     sides: Sides
     unrelated: Sides
-    losses: Losses | None
+    learned: Estimate | None
 
     def with_more(self, more: Evidence) -> Evidence:
         return replace(self, sides=self.sides.with_more(more.sides), unrelated=self.unrelated.with_more(more.unrelated))
@@ -97,8 +88,8 @@ def compare_candidates(
 ) -> LoraChoice | None:
     """Measure LoRAs until it is decided whether another than the first, the usual one, is worth choosing.
 
-    Progress is counted in candidates. None where there is nothing to compare with: fewer than `FEWEST_REAL` images, or a
-    usual one that does not work. Candidates that do not work are left out. Raises UsageError for a file that is no LoRA.
+    Progress is counted in candidates. None where there is nothing to compare: fewer than `FEWEST_REAL` images or two LoRAs, or a
+    usual one that does not work or of which nothing can be measured. Files that do not work, or cannot be read, are left out and named to `compute.say`.
     """
     if len(candidates) < 2 or len(images.every) < FEWEST_REAL:
         return None
@@ -120,10 +111,12 @@ def compare_candidates(
                 if more is not None:
                     found[candidate] = found[candidate].with_more(more) if start else more
                 compute.progress(done, len(left))
-            if candidates[0] not in found:
-                return None
             left = [each for each in left if each in found]
+            if left[:1] != [candidates[0]] or len(found) < 2:
+                return None
             parts = {each: contest.parts_of(found[each]) for each in left}
+            if all(part.measure is None for part in parts[candidates[0]].values()):
+                return None
             scores |= compared(parts, candidates[0], start + effort.round)
             # The better half of those that are open (successive halving, Jamieson and Talwalkar 2016).
             undecided = sorted(
@@ -142,8 +135,7 @@ class Contest:
     """Opens LoRAs, one at a time, and measures them by the same prompts. The base's features are read from the cache."""
 
     def __init__(self, base: Path, family: Family, images: RealImages, gate: LoraGate, compute: Compute) -> None:
-        self.base, self.family, self.gate, self.compute = base, family, gate, compute
-        self.images = images.first(MOST_COMPARED)
+        self.base, self.family, self.images, self.gate, self.compute = base, family, images, gate, compute
         self.passes = 0
         self.file: Path | None = None
         self.opened: OpenLora | None = None
@@ -168,13 +160,13 @@ class Contest:
         with opened.at(candidate.strength) as studio:
             self.real = self.real or studio.describe_real(images.every)
             sides = studio.compare(places_of(seeds, len(images.every)), seeds, images.every)
-            losses = None
+            learned = None
             if images.unseen and seeds.start == 0:
-                before, after = paired_losses(studio, len(images.trained))
-                losses = Losses(before.double().numpy(), after.double().numpy())
-            return Evidence(sides, self.unrelated(studio, seeds), losses)
+                learned = gain_of(*paired_losses(studio, len(images.trained)))
+            return Evidence(sides, self.unrelated(studio, seeds), learned)
 
     def open(self, file: Path, strengths: Sequence[float]) -> OpenLora | None:
+        """The LoRA of a file, which is kept open until another is; None, with a line, for one that cannot be compared."""
         if file == self.file:
             return self.opened
         self.close()
@@ -184,9 +176,17 @@ class Contest:
             self.passes += 1
 
         gate, compute = replace(self.gate, strengths=tuple(strengths)), replace(self.compute, progress=count)
-        opened = open_lora(file, self.base, self.family, self.images, gate, compute)
-        self.file, self.opened = file, None if isinstance(opened, LoraReport) else opened
-        return self.opened
+        self.file = file
+        try:
+            opened = open_lora(file, self.base, self.family, self.images, gate, compute)
+        except UsageError as error:
+            compute.say(f"{file.name} is not compared: {first_line(error)}")
+            return None
+        if isinstance(opened, LoraReport):
+            compute.say(f"{file.name} is not compared: {opened.findings[0].message}")
+            return None
+        self.opened = opened
+        return opened
 
     def unrelated(self, studio: Studio, seeds: range) -> Sides:
         """Samples of the unrelated prompts, with other seeds in each round: in the first one those of a lite verdict."""
@@ -204,20 +204,9 @@ class Contest:
             spoiling(unrelated.base, unrelated.other_seeds, unrelated.lora),
             "the base model's seeds agree",
         )
-        if found.losses is not None:
-            parts["learned"] = VerdictPart("learned", gain_of(found.losses))
+        if found.learned is not None:
+            parts["learned"] = VerdictPart("learned", found.learned)
         return {name: parts[name] for name in SCALES if name in parts}
-
-
-def gain_of(losses: Losses) -> Estimate:
-    """By how much the loss falls, as the verdict's `learned` has it, with draws."""
-    over_images = len(losses.before) >= FEWEST_TO_RESAMPLE
-    before, after = (each.mean(axis=1) if over_images else each.flatten() for each in (losses.before, losses.after))
-
-    def statistic(places: Values) -> float:
-        return float((before - after)[places].mean() / max(float(before[places].mean()), 1e-12))
-
-    return bootstrap(statistic, len(before))
 
 
 def score_draws(parts: Mapping[str, VerdictPart]) -> Values:

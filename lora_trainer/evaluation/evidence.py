@@ -38,13 +38,6 @@ class RealImages:
         """Both, the unseen ones last."""
         return [*self.trained, *self.unseen]
 
-    def first(self, most: int) -> RealImages:
-        """At most so many of them: the unseen ones, and others evenly from the trained ones."""
-        unseen = self.unseen[:most]
-        left = most - len(unseen)
-        stride = max(1, -(-len(self.trained) // left)) if left else 1
-        return RealImages(self.trained[::stride][:left], unseen)
-
 
 @dataclass(frozen=True)
 class Effort:

@@ -34,7 +34,6 @@ from torch import Tensor
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, counted
 from lora_trainer.data.caches.base_half import BaseHalf, digest_of
-from lora_trainer.data.split import MOST_COMPARED
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, base_visits, drift
 from lora_trainer.evaluation.encode import text_reader
@@ -102,7 +101,7 @@ NORM_NOTED, NORM_WARNED = 0.5, 1.0  # of a layer's size: a note, a warning
 SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
 FEWEST_REAL = 4  # fewer have no distances to compare with
 # A round of samples, the most, the steps of each, and unrelated prompts.
-LORA_CHECKS: Mapping[str, Effort | None] = {"full": Effort(12, 48, 20, 8), "lite": Effort(8, 8, 8, 4), "off": None}
+LORA_CHECKS: Mapping[str, Effort] = {"full": Effort(12, 48, 20, 8), "lite": Effort(8, 8, 8, 4)}
 TIMESTEPS = 8  # of each validation loss
 FORMULAS = "1"  # part of every key of what is cached: change it when samples or features are computed differently
 SMALL_CELLS = 2048  # of latents: half of those of an image of 512 pixels a side
@@ -112,7 +111,7 @@ SMALL_CELLS = 2048  # of latents: half of those of an image of 512 pixels a side
 class LoraGate:
     """What a LoRA must reach, and how it is measured.
 
-    `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS` but `off`. Images are
+    `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS`. Images are
     compared by `encoder`, or by the base model's own features. `cache` is the folder in which what is measured of the base
     model alone is kept; None keeps nothing. The LoRA is used at each of `strengths`; only its first one gets the verdict.
     """
@@ -171,13 +170,11 @@ def open_lora(
     """Load a LoRA for its verdict; the report of one that does not work."""
     device, dtype, usable = compute.device, compute.dtype, compute.usable
     effort = LORA_CHECKS[gate.check]
-    assert effort is not None
     weights = read_lora_with_tokens(lora)
     if refused := refused_unloaded(weights, base, family, gate.minimum):
         return refused
     encoding = device if usable != 0 else torch.device("cpu")
     facts, process = family.describe(base), family.denoiser.make_process(base)
-    images = images.first(MOST_COMPARED)
     samples, prompts = images.every, gate.prompts[: effort.unrelated]
     # The encoders are freed before the pipeline loads its own.
     text = text_reader(family, facts, dtype, encoding, usable or None)(prompts)
@@ -238,7 +235,6 @@ def measure_lora(
     if isinstance(opened, LoraReport):
         return opened
     studio, images, effort = opened.studio, opened.images, LORA_CHECKS[gate.check]
-    assert effort is not None
     if (drifted := _measure_drift(studio)) is None:
         return base_not_finite(gate.minimum)
     compute.say(f"validation loss with and without the LoRA: {counted(len(images.unseen), 'image')}")

@@ -56,9 +56,9 @@ class CandidateScore:
 
     @property
     def least(self) -> str:
-        """The part that is the score."""
+        """The part that is the score; empty where no part is measured."""
         measured = {name: part.scores[0] for name, part in self.parts.items() if part.measure is not None}
-        return min(measured, key=lambda name: measured[name])
+        return min(measured, key=lambda name: measured[name], default="")
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -40,20 +40,22 @@ def changed_texts(weights: LoraWeights, family: Family) -> list[str]:
     return [name for name in family.text.targets if name in components]
 
 
-def encode_with(
+def texts_at(
     pipeline: Any,
     family: Family,
-    prompts: Sequence[str],
     known: EncodedTexts,
     weights: LoraWeights,
+    wanted: tuple[Sequence[str], Sequence[float]],
     compute: Compute,
-) -> tuple[EncodedTexts, EncodedTexts]:
-    """The same prompts and samples as the pipeline's encoders read them (without the LoRA, with it and its new words).
+) -> tuple[EncodedTexts, dict[float, EncodedTexts]]:
+    """Prompts and samples as the pipeline's encoders read them without the LoRA, and with it and its learned tokens at each
+    strength; `wanted` are the prompts and the strengths.
 
-    They are moved to the device for it. `known` holds what all of them said of the captions; what is not in it, or is of a large
-    encoder that the LoRA changes, is read by that, too. Raises UsageError for words of another kind of model.
+    The encoders are moved to the device for it. `known` holds what all of them said of the captions; what is not in it, or is
+    of a large encoder that the LoRA changes, is read by that, too. Learned tokens have no strength: they are the same at
+    each. The LoRA is left at the last one. Raises UsageError for words of another kind of model.
     """
-    device, dtype = compute.device, compute.dtype
+    (prompts, strengths), device, dtype = wanted, compute.device, compute.dtype
     every = texts_of(pipeline, device)
     there = all(sample.cond for sample in known.samples)
     left = family.text.left_in_cache(changed_texts(weights, family)) if there else ()
@@ -64,34 +66,15 @@ def encode_with(
         else:  # it is as it was stored
             offload_layers(encoder, dtype, device)
     with without_lora(pipeline):
-        without = _encode(family, parts, prompts, known, dtype)
+        original = _encode(family, parts, prompts, known, dtype)
     add_learned_tokens(parts, from_embeddings(weights.embeddings, family.text.clips))
-    with_lora = _encode(family, parts, prompts, known, dtype)
+    found = dict[float, EncodedTexts]()
+    for strength in strengths:
+        with contextlib.nullcontext() if list(strengths) == [1.0] else at_strength(pipeline, strength):
+            found[strength] = _encode(family, parts, prompts, known, dtype)
     for name in family.text.clips:
         parts.encoders[name].to("cpu")
     free_memory(device)
-    return without, with_lora
-
-
-def texts_at(
-    pipeline: Any,
-    family: Family,
-    known: EncodedTexts,
-    weights: LoraWeights,
-    wanted: tuple[Sequence[str], Sequence[float]],
-    compute: Compute,
-) -> tuple[EncodedTexts, dict[float, EncodedTexts]]:
-    """`encode_with` for the LoRA at several strengths; `wanted` are the prompts and the strengths.
-
-    Learned tokens have no strength: they are the same at each. The LoRA is left at the last one.
-    """
-    prompts, strengths = wanted
-    original, found = known, dict[float, EncodedTexts]()
-    for strength in strengths:
-        with contextlib.nullcontext() if list(strengths) == [1.0] else at_strength(pipeline, strength):
-            without, found[strength] = encode_with(pipeline, family, prompts, known, weights, compute)
-        original = original if len(found) > 1 else without
-        weights = replace(weights, embeddings={})  # the pipeline's tokenizers have them now
     return original, found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +13,14 @@ from lora_trainer.diffusion.noise import position_noise
 from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import stratified_timesteps
 from lora_trainer.evaluation.compute import ON_CPU, Compute
+from lora_trainer.evaluation.likeness import Values, bootstrap
+from lora_trainer.evaluation.verdict import Estimate
 from lora_trainer.models.family import Caption
 
 # (noisy [B, C, h, w], t [B], conditioning, sizes [B, 6]) -> prediction [B, C, h, w]
 Predict = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
 
 MICRO = 4  # timesteps of one sample in a forward pass
-BOOTSTRAP_DRAWS = 2000
 FEWEST_TO_RESAMPLE = 4  # with fewer samples an interval over samples means nothing
 
 
@@ -131,23 +131,29 @@ class Improvement:
     over_samples: bool  # False: too few samples, so the interval covers noise and timesteps only
 
 
-def improvement(base: Tensor, lora: Tensor, *, seed: int = 0) -> Improvement:
-    """Paired comparison of two `validation_losses` [N, T] by bootstrap (Efron 1979), deterministic.
+def gain_of(base: Tensor, lora: Tensor) -> Estimate:
+    """By which share of the mean of `base` the losses `lora` are lower, both `validation_losses` [N, T] at the same noise.
 
-    Resamples samples; with fewer than four of them, the N x T cells.
+    With bootstrap draws (Efron 1979) over samples; with fewer than four of them, over the N x T cells.
     """
     over_samples = len(base) >= FEWEST_TO_RESAMPLE
-    units_base, units_lora = (base.mean(1), lora.mean(1)) if over_samples else (base.flatten(), lora.flatten())
-    b, d = units_base.double().numpy(), (units_base - units_lora).double().numpy()
-    picks = np.random.default_rng(seed).integers(0, len(b), size=(BOOTSTRAP_DRAWS, len(b)))
-    drawn = d[picks].mean(1) / np.maximum(b[picks].mean(1), 1e-12)
-    low, high = np.quantile(drawn, [0.025, 0.975])
+    before, after = ((each.mean(1) if over_samples else each.flatten()).double().numpy() for each in (base, lora))
+
+    def statistic(places: Values) -> float:
+        return float((before - after)[places].mean() / max(float(before[places].mean()), 1e-12))
+
+    return bootstrap(statistic, len(before))
+
+
+def improvement(base: Tensor, lora: Tensor) -> Improvement:
+    """Paired comparison of two `validation_losses` [N, T], deterministic: `gain_of` and what it comes from."""
+    gain = gain_of(base, lora)
     return Improvement(
-        base=float(b.mean()),
-        lora=float(units_lora.double().mean()),
-        mean=float(d.mean() / max(b.mean(), 1e-12)),
-        low=float(low),
-        high=float(high),
-        certainty=float((drawn > 0).mean()),
-        over_samples=over_samples,
+        base=float(base.double().mean()),
+        lora=float(lora.double().mean()),
+        mean=gain.value,
+        low=gain.low,
+        high=gain.high,
+        certainty=sum(draw > 0 for draw in gain.draws) / max(1, len(gain.draws)),
+        over_samples=len(base) >= FEWEST_TO_RESAMPLE,
     )

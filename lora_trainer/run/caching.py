@@ -331,5 +331,5 @@ def measured_images(config: Config, inputs: Inputs, plans: CachePlans) -> RealIm
         )
         for index, key, caption_keys in zip(indices, keys, keyed, strict=True)
     ]
-    kept = len(encoded) - len(inputs.validation)
+    kept = sum(index < len(inputs.train) for index in indices)
     return RealImages(encoded[:kept], encoded[kept:])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lora_trainer.config.schema import Config
 from lora_trainer.config.schema.types import CompareName
-from lora_trainer.core.errors import first_line
+from lora_trainer.core.errors import UserError, first_line
 from lora_trainer.core.io import atomic_path
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.evaluation.choice import STRENGTHS, compare_candidates
@@ -26,7 +26,6 @@ from lora_trainer.evaluation.recipe import Grid, NamedModel
 from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.evaluation.sheet import SheetGroup, SheetRow, contact_sheet, save_image
 from lora_trainer.models.family import Family, ModelFacts
-from lora_trainer.run.caching import cache_folder
 from lora_trainer.run.choices import usable_bytes
 from lora_trainer.run.counting import COMPARED, counting
 from lora_trainer.run.kept_steps import RunFiles, kept_steps, run_files
@@ -36,6 +35,8 @@ from lora_trainer.run.session import Session
 from lora_trainer.training.checkpoints.checkpoint import step_name
 
 SHEET = "compared"  # name of the sheet of the candidates
+FAILURES = (RuntimeError, ValueError, OSError, MemoryError, UserError)  # that leave a LoRA its verdict
+UNCOMPARED = "strengths and steps could not be compared"
 
 Draw = Callable[[Sequence[Candidate]], Path]
 
@@ -65,7 +66,7 @@ def compare_loras(wanted: ComparedLoras, compute: Compute, say: Callable[[str], 
     The file of another step that is chosen is kept in the run's folder `weights`. None where there is nothing to compare.
     """
     with tempfile.TemporaryDirectory() as place:
-        candidates = candidates_of(wanted, Path(place))
+        candidates = candidates_of(wanted, Path(place), say)
         if len(candidates) == 1:
             say("no other steps of this run are kept: checkpoint.export_every_n_steps keeps some")
             return None
@@ -79,12 +80,12 @@ def compare_loras(wanted: ComparedLoras, compute: Compute, say: Callable[[str], 
             return choice
         try:
             return replace(choice, sheet=wanted.draw([each.candidate for each in choice.scores]))
-        except (RuntimeError, ValueError, OSError, MemoryError) as error:  # the comparison is complete
+        except FAILURES as error:  # the comparison is complete
             say(f"no images of the compared strengths and steps: {first_line(error)}")
             return choice
 
 
-def candidates_of(wanted: ComparedLoras, place: Path) -> list[Candidate]:
+def candidates_of(wanted: ComparedLoras, place: Path, say: Callable[[str], None]) -> list[Candidate]:
     """The LoRA as it is, its other strengths, and the run's other steps, whose files may be written to `place`."""
     header = read_tensor_header(wanted.lora).get(METADATA, {})
     named = int(header["ss_steps"]) if re.fullmatch(r"[0-9]{1,9}", header.get("ss_steps", "")) else None
@@ -93,7 +94,7 @@ def candidates_of(wanted: ComparedLoras, place: Path) -> list[Candidate]:
     if wanted.what in ("strengths", "both"):
         found += [replace(usual, strength=each) for each in STRENGTHS if each != usual.strength]
     if wanted.what in ("checkpoints", "both") and wanted.run is not None:
-        steps = kept_steps(wanted.run, wanted.config, wanted.family, place)
+        steps = kept_steps(wanted.run, wanted.config, wanted.family, place, say)
         found += [Candidate(path, step) for step, path in sorted(steps.items())]
     return found
 
@@ -111,36 +112,36 @@ def keep_chosen(chosen: Path, run: RunFiles | None) -> str:
 
 
 def compare_after_training(
-    session: Session, images: RealImages, lora: Path, step: int, report: LoraReport
+    session: Session, images: RealImages, lora: Path, step: int, report: LoraReport, gate: LoraGate
 ) -> LoraChoice | None:
     """What `gates.compare` requests of a run's exported LoRA, of the weights of `step`, if it works.
 
-    A comparison that fails is printed and is None: the LoRA has its verdict.
+    `gate` is the one of the verdict. A comparison that fails is printed and is None: the LoRA has its verdict.
     """
     config, inputs, choices = session.config, session.inputs, session.choices
     if config.gates.compare == "off" or report.parts["works"].outcome() != "passed":
         return None
     say = partial(session.console.print, markup=False)
     compute = Compute(choices.dtype, choices.device, usable_bytes(config, choices.device), say=say)
-    rows = rows_for(sample_prompts(config, inputs), [config.train.seed])
-    model = NamedModel(inputs.family, inputs.facts.path, config.model.path or BUILT_IN, parts_of(config))
-    grid, folder = Grid(rows, run_drawing(config, inputs)), session.folder / "samples"
-    wanted = ComparedLoras(
-        config.gates.compare,
-        lora,
-        RunFiles(session.folder, lora, step),
-        config,
-        inputs.family,
-        inputs.facts.path,
-        images,
-        LoraGate(config.gates.lora, cache=cache_folder(config)),
-        partial(draw_candidates, model, grid, folder, compute),
-    )
     try:
+        rows = rows_for(sample_prompts(config, inputs), [config.train.seed])
+        model = NamedModel(inputs.family, inputs.facts.path, config.model.path or BUILT_IN, parts_of(config))
+        grid, folder = Grid(rows, run_drawing(config, inputs)), session.folder / "samples"
+        wanted = ComparedLoras(
+            config.gates.compare,
+            lora,
+            RunFiles(session.folder, lora, step),
+            config,
+            inputs.family,
+            inputs.facts.path,
+            images,
+            gate,
+            partial(draw_candidates, model, grid, folder, compute),
+        )
         with counting(session.console) as count:
             return compare_loras(wanted, replace(compute, progress=count(COMPARED)), say)
-    except (RuntimeError, ValueError, OSError, MemoryError) as error:
-        say(f"strengths and steps could not be compared: {first_line(error)}")
+    except FAILURES as error:
+        say(f"{UNCOMPARED}: {first_line(error)}")
         return None
 
 
@@ -153,18 +154,25 @@ def compare_file(
 ) -> LoraChoice | None:
     """What `gates.compare` requests of a LoRA file. `trained` are the settings of the run beside it, None without one.
 
-    A sheet is drawn among the run's samples.
+    A sheet is drawn among the run's samples. A comparison that fails is reported and is None: the LoRA has its verdict.
     """
     family, facts, images, gate = measured
-    run = None if trained is None else run_files(lora)
-    prompts = list(config.sample.prompts) or list(dict.fromkeys(plain_caption(each.caption) for each in images.every))
-    rows = rows_for(prompts[: config.sample.count], [config.train.seed])
-    grid = Grid(rows, drawing_of(config, family, facts, (facts.resolution, facts.resolution)))
-    model = NamedModel(family, facts.path, config.model.path or BUILT_IN, parts_of(config))
-    draw = None if run is None else partial(draw_candidates, model, grid, run.folder / "samples", compute)
-    wanted = ComparedLoras(config.gates.compare, lora, run, trained or config, family, facts.path, images, gate, draw)
-    with counting() as count:
-        return compare_loras(wanted, replace(compute, progress=count(COMPARED)), compute.say)
+    try:
+        run = None if trained is None else run_files(lora)
+        prompts = list(config.sample.prompts) or list(
+            dict.fromkeys(plain_caption(each.caption) for each in images.every)
+        )
+        rows = rows_for(prompts[: config.sample.count], [config.train.seed])
+        grid = Grid(rows, drawing_of(config, family, facts, (facts.resolution, facts.resolution)))
+        model = NamedModel(family, facts.path, config.model.path or BUILT_IN, parts_of(config))
+        draw = None if run is None else partial(draw_candidates, model, grid, run.folder / "samples", compute)
+        what = config.gates.compare
+        wanted = ComparedLoras(what, lora, run, trained or config, family, facts.path, images, gate, draw)
+        with counting() as count:
+            return compare_loras(wanted, replace(compute, progress=count(COMPARED)), compute.say)
+    except FAILURES as error:
+        compute.say(f"{UNCOMPARED}: {first_line(error)}")
+        return None
 
 
 def draw_candidates(

@@ -29,6 +29,7 @@ from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.encoder_features import load_encoder
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.evaluation.lora_check import LoraGate
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.tracking import Pairs, caption_margins, plan_pairs
 from lora_trainer.evaluation.validation_loss import (
@@ -46,7 +47,8 @@ from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.report.curve import still_falling
 from lora_trainer.report.record import Record, read_record, write_record
 from lora_trainer.run.bases.encoder import find_encoder
-from lora_trainer.run.caching import cached_data, measured_images
+from lora_trainer.run.bases.find import silent
+from lora_trainer.run.caching import cache_folder, cached_data, measured_images
 from lora_trainer.run.choices import DTYPES, asked_by_user, compiling_pays
 from lora_trainer.run.compare_loras import compare_after_training
 from lora_trainer.run.counting import DRAWN, counting
@@ -468,8 +470,10 @@ def check_lora(
         free_step_context(run.context)
         console.print("validating the LoRA from its file")
         show_phase(session, state, "validating")
-        report = judge_lora(kohya, session, run.images)
-        report = replace(report, choice=compare_after_training(session, run.images, kohya, step, report))
+        encoder = find_encoder(config, say=silent)
+        gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config))
+        report = judge_lora(kohya, session, run.images, gate)
+        report = replace(report, choice=compare_after_training(session, run.images, kohya, step, report, gate))
     else:
         why = "gates.lora_check=off" if can_check else f"lora.type={config.lora.type} cannot be checked"
         console.print(f"{why}: the LoRA is not scored, and no images are made with it")

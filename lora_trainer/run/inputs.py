@@ -337,11 +337,17 @@ def dataset_facts(inputs: Inputs) -> dict[str, Any]:
 def measured_among(train: Sequence[Sample], validation: Sequence[Sample]) -> list[int]:
     """Indices of the samples that the LoRA is compared with: some trained ones, by content, then the validation ones.
 
-    Regularization images are none of them.
+    Of samples of the same content the first: a copy would be the nearest other image. Regularization images are none of
+    them.
     """
-    learned = [index for index, sample in enumerate(train) if not sample.regularization]
-    chosen = sorted(learned, key=lambda index: train[index].content)[: MOST_COMPARED - len(validation)]
-    return [*sorted(chosen), *range(len(train), len(train) + len(validation))]
+    learned: dict[str, int] = {}
+    unseen: dict[str, int] = {}
+    for first, samples, found in ((0, train, learned), (len(train), validation, unseen)):
+        for index, sample in enumerate(samples, first):
+            if not sample.regularization:
+                found.setdefault(sample.content, index)
+    kept = list(unseen.values())[:MOST_COMPARED]
+    return [*sorted(learned[content] for content in sorted(learned)[: MOST_COMPARED - len(kept)]), *kept]
 
 
 def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts) -> int:

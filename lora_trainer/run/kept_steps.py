@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.config.schema import Config
-from lora_trainer.core.errors import UsageError
+from lora_trainer.core.errors import UsageError, UserError, first_line
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.lora_file import write_tensors
@@ -57,10 +57,13 @@ def run_files(lora: Path) -> RunFiles | None:
         return None
 
 
-def kept_steps(run: RunFiles, config: Config, family: Family, place: Path) -> dict[int, Path]:
+def kept_steps(
+    run: RunFiles, config: Config, family: Family, place: Path, say: Callable[[str], None]
+) -> dict[int, Path]:
     """LoRA files of the steps that a run kept, beside the exported one; at most `MOST_STEPS`, evenly over the steps.
 
-    Those that are no LoRA files yet are written to the folder `place`. What cannot be read is left out.
+    Those that are no LoRA files yet are written to the folder `place`. A step whose weights cannot be read or written is
+    skipped, which `say` is called with.
     """
     checkpoints = run.folder / "checkpoints"
     exported = {
@@ -81,10 +84,16 @@ def kept_steps(run: RunFiles, config: Config, family: Family, place: Path) -> di
         weights: Mapping[str, Tensor] | None = read_best(checkpoints, step)
         if weights is None and step in there:
             weights = shown_weights_of(there[step], config)
-        if weights is not None:
-            path = place / f"{run.folder.name}-{step_name(step)}.safetensors"
+        if weights is None:
+            say(f"step {step} is not compared: its weights cannot be read")
+            continue
+        path = place / f"{run.folder.name}-{step_name(step)}.safetensors"
+        try:
             write_step(path, step, lora_weights(config, family, weights), run, config, family)
-            found[step] = path
+        except UserError as error:
+            say(f"step {step} is not compared: {first_line(error)}")
+            continue
+        found[step] = path
     return found
 
 

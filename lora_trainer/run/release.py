@@ -38,9 +38,6 @@ from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.models.textual_inversion import to_embeddings
 from lora_trainer.monitor.trackers import add_verdict
 from lora_trainer.optim.schedules import warmup_length
-from lora_trainer.run.bases.encoder import find_encoder
-from lora_trainer.run.bases.find import silent
-from lora_trainer.run.caching import cache_folder
 from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import Inputs, trained_framings
@@ -254,15 +251,13 @@ def check_effort(gates: GatesSection, *, enforced: bool) -> LoraCheckName:
     return gates.lora_check or ("full" if enforced else "lite")
 
 
-def judge_lora(lora: Path, session: Session, images: RealImages) -> LoraReport:
+def judge_lora(lora: Path, session: Session, images: RealImages, gate: LoraGate) -> LoraReport:
     """The LoRA gate's report on the exported file.
 
     Raises TrainingFailed, with the command to evaluate it later, when the GPU is too small even layer by layer.
     """
     config, inputs, console = session.config, session.inputs, session.console
     device, dtype = session.choices.device, session.choices.dtype
-    effort = check_effort(config.gates, enforced=session.order.enforce_gates)
-    gate = LoraGate(config.gates.lora, effort, encoder=find_encoder(config, say=silent), cache=cache_folder(config))
 
     def judge(compute: Compute) -> LoraReport:
         with counting(console) as count:

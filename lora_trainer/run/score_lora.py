@@ -18,7 +18,7 @@ from lora_trainer.models.vision_encoder import EncoderFolder
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import describe_model, is_builtin
 from lora_trainer.run.counting import JUDGED, counting
-from lora_trainer.run.inputs import data_in_use, read_inputs, read_model, trained_framings
+from lora_trainer.run.inputs import data_in_use, measured_among, read_inputs, read_model, trained_framings
 from lora_trainer.run.reading import RunFolder, read_as_trained, run_beside
 
 Say = Callable[[str], None]
@@ -58,7 +58,10 @@ def score_lora(path: Path, data: Path | None, config: Config, say: Say) -> LoraR
     say(f"base model: {describe_model(config.model)}")
     samples = _samples_of_folder(config, data, run, say) if data is not None else _samples_of_run(config, run)
     say(samples.origin)
-    report = _evaluate(path, config, samples, (encoder, None if run is None else run.config), say)
+    measured = measured_of(samples)
+    if len(measured.samples) < len(samples.samples):
+        say(f"measured with {counted(len(measured.samples), 'image')} of them, each content once")
+    report = _evaluate(path, config, measured, (encoder, None if run is None else run.config), say)
     if run is not None and run.unseen is not None:
         report = replace(report, findings=(*report.findings, run.unseen))
     return report
@@ -75,7 +78,7 @@ def _evaluate(
     from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
     from lora_trainer.evaluation.encoder_features import load_encoder
     from lora_trainer.evaluation.evidence import RealImages
-    from lora_trainer.evaluation.lora_check import LoraGate, check_lora, refused_unloaded
+    from lora_trainer.evaluation.lora_check import LORA_CHECKS, LoraGate, check_lora, refused_unloaded
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.models.family import Encoders
     from lora_trainer.models.lora_names import read_lora_with_tokens
@@ -99,14 +102,11 @@ def _evaluate(
         encoded = encode_samples(measured.samples, measured.plan, encoders, texts, device)
     except DatasetRefused as refused:
         raise UsageError(refused.problems) from refused
-    fresh = [sample.content in measured.unseen for sample in measured.samples]
-    images = RealImages(
-        [each for each, is_fresh in zip(encoded, fresh, strict=True) if not is_fresh],
-        [each for each, is_fresh in zip(encoded, fresh, strict=True) if is_fresh],
-    )
+    trained_on = sum(sample.content not in measured.unseen for sample in measured.samples)
+    images = RealImages(encoded[:trained_on], encoded[trained_on:])
     # The command was requested, so "off" measures too.
     check = config.gates.lora_check
-    effort = check if check in ("full", "lite") else "full"
+    effort = check if check is not None and check in LORA_CHECKS else "full"
     gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config))
     dtype = computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
 
@@ -121,6 +121,18 @@ def _evaluate(
     from lora_trainer.run.compare_loras import compare_file
 
     return replace(report, choice=compare_file(path, trained, config, (family, facts, images, gate), compute))
+
+
+def measured_of(found: Samples) -> Samples:
+    """The samples that a run would measure with (`measured_among`): trained ones first, then those not trained on."""
+    numbered = [*enumerate(found.samples)]
+    train = [index for index, sample in numbered if sample.content not in found.unseen]
+    unseen = [index for index, sample in numbered if sample.content in found.unseen]
+    places = (*train, *unseen)
+    measured = measured_among([found.samples[each] for each in train], [found.samples[each] for each in unseen])
+    chosen = [places[index] for index in measured]
+    plan = BucketPlan(tuple(found.plan.views[index] for index in chosen))
+    return replace(found, samples=tuple(found.samples[index] for index in chosen), plan=plan)
 
 
 def _samples_of_folder(config: Config, data: Path, run: RunFolder | None, say: Say) -> Samples:

@@ -13,7 +13,7 @@ import torch
 
 from lora_trainer.evaluation.advice import advice_on
 from lora_trainer.evaluation.choice import choose, compare_candidates, compared
-from lora_trainer.evaluation.compute import ON_CPU
+from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.likeness import Values
 from lora_trainer.evaluation.lora_check import LoraGate, OpenLora, check_lora, open_lora
@@ -108,6 +108,7 @@ def test_at_strength_1_a_candidate_is_measured_as_by_the_verdict(lora: Path, bas
             assert (part.measure is None) == (expected is None)
             if part.measure is not None and expected is not None:
                 assert part.measure.value == pytest.approx(expected.value, rel=1e-4)
+                assert part.measure.low == pytest.approx(expected.low, rel=1e-4)
     document = json.loads(json.dumps(choice.to_json(), allow_nan=False))
     assert [each["strength"] for each in document["candidates"]] == [1.0, 0.2]
     assert document["cost"]["forward_passes"] > 0
@@ -212,3 +213,22 @@ def test_a_rare_outlier_of_one_candidate_widens_no_other_interval() -> None:
     scores = compared(parts, USUAL, 8)
     assert scores[weak].standing == "worse"
     assert scores[odd].standing == "tie"
+
+
+def test_what_was_not_measured_has_no_least_part() -> None:
+    """As where samples of the base model are not finite."""
+    nothing = {"diverse": VerdictPart("diverse", None, "the features of the base model's samples are not finite")}
+    other = Candidate(FILE, 720, 0.8)
+    scores = compared({USUAL: nothing, other: nothing}, USUAL, 8)
+    assert scores[USUAL].to_json()["least"] == ""
+    assert chosen(scores).chosen == USUAL
+
+
+def test_with_a_cut_off_file_alone_there_is_nothing_to_compare(
+    lora: Path, base: Path, images: RealImages, tmp_path: Path
+) -> None:
+    cut, lines = tmp_path / "cut.safetensors", list[str]()
+    cut.write_bytes(lora.read_bytes()[:-100])
+    candidates = [Candidate(lora, 6), Candidate(cut, 2)]
+    assert compare_candidates(candidates, base, FAMILY, images, GATE, Compute(say=lines.append)) is None
+    assert any(line.startswith("cut.safetensors is not compared: ") for line in lines)

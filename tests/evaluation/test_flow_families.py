@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from lora_trainer.cli.main import main
+from lora_trainer.evaluation.compute import ON_CPU
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.loading import adapted_modules, at_strength, components_of, judged, load_onto, without_lora
-from lora_trainer.evaluation.lora_check import LoraGate, check_lora
+from lora_trainer.evaluation.lora_check import LoraGate, OpenLora, check_lora, open_lora
 from lora_trainer.evaluation.placing import bring_pipeline
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.weights import LoraWeights
@@ -91,6 +92,11 @@ def test_a_lora_on_t5_is_sampled_evaluated_and_disabled_with_the_rest(
         assert torch.equal(embeds[1.0], with_lora)
         for other in (before, embeds[0.5]):
             assert not torch.allclose(with_lora, other, atol=1e-3)
+    gate = LoraGate(check="lite", prompts=("a ring",), strengths=(1.0, 0.5))
+    opened = open_lora(kohya, base, family, RealImages(), gate, ON_CPU)
+    assert isinstance(opened, OpenLora)
+    for strength in gate.strengths:
+        assert torch.allclose(opened.texts[strength].prompts["embeds"], embeds[strength], atol=1e-5)
     quick = ("--set", "text_encoder.max_sequence_length=16", "--set", "gates.lora_check=lite")
     assert main(["validate", str(kohya), "--model", str(base), "--json", *quick]) == 4
     assert json.loads(capsys.readouterr().out)["parts"]["works"]["value"] == 1.0

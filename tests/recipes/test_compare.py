@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.io import read_json
 from lora_trainer.export.lora_file import open_tensors
 from lora_trainer.models import FAMILIES
-from lora_trainer.run.kept_steps import kept_steps, run_files
+from lora_trainer.run.kept_steps import kept_steps, run_files, shown_weights_of
+from lora_trainer.training.checkpoints.best import write_best
+from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
 from tests.recipes.recipe import Bench, draw_images, save_tiny_model
 
 SETTINGS: dict[str, Any] = {
@@ -68,7 +71,7 @@ def test_a_checkpoint_is_compared_as_it_would_be_exported(bench: Bench, run: Pat
     exported = run / "weights" / "cat-step-000004.safetensors"
     aside = exported.rename(tmp_path / exported.name)
     config = Config.model_validate(read_json(run / "run.json")["config"])
-    found = kept_steps(files, config, FAMILIES["sd15"], tmp_path / "written")
+    found = kept_steps(files, config, FAMILIES["sd15"], tmp_path / "written", print)
     aside.rename(exported)
     assert list(found) == [2, 4]
     ours, theirs = open_tensors(found[4]), open_tensors(exported)
@@ -76,3 +79,36 @@ def test_a_checkpoint_is_compared_as_it_would_be_exported(bench: Bench, run: Pat
     assert all(ours[0][name].equal(theirs[0][name]) for name in ours[0])
     for entry in ("ss_steps", "ss_output_name", "ss_network_dim", "sshs_model_hash"):
         assert ours[1][entry] == theirs[1][entry]
+
+
+def test_a_step_whose_weights_cannot_be_written_is_skipped(bench: Bench, run: Path, tmp_path: Path) -> None:
+    """Weights that are too large for the exported dtype end nothing: the LoRA itself has its verdict."""
+    folder, lines = tmp_path / "cat", list[str]()
+    shutil.copytree(run, folder)
+    (folder / "weights" / "cat-step-000004.safetensors").unlink()
+    files = run_files(folder / "cat.safetensors")
+    assert files is not None
+    config = Config.model_validate(read_json(folder / "run.json")["config"])
+    (checkpoint,) = (path for path in list_checkpoints(folder / "checkpoints") if step_of(path) == 4)
+    weights = shown_weights_of(checkpoint, config)
+    assert weights is not None
+    write_best(folder / "checkpoints", 5, {name: value * 1e12 for name, value in weights.items()})
+    found = kept_steps(files, config, FAMILIES["sd15"], tmp_path / "written", lines.append)
+    assert list(found) == [2, 4]
+    assert [line.startswith("step 5 is not compared: ") for line in lines] == [True]
+
+
+def test_a_cut_off_file_leaves_the_verdict(
+    bench: Bench, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "cat"
+    shutil.copytree(run, folder)
+    shutil.rmtree(folder / "checkpoints")
+    file = folder / "weights" / "cat-step-000004.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    quick = ("--compare", "checkpoints", "--set", "gates.lora_check=lite")
+    assert main(["validate", str(folder / "cat.safetensors"), "--model", str(bench.model), "--json", *quick]) in (0, 4)
+    output = capsys.readouterr()
+    report = json.loads(output.out)
+    assert (report["parts"]["works"]["value"], report.get("choice")) == (1.0, None)
+    assert "cat-step-000004.safetensors is not compared: " in output.err

@@ -25,6 +25,15 @@ def test_a_run_names_the_encoder_that_compared_its_images(bench, tmp_path, capsy
     assert json.loads(capsys.readouterr().out)["encoder"] == str(dino)
 
 
+def test_steps_are_compared_by_the_encoder_too(bench, tmp_path, capsys):
+    dino = save_tiny_dino(tmp_path / "dino")
+    compared = {"gates__compare": "checkpoints", "checkpoint__export_every_n_steps": 1}
+    assert bench.run("seen", steps=2, gates__encoder=str(dino), **compared, **LITE) == 0
+    assert len(record(bench.folder("seen"))["lora"]["choice"]["candidates"]) == 2
+    # For the verdict, and for each of the two that are compared with each other.
+    assert capsys.readouterr().out.count(f"images are compared by {dino}") >= 3
+
+
 def test_an_encoder_that_cannot_be_loaded_ends_a_run_before_it_trains(bench, tmp_path, capsys):
     broken = save_tiny_dino(tmp_path / "broken")
     config = json.loads((broken / "config.json").read_text("utf-8"))
