@@ -86,7 +86,15 @@ def finished(run: RunReport) -> Verdict:
         return Verdict("bad", "refused", "No, do not use it", refusals(run), answers, (*kept, *notes))
     if run.lora.outcome == "unresolved":
         return Verdict("fair", "not decided", "Not decided yet", undecided(run), answers, notes)
-    if run.dataset.passed and run.lora.passed:
+    if run.lora.outcome != "passed" or weakest(parts) is None:
+        reason = Reason(
+            "Its score has no outcome and no intervals that this version knows.",
+            "To measure it again, in the run's folder:",
+            validate_command(run),
+        )
+        headline = "Not known: it was measured by an earlier version"
+        return Verdict("fair", "not known", headline, (reason, *below_minimum(run)), answers, notes)
+    if run.dataset.passed:
         return Verdict("good", "passed", "Yes, you can use it", why_passed(run, parts), answers, notes)
     reasons = (*why_passed(run, parts), *below_minimum(run))
     return Verdict("fair", "passed", "Yes, but look at its dataset", reasons, answers, notes)

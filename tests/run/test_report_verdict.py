@@ -39,6 +39,7 @@ def page_of(
     folder: Path,
     status: str,
     parts: Mapping[str, Estimate | None],
+    /,
     *,
     dataset: float = 1.0,
     gates: Mapping[str, Any] | None = None,
@@ -156,6 +157,24 @@ def test_a_lora_that_was_not_measured_has_the_command_that_measures_it(tmp_path:
     assert "gates.lora_check=off" in text
     assert "lora-trainer validate cat.safetensors" in text
     assert "Yes, " not in text
+
+
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        {"outcome": None, "parts": {"fidelity": 0.9, "works": 1.0}},
+        {"outcome": "good"},
+        {"parts": {"faithful": {"value": 0.95}}},
+    ],
+)
+def test_only_an_outcome_that_passed_says_yes(earlier: dict[str, Any], tmp_path: Path) -> None:
+    """Runs of earlier versions have a score, but neither outcome nor intervals."""
+    text = page_of(tmp_path, "done", GOOD, **earlier)
+    assert "Not known: it was measured by an earlier version" in text
+    assert "To measure it again, in the run&#39;s folder: lora-trainer validate cat.safetensors" in text
+    assert "Yes, " not in text
+    assert ("The parts of the LoRA" in text) is ("fidelity" not in earlier.get("parts", {}))
+    assert "()" not in words_of(text)
 
 
 def test_a_dataset_below_its_minimum_is_named_beside_a_good_lora(tmp_path: Path) -> None:
