@@ -538,7 +538,7 @@ def part_findings(parts: Mapping[str, VerdictPart], minimum: float) -> list[Find
                 Finding(f"{part.name}_not_measured", "note", f"{about.title}: not measured ({part.reason}).", "")
             )
             continue
-        measured = own_value(part.name, part.measure)
+        measured = own_value(part.name, part.measure, SCALES[part.name].at(minimum))
         if outcome == "refused":
             found.append(Finding(part.name, "error", f"{about.refused}: {measured}.", about.fix))
         elif outcome == "unresolved":
