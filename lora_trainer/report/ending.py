@@ -152,11 +152,12 @@ def not_measured(run: RunReport) -> tuple[Reason, ...]:
 
 
 def strength_answers(run: RunReport) -> tuple[Answer, ...]:
-    """The strength to use: the advised one, else 1.0 with the command that compares others."""
+    """The strength to use: the advised one, none where it is refused, else 1.0 with the command that compares others."""
     choice = mapping(run.part("lora").get("choice"))
     question, strength = "At which strength?", number(choice.get("strength"))
     if strength is not None:
-        return (Answer(question, str(strength), text(choice.get("advice"))),)
+        answer = "none is advised" if choice.get("outcome") == "refused" else str(strength)
+        return (Answer(question, answer, text(choice.get("advice"))),)
     if released_step(run) is None:
         return ()
     if run.lora.value is None:
@@ -172,7 +173,8 @@ def step_answers(run: RunReport) -> tuple[Answer, ...]:
         return ()
     reason = text(run.part("released").get("reason")).rstrip(".")
     of = f" of {run.steps:,}" if run.steps else ""
-    advised = whole(mapping(run.part("lora").get("choice")).get("step"))
+    choice = mapping(run.part("lora").get("choice"))
+    advised = None if choice.get("outcome") == "refused" else whole(choice.get("step"))
     if advised is not None and advised != released:
         about = f"The exported file has step {released:,}{of}."
         return (Answer("From which step?", f"{advised:,}", about),)

@@ -151,6 +151,19 @@ def test_the_first_screen_says_which_strength_and_step_to_use(tmp_path: Path) ->
     assert text.count("– use this") == 2, "in the text and in the page"
 
 
+def test_a_refused_strength_is_not_to_be_used(tmp_path: Path) -> None:
+    advice = "No step or strength passes; the least bad is step 4."
+    rows = [{"step": 6, "strength": 1.0, "standing": "tie"}, {"step": 4, "strength": 0.8, "standing": "tie"}]
+    choice = {"strength": 0.8, "step": 4, "outcome": "refused", "advice": advice}
+    choice["candidates"] = [row | {"score": 0.5, "outcome": "refused"} for row in rows]
+    text = page_of(tmp_path, "refused", GOOD | {"keeps_base": Estimate(3.0, 2.5, 3.5)}, choice=choice)
+    assert f"At which strength? none is advised {advice}" in text
+    assert "From which step? 6 of 6 The last: no validation images." in text
+    assert "4 0.8 0.50 as bad – chosen, but refused" in text
+    assert "use this" not in text
+    assert "as good" not in text
+
+
 def test_a_lora_that_was_not_measured_has_the_command_that_measures_it(tmp_path: Path) -> None:
     text = page_of(tmp_path, "done", {}, gates={"lora_check": "off"})
     assert "Not known: the LoRA was not measured" in text
