@@ -101,6 +101,16 @@ class LoraChoice:
     def usual(self) -> CandidateScore:
         return self.scores[0]
 
+    @property
+    def recipes(self) -> list[str]:
+        """Names of the files beside the sheet that list its images: one for each LoRA file; none without a sheet."""
+        if self.sheet is None:
+            return []
+        steps = {each.candidate.file: each.candidate.step or 0 for each in self.scores}
+        if len(steps) == 1:
+            return [f"{self.sheet.stem}.json"]
+        return [f"{self.sheet.stem}-step-{step:06d}.json" for step in sorted(steps.values())]
+
     def of(self, candidate: Candidate) -> CandidateScore:
         return next(each for each in self.scores if each.candidate == candidate)
 
@@ -114,5 +124,6 @@ class LoraChoice:
             "is_usual": self.chosen == self.usual.candidate,
             "candidates": [each.to_json(self.minimum) for each in self.scores],
             "sheet": None if self.sheet is None else self.sheet.name,
+            "recipes": self.recipes,
             "cost": asdict(self.cost),
         }

@@ -48,7 +48,7 @@ from lora_trainer.report.record import Record, read_record, write_record
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.caching import cached_data, measured_images
 from lora_trainer.run.choices import DTYPES, asked_by_user, compiling_pays
-from lora_trainer.run.compare_loras import compare_after_training
+from lora_trainer.run.compare_loras import SHEET, compare_after_training
 from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
 from lora_trainer.run.file_sizes import lora_bytes
@@ -469,6 +469,9 @@ def check_lora(
         console.print("validating the LoRA from its file")
         show_phase(session, state, "validating")
         report = judge_lora(kohya, session, run.images)
+        for path in (session.folder / "samples").glob(f"{SHEET}*"):  # of an earlier end of this run
+            if path.suffix in (".json", ".png"):
+                path.unlink(missing_ok=True)
         report = replace(report, choice=compare_after_training(session, run.images, kohya, step, report))
     else:
         why = "gates.lora_check=off" if can_check else f"lora.type={config.lora.type} cannot be checked"

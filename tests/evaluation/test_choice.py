@@ -191,6 +191,17 @@ def test_ties_keep_the_last_step_and_say_from_where_it_copies() -> None:
     assert "Steps 400 and 720 tie: no reason to leave 400." in chosen(measured(later, noise=0.01)).advice
 
 
+def test_the_recipes_of_its_images_are_listed() -> None:
+    strengths = chosen(measured({Candidate(FILE, 720, each): {"faithful": 0.9} for each in (1.0, 0.8)}, noise=0.01))
+    assert strengths.to_json()["recipes"] == [], "no sheet was drawn"
+    sheet = Path("samples/compared.png")
+    assert replace(strengths, sheet=sheet).to_json()["recipes"] == ["compared.json"]
+    files = {720: FILE, 400: Path("400.safetensors")}
+    steps = chosen(measured({Candidate(file, step): {"faithful": 0.9} for step, file in files.items()}, noise=0.01))
+    listed = replace(steps, sheet=sheet).to_json()["recipes"]
+    assert listed == ["compared-step-000400.json", "compared-step-000720.json"]
+
+
 def test_what_is_refused_is_never_advised() -> None:
     """Even where it is the best: at the gate's minimum, which may be another than the default."""
     values = {Candidate(FILE, 720, each): {"faithful": value} for each, value in {1.0: 0.2, 0.8: 0.4, 0.6: 0.1}.items()}

@@ -42,6 +42,8 @@ def check_choice(choice: dict[str, Any], folder: Path) -> set[tuple[int, float]]
     """What is compared, with its files there."""
     assert choice["advice"].startswith("Use ") is (choice["outcome"] == "passed")
     assert (folder / "samples" / choice["sheet"]).is_file()
+    assert choice["recipes"]
+    assert all((folder / "samples" / name).is_file() for name in choice["recipes"])
     assert (folder / choice["file"]).is_file()
     usual = choice["candidates"][0]
     assert (usual["step"], usual["strength"], usual["gain"]) == (6, 1.0, 0.0)
@@ -76,3 +78,10 @@ def test_a_checkpoint_is_compared_as_it_would_be_exported(bench: Bench, run: Pat
     assert all(ours[0][name].equal(theirs[0][name]) for name in ours[0])
     for entry in ("ss_steps", "ss_output_name", "ss_network_dim", "sshs_model_hash"):
         assert ours[1][entry] == theirs[1][entry]
+
+
+def test_a_resumed_run_keeps_no_images_of_an_earlier_comparison(bench: Bench, run: Path) -> None:
+    assert list((run / "samples").glob("compared*"))
+    assert bench.run("cat", "--resume", steps=8, gates__compare="off", gates__lora_check="lite", **SETTINGS) == 0
+    assert "choice" not in read_json(run / "run.json")["lora"]
+    assert not list((run / "samples").glob("compared*"))

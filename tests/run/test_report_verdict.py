@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,13 @@ def shown(folder: Path, kind: str, number: int, *files: str) -> dict[str, Any]:
     return about | names | ({"nearest_path": "/data/cat.png"} if "nearest" in files else {})
 
 
-def recipe(folder: Path, name: str, prompts: list[str]) -> None:
+def recipe(folder: Path, name: str, prompts: list[str], strengths: Sequence[float] = (1.0,)) -> None:
     """Sample images of these prompts, without the LoRA and with it."""
     images = [{"prompt": prompt, "seed": 7} for prompt in prompts]
     for row in range(len(prompts)):
-        for strength in (None, 1.0):
+        for strength in (None, *strengths):
             draw_image(folder / "samples" / image_name(name, row, strength))
-    write_json(folder / "samples" / f"{name}.json", {"strengths": [1.0], "images": images})
+    write_json(folder / "samples" / f"{name}.json", {"strengths": strengths, "images": images})
 
 
 def test_each_part_has_its_interval_beside_the_minimum(tmp_path: Path) -> None:
@@ -221,6 +221,25 @@ def test_prompts_by_steps_are_one_table(tmp_path: Path) -> None:
     text = page_of(tmp_path, "done", GOOD)
     assert "prompt without step 2 step 4 step 6, exported a cat seed 7 a dog seed 7 not made" in text
     assert 'alt="step 2: a dog"' in text
+
+
+def test_only_images_of_the_comparison_are_beside_it(tmp_path: Path) -> None:
+    """Not those that an earlier comparison, or one by `validate`, left in the folder."""
+    recipe(tmp_path, "compared", ["a dog"], [0.4, 1.0])
+    recipe(tmp_path, "compared-step-000002", ["a cat"])
+    recipe(tmp_path, "compared-step-000004", ["a cat"])
+    recipe(tmp_path, "compared-step-000006", ["a cat"], [0.4, 1.0])
+    choice = {
+        "strength": 1.0,
+        "step": 6,
+        "recipes": ["compared-step-000004.json", "compared-step-000006.json", "../run.json", 3],
+        "candidates": [{"step": 6, "strength": 1.0}, {"step": 4, "strength": 1.0}],
+    }
+    text = page_of(tmp_path, "done", GOOD, choice=choice)
+    assert "prompt without step 4 step 6 a cat seed 7" in text
+    assert "a dog" not in text
+    choice |= {"recipes": ["compared.json"], "candidates": [{"step": 6, "strength": each} for each in (1.0, 0.4)]}
+    assert "prompt without strength 0.4 strength 1 a dog seed 7" in page_of(tmp_path, "done", GOOD, choice=choice)
 
 
 def test_runs_are_compared_by_their_parts(tmp_path: Path) -> None:
