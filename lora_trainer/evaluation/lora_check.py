@@ -45,6 +45,7 @@ from lora_trainer.evaluation.health import Health, examine
 from lora_trainer.evaluation.latent_samples import Sampler
 from lora_trainer.evaluation.likeness import (
     Features,
+    agreement,
     diversity,
     faithfulness,
     nearness,
@@ -114,7 +115,8 @@ class LoraGate:
 
     `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS` but `off`. Images are
     compared by `encoder`, or by the base model's own features. `cache` is the folder in which what is measured of the base
-    model alone is kept; None keeps nothing. The LoRA is used at each of `strengths`; only its first one gets the verdict.
+    model alone is kept; None keeps nothing. `strengths` are those at which `OpenLora.at` can
+    use the LoRA; a verdict is measured at strength 1 alone.
     """
 
     minimum: float = LINE
@@ -315,13 +317,15 @@ def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[
     faithful = faithfulness(real, sides.base, sides.lora)
     known = "the base model's own samples are as near to these images as the images are to each other"
     followed = obedience(sides.base, sides.other_seeds, sides.lora, captions, sides.prompts)
-    alike = "the base model's samples do not depend on these captions"
-    near, varied, same = nearness(real, sides.lora), diversity(real, sides.lora), "the images are all the same"
+    unheard = "the base model's samples do not depend on these captions"
+    if agreement([captions[place] for place in sides.prompts]).min() > 1 - 1e-9:
+        unheard = "all captions are alike"
+    near, varied = nearness(real, sides.lora), diversity(real, sides.lora)
     return {
         "faithful": VerdictPart("faithful", faithful, "" if faithful else known),
-        "follows_captions": VerdictPart("follows_captions", followed, "" if followed else alike),
-        "does_not_copy": VerdictPart("does_not_copy", near, "" if near else same),
-        "diverse": VerdictPart("diverse", varied, "" if varied else same),
+        "follows_captions": VerdictPart("follows_captions", followed, "" if followed else unheard),
+        "does_not_copy": VerdictPart("does_not_copy", near, "" if near else "every image has its double"),
+        "diverse": VerdictPart("diverse", varied, "" if varied else "the images are all the same"),
     }
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lora_trainer.evaluation.evidence import Sides
 from lora_trainer.evaluation.likeness import (
     Features,
     agreement,
@@ -21,6 +22,7 @@ from lora_trainer.evaluation.likeness import (
     obedience,
     spoiling,
 )
+from lora_trainer.evaluation.lora_check import sample_parts
 from lora_trainer.evaluation.verdict import Estimate
 
 STEP = 2.0
@@ -122,6 +124,21 @@ def test_samples_that_follow_captions_as_the_base_does_score_1_and_others_0() ->
     unmoved = drawn(3, torch.zeros_like(shown))
     assert value_of(obedience(base, other, unmoved, captions, prompts)) == pytest.approx(0.0, abs=0.3)
     assert obedience(base, other, base, ["a cat"] * len(captions), prompts) is None
+
+
+def test_the_reason_says_why_nothing_is_compared() -> None:
+    real, base, other, lora = (random_features(seed, 8) for seed in range(4))
+    sides = Sides(tuple(range(8)), base, other, lora)
+    captions = [f"a {color} {thing}" for color in ("red", "blue", "green", "gray") for thing in ("cat", "dog")]
+    unlike = sample_parts(real, sides, captions)["follows_captions"]
+    assert unlike.reason == "the base model's samples do not depend on these captions"
+    alike = sample_parts(real, sides, ["a cat", "A cat."] * 4)["follows_captions"]
+    assert alike.reason == "all captions are alike"
+    doubled = {name: value.repeat(2, 1) for name, value in real.items()}
+    parts = sample_parts(doubled, sides, captions)
+    assert (parts["does_not_copy"].reason, parts["diverse"].reason) == ("every image has its double", "")
+    same = {name: value[:1].repeat(8, 1) for name, value in real.items()}
+    assert sample_parts(same, sides, captions)["diverse"].reason == "the images are all the same"
 
 
 MEASURES: dict[str, Callable[[Features, Features, Features], Estimate | None]] = {
