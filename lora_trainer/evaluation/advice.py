@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from lora_trainer.evaluation.lora_choice import Candidate, CandidateScore, LoraChoice
 from lora_trainer.evaluation.verdict import WORDS
@@ -16,19 +16,18 @@ FAULTS: Mapping[str, str] = {
     "keeps_base": "unrelated prompts no longer show what they did",
     "diverse": "samples are all alike",
 }
-Value = Callable[[Candidate], float]
 
 
 def advice_on(choice: LoraChoice) -> str:
-    """Sentences: what to use and why, what ties with it, and where strengths or steps begin to fail."""
+    """Sentences: what to use and why, or that nothing passes; what ties with it, and where strengths or steps begin to fail."""
     usual = choice.usual.candidate
     strengths = [each for each in choice.scores if each.candidate.step == usual.step]
     steps = [each for each in choice.scores if each.candidate.strength == usual.strength]
     sentences = [what_to_use(choice)]
     if len(strengths) > 1:
-        sentences += on_strengths(strengths, choice.chosen)
+        sentences += on_strengths(strengths, choice)
     if len(steps) > 1:
-        sentences += on_steps(steps, choice.chosen)
+        sentences += on_steps(steps, choice)
     open_ones = [each.candidate for each in choice.scores if each.standing == "unclear" and each.gain.value > 0]
     if open_ones and choice.chosen == usual:
         named = listed([each.name for each in open_ones])
@@ -37,34 +36,55 @@ def advice_on(choice: LoraChoice) -> str:
 
 
 def what_to_use(choice: LoraChoice) -> str:
-    usual, chosen = choice.usual, choice.chosen
-    if chosen == usual.candidate:
-        alone = len({each.candidate.strength for each in choice.scores}) == 1
-        return f"Use step {chosen.step}, as exported." if alone else f"Use it at strength {chosen.strength:g}."
-    found = choice.of(chosen)
-    named = f"strength {chosen.strength:g}" if chosen.step == usual.candidate.step else f"step {chosen.step}"
+    """The chosen candidate, where it passes; else which ones pass, or that none does."""
+    usual, found = choice.usual, choice.of(choice.chosen)
+    strengths, steps = ({getattr(each.candidate, what) for each in choice.scores} for what in ("strength", "step"))
+    outcome, named = found.outcome(choice.minimum), name_of(found.candidate, usual.candidate)
+    if found is usual and len(strengths) == 1:
+        named = f"step {found.candidate.step}, as exported"
+    why = "" if found is usual else f": {gain_of(found, usual)}"
+    if outcome == "passed":
+        return f"Use {'it at ' if found is usual and len(strengths) > 1 else ''}{named}{why}."
+    if passing := [
+        name_of(each.candidate, usual.candidate) for each in choice.scores if each.outcome(choice.minimum) == "passed"
+    ]:
+        state, verb = "refused" if outcome == "refused" else "not decided", "passes" if len(passing) == 1 else "pass"
+        return f"{named[0].upper()}{named[1:]} is {state}; {listed(passing)} {verb}."
+    compared = " or ".join(what for what, found in (("step", steps), ("strength", strengths)) if len(found) > 1)
+    if outcome == "refused":
+        return f"No {compared} passes; the least bad is {named}{why}."
+    return f"No {compared} surely passes with so few samples; the best is {named}{why}."
+
+
+def gain_of(found: CandidateScore, usual: CandidateScore) -> str:
+    """`it scores 0.90 in place of 0.36 (+0.54, 95 % interval …; faithful: 0.36 to 0.92)`."""
     why = f"{WORDS[usual.least].title.lower()}: {usual.parts[usual.least].scores[0]:.2f} to {found.parts[usual.least].scores[0]:.2f}"
     gain = f"{found.gain.value:+.2f}, 95 % interval {found.gain.low:+.2f} to {found.gain.high:+.2f}"
-    return f"Use {named}: it scores {found.score.value:.2f} in place of {usual.score.value:.2f} ({gain}; {why})."
+    return f"it scores {found.score.value:.2f} in place of {usual.score.value:.2f} ({gain}; {why})"
 
 
-def on_strengths(scores: Sequence[CandidateScore], chosen: Candidate) -> list[str]:
+def name_of(candidate: Candidate, usual: Candidate) -> str:
+    """By what it differs from the usual one in."""
+    return f"strength {candidate.strength:g}" if candidate.step == usual.step else f"step {candidate.step}"
+
+
+def on_strengths(scores: Sequence[CandidateScore], choice: LoraChoice) -> list[str]:
     """Which strengths tie with strength 1 where that is chosen, and which ones fail."""
     ordered = sorted(scores, key=lambda each: each.candidate.strength)
     tied = [f"{each.candidate.strength:g}" for each in ordered if each.standing == "tie"]
     sentences = []
-    if chosen == scores[0].candidate and len(tied) > 1:
+    if choice.chosen == scores[0].candidate and len(tied) > 1:
         sentences.append(f"Strengths {listed(tied)} tie.")
-    for part, failing in failing_parts(ordered).items():
+    for part, failing in failing_parts(ordered, choice.minimum).items():
         values = [f"{each.candidate.strength:g}" for each in failing]
         sentences.append(f"At {listed(values)} {FAULTS[part]}.")
     return sentences
 
 
-def on_steps(scores: Sequence[CandidateScore], chosen: Candidate) -> list[str]:
+def on_steps(scores: Sequence[CandidateScore], choice: LoraChoice) -> list[str]:
     """Which steps tie with the exported one where that is chosen, and from or up to which one they fail."""
     ordered = sorted(scores, key=lambda each: each.candidate.step or 0)
-    usual, sentences = scores[0], []
+    chosen, usual, sentences = choice.chosen, scores[0], []
     tied = [each.candidate.step for each in ordered if each.standing == "tie"]
     if chosen == usual.candidate and len(tied) > 1:
         reason = (
@@ -73,7 +93,7 @@ def on_steps(scores: Sequence[CandidateScore], chosen: Candidate) -> list[str]:
         sentences.append(f"Steps {listed([str(step) for step in tied])} tie: {reason}.")
     elif chosen == usual.candidate:
         sentences.append(f"No other step is as good as {chosen.step}.")
-    for part, failing in failing_parts(ordered).items():
+    for part, failing in failing_parts(ordered, choice.minimum).items():
         first, last = failing[0].candidate.step, failing[-1].candidate.step
         if failing == list(ordered[-len(failing) :]) and len(failing) < len(ordered):
             sentences.append(f"From step {first} on {FAULTS[part]}.")
@@ -84,10 +104,10 @@ def on_steps(scores: Sequence[CandidateScore], chosen: Candidate) -> list[str]:
     return sentences
 
 
-def failing_parts(scores: Sequence[CandidateScore]) -> dict[str, list[CandidateScore]]:
-    """The candidates that a part surely refuses, by part."""
+def failing_parts(scores: Sequence[CandidateScore], minimum: float) -> dict[str, list[CandidateScore]]:
+    """The candidates that a part surely refuses at the minimum, by part."""
     failing = {
-        name: [each for each in scores if name in each.parts and each.parts[name].outcome() == "refused"]
+        name: [each for each in scores if name in each.parts and each.parts[name].outcome(minimum) == "refused"]
         for name in FAULTS
     }
     return {name: found for name, found in failing.items() if found}

@@ -97,7 +97,7 @@ class BaseSide:
 
 @dataclass(frozen=True)
 class Studio:
-    """Samples with and without the LoRA and describes images, by the base's features or those of an outside `encoder`.
+    """Generates samples with and without the LoRA, and describes images by the base's features or by an outside `encoder`.
 
     `original` and `changed` are the text embeddings without the LoRA and with it, of the empty prompt first. `without` takes
     the LoRA off the denoiser inside its block; `shape` [C, h, w] and `sizes` [6] are those of the model's own resolution.

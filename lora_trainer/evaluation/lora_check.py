@@ -44,6 +44,7 @@ from lora_trainer.evaluation.health import Health, examine
 from lora_trainer.evaluation.latent_samples import Sampler
 from lora_trainer.evaluation.likeness import (
     Features,
+    agreement,
     diversity,
     faithfulness,
     following,
@@ -113,7 +114,8 @@ class LoraGate:
 
     `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS`. Images are
     compared by `encoder`, or by the base model's own features. `cache` is the folder in which what is measured of the base
-    model alone is kept; None keeps nothing. The LoRA is used at each of `strengths`; only its first one gets the verdict.
+    model alone is kept; None keeps nothing. `strengths` are those at which `OpenLora.at` can
+    use the LoRA; a verdict is measured at strength 1 alone.
     """
 
     minimum: float = LINE
@@ -319,15 +321,15 @@ def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[
         return {name: VerdictPart(name, None, reason) for name in BY_SAMPLES}
     faithful = faithfulness(real, sides.base, sides.lora)
     known = "the base model's own samples are as near to these images as the images are to each other"
-    followed = None
-    if len(set(captions)) > 1:
+    followed, unheard = None, "all captions are alike"
+    if agreement([captions[place] for place in sides.prompts]).min() < 1 - 1e-9:
         followed = following(real, sides.base, sides.other_seeds, sides.lora, sides.prompts)
-    alike = "the base model's samples do not depend on these captions"
+        unheard = "the base model's samples do not depend on these captions"
     near, varied = nearness(real, sides.lora), diversity(real, sides.lora)
     same = "the images are copies of one"
     return {
         "faithful": VerdictPart("faithful", faithful, "" if faithful else known),
-        "follows_captions": VerdictPart("follows_captions", followed, "" if followed else alike),
+        "follows_captions": VerdictPart("follows_captions", followed, "" if followed else unheard),
         "does_not_copy": VerdictPart("does_not_copy", near, "" if near else same),
         "diverse": VerdictPart("diverse", varied, "" if varied else same),
     }
@@ -546,7 +548,7 @@ def part_findings(parts: Mapping[str, VerdictPart], minimum: float) -> list[Find
                 Finding(f"{part.name}_not_measured", "note", f"{about.title}: not measured ({part.reason}).", "")
             )
             continue
-        measured = own_value(part.name, part.measure)
+        measured = own_value(part.name, part.measure, SCALES[part.name].at(minimum))
         if outcome == "refused":
             found.append(Finding(part.name, "error", f"{about.refused}: {measured}.", about.fix))
         elif outcome == "unresolved":

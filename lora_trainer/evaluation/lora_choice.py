@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_trainer.evaluation.verdict import Cost, Estimate, VerdictPart
+from lora_trainer.evaluation.verdict import LINE, Cost, Estimate, Outcome, VerdictPart, outcome_of
 
 WORTH = 0.05  # of the score, by which another candidate must be better: half of the way from good enough to all
 
@@ -60,16 +60,21 @@ class CandidateScore:
         measured = {name: part.scores[0] for name, part in self.parts.items() if part.measure is not None}
         return min(measured, key=lambda name: measured[name], default="")
 
-    def to_json(self) -> dict[str, Any]:
+    def outcome(self, minimum: float = LINE) -> Outcome:
+        """As in the verdict, at a minimum of the score; 0 refuses nothing."""
+        return outcome_of(self.parts, minimum) if minimum > 0 else "passed"
+
+    def to_json(self, minimum: float = LINE) -> dict[str, Any]:
         return {
             "step": self.candidate.step,
             "strength": self.candidate.strength,
+            "outcome": self.outcome(minimum),
             "standing": self.standing,
             **{f"score{end}": value for end, value in ends(self.score)},
             **{f"gain{end}": value for end, value in ends(self.gain)},
             "least": self.least,
             "samples": self.samples,
-            "parts": {name: part.to_json() for name, part in self.parts.items()},
+            "parts": {name: part.to_json(minimum) for name, part in self.parts.items()},
         }
 
 
@@ -79,11 +84,15 @@ def ends(estimate: Estimate) -> tuple[tuple[str, float], ...]:
 
 @dataclass(frozen=True)
 class LoraChoice:
-    """The compared candidates, the usual one first, and which is chosen, with the reason in words."""
+    """The compared candidates, the usual one first, and which is chosen, with the reason in words.
+
+    `minimum` is the gate's, which decides whether a candidate passes.
+    """
 
     scores: tuple[CandidateScore, ...]
     chosen: Candidate
     cost: Cost
+    minimum: float = LINE
     advice: str = ""  # in sentences
     file: str = ""  # the chosen candidate's, relative to the run's folder
     sheet: Path | None = None  # images of the candidates
@@ -91,6 +100,16 @@ class LoraChoice:
     @property
     def usual(self) -> CandidateScore:
         return self.scores[0]
+
+    @property
+    def recipes(self) -> list[str]:
+        """Names of the files beside the sheet that list its images: one for each LoRA file; none without a sheet."""
+        if self.sheet is None:
+            return []
+        steps = {each.candidate.file: each.candidate.step or 0 for each in self.scores}
+        if len(steps) == 1:
+            return [f"{self.sheet.stem}.json"]
+        return [f"{self.sheet.stem}-step-{step:06d}.json" for step in sorted(steps.values())]
 
     def of(self, candidate: Candidate) -> CandidateScore:
         return next(each for each in self.scores if each.candidate == candidate)
@@ -101,8 +120,10 @@ class LoraChoice:
             "step": self.chosen.step,
             "strength": self.chosen.strength,
             "file": self.file,
+            "outcome": self.of(self.chosen).outcome(self.minimum),
             "is_usual": self.chosen == self.usual.candidate,
-            "candidates": [each.to_json() for each in self.scores],
+            "candidates": [each.to_json(self.minimum) for each in self.scores],
             "sheet": None if self.sheet is None else self.sheet.name,
+            "recipes": self.recipes,
             "cost": asdict(self.cost),
         }

@@ -74,7 +74,7 @@ class LoraReport:
                 "score": self.score,
                 "outcome": self.outcome,
                 "gate": self.gate,
-                "parts": {name: part.to_json() for name, part in self.parts.items()},
+                "parts": {name: part.to_json(self.gate) for name, part in self.parts.items()},
                 "findings": [finding.to_json() for finding in self.findings],
                 "cost": asdict(self.cost),
                 "encoder": self.encoder,

@@ -54,7 +54,9 @@ MEANINGS: Mapping[str, Meaning] = {
 
 
 def own_value(name: str, measure: Estimate, gate: float | None = None) -> str:
-    """`90 % (80 to 97 %) of the way …; at least 75 % required`, with the 95 % interval and the part's gate."""
+    """`90 % (80 to 97 %) of the way …; at least 75 % required`, with the 95 % interval and the gate in the part's unit, its own
+    where None.
+    """
     meaning = MEANINGS[name]
     limit = "at most" if VerdictPart(name, None).smaller_is_better else "at least"
     interval = meaning.written(measure.low, measure.high)

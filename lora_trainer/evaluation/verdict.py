@@ -46,6 +46,12 @@ class Scale:
             return LINE * max(0.0, below)
         return min(1.0, LINE + (1.0 - LINE) * (value - self.gate) / (self.full - self.gate))
 
+    def at(self, score: float) -> float:
+        """The value in the part's own unit that has this score, in [0, 1]."""
+        if score <= LINE:
+            return self.zero + score / LINE * (self.gate - self.zero)
+        return self.gate + (score - LINE) / (1.0 - LINE) * (self.full - self.gate)
+
 
 # In the order of the report. The thresholds were set on the planted LoRAs of zobo and fungo (docs/scores.md).
 SCALES: Mapping[str, Scale] = {
@@ -135,12 +141,20 @@ class VerdictPart:
         _, low, high = self.scores
         return "passed" if low >= minimum else "refused" if high < minimum else "unresolved"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, minimum: float = LINE) -> dict[str, Any]:
+        """`gate` is the value in the part's own unit that has the score `minimum`."""
         if self.measure is None:
             return {"value": None, "low": None, "high": None, "measured": False, "reason": self.reason}
         value, low, high = self.scores
         own = {"own_value": self.measure.value, "own_low": self.measure.low, "own_high": self.measure.high}
-        return {"value": value, "low": low, "high": high, "measured": True, **own, "gate": SCALES[self.name].gate}
+        return {
+            "value": value,
+            "low": low,
+            "high": high,
+            "measured": True,
+            **own,
+            "gate": SCALES[self.name].at(minimum),
+        }
 
 
 def score_of(parts: Mapping[str, VerdictPart]) -> float:

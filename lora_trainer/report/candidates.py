@@ -6,16 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lora_trainer.report.read import RunReport, mapping, number, sequence, text, whole
-from lora_trainer.report.verdict_parts import PartInterval, PartOutcome, part_outcome, verdict_parts, weakest
+from lora_trainer.report.verdict_parts import PartInterval, part_outcome, verdict_parts, weakest
 
 BESIDE: Mapping[str, str] = {"better": "better", "tie": "as good", "worse": "worse"}
+ADVICE: Mapping[str, str] = {
+    "passed": "use this",
+    "unresolved": "chosen, not decided",
+    "refused": "chosen, but refused",
+}
 
 
 @dataclass(frozen=True)
 class ComparedRow:
     """One step and strength: its score as a bar, its weakest part, and how it stands beside the exported file at 1.0.
 
-    `is_advised`: the one to use.
+    `advice`: whether to use it, empty for all but the chosen one.
     """
 
     step: str
@@ -23,7 +28,11 @@ class ComparedRow:
     score: PartInterval | None
     weakest: PartInterval | None
     beside: str
-    is_advised: bool
+    advice: str
+
+    @property
+    def is_advised(self) -> bool:
+        return self.advice == ADVICE["passed"]
 
 
 def compared_rows(run: RunReport) -> list[ComparedRow]:
@@ -35,13 +44,14 @@ def compared_rows(run: RunReport) -> list[ComparedRow]:
     for row in filter(None, map(mapping, sequence(choice.get("candidates")))):
         step, strength, score = whole(row.get("step")), number(row.get("strength")), number(row.get("score"))
         low, high = number(row.get("score_low")), number(row.get("score_high"))
-        bar = None
+        bar, outcome = None, text(row.get("outcome"))
         if score is not None:
             low, high = (score if low is None else low), (score if high is None else high)
-            outcome: PartOutcome = part_outcome(low, high, gate)
-            bar = PartInterval("score", "Score", "", score, low, high, outcome, "")
+            of_score = part_outcome(low, high, gate)
+            outcome = outcome or of_score
+            bar = PartInterval("score", "Score", "", score, low, high, of_score, "")
         standing, gain = text(row.get("standing")), number(row.get("gain"))
-        beside = BESIDE.get(standing, standing)
+        beside = "as bad" if standing == "tie" and outcome == "refused" else BESIDE.get(standing, standing)
         if gain is not None and standing != "tie":
             beside = f"{beside}, {gain:+.2f}".replace("-", "\N{MINUS SIGN}")
         rows.append(
@@ -51,7 +61,7 @@ def compared_rows(run: RunReport) -> list[ComparedRow]:
                 bar,
                 weakest(tuple(verdict_parts({"gate": gate, "parts": row.get("parts")}))),
                 beside,
-                strength is not None and (step, strength) == advised,
+                ADVICE.get(outcome, "") if strength is not None and (step, strength) == advised else "",
             )
         )
     return rows

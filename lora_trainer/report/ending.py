@@ -86,7 +86,15 @@ def finished(run: RunReport) -> Verdict:
         return Verdict("bad", "refused", "No, do not use it", refusals(run), answers, (*kept, *notes))
     if run.lora.outcome == "unresolved":
         return Verdict("fair", "not decided", "Not decided yet", undecided(run), answers, notes)
-    if run.dataset.passed and run.lora.passed:
+    if run.lora.outcome != "passed" or weakest(parts) is None:
+        reason = Reason(
+            "Its score has no outcome and no intervals that this version knows.",
+            "To measure it again, in the run's folder:",
+            validate_command(run),
+        )
+        headline = "Not known: it was measured by an earlier version"
+        return Verdict("fair", "not known", headline, (reason, *below_minimum(run)), answers, notes)
+    if run.dataset.passed:
         return Verdict("good", "passed", "Yes, you can use it", why_passed(run, parts), answers, notes)
     reasons = (*why_passed(run, parts), *below_minimum(run))
     return Verdict("fair", "passed", "Yes, but look at its dataset", reasons, answers, notes)
@@ -144,11 +152,12 @@ def not_measured(run: RunReport) -> tuple[Reason, ...]:
 
 
 def strength_answers(run: RunReport) -> tuple[Answer, ...]:
-    """The strength to use: the advised one, else 1.0 with the command that compares others."""
+    """The strength to use: the advised one, none where it is refused, else 1.0 with the command that compares others."""
     choice = mapping(run.part("lora").get("choice"))
     question, strength = "At which strength?", number(choice.get("strength"))
     if strength is not None:
-        return (Answer(question, str(strength), text(choice.get("advice"))),)
+        answer = "none is advised" if choice.get("outcome") == "refused" else str(strength)
+        return (Answer(question, answer, text(choice.get("advice"))),)
     if released_step(run) is None:
         return ()
     if run.lora.value is None:
@@ -164,7 +173,8 @@ def step_answers(run: RunReport) -> tuple[Answer, ...]:
         return ()
     reason = text(run.part("released").get("reason")).rstrip(".")
     of = f" of {run.steps:,}" if run.steps else ""
-    advised = whole(mapping(run.part("lora").get("choice")).get("step"))
+    choice = mapping(run.part("lora").get("choice"))
+    advised = None if choice.get("outcome") == "refused" else whole(choice.get("step"))
     if advised is not None and advised != released:
         about = f"The exported file has step {released:,}{of}."
         return (Answer("From which step?", f"{advised:,}", about),)

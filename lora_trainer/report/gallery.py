@@ -227,18 +227,24 @@ def sheet_of(run: RunReport) -> StepSheet:
 
 
 def candidates_sheet(run: RunReport) -> StepSheet:
-    """The same prompts with each of the steps and strengths that `lora.choice` compared."""
-    if not run.part("lora").get("choice"):
-        return NO_SHEET
+    """The same prompts with each of the steps and strengths that `lora.choice` compared, from the recipes that it lists.
+
+    Others in the folder are of an earlier comparison, or of one by `validate`.
+    """
+    choice = mapping(run.part("lora").get("choice"))
+    recipes = [found for name in sequence(choice.get("recipes")) if (found := COMPARED_RECIPE.fullmatch(text(name)))]
+    compared = {
+        (whole(row.get("step")) if len(recipes) > 1 else None, number(row.get("strength")))
+        for row in map(mapping, sequence(choice.get("candidates")))
+    }
     base: dict[tuple[str, int], Path] = {}
     drawn: dict[tuple[str, int], dict[tuple[int, float], Path]] = {}
-    for path in sorted((run.folder / "samples").glob("compared*.json")):
-        match = COMPARED_RECIPE.fullmatch(path.name)
-        for image in images_of(path, int(match[1]) if match and match[1] else None) if match else ():
+    for recipe in recipes:
+        for image in images_of(run.folder / "samples" / recipe[0], int(recipe[1]) if recipe[1] else None):
             asked = (image.prompt, image.seed)
             if image.strength is None:
                 base.setdefault(asked, image.path)
-            else:
+            elif (image.step, image.strength) in compared:
                 drawn.setdefault(asked, {})[image.step or 0, image.strength] = image.path
     columns = sorted({key for found in drawn.values() for key in found})
     several = len({step for step, _ in columns}) > 1

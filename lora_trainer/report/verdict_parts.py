@@ -42,14 +42,18 @@ class PartInterval:
 
 
 def verdict_parts(lora: Mapping[str, Any]) -> Iterator[PartInterval]:
-    """The parts of a LoRA's verdict as `run.json` has them, in its order."""
+    """The parts of a LoRA's verdict as `run.json` has them, in its order; plain numbers, of earlier versions, are skipped."""
     gate = number(lora.get("gate"))
-    for name, part in ((name, mapping(part)) for name, part in mapping(lora.get("parts")).items()):
+    for name, part in mapping(lora.get("parts")).items():
+        if not mapping(part):
+            continue
         title = WORDS[name].title if name in WORDS else name.replace("_", " ")
         question = MEANINGS[name].question if name in MEANINGS else ""
         value, low, high = (number(part.get(key)) for key in ("value", "low", "high"))
         if value is None or low is None or high is None:
-            yield PartInterval(name, title, question, None, 0.0, 0.0, "not measured", text(part.get("reason")))
+            yield PartInterval(
+                name, title, question, None, 0.0, 0.0, "not measured", text(part.get("reason")) or "no interval"
+            )
             continue
         own = [each for key in ("own_value", "own_low", "own_high") if (each := number(part.get(key))) is not None]
         has_unit = name in MEANINGS and MEANINGS[name].unit and len(own) == 3

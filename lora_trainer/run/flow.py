@@ -50,7 +50,7 @@ from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import silent
 from lora_trainer.run.caching import cache_folder, cached_data, measured_images
 from lora_trainer.run.choices import DTYPES, asked_by_user, compiling_pays
-from lora_trainer.run.compare_loras import compare_after_training
+from lora_trainer.run.compare_loras import SHEET, compare_after_training
 from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
 from lora_trainer.run.file_sizes import lora_bytes
@@ -473,6 +473,9 @@ def check_lora(
         encoder = find_encoder(config, say=silent)
         gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config))
         report = judge_lora(kohya, session, run.images, gate)
+        for path in (session.folder / "samples").glob(f"{SHEET}*"):  # of an earlier end of this run
+            if path.suffix in (".json", ".png"):
+                path.unlink(missing_ok=True)
         report = replace(report, choice=compare_after_training(session, run.images, kohya, step, report, gate))
     else:
         why = "gates.lora_check=off" if can_check else f"lora.type={config.lora.type} cannot be checked"

@@ -289,7 +289,7 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
         return RunResult(folder, asdict(record), DONE)
     status = ending(order, report)
     refused = status != "done"
-    mark_refused(folder, report if refused else None)
+    mark(folder, status, report)
     code = LORA_REFUSED if refused else DONE
     record = replace(record, status=status, exit_code=code)
     if refused and record.reason is None:
@@ -313,12 +313,13 @@ def ending(order: Order, report: LoraReport) -> Status:
     return "done" if accepted else "unresolved"
 
 
-def mark_refused(folder: Path, report: LoraReport | None) -> None:
-    """Write a note next to a refused file; None removes an earlier note."""
-    note = folder / f"{folder.name}.refused.txt"
-    if report is None:
-        note.unlink(missing_ok=True)
+def mark(folder: Path, status: Status, report: LoraReport) -> None:
+    """Write a note next to a refused or unresolved file, which its name says, and remove an earlier note."""
+    for earlier in {"refused", "unresolved"} - {status}:
+        (folder / f"{folder.name}.{earlier}.txt").unlink(missing_ok=True)
+    if status == "done":
         return
+    note = folder / f"{folder.name}.{status}.txt"
     lines = [f"{folder.name}.safetensors is {report.outcome}. {' '.join(report.reasons)}"]
     lines += [f"{finding.severity}: {finding.message} {finding.fix}".rstrip() for finding in report.findings]
     text = "\n".join(lines) + "\n"

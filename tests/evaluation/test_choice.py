@@ -19,7 +19,7 @@ from lora_trainer.evaluation.likeness import Values
 from lora_trainer.evaluation.lora_check import LoraGate, OpenLora, check_lora, open_lora
 from lora_trainer.evaluation.lora_choice import Candidate, CandidateScore, LoraChoice
 from lora_trainer.evaluation.validation_loss import EncodedSample
-from lora_trainer.evaluation.verdict import Cost, Estimate, VerdictPart
+from lora_trainer.evaluation.verdict import LINE, Cost, Estimate, VerdictPart
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
@@ -135,9 +135,9 @@ def measured(
     return compared(parts, next(iter(values)), 8)
 
 
-def chosen(scores: dict[Candidate, CandidateScore]) -> LoraChoice:
+def chosen(scores: dict[Candidate, CandidateScore], minimum: float = LINE) -> LoraChoice:
     ordered = tuple(scores.values())
-    choice = LoraChoice(ordered, choose(ordered), Cost())
+    choice = LoraChoice(ordered, choose(ordered), Cost(), minimum)
     return replace(choice, advice=advice_on(choice))
 
 
@@ -170,8 +170,10 @@ def test_what_is_no_better_than_it_need_be_is_not_chosen() -> None:
 
 def test_of_several_good_ones_the_nearest_is_chosen() -> None:
     strengths = {1.0: 0.2, 0.8: 0.52, 0.6: 0.55, 0.4: 0.1}
-    values = {Candidate(FILE, 720, each): {"does_not_copy": value} for each, value in strengths.items()}
-    choice = chosen(measured(values, noise=0.01))
+    values = {
+        Candidate(FILE, 720, each): {"does_not_copy": value, "faithful": 1.2} for each, value in strengths.items()
+    }
+    choice = chosen(measured(values, noise=0.001))
     assert choice.chosen.strength == 0.8
     assert choice.advice.startswith("Use strength 0.8: it scores 0.90 in place of 0.36")
     assert "At 0.4 and 1 it copies the images." in choice.advice
@@ -188,6 +190,43 @@ def test_ties_keep_the_last_step_and_say_from_where_it_copies() -> None:
     )
     later = {Candidate(FILE, step): {"faithful": 0.9} for step in (400, 720)}
     assert "Steps 400 and 720 tie: no reason to leave 400." in chosen(measured(later, noise=0.01)).advice
+
+
+def test_the_recipes_of_its_images_are_listed() -> None:
+    strengths = chosen(measured({Candidate(FILE, 720, each): {"faithful": 0.9} for each in (1.0, 0.8)}, noise=0.01))
+    assert strengths.to_json()["recipes"] == [], "no sheet was drawn"
+    sheet = Path("samples/compared.png")
+    assert replace(strengths, sheet=sheet).to_json()["recipes"] == ["compared.json"]
+    files = {720: FILE, 400: Path("400.safetensors")}
+    steps = chosen(measured({Candidate(file, step): {"faithful": 0.9} for step, file in files.items()}, noise=0.01))
+    listed = replace(steps, sheet=sheet).to_json()["recipes"]
+    assert listed == ["compared-step-000400.json", "compared-step-000720.json"]
+
+
+def test_what_is_refused_is_never_advised() -> None:
+    """Even where it is the best: at the gate's minimum, which may be another than the default."""
+    values = {Candidate(FILE, 720, each): {"faithful": value} for each, value in {1.0: 0.2, 0.8: 0.4, 0.6: 0.1}.items()}
+    scores = measured(values, noise=0.001)
+    refused = chosen(scores)
+    assert refused.advice.startswith(
+        "No strength passes; the least bad is strength 0.8: it scores 0.48 in place of 0.24"
+    )
+    document = refused.to_json()
+    assert (document["outcome"], document["candidates"][0]["outcome"]) == ("refused", "refused")
+    lower = chosen(scores, 0.4)
+    assert lower.advice.startswith("Use strength 0.8: ")
+    assert "At 0.6 and 1 samples are too unlike the images." in lower.advice
+    assert [each["outcome"] for each in lower.to_json()["candidates"]] == ["refused", "passed", "refused"]
+    assert chosen(scores, 0.0).advice.count("At ") == 0, "a minimum of 0 refuses nothing"
+
+    as_bad = {Candidate(FILE, step): {"faithful": 0.3} for step in (720, 400)}
+    assert chosen(measured(as_bad, noise=0.001)).advice.startswith(
+        "No step passes; the least bad is step 720, as exported. Steps 400 and 720 tie"
+    )
+    undecided = chosen(measured(values | {USUAL: {"faithful": 0.75}}, noise=0.05))
+    assert undecided.advice.startswith("No strength surely passes with so few samples; the best is strength 1.")
+    one_passes = {USUAL: {"faithful": 0.74}, Candidate(FILE, 720, 0.8): {"faithful": 0.78}}
+    assert chosen(measured(one_passes, noise=0.001)).advice.startswith("Strength 1 is refused; strength 0.8 passes.")
 
 
 def test_what_is_not_finite_scores_nothing() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lora_trainer.evaluation.evidence import Sides
 from lora_trainer.evaluation.likeness import (
     Features,
     agreement,
@@ -20,6 +21,7 @@ from lora_trainer.evaluation.likeness import (
     nearness,
     spoiling,
 )
+from lora_trainer.evaluation.lora_check import sample_parts
 from lora_trainer.evaluation.verdict import Estimate
 
 STEP = 2.0
@@ -131,6 +133,21 @@ def test_samples_that_follow_captions_score_near_1_and_others_0() -> None:
     assert value_of(following(drawn(3, shuffled), base, other, drawn(4, shown), prompts)) < 0.4, "wrong captions"
     none = drawn(5, torch.zeros_like(shown)), drawn(6, torch.zeros_like(shown))
     assert following(real, *none, drawn(4, shown), prompts) is None, "the base shows nothing of the captions"
+
+
+def test_the_reason_says_why_nothing_is_compared() -> None:
+    real, base, other, lora = (random_features(seed, 8) for seed in range(4))
+    sides = Sides(tuple(range(8)), base, other, lora)
+    captions = [f"a {color} {thing}" for color in ("red", "blue", "green", "gray") for thing in ("cat", "dog")]
+    unlike = sample_parts(real, sides, captions)["follows_captions"]
+    assert unlike.reason == "the base model's samples do not depend on these captions"
+    alike = sample_parts(real, sides, ["a cat", "A cat."] * 4)["follows_captions"]
+    assert alike.reason == "all captions are alike"
+    doubled = {name: value.repeat(2, 1) for name, value in real.items()}
+    parts = sample_parts(doubled, sides, captions)
+    assert (parts["does_not_copy"].reason, parts["diverse"].reason) == ("every image has its double", "")
+    same = {name: value[:1].repeat(8, 1) for name, value in real.items()}
+    assert sample_parts(same, sides, captions)["diverse"].reason == "the images are all the same"
 
 
 MEASURES: dict[str, Callable[[Features, Features, Features], Estimate | None]] = {

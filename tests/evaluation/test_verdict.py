@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_trainer.cli.validate import part_lines
 from lora_trainer.core.findings import Finding
 from lora_trainer.evaluation.lora_check import part_findings
 from lora_trainer.evaluation.lora_report import LoraReport
@@ -19,16 +20,8 @@ VALUES = st.floats(-10.0, 10.0)
 
 def part(name: str, low: float, high: float | None = None) -> VerdictPart:
     """A measure that reaches from one score's value to another's, by the part's own scale, given 0 to 1."""
-    ends = [value_at(name, score) for score in (low, low if high is None else high)]
+    ends = [SCALES[name].at(score) for score in (low, low if high is None else high)]
     return VerdictPart(name, Estimate((ends[0] + ends[1]) / 2, min(ends), max(ends)))
-
-
-def value_at(name: str, score: float) -> float:
-    """The value in the part's own unit whose score it is."""
-    scale = SCALES[name]
-    if score <= LINE:
-        return scale.zero + score / LINE * (scale.gate - scale.zero)
-    return scale.gate + (score - LINE) / (1 - LINE) * (scale.full - scale.gate)
 
 
 def measured(**scores: tuple[float, float] | float | None) -> Mapping[str, VerdictPart]:
@@ -51,6 +44,11 @@ def test_a_scale_is_monotone_in_0_to_1_with_the_line_at_its_gate(name: str, one:
     better, worse = (max, min) if scale.full > scale.zero else (min, max)
     assert 0.0 <= scale.score(worse(one, other)) <= scale.score(better(one, other)) <= 1.0
     assert (scale.score(scale.zero), scale.score(scale.gate), scale.score(scale.full)) == pytest.approx((0, LINE, 1))
+    assert (scale.at(0.0), scale.at(LINE), scale.at(1.0)) == pytest.approx((scale.zero, scale.gate, scale.full))
+    for value in (one, other):
+        assert scale.at(scale.score(value)) == pytest.approx(
+            min(max(value, min(scale.zero, scale.full)), max(scale.zero, scale.full)), abs=1e-9
+        )
     assert scale.score(math.nan) == 0.0
     assert part(name, 0.3, 0.95).scores[1:] == pytest.approx((0.3, 0.95))
 
@@ -85,6 +83,19 @@ def test_the_score_is_the_least_part_and_what_is_not_measured_leaves_it() -> Non
     assert score_of(measured(diverse=None, faithful=0.6)) == pytest.approx(0.6)
     assert LoraReport(LINE).score is None
     assert LoraReport(LINE).outcome is None
+
+
+@pytest.mark.parametrize(
+    ("minimum", "required"), [(0.9, "at most 2.00"), (0.45, "at most 3.00"), (0.95, "at most 1.25")]
+)
+def test_the_minimum_is_named_in_the_unit_of_the_part(minimum: float, required: str) -> None:
+    """A minimum other than 0.9 has another value there."""
+    (finding,) = (each for each in part_findings(measured(keeps_base=0.1), minimum) if each.code == "keeps_base")
+    assert finding.message.endswith(f"{required} required.")
+    parts = LoraReport(minimum, measured()).to_json()["parts"]
+    assert required == f"at most {parts['keeps_base']['gate']:.2f}"
+    line = part_lines("keeps_base", measured()["keeps_base"], minimum)[1]
+    assert line.endswith(f"{required} required")
 
 
 def test_other_errors_refuse_whatever_the_score_and_a_gate_of_0_refuses_nothing() -> None:

@@ -43,8 +43,10 @@ def run(bench: Bench) -> Path:
 
 def check_choice(choice: dict[str, Any], folder: Path) -> set[tuple[int, float]]:
     """What is compared, with its files there."""
-    assert choice["advice"].startswith("Use ")
+    assert choice["advice"].startswith("Use ") is (choice["outcome"] == "passed")
     assert (folder / "samples" / choice["sheet"]).is_file()
+    assert choice["recipes"]
+    assert all((folder / "samples" / name).is_file() for name in choice["recipes"])
     assert (folder / choice["file"]).is_file()
     usual = choice["candidates"][0]
     assert (usual["step"], usual["strength"], usual["gain"]) == (6, 1.0, 0.0)
@@ -112,3 +114,10 @@ def test_a_cut_off_file_leaves_the_verdict(
     report = json.loads(output.out)
     assert (report["parts"]["works"]["value"], report.get("choice")) == (1.0, None)
     assert "cat-step-000004.safetensors is not compared: " in output.err
+
+
+def test_a_resumed_run_keeps_no_images_of_an_earlier_comparison(bench: Bench, run: Path) -> None:
+    assert list((run / "samples").glob("compared*"))
+    assert bench.run("cat", "--resume", steps=8, gates__compare="off", gates__lora_check="lite", **SETTINGS) == 0
+    assert "choice" not in read_json(run / "run.json")["lora"]
+    assert not list((run / "samples").glob("compared*"))

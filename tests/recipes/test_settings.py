@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from lora_trainer.run import room
 from lora_trainer.run import session as session_module
 from lora_trainer.training import fallbacks
 from lora_trainer.training.micro_batch import MicroBatch
-from tests.recipes.recipe import Bench, exported, losses, patched, record
+from tests.recipes.recipe import Bench, draw_images, exported, losses, patched, record
 
 
 @pytest.mark.parametrize(("micro", "calls"), [(4, (1, 2)), (2, (2, 3)), (1, (4, 4))])
@@ -114,6 +115,18 @@ def test_an_untrained_lora_is_refused_and_kept(bench, capsys):
     assert bench.run("idle-too", steps=1, optimizer__learning_rate=1e-12, gates__lora_check="lite") == 0, (
         "train scores, produce refuses"
     )
+
+
+def test_the_note_beside_a_lora_is_named_after_its_outcome(bench, tmp_path):
+    """Three images are too few to compare with. The first run ends before each of them was trained."""
+    few = replace(bench, data=draw_images(tmp_path / "images", 3))
+    gates = {"gates__lora": 1e-9, "gates__dataset": 0, "gates__lora_check": "lite", "validation__split": 0}
+    folder = few.folder("few")
+    for steps, status, more in ((1, "refused", ()), (4, "unresolved", ("--resume",))):
+        assert few.run("few", *more, command="produce", steps=steps, **gates) == 4
+        assert record(folder)["status"] == status
+        assert [path.name for path in folder.glob("few.*.txt")] == [f"few.{status}.txt"]
+        assert f"few.safetensors is {status}." in (folder / f"few.{status}.txt").read_text("utf-8")
 
 
 def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):

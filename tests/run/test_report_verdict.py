@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ def page_of(
     folder: Path,
     status: str,
     parts: Mapping[str, Estimate | None],
+    /,
     *,
     dataset: float = 1.0,
     gates: Mapping[str, Any] | None = None,
@@ -81,13 +82,13 @@ def shown(folder: Path, kind: str, number: int, *files: str) -> dict[str, Any]:
     return about | names | ({"nearest_path": "/data/cat.png"} if "nearest" in files else {})
 
 
-def recipe(folder: Path, name: str, prompts: list[str]) -> None:
+def recipe(folder: Path, name: str, prompts: list[str], strengths: Sequence[float] = (1.0,)) -> None:
     """Sample images of these prompts, without the LoRA and with it."""
     images = [{"prompt": prompt, "seed": 7} for prompt in prompts]
     for row in range(len(prompts)):
-        for strength in (None, 1.0):
+        for strength in (None, *strengths):
             draw_image(folder / "samples" / image_name(name, row, strength))
-    write_json(folder / "samples" / f"{name}.json", {"strengths": [1.0], "images": images})
+    write_json(folder / "samples" / f"{name}.json", {"strengths": strengths, "images": images})
 
 
 def test_each_part_has_its_interval_beside_the_minimum(tmp_path: Path) -> None:
@@ -150,12 +151,43 @@ def test_the_first_screen_says_which_strength_and_step_to_use(tmp_path: Path) ->
     assert text.count("– use this") == 2, "in the text and in the page"
 
 
+def test_a_refused_strength_is_not_to_be_used(tmp_path: Path) -> None:
+    advice = "No step or strength passes; the least bad is step 4."
+    rows = [{"step": 6, "strength": 1.0, "standing": "tie"}, {"step": 4, "strength": 0.8, "standing": "tie"}]
+    choice = {"strength": 0.8, "step": 4, "outcome": "refused", "advice": advice}
+    choice["candidates"] = [row | {"score": 0.5, "outcome": "refused"} for row in rows]
+    text = page_of(tmp_path, "refused", GOOD | {"keeps_base": Estimate(3.0, 2.5, 3.5)}, choice=choice)
+    assert f"At which strength? none is advised {advice}" in text
+    assert "From which step? 6 of 6 The last: no validation images." in text
+    assert "4 0.8 0.50 as bad – chosen, but refused" in text
+    assert "use this" not in text
+    assert "as good" not in text
+
+
 def test_a_lora_that_was_not_measured_has_the_command_that_measures_it(tmp_path: Path) -> None:
     text = page_of(tmp_path, "done", {}, gates={"lora_check": "off"})
     assert "Not known: the LoRA was not measured" in text
     assert "gates.lora_check=off" in text
     assert "lora-trainer validate cat.safetensors" in text
     assert "Yes, " not in text
+
+
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        {"outcome": None, "parts": {"fidelity": 0.9, "works": 1.0}},
+        {"outcome": "good"},
+        {"parts": {"faithful": {"value": 0.95}}},
+    ],
+)
+def test_only_an_outcome_that_passed_says_yes(earlier: dict[str, Any], tmp_path: Path) -> None:
+    """Runs of earlier versions have a score, but neither outcome nor intervals."""
+    text = page_of(tmp_path, "done", GOOD, **earlier)
+    assert "Not known: it was measured by an earlier version" in text
+    assert "To measure it again, in the run&#39;s folder: lora-trainer validate cat.safetensors" in text
+    assert "Yes, " not in text
+    assert ("The parts of the LoRA" in text) is ("fidelity" not in earlier.get("parts", {}))
+    assert "()" not in words_of(text)
 
 
 def test_a_dataset_below_its_minimum_is_named_beside_a_good_lora(tmp_path: Path) -> None:
@@ -189,6 +221,25 @@ def test_prompts_by_steps_are_one_table(tmp_path: Path) -> None:
     text = page_of(tmp_path, "done", GOOD)
     assert "prompt without step 2 step 4 step 6, exported a cat seed 7 a dog seed 7 not made" in text
     assert 'alt="step 2: a dog"' in text
+
+
+def test_only_images_of_the_comparison_are_beside_it(tmp_path: Path) -> None:
+    """Not those that an earlier comparison, or one by `validate`, left in the folder."""
+    recipe(tmp_path, "compared", ["a dog"], [0.4, 1.0])
+    recipe(tmp_path, "compared-step-000002", ["a cat"])
+    recipe(tmp_path, "compared-step-000004", ["a cat"])
+    recipe(tmp_path, "compared-step-000006", ["a cat"], [0.4, 1.0])
+    choice = {
+        "strength": 1.0,
+        "step": 6,
+        "recipes": ["compared-step-000004.json", "compared-step-000006.json", "../run.json", 3],
+        "candidates": [{"step": 6, "strength": 1.0}, {"step": 4, "strength": 1.0}],
+    }
+    text = page_of(tmp_path, "done", GOOD, choice=choice)
+    assert "prompt without step 4 step 6 a cat seed 7" in text
+    assert "a dog" not in text
+    choice |= {"recipes": ["compared.json"], "candidates": [{"step": 6, "strength": each} for each in (1.0, 0.4)]}
+    assert "prompt without strength 0.4 strength 1 a dog seed 7" in page_of(tmp_path, "done", GOOD, choice=choice)
 
 
 def test_runs_are_compared_by_their_parts(tmp_path: Path) -> None:
