@@ -326,9 +326,9 @@ def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[
         followed = following(real, sides.base, sides.other_seeds, sides.lora, sides.prompts)
         unheard = "the base model's samples do not depend on these captions"
     near, varied = nearness(real, sides.lora), diversity(real, sides.lora)
-    same = "the images are copies of one"
+    same = "the images are all the same"
     return {
-        "faithful": VerdictPart("faithful", faithful, "" if faithful else known),
+        "faithful": VerdictPart("faithful", faithful, "" if faithful else known if near else same),
         "follows_captions": VerdictPart("follows_captions", followed, "" if followed else unheard),
         "does_not_copy": VerdictPart("does_not_copy", near, "" if near else same),
         "diverse": VerdictPart("diverse", varied, "" if varied else same),

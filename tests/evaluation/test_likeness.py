@@ -145,7 +145,7 @@ def test_the_reason_says_why_nothing_is_compared() -> None:
     assert alike.reason == "all captions are alike"
     doubled = {name: value.repeat(2, 1) for name, value in real.items()}
     parts = sample_parts(doubled, sides, captions)
-    assert (parts["does_not_copy"].reason, parts["diverse"].reason) == ("every image has its double", "")
+    assert (parts["does_not_copy"].reason, parts["diverse"].reason) == ("", "")
     same = {name: value[:1].repeat(8, 1) for name, value in real.items()}
     assert sample_parts(same, sides, captions)["diverse"].reason == "the images are all the same"
 

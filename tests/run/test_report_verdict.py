@@ -22,7 +22,7 @@ GOOD = {
     "works": Estimate(1.0, 1.0, 1.0),
     "learned": Estimate(0.2, 0.1, 0.3),
     "faithful": Estimate(0.9, 0.8, 1.0),
-    "follows_captions": Estimate(0.8, 0.6, 1.0),
+    "follows_captions": Estimate(0.9, 0.8, 1.0),
     "does_not_copy": Estimate(0.9, 0.8, 1.0),
     "keeps_base": Estimate(1.0, 0.8, 1.2),
     "diverse": Estimate(0.8, 0.7, 0.9),
