@@ -136,7 +136,7 @@ def test_samples_that_follow_captions_score_near_1_and_others_0() -> None:
 
 
 def test_the_reason_says_why_nothing_is_compared() -> None:
-    real, base, other, lora = (random_features(seed, 8) for seed in range(4))
+    real, base, other, lora = (dict(random_features(seed, 8)) for seed in range(4))
     sides = Sides(tuple(range(8)), base, other, lora)
     captions = [f"a {color} {thing}" for color in ("red", "blue", "green", "gray") for thing in ("cat", "dog")]
     unlike = sample_parts(real, sides, captions)["follows_captions"]

@@ -112,6 +112,13 @@ def test_a_part_is_asked_in_words_and_measured_in_its_own_unit() -> None:
     assert own_value("keeps_base", Estimate(1.0, 0.8, 1.2)).endswith("at most 2.00 required")
 
 
+def test_another_minimum_is_named_in_the_unit_of_each_part(tmp_path: Path) -> None:
+    lower = LoraReport(0.45, {name: VerdictPart(name, measure) for name, measure in GOOD.items()}).to_json()
+    text = page_of(tmp_path, "done", GOOD, **lower)
+    assert "above the minimum of 0.45" in text
+    assert "as another seed makes them; at most 3.00 required" in text
+
+
 @pytest.mark.parametrize("status", ["unresolved", "done"])
 def test_what_is_not_decided_is_named_with_what_would_decide_it(status: str, tmp_path: Path) -> None:
     text = page_of(tmp_path, status, OPEN)
