@@ -127,7 +127,7 @@ def compare_candidates(
                 break
         ordered = tuple(scores[each] for each in candidates if each in scores)
         cost = Cost(contest.passes, round(time.monotonic() - began, 2))
-    choice = LoraChoice(ordered, choose(ordered), cost)
+    choice = LoraChoice(ordered, choose(ordered), cost, gate.minimum)
     return replace(choice, advice=advice_on(choice))
 
 

@@ -56,7 +56,7 @@ class Scale:
 # In the order of the report. The thresholds were set on the planted LoRAs of zobo and fungo (docs/scores.md).
 SCALES: Mapping[str, Scale] = {
     "works": Scale(0.0, 0.9, 1.0),
-    "learned": Scale(0.0, 0.05, 0.30),
+    "learned": Scale(-0.05, 0.005, 0.05),  # of large models, good LoRAs lower the loss by a few percent
     "faithful": Scale(0.0, 0.75, 1.0),
     "follows_captions": Scale(0.0, 0.7, 1.0),
     "does_not_copy": Scale(0.0, 0.5, 1.0),
