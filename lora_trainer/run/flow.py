@@ -59,7 +59,6 @@ from lora_trainer.run.messages import model_lines, refuse_without_validation, sh
 from lora_trainer.run.order import Order
 from lora_trainer.run.release import (
     cause_shown,
-    check_effort,
     choose_released,
     draw_while_training,
     export_lora,
@@ -464,7 +463,7 @@ def check_lora(
     """Check the exported file and draw with it, as `gates.lora_check` says; the outcome with the report."""
     config, console = session.config, session.console
     step, can_check = record.released["step"], ADAPTERS[config.lora.type].is_checked
-    effort = check_effort(config.gates, enforced=session.order.enforce_gates)
+    effort = config.gates.lora_check or ("full" if session.order.enforce_gates else "lite")
     is_checked = can_check and effort != "off"
     if is_checked:
         free_step_context(run.context)

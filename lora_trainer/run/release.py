@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.adapters.adapter_kinds import adapter_kind, denoiser_options, text_options
-from lora_trainer.config.schema import Config, GatesSection, LoraCheckName
+from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.findings import Finding, counted
 from lora_trainer.core.interrupt import abortable
@@ -244,11 +244,6 @@ def export_lora(
             adapter_kind(config).forms,
         ),
     )
-
-
-def check_effort(gates: GatesSection, *, enforced: bool) -> LoraCheckName:
-    """How much of the LoRA is measured: as set, else in full where the gate is enforced."""
-    return gates.lora_check or ("full" if enforced else "lite")
 
 
 def judge_lora(lora: Path, session: Session, images: RealImages, gate: LoraGate) -> LoraReport:
