@@ -208,7 +208,7 @@ def test_every_constant_of_the_scores_has_a_row() -> None:
 
 def test_the_gates_of_the_verdict_equal_the_code() -> None:
     text = (CHECKOUT / "docs" / "scores.md").read_text("utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| [^|]+ \|$", text, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (-?[\d.]+) \| ([\d.]+) \| ([\d.]+) \| [^|]+ \|$", text, flags=re.MULTILINE)
     assert {name: tuple(map(float, numbers)) for name, *numbers in rows} == {
         name: astuple(scale) for name, scale in SCALES.items()
     }
