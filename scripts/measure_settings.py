@@ -29,10 +29,9 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from builtin_base.draw_datasets import CAPTIONS, UNFIT
-from builtin_base.drawing import COLOURS, TEMPLATES, random_scene
+from builtin_base.drawing import TEMPLATES, random_scene
 from builtin_base.judge import fixed_prompts, judge, sample
-from builtin_base.reference import compare
+from builtin_base.reference import compare, subject_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "lora_trainer" / "builtin" / "base"
@@ -69,13 +68,6 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.arm}/{self.subject}-{self.seed}"
-
-
-def subject_prompts(subject: str) -> tuple[list[str], list[str]]:
-    """Prompts and the background that each names, every background that suits the subject twice or more."""
-    backgrounds = [color for color in COLOURS if color not in UNFIT[subject]]
-    named = [backgrounds[number % len(backgrounds)] for number in range(IMAGES)]
-    return [CAPTIONS[1].format(name=subject, background=background) for background in named], named
 
 
 def make_images(prompts: list[str], first_seed: int, lora: Path | None = None) -> list[Image.Image]:
@@ -137,7 +129,7 @@ def measure(cell: Cell, run: Path) -> dict[str, float]:
     record = json.loads((run / "run.json").read_text(encoding="utf-8"))
     losses = [json.loads(line) for line in (run / "validation.jsonl").read_text(encoding="utf-8").splitlines()]
     lora = run / f"{run.name}.diffusers.safetensors"
-    prompts, backgrounds = subject_prompts(cell.subject)
+    prompts, backgrounds = subject_prompts(cell.subject, IMAGES)
     images = make_images(prompts, 0, lora)
     likeness = [compare(image, cell.subject) for image in images]
     neutral, scenes = fixed_prompts(IMAGES)

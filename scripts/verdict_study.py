@@ -36,10 +36,11 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from builtin_base.draw_datasets import CAPTIONS, UNFIT, draw_subject
+from builtin_base.draw_datasets import draw_subject
 from builtin_base.draw_style import STYLE, draw_styled, styled_scene
-from builtin_base.drawing import COLOURS, TEMPLATES, draw_anything
+from builtin_base.drawing import TEMPLATES, draw_anything
 from builtin_base.judge import sample
+from builtin_base.reference import compare, subject_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "lora_trainer" / "builtin" / "base"
@@ -247,15 +248,11 @@ def prompts_of(subject: str) -> tuple[list[str], list[str]]:
         scenes = [styled_scene(1000 + number) for number in range(JUDGED)]
         texts = [scene.caption(TEMPLATES[0]) + f", {STYLE} style" for scene in scenes]
         return texts, [scene.background for scene in scenes]
-    backgrounds = [color for color in COLOURS if color not in UNFIT[subject]]
-    named = [backgrounds[number % len(backgrounds)] for number in range(JUDGED)]
-    return [CAPTIONS[1].format(name=subject, background=background) for background in named], named
+    return subject_prompts(subject, JUDGED)
 
 
 def judge_images(base: Path, subject: str, folder: Path) -> float | None:
     """Images of the prompts, kept beside the LoRA, and their mean fit; None for a style, which only somebody can judge."""
-    from builtin_base.reference import compare
-
     prompts, backgrounds = prompts_of(subject)
     images = sample(base, prompts, 10, 0, folder / f"{folder.name}.diffusers.safetensors", STEPS_AND_GUIDANCE)
     for number, image in enumerate(images):

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.batch.background import repeating
-from lora_trainer.batch.queue import QueuedJob, read_jobs, unless_refused
+from lora_trainer.batch.queue import COUNTED, QueuedJob, read_jobs, unless_refused
 from lora_trainer.core.findings import printable
 from lora_trainer.monitor.progress import duration
 
@@ -27,7 +27,6 @@ STYLES = {
     "stopped": "yellow",
     "running": "bold cyan",
 }
-ORDER = ("done", "refused", "unresolved", "failed", "stopped", "running", "waiting")
 WORDS = {"dataset": "data", "lora": "LoRA"}
 Show = Callable[[Sequence[QueuedJob]], None]
 AROUND_ROWS = 4  # lines of the screen for the head, the counts and the cursor
@@ -136,7 +135,7 @@ def line(job: QueuedJob) -> str:
 def counts(jobs: Sequence[QueuedJob]) -> str:
     """`4 done, 1 refused, 1 failed`."""
     found = Counter[str](job.status for job in jobs)
-    return ", ".join(f"{found[status]} {status}" for status in ORDER if found[status])
+    return ", ".join(f"{found[status]} {status}" for status in COUNTED if found[status])
 
 
 def spent(job: QueuedJob) -> float:

@@ -37,6 +37,7 @@ VERSION = 2  # 2: the outcome of the LoRA's verdict
 P = ParamSpec("P")
 T = TypeVar("T")
 Status = Literal["waiting", "running", "done", "refused", "unresolved", "failed", "stopped"]
+COUNTED: tuple[Status, ...] = ("done", "refused", "unresolved", "failed", "stopped", "running", "waiting")  # in order
 
 # `holder` is NULL unless the job is running. `scores` is JSON.
 _TABLES = """

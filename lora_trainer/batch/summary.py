@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.batch.queue import QueuedJob, read_note, while_locked
+from lora_trainer.batch.queue import COUNTED, QueuedJob, read_note, while_locked
 from lora_trainer.core.io import write_json
 
 FILE = "batch.json"
@@ -25,10 +25,7 @@ def summary(jobs: list[QueuedJob], output: Path, root: str | None) -> dict[str, 
     return {
         "root": root,
         "exit_code": largest_code(jobs),
-        **{
-            status: counts[status]
-            for status in ("done", "refused", "unresolved", "failed", "stopped", "running", "waiting")
-        },
+        **{status: counts[status] for status in COUNTED},
         "jobs": [
             {
                 "name": job.name,

@@ -13,8 +13,8 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, LORA_REFUSED
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.evaluation.lora_report import LoraReport
-from lora_trainer.evaluation.part_words import MEANINGS, own_value
-from lora_trainer.evaluation.verdict import SCALES, WORDS, VerdictPart
+from lora_trainer.evaluation.part_words import WORDS, own_value
+from lora_trainer.evaluation.verdict import SCALES, VerdictPart
 from lora_trainer.monitor.console import Console
 from lora_trainer.run.score_lora import score_lora
 
@@ -72,7 +72,7 @@ def part_lines(name: str, part: VerdictPart, minimum: float) -> list[str]:
         return [f"{title}{'not measured':>33}", f"    {part.reason}"]
     value, low, high = part.scores
     line = f"{title}{value:.2f} ({low:.2f} to {high:.2f})  {part.outcome(minimum)}"
-    return [line, f"    {own_value(name, part.measure, SCALES[name].at(minimum))}"] if MEANINGS[name].unit else [line]
+    return [line, f"    {own_value(name, part.measure, SCALES[name].at(minimum))}"] if WORDS[name].unit else [line]
 
 
 def _numbers(numbers: Any) -> list[str]:

@@ -14,6 +14,8 @@ WRONG_USAGE = 2
 DATASET_REFUSED = 3
 LORA_REFUSED = 4
 TRAINING_FAILED = 5
+# What a full GPU or disk, a file or a library raises in work that a finished LoRA can do without.
+MACHINE_FAILURES = (RuntimeError, ValueError, OSError, MemoryError)
 
 
 @dataclass(frozen=True)

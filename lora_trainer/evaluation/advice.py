@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lora_trainer.evaluation.lora_choice import Candidate, CandidateScore, LoraChoice
-from lora_trainer.evaluation.verdict import WORDS
-
-# What is wrong with a candidate whose part is refused, as the end of a sentence.
-FAULTS: Mapping[str, str] = {
-    "learned": "it has learned too little",
-    "faithful": "samples are too unlike the images",
-    "follows_captions": "samples do not follow their captions",
-    "does_not_copy": "it copies the images",
-    "keeps_base": "unrelated prompts no longer show what they did",
-    "diverse": "samples are all alike",
-}
+from lora_trainer.evaluation.part_words import WORDS
 
 
 def advice_on(choice: LoraChoice) -> str:
@@ -77,7 +67,7 @@ def on_strengths(scores: Sequence[CandidateScore], choice: LoraChoice) -> list[s
         sentences.append(f"Strengths {listed(tied)} tie.")
     for part, failing in failing_parts(ordered, choice.minimum).items():
         values = [f"{each.candidate.strength:g}" for each in failing]
-        sentences.append(f"At {listed(values)} {FAULTS[part]}.")
+        sentences.append(f"At {listed(values)} {WORDS[part].fault}.")
     return sentences
 
 
@@ -96,11 +86,11 @@ def on_steps(scores: Sequence[CandidateScore], choice: LoraChoice) -> list[str]:
     for part, failing in failing_parts(ordered, choice.minimum).items():
         first, last = failing[0].candidate.step, failing[-1].candidate.step
         if failing == list(ordered[-len(failing) :]) and len(failing) < len(ordered):
-            sentences.append(f"From step {first} on {FAULTS[part]}.")
+            sentences.append(f"From step {first} on {WORDS[part].fault}.")
         elif failing == list(ordered[: len(failing)]) and len(failing) < len(ordered):
-            sentences.append(f"Up to step {last} {FAULTS[part]}.")
+            sentences.append(f"Up to step {last} {WORDS[part].fault}.")
         else:
-            sentences.append(f"At step {listed([str(each.candidate.step) for each in failing])} {FAULTS[part]}.")
+            sentences.append(f"At step {listed([str(each.candidate.step) for each in failing])} {WORDS[part].fault}.")
     return sentences
 
 
@@ -108,7 +98,7 @@ def failing_parts(scores: Sequence[CandidateScore], minimum: float) -> dict[str,
     """The candidates that a part surely refuses at the minimum, by part."""
     failing = {
         name: [each for each in scores if name in each.parts and each.parts[name].outcome(minimum) == "refused"]
-        for name in FAULTS
+        for name in WORDS
     }
     return {name: found for name, found in failing.items() if found}
 

@@ -18,7 +18,7 @@ from lora_trainer.diffusion.noise import position_noise
 from lora_trainer.diffusion.process import Process
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.likeness import Values, agreement, bootstrap
-from lora_trainer.evaluation.lora_check import in_parts, rows_at_once
+from lora_trainer.evaluation.prediction import in_batches, in_parts, rows_at_once
 from lora_trainer.evaluation.validation_loss import EncodedSample, Predict
 from lora_trainer.evaluation.verdict import Estimate
 
@@ -124,10 +124,10 @@ def preferred(fit: Values, chosen: NDArray[np.intp], between: Values) -> Values:
 
 def passes(samples: Sequence[EncodedSample], captions: int) -> int:
     """Forward passes of `caption_losses`."""
-    return NOISE_LEVELS * sum(-(-captions // rows_at_once(sample.latents.shape[1:])) for sample in samples)
+    return NOISE_LEVELS * sum(in_batches(captions, rows_at_once(sample.latents.shape[1:])) for sample in samples)
 
 
-def agreement_of(own: Sequence[float] | Values) -> Estimate:
+def mean_share(own: Sequence[float] | Values) -> Estimate:
     """The mean share of other captions that suit an image less than its own, with the interval over images."""
     known = np.array([value for value in own if np.isfinite(value)])
     return bootstrap(lambda places: float(known[places].mean()), len(known))

@@ -36,14 +36,15 @@ from lora_trainer.core.errors import UsageError, first_line
 from lora_trainer.core.findings import counted
 from lora_trainer.evaluation.advice import advice_on
 from lora_trainer.evaluation.compute import Compute
-from lora_trainer.evaluation.evidence import Effort, RealImages, Sides, Studio
-from lora_trainer.evaluation.likeness import DRAWS, Features, Values, spoiling
+from lora_trainer.evaluation.evidence import Effort, RealImages, Sides
+from lora_trainer.evaluation.likeness import DRAWS, Features, Values
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_check import (
     FEWEST_REAL,
     LORA_CHECKS,
     LoraGate,
     OpenLora,
+    kept_part,
     open_lora,
     paired_losses,
     places_of,
@@ -163,7 +164,7 @@ class Contest:
             learned = None
             if images.unseen and seeds.start == 0:
                 learned = gain_of(*paired_losses(studio, len(images.trained)))
-            return Evidence(sides, self.unrelated(studio, seeds), learned)
+            return Evidence(sides, studio.compare_unrelated(seeds.start // len(seeds)), learned)
 
     def open(self, file: Path, strengths: Sequence[float]) -> OpenLora | None:
         """The LoRA of a file, which is kept open until another is; None, with a line, for one that cannot be compared."""
@@ -188,22 +189,11 @@ class Contest:
         self.opened = opened
         return opened
 
-    def unrelated(self, studio: Studio, seeds: range) -> Sides:
-        """Samples of the unrelated prompts, with other seeds in each round: in the first one those of a lite verdict."""
-        prompts = range(len(next(iter(studio.original.prompts.values()))))
-        first = seeds.start // len(seeds) * len(prompts)
-        return studio.compare(prompts, range(first, first + len(prompts)), None)
-
     def parts_of(self, found: Evidence) -> dict[str, VerdictPart]:
         """The parts of the verdict that samples and losses give, in the verdict's order."""
         captions = [plain_caption(image.caption) for image in self.images.every]
         parts = sample_parts(self.real, found.sides, captions)
-        unrelated = found.unrelated
-        parts["keeps_base"] = VerdictPart(
-            "keeps_base",
-            spoiling(unrelated.base, unrelated.other_seeds, unrelated.lora),
-            "the base model's seeds agree",
-        )
+        parts["keeps_base"] = kept_part(found.unrelated)
         if found.learned is not None:
             parts["learned"] = VerdictPart("learned", found.learned)
         return {name: parts[name] for name in SCALES if name in parts}

@@ -129,6 +129,12 @@ class Studio:
         """The text embeddings of the empty prompt, [1, ...], without the LoRA."""
         return {name: value[:1] for name, value in self.original.prompts.items()}
 
+    def compare_unrelated(self, number: int) -> Sides:
+        """Sample the unrelated prompts on both sides, each once, with other seeds in each round, whose number is given."""
+        prompts = range(len(next(iter(self.original.prompts.values()))))
+        first = number * len(prompts)
+        return self.compare(prompts, range(first, first + len(prompts)), None)
+
     def describe_real(self, images: Sequence[EncodedSample]) -> Blocks:
         """Features of the dataset's images."""
         shown = [(image.latents, image.sizes) for image in images]

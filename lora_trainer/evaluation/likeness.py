@@ -142,15 +142,21 @@ def spoiling(base: Features, other_seeds: Features, lora: Features) -> Estimate 
     0: the same images. 1: as different as other seeds would make them. Above 1 they show something else. None where the
     base's samples are not finite, or do not differ between seeds.
     """
-    moved = {name: (lora[name] - images).norm(dim=1).double().cpu().numpy() for name, images in base.items()}
-    usual = {name: (other_seeds[name] - images).norm(dim=1).double().cpu().numpy() for name, images in base.items()}
-    if not all(np.isfinite(apart).all() and apart.any() for apart in usual.values()):
+    usual = [(other_seeds[name] - images).norm(dim=1) for name, images in base.items()]
+    if not all(bool(apart.isfinite().all() and apart.any()) for apart in usual):
         return None
+    moved = moved_shares(base, other_seeds, lora)
+    return bootstrap(lambda samples: float(moved[samples].mean()), len(moved))
 
-    def statistic(samples: Values) -> float:
-        return float(np.mean([moved[name][samples].mean() / usual[name].mean() for name in moved]))
 
-    return bootstrap(statistic, len(next(iter(moved.values()))))
+def moved_shares(base: Features, other_seeds: Features, lora: Features) -> Values:
+    """How far the LoRA moves each of N samples, over the mean distance between two seeds; mean over the blocks, [N]."""
+    shares = []
+    for name, images in base.items():
+        usual = float((other_seeds[name] - images).norm(dim=1).double().mean())
+        shares.append((lora[name] - images).norm(dim=1).double().cpu().numpy() / max(usual, 1e-12))
+    found: Values = np.mean(shares, axis=0)
+    return found
 
 
 def agreement(captions: Sequence[str]) -> Values:

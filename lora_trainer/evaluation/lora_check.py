@@ -21,7 +21,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import gcd
@@ -64,15 +64,15 @@ from lora_trainer.evaluation.loading import (
     without_lora,
 )
 from lora_trainer.evaluation.lora_report import BASE_FEATURES, LoraReport
-from lora_trainer.evaluation.part_words import own_value
+from lora_trainer.evaluation.part_words import WORDS, own_value
 from lora_trainer.evaluation.placing import bring_denoiser
+from lora_trainer.evaluation.prediction import in_batches, in_parts, rows_at_once, watched
 from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, choose_shown
 from lora_trainer.evaluation.texts import EncodedTexts, reads_again, texts_at
 from lora_trainer.evaluation.tracking import gain_by_noise
 from lora_trainer.evaluation.validation_loss import (
     MICRO,
     Improvement,
-    Predict,
     improvement,
     validation_losses,
 )
@@ -81,7 +81,6 @@ from lora_trainer.evaluation.verdict import (
     LINE,
     NOT_COMPARED,
     SCALES,
-    WORDS,
     Cost,
     Estimate,
     VerdictPart,
@@ -91,7 +90,6 @@ from lora_trainer.export.weights import LoraWeights, adaptable_modules
 from lora_trainer.models.family import Caption, Family
 from lora_trainer.models.folder import fingerprint, weights_digest
 from lora_trainer.models.lora_names import read_lora_with_tokens
-from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
 from lora_trainer.models.vision_encoder import EncoderFolder
 
 # The thresholds of what works and of findings, with their reasons; measured on the built-in model only.
@@ -105,7 +103,6 @@ FEWEST_REAL = 4  # fewer have no distances to compare with
 LORA_CHECKS: Mapping[str, Effort] = {"full": Effort(12, 48, 20, 8), "lite": Effort(8, 8, 8, 4)}
 TIMESTEPS = 8  # of each validation loss
 FORMULAS = "1"  # part of every key of what is cached: change it when samples or features are computed differently
-SMALL_CELLS = 2048  # of latents: half of those of an image of 512 pixels a side
 
 
 @dataclass(frozen=True)
@@ -270,8 +267,7 @@ def measure_samples(
 ) -> tuple[dict[str, VerdictPart], Sampled]:
     """The parts that are measured by sampling: rounds of the subject's prompts until each part is decided."""
     images = studio.original.samples
-    prompts = range(len(next(iter(studio.original.prompts.values()))))
-    unrelated = studio.compare(prompts, prompts, None)
+    unrelated = studio.compare_unrelated(0)
     parts = {"keeps_base": kept_part(unrelated)}
     if len(images) < FEWEST_REAL:
         reason = f"{counted(len(images), 'image')} of the dataset; {FEWEST_REAL} are the least to compare with"
@@ -284,8 +280,7 @@ def measure_samples(
         more = studio.compare(places_of(seeds, len(images)), seeds, images)
         sides = more if sides is None else sides.with_more(more)
         if start and parts["keeps_base"].outcome(minimum) == "unresolved":
-            first = start // effort.round * len(prompts)
-            unrelated = unrelated.with_more(studio.compare(prompts, range(first, first + len(prompts)), None))
+            unrelated = unrelated.with_more(studio.compare_unrelated(start // effort.round))
             parts["keeps_base"] = kept_part(unrelated)
         parts |= sample_parts(real, sides, captions)
         # More samples may yet tell the base's from the dataset's images.
@@ -454,37 +449,6 @@ def _measure_drift(studio: Studio) -> float | None:
     return drift(studio.sampler.predict, visits, changed, sizes)
 
 
-def in_parts(predict: Predict, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
-    """The same prediction [B, C, h, w], a few rows at a time: at full size eight rows take gigabytes."""
-    rows = rows_at_once(noisy.shape[2:])
-    parts = [slice(start, start + rows) for start in range(0, len(t), rows)]
-    return torch.cat(
-        [
-            predict(noisy[part], t[part], {name: value[part] for name, value in cond.items()}, sizes[part])
-            for part in parts
-        ]
-    )
-
-
-def rows_at_once(sides: Sequence[int]) -> int:
-    """Rows of latents with these sides in one forward pass: small ones together take no more than a large one."""
-    return max(PREDICTED_AT_ONCE, SMALL_CELLS // math.prod(sides))
-
-
-def watched(predict: Predict, total: int, watch: Callable[[int, int], None]) -> Predict:
-    """The same predictions; `watch` is called with their number, of `total`, after each."""
-    done = 0
-
-    def predict_watched(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
-        nonlocal done
-        found = predict(noisy, t, cond, sizes)
-        done += 1
-        watch(done, max(done, total))
-        return found
-
-    return predict_watched
-
-
 def count_passes(
     effort: Effort, images: RealImages, unrelated: tuple[tuple[int, ...], int], *, guided: bool, described: bool
 ) -> int:
@@ -505,11 +469,6 @@ def count_passes(
     of_drift = 2 * VISITS * in_batches(prompts, rows_at_once(own_shape[1:]))
     losses = 2 * sum(in_batches(TIMESTEPS, min(rows_at_once(each.latents.shape[1:]), MICRO)) for each in images.unseen)
     return sampled + looked_at + of_drift + losses
-
-
-def in_batches(count: int, rows: int) -> int:
-    """Batches of at most so many rows."""
-    return -(-count // rows)
 
 
 def _loading_findings(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> list[Finding]:

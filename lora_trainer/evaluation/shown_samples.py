@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.evidence import Sides
-from lora_trainer.evaluation.likeness import Features, Values, distances, to_nearest_other
+from lora_trainer.evaluation.likeness import Features, Values, distances, moved_shares, to_nearest_other
 from lora_trainer.evaluation.placing import bytes_of, tile
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.models.autoencoder import drawing_vae, image_decoder
@@ -79,9 +79,10 @@ def choose_shown(
                     images[nearest],
                 )
             )
-    moved = moved_shares(sampled.unrelated)
+    unrelated = sampled.unrelated
+    moved = np.nan_to_num(moved_shares(unrelated.base, unrelated.other_seeds, unrelated.lora), nan=np.inf)
     for row in np.argsort(-moved)[: counts["unrelated"]]:
-        moved_pair, prompt = sampled.unrelated.pairs[row], prompts[sampled.unrelated.prompts[row]]
+        moved_pair, prompt = unrelated.pairs[row], prompts[unrelated.prompts[row]]
         found.append(
             ShownSample("unrelated", prompt, moved_pair.seed, float(moved[row]), moved_pair.lora, moved_pair.base)
         )
@@ -94,17 +95,6 @@ def relative_distances(real: Features, samples: Features) -> Values:
     shares = [
         np.nan_to_num(distances(samples[name], images) / own[name].mean(), nan=np.inf) for name, images in real.items()
     ]
-    found: Values = np.mean(shares, axis=0)
-    return found
-
-
-def moved_shares(unrelated: Sides) -> Values:
-    """[N], how far the LoRA moves each sample, over the mean distance between two seeds; mean over the blocks."""
-    shares = []
-    for name, base in unrelated.base.items():
-        usual = float((unrelated.other_seeds[name] - base).norm(dim=1).mean())
-        moved = (unrelated.lora[name] - base).norm(dim=1).double().cpu().numpy()
-        shares.append(np.nan_to_num(moved / max(usual, 1e-12), nan=np.inf))
     found: Values = np.mean(shares, axis=0)
     return found
 

@@ -65,51 +65,6 @@ SCALES: Mapping[str, Scale] = {
 }
 
 
-@dataclass(frozen=True)
-class Words:
-    """How a part is spoken of: its title, what is wrong where it is refused, the fix, and what would decide it."""
-
-    title: str
-    refused: str
-    fix: str
-    resolve: str
-
-
-MORE_IMAGES = "More images of the subject (--data) narrow the interval; gates.lora_check=full takes more samples."
-WORDS: Mapping[str, Words] = {
-    "works": Words("Works", "The LoRA does not work", "Export or train it again.", ""),
-    "learned": Words(
-        "Learned",
-        "Images that were not trained on are predicted no better",
-        "Train longer, or at another learning rate.",
-        "Keep more images for validation (validation.split=0.2).",
-    ),
-    "faithful": Words(
-        "Faithful",
-        "Samples are too unlike the dataset's images",
-        "Train longer. If the samples are distorted, lower the learning rate.",
-        MORE_IMAGES,
-    ),
-    "follows_captions": Words(
-        "Follows captions",
-        "Samples do not follow their captions",
-        "Check that captions describe their images; train fewer steps, or at a lower learning rate.",
-        MORE_IMAGES,
-    ),
-    "does_not_copy": Words(
-        "Does not copy",
-        "Samples are nearer to the training images than these are to each other: they are copied",
-        "Train fewer steps, at a lower rank, or with more images.",
-        MORE_IMAGES,
-    ),
-    "keeps_base": Words(
-        "Keeps the base",
-        "Unrelated prompts no longer show what they did",
-        "Train fewer steps, at a lower learning rate or rank, or with regularization images.",
-        "gates.lora_check=full takes more samples.",
-    ),
-    "diverse": Words("Diverse", "Samples are all alike", "Train fewer steps, or with more varied images.", MORE_IMAGES),
-}
 NOT_COMPARED = "not_compared"  # the code of the finding where `is_compared` is false
 BY_SAMPLES = ("faithful", "follows_captions", "does_not_copy", "diverse")
 
@@ -139,7 +94,7 @@ class VerdictPart:
         if self.measure is None:
             return None
         _, low, high = self.scores
-        return "passed" if low >= minimum else "refused" if high < minimum else "unresolved"
+        return outcome_within(low, high, minimum)
 
     def to_json(self, minimum: float = LINE) -> dict[str, Any]:
         """`gate` is the value in the part's own unit that has the score `minimum`."""
@@ -155,6 +110,11 @@ class VerdictPart:
             **own,
             "gate": SCALES[self.name].at(minimum),
         }
+
+
+def outcome_within(low: float, high: float, minimum: float) -> Outcome:
+    """By the ends of an interval: surely at least the minimum, surely below it, or undecided."""
+    return "passed" if low >= minimum else "refused" if high < minimum else "unresolved"
 
 
 def score_of(parts: Mapping[str, VerdictPart]) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lora_trainer.evaluation.verdict import outcome_within
 from lora_trainer.report.read import RunReport, mapping, number, sequence, text, whole
-from lora_trainer.report.verdict_parts import PartInterval, part_outcome, verdict_parts, weakest
+from lora_trainer.report.verdict_parts import PartInterval, gate_of, verdict_parts, weakest
 
 BESIDE: Mapping[str, str] = {"better": "better", "tie": "as good", "worse": "worse"}
 ADVICE: Mapping[str, str] = {
@@ -39,7 +40,7 @@ def compared_rows(run: RunReport) -> list[ComparedRow]:
     """What `lora.choice` of `run.json` has compared, in its order; what is missing stays empty."""
     choice = mapping(run.part("lora").get("choice"))
     advised = (whole(choice.get("step")), number(choice.get("strength")))
-    gate = number(run.part("lora").get("gate"))
+    gate = gate_of(run.part("lora"))
     rows = []
     for row in filter(None, map(mapping, sequence(choice.get("candidates")))):
         step, strength, score = whole(row.get("step")), number(row.get("strength")), number(row.get("score"))
@@ -47,7 +48,7 @@ def compared_rows(run: RunReport) -> list[ComparedRow]:
         bar, outcome = None, text(row.get("outcome"))
         if score is not None:
             low, high = (score if low is None else low), (score if high is None else high)
-            of_score = part_outcome(low, high, gate)
+            of_score = outcome_within(low, high, gate)
             outcome = outcome or of_score
             bar = PartInterval("score", "Score", "", score, low, high, of_score, "")
         standing, gain = text(row.get("standing")), number(row.get("gain"))

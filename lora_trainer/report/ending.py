@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from lora_trainer.core.findings import counted
-from lora_trainer.evaluation.verdict import LINE, NOT_COMPARED, WORDS
+from lora_trainer.evaluation.part_words import WORDS
+from lora_trainer.evaluation.verdict import LINE, NOT_COMPARED
 from lora_trainer.report.read import RunReport, mapping, number, text, whole
 from lora_trainer.report.verdict_parts import PartInterval, verdict_parts, weakest
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lora_trainer.evaluation.part_words import MEANINGS, own_value
-from lora_trainer.evaluation.verdict import LINE, WORDS, Estimate
+from lora_trainer.evaluation.part_words import WORDS, own_value
+from lora_trainer.evaluation.verdict import LINE, Estimate, outcome_within
 from lora_trainer.report.read import mapping, number, text
 
 PartOutcome = Literal["passed", "refused", "unresolved", "not measured"]
@@ -43,12 +43,12 @@ class PartInterval:
 
 def verdict_parts(lora: Mapping[str, Any]) -> Iterator[PartInterval]:
     """The parts of a LoRA's verdict as `run.json` has them, in its order; plain numbers, of earlier versions, are skipped."""
-    gate = number(lora.get("gate"))
+    gate = gate_of(lora)
     for name, part in mapping(lora.get("parts")).items():
         if not mapping(part):
             continue
-        title = WORDS[name].title if name in WORDS else name.replace("_", " ")
-        question = MEANINGS[name].question if name in MEANINGS else ""
+        words = WORDS.get(name)
+        title, question = (words.title, words.question) if words else (name.replace("_", " "), "")
         value, low, high = (number(part.get(key)) for key in ("value", "low", "high"))
         if value is None or low is None or high is None:
             yield PartInterval(
@@ -56,15 +56,15 @@ def verdict_parts(lora: Mapping[str, Any]) -> Iterator[PartInterval]:
             )
             continue
         own = [each for key in ("own_value", "own_low", "own_high") if (each := number(part.get(key))) is not None]
-        has_unit = name in MEANINGS and MEANINGS[name].unit and len(own) == 3
+        has_unit = words and words.unit and len(own) == 3
         about = own_value(name, Estimate(own[0], own[1], own[2]), number(part.get("gate"))) if has_unit else ""
-        yield PartInterval(name, title, question, value, low, high, part_outcome(low, high, gate), about)
+        yield PartInterval(name, title, question, value, low, high, outcome_within(low, high, gate), about)
 
 
-def part_outcome(low: float, high: float, gate: float | None) -> PartOutcome:
-    """By an interval's ends and the minimum, `LINE` where it is not known."""
-    least = LINE if gate is None else gate
-    return "passed" if low >= least else "refused" if high < least else "unresolved"
+def gate_of(lora: Mapping[str, Any]) -> float:
+    """The minimum of a LoRA's verdict, `LINE` where it is not known."""
+    gate = number(lora.get("gate"))
+    return LINE if gate is None else gate
 
 
 def weakest(parts: tuple[PartInterval, ...]) -> PartInterval | None:

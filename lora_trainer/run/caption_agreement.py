@@ -53,19 +53,18 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
     import torch
 
     from lora_trainer.evaluation.caption_fit import (
-        agreement_of,
         caption_losses,
         compare_fits,
+        mean_share,
         passes,
     )
     from lora_trainer.evaluation.compute import Compute
-    from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
     from lora_trainer.evaluation.likeness import agreement
     from lora_trainer.evaluation.loading import free_memory
-    from lora_trainer.evaluation.lora_check import watched
     from lora_trainer.evaluation.placing import bring_denoiser, with_less
-    from lora_trainer.models.family import Encoders
-    from lora_trainer.run.choices import ENCODER_DTYPE, choose_precision, computed_in, usable_bytes
+    from lora_trainer.evaluation.prediction import watched
+    from lora_trainer.run.choices import choose_precision, computed_in, usable_bytes
+    from lora_trainer.run.encoding import encode_by_base
 
     if agreement([sample.caption for sample in chosen]).min() == 1.0:
         return CaptionAgreement(reason="all captions have the same words")
@@ -76,13 +75,7 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
     if device.type == "cpu" and sum(weight.numel() for weight in empty.parameters()) > LARGE_ON_CPU:
         return CaptionAgreement(reason=f"without a GPU, {facts.name} would take hours")
 
-    def encoders() -> Encoders:  # each is loaded when it is first used
-        return family.load_encoders(facts.path, ENCODER_DTYPE, device)
-
-    def texts() -> EncodeTexts:
-        return text_reader(family, facts, ENCODER_DTYPE, device, usable_bytes(config, device))
-
-    encoded = encode_samples(chosen, plan_plain(chosen, trained_framings(config, facts)), encoders, texts, device)
+    encoded = encode_by_base(config, model, chosen, plan_plain(chosen, trained_framings(config, facts)), device)
     parts = -(-len(chosen) // IMAGES_TOGETHER)
     groups = [range(part, len(chosen), parts) for part in range(parts)]
     captions = [list({chosen[place].caption: place for place in reversed(group)}.values()) for group in groups]
@@ -108,12 +101,12 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
         compute = Compute(dtype, device, usable_bytes(config, device), progress=count(JUDGED))
         found = with_less(compare, compute)
     free_memory(device)
-    share = agreement_of([value for each in found for value in each.own])
+    share = mean_share([value for each in found for value in each.own])
     return CaptionAgreement(
         share.value,
         share.low,
         share.high,
-        agreement_of([value for each in found for value in each.apart]).value,
+        mean_share([value for each in found for value in each.apart]).value,
         images=len(chosen),
         comparisons=sum(len(group) * (len(own) - 1) for group, own in zip(groups, captions, strict=True)),
         doubts=doubts_among(chosen, groups, found),

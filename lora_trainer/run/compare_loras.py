@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lora_trainer.config.schema import Config
 from lora_trainer.config.schema.types import CompareName
-from lora_trainer.core.errors import UserError, first_line
+from lora_trainer.core.errors import MACHINE_FAILURES, UserError, first_line
 from lora_trainer.core.io import atomic_path
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.evaluation.choice import STRENGTHS, compare_candidates
@@ -35,7 +35,7 @@ from lora_trainer.run.session import Session
 from lora_trainer.training.checkpoints.checkpoint import step_name
 
 SHEET = "compared"  # name of the sheet of the candidates
-FAILURES = (RuntimeError, ValueError, OSError, MemoryError, UserError)  # that leave a LoRA its verdict
+FAILURES = (*MACHINE_FAILURES, UserError)  # that leave a LoRA its verdict
 UNCOMPARED = "strengths and steps could not be compared"
 
 Draw = Callable[[Sequence[Candidate]], Path]
@@ -119,6 +119,9 @@ def compare_after_training(
     `gate` is the one of the verdict. A comparison that fails is printed and is None: the LoRA has its verdict.
     """
     config, inputs, choices = session.config, session.inputs, session.choices
+    for path in (session.folder / "samples").glob(f"{SHEET}*"):  # of an earlier end of this run
+        if path.suffix in (".json", ".png"):
+            path.unlink(missing_ok=True)
     if config.gates.compare == "off" or report.parts["works"].outcome() != "passed":
         return None
     say = partial(session.console.print, markup=False)

@@ -17,7 +17,7 @@ from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.config.schema import AttentionName, Config
 from lora_trainer.config.toml import to_toml
 from lora_trainer.core.disk import current, write_with_retry
-from lora_trainer.core.errors import UsageError, UserError, first_line
+from lora_trainer.core.errors import MACHINE_FAILURES, UsageError, UserError, first_line
 from lora_trainer.core.hardware import describe_machine
 from lora_trainer.core.interrupt import StepAborted, abortable, remembering, stop_if_signalled
 from lora_trainer.core.io import write_text
@@ -50,7 +50,7 @@ from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import silent
 from lora_trainer.run.caching import cache_folder, cached_data, measured_images
 from lora_trainer.run.choices import DTYPES, asked_by_user, compiling_pays
-from lora_trainer.run.compare_loras import SHEET, compare_after_training
+from lora_trainer.run.compare_loras import compare_after_training
 from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
 from lora_trainer.run.file_sizes import lora_bytes
@@ -319,7 +319,7 @@ def try_to_draw(session: Session, context: StepContext, state: TrainState) -> No
         draw_while_training(session, context, state)
     except StepAborted:
         reason = "a signal came"
-    except (RuntimeError, ValueError, OSError, MemoryError, UserError) as error:
+    except (*MACHINE_FAILURES, UserError) as error:
         reason = first_line(error)
     else:
         return
@@ -472,9 +472,6 @@ def check_lora(
         encoder = find_encoder(config, say=silent)
         gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config))
         report = judge_lora(kohya, session, run.images, gate)
-        for path in (session.folder / "samples").glob(f"{SHEET}*"):  # of an earlier end of this run
-            if path.suffix in (".json", ".png"):
-                path.unlink(missing_ok=True)
         report = replace(report, choice=compare_after_training(session, run.images, kohya, step, report, gate))
     else:
         why = "gates.lora_check=off" if can_check else f"lora.type={config.lora.type} cannot be checked"
@@ -496,7 +493,7 @@ def check_lora(
         with counting(console) as count:
             most = 1 if effort == "lite" else None
             comparison = draw_comparison(session, kohya, most=most, progress=count(DRAWN))
-    except (RuntimeError, ValueError, OSError, MemoryError) as error:  # the LoRA is whole and checked
+    except MACHINE_FAILURES as error:  # the LoRA is whole and checked
         console.print(f"the before/after images could not be drawn: {first_line(error)}")
         return Outcome(record, report, None)
     files = {**record.files, "before_after": comparison.relative_to(session.folder).as_posix()}

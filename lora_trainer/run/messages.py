@@ -18,7 +18,7 @@ from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import FEWEST_COMPARED
 from lora_trainer.data.steps import StepArithmetic
-from lora_trainer.evaluation.verdict import WORDS
+from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.monitor.progress import duration

@@ -27,8 +27,8 @@ from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_check import LoraGate, check_lora
 from lora_trainer.evaluation.lora_report import LoraReport
+from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.evaluation.placing import with_less
-from lora_trainer.evaluation.verdict import WORDS
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.metadata import FlowFacts, TrainingFacts
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate

@@ -75,15 +75,14 @@ def _evaluate(
     import torch
 
     from lora_trainer.evaluation.compute import Compute
-    from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
     from lora_trainer.evaluation.encoder_features import load_encoder
     from lora_trainer.evaluation.evidence import RealImages
     from lora_trainer.evaluation.lora_check import LORA_CHECKS, LoraGate, check_lora, refused_unloaded
     from lora_trainer.evaluation.placing import with_less
-    from lora_trainer.models.family import Encoders
     from lora_trainer.models.lora_names import read_lora_with_tokens
     from lora_trainer.run.caching import cache_folder
-    from lora_trainer.run.choices import ENCODER_DTYPE, choose_precision, computed_in, usable_bytes
+    from lora_trainer.run.choices import choose_precision, computed_in, usable_bytes
+    from lora_trainer.run.encoding import encode_by_base
 
     family, facts = read_model(config)
     if report := refused_unloaded(read_lora_with_tokens(path), facts.path, family, config.gates.lora):
@@ -92,14 +91,8 @@ def _evaluate(
     if encoder is not None:  # refused before anything is encoded
         load_encoder(encoder.path, torch.device("cpu"))
 
-    def encoders() -> Encoders:  # each is loaded when it is first used
-        return family.load_encoders(facts.path, ENCODER_DTYPE, device)
-
-    def texts() -> EncodeTexts:
-        return text_reader(family, facts, ENCODER_DTYPE, device, usable_bytes(config, device))
-
     try:
-        encoded = encode_samples(measured.samples, measured.plan, encoders, texts, device)
+        encoded = encode_by_base(config, (family, facts), measured.samples, measured.plan, device)
     except DatasetRefused as refused:
         raise UsageError(refused.problems) from refused
     trained_on = sum(sample.content not in measured.unseen for sample in measured.samples)

@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from lora_trainer.core.errors import DatasetRefused, first_line
+from lora_trainer.core.errors import MACHINE_FAILURES, DatasetRefused, first_line
 from lora_trainer.core.io import atomic_path, finite
 from lora_trainer.data.images.pixels import read_pixels
 from lora_trainer.evaluation.compute import Compute
@@ -42,7 +42,7 @@ def keep_verdict_images(session: Session, shown: Sequence[ShownSample]) -> list[
     compute = Compute(choices.dtype, choices.device, usable_bytes(session.config, choices.device))
     try:
         return with_less(partial(write_verdict_images, session.folder, session.inputs, shown), compute)
-    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+    except MACHINE_FAILURES as error:
         session.console.print(f"the verdict's images could not be decoded: {first_line(error)}")
         return []
 

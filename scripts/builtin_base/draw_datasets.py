@@ -3,7 +3,7 @@
     python scripts/builtin_base/draw_datasets.py
 
 `zobo`, a small robot, is the built-in example; `fungo`, a spotted mushroom with a face,
-is kept for tests; `pingo`, a penguin, is for the study of the verdict. Each has 24 pictures of four aspect ratios with their captions.
+is kept for tests; `pingo`, a penguin, is for the study of the verdict. Each has 24 images of four aspect ratios with their captions.
 The subjects keep their own colours; place, size, tilt and background differ.
 """
 

@@ -17,7 +17,8 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from builtin_base.draw_datasets import SUBJECTS, Canvas
+from builtin_base.draw_datasets import CAPTIONS, SUBJECTS, UNFIT, Canvas
+from builtin_base.drawing import COLOURS
 from builtin_base.judge import background_of, colour_name
 
 Pixels = NDArray[np.float32]
@@ -38,6 +39,13 @@ class Likeness:
     def shows(self, background: str) -> bool:
         """Whether the subject is there, on the named background."""
         return self.fit > LEAST_FIT and self.background == background
+
+
+def subject_prompts(subject: str, count: int) -> tuple[list[str], list[str]]:
+    """Prompts, and the background that each names: every one that suits the subject, in turn."""
+    backgrounds = [color for color in COLOURS if color not in UNFIT[subject]]
+    named = [backgrounds[number % len(backgrounds)] for number in range(count)]
+    return [CAPTIONS[1].format(name=subject, background=background) for background in named], named
 
 
 @cache

@@ -15,7 +15,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from builtin_base import architecture
-from builtin_base.drawing import TEMPLATES, draw, draw_anything, random_scene
+from builtin_base.drawing import TEMPLATES, Scene, draw, draw_anything, random_scene
 
 SIZES = ((128, 128), (128, 128), (128, 128), (160, 96), (96, 160))  # width, height
 EMPTY_CAPTIONS = 0.1
@@ -122,29 +122,55 @@ def train_vae(
     return vae
 
 
-def encode_pictures(vae: AutoencoderKL, count: int, seed: int) -> dict[tuple[int, int], tuple[torch.Tensor, list]]:
-    """Posterior means and spreads [N, 8, h, w] and scenes of `count` pictures, by size."""
+@dataclass(frozen=True)
+class EncodedImages:
+    """Drawn images of one size: posterior means and spreads [N, 8, h, w], SDXL's sizes [N, 6], and the scenes."""
+
+    moments: torch.Tensor
+    sizes: torch.Tensor
+    scenes: list[Scene]
+
+
+Drawn = Callable[[Scene, int, int, random.Random], tuple[Image.Image, list[int]]]
+
+
+def whole(scene: Scene, width: int, height: int, rng: random.Random) -> tuple[Image.Image, list[int]]:
+    """The image of a scene and its six sizes: neither cropped nor enlarged."""
+    del rng
+    return draw(scene, width, height), [height, width, 0, 0, height, width]
+
+
+@torch.no_grad()
+def encode_images(
+    vae: AutoencoderKL, count: int, seed: int, drawn: Drawn = whole
+) -> dict[tuple[int, int], EncodedImages]:
+    """`count` images of random scenes as latents, by size."""
     rng = random.Random(seed)
-    found: dict[tuple[int, int], tuple[torch.Tensor, list]] = {}
+    found = {}
     for size in dict.fromkeys(SIZES):
         scenes = [random_scene(rng) for _ in range(count * SIZES.count(size) // len(SIZES))]
-        parts = []
+        moments, sizes = [], []
         for start in range(0, len(scenes), 32):
-            pixels = as_tensor([draw(scene, *size) for scene in scenes[start : start + 32]])
-            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-                posterior = vae.encode(pixels).latent_dist
-            parts.append(torch.cat([posterior.mean, posterior.std], dim=1).half())
-        found[size] = (torch.cat(parts), scenes)
+            part = [drawn(scene, *size, rng) for scene in scenes[start : start + 32]]
+            with torch.autocast("cpu", torch.bfloat16):
+                posterior = vae.encode(as_tensor([image for image, _ in part])).latent_dist
+            moments.append(torch.cat([posterior.mean, posterior.std], dim=1).half())
+            sizes += [numbers for _, numbers in part]
+        found[size] = EncodedImages(torch.cat(moments), torch.tensor(sizes, dtype=torch.float32), scenes)
     return found
 
 
-def batches(pictures: dict, tokens: dict[str, list[int]], rng: random.Random, size: int) -> Iterator[tuple]:
+def batches(
+    images: dict[tuple[int, int], EncodedImages], tokens: dict[str, list[int]], rng: random.Random, size: int
+) -> Iterator[tuple]:
     """Endless (moments [B, 8, h, w], input ids [B, 77])."""
     while True:
-        moments, scenes = pictures[rng.choice(SIZES)]
-        chosen = [rng.randrange(len(scenes)) for _ in range(size)]
-        captions = ["" if rng.random() < EMPTY_CAPTIONS else scenes[i].caption(rng.choice(TEMPLATES)) for i in chosen]
-        yield moments[chosen].float(), torch.tensor([tokens[caption] for caption in captions])
+        own = images[rng.choice(SIZES)]
+        chosen = [rng.randrange(len(own.scenes)) for _ in range(size)]
+        captions = [
+            "" if rng.random() < EMPTY_CAPTIONS else own.scenes[i].caption(rng.choice(TEMPLATES)) for i in chosen
+        ]
+        yield own.moments[chosen].float(), torch.tensor([tokens[caption] for caption in captions])
 
 
 def train_unet(
@@ -164,9 +190,9 @@ def train_unet(
     scheduler = architecture.make_scheduler()
     alphas = scheduler.alphas_cumprod
     started = time.monotonic()
-    data = encode_pictures(vae, pictures, seed + 2)
+    data = encode_images(vae, pictures, seed + 2)
     print(f"encoded {pictures} pictures in {time.monotonic() - started:.0f} s", flush=True)
-    captions = {"", *(s.caption(t) for _, scenes in data.values() for s in scenes for t in TEMPLATES)}
+    captions = {"", *(s.caption(t) for each in data.values() for s in each.scenes for t in TEMPLATES)}
     tokens = {c: tokenizer(c, padding="max_length", max_length=77, truncation=True).input_ids for c in captions}
     source = batches(data, tokens, rng, batch)
     optimizer = torch.optim.AdamW(parts.parameters(), lr=1e-3, weight_decay=0.01, fused=True)

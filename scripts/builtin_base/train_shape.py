@@ -17,34 +17,24 @@ import math
 import random
 import sys
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL
 from PIL import Image
-from torch import Tensor
 from transformers import CLIPTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from builtin_base.drawing import TEMPLATES, Scene, draw, random_scene
+from builtin_base.drawing import TEMPLATES, Scene, draw
 from builtin_base.shapes import SHAPES, TOKENS, Attention, Batch
-from builtin_base.train import EMA_DECAY, EMPTY_CAPTIONS, SIZES, as_tensor, cosine_rate
+from builtin_base.train import EMA_DECAY, EMPTY_CAPTIONS, SIZES, EncodedImages, cosine_rate, encode_images
 from lora_trainer.builtin import BASE_FOLDER
 
 PEAK_RATE = 1e-3
 WARMUP = 100  # steps
 SAVE_SECONDS = 60.0  # of CPU time
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """Drawn images of one size: posterior means and spreads [N, 8, h, w], SDXL's sizes [N, 6], and the scenes."""
-
-    moments: Tensor
-    sizes: Tensor
-    scenes: list[Scene]
 
 
 def view(scene: Scene, width: int, height: int, rng: random.Random) -> tuple[Image.Image, list[int]]:
@@ -62,56 +52,39 @@ def view(scene: Scene, width: int, height: int, rng: random.Random) -> tuple[Ima
     return image, [original[1], original[0], top, left, height, width]
 
 
-@torch.no_grad()
-def encode_views(vae: AutoencoderKL, count: int, seed: int) -> dict[tuple[int, int], Pictures]:
-    """`count` views of random scenes as latents, by size."""
-    rng = random.Random(seed)
-    found = {}
-    for size in dict.fromkeys(SIZES):
-        scenes = [random_scene(rng) for _ in range(count * SIZES.count(size) // len(SIZES))]
-        moments, sizes = [], []
-        for start in range(0, len(scenes), 32):
-            views = [view(scene, *size, rng) for scene in scenes[start : start + 32]]
-            with torch.autocast("cpu", torch.bfloat16):
-                posterior = vae.encode(as_tensor([image for image, _ in views])).latent_dist
-            moments.append(torch.cat([posterior.mean, posterior.std], dim=1).half())
-            sizes += [numbers for _, numbers in views]
-        found[size] = Pictures(torch.cat(moments), torch.tensor(sizes, dtype=torch.float32), scenes)
-    return found
-
-
-def load_views(file: Path, vae: AutoencoderKL, count: int, seed: int) -> dict[tuple[int, int], Pictures]:
+def load_views(file: Path, vae: AutoencoderKL, count: int, seed: int) -> dict[tuple[int, int], EncodedImages]:
     """The same, kept in a file for the next call."""
     if not file.exists():
-        encoded = encode_views(vae, count, seed)
+        encoded = encode_images(vae, count, seed, view)
         torch.save({size: (p.moments, p.sizes, [astuple(s) for s in p.scenes]) for size, p in encoded.items()}, file)
     stored = torch.load(file, weights_only=True)
     return {
-        size: Pictures(moments, sizes, [Scene(*s) for s in scenes]) for size, (moments, sizes, scenes) in stored.items()
+        size: EncodedImages(moments, sizes, [Scene(*s) for s in scenes])
+        for size, (moments, sizes, scenes) in stored.items()
     }
 
 
 class Source:
     """Batches as a function of the step, so that a resumed run reads the same."""
 
-    def __init__(self, pictures: dict, scale: float, tokenizer: CLIPTokenizer, batch: int, seed: int) -> None:
-        self.pictures, self.scale, self.size, self.seed = pictures, scale, batch, seed
-        captions = {"", *(s.caption(t) for each in self.pictures.values() for s in each.scenes for t in TEMPLATES)}
+    def __init__(self, images: dict, scale: float, tokenizer: CLIPTokenizer, batch: int, seed: int) -> None:
+        self.images, self.scale, self.size, self.seed = images, scale, batch, seed
+        captions = {"", *(s.caption(t) for each in self.images.values() for s in each.scenes for t in TEMPLATES)}
         padded = {"padding": "max_length", "max_length": TOKENS, "truncation": True}
         self.tokens = {caption: tokenizer(caption, **padded).input_ids for caption in captions}
 
     def batch(self, step: int) -> Batch:
         rng, generator = random.Random(f"{self.seed} {step}"), torch.Generator().manual_seed(self.seed + step)
-        pictures = self.pictures[rng.choice(SIZES)]
-        chosen = [rng.randrange(len(pictures.scenes)) for _ in range(self.size)]
+        images = self.images[rng.choice(SIZES)]
+        chosen = [rng.randrange(len(images.scenes)) for _ in range(self.size)]
         captions = [
-            "" if rng.random() < EMPTY_CAPTIONS else pictures.scenes[i].caption(rng.choice(TEMPLATES)) for i in chosen
+            "" if rng.random() < EMPTY_CAPTIONS else images.scenes[i].caption(rng.choice(TEMPLATES)) for i in chosen
         ]
-        mean, spread = pictures.moments[chosen].float().chunk(2, dim=1)
+        mean, spread = images.moments[chosen].float().chunk(2, dim=1)
         return Batch(
             latents=(mean + spread * torch.randn(mean.shape, generator=generator)) * self.scale,
             ids=torch.tensor([self.tokens[caption] for caption in captions]),
-            sizes=pictures.sizes[chosen],
+            sizes=images.sizes[chosen],
             noise=torch.randn(mean.shape, generator=generator),
             draws=torch.randn(self.size, generator=generator),
         )
@@ -183,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--budget-minutes", type=float, default=90.0, help="of CPU time over all calls, after which it ends"
     )
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--pictures", type=int, default=4_000)
+    parser.add_argument("--images", type=int, default=4_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     work = args.work or args.out.with_name("base-work")
@@ -194,8 +167,8 @@ def main(arguments: list[str] | None = None) -> None:
     checkpoint = work / f"{args.shape}.pt"
     if checkpoint.exists():
         training.load(checkpoint)
-    pictures = load_views(work / f"pictures-{args.pictures}-{args.seed}.pt", vae, args.pictures, args.seed)
-    source = Source(pictures, vae.config.scaling_factor, tokenizer, args.batch, args.seed)
+    images = load_views(work / f"images-{args.images}-{args.seed}.pt", vae, args.images, args.seed)
+    source = Source(images, vae.config.scaling_factor, tokenizer, args.batch, args.seed)
     print(f"{args.shape}: {sum(p.numel() for p in training.parts.parameters()) / 1e6:.2f} M parameters", flush=True)
     train(training, source, args.steps, 60.0 * args.budget_minutes, checkpoint)
     SHAPES[args.shape].assemble(training.average, vae.half(), tokenizer).save_pretrained(args.out)

@@ -20,7 +20,7 @@ FAMILIES = {"sdxl": "sdxl", "flow": "sd3"}
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_base_is_made_resumed_and_trained_on(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quick = [shape, str(tmp_path / "base"), "--pictures", "5", "--batch", "2"]
+    quick = [shape, str(tmp_path / "base"), "--images", "5", "--batch", "2"]
     for steps in ("1", "2", "2"):
         train_shape([*quick, "--steps", steps])
     assert "base: 2 steps" in capsys.readouterr().out

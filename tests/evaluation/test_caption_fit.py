@@ -13,7 +13,7 @@ import pytest
 from builtin_base.drawing import draw, random_scene
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.cli.main import main
-from lora_trainer.evaluation.caption_fit import agreement_of, compare_fits
+from lora_trainer.evaluation.caption_fit import compare_fits, mean_share
 
 COLORS = ("red", "green", "blue", "purple", "orange", "white", "yellow", "black")
 TEXTS = tuple(f"{color} thing" for color in COLORS)
@@ -31,10 +31,10 @@ def losses_of(true: Sequence[int], noise: float = 0.3, seed: int = 0) -> np.ndar
 
 def test_own_captions_are_preferred_though_captions_and_timesteps_differ() -> None:
     found = compare_fits(losses_of(range(8)), range(8), TEXTS)
-    share = agreement_of(found.own)
+    share = mean_share(found.own)
     assert share.value == 1.0
     assert found.margin.max() == 0.0
-    assert agreement_of(found.apart).value == 1.0
+    assert mean_share(found.apart).value == 1.0
 
 
 def test_swapped_captions_are_the_first_two() -> None:
@@ -47,10 +47,10 @@ def test_swapped_captions_are_the_first_two() -> None:
 
 def test_mixed_up_captions_are_distinguished_and_unknown_ones_are_not() -> None:
     rotated = compare_fits(losses_of([*range(1, 8), 0]), range(8), TEXTS)
-    assert agreement_of(rotated.own).high < 0.6
-    assert agreement_of(rotated.apart).value > 0.9
+    assert mean_share(rotated.own).high < 0.6
+    assert mean_share(rotated.apart).value > 0.9
     unknown = compare_fits(losses_of(range(8), noise=1e4), range(8), TEXTS)
-    assert agreement_of(unknown.apart).value < 0.8
+    assert mean_share(unknown.apart).value < 0.8
 
 
 def test_captions_of_the_same_words_are_not_compared() -> None:

@@ -24,20 +24,13 @@ from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_names import read_lora
-from tests.export.tiny import facts, random_lora, tiny_pipeline
+from tests.export.tiny import facts, random_lora
 
 FAMILY = FAMILIES["sd15"]
 CPU = torch.device("cpu")
 PROMPTS = ("", "a red circle")
 GATE = LoraGate(check="lite", prompts=PROMPTS)
 CAPTIONS = ("a red ring", "a blue ring", "a red box", "a blue box", "a green ring", "a green box")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    tiny_pipeline(folder / "tokenizer").save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

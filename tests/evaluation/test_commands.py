@@ -19,7 +19,6 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import write_json
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.evaluation import encode
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.lora_check import LoraGate, check_lora
 from lora_trainer.evaluation.verdict import BY_SAMPLES, SCALES
@@ -28,6 +27,7 @@ from lora_trainer.export.lora_file import write_learned_tokens, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_names import read_lora
+from lora_trainer.run import encoding
 from lora_trainer.run.reading import read_as_trained
 from tests.export.tiny import facts, random_lora, tiny_pipeline
 
@@ -137,7 +137,7 @@ def test_an_unreadable_image_is_named(lora: Path, base: Path, images: Path) -> N
 def test_a_lora_of_another_family_is_refused_before_images_are_encoded(
     base: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(encode, "encode_samples", lambda *_: pytest.fail("images were encoded"))
+    monkeypatch.setattr(encoding, "encode_samples", lambda *_: pytest.fail("images were encoded"))
     foreign = LoraWeights({"unet.mid_block.nowhere": LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)})
     assert validate_command(write_lora(tmp_path, "other", foreign, facts())[0], images, True, on(base)) == 4
     assert json.loads(capsys.readouterr().out)["findings"][0]["code"] == "key_does_not_fit"

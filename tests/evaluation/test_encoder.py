@@ -41,7 +41,7 @@ from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import silent
 from lora_trainer.run.inputs import with_absolute_paths
 from tests.evaluation.tiny_encoders import SEEN, SMALL, save_tiny_dino
-from tests.export.tiny import facts, random_lora, tiny_pipeline
+from tests.export.tiny import facts, random_lora
 from tests.run.local_hub import COMMIT, local_hub
 
 FAMILY = FAMILIES["sd15"]
@@ -73,13 +73,6 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
     ResNetModel(config).save_pretrained(folder)
     CLIPImageProcessorPil(**SEEN).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    tiny_pipeline(folder / "tokenizer").save_pretrained(folder)
     return folder
 
 

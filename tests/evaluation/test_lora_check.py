@@ -22,8 +22,9 @@ from lora_trainer.core.io import read_json
 from lora_trainer.evaluation import sample
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.evidence import RealImages
-from lora_trainer.evaluation.lora_check import LoraGate, check_lora, in_parts
+from lora_trainer.evaluation.lora_check import LoraGate, check_lora
 from lora_trainer.evaluation.lora_report import LoraReport
+from lora_trainer.evaluation.prediction import in_parts
 from lora_trainer.evaluation.recipe import Drawing, Grid, ImageRequest, NamedModel
 from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.evaluation.validation_loss import EncodedSample, validation_losses
@@ -34,18 +35,11 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.drawing import read_prompts
 from lora_trainer.models.family import Encoders, Family
 from lora_trainer.models.memory.phases import Placement
-from tests.export.tiny import facts, random_lora, tiny_pipeline
+from tests.export.tiny import facts, random_lora
 
 FAMILY = FAMILIES["sd15"]
 CPU = torch.device("cpu")
 PROMPTS = ("", "a red circle")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    tiny_pipeline(folder / "tokenizer").save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

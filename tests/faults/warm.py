@@ -22,7 +22,7 @@ import tqdm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lora_trainer.cli.main import main
-from lora_trainer.evaluation import lora_check
+from lora_trainer.evaluation import lora_check, prediction
 from lora_trainer.evaluation.evidence import Effort
 from lora_trainer.run import flow
 from tests.faults.disk import Mode, Page, loaded_page
@@ -36,7 +36,7 @@ REPORTS: list[Any] = []  # the newest of the gate
 def warm_up(arguments: list[str]) -> None:
     """Run once, so that all imports and first-time work happen before forking."""
     tqdm.tqdm.monitor_interval = 0  # it would start a thread
-    lora_check.TIMESTEPS, lora_check.PREDICTED_AT_ONCE = 1, 16  # forward passes of the gate: other tests cover them
+    lora_check.TIMESTEPS, prediction.PREDICTED_AT_ONCE = 1, 16  # forward passes of the gate: other tests cover them
     lora_check.LORA_CHECKS = {**lora_check.LORA_CHECKS, "full": Effort(2, 2, 1, 1)}
     lora_check.base_visits = partial(lora_check.base_visits, steps=1)
     torch.set_num_threads(1)

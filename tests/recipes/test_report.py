@@ -17,8 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lora_trainer.cli.main import main
 from lora_trainer.diffusion import loss as loss_module
-from lora_trainer.evaluation.part_words import MEANINGS
-from lora_trainer.evaluation.verdict import WORDS
+from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.monitor.trackers import Trackers
 from tests.recipes.recipe import Bench, draw_images, patched, record
 from tests.recipes.test_bad_input import nan_at
@@ -92,7 +91,7 @@ def test_a_finished_run_has_a_report(finished: Bench) -> None:
         assert f"{document['scores'][gate]:.2f}" in page.text
     for name, part in document["lora"]["parts"].items():
         measured = f"{part['value']:.2f}" if part["measured"] else "– not measured"
-        assert f"{WORDS[name].title} {MEANINGS[name].question} {measured}" in page.text
+        assert f"{WORDS[name].title} {WORDS[name].question} {measured}" in page.text
     assert page.charts == {"loss", "loss-log", "val-loss", "gain", "lr", "norm", "speed", "memory"}
     kept = [row[what] for row in document["lora"]["images"] for what in ("lora", "base", "nearest") if what in row]
     assert len(page.of("img")) == 2 + len(kept)

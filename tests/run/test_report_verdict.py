@@ -14,7 +14,7 @@ from lora_trainer.core.grid import image_name
 from lora_trainer.core.io import write_json
 from lora_trainer.evaluation.lora_check import part_findings
 from lora_trainer.evaluation.lora_report import LoraReport
-from lora_trainer.evaluation.part_words import MEANINGS, own_value
+from lora_trainer.evaluation.part_words import WORDS, own_value
 from lora_trainer.evaluation.verdict import LINE, SCALES, Cost, Estimate, VerdictPart
 from lora_trainer.report.write import write_comparison, write_report
 
@@ -106,8 +106,8 @@ def test_each_part_has_its_interval_beside_the_minimum(tmp_path: Path) -> None:
 
 
 def test_a_part_is_asked_in_words_and_measured_in_its_own_unit() -> None:
-    assert set(MEANINGS) == set(SCALES)
-    assert all(meaning.question.endswith("?") for meaning in MEANINGS.values())
+    assert set(WORDS) == set(SCALES)
+    assert all(meaning.question.endswith("?") for meaning in WORDS.values())
     assert own_value("learned", Estimate(-0.2, -0.3, 0.1)).startswith("the loss on these is −20 % (−30 to 10 %) lower")
     assert own_value("keeps_base", Estimate(1.0, 0.8, 1.2)).endswith("at most 2.00 required")
 

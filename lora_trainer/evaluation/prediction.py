@@ -1,0 +1,50 @@
+"""Forward passes of the denoiser without gradients: a few rows at a time, and counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lora_trainer.evaluation.validation_loss import Predict
+from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
+
+SMALL_CELLS = 2048  # of latents: half of those of an image of 512 pixels a side
+
+
+def in_parts(predict: Predict, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+    """The same prediction [B, C, h, w], a few rows at a time: at full size eight rows take gigabytes."""
+    rows = rows_at_once(noisy.shape[2:])
+    parts = [slice(start, start + rows) for start in range(0, len(t), rows)]
+    return torch.cat(
+        [
+            predict(noisy[part], t[part], {name: value[part] for name, value in cond.items()}, sizes[part])
+            for part in parts
+        ]
+    )
+
+
+def rows_at_once(sides: Sequence[int]) -> int:
+    """Rows of latents with these sides in one forward pass: small ones together take no more than a large one."""
+    return max(PREDICTED_AT_ONCE, SMALL_CELLS // math.prod(sides))
+
+
+def watched(predict: Predict, total: int, watch: Callable[[int, int], None]) -> Predict:
+    """The same predictions; `watch` is called with their number, of `total`, after each."""
+    done = 0
+
+    def predict_watched(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+        nonlocal done
+        found = predict(noisy, t, cond, sizes)
+        done += 1
+        watch(done, max(done, total))
+        return found
+
+    return predict_watched
+
+
+def in_batches(count: int, rows: int) -> int:
+    """Batches of at most so many rows."""
+    return -(-count // rows)
