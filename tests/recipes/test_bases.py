@@ -254,7 +254,8 @@ raise SystemExit(code)
 @pytest.mark.parametrize(
     ("command", "offline"),
     [
-        ("check", True),
+        ("train --dry-run", True),
+        pytest.param("check", True, marks=pytest.mark.slow),
         pytest.param("train", True, marks=pytest.mark.slow),
         pytest.param("train", False, marks=pytest.mark.slow),
     ],
@@ -270,8 +271,9 @@ def test_a_separate_process_opens_no_socket(
             find_base(ModelSection(path=NAME), say=lambda line: None)
         model = NAME
     words = ["check", str(bench.data), "--model", str(model), "--set", "run.offline=true"]
-    if command == "train":
-        words = replace(bench, model=Path(model)).arguments("alone", *(["--offline"] if offline else []), steps=1)
+    if command != "check":
+        more = [*command.split()[1:], *(["--offline"] if offline else [])]
+        words = replace(bench, model=Path(model)).arguments("alone", *more, steps=1)
     around = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     around |= {"HF_HUB_CACHE": str(tmp_path / "hf"), "PYTHONPATH": str(CHECKOUT)}
     whole_command = [sys.executable, "-c", CLOSED, *words]

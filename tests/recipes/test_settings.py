@@ -170,34 +170,43 @@ def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
     )
 
 
-def test_the_lora_check_can_be_shortened_or_skipped(bench, capsys):
-    full, lite, off = (
-        {"gates__lora": 0, "gates__lora_check": each, "sample__count": 2, "sample__strengths": "[0.5, 1.0]"}
-        for each in ("full", "lite", "off")
-    )
+CHECKED = {"gates__lora": 0, "sample__count": 2, "sample__strengths": "[0.5, 1.0]"}
+
+
+def test_the_lora_check_can_be_skipped(bench, capsys):
     drawn = {}
-    for name, settings in (("full", full), ("lite", lite), ("off", off)):
-        assert bench.run(name, steps=5, **settings) == 0
+    for name in ("lite", "off"):
+        assert bench.run(name, steps=5, gates__lora_check=name, **CHECKED) == 0
         drawn[name] = len(list((bench.folder(name) / "samples").glob("before_after_*.png")))
-    assert drawn == {"full": 6, "lite": 2, "off": 0}
+    assert drawn == {"lite": 2, "off": 0}
     kept = {name: record(bench.folder(name))["lora"]["images"] for name in drawn}
-    assert [len(kept[name]) for name in drawn] == [8, 3, 0]
+    assert [len(kept[name]) for name in drawn] == [3, 0]
     files = [
         bench.folder("lite") / row[what] for row in kept["lite"] for what in ("lora", "base", "nearest") if what in row
     ]
     assert sorted(files) == sorted((bench.folder("lite") / "samples" / "verdict").iterdir())
     assert not (bench.folder("off") / "samples").exists()
-    assert exported(bench.folder("off")) == exported(bench.folder("full"))
+    assert exported(bench.folder("off")) == exported(bench.folder("lite"))
     lite, off = record(bench.folder("lite")), record(bench.folder("off"))
     assert lite["scores"]["lora"] is not None
     assert lite["outcome"] == lite["lora"]["outcome"] == "passed", "a gate of 0 refuses nothing"
-    costs = [record(bench.folder(name))["lora"]["cost"]["forward_passes"] for name in ("full", "lite", "off")]
-    assert costs[0] > costs[1] > costs[2] == 0
+    assert lite["lora"]["cost"]["forward_passes"] > off["lora"]["cost"]["forward_passes"] == 0
     assert (off["status"], off["scores"]["lora"], off["outcome"]) == ("done", None, None)
     assert off["config"]["gates"]["lora_check"] == "off"
     assert "before_after" not in off["files"]
     assert "Not known: the LoRA was not measured" in (bench.folder("off") / "report.html").read_text("utf-8")
     assert "LoRA: not scored" in capsys.readouterr().out
+
+
+def test_a_full_lora_check_draws_and_measures_more(bench):
+    found = {}
+    for name in ("full", "lite"):
+        assert bench.run(name, steps=5, gates__lora_check=name, **CHECKED) == 0
+        drawn = list((bench.folder(name) / "samples").glob("before_after_*.png"))
+        lora = record(bench.folder(name))["lora"]
+        found[name] = (len(drawn), len(lora["images"]), lora["cost"]["forward_passes"])
+    assert found["full"][:2] == (6, 8)
+    assert found["full"][2] > found["lite"][2]
 
 
 def test_an_enforced_gate_needs_a_score(bench, capsys):
