@@ -64,7 +64,7 @@ from lora_trainer.evaluation.loading import (
     without_lora,
 )
 from lora_trainer.evaluation.lora_report import BASE_FEATURES, LoraReport
-from lora_trainer.evaluation.part_words import WORDS, own_value
+from lora_trainer.evaluation.part_words import MORE_SAMPLES, WORDS, own_value
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.prediction import in_batches, in_parts, rows_at_once, watched
 from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, choose_shown
@@ -257,7 +257,8 @@ def measure_lora(
     del opened, studio
     free_memory(compute.device)
     parts = {name: parts[name] for name in SCALES}
-    findings = [*part_findings(parts, gate.minimum), *_drift_findings(drifted), *_health_findings(health)]
+    decided = part_findings(parts, gate.minimum, may_grow=gate.check == "lite")
+    findings = [*decided, *_drift_findings(drifted), *_health_findings(health)]
     shown = choose_shown(sampled, images.every, gate.prompts, SHOWN[gate.check])
     return LoraReport(gate.minimum, parts, tuple(findings), numbers, shown=shown)
 
@@ -492,8 +493,11 @@ def _not_finite(names: list[str], total: int) -> Finding:
     return Finding("not_finite", "error", message, "Train again with a lower learning rate.")
 
 
-def part_findings(parts: Mapping[str, VerdictPart], minimum: float) -> list[Finding]:
-    """A finding for each part that is refused or undecided, and a note for each that was not measured."""
+def part_findings(parts: Mapping[str, VerdictPart], minimum: float, *, may_grow: bool) -> list[Finding]:
+    """A finding for each part that is refused or undecided, and a note for each that was not measured.
+
+    `may_grow`: a full check would take more samples.
+    """
     found = []
     if not is_compared(parts):
         message = "Samples were not compared with images of the dataset, so nothing shows whether it learned them."
@@ -512,7 +516,8 @@ def part_findings(parts: Mapping[str, VerdictPart], minimum: float) -> list[Find
             found.append(Finding(part.name, "error", f"{about.refused}: {measured}.", about.fix))
         elif outcome == "unresolved":
             message = f"{about.title}: not decided, since the minimum is inside of the interval: {measured}."
-            found.append(Finding(part.name, "warning", message, about.resolve))
+            more = may_grow and part.name in (*BY_SAMPLES, "keeps_base")
+            found.append(Finding(part.name, "warning", message, MORE_SAMPLES if more else about.resolve))
     return found
 
 

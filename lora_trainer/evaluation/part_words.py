@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from lora_trainer.evaluation.verdict import SCALES, Estimate, VerdictPart
 
-MORE_IMAGES = "More images of the subject (--data) narrow the interval; gates.lora_check=full takes more samples."
+MORE_IMAGES = "More images of the subject (--data) narrow the interval."
+MORE_SAMPLES = "gates.lora_check=full takes more samples."
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ WORDS: Mapping[str, Words] = {
         refused="Unrelated prompts no longer show what they did",
         fault="unrelated prompts no longer show what they did",
         fix="Train fewer steps, at a lower learning rate or rank, or with regularization images.",
-        resolve="gates.lora_check=full takes more samples.",
+        resolve="Look at the samples of unrelated prompts; gates.unresolved=accept takes what is not decided.",
         unit="{} times as different from the base model's images as another seed makes them",
     ),
     "diverse": Words(
