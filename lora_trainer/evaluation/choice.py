@@ -160,10 +160,11 @@ class Contest:
         images = self.images
         with opened.at(candidate.strength) as studio:
             self.real = self.real or studio.describe_real(images.every)
-            sides = studio.compare(places_of(seeds, len(images.every)), seeds, images.every)
+            asked = studio.original.samples
+            sides = studio.compare(places_of(seeds, len(images.every), len(asked)), seeds, asked)
             learned = None
             if images.unseen and seeds.start == 0:
-                learned = gain_of(*paired_losses(studio, len(images.trained)))
+                learned = gain_of(*paired_losses(studio, images))
             return Evidence(sides, studio.compare_unrelated(seeds.start // len(seeds)), learned)
 
     def open(self, file: Path, strengths: Sequence[float]) -> OpenLora | None:

@@ -72,6 +72,7 @@ from lora_trainer.evaluation.texts import EncodedTexts, reads_again, texts_at
 from lora_trainer.evaluation.tracking import gain_by_noise
 from lora_trainer.evaluation.validation_loss import (
     MICRO,
+    EncodedSample,
     Improvement,
     improvement,
     validation_losses,
@@ -99,6 +100,8 @@ NORM_NOTED, NORM_WARNED = 0.5, 1.0  # of a layer's size: a note, a warning
 
 SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
 FEWEST_REAL = 4  # fewer have no distances to compare with
+# In half of the prompts, where the dataset has one caption for all images.
+ADDED_WORDS = ("red background", "blue background", "white background", "black background")
 # A round of samples, the most, the steps of each, and unrelated prompts.
 LORA_CHECKS: Mapping[str, Effort] = {"full": Effort(12, 48, 20, 8), "lite": Effort(8, 8, 8, 4)}
 TIMESTEPS = 8  # of each validation loss
@@ -174,11 +177,16 @@ def open_lora(
         return refused
     encoding = device if usable != 0 else torch.device("cpu")
     facts, process = family.describe(base), family.denoiser.make_process(base)
-    samples, prompts = images.every, gate.prompts[: effort.unrelated]
+    prompts, longer = gate.prompts[: effort.unrelated], with_added_words(images.every)
     # The encoders are freed before the pipeline loads its own.
-    text = text_reader(family, facts, dtype, encoding, usable or None)(prompts)
+    read = text_reader(family, facts, dtype, encoding, usable or None)
+    text = read([*prompts, *(each.caption for each in longer)])
     free_memory(device)
-    neutral = {name: tensor.to(device, dtype) for name, tensor in text.items()}
+    neutral = {name: tensor[: len(prompts)].to(device, dtype) for name, tensor in text.items()}
+    rows = [
+        {name: tensor[row] for name, tensor in text.items()} for row in range(len(prompts), len(prompts) + len(longer))
+    ]
+    samples = [*images.every, *(replace(each, cond=row) for each, row in zip(longer, rows, strict=True))]
     compute.say("loading the LoRA on a fresh copy of the base model")
     # Only the denoiser runs: the rest of the pipeline need not fit on the GPU with it.
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
@@ -236,15 +244,16 @@ def measure_lora(
     studio, images, effort = opened.studio, opened.images, LORA_CHECKS[gate.check]
     if (drifted := _measure_drift(studio)) is None:
         return base_not_finite(gate.minimum)
-    compute.say(f"validation loss with and without the LoRA: {counted(len(images.unseen), 'image')}")
-    losses = paired_losses(studio, len(images.trained)) if images.unseen else None
+    if images.unseen:
+        compute.say(f"validation loss with and without the LoRA: {counted(len(images.unseen), 'image')}")
+    losses = paired_losses(studio, images) if images.unseen else None
     learned = None if losses is None else improvement(*losses)
     health = examine(opened.weights.modules, opened.norms)
     if broken := not_alive(drifted, learned):
         return does_not_work([broken], {"drift": drifted, "health": asdict(health)}, gate.minimum)
     compute.say(f"samples with and without the LoRA: {counted(effort.round, 'prompt')} in {effort.steps} steps each")
     parts = {part.name: part for part in (VerdictPart("works", Estimate(1.0, 1.0, 1.0)), learned_part(learned, images))}
-    by_samples, sampled = measure_samples(studio, effort, gate.minimum, compute)
+    by_samples, sampled = measure_samples(studio, images.every, effort, gate.minimum, compute)
     parts |= by_samples
     numbers = {
         "drift": drifted,
@@ -254,31 +263,32 @@ def measure_lora(
         else asdict(learned) | {"by_noise": {name: asdict(band) for name, band in gain_by_noise(*losses).items()}},
         "images": {"trained": len(images.trained), "unseen": len(images.unseen)},
     }
+    asked = studio.original.samples
     del opened, studio
     free_memory(compute.device)
     parts = {name: parts[name] for name in SCALES}
     decided = part_findings(parts, gate.minimum, may_grow=gate.check == "lite")
     findings = [*decided, *_drift_findings(drifted), *_health_findings(health)]
-    shown = choose_shown(sampled, images.every, gate.prompts, SHOWN[gate.check])
+    shown = choose_shown(sampled, asked, gate.prompts, SHOWN[gate.check])
     return LoraReport(gate.minimum, parts, tuple(findings), numbers, shown=shown)
 
 
 def measure_samples(
-    studio: Studio, effort: Effort, minimum: float, compute: Compute
+    studio: Studio, images: Sequence[EncodedSample], effort: Effort, minimum: float, compute: Compute
 ) -> tuple[dict[str, VerdictPart], Sampled]:
     """The parts that are measured by sampling: rounds of the subject's prompts until each part is decided."""
-    images = studio.original.samples
     unrelated = studio.compare_unrelated(0)
     parts = {"keeps_base": kept_part(unrelated)}
     if len(images) < FEWEST_REAL:
         reason = f"{counted(len(images), 'image')} of the dataset; {FEWEST_REAL} are the least to compare with"
         return parts | {name: VerdictPart(name, None, reason) for name in BY_SAMPLES}, Sampled(unrelated)
     real = studio.describe_real(images)
-    captions = [plain_caption(image.caption) for image in images]
+    asked = studio.original.samples
+    captions = [plain_caption(each.caption) for each in images]
     sides: Sides | None = None
     for start in range(0, effort.most, effort.round):
         seeds = range(start, start + effort.round)
-        more = studio.compare(places_of(seeds, len(images)), seeds, images)
+        more = studio.compare(places_of(seeds, len(images), len(asked)), seeds, asked)
         sides = more if sides is None else sides.with_more(more)
         if start and parts["keeps_base"].outcome(minimum) == "unresolved":
             unrelated = unrelated.with_more(studio.compare_unrelated(start // effort.round))
@@ -302,13 +312,39 @@ def kept_part(unrelated: Sides) -> VerdictPart:
     return VerdictPart("keeps_base", spoiled, "" if spoiled else seedless)
 
 
-def places_of(seeds: Sequence[int], images: int) -> list[int]:
-    """The image whose caption is each seed's prompt.
+def with_added_words(images: Sequence[EncodedSample]) -> list[EncodedSample]:
+    """Where the captions of the images are all alike, a few of the images with `ADDED_WORDS` in their captions; else none.
 
-    In an order in which neighbors in the dataset are far apart, so that few samples meet many kinds.
+    A LoRA trained on one caption may show its images for this caption alone, and nothing of them in any longer prompt.
+    """
+    if len(images) < FEWEST_REAL or differ([plain_caption(each.caption) for each in images]):
+        return []
+
+    def longer(caption: Caption, words: str) -> Caption:
+        if not isinstance(caption, str):
+            return (*caption, (f", {words}", 1.0))
+        return f"{caption}, {words}" if caption else words
+
+    return [
+        replace(image, caption=longer(image.caption, words), cond={})
+        for image, words in zip(images, ADDED_WORDS, strict=False)
+    ]
+
+
+def differ(captions: Sequence[str]) -> bool:
+    """Whether two of the captions have different words."""
+    return bool(agreement(captions).min() < 1 - 1e-9)
+
+
+def places_of(seeds: Sequence[int], images: int, asked: int) -> list[int]:
+    """The place of each seed's prompt among the captions of the images, and `asked` - `images` longer ones after them.
+
+    In an order in which neighbors in the dataset are far apart, so that few samples meet many kinds. Every second seed has one
+    of the longer ones, where there are any.
     """
     stride = next(step for step in range(max(1, round(0.38 * images)), 2 * images) if gcd(step, images) == 1)
-    return [seed * stride % images for seed in seeds]
+    longer = asked - images
+    return [images + seed // 2 % longer if longer and seed % 2 else seed * stride % images for seed in seeds]
 
 
 def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[str, VerdictPart]:
@@ -318,7 +354,7 @@ def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[
     faithful = faithfulness(real, sides.base, sides.lora)
     known = "the base model's own samples are as near to these images as the images are to each other"
     followed, unheard = None, "all captions are alike"
-    if agreement([captions[place] for place in sides.prompts]).min() < 1 - 1e-9:
+    if differ([captions[place] for place in sides.prompts if place < len(captions)]):
         followed = following(real, sides.base, sides.other_seeds, sides.lora, sides.prompts)
         unheard = "the base model's samples do not depend on these captions"
     near, varied = nearness(real, sides.lora), diversity(real, sides.lora)
@@ -347,8 +383,8 @@ def plain_caption(caption: Caption) -> str:
     return caption if isinstance(caption, str) else " ".join(text for text, _ in caption)
 
 
-def paired_losses(studio: Studio, first: int) -> tuple[Tensor, Tensor]:
-    """Losses [N, T] without the LoRA and with it of the samples from place `first` on, which were not trained on."""
+def paired_losses(studio: Studio, images: RealImages) -> tuple[Tensor, Tensor]:
+    """Losses [N, T] without the LoRA and with it of the images that were not trained on."""
     losses = partial(
         validation_losses,
         studio.sampler.predict,
@@ -357,7 +393,8 @@ def paired_losses(studio: Studio, first: int) -> tuple[Tensor, Tensor]:
         timesteps=TIMESTEPS,
         compute=Compute(studio.dtype, studio.device),
     )
-    samples = studio.original.samples[first:]
+    unseen = slice(len(images.trained), len(images.every))
+    samples = studio.original.samples[unseen]
 
     def without() -> dict[str, Tensor]:
         with studio.without():
@@ -365,7 +402,7 @@ def paired_losses(studio: Studio, first: int) -> tuple[Tensor, Tensor]:
 
     of_each = (part for each in samples for part in (each.id, each.latents, each.cond, each.sizes))
     key = digest_of("losses", str((SEED, TIMESTEPS)), *of_each)
-    return studio.read_or_make(key, without)["losses"], losses(studio.changed.samples[first:])
+    return studio.read_or_make(key, without)["losses"], losses(studio.changed.samples[unseen])
 
 
 def learned_part(learned: Improvement | None, images: RealImages) -> VerdictPart:
@@ -458,8 +495,9 @@ def count_passes(
     Samples of one shape are in one batch. `described`: images are compared by the base model's own features.
     """
     every, (own_shape, prompts) = images.every, unrelated
-    chosen = places_of(range(effort.round), len(every)) if len(every) >= FEWEST_REAL else []
-    shapes = Counter(tuple(every[place].latents.shape) for place in chosen)
+    asked = [*every, *with_added_words(every)]
+    chosen = places_of(range(effort.round), len(every), len(asked)) if len(every) >= FEWEST_REAL else []
+    shapes = Counter(tuple(asked[place].latents.shape) for place in chosen)
     batches = sum(
         in_batches(min(AT_ONCE, count - start), rows_at_once(shape[1:]))
         for shape, count in (*shapes.items(), (own_shape, prompts))

@@ -22,7 +22,7 @@ from lora_trainer.core.io import read_json
 from lora_trainer.evaluation import sample
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.evidence import RealImages
-from lora_trainer.evaluation.lora_check import LoraGate, check_lora
+from lora_trainer.evaluation.lora_check import ADDED_WORDS, LoraGate, check_lora, places_of, with_added_words
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.prediction import in_parts
 from lora_trainer.evaluation.recipe import Drawing, Grid, ImageRequest, NamedModel
@@ -101,6 +101,20 @@ def test_a_trained_lora_is_measured_in_every_part(trained: Path, base: Path, sam
     assert document["score"] == min(part["value"] for part in document["parts"].values() if part["measured"])
     again = check(trained.with_name("trained.diffusers.safetensors"), base, images)
     assert again.score == report.score
+
+
+def test_where_captions_are_alike_half_of_the_prompts_have_words_added(samples: list[EncodedSample]) -> None:
+    """One caption for all: the LoRA may know its subject by this caption alone, and in no longer prompt."""
+    alike = [replace(sample, caption="a zobo") for sample in samples]
+    assert [each.caption for each in with_added_words(alike)] == [f"a zobo, {words}" for words in ADDED_WORDS]
+    weighted = [replace(sample, caption=(("a zobo", 1.2),)) for sample in samples]
+    assert with_added_words(weighted)[0].caption == (("a zobo", 1.2), (f", {ADDED_WORDS[0]}", 1.0))
+    assert with_added_words([*alike, replace(samples[0], caption="a red zobo")]) == []
+    assert with_added_words(alike[:3]) == []
+    places = places_of(range(8), 6, 10)
+    assert [place >= 6 for place in places] == [False, True] * 4
+    assert {place for place in places if place >= 6} == {6, 7, 8, 9}
+    assert set(places_of(range(6), 6, 6)) == set(range(6))
 
 
 def test_progress_is_counted_exactly_where_images_have_several_shapes(
