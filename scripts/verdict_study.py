@@ -170,8 +170,10 @@ def train(study: Study, cell: Cell) -> None:
         f"validation.split={kept}",
         *(f"{key}={value}" for key, value in about.get("settings", {}).items()),
     ]
-    command = ["-m", "lora_trainer", "train", "--preset", study.presets, "--data", data_of(study, cell), "--resume"]
-    command += ["--output", folder, "--name", cell.arm, "--seed", about.get("seed", 42), "--max-steps", about["steps"]]
+    presets = ",".join((study.presets, *about.get("presets", ())))
+    command = ["-m", "lora_trainer", "train", "--preset", presets, "--data", data_of(study, cell), "--resume"]
+    command += ["--output", folder, "--name", cell.arm, "--seed", about.get("seed", 42)]
+    command += ["--max-steps", about["steps"]] if "steps" in about else []
     if study.base != BASE:
         command += ["--model", study.base]
     run_python(study, *command, *(part for setting in settings for part in ("--set", setting)))
