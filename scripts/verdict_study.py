@@ -188,14 +188,29 @@ def derive(study: Study, cell: Cell) -> None:
     folder = cell.lora(study.out).parent
     folder.mkdir(parents=True, exist_ok=True)
     if edit == "merge":
-        files = (source.lora(study.out), other.lora(study.out))
-        merged = folder / "merged.safetensors"
-        run_python(study, "-m", "lora_trainer", "merge", *files, "--weights", "1", "1", "--output", merged)
-        run_python(study, "-m", "lora_trainer", "convert", merged, cell.lora(study.out), "--to", "kohya")
+        add_files(source.lora(study.out), other.lora(study.out), cell.lora(study.out))
     else:
         change_file((other if edit == "other" else source).lora(study.out), cell.lora(study.out), edit)
     target = cell.lora(study.out, ".diffusers")
     run_python(study, "-m", "lora_trainer", "convert", cell.lora(study.out), target, "--to", "diffusers")
+
+
+def add_files(one: Path, other: Path, target: Path) -> None:
+    """Write a LoRA that changes weights as two of the same modules together, in kohya's names: their ranks side by side."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    with safe_open(one, "pt") as file:
+        metadata = file.metadata()
+    first, second = load_file(one), load_file(other)
+    joined = {}
+    for name, value in first.items():
+        if name.endswith(".alpha"):  # over the rank, which doubles too
+            joined[name] = value + second[name]
+        else:
+            joined[name] = torch.cat([value, second[name]], dim=0 if name.endswith("lora_down.weight") else 1)
+    save_file({name: value.contiguous() for name, value in joined.items()}, target, metadata)
 
 
 def change_file(source: Path, target: Path, edit: str) -> None:
