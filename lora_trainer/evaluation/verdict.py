@@ -57,10 +57,10 @@ class Scale:
 SCALES: Mapping[str, Scale] = {
     "works": Scale(0.0, 0.9, 1.0),
     "learned": Scale(-0.05, 0.005, 0.05),  # of large models, good LoRAs lower the loss by a few percent
-    "faithful": Scale(0.0, 0.75, 1.0),
-    "follows_captions": Scale(0.0, 0.7, 1.0),
+    "faithful": Scale(0.0, 0.78, 1.0),
+    "follows_captions": Scale(0.0, 0.75, 1.0),
     "does_not_copy": Scale(0.0, 0.5, 1.0),
-    "keeps_base": Scale(4.0, 2.0, 0.5),
+    "keeps_base": Scale(4.0, 2.4, 0.5),
     "diverse": Scale(0.0, 0.5, 1.0),
 }
 

@@ -86,7 +86,7 @@ def test_the_score_is_the_least_part_and_what_is_not_measured_leaves_it() -> Non
 
 
 @pytest.mark.parametrize(
-    ("minimum", "required"), [(0.9, "at most 2.00"), (0.45, "at most 3.00"), (0.95, "at most 1.25")]
+    ("minimum", "required"), [(0.9, "at most 2.40"), (0.45, "at most 3.20"), (0.95, "at most 1.45")]
 )
 def test_the_minimum_is_named_in_the_unit_of_the_part(minimum: float, required: str) -> None:
     """A minimum other than 0.9 has another value there."""
