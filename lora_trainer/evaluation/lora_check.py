@@ -18,7 +18,6 @@ The score is the least of the measured parts. What cannot be measured is named a
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, counted
 from lora_trainer.data.caches.base_half import BaseHalf, digest_of
 from lora_trainer.evaluation.compute import ON_CPU, Compute
@@ -40,7 +38,7 @@ from lora_trainer.evaluation.encode import text_reader
 from lora_trainer.evaluation.encoder_features import open_encoder
 from lora_trainer.evaluation.evidence import AT_ONCE, GUIDANCE, Effort, RealImages, Sides, Studio
 from lora_trainer.evaluation.features import LATENT_GRID, NOISE_LEVEL
-from lora_trainer.evaluation.health import Health, examine
+from lora_trainer.evaluation.health import examine
 from lora_trainer.evaluation.latent_samples import Sampler
 from lora_trainer.evaluation.likeness import (
     Features,
@@ -52,19 +50,24 @@ from lora_trainer.evaluation.likeness import (
     spoiling,
 )
 from lora_trainer.evaluation.loading import (
-    adapted_modules,
     at_strength,
     components_of,
     free_memory,
     fresh_pipeline,
-    in_short,
-    judged,
     misfits,
     misfits_by_config,
     without_lora,
 )
+from lora_trainer.evaluation.lora_findings import (
+    drift_findings,
+    health_findings,
+    key_findings,
+    loading_findings,
+    not_alive,
+    not_finite_finding,
+    part_findings,
+)
 from lora_trainer.evaluation.lora_report import BASE_FEATURES, LoraReport
-from lora_trainer.evaluation.part_words import MORE_SAMPLES, WORDS, own_value
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.prediction import in_batches, in_parts, rows_at_once, watched
 from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, choose_shown
@@ -85,18 +88,12 @@ from lora_trainer.evaluation.verdict import (
     Cost,
     Estimate,
     VerdictPart,
-    is_compared,
 )
 from lora_trainer.export.weights import LoraWeights, adaptable_modules
 from lora_trainer.models.family import Caption, Family
 from lora_trainer.models.folder import fingerprint, weights_digest
 from lora_trainer.models.lora_names import read_lora_with_tokens
 from lora_trainer.models.vision_encoder import EncoderFolder
-
-# The thresholds of what works and of findings, with their reasons; measured on the built-in model only.
-LEAST_CHANGE = 1e-4  # fp16 rounding of the weights alone moves a prediction by about this much
-DRIFT_NOTED = 0.30
-NORM_NOTED, NORM_WARNED = 0.5, 1.0  # of a layer's size: a note, a warning
 
 SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
 FEWEST_REAL = 4  # fewer have no distances to compare with
@@ -195,8 +192,8 @@ def open_lora(
     of_base = [name for name in weights.modules if name in modules]
     norms = {name: float(modules[name].weight.detach().to(device).float().norm()) for name in of_base}
     shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
-    problems = _key_findings(misfits(weights, shapes, family, base))
-    if findings := problems or _loading_findings(pipeline, family, lora, weights):
+    problems = key_findings(misfits(weights, shapes, family, base))
+    if findings := problems or loading_findings(pipeline, family, lora, weights):
         return does_not_work(findings, {}, gate.minimum)
     original = EncodedTexts(neutral, samples)
     texts = dict.fromkeys(gate.strengths, original)
@@ -268,7 +265,7 @@ def measure_lora(
     free_memory(compute.device)
     parts = {name: parts[name] for name in SCALES}
     decided = part_findings(parts, gate.minimum, may_grow=gate.check == "lite")
-    findings = [*decided, *_drift_findings(drifted), *_health_findings(health)]
+    findings = [*decided, *drift_findings(drifted), *health_findings(health)]
     shown = choose_shown(sampled, asked, gate.prompts, SHOWN[gate.check])
     return LoraReport(gate.minimum, parts, tuple(findings), numbers, shown=shown)
 
@@ -413,29 +410,15 @@ def learned_part(learned: Improvement | None, images: RealImages) -> VerdictPart
     return VerdictPart("learned", Estimate(learned.mean, learned.low, learned.high))
 
 
-def not_alive(drifted: float, learned: Improvement | None) -> Finding | None:
-    """The finding on a LoRA whose predictions are not finite, or that changes nothing."""
-    if not math.isfinite(drifted) or (learned is not None and not math.isfinite(learned.mean)):
-        message = "The model's predictions hold NaN or infinity with the LoRA."
-        return Finding("prediction_not_finite", "error", message, "Train again with a lower learning rate.")
-    if drifted < LEAST_CHANGE and (learned is None or abs(learned.mean) < LEAST_CHANGE):
-        message = (
-            f"The LoRA changes nothing: predictions move by {drifted:.1e} of their size (least: {LEAST_CHANGE:.0e})."
-        )
-        fix = "Too few steps or too low a learning rate: set train.max_steps or optimizer.learning_rate higher."
-        return Finding("changes_nothing", "error", message, fix)
-    return None
-
-
 def refused_unloaded(weights: LoraWeights, base: Path, family: Family, minimum: float = LINE) -> LoraReport | None:
     """The report on a LoRA refused for its numbers, names or shapes, before any weight of the base model is loaded.
 
     None for any other.
     """
     if not_finite := weights.not_finite():
-        return does_not_work([_not_finite(not_finite, len(weights.modules))], {}, minimum)
+        return does_not_work([not_finite_finding(not_finite, len(weights.modules))], {}, minimum)
     if problems := misfits_by_config(weights, family, base):
-        return does_not_work(_key_findings(problems), {}, minimum)
+        return does_not_work(key_findings(problems), {}, minimum)
     return None
 
 
@@ -508,93 +491,3 @@ def count_passes(
     of_drift = 2 * VISITS * in_batches(prompts, rows_at_once(own_shape[1:]))
     losses = 2 * sum(in_batches(TIMESTEPS, min(rows_at_once(each.latents.shape[1:]), MICRO)) for each in images.unseen)
     return sampled + looked_at + of_drift + losses
-
-
-def _loading_findings(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> list[Finding]:
-    complaints, expected = judged(pipeline, family, lora, weights), len(weights.modules)
-    adapted = adapted_modules(pipeline, family)
-    if not complaints and adapted == expected:
-        return []
-    reason = f" diffusers: {complaints[0][:200]}" if complaints else ""
-    message = f"A fresh pipeline loaded {adapted} of {expected} modules.{reason}"
-    return [
-        Finding("not_loaded_whole", "error", message, "Write it in another format with `convert`, or export it again.")
-    ]
-
-
-def _key_findings(problems: list[Problem]) -> list[Finding]:
-    return [Finding("key_does_not_fit", "error", problem.message, problem.fix) for problem in in_short(problems)]
-
-
-def _not_finite(names: list[str], total: int) -> Finding:
-    message = f"{len(names)} of {total} modules hold NaN or infinity (first: {names[0]})."
-    return Finding("not_finite", "error", message, "Train again with a lower learning rate.")
-
-
-def part_findings(parts: Mapping[str, VerdictPart], minimum: float, *, may_grow: bool) -> list[Finding]:
-    """A finding for each part that is refused or undecided, and a note for each that was not measured.
-
-    `may_grow`: a full check would take more samples.
-    """
-    found = []
-    if not is_compared(parts):
-        message = "Samples were not compared with images of the dataset, so nothing shows whether it learned them."
-        fix = "Name at least 4 of its training images (--data). Where the base model sees no difference, set gates.encoder."
-        found.append(Finding(NOT_COMPARED, "warning", message, fix))
-    for part in parts.values():
-        outcome = part.outcome(minimum)
-        about = WORDS[part.name]
-        if part.measure is None:
-            found.append(
-                Finding(f"{part.name}_not_measured", "note", f"{about.title}: not measured ({part.reason}).", "")
-            )
-            continue
-        measured = own_value(part.name, part.measure, SCALES[part.name].at(minimum))
-        if outcome == "refused":
-            found.append(Finding(part.name, "error", f"{about.refused}: {measured}.", about.fix))
-        elif outcome == "unresolved":
-            message = f"{about.title}: not decided, since the minimum is inside of the interval: {measured}."
-            more = may_grow and part.name in (*BY_SAMPLES, "keeps_base")
-            found.append(Finding(part.name, "warning", message, MORE_SAMPLES if more else about.resolve))
-    return found
-
-
-def _drift_findings(drifted: float) -> list[Finding]:
-    if drifted <= DRIFT_NOTED:
-        return []
-    message = (
-        f"Predictions of unrelated prompts change by {drifted:.0%} of their size (usual: up to {DRIFT_NOTED:.0%})."
-    )
-    return [
-        Finding(
-            "drift",
-            "note",
-            message,
-            "Train with data.num_class_images=32, or fewer steps, or at a lower learning rate or rank.",
-        )
-    ]
-
-
-def _named(found: Health) -> str:
-    return ", ".join((*found.dead_modules, *(["…"] if found.dead > len(found.dead_modules) else [])))
-
-
-def _health_findings(found: Health) -> list[Finding]:
-    findings = []
-    if found.largest > NORM_NOTED:
-        message = f"The layer that changed most, {found.largest_module}, changed by {found.largest:.0%} of its size"
-        usual = f"up to {NORM_NOTED:.0%} is usual"
-        if found.largest > NORM_WARNED:
-            findings.append(Finding("large_update", "warning", f"{message} ({usual}).", "Lower the learning rate."))
-        else:
-            fix = "If the images look distorted, lower the learning rate."
-            findings.append(Finding("large_update", "note", f"{message} ({usual}).", fix))
-    if found.dead:
-        message = f"{found.dead} of {found.modules} modules learned nothing ({_named(found)})."
-        findings.append(
-            Finding("dead_modules", "warning", message, "Train them longer, or remove them from lora.target_modules.")
-        )
-    if found.rank_used < 0.1:
-        message = f"The updates use {found.rank_used:.0%} of their rank."
-        findings.append(Finding("rank_unused", "note", message, "A smaller lora.rank would do."))
-    return findings

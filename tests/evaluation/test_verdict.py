@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lora_trainer.cli.validate import part_lines
 from lora_trainer.core.findings import Finding
-from lora_trainer.evaluation.lora_check import part_findings
+from lora_trainer.evaluation.lora_findings import part_findings
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.verdict import LINE, SCALES, Estimate, VerdictPart, outcome_of, score_of
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from lora_trainer.core.grid import image_name
 from lora_trainer.core.io import write_json
-from lora_trainer.evaluation.lora_check import part_findings
+from lora_trainer.evaluation.lora_findings import part_findings
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.part_words import WORDS, own_value
 from lora_trainer.evaluation.verdict import LINE, SCALES, Cost, Estimate, VerdictPart

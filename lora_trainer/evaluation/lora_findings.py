@@ -1,0 +1,127 @@
+"""What the verdict on a LoRA finds, in sentences with what to do: of its parts, and beside them of its file and weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.core.errors import Problem
+from lora_trainer.core.findings import Finding
+from lora_trainer.evaluation.health import Health
+from lora_trainer.evaluation.loading import adapted_modules, in_short, judged
+from lora_trainer.evaluation.part_words import MORE_SAMPLES, WORDS, own_value
+from lora_trainer.evaluation.validation_loss import Improvement
+from lora_trainer.evaluation.verdict import BY_SAMPLES, NOT_COMPARED, SCALES, VerdictPart, is_compared
+from lora_trainer.export.weights import LoraWeights
+from lora_trainer.models.family import Family
+
+# The thresholds of what works and of findings, with their reasons; measured on the built-in model only.
+LEAST_CHANGE = 1e-4  # fp16 rounding of the weights alone moves a prediction by about this much
+DRIFT_NOTED = 0.30
+NORM_NOTED, NORM_WARNED = 0.5, 1.0  # of a layer's size: a note, a warning
+
+
+def not_alive(drifted: float, learned: Improvement | None) -> Finding | None:
+    """The finding on a LoRA whose predictions are not finite, or that changes nothing."""
+    if not math.isfinite(drifted) or (learned is not None and not math.isfinite(learned.mean)):
+        message = "The model's predictions hold NaN or infinity with the LoRA."
+        return Finding("prediction_not_finite", "error", message, "Train again with a lower learning rate.")
+    if drifted < LEAST_CHANGE and (learned is None or abs(learned.mean) < LEAST_CHANGE):
+        message = (
+            f"The LoRA changes nothing: predictions move by {drifted:.1e} of their size (least: {LEAST_CHANGE:.0e})."
+        )
+        fix = "Too few steps or too low a learning rate: set train.max_steps or optimizer.learning_rate higher."
+        return Finding("changes_nothing", "error", message, fix)
+    return None
+
+
+def loading_findings(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> list[Finding]:
+    complaints, expected = judged(pipeline, family, lora, weights), len(weights.modules)
+    adapted = adapted_modules(pipeline, family)
+    if not complaints and adapted == expected:
+        return []
+    reason = f" diffusers: {complaints[0][:200]}" if complaints else ""
+    message = f"A fresh pipeline loaded {adapted} of {expected} modules.{reason}"
+    return [
+        Finding("not_loaded_whole", "error", message, "Write it in another format with `convert`, or export it again.")
+    ]
+
+
+def key_findings(problems: list[Problem]) -> list[Finding]:
+    return [Finding("key_does_not_fit", "error", problem.message, problem.fix) for problem in in_short(problems)]
+
+
+def not_finite_finding(names: list[str], total: int) -> Finding:
+    message = f"{len(names)} of {total} modules hold NaN or infinity (first: {names[0]})."
+    return Finding("not_finite", "error", message, "Train again with a lower learning rate.")
+
+
+def part_findings(parts: Mapping[str, VerdictPart], minimum: float, *, may_grow: bool) -> list[Finding]:
+    """A finding for each part that is refused or undecided, and a note for each that was not measured.
+
+    `may_grow`: a full check would take more samples.
+    """
+    found = []
+    if not is_compared(parts):
+        message = "Samples were not compared with images of the dataset, so nothing shows whether it learned them."
+        fix = "Name at least 4 of its training images (--data). Where the base model sees no difference, set gates.encoder."
+        found.append(Finding(NOT_COMPARED, "warning", message, fix))
+    for part in parts.values():
+        outcome = part.outcome(minimum)
+        about = WORDS[part.name]
+        if part.measure is None:
+            found.append(
+                Finding(f"{part.name}_not_measured", "note", f"{about.title}: not measured ({part.reason}).", "")
+            )
+            continue
+        measured = own_value(part.name, part.measure, SCALES[part.name].at(minimum))
+        if outcome == "refused":
+            found.append(Finding(part.name, "error", f"{about.refused}: {measured}.", about.fix))
+        elif outcome == "unresolved":
+            message = f"{about.title}: not decided, since the minimum is inside of the interval: {measured}."
+            more = may_grow and part.name in (*BY_SAMPLES, "keeps_base")
+            found.append(Finding(part.name, "warning", message, MORE_SAMPLES if more else about.resolve))
+    return found
+
+
+def drift_findings(drifted: float) -> list[Finding]:
+    if drifted <= DRIFT_NOTED:
+        return []
+    message = (
+        f"Predictions of unrelated prompts change by {drifted:.0%} of their size (usual: up to {DRIFT_NOTED:.0%})."
+    )
+    return [
+        Finding(
+            "drift",
+            "note",
+            message,
+            "Train with data.num_class_images=32, or fewer steps, or at a lower learning rate or rank.",
+        )
+    ]
+
+
+def _named(found: Health) -> str:
+    return ", ".join((*found.dead_modules, *(["…"] if found.dead > len(found.dead_modules) else [])))
+
+
+def health_findings(found: Health) -> list[Finding]:
+    findings = []
+    if found.largest > NORM_NOTED:
+        message = f"The layer that changed most, {found.largest_module}, changed by {found.largest:.0%} of its size"
+        usual = f"up to {NORM_NOTED:.0%} is usual"
+        if found.largest > NORM_WARNED:
+            findings.append(Finding("large_update", "warning", f"{message} ({usual}).", "Lower the learning rate."))
+        else:
+            fix = "If the images look distorted, lower the learning rate."
+            findings.append(Finding("large_update", "note", f"{message} ({usual}).", fix))
+    if found.dead:
+        message = f"{found.dead} of {found.modules} modules learned nothing ({_named(found)})."
+        findings.append(
+            Finding("dead_modules", "warning", message, "Train them longer, or remove them from lora.target_modules.")
+        )
+    if found.rank_used < 0.1:
+        message = f"The updates use {found.rank_used:.0%} of their rank."
+        findings.append(Finding("rank_unused", "note", message, "A smaller lora.rank would do."))
+    return findings
