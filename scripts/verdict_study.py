@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageDraw
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -402,6 +402,31 @@ def row(cell: Cell, found: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     return f"| {' | '.join([*words, format(report['score'] or 0.0, '.2f'), *map(shown, PARTS)])} |"
 
 
+def misjudged(args: argparse.Namespace) -> None:
+    """An image of the LoRAs that are bad and not refused, good and not passed, or neither: a row of judged images of each."""
+    rows = []
+    for subject in args.subjects:
+        for arm in ARMS:
+            cell = Cell(subject, arm)
+            found = json.loads(cell.result(args.out).read_text()) if cell.result(args.out).is_file() else {}
+            if "full" not in found or found.get("reference") is None:
+                continue
+            kind, outcome = label(cell, found["reference"]), found["full"]["outcome"]
+            if (kind, outcome) not in (("bad", "refused"), ("good", "passed")):
+                rows.append(
+                    (cell, f"{kind}, reference {found['reference']:.2f}\n{outcome}, score {found['full']['score']:.2f}")
+                )
+    sheet = Image.new("RGB", (260 + 8 * 96, 96 * len(rows)), "white")
+    pen = ImageDraw.Draw(sheet)
+    for row, (cell, words) in enumerate(rows):
+        pen.text((8, 96 * row + 16), f"{cell.subject} {cell.arm}\n{words}", "black", font_size=18)
+        for number in range(8):
+            image = Image.open(cell.lora(args.out).parent / f"judged_{number:02}.png")
+            sheet.paste(image.resize((92, 92)), (260 + 96 * number, 96 * row + 2))
+    sheet.save(args.out / "misjudged.png")
+    print(args.out / "misjudged.png")
+
+
 def sheets(args: argparse.Namespace) -> None:
     """A sheet for each LoRA of the style, under a random name: above what was asked for, below what came."""
     folder = args.out / "blind"
@@ -426,7 +451,8 @@ def main() -> int:
     for name, about in (
         ("run", "make, validate and judge LoRAs"),
         ("table", "print the tables"),
-        ("sheets", "of the style"),
+        ("misjudged", "draw images of LoRAs whose outcome is not what they were planted as"),
+        ("sheets", "draw a sheet of each LoRA of the style, without its name"),
     ):
         command = commands.add_parser(name, help=about)
         command.add_argument("out", type=Path)
@@ -446,7 +472,7 @@ def main() -> int:
     if args.command == "judge":
         print(json.dumps(judge_images(args.model, args.subject, args.folder)))
     else:
-        {"run": run, "table": table, "sheets": sheets}[args.command](args)
+        {"run": run, "table": table, "misjudged": misjudged, "sheets": sheets}[args.command](args)
     return 0
 
 
