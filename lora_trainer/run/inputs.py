@@ -264,9 +264,8 @@ def validation_split(
     config: Config, facts: ModelFacts, report: DataReport
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
     """(train, validation); images that look the same stay on one side. Planned class images are trained."""
-    train, validation = split_validation(
-        report.samples, config.validation.split, config.validation.split_seed, report.kin
-    )
+    kept = config.validation
+    train, validation = split_validation(report.samples, kept.split, kept.split_seed, report.kin, kept.fold)
     return (*train, *planned_class_images(config, class_image_side(config, facts))), validation
 
 
