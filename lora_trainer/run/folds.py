@@ -85,11 +85,12 @@ def measure_folds(lora: Path, data: Path | None, config: Config, say: Say) -> No
     Raises UsageError, all problems at once, for a run that cannot be measured so, and where another process trains it;
     Stopped for a signal; LoraRefused for a fold whose LoRA does not work.
     """
-    folder, record = lora.parent, read_record(lora.parent)
-    if record is None or lora.is_dir():
-        message = f"{lora} is not a run: it has no run.json."
+    folder = lora.parent
+    if lora.is_dir() or not (folder / RECORD).is_file():
+        message = f"{lora} is not a run: it has no {RECORD} that names its LoRA."
         raise UsageError(Problem(message, "--folds needs the folder of a run, such as runs/cat."))
     with locked(folder):
+        record = read_record(folder) or {}
         folds = find_folds(lora, record, data, config)
         for fold in folds:
             say(
@@ -150,12 +151,15 @@ def has_base_of(run: RunFolder, config: Config) -> bool:
 def folds_of(folder: Path, run: RunFolder, record: Mapping[str, Any]) -> list[Fold]:
     """Both folds, from the run's settings and its data as it is now. Raises UsageError for another base model or data."""
     family, facts = read_model(run.config)
-    problems = []
+    problems, read = list[Problem](), list[Inputs]()
     if record.get("model", {}).get("sha256") != weights_digest(facts.path / family.denoiser.component):
         message = "The base model's weights have changed since the run."
         problems.append(Problem(message, "Use the model that it was trained on, or train the run again."))
     halves = [with_settings(run.config, {"validation": {"split": None, "fold": number}}) for number in FOLDS]
-    read = [read_inputs(half, (family, facts)) for half in halves]
+    with gathering(problems):
+        read = [read_inputs(half, (family, facts)) for half in halves]
+    if not read:
+        raise UsageError(problems)
     everything = (*read[0].train, *read[0].validation)
     images = {sample.content for sample in everything if not sample.regularization}
     if read[0].manifest.data_hash != run.data_hash:
@@ -216,6 +220,7 @@ def train_fold(fold: Fold, run: Mapping[str, Any], say: Say) -> bool:
     origins = {name: run["origins"].get(name, DEFAULT) for name in setting_names()}
     order = Order(Resolved(fold.config, origins), fold.folder, plain_console(stderr=True), resume=record is not None)
     if code := train(order).exit_code:
+        say("The same command continues the folds.")
         raise Stopped(code)
     return True
 
@@ -311,7 +316,9 @@ def with_folds(report: LoraReport, kept: Mapping[str, Any]) -> LoraReport:
 def put_on_record(folder: Path, record: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
     """Replace `learned` in the verdict of a run's record, and write its report again; nothing where it has no verdict."""
     lora = record.get("lora", {})
-    if not lora.get("parts") or not all(isinstance(part, dict) for part in lora["parts"].values()):  # of an earlier version
+    if not lora.get("parts") or not all(
+        isinstance(part, dict) for part in lora["parts"].values()
+    ):  # of an earlier version
         return
     parts = {}
     for name, part in lora["parts"].items():
