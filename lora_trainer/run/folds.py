@@ -299,7 +299,7 @@ def with_folds(report: LoraReport, kept: Mapping[str, Any]) -> LoraReport:
     learning = kept["learning"]
     part = VerdictPart("learned", Estimate(learning["mean"], learning["low"], learning["high"]))
     parts = {**report.parts, part.name: part}
-    about = [each for each in part_findings(parts, report.gate) if each.code == part.name]
+    about = [each for each in part_findings(parts, report.gate, may_grow=False) if each.code == part.name]
     if part.outcome(report.gate) == "unresolved":
         about = [replace(each, fix="More images of the subject narrow the interval.") for each in about]
     counts = " and ".join(str(each["images"]) for each in learning["folds"])
