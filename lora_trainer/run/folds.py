@@ -272,8 +272,9 @@ def fold_losses(fold: Fold, gate: LoraGate, compute: Compute) -> tuple[Tensor, T
     samples = [inputs.validation[place] for place in fold.measured]
     plan = BucketPlan(tuple(inputs.validation_plan.views[place] for place in fold.measured))
     unseen = encode_by_base(fold.config, (inputs.family, inputs.facts), samples, plan, compute.device)
-    opened = open_lora(fold.lora, inputs.facts.path, inputs.family, RealImages((), unseen), gate, compute)
-    losses = None if isinstance(opened, LoraReport) else paired_losses(opened.studio, 0)
+    images = RealImages((), unseen)
+    opened = open_lora(fold.lora, inputs.facts.path, inputs.family, images, gate, compute)
+    losses = None if isinstance(opened, LoraReport) else paired_losses(opened.studio, images)
     if losses is None or not all(bool(each.isfinite().all()) for each in losses):
         message = f"The LoRA of fold {fold.number} does not work, so nothing is measured: {fold.lora}"
         raise LoraRefused(Problem(message, "Train the run again with a lower learning rate."))
