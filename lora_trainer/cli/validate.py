@@ -16,16 +16,24 @@ from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.part_words import WORDS, own_value
 from lora_trainer.evaluation.verdict import SCALES, VerdictPart
 from lora_trainer.monitor.console import Console
+from lora_trainer.run.folds import measure_folds
 from lora_trainer.run.score_lora import score_lora
 
 if TYPE_CHECKING:
     from lora_trainer.evaluation.lora_choice import LoraChoice
 
 
-def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, config: Config) -> int:
-    """Score a LoRA file and print the report. Returns 0 if it passes `gates.lora`, else 4. Raises UsageError."""
-    path = Path(lora)
-    report = score_lora(path, None if data is None else Path(data), config, _say)
+def validate_command(
+    lora: str | Path, data: str | Path | None, as_json: bool, config: Config, folds: bool = False
+) -> int:
+    """Score a LoRA file and print the report. Returns 0 if it passes `gates.lora`, else 4. Raises UserError.
+
+    With `folds` two more LoRAs are trained before, to measure `learned` where its run trained on all images.
+    """
+    path, images = Path(lora), None if data is None else Path(data)
+    if folds:
+        measure_folds(path, images, config, _say)
+    report = score_lora(path, images, config, _say)
     if as_json:
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
     else:

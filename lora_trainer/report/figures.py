@@ -185,9 +185,12 @@ def lora_numbers(run: RunReport) -> list[str]:
             if low is not None and high is not None
             else ""
         )
+        losses = f"{short(base)} without the LoRA, {short(lora)} with it{interval}"
         sentences.append(
-            f"Loss on validation images, measured again on the exported file: {short(base)} without the LoRA, {short(lora)} with it"
-            f"{interval}. The curve of the training uses other noise, so its numbers differ."
+            f"Loss of two LoRAs, each on the half of the images that it was not trained on: {losses}."
+            if learning.get("folds")
+            else f"Loss on validation images, measured again on the exported file: {losses}."
+            " The curve of the training uses other noise, so its numbers differ."
         )
     encoder = run.part("lora").get("encoder")
     if isinstance(encoder, str) and encoder != BASE_FEATURES:

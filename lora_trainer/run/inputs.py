@@ -59,13 +59,13 @@ class Inputs:
 
     @property
     def split_line(self) -> str:
-        """For people: `images: 22 training, 2 validation (a.png, b.png; validation.split)`."""
+        """For people: `images: 22 training, 2 validation (a.png, b.png)`."""
         line = f"images: {len(self.train)} training, {len(self.validation)} validation"
         if not self.validation:
             return f"{line} (set validation.split=0.1 to keep some and measure on them)"
         names = [sample.path.name for sample in self.validation]
         shown = ", ".join(names[:NAMES_SHOWN]) + (", …" if len(names) > NAMES_SHOWN else "")
-        return f"{line} ({shown}; validation.split)"
+        return f"{line} ({shown})"
 
 
 def data_sources(config: Config) -> list[SourceSection]:
@@ -264,9 +264,8 @@ def validation_split(
     config: Config, facts: ModelFacts, report: DataReport
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
     """(train, validation); images that look the same stay on one side. Planned class images are trained."""
-    train, validation = split_validation(
-        report.samples, config.validation.split, config.validation.split_seed, report.kin
-    )
+    kept = config.validation
+    train, validation = split_validation(report.samples, kept.split, kept.split_seed, report.kin, kept.fold)
     return (*train, *planned_class_images(config, class_image_side(config, facts))), validation
 
 

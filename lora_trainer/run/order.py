@@ -98,6 +98,6 @@ def _name_of(source: str) -> str:
     return re.sub(r"[-_. ]*\{[^{}]*\}", "", stem) or stem
 
 
-def plain_console(*, quiet: bool = False) -> Console:
+def plain_console(*, quiet: bool = False, stderr: bool = False) -> Console:
     """A console that prints text as it is: captions and file names may contain rich's markup."""
-    return PlainConsole(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    return PlainConsole(quiet=quiet, stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)

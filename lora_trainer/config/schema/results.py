@@ -64,6 +64,11 @@ class ValidationSection(Section):
         "also measure how often images fit their own captions better than others', where four validation images have different ones; about 3 % of the training",
     )
     split_seed: CountOrZero = setting(0, "fixed", "another number keeps other images")
+    fold: Annotated[int, Field(ge=0, le=2)] = setting(
+        0,
+        "fixed",
+        "1 or 2 keeps that half of the images for validation, whatever `split` is; `validate --folds` trains a LoRA with each",
+    )
 
 
 class SampleSection(Section):

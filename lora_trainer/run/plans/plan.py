@@ -301,7 +301,8 @@ def planned_data(config: Config, facts: ModelFacts) -> Data:
     if not config.data.sources:
         return (), ()
     manifest, _ = list_data(config, allow_missing_captions=True)
-    train, validation = split_validation(manifest.samples, config.validation.split, config.validation.split_seed)
+    kept = config.validation
+    train, validation = split_validation(manifest.samples, kept.split, kept.split_seed, fold=kept.fold)
     train, rules = (*train, *planned_class_images(config, class_image_side(config, facts))), caption_rules(config)
     return settled(train, rules), tuple(map(canonical, settled(validation, rules)))
 
