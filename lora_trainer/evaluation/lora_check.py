@@ -62,6 +62,7 @@ from lora_trainer.evaluation.lora_findings import (
     drift_findings,
     health_findings,
     key_findings,
+    leak_findings,
     loading_findings,
     not_alive,
     not_finite_finding,
@@ -252,8 +253,13 @@ def measure_lora(
     parts = {part.name: part for part in (VerdictPart("works", Estimate(1.0, 1.0, 1.0)), learned_part(learned, images))}
     by_samples, sampled = measure_samples(studio, images.every, effort, gate.minimum, compute)
     parts |= by_samples
+    # Of unrelated prompts: how far they show the dataset's images.
+    leaked = (
+        None if sampled.real is None else faithfulness(sampled.real, sampled.unrelated.base, sampled.unrelated.lora)
+    )
     numbers = {
         "drift": drifted,
+        "leak": None if leaked is None else {"value": leaked.value, "low": leaked.low, "high": leaked.high},
         "health": asdict(health),
         "learning": None
         if learned is None or losses is None
@@ -265,7 +271,7 @@ def measure_lora(
     free_memory(compute.device)
     parts = {name: parts[name] for name in SCALES}
     decided = part_findings(parts, gate.minimum, may_grow=gate.check == "lite")
-    findings = [*decided, *drift_findings(drifted), *health_findings(health)]
+    findings = [*decided, *drift_findings(drifted), *leak_findings(leaked), *health_findings(health)]
     shown = choose_shown(sampled, asked, gate.prompts, SHOWN[gate.check])
     return LoraReport(gate.minimum, parts, tuple(findings), numbers, shown=shown)
 

@@ -13,13 +13,14 @@ from lora_trainer.evaluation.health import Health
 from lora_trainer.evaluation.loading import adapted_modules, in_short, judged
 from lora_trainer.evaluation.part_words import MORE_SAMPLES, WORDS, own_value
 from lora_trainer.evaluation.validation_loss import Improvement
-from lora_trainer.evaluation.verdict import BY_SAMPLES, NOT_COMPARED, SCALES, VerdictPart, is_compared
+from lora_trainer.evaluation.verdict import BY_SAMPLES, NOT_COMPARED, SCALES, Estimate, VerdictPart, is_compared
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models.family import Family
 
 # The thresholds of what works and of findings, with their reasons; measured on the built-in model only.
 LEAST_CHANGE = 1e-4  # fp16 rounding of the weights alone moves a prediction by about this much
 DRIFT_NOTED = 0.30
+LEAK_NOTED = 0.25  # of the way from the base model's samples of unrelated prompts to the dataset's images
 NORM_NOTED, NORM_WARNED = 0.5, 1.0  # of a layer's size: a note, a warning
 
 
@@ -99,6 +100,17 @@ def drift_findings(drifted: float) -> list[Finding]:
             message,
             "Train with data.num_class_images=32, or fewer steps, or at a lower learning rate or rank.",
         )
+    ]
+
+
+def leak_findings(leaked: Estimate | None) -> list[Finding]:
+    """A note where samples of unrelated prompts surely move toward the dataset's images."""
+    if leaked is None or not leaked.low > LEAK_NOTED:
+        return []
+    way = WORDS["faithful"].written(leaked.value), WORDS["faithful"].written(leaked.low, leaked.high)
+    message = f"Prompts about other things show the dataset too: their samples move {way[0]} ({way[1]}) of the way to its images."
+    return [
+        Finding("leak", "note", message, "Train with data.num_class_images=32, or fewer steps, or at a lower rank.")
     ]
 
 

@@ -293,7 +293,7 @@ def kept_folds(lora: Path, data_hash: str) -> dict[str, Any] | None:
 
 def with_folds(report: LoraReport, kept: Mapping[str, Any]) -> LoraReport:
     """The report with `learned` as both folds have measured it; unchanged for a LoRA that does not work."""
-    from lora_trainer.evaluation.lora_check import part_findings
+    from lora_trainer.evaluation.lora_findings import part_findings
 
     if "works" not in report.parts or report.parts["works"].outcome() != "passed":
         return report

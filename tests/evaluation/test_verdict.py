@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lora_trainer.cli.validate import part_lines
 from lora_trainer.core.findings import Finding
-from lora_trainer.evaluation.lora_findings import part_findings
+from lora_trainer.evaluation.lora_findings import leak_findings, part_findings
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.verdict import LINE, SCALES, Estimate, VerdictPart, outcome_of, score_of
 
@@ -105,3 +105,10 @@ def test_other_errors_refuse_whatever_the_score_and_a_gate_of_0_refuses_nothing(
     assert LoraReport(LINE, measured(), error).outcome == "refused"
     assert LoraReport(0.0, measured(works=0.0), error).outcome == "passed"
     assert LoraReport(0.5, measured(diverse=(0.6, 0.95))).outcome == "passed"
+
+
+def test_a_leak_is_a_note_where_it_is_sure() -> None:
+    (note,) = leak_findings(Estimate(0.84, 0.41, 1.05))
+    assert (note.severity, note.code) == ("note", "leak")
+    assert "84 % (41 to 105 %) of the way to its images" in note.message
+    assert leak_findings(Estimate(0.4, 0.1, 0.7)) == leak_findings(None) == []
