@@ -416,6 +416,9 @@ def misjudged(args: argparse.Namespace) -> None:
                 rows.append(
                     (cell, f"{kind}, reference {found['reference']:.2f}\n{outcome}, score {found['full']['score']:.2f}")
                 )
+    if not rows:
+        print("none")
+        return
     sheet = Image.new("RGB", (260 + 8 * 96, 96 * len(rows)), "white")
     pen = ImageDraw.Draw(sheet)
     for row, (cell, words) in enumerate(rows):

@@ -160,8 +160,8 @@ class Contest:
         images = self.images
         with opened.at(candidate.strength) as studio:
             self.real = self.real or studio.describe_real(images.every)
-            asked = studio.original.samples
-            sides = studio.compare(places_of(seeds, len(images.every), len(asked)), seeds, asked)
+            prompted = studio.original.samples
+            sides = studio.compare(places_of(seeds, len(images.every), len(prompted)), seeds, prompted)
             learned = None
             if images.unseen and seeds.start == 0:
                 learned = gain_of(*paired_losses(studio, images))

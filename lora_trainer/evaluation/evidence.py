@@ -130,7 +130,7 @@ class Studio:
         return {name: value[:1] for name, value in self.original.prompts.items()}
 
     def compare_unrelated(self, number: int) -> Sides:
-        """Sample the unrelated prompts on both sides, each once, with other seeds in each round, whose number is given."""
+        """Sample the unrelated prompts on both sides, each once, with other seeds in each round, counted by `number`."""
         prompts = range(len(next(iter(self.original.prompts.values()))))
         first = number * len(prompts)
         return self.compare(prompts, range(first, first + len(prompts)), None)

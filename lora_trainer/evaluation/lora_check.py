@@ -266,13 +266,13 @@ def measure_lora(
         else asdict(learned) | {"by_noise": {name: asdict(band) for name, band in gain_by_noise(*losses).items()}},
         "images": {"trained": len(images.trained), "unseen": len(images.unseen)},
     }
-    asked = studio.original.samples
+    prompted = studio.original.samples
     del opened, studio
     free_memory(compute.device)
     parts = {name: parts[name] for name in SCALES}
     decided = part_findings(parts, gate.minimum, may_grow=gate.check == "lite")
     findings = [*decided, *drift_findings(drifted), *leak_findings(leaked), *health_findings(health)]
-    shown = choose_shown(sampled, asked, gate.prompts, SHOWN[gate.check])
+    shown = choose_shown(sampled, prompted, gate.prompts, SHOWN[gate.check])
     return LoraReport(gate.minimum, parts, tuple(findings), numbers, shown=shown)
 
 
@@ -286,12 +286,12 @@ def measure_samples(
         reason = f"{counted(len(images), 'image')} of the dataset; {FEWEST_REAL} are the least to compare with"
         return parts | {name: VerdictPart(name, None, reason) for name in BY_SAMPLES}, Sampled(unrelated)
     real = studio.describe_real(images)
-    asked = studio.original.samples
+    prompted = studio.original.samples
     captions = [plain_caption(each.caption) for each in images]
     sides: Sides | None = None
     for start in range(0, effort.most, effort.round):
         seeds = range(start, start + effort.round)
-        more = studio.compare(places_of(seeds, len(images), len(asked)), seeds, asked)
+        more = studio.compare(places_of(seeds, len(images), len(prompted)), seeds, prompted)
         sides = more if sides is None else sides.with_more(more)
         if start and parts["keeps_base"].outcome(minimum) == "unresolved":
             unrelated = unrelated.with_more(studio.compare_unrelated(start // effort.round))
@@ -325,7 +325,7 @@ def with_added_words(images: Sequence[EncodedSample]) -> list[EncodedSample]:
 
     def longer(caption: Caption, words: str) -> Caption:
         if not isinstance(caption, str):
-            return (*caption, (f", {words}", 1.0))
+            return (*caption, (words, 1.0))
         return f"{caption}, {words}" if caption else words
 
     return [
@@ -339,15 +339,17 @@ def differ(captions: Sequence[str]) -> bool:
     return bool(agreement(captions).min() < 1 - 1e-9)
 
 
-def places_of(seeds: Sequence[int], images: int, asked: int) -> list[int]:
-    """The place of each seed's prompt among the captions of the images, and `asked` - `images` longer ones after them.
+def places_of(seeds: Sequence[int], images: int, prompts: int) -> list[int]:
+    """The place of each seed's prompt among so many: the captions of the images, and after them the longer ones.
 
     In an order in which neighbors in the dataset are far apart, so that few samples meet many kinds. Every second seed has one
     of the longer ones, where there are any.
     """
     stride = next(step for step in range(max(1, round(0.38 * images)), 2 * images) if gcd(step, images) == 1)
-    longer = asked - images
-    return [images + seed // 2 % longer if longer and seed % 2 else seed * stride % images for seed in seeds]
+    longer = prompts - images
+    if not longer:
+        return [seed * stride % images for seed in seeds]
+    return [images + seed // 2 % longer if seed % 2 else seed // 2 * stride % images for seed in seeds]
 
 
 def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[str, VerdictPart]:
@@ -360,7 +362,10 @@ def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[
     if differ([captions[place] for place in sides.prompts if place < len(captions)]):
         followed = following(real, sides.base, sides.other_seeds, sides.lora, sides.prompts)
         unheard = "the base model's samples do not depend on these captions"
-    near, varied = nearness(real, sides.lora), diversity(real, sides.lora)
+    # In longer prompts a copy has another background: only the captions themselves show whether images are copied.
+    own = [row for row, place in enumerate(sides.prompts) if place < len(captions)]
+    by_captions = {name: block[own] for name, block in sides.lora.items()}
+    near, varied = nearness(real, by_captions), diversity(real, by_captions)
     same = "the images are all the same"
     return {
         "faithful": VerdictPart("faithful", faithful, "" if faithful else known if near else same),
@@ -484,9 +489,9 @@ def count_passes(
     Samples of one shape are in one batch. `described`: images are compared by the base model's own features.
     """
     every, (own_shape, prompts) = images.every, unrelated
-    asked = [*every, *with_added_words(every)]
-    chosen = places_of(range(effort.round), len(every), len(asked)) if len(every) >= FEWEST_REAL else []
-    shapes = Counter(tuple(asked[place].latents.shape) for place in chosen)
+    prompted = [*every, *with_added_words(every)]
+    chosen = places_of(range(effort.round), len(every), len(prompted)) if len(every) >= FEWEST_REAL else []
+    shapes = Counter(tuple(prompted[place].latents.shape) for place in chosen)
     batches = sum(
         in_batches(min(AT_ONCE, count - start), rows_at_once(shape[1:]))
         for shape, count in (*shapes.items(), (own_shape, prompts))

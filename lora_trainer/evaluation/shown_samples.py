@@ -62,7 +62,7 @@ def choose_shown(
     sampled: Sampled, images: Sequence[EncodedSample], prompts: Sequence[str], counts: Mapping[ShownKind, int]
 ) -> tuple[ShownSample, ...]:
     """The samples to look at, `counts` of each kind, none of them twice. `images` are the dataset's, whose captions were
-    the prompts; `prompts` the unrelated ones."""
+    the prompts, and behind them some again with longer captions; `prompts` are the unrelated ones."""
     found: list[ShownSample] = []
     if sampled.sides is not None and sampled.real is not None:
         apart = relative_distances(sampled.real, sampled.sides.lora)

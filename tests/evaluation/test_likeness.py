@@ -150,6 +150,17 @@ def test_the_reason_says_why_nothing_is_compared() -> None:
     assert sample_parts(same, sides, captions)["diverse"].reason == "the images are all the same"
 
 
+def test_copies_on_the_one_caption_are_not_hidden_by_longer_prompts() -> None:
+    """Every second sample has another background, and is no copy."""
+    real, base, other, far = (dict(random_features(seed, 8)) for seed in range(4))
+    places = tuple(place for pair in zip(range(8), (8, 9, 10, 11) * 2, strict=True) for place in pair)
+    lora = {name: torch.stack([real[name], 2 * far[name]], dim=1).flatten(0, 1) for name in real}
+    sides = Sides(places, *({name: value.repeat(2, 1) for name, value in each.items()} for each in (base, other)), lora)
+    copied = sample_parts(real, sides, ["a cat"] * 8)["does_not_copy"]
+    assert copied.outcome() == "refused"
+    assert copied.scores[0] == pytest.approx(0.0)
+
+
 MEASURES: dict[str, Callable[[Features, Features, Features], Estimate | None]] = {
     "faithfulness": faithfulness,
     "nearness": lambda real, _, lora: nearness(real, lora),
