@@ -311,7 +311,7 @@ def run_cell(study: Study, cell: Cell, checks: Sequence[str]) -> None:
 
 def run(args: argparse.Namespace) -> None:
     study = Study(args.out.resolve(), args.model.resolve(), args.preset, time.monotonic() + 60 * args.budget_minutes)
-    cells = [Cell(subject, arm) for arm in ARMS for subject in args.subjects]
+    cells = [Cell(subject, arm) for arm in args.arms for subject in args.subjects]
     # The arms that others are made from first.
     cells.sort(key=lambda cell: ("of" in cell.about, -list(ARMS).index(cell.arm)))
     timer = threading.Timer(60 * args.budget_minutes, study.stop)
@@ -345,7 +345,7 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 def table(args: argparse.Namespace) -> None:
     """The confusion table, the ladder, rank correlations, cost, and a row for each arm."""
-    cells = [Cell(subject, arm) for subject in args.subjects for arm in ARMS]
+    cells = [Cell(subject, arm) for subject in args.subjects for arm in args.arms]
     found = {cell: json.loads(cell.result(args.out).read_text()) for cell in cells if cell.result(args.out).is_file()}
     answers = args.out / "blind" / "answers.json"
     key = json.loads((args.out / "blind_key.json").read_text(encoding="utf-8")) if answers.is_file() else {}
@@ -383,6 +383,20 @@ def table(args: argparse.Namespace) -> None:
         )
         for cell, each in sorted(there.items(), key=lambda pair: (pair[0].subject, pair[1]["reference"] or 0.0)):
             print(row(cell, each, each[check]))
+        print(f"\n| planted | {' | '.join(args.subjects)} |\n|---|{'---|' * len(args.subjects)}")
+        for arm in sorted({cell.arm for cell in there}, key=lambda arm: (ARMS[arm]["label"], list(ARMS).index(arm))):
+            shown = [in_short(Cell(subject, arm), there, check) for subject in args.subjects]
+            print(f"| {ARMS[arm]['label']}: `{arm}` | {' | '.join(shown)} |")
+
+
+def in_short(cell: Cell, there: Mapping[Cell, Mapping[str, Any]], check: str) -> str:
+    """`passed 0.93 (0.84)`: the outcome, the score and in parentheses the reference; in italics what is neither good nor bad."""
+    if cell not in there:
+        return "–"
+    reference, report = there[cell]["reference"], there[cell][check]
+    words = f"{report['outcome']} {report['score'] or 0.0:.2f}"
+    shown = "" if reference is None else f" ({reference:.2f})"
+    return f"*{words}{shown}*" if label(cell, reference) == "neither" else f"{words}{shown}"
 
 
 def part_value(report: Mapping[str, Any], part: str) -> float | None:
@@ -460,6 +474,7 @@ def main() -> int:
         command = commands.add_parser(name, help=about)
         command.add_argument("out", type=Path)
         command.add_argument("--subjects", nargs="+", default=["zobo", "fungo"], choices=list(OTHER))
+        command.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), metavar="ARM")
         command.add_argument(
             "--check", nargs="*", default=["full", "lite"], help="full, lite; none makes and judges LoRAs"
         )
