@@ -86,8 +86,9 @@ def part_lines(name: str, part: VerdictPart, minimum: float) -> list[str]:
 def _numbers(numbers: Any) -> list[str]:
     lines = []
     if learned := numbers.get("learning"):
+        whose = "validation loss of the two folds" if learned.get("folds") else "validation loss"
         lines.append(
-            f"validation loss {learned['base']:.4f} -> {learned['lora']:.4f}: {learned['mean']:.1%} lower "
+            f"{whose} {learned['base']:.4f} -> {learned['lora']:.4f}: {learned['mean']:.1%} lower "
             f"(95 % interval {learned['low']:.1%} to {learned['high']:.1%})"
         )
     if "drift" in numbers:

@@ -253,7 +253,7 @@ def control(settings: Settings) -> list[Yields]:
         if settings["validation.every_n_steps"] == 0:
             reason = "it needs validation losses while training, and validation.every_n_steps=0 measures none"
             found.append(Yields(name, False, reason, "Set validation.every_n_steps to 100 or so."))
-        elif settings["validation.split"] == 0.0:
+        elif settings["validation.split"] == 0.0 and not settings["validation.fold"]:  # a fold keeps one half
             reason = "it needs validation losses, and validation.split=0 keeps no validation images"
             found.append(Yields(name, False, reason, "Set validation.split to 0.1 or so."))
     if settings["safeguards.reduce_lr_on_plateau"] and traits_of_optimizer(settings["optimizer.name"]).averages_weights:

@@ -12,6 +12,7 @@ LEAST_VALIDATION_IMAGES = 12  # by default, where any are kept: fewer have too w
 FEWEST_IMAGES = 40  # below this none is kept unless asked for: a small set needs each of its images
 MOST_COMPARED = 64  # images that a LoRA's samples are compared with
 FEWEST_COMPARED = 4  # validation images whose captions are compared while training
+FEWEST_FOR_FOLDS = 4  # distinct images: fewer give no interval over images
 MOST_VALIDATION_IMAGES = 16  # more would cost time at every validation and tell little
 
 

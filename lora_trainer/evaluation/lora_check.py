@@ -416,7 +416,7 @@ def paired_losses(studio: Studio, images: RealImages) -> tuple[Tensor, Tensor]:
 def learned_part(learned: Improvement | None, images: RealImages) -> VerdictPart:
     """The gain on images that were not trained on; without any, why there are none."""
     if learned is None:
-        kept = "no images were kept from the training; `validate RUN --folds` trains two more LoRAs to measure it"
+        kept = "no image is known not to be trained on"
         return VerdictPart("learned", None, kept if images.trained else "no images of the dataset")
     return VerdictPart("learned", Estimate(learned.mean, learned.low, learned.high))
 

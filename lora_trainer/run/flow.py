@@ -465,8 +465,8 @@ def check_lora(
     step, can_check = record.released["step"], ADAPTERS[config.lora.type].is_checked
     effort = config.gates.lora_check or ("full" if session.order.enforce_gates else "lite")
     is_checked = can_check and effort != "off"
+    free_step_context(run.context)
     if is_checked:
-        free_step_context(run.context)
         console.print("validating the LoRA from its file")
         show_phase(session, state, "validating")
         encoder = find_encoder(config, say=silent)
@@ -515,7 +515,7 @@ def show_phase(session: Session, state: TrainState, phase: Phase) -> None:
 
 
 def free_step_context(context: StepContext) -> None:
-    """Free the trained model, whoever still refers to it: the check and drawing load a fresh base model.
+    """Free the trained model, whoever still refers to it: the check, drawing and folds load a fresh base model.
 
     Otherwise both would be in memory, and a run would need more of it after its training than in it.
     """

@@ -137,17 +137,15 @@ def free_reserve(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[Callable[[], None]]:
-    """Lock the folder. Raises UsageError when another process has locked it, or the disk refuses.
+def locked(folder: Path, fix: str = "Wait for it, or choose another --name.") -> Iterator[Callable[[], None]]:
+    """Lock the folder. Raises UsageError, with `fix` when another process has locked it, or the disk refuses.
 
     Yields a function that locks it again, for a folder that was deleted and created anew.
     """
     try:
         lock = take_lock(folder / LOCK)
     except Timeout as error:
-        raise UsageError(
-            Problem(f"Another process is training a run in {folder}.", "Wait for it, or choose another --name.")
-        ) from error
+        raise UsageError(Problem(f"Another process is training a run in {folder}.", fix)) from error
     except OSError as error:
         message = f"{folder} cannot be written to ({(error.strerror or str(error)).lower()})."
         raise UsageError(Problem(message, "Choose another --output, or make room there.")) from error

@@ -25,10 +25,12 @@ from lora_trainer.core.findings import Finding, counted
 from lora_trainer.core.interrupt import Stopped
 from lora_trainer.core.io import read_json, sha256_file, write_json
 from lora_trainer.data.sample import Sample
+from lora_trainer.data.split import FEWEST_FOR_FOLDS
 from lora_trainer.data.views import BucketPlan
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.verdict import Estimate, VerdictPart
 from lora_trainer.models.folder import weights_digest
+from lora_trainer.report import FILE as REPORT
 from lora_trainer.report import write_report
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import read_record
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
 
 FOLDER, FILE = "folds", "learned.json"  # in a run's folder; in that one
 FOLDS = (1, 2)
-FEWEST = 4  # distinct images: fewer give no interval over images
 BY_FOLDS = "learned_by_folds"  # the code of the note that says what `learned` is then of
 
 Say = Callable[[str], None]
@@ -89,7 +90,7 @@ def measure_folds(lora: Path, data: Path | None, config: Config, say: Say) -> No
     if lora.is_dir() or not (folder / RECORD).is_file():
         message = f"{lora} is not a run: it has no {RECORD} that names its LoRA."
         raise UsageError(Problem(message, "--folds needs the folder of a run, such as runs/cat."))
-    with locked(folder):
+    with locked(folder, "Wait for it."):
         record = read_record(folder) or {}
         folds = find_folds(lora, record, data, config)
         for fold in folds:
@@ -101,14 +102,15 @@ def measure_folds(lora: Path, data: Path | None, config: Config, say: Say) -> No
         kept = None if any(trained) else kept_folds(lora, record["data_hash"])
         if kept is None:
             say("validation loss of both folds, with and without their LoRAs")
-            files = [name for name in record["files"].values() if str(name).endswith(".safetensors")]
+            loras = [str(name) for name in record["files"].values() if str(name).endswith(".safetensors")]
+            there = [name for name in loras if (folder / name).is_file()]
             kept = {
-                "files": {name: sha256_file(folder / name) for name in files},
+                "files": {name: sha256_file(folder / name) for name in there},
                 "data_hash": record["data_hash"],
                 "learning": measured_by(folds, config, say),
             }
             write_json(folder / FOLDER / FILE, kept)
-        put_on_record(folder, record, kept)
+        put_on_record(folder, record, kept, say)
 
 
 def find_folds(lora: Path, record: dict[str, Any], data: Path | None, config: Config) -> list[Fold]:
@@ -122,6 +124,10 @@ def find_folds(lora: Path, record: dict[str, Any], data: Path | None, config: Co
     if kept := record.get("dataset", {}).get("validation"):
         message = f"{folder} has {counted(kept, 'validation image')}: `learned` is measured on these."
         problems.append(Problem(message, "Leave --folds out."))
+    works = recorded_parts(record).get("works")
+    if works is not None and works.outcome() == "refused":
+        message = f"The LoRA in {folder} does not work, so folds of its run show nothing."
+        problems.append(Problem(message, "Train the run again with a lower learning rate."))
     if data is not None:
         problems.append(Problem("--folds measures on the images that the run trained on.", "Leave --data out."))
     with gathering(problems):
@@ -165,11 +171,11 @@ def folds_of(folder: Path, run: RunFolder, record: Mapping[str, Any]) -> list[Fo
     if read[0].manifest.data_hash != run.data_hash:
         message = "The run's images, captions or weights have changed since it was trained."
         problems.append(Problem(message, "Change them back, or train the run again."))
-    elif len(images) < FEWEST:
-        message = f"The run has {counted(len(images), 'distinct image')}; two folds need at least {FEWEST}."
+    elif len(images) < FEWEST_FOR_FOLDS:
+        message = f"The run has {counted(len(images), 'distinct image')}; two folds need at least {FEWEST_FOR_FOLDS}."
         problems.append(Problem(message, "Add images, and train the run again."))
     elif not all(inputs.validation for inputs in read):
-        message = "The images have no two halves: all look alike, or like regularization images."
+        message = "The images cannot be split into two halves: all look alike, or like regularization images."
         problems.append(Problem(message, "Add images that differ, and train the run again."))
     if problems:
         raise UsageError(problems)
@@ -205,18 +211,20 @@ def with_settings(config: Config, sections: Mapping[str, Mapping[str, Any]]) -> 
 def train_fold(fold: Fold, run: Mapping[str, Any], say: Say) -> bool:
     """Train a fold, or what is left of it; false where it is trained already. `run` is the record of the whole run.
 
-    A fold of other settings, data or base model is replaced. Raises Stopped for a signal, UserError as any training.
+    A fold of other settings, data or base model is replaced, and one whose LoRA is gone. Raises Stopped for a signal,
+    UserError as any training.
     """
     record = read_record(fold.folder)
     if record is not None and (differing := differences_of(record, fold, run)):
-        say(f"fold {fold.number} was trained otherwise ({', '.join(differing)}): it is trained again")
-        with locked(fold.folder):
+        say(f"fold {fold.number} has {', '.join(differing)}: training it again")
+        with locked(fold.folder, "Wait for it."):
             pass
         shutil.rmtree(fold.folder)
         record = None
-    if is_finished(record) and fold.lora.is_file():
+    if is_finished(record):
         say(f"fold {fold.number} is trained already")
         return False
+    (fold.folder.parent / FILE).unlink(missing_ok=True)  # of the fold as it was before
     origins = {name: run["origins"].get(name, DEFAULT) for name in setting_names()}
     order = Order(Resolved(fold.config, origins), fold.folder, plain_console(stderr=True), resume=record is not None)
     if code := train(order).exit_code:
@@ -225,15 +233,18 @@ def train_fold(fold: Fold, run: Mapping[str, Any], say: Say) -> bool:
     return True
 
 
-def differences_of(record: Mapping[str, Any], fold: Fold, run: Mapping[str, Any]) -> list[str]:
-    """What a fold's record differs in from what it would be now: settings that change a step, data, base model."""
+def differences_of(record: dict[str, Any], fold: Fold, run: Mapping[str, Any]) -> list[str]:
+    """What a fold's record differs in from what it would be now: settings that change a step, data, base model, LoRA."""
     settings = changes(record, fold.config.model_dump(mode="json"))
-    found = [f"{name} {change}" for name, change in settings.items() if name not in CHANGES_NOTHING]
+    others = [f"{name} {change}" for name, change in settings.items() if name not in CHANGES_NOTHING]
+    found = [f"other settings ({', '.join(others)})"] if others else []
     if record.get("data_hash") != run["data_hash"]:
-        found.append("its data")
+        found.append("other data")
     trained_on = record.get("model", {}).get("sha256")
     if trained_on not in (None, run["model"]["sha256"]):  # none before its first step
-        found.append("its base model")
+        found.append("another base model")
+    if is_finished(record) and not fold.lora.is_file():
+        found.append("no LoRA file")
     return found
 
 
@@ -242,6 +253,7 @@ def measured_by(folds: Sequence[Fold], config: Config, say: Say) -> dict[str, An
     import torch
 
     from lora_trainer.evaluation.compute import Compute
+    from lora_trainer.evaluation.loading import free_memory
     from lora_trainer.evaluation.lora_check import LoraGate
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.evaluation.tracking import gain_by_noise
@@ -251,8 +263,11 @@ def measured_by(folds: Sequence[Fold], config: Config, say: Say) -> dict[str, An
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
-    compute, gate = Compute(dtype, device, usable_bytes(config, device), say=say), LoraGate(cache=cache_folder(config))
-    losses = [with_less(partial(fold_losses, fold, gate), compute) for fold in folds]
+    gate, losses = LoraGate(cache=cache_folder(config)), []
+    for fold in folds:
+        compute = Compute(dtype, device, usable_bytes(config, device), say=say)
+        losses.append(with_less(partial(fold_losses, fold, gate), compute))
+        free_memory(device)  # of this fold's model, which its pipeline refers to in a cycle
     each = [
         {"steps": fold.config.train.max_steps, "images": len(fold.measured), **asdict(improvement(*own))}
         for fold, own in zip(folds, losses, strict=True)
@@ -305,8 +320,8 @@ def with_folds(report: LoraReport, kept: Mapping[str, Any]) -> LoraReport:
         about = [replace(each, fix="More images of the subject narrow the interval.") for each in about]
     counts = " and ".join(str(each["images"]) for each in learning["folds"])
     message = (
-        f"Learned is of two other LoRAs, not of this file: each was trained with these settings on one half of the images, and"
-        f" measured on the other ({counts} images). It says whether these settings and images generalize."
+        f"`learned` was measured on two other LoRAs, not on this file: each was trained with these settings on one half"
+        f" of the images, and measured on the other ({counts} images). It says whether these settings and images generalize."
     )
     earlier = {part.name, f"{part.name}_not_measured", BY_FOLDS}
     findings = (*(each for each in report.findings if each.code not in earlier), *about)
@@ -314,20 +329,28 @@ def with_folds(report: LoraReport, kept: Mapping[str, Any]) -> LoraReport:
     return replace(report, parts=parts, findings=(*findings, Finding(BY_FOLDS, "note", message)), numbers=numbers)
 
 
-def put_on_record(folder: Path, record: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-    """Replace `learned` in the verdict of a run's record, and write its report again; nothing where it has no verdict."""
-    lora = record.get("lora", {})
-    if not lora.get("parts") or not all(
-        isinstance(part, dict) for part in lora["parts"].values()
-    ):  # of an earlier version
-        return
-    parts = {}
-    for name, part in lora["parts"].items():
+def recorded_parts(record: Mapping[str, Any]) -> dict[str, VerdictPart]:
+    """The parts of the verdict in a run's record; none where it has none, or one of an earlier version."""
+    recorded, parts = record.get("lora", {}).get("parts") or {}, {}
+    for name, part in recorded.items():
+        if not isinstance(part, dict):
+            return {}
         own = [part[key] for key in ("own_value", "own_low", "own_high") if part.get(key) is not None]
         parts[name] = VerdictPart(name, Estimate(*own) if len(own) == 3 else None, part.get("reason", ""))
+    return parts
+
+
+def put_on_record(folder: Path, record: Mapping[str, Any], kept: Mapping[str, Any], say: Say) -> None:
+    """Replace `learned` in the verdict of a run's record, and write its report again; nothing where it has no verdict."""
+    lora, parts = record.get("lora", {}), recorded_parts(record)
+    if not parts:
+        return
     findings = tuple(Finding(**each) for each in lora["findings"])
     report = with_folds(LoraReport(lora["gate"], parts, findings, lora["numbers"]), kept)
     now = {name: value for name, value in report.to_json().items() if name not in ("cost", "encoder")}
     scores = {**record["scores"], "lora": report.score}
     write_json(folder / RECORD, {**record, "scores": scores, "outcome": report.outcome, "lora": {**lora, **now}})
-    write_report(folder)
+    try:
+        write_report(folder)
+    except Exception as error:  # noqa: BLE001  the record is written, and what was measured is kept
+        say(f"{REPORT} could not be written: {type(error).__name__}: {error}")

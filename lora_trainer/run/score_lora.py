@@ -20,6 +20,7 @@ from lora_trainer.run.bases.find import describe_model, is_builtin
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.folds import has_base_of, kept_folds, with_folds
 from lora_trainer.run.inputs import data_in_use, measured_among, read_inputs, read_model, trained_framings
+from lora_trainer.run.messages import suggest_folds
 from lora_trainer.run.reading import RunFolder, read_as_trained, run_beside
 
 Say = Callable[[str], None]
@@ -68,8 +69,9 @@ def score_lora(path: Path, data: Path | None, config: Config, say: Say) -> LoraR
         say(f"measured with {counted(len(measured.samples), 'image')} of them, each content once")
     report = _evaluate(path, config, measured, (encoder, None if run is None else run.config), say)
     is_unmeasured = samples.is_of_run and not samples.unseen
-    if run is not None and is_unmeasured and has_base_of(run, config) and (kept := kept_folds(path, run.data_hash)):
-        report = with_folds(report, kept)
+    if run is not None and is_unmeasured and has_base_of(run, config):
+        kept = kept_folds(path, run.data_hash)
+        report = with_folds(report, kept) if kept else suggest_folds(report, path.parent)
     if run is not None and run.unseen is not None:
         report = replace(report, findings=(*report.findings, run.unseen))
     return report

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ import pytest
 from PIL import Image, ImageOps
 
 from lora_trainer.cli.main import main
+from lora_trainer.cli.validate import print_report
 from lora_trainer.config.schema import Config
+from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import read_json, write_json
 from lora_trainer.data.manifest import read_manifest
+from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.run.folder import locked
 from lora_trainer.run.folds import measure_folds
+from lora_trainer.run.messages import suggest_folds
 from lora_trainer.training import step
 from tests.recipes.recipe import Bench, draw_images, exported, patched, record, save_tiny_model
 from tests.recipes.test_signals import signal_in
@@ -72,8 +77,9 @@ def again(run: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folded(whole: Path) -> Path:
-    """A copy of it whose folds were trained and measured. Not to be changed."""
+    """A copy of it, without its file for diffusers, whose folds were trained and measured. Not to be changed."""
     run = Path(shutil.copytree(whole, whole.parent / "folded"))
+    (run / record(run)["files"]["diffusers"]).unlink()
     again(run)
     return run
 
@@ -116,7 +122,7 @@ def test_both_folds_train_as_the_run_did(folded: Path) -> None:
 def test_the_verdict_says_whose_gain_it_is(folded: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, now = record(whole)["lora"], record(folded)["lora"]
     assert not before["parts"]["learned"]["measured"]
-    assert "validate RUN --folds" in before["parts"]["learned"]["reason"]
+    assert before["parts"]["learned"]["reason"] == "no image is known not to be trained on"
     assert now["parts"]["learned"]["measured"]
     rest = [name for name in now["parts"] if name != "learned"]
     assert all(now["parts"][name] == before["parts"][name] for name in rest)
@@ -127,13 +133,34 @@ def test_the_verdict_says_whose_gain_it_is(folded: Path, whole: Path, capsys: py
     assert record(folded)["outcome"] == now["outcome"]
     assert record(folded)["scores"]["lora"] == now["score"] <= now["parts"]["learned"]["value"]
     notes = [each["message"] for each in now["findings"] if each["code"] == "learned_by_folds"]
-    assert "two other LoRAs, not of this file" in notes[0]
+    assert notes[0].startswith("`learned` was measured on two other LoRAs, not on this file")
     page = (folded / "report.html").read_text("utf-8")
-    assert "two other LoRAs, not of this file" in page
+    assert "two other LoRAs, not on this file" in page
+    print_report(folded, LoraReport(now["gate"], numbers=now["numbers"]))
+    assert "validation loss of the two folds" in capsys.readouterr().out
+
+
+def test_validate_shows_what_was_measured(folded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now = record(folded)["lora"]
     plain, error = validate(capsys, folded, "--folds")
     assert "fold 2 is trained already" in error
     assert plain["parts"]["learned"] == now["parts"]["learned"]
-    assert plain["numbers"]["learning"] == learning
+    assert plain["numbers"]["learning"] == now["numbers"]["learning"]
+
+
+def test_the_command_is_named_where_it_would_be_accepted(whole: Path) -> None:
+    recorded = record(whole)["lora"]
+    report = LoraReport(
+        recorded["gate"], {}, tuple(Finding(**each) for each in recorded["findings"]), recorded["numbers"]
+    )
+
+    def fix_of(images: dict[str, int]) -> str:
+        suggested = suggest_folds(replace(report, numbers={"images": images}), Path("runs/my cat"))
+        return next(each.fix for each in suggested.findings if each.code == "learned_not_measured")
+
+    assert report.numbers["images"] == {"trained": 7, "unseen": 0}
+    assert "lora-trainer validate 'runs/my cat' --folds" in fix_of({"trained": 4, "unseen": 0})
+    assert fix_of({"trained": 3, "unseen": 0}) == ""
 
 
 def test_a_second_call_trains_nothing(folded: Path) -> None:
@@ -141,6 +168,27 @@ def test_a_second_call_trains_nothing(folded: Path) -> None:
     lines = again(folded)
     assert [f"fold {number} is trained already" in lines for number in (1, 2)] == [True, True]
     assert files_of(folded) == before
+
+
+def test_a_report_that_cannot_be_written_is_named(folded: Path) -> None:
+    run = Path(shutil.copytree(folded, folded.parent / "without_report"))
+    (run / "report.html").unlink()
+    (run / "report.html").mkdir()
+    assert [line for line in again(run) if line.startswith("report.html could not be written: ")]
+    assert record(run)["lora"] == record(folded)["lora"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+def test_a_fold_without_its_lora_is_trained_again(folded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Path(shutil.copytree(folded, folded.parent / "lost"))
+    (run / "folds" / "2" / "2.safetensors").unlink()
+    with patched(step, "backward", signal_in(step, "backward", 1)):
+        assert main(["validate", str(run), "--folds"]) == 143
+    error = capsys.readouterr().err
+    assert "fold 1 is trained already" in error
+    assert "fold 2 has no LoRA file: training it again" in error
+    assert "The same command continues the folds." in error
+    assert not (run / "folds" / "learned.json").exists(), "it is of the LoRA that was there before"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
@@ -153,6 +201,7 @@ def test_an_interrupted_call_continues_to_the_same_bytes(folded: Path, capsys: p
     with patched(step, "backward", signal_in(step, "backward", 3)):
         assert main(["validate", str(run), "--folds"]) == 143
     output = capsys.readouterr()
+    assert "fold 1 has other settings (optimizer.learning_rate " in output.err
     assert "The same command continues the folds." in output.err
     assert not output.out, "that is for the verdict"
     half = record(run / "folds" / "1")
@@ -185,18 +234,20 @@ def test_what_is_no_run_is_refused(whole: Path, tmp_path: Path, capsys: pytest.C
     assert "is not a run: it has no run.json that names its LoRA" in refused(capsys, alone)
 
 
-def test_everything_that_speaks_against_it_is_said_at_once(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_that_speaks_against_it_is_reported_at_once(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def change(document: dict[str, Any]) -> None:
         document["status"] = "stopped"
         document["dataset"]["validation"] = 12
         document["data_hash"] = "another"
         document["model"]["sha256"] = "another"
+        document["lora"]["parts"]["works"] |= {"own_value": 0.0, "own_low": 0.0, "own_high": 0.0}
 
     run = changed_run(whole, "changed", change)
     error = refused(capsys, run, "--data", run, "--set", "gates.encoder=nowhere/at/all")
     for problem in (
         "is not finished (status stopped)",
         "has 12 validation images: `learned` is measured on these",
+        "does not work, so folds of its run show nothing",
         "--folds measures on the images that the run trained on.",
         "nowhere/at/all",
         "The base model's weights have changed since the run.",
@@ -206,7 +257,9 @@ def test_everything_that_speaks_against_it_is_said_at_once(whole: Path, capsys: 
     assert not (run / "folds").exists()
 
 
-def test_data_without_two_halves_is_refused(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_without_two_halves_is_refused(
+    bench: Bench, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def on(images: Path) -> Path:
         def change(document: dict[str, Any]) -> None:
             document["config"]["data"]["sources"][0]["path"] = str(images)
@@ -221,12 +274,16 @@ def test_data_without_two_halves_is_refused(whole: Path, tmp_path: Path, capsys:
             image.save(alike / f"image_{index}.png")
         shutil.copyfile(alike / "image_0.txt", alike / f"image_{index}.txt")
     assert "has 3 distinct images; two folds need at least 4" in refused(capsys, on(few))
-    assert "have no two halves: all look alike" in refused(capsys, on(alike))
+    assert "cannot be split into two halves: all look alike" in refused(capsys, on(alike))
+    assert replace(bench, data=alike).run("half", validation__fold=1) == 2
+    assert "validation.fold=1: the images cannot be split into two halves" in capsys.readouterr().err
     shutil.rmtree(few)
     assert "few" in refused(capsys, whole.parent / "few")
 
 
 def test_a_run_that_is_trained_elsewhere_is_left_alone(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with locked(whole):
-        assert "Another process is training a run in" in refused(capsys, whole)
+        error = refused(capsys, whole)
+    assert "Another process is training a run in" in error
+    assert "--name" not in error
     assert not (whole / "folds").exists()
