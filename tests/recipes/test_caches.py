@@ -38,15 +38,14 @@ def test_a_second_run_loads_no_encoders(own, capsys, monkeypatch):
         return family.encoders.load(*arguments)
 
     monkeypatch.setitem(FAMILIES, "sd15", replace(family, encoders=replace(family.encoders, load=load_encoders)))
-    assert own.run("first", steps=1, gates__lora_check="lite") == 0
+    assert own.run("first", steps=1) == 0
     assert "latent cache: 10 images, encoding 10 (10 new)" in capsys.readouterr().out
     first = len(loads)
-    assert own.run("second", steps=1, gates__lora_check="lite") == 0
+    assert own.run("second", steps=1) == 0
     shown = capsys.readouterr().out
     assert "latent cache: 10 images, all cached" in shown
     assert "text embedding cache: 11 texts, all cached" in shown
-    # For images, captions, and the prompts of the LoRA check in both runs.
-    assert (first, len(loads) - first) == (3, 1)
+    assert (first, len(loads) - first) == (2, 0)  # for images and captions
 
 
 def test_only_what_changed_is_built_again(own, capsys):
