@@ -27,8 +27,9 @@ if [ ! -x .venv/bin/python ]; then
     "$python" -m venv .venv
 fi
 
+# Python compiles what it imports, which is a small part of all files.
 install() {
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$@"
 }
 
 echo "Installing what the package needs; the first time this takes some minutes"
