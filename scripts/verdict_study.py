@@ -323,8 +323,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def label(cell: Cell, reference: float | None) -> str:
-    """What a LoRA is: planted bad ones that the reference finds good, and planted good ones that it does not, are neither."""
-    if reference is None:
+    """What a LoRA is: planted bad ones that the reference finds good, and planted good ones that it does not, are neither.
+
+    What somebody thinks of the style orders LoRAs, and has no such line.
+    """
+    if reference is None or cell.subject == STYLE:
         return cell.about["label"]
     if cell.about["label"] == "bad":
         return "bad" if reference < GOOD else "neither"
