@@ -346,8 +346,8 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     return float(np.corrcoef(ranks(one), ranks(other))[0, 1]) if len(one) > 2 else float("nan")
 
 
-def table(args: argparse.Namespace) -> None:
-    """The confusion table, the ladder, rank correlations, cost, and a row for each arm."""
+def read_results(args: argparse.Namespace) -> dict[Cell, dict[str, Any]]:
+    """What is finished of the chosen LoRAs. A style's reference is what somebody thinks of its sheets, where that is there."""
     cells = [Cell(subject, arm) for subject in args.subjects for arm in args.arms]
     found = {cell: json.loads(cell.result(args.out).read_text()) for cell in cells if cell.result(args.out).is_file()}
     answers = args.out / "blind" / "answers.json"
@@ -357,6 +357,12 @@ def table(args: argparse.Namespace) -> None:
         result.setdefault("reference", None)
         if cell.subject == STYLE:
             result["reference"] = blind.get(cell.arm)
+    return found
+
+
+def table(args: argparse.Namespace) -> None:
+    """The confusion table, the ladder, rank correlations, cost, and a row for each arm."""
+    found = read_results(args)
     for check in args.check:
         there = {cell: result for cell, result in found.items() if check in result}
         print(f"\n### {check}: {len(there)} LoRAs\n")
@@ -422,17 +428,13 @@ def row(cell: Cell, found: Mapping[str, Any], report: Mapping[str, Any]) -> str:
 def misjudged(args: argparse.Namespace) -> None:
     """An image of the LoRAs that are bad and not refused, good and not passed, or neither: a row of judged images of each."""
     rows = []
-    for subject in args.subjects:
-        for arm in ARMS:
-            cell = Cell(subject, arm)
-            found = json.loads(cell.result(args.out).read_text()) if cell.result(args.out).is_file() else {}
-            if "full" not in found or found.get("reference") is None:
-                continue
-            kind, outcome = label(cell, found["reference"]), found["full"]["outcome"]
-            if (kind, outcome) not in (("bad", "refused"), ("good", "passed")):
-                rows.append(
-                    (cell, f"{kind}, reference {found['reference']:.2f}\n{outcome}, score {found['full']['score']:.2f}")
-                )
+    for cell, found in read_results(args).items():
+        if "full" not in found or found["reference"] is None:
+            continue
+        kind, reference, verdict = label(cell, found["reference"]), found["reference"], found["full"]
+        if (kind, verdict["outcome"]) not in (("bad", "refused"), ("good", "passed")):
+            words = f"{kind}, reference {reference:.2f}\n{verdict['outcome']}, score {verdict['score']:.2f}"
+            rows.append((cell, words))
     if not rows:
         print("none")
         return

@@ -176,6 +176,11 @@ def agreement(captions: Sequence[str]) -> Values:
     return found
 
 
+def differ(captions: Sequence[str]) -> bool:
+    """Whether two of the captions have different words."""
+    return bool(agreement(captions).min() < 1 - 1e-9)
+
+
 def structure(features: Features, places: Sequence[int]) -> dict[str, Values]:
     """Ranks of the distances [P] between each two of N images, by block; pairs of the same place are left out."""
     found = {}

@@ -42,7 +42,7 @@ from lora_trainer.evaluation.health import examine
 from lora_trainer.evaluation.latent_samples import Sampler
 from lora_trainer.evaluation.likeness import (
     Features,
-    agreement,
+    differ,
     diversity,
     faithfulness,
     following,
@@ -213,7 +213,7 @@ def open_lora(
     sizes = torch.tensor([facts.resolution] * 2 + [0] * 2 + [facts.resolution] * 2, dtype=torch.float32)
     is_guided = family.pipeline.sampling_defaults(base).negative
     shape = (facts.latent_channels, side, side)
-    total = count_passes(effort, images, (shape, len(prompts)), guided=is_guided, described=encoder is None)
+    total = count_passes(effort, images, samples, (shape, len(prompts)), guided=is_guided, described=encoder is None)
     predict = partial(in_parts, watched(partial(family.denoiser.predict, denoiser), total, compute.progress))
     studio = Studio(
         Sampler(predict, process, effort.steps, GUIDANCE, {} if is_guided else None),
@@ -332,11 +332,6 @@ def with_added_words(images: Sequence[EncodedSample]) -> list[EncodedSample]:
         replace(image, caption=longer(image.caption, words), cond={})
         for image, words in zip(images, ADDED_WORDS, strict=False)
     ]
-
-
-def differ(captions: Sequence[str]) -> bool:
-    """Whether two of the captions have different words."""
-    return bool(agreement(captions).min() < 1 - 1e-9)
 
 
 def places_of(seeds: Sequence[int], images: int, prompts: int) -> list[int]:
@@ -482,14 +477,20 @@ def _measure_drift(studio: Studio) -> float | None:
 
 
 def count_passes(
-    effort: Effort, images: RealImages, unrelated: tuple[tuple[int, ...], int], *, guided: bool, described: bool
+    effort: Effort,
+    images: RealImages,
+    prompted: Sequence[EncodedSample],
+    unrelated: tuple[tuple[int, ...], int],
+    *,
+    guided: bool,
+    described: bool,
 ) -> int:
-    """Forward passes of the gate where the first round decides; `unrelated` are shape [C, h, w] and number of those prompts.
+    """Forward passes of the gate where the first round decides; `prompted` are the images and those with longer captions,
+    `unrelated` the shape [C, h, w] and number of unrelated prompts.
 
     Samples of one shape are in one batch. `described`: images are compared by the base model's own features.
     """
     every, (own_shape, prompts) = images.every, unrelated
-    prompted = [*every, *with_added_words(every)]
     chosen = places_of(range(effort.round), len(every), len(prompted)) if len(every) >= FEWEST_REAL else []
     shapes = Counter(tuple(prompted[place].latents.shape) for place in chosen)
     batches = sum(

@@ -59,17 +59,17 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
         passes,
     )
     from lora_trainer.evaluation.compute import Compute
-    from lora_trainer.evaluation.likeness import agreement
+    from lora_trainer.evaluation.likeness import differ
     from lora_trainer.evaluation.loading import free_memory
     from lora_trainer.evaluation.placing import bring_denoiser, with_less
     from lora_trainer.evaluation.prediction import watched
-    from lora_trainer.run.choices import choose_precision, computed_in, usable_bytes
+    from lora_trainer.run.choices import evaluated_on, usable_bytes
     from lora_trainer.run.encoding import encode_by_base
 
-    if agreement([sample.caption for sample in chosen]).min() == 1.0:
+    if not differ([sample.caption for sample in chosen]):
         return CaptionAgreement(reason="all captions have the same words")
     family, facts = model
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, dtype = evaluated_on(config)
     with torch.device("meta"):
         empty = family.denoiser.make(read_config(facts.path, f"{family.denoiser.component}/config.json"))
     if device.type == "cpu" and sum(weight.numel() for weight in empty.parameters()) > LARGE_ON_CPU:
@@ -79,7 +79,6 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
     parts = -(-len(chosen) // IMAGES_TOGETHER)
     groups = [range(part, len(chosen), parts) for part in range(parts)]
     captions = [list({chosen[place].caption: place for place in reversed(group)}.values()) for group in groups]
-    dtype = computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
     process = family.denoiser.make_process(facts.path)
 
     def compare(compute: Compute) -> list[CaptionComparison]:

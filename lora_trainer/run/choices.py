@@ -185,6 +185,12 @@ def computed_in(precision: str, device: torch.device) -> torch.dtype:
     return torch.float16 if dtype == torch.bfloat16 and not has_bf16(device) else dtype
 
 
+def evaluated_on(config: Config) -> tuple[torch.device, torch.dtype]:
+    """Where a base model runs outside of training, the GPU where there is one, and its precision there."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device, computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
+
+
 def has_bf16(device: torch.device) -> bool:
     """Whether bf16 can be computed in: everywhere but on older GPUs."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)

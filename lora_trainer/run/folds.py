@@ -259,10 +259,9 @@ def measured_by(folds: Sequence[Fold], config: Config, say: Say) -> dict[str, An
     from lora_trainer.evaluation.tracking import gain_by_noise
     from lora_trainer.evaluation.validation_loss import improvement
     from lora_trainer.run.caching import cache_folder
-    from lora_trainer.run.choices import choose_precision, computed_in, usable_bytes
+    from lora_trainer.run.choices import evaluated_on, usable_bytes
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
+    device, dtype = evaluated_on(config)
     gate, losses = LoraGate(cache=cache_folder(config)), []
     for fold in folds:
         compute = Compute(dtype, device, usable_bytes(config, device), say=say)

@@ -91,13 +91,13 @@ def _evaluate(
     from lora_trainer.evaluation.placing import with_less
     from lora_trainer.models.lora_names import read_lora_with_tokens
     from lora_trainer.run.caching import cache_folder
-    from lora_trainer.run.choices import choose_precision, computed_in, usable_bytes
+    from lora_trainer.run.choices import evaluated_on, usable_bytes
     from lora_trainer.run.encoding import encode_by_base
 
     family, facts = read_model(config)
     if report := refused_unloaded(read_lora_with_tokens(path), facts.path, family, config.gates.lora):
         return report
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, dtype = evaluated_on(config)
     if encoder is not None:  # refused before anything is encoded
         load_encoder(encoder.path, torch.device("cpu"))
 
@@ -111,7 +111,6 @@ def _evaluate(
     check = config.gates.lora_check
     effort = check if check is not None and check in LORA_CHECKS else "full"
     gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config))
-    dtype = computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
 
     def evaluate(compute: Compute) -> LoraReport:
         with counting() as count:

@@ -1,4 +1,4 @@
-"""Train the built-in base from nothing, on pictures drawn on the way.
+"""Train the built-in base from nothing, on images drawn on the way.
 
     python scripts/builtin_base/train.py --work /tmp/base --out lora_trainer/builtin/base
 
@@ -37,7 +37,7 @@ EMA_DECAY = 0.999
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of the autoencoder's training: its steps and the share of scenes among its pictures."""
+    """A stretch of the autoencoder's training: its steps and the share of scenes among its images."""
 
     steps: int
     scenes: float
@@ -47,9 +47,9 @@ class Phase:
 VAE_PHASES = (Phase(1800, 0.6), Phase(1100, 0.85), Phase(600, 0.85, True), Phase(700, 0.95, True))
 
 
-def as_tensor(pictures: list[Image.Image]) -> torch.Tensor:
-    """RGB pictures of one size -> [B, 3, H, W] in [-1, 1]."""
-    stacked = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
+def as_tensor(images: list[Image.Image]) -> torch.Tensor:
+    """RGB images of one size -> [B, 3, H, W] in [-1, 1]."""
+    stacked = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
     return stacked.permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
 
 
@@ -66,7 +66,7 @@ def log(stage: str, step: int, steps: int, loss: float, started: float) -> None:
 
 
 def psnr(vae: AutoencoderKL, seed: int, count: int = 128) -> float:
-    """Mean peak signal-to-noise ratio in dB on `count` pictures that were never trained on."""
+    """Mean peak signal-to-noise ratio in dB on `count` images that were never trained on."""
     rng = random.Random(seed)
     with torch.no_grad():
         pixels = as_tensor([draw(random_scene(rng)) for _ in range(count)])
@@ -118,7 +118,7 @@ def train_vae(
         with torch.no_grad():
             latents = vae.encode(as_tensor([draw(random_scene(rng)) for _ in range(256)])).latent_dist.sample()
         vae.register_to_config(scaling_factor=round(1.0 / float(latents.std()), 5))
-    print(f"vae: {psnr(vae, seed + 1):.2f} dB on unseen pictures, scaling factor {vae.config.scaling_factor}")
+    print(f"vae: {psnr(vae, seed + 1):.2f} dB on unseen images, scaling factor {vae.config.scaling_factor}")
     return vae
 
 
@@ -174,7 +174,7 @@ def batches(
 
 
 def train_unet(
-    vae: AutoencoderKL, work: Path, steps: int, stop: int, seed: int, batch: int, pictures: int
+    vae: AutoencoderKL, work: Path, steps: int, stop: int, seed: int, batch: int, images: int
 ) -> StableDiffusionPipeline:
     """Epsilon prediction with min-SNR weights (arXiv:2303.09556, eq. 5) and an averaged copy.
 
@@ -190,8 +190,8 @@ def train_unet(
     scheduler = architecture.make_scheduler()
     alphas = scheduler.alphas_cumprod
     started = time.monotonic()
-    data = encode_images(vae, pictures, seed + 2)
-    print(f"encoded {pictures} pictures in {time.monotonic() - started:.0f} s", flush=True)
+    data = encode_images(vae, images, seed + 2)
+    print(f"encoded {images} images in {time.monotonic() - started:.0f} s", flush=True)
     captions = {"", *(s.caption(t) for each in data.values() for s in each.scenes for t in TEMPLATES)}
     tokens = {c: tokenizer(c, padding="max_length", max_length=77, truncation=True).input_ids for c in captions}
     source = batches(data, tokens, rng, batch)
@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--unet-steps", type=int, default=5000, help="length of the learning rate's cosine")
     parser.add_argument("--unet-stop", type=int, default=4000, help="stop here: the averaged weights are good by then")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--pictures", type=int, default=16_000)
+    parser.add_argument("--images", type=int, default=16_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -260,7 +260,7 @@ def main() -> None:
             train_vae(vae, phase.steps, seed, phase.scenes, decoder_only=phase.decoder_only).save_pretrained(folder)
         vae = AutoencoderKL.from_pretrained(folder, local_files_only=True)
     vae.eval().requires_grad_(False)
-    pipeline = train_unet(vae, args.work, args.unet_steps, args.unet_stop, args.seed, args.batch, args.pictures)
+    pipeline = train_unet(vae, args.work, args.unet_steps, args.unet_stop, args.seed, args.batch, args.images)
     if args.out:
         pipeline.save_pretrained(args.out, safe_serialization=True)
 
