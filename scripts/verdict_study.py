@@ -70,6 +70,7 @@ class Study:
     out: Path
     base: Path = BASE
     presets: str = "12gb"
+    settings: tuple[str, ...] = ()  # of all LoRAs that are trained; an arm's own win
     ends: float = float("inf")
     running: set[subprocess.Popen[str]] = field(default_factory=set)
 
@@ -168,6 +169,7 @@ def train(study: Study, cell: Cell) -> None:
     settings = [
         *COMMON,
         f"validation.split={kept}",
+        *study.settings,
         *(f"{key}={value}" for key, value in about.get("settings", {}).items()),
     ]
     presets = ",".join((study.presets, *about.get("presets", ())))
@@ -310,7 +312,8 @@ def run_cell(study: Study, cell: Cell, checks: Sequence[str]) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    study = Study(args.out.resolve(), args.model.resolve(), args.preset, time.monotonic() + 60 * args.budget_minutes)
+    ends = time.monotonic() + 60 * args.budget_minutes
+    study = Study(args.out.resolve(), args.model.resolve(), args.preset, tuple(args.set), ends)
     cells = [Cell(subject, arm) for arm in args.arms for subject in args.subjects]
     # The arms that others are made from first.
     cells.sort(key=lambda cell: ("of" in cell.about, -list(ARMS).index(cell.arm)))
@@ -487,6 +490,9 @@ def main() -> int:
         command.add_argument("--budget-minutes", type=float, default=1e6)
         command.add_argument("--model", type=Path, default=BASE, help="another base of the drawn shapes")
         command.add_argument("--preset", default="12gb")
+        command.add_argument(
+            "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of all LoRAs that are trained"
+        )
     judge = commands.add_parser("judge")
     judge.add_argument("subject")
     judge.add_argument("folder", type=Path)
