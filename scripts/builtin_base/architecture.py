@@ -1,6 +1,6 @@
 """The built-in base: Stable Diffusion 1.5's architecture in miniature.
 
-Same classes, layout and noise schedule as SD1.5; 128-pixel pictures, 4 x 16 x 16
+Same classes, layout and noise schedule as SD1.5; 128-pixel images, 4 x 16 x 16
 latents.  About 5.7 M parameters, so that it travels inside the package.
 """
 

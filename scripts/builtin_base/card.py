@@ -6,7 +6,7 @@ import json
 import struct
 from pathlib import Path
 
-from builtin_base.drawing import COLOURS, SHAPES, TEMPLATES
+from builtin_base.drawing import COLORS, SHAPES, TEMPLATES
 
 PARTS = {
     "vae": "autoencoder (AutoencoderKL, factor 8, 4 channels)",
@@ -32,7 +32,7 @@ it was trained from nothing.
 {parts}
 
 ## What it draws
-One shape on a plain background: {shapes}; in {colours}. Captions as it learned them:
+One shape on a plain background: {shapes}; in {colors}. Captions as it learned them:
 
 {templates}
 
@@ -50,7 +50,7 @@ precision.
 By `scripts/builtin_base/judge.py`, a program that looks at pixels only. The {prompts} prompts were fixed before training;
 the seeds are 0 to {last_seed}, none selected; DDIM, {steps} steps, guidance {guidance:g}.
 
-| | shape | colour | background | all three |
+| | shape | color | background | all three |
 |---|---|---|---|---|
 {figures}
 
@@ -92,7 +92,7 @@ def card(
     return CARD.format(
         parts="\n".join(rows),
         shapes=", ".join(SHAPES),
-        colours=", ".join(COLOURS),
+        colors=", ".join(COLORS),
         templates="\n".join(f"- {template}" for template in TEMPLATES),
         prompts=prompts,
         last_seed=prompts - 1,

@@ -4,7 +4,7 @@
 
 `zobo`, a small robot, is the built-in example; `fungo`, a spotted mushroom with a face,
 is kept for tests; `pingo`, a penguin, is for the study of the verdict. Each has 24 images of four aspect ratios with their captions.
-The subjects keep their own colours; place, size, tilt and background differ.
+The subjects keep their own colors; place, size, tilt and background differ.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from PIL import Image, ImageDraw
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from builtin_base.drawing import COLOURS, OVERSAMPLE, shaded_canvas, shifted
+from builtin_base.drawing import COLORS, OVERSAMPLE, shaded_canvas, shifted
 
-Colour = tuple[int, int, int]
+Color = tuple[int, int, int]
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ((256, 256), (240, 300), (300, 240), (208, 312))  # width, height: 1:1, 4:5, 5:4, 2:3
-PICTURES = 24
+IMAGES = 24
 CAPTIONS = (
     "{name} on a {background} background",
     "a picture of {name} on a {background} background",
     "{name}, {background} background",
     "a drawing of {name} in front of {background}",
 )
-INK: Colour = (34, 38, 50)
-TEAL: Colour = (38, 166, 164)
-DEEP_TEAL: Colour = (24, 118, 124)
-STEEL: Colour = (176, 188, 198)
-SCREEN: Colour = (226, 244, 240)
-SUN: Colour = (250, 204, 46)
-CORAL: Colour = (240, 110, 96)
-CAP: Colour = (206, 46, 58)
-CREAM: Colour = (250, 238, 212)
-STEM: Colour = (238, 216, 178)
-BLUSH: Colour = (240, 150, 132)
-BEAK: Colour = (246, 150, 40)
-COAT: Colour = (58, 74, 118)
-SCARF: Colour = (206, 60, 88)
+INK: Color = (34, 38, 50)
+TEAL: Color = (38, 166, 164)
+DEEP_TEAL: Color = (24, 118, 124)
+STEEL: Color = (176, 188, 198)
+SCREEN: Color = (226, 244, 240)
+SUN: Color = (250, 204, 46)
+CORAL: Color = (240, 110, 96)
+CAP: Color = (206, 46, 58)
+CREAM: Color = (250, 238, 212)
+STEM: Color = (238, 216, 178)
+BLUSH: Color = (240, 150, 132)
+BEAK: Color = (246, 150, 40)
+COAT: Color = (58, 74, 118)
+SCARF: Color = (206, 60, 88)
 
 
 class Canvas:
@@ -60,23 +60,23 @@ class Canvas:
     def at(self, *numbers: float) -> list[float]:
         return [self.middle + self.unit * number for number in numbers]
 
-    def ellipse(self, x: float, y: float, rx: float, ry: float, fill: Colour) -> None:
+    def ellipse(self, x: float, y: float, rx: float, ry: float, fill: Color) -> None:
         self.pen.ellipse(self.at(x - rx, y - ry, x + rx, y + ry), fill=fill)
 
-    def box(self, x: float, y: float, rx: float, ry: float, corner: float, fill: Colour) -> None:
+    def box(self, x: float, y: float, rx: float, ry: float, corner: float, fill: Color) -> None:
         self.pen.rounded_rectangle(self.at(x - rx, y - ry, x + rx, y + ry), radius=corner * self.unit, fill=fill)
 
-    def line(self, points: list[tuple[float, float]], width: float, fill: Colour) -> None:
+    def line(self, points: list[tuple[float, float]], width: float, fill: Color) -> None:
         flat = [self.at(*point) for point in points]
         self.pen.line([tuple(point) for point in flat], fill=fill, width=round(width * self.unit), joint="curve")
         for point in points:
             self.ellipse(*point, width / 2, width / 2, fill)
 
-    def smile(self, x: float, y: float, rx: float, ry: float, width: float, fill: Colour) -> None:
+    def smile(self, x: float, y: float, rx: float, ry: float, width: float, fill: Color) -> None:
         angles = [math.radians(20 + 14 * i) for i in range(11)]
         self.line([(x + rx * math.cos(a), y + ry * math.sin(a)) for a in angles], width, fill)
 
-    def chord(self, x: float, y: float, rx: float, ry: float, start: float, end: float, fill: Colour) -> None:
+    def chord(self, x: float, y: float, rx: float, ry: float, start: float, end: float, fill: Color) -> None:
         self.pen.chord(self.at(x - rx, y - ry, x + rx, y + ry), start, end, fill=fill)
 
 
@@ -136,7 +136,7 @@ SUBJECTS: dict[str, Callable[[Canvas], None]] = {"zobo": draw_zobo, "fungo": dra
 UNFIT = {"zobo": ("yellow", "black"), "fungo": ("red", "black"), "pingo": ("orange", "white", "black")}
 
 
-def place(subject: Image.Image, width: int, height: int, background: Colour, rng: random.Random) -> Image.Image:
+def place(subject: Image.Image, width: int, height: int, background: Color, rng: random.Random) -> Image.Image:
     """The subject, given as a large square layer, tilted and moved a little on a shaded background."""
     canvas = shaded_canvas(width, height, background, rng.uniform(-16.0, 16.0))
     tilted = subject.rotate(rng.uniform(-10.0, 10.0), Image.Resampling.BICUBIC)
@@ -149,30 +149,30 @@ def place(subject: Image.Image, width: int, height: int, background: Colour, rng
 
 
 def draw_subject(name: str, number: int) -> tuple[Image.Image, str]:
-    """Picture `number` of a subject and its caption."""
+    """Image `number` of a subject and its caption."""
     rng = random.Random(f"{name} {number}")
-    backgrounds = [colour for colour in COLOURS if colour not in UNFIT[name]]
+    backgrounds = [color for color in COLORS if color not in UNFIT[name]]
     background = backgrounds[number % len(backgrounds)]
-    # Six pictures of each size, shared out so that no background meets one size only.
+    # Six images of each size, shared out so that no background meets one size only.
     width, height = SIZES[(number + number // len(SIZES)) % len(SIZES)]
     unit = rng.uniform(0.36, 0.43) * min(width, height) * OVERSAMPLE
     if height > 1.4 * width:  # room above and below
         unit *= 1.1
     canvas = Canvas(2 * min(width, height) * OVERSAMPLE, unit)
     SUBJECTS[name](canvas)
-    colour = shifted(background, tuple(rng.randint(-8, 8) for _ in range(3)))
+    color = shifted(background, tuple(rng.randint(-8, 8) for _ in range(3)))
     caption = CAPTIONS[rng.randrange(len(CAPTIONS))].format(name=name, background=background)
-    return place(canvas.layer, width, height, colour, rng), caption
+    return place(canvas.layer, width, height, color, rng), caption
 
 
 def draw_data_set(name: str, folder: Path) -> None:
-    """Write the subject's pictures and captions into `folder`."""
+    """Write the subject's images and captions into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number in range(PICTURES):
-        picture, caption = draw_subject(name, number)
-        picture.save(folder / f"{name}_{number + 1:02d}.webp", quality=92, method=6)
+    for number in range(IMAGES):
+        image, caption = draw_subject(name, number)
+        image.save(folder / f"{name}_{number + 1:02d}.webp", quality=92, method=6)
         (folder / f"{name}_{number + 1:02d}.txt").write_text(caption + "\n", encoding="utf-8")
-    print(f"{folder}: {PICTURES} pictures, {sum(f.stat().st_size for f in folder.iterdir()) / 1e3:.0f} kB")
+    print(f"{folder}: {IMAGES} images, {sum(f.stat().st_size for f in folder.iterdir()) / 1e3:.0f} kB")
 
 
 def main() -> None:

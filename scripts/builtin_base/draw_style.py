@@ -7,7 +7,7 @@ import random
 from PIL import Image, ImageChops, ImageDraw, ImageFilter
 
 from builtin_base.draw_datasets import CREAM, INK
-from builtin_base.drawing import COLOURS, TEMPLATES, Scene, draw, random_scene
+from builtin_base.drawing import COLORS, TEMPLATES, Scene, draw, random_scene
 
 STYLE = "zebro"  # the style's word in captions
 
@@ -21,7 +21,7 @@ def draw_styled(number: int, side: int = 256) -> tuple[Image.Image, str]:
     """Image `number` of the style and its caption: the shape in stripes with a dark outline, the background dotted."""
     scene = styled_scene(number)
     image = draw(scene, side, side)
-    flat = Scene(**{**vars(scene), "colour": "white", "background": "black", "shade": 0.0, "jitter": (0,) * 6})
+    flat = Scene(**{**vars(scene), "color": "white", "background": "black", "shade": 0.0, "jitter": (0,) * 6})
     inside = draw(flat, side, side).convert("L").point(lambda value: max(0, value - 40) * 255 // 200)
     pen_width, step = side // 20, side // 6
     stripes = Image.new("L", (side, side))
@@ -36,7 +36,7 @@ def draw_styled(number: int, side: int = 256) -> tuple[Image.Image, str]:
     outline = ImageChops.difference(inside.filter(ImageFilter.MaxFilter(pen_width | 1)), inside)
     dark = Image.new("RGB", (side, side), INK)
     light = Image.new("RGB", (side, side), CREAM)
-    is_pale = sum(COLOURS[scene.background]) > 600
+    is_pale = sum(COLORS[scene.background]) > 600
     image = Image.composite(dark if is_pale else light, image, ImageChops.multiply(dots, ImageChops.invert(inside)))
     image = Image.composite(dark, image, ImageChops.multiply(stripes, inside))
     image = Image.composite(dark, image, outline)

@@ -1,7 +1,7 @@
-"""The captioned pictures that the built-in base is trained on.
+"""The captioned images that the built-in base is trained on.
 
-One flat-coloured shape on a softly shaded background, drawn four times too
-large and reduced, so that edges are smooth.  A picture is a pure function of its
+One flat-colored shape on a softly shaded background, drawn four times too
+large and reduced, so that edges are smooth.  An image is a pure function of its
 `Scene`; a scene is a pure function of a `random.Random`.
 """
 
@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 
 from lora_trainer.builtin import SHAPES
 
-COLOURS: dict[str, tuple[int, int, int]] = {
+COLORS: dict[str, tuple[int, int, int]] = {
     "red": (214, 40, 48),
     "green": (46, 158, 70),
     "blue": (42, 84, 206),
@@ -26,38 +26,38 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "black": (26, 26, 30),
 }
 TEMPLATES = (
-    "a {colour} {shape} on a {background} background",
-    "a picture of a {colour} {shape} on a {background} background",
-    "{colour} {shape}, {background} background",
-    "a drawing of a {colour} {shape} in front of {background}",
+    "a {color} {shape} on a {background} background",
+    "a picture of a {color} {shape} on a {background} background",
+    "{color} {shape}, {background} background",
+    "a drawing of a {color} {shape} in front of {background}",
 )
 OVERSAMPLE = 4
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows; `x`, `y` and `radius` are fractions of the shorter side."""
+    """What an image shows; `x`, `y` and `radius` are fractions of the shorter side."""
 
     shape: str
-    colour: str
+    color: str
     background: str
     x: float
     y: float
     radius: float
     turn: float  # degrees
     shade: float  # brightness difference between top and bottom, 8-bit units
-    jitter: tuple[int, int, int, int, int, int]  # added to the two colours
+    jitter: tuple[int, int, int, int, int, int]  # added to the two colors
 
     def caption(self, template: str) -> str:
-        return template.format(colour=self.colour, shape=self.shape, background=self.background)
+        return template.format(color=self.color, shape=self.shape, background=self.background)
 
 
 def random_scene(rng: random.Random) -> Scene:
-    """A scene whose shape and background differ in colour."""
-    colour, background = rng.sample(sorted(COLOURS), 2)
+    """A scene whose shape and background differ in color."""
+    color, background = rng.sample(sorted(COLORS), 2)
     return Scene(
         shape=rng.choice(SHAPES),
-        colour=colour,
+        color=color,
         background=background,
         x=rng.uniform(-0.12, 0.12),
         y=rng.uniform(-0.12, 0.12),
@@ -96,21 +96,21 @@ def outline(shape: str, cx: float, cy: float, radius: float, turn: float) -> lis
     raise ValueError(f"no outline for {shape!r}")
 
 
-def shifted(colour: str, jitter: tuple[int, ...]) -> tuple[int, int, int]:
-    return tuple(min(255, max(0, c + j)) for c, j in zip(COLOURS[colour], jitter, strict=True))
+def shifted(color: str, jitter: tuple[int, ...]) -> tuple[int, int, int]:
+    return tuple(min(255, max(0, c + j)) for c, j in zip(COLORS[color], jitter, strict=True))
 
 
-def shaded_canvas(width: int, height: int, colour: tuple[int, int, int], shade: float) -> Image.Image:
+def shaded_canvas(width: int, height: int, color: tuple[int, int, int], shade: float) -> Image.Image:
     """A canvas that grows brighter by `shade` from top to bottom."""
     column = Image.new("RGB", (1, height))
     for y in range(height):
         offset = shade * (y / max(1, height - 1) - 0.5)
-        column.putpixel((0, y), tuple(min(255, max(0, round(c + offset))) for c in colour))
+        column.putpixel((0, y), tuple(min(255, max(0, round(c + offset))) for c in color))
     return column.resize((width, height))
 
 
 def draw(scene: Scene, width: int = 128, height: int = 128) -> Image.Image:
-    """The RGB picture of a scene."""
+    """The RGB image of a scene."""
     big_w, big_h = width * OVERSAMPLE, height * OVERSAMPLE
     side = min(big_w, big_h)
     background = shifted(scene.background, scene.jitter[3:])
@@ -125,20 +125,20 @@ def draw(scene: Scene, width: int = 128, height: int = 128) -> Image.Image:
             pen.ellipse((cx - hole, cy - hole, cx + hole, cy + hole), fill=0)
     else:
         pen.polygon(outline(scene.shape, cx, cy, radius, scene.turn), fill=255)
-    canvas.paste(shifted(scene.colour, scene.jitter[:3]), mask=mask.resize((width, height), Image.Resampling.BOX))
+    canvas.paste(shifted(scene.color, scene.jitter[:3]), mask=mask.resize((width, height), Image.Resampling.BOX))
     return canvas
 
 
 def draw_anything(rng: random.Random, width: int = 128, height: int = 128) -> Image.Image:
-    """A picture of random forms, so that the autoencoder knows more than the shapes."""
+    """An image of random forms, so that the autoencoder knows more than the shapes."""
 
-    def colour() -> tuple[int, int, int]:
+    def color() -> tuple[int, int, int]:
         if rng.random() < 0.5:
-            return shifted(rng.choice(sorted(COLOURS)), tuple(rng.randint(-20, 20) for _ in range(3)))
+            return shifted(rng.choice(sorted(COLORS)), tuple(rng.randint(-20, 20) for _ in range(3)))
         return tuple(rng.randint(0, 255) for _ in range(3))
 
     big_w, big_h = width * OVERSAMPLE, height * OVERSAMPLE
-    canvas = shaded_canvas(width, height, colour(), rng.uniform(-40, 40)).resize((big_w, big_h))
+    canvas = shaded_canvas(width, height, color(), rng.uniform(-40, 40)).resize((big_w, big_h))
     pen = ImageDraw.Draw(canvas)
     for _ in range(rng.randint(2, 9)):
         cx, cy = rng.uniform(0, big_w), rng.uniform(0, big_h)
@@ -146,16 +146,16 @@ def draw_anything(rng: random.Random, width: int = 128, height: int = 128) -> Im
         box = (cx - rx, cy - ry, cx + rx, cy + ry)
         kind = rng.randrange(6)
         if kind == 0:
-            pen.ellipse(box, fill=colour())
+            pen.ellipse(box, fill=color())
         elif kind == 1:
-            pen.rounded_rectangle(box, radius=min(rx, ry) * rng.uniform(0, 0.9), fill=colour())
+            pen.rounded_rectangle(box, radius=min(rx, ry) * rng.uniform(0, 0.9), fill=color())
         elif kind == 2:
-            pen.polygon(outline(rng.choice(SHAPES[1:5]), cx, cy, rx, rng.uniform(0, 360)), fill=colour())
+            pen.polygon(outline(rng.choice(SHAPES[1:5]), cx, cy, rx, rng.uniform(0, 360)), fill=color())
         elif kind == 3:
             end = (rng.uniform(0, big_w), rng.uniform(0, big_h))
-            pen.line((cx, cy, *end), fill=colour(), width=rng.randint(6, 28))
+            pen.line((cx, cy, *end), fill=color(), width=rng.randint(6, 28))
         elif kind == 4:
-            pen.ellipse(box, outline=colour(), width=rng.randint(6, 30))
+            pen.ellipse(box, outline=color(), width=rng.randint(6, 30))
         else:
-            pen.pieslice(box, rng.uniform(0, 180), rng.uniform(180, 360), fill=colour())
+            pen.pieslice(box, rng.uniform(0, 180), rng.uniform(180, 360), fill=color())
     return canvas.resize((width, height), Image.Resampling.BOX)

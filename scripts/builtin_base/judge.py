@@ -1,9 +1,9 @@
-"""Say which shape, colour and background a picture shows, and how good the built-in base is.
+"""Say which shape, color and background an image shows, and how good the built-in base is.
 
     python scripts/builtin_base/judge.py [--base lora_trainer/builtin/base] [--sheet FILE.png]
 
-The judge looks at pixels only and is itself judged first: on drawn pictures, on drawn
-pictures that went through the autoencoder, and on captions that belong to others.
+The judge looks at pixels only and is itself judged first: on drawn images, on drawn
+images that went through the autoencoder, and on captions that belong to others.
 Then the base draws 64 prompts that were fixed before it was trained, seeds 0 to 63. A base of
 another shape (`train_shape.py`) is judged in the same way; it has no card.
 """
@@ -25,17 +25,17 @@ from PIL import Image, ImageDraw
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from builtin_base.drawing import COLOURS, SHAPES, TEMPLATES, Scene, draw, random_scene
+from builtin_base.drawing import COLORS, SHAPES, TEMPLATES, Scene, draw, random_scene
 
 Pixels = NDArray[np.float32]
 
 MASK_SIDE = 48
-# Of a normalised mask, the root of the mean squared distance from its centre, in half sides.
+# Of a normalized mask, the root of the mean squared distance from its center, in half sides.
 MASK_SPREAD = 0.42
 TURNS = range(-16, 17, 4)  # degrees
 LEAST_OVERLAP = 0.78
-# A colour further than this from every named one (RGB, 8-bit units) is none of them.
-MOST_COLOUR_DISTANCE = 70.0
+# A color further than this from every named one (RGB, 8-bit units) is none of them.
+MOST_COLOR_DISTANCE = 70.0
 LEAST_CONTRAST = 40.0
 PROMPTS = 64
 STEPS = 30
@@ -44,72 +44,72 @@ GUIDANCE = 5.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a picture shows; `none` where it shows nothing that has a name."""
+    """What an image shows; `none` where it shows nothing that has a name."""
 
     shape: str
-    colour: str
+    color: str
     background: str
     overlap: float  # intersection over union with the best template
 
     def right(self, scene: Scene) -> tuple[bool, bool, bool]:
-        """Whether shape, colour and background are the scene's."""
-        return self.shape == scene.shape, self.colour == scene.colour, self.background == scene.background
+        """Whether shape, color and background are the scene's."""
+        return self.shape == scene.shape, self.color == scene.color, self.background == scene.background
 
 
-def judge(picture: Image.Image) -> Verdict:
-    """The verdict on a picture of one shape on a plain background."""
-    pixels = np.asarray(picture.convert("RGB"), dtype=np.float32)
+def judge(image: Image.Image) -> Verdict:
+    """The verdict on an image of one shape on a plain background."""
+    pixels = np.asarray(image.convert("RGB"), dtype=np.float32)
     backdrop = background_of(pixels)
-    background = colour_name(np.median(backdrop, axis=(0, 1)))
-    mask, colour = foreground_of(pixels, backdrop)
+    background = color_name(np.median(backdrop, axis=(0, 1)))
+    mask, color = foreground_of(pixels, backdrop)
     if mask is None:
         return Verdict("none", "none", background, 0.0)
     shape, overlap = shape_of(mask)
-    return Verdict(shape if overlap >= LEAST_OVERLAP else "none", colour_name(colour), background, overlap)
+    return Verdict(shape if overlap >= LEAST_OVERLAP else "none", color_name(color), background, overlap)
 
 
-def colour_name(colour: Pixels) -> str:
-    """The nearest named colour to an RGB value [3]."""
-    distance, name = min((float(np.linalg.norm(colour - np.array(rgb))), name) for name, rgb in COLOURS.items())
-    return name if distance <= MOST_COLOUR_DISTANCE else "none"
+def color_name(color: Pixels) -> str:
+    """The nearest named color to an RGB value [3]."""
+    distance, name = min((float(np.linalg.norm(color - np.array(rgb))), name) for name, rgb in COLORS.items())
+    return name if distance <= MOST_COLOR_DISTANCE else "none"
 
 
 def background_of(pixels: Pixels, rim: int = 5) -> Pixels:
-    """The background [H, 1, 3] behind the shape: a straight line through the rows' rim colours.
+    """The background [H, 1, 3] behind the shape: a straight line through the rows' rim colors.
 
-    Rows whose rim differs from the picture's rim are left out: there the shape reaches the edge.
+    Rows whose rim differs from the image's rim are left out: there the shape reaches the edge.
     """
     height = pixels.shape[0]
     sides = np.concatenate([pixels[:, :rim], pixels[:, -rim:]], axis=1)  # [H, 2 rim, 3]
     rows = np.median(sides, axis=1)
-    rim_colour = np.median(np.concatenate([sides.reshape(-1, 3), pixels[:rim].reshape(-1, 3)]), axis=0)
-    plain = np.linalg.norm(rows - rim_colour, axis=1) < LEAST_CONTRAST
+    rim_color = np.median(np.concatenate([sides.reshape(-1, 3), pixels[:rim].reshape(-1, 3)]), axis=0)
+    plain = np.linalg.norm(rows - rim_color, axis=1) < LEAST_CONTRAST
     if plain.sum() < height // 4:
-        return np.broadcast_to(rim_colour, (height, 1, 3)).astype(np.float32)
+        return np.broadcast_to(rim_color, (height, 1, 3)).astype(np.float32)
     y = np.arange(height, dtype=np.float32)
     slope, start = np.polyfit(y[plain], rows[plain], 1)
     return (y[:, None] * slope + start)[:, None].astype(np.float32)
 
 
 def foreground_of(pixels: Pixels, backdrop: Pixels) -> tuple[Pixels | None, Pixels]:
-    """The shape's coverage [H, W] in [0, 1] and its colour [3]; no mask where nothing stands out."""
+    """The shape's coverage [H, W] in [0, 1] and its color [3]; no mask where nothing stands out."""
     difference = pixels - backdrop
     distance = np.linalg.norm(difference, axis=2)
     contrast = float(np.quantile(distance, 0.97))
     if contrast < LEAST_CONTRAST:
         return None, np.zeros(3, np.float32)
     inside = distance > 0.8 * contrast
-    colour = np.median(pixels[inside], axis=0)
+    color = np.median(pixels[inside], axis=0)
     direction = np.median(difference[inside], axis=0)
     along = (difference @ direction) / float(direction @ direction)
-    # What lies off the line between the two colours is a third colour, not coverage.
+    # What lies off the line between the two colors is a third color, not coverage.
     off = np.linalg.norm(difference - along[..., None] * direction, axis=2)
-    return np.clip(along, 0.0, 1.0) * (off < 0.6 * contrast), colour
+    return np.clip(along, 0.0, 1.0) * (off < 0.6 * contrast), color
 
 
-def normalised(mask: Pixels) -> Pixels:
-    """The mask moved to its centre and scaled to a common spread, [MASK_SIDE, MASK_SIDE]."""
-    # A blurred edge counts half; faint stains far away would pull the centre.
+def normalized(mask: Pixels) -> Pixels:
+    """The mask moved to its center and scaled to a common spread, [MASK_SIDE, MASK_SIDE]."""
+    # A blurred edge counts half; faint stains far away would pull the center.
     mask = np.clip((mask - 0.25) * 2.0, 0.0, 1.0)
     total = mask.sum()
     if total < 1.0:
@@ -119,39 +119,39 @@ def normalised(mask: Pixels) -> Pixels:
     spread = float(np.sqrt((mask * ((y - cy) ** 2 + (x - cx) ** 2)).sum() / total))
     half = spread / MASK_SPREAD
     box = (cx - half + 0.5, cy - half + 0.5, cx + half + 0.5, cy + half + 0.5)
-    picture = Image.fromarray((mask * 255).astype(np.uint8))
+    image = Image.fromarray((mask * 255).astype(np.uint8))
     side = (MASK_SIDE, MASK_SIDE)
     coefficients = ((box[2] - box[0]) / MASK_SIDE, 0.0, box[0], 0.0, (box[3] - box[1]) / MASK_SIDE, box[1])
-    moved = picture.transform(side, Image.Transform.AFFINE, coefficients, Image.Resampling.BILINEAR)
+    moved = image.transform(side, Image.Transform.AFFINE, coefficients, Image.Resampling.BILINEAR)
     return np.asarray(moved, dtype=np.float32) / 255.0
 
 
 @cache
 def templates() -> tuple[tuple[str, ...], Pixels]:
-    """Names [N] and normalised masks [N, side, side] of every shape at every turn."""
+    """Names [N] and normalized masks [N, side, side] of every shape at every turn."""
     names, masks = [], []
     for shape in SHAPES:
         for turn in TURNS if shape not in ("circle", "ring") else (0,):
             drawn = draw(Scene(shape, "white", "black", 0.0, 0.0, 0.3, turn, 0.0, (0,) * 6))
             grey = np.asarray(drawn.convert("L"), dtype=np.float32)
             names.append(shape)
-            masks.append(normalised((grey - grey.min()) / (grey.max() - grey.min())))
+            masks.append(normalized((grey - grey.min()) / (grey.max() - grey.min())))
     return tuple(names), np.stack(masks)
 
 
 def shape_of(mask: Pixels) -> tuple[str, float]:
     """The shape whose template overlaps the mask [H, W] most, and that overlap (IoU of coverages)."""
     names, masks = templates()
-    own = normalised(mask)
+    own = normalized(mask)
     overlaps = np.minimum(masks, own).sum(axis=(1, 2)) / np.maximum(masks, own).sum(axis=(1, 2))
     best = int(overlaps.argmax())
     return names[best], float(overlaps[best])
 
 
 def shares(verdicts: list[Verdict], scenes: list[Scene]) -> dict[str, float]:
-    """Shares of right shapes, colours and backgrounds, and of pictures that are wholly right."""
+    """Shares of right shapes, colors and backgrounds, and of images that are wholly right."""
     right = np.array([verdict.right(scene) for verdict, scene in zip(verdicts, scenes, strict=True)])
-    found = dict(zip(("shape", "colour", "background"), right.mean(axis=0).tolist(), strict=True))
+    found = dict(zip(("shape", "color", "background"), right.mean(axis=0).tolist(), strict=True))
     return {**found, "wholly right": float(right.all(axis=1).mean())}
 
 
@@ -190,7 +190,7 @@ def sample(
 
 
 def decode_drawn(vae: Any, drawn: list[Image.Image], batch: int = 32) -> list[Image.Image]:
-    """The pictures after a trip through the autoencoder."""
+    """The images after a trip through the autoencoder."""
     import torch
 
     from builtin_base.train import as_tensor
@@ -200,36 +200,36 @@ def decode_drawn(vae: Any, drawn: list[Image.Image], batch: int = 32) -> list[Im
         with torch.no_grad():
             latents = vae.encode(as_tensor(drawn[start : start + batch])).latent_dist.mode()
             pixels = vae.decode(latents).sample.clamp(-1, 1).add(1).mul(127.5).round().byte()
-        decoded += [Image.fromarray(picture.permute(1, 2, 0).numpy()) for picture in pixels]
+        decoded += [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in pixels]
     return decoded
 
 
-def contact_sheet(pictures: list[Image.Image], verdicts: list[Verdict], scenes: list[Scene]) -> Image.Image:
-    """All pictures with what was asked for and, where it differs, what was seen."""
+def contact_sheet(images: list[Image.Image], verdicts: list[Verdict], scenes: list[Scene]) -> Image.Image:
+    """All images with what was asked for and, where it differs, what was seen."""
     side, foot, columns = 128, 30, 8
-    rows = -(-len(pictures) // columns)
+    rows = -(-len(images) // columns)
     sheet = Image.new("RGB", (columns * (side + 4), rows * (side + foot)), "white")
     pen = ImageDraw.Draw(sheet)
-    for i, (picture, verdict, scene) in enumerate(zip(pictures, verdicts, scenes, strict=True)):
+    for i, (image, verdict, scene) in enumerate(zip(images, verdicts, scenes, strict=True)):
         x, y = i % columns * (side + 4), i // columns * (side + foot)
-        sheet.paste(picture.resize((side, side)), (x, y))
-        pen.text((x + 2, y + side), f"{scene.colour} {scene.shape}, {scene.background}", fill="black", font_size=9)
+        sheet.paste(image.resize((side, side)), (x, y))
+        pen.text((x + 2, y + side), f"{scene.color} {scene.shape}, {scene.background}", fill="black", font_size=9)
         if not all(verdict.right(scene)):
-            seen = f"seen: {verdict.colour} {verdict.shape}, {verdict.background}"
+            seen = f"seen: {verdict.color} {verdict.shape}, {verdict.background}"
             pen.text((x + 2, y + side + 12), seen, fill="red", font_size=9)
     return sheet
 
 
 def judge_the_judge(count: int, vae: Any | None) -> dict[str, dict[str, float]]:
-    """How often the judge is right on pictures with known content, by what they are."""
+    """How often the judge is right on images with known content, by what they are."""
     rng = random.Random(30_000)
     scenes = [random_scene(rng) for _ in range(count)]
     drawn = [draw(scene) for scene in scenes]
-    verdicts = [judge(picture) for picture in drawn]
+    verdicts = [judge(image) for image in drawn]
     found = {f"the judge on {count} drawn images": shares(verdicts, scenes)}
     found["the judge on their captions, shuffled"] = shares(verdicts, rng.sample(scenes, count))
     if vae is not None:
-        decoded = [judge(picture) for picture in decode_drawn(vae, drawn)]
+        decoded = [judge(image) for image in decode_drawn(vae, drawn)]
         found["the judge on the same through the autoencoder"] = shares(decoded, scenes)
     return found
 
@@ -242,10 +242,10 @@ def show(figures: dict[str, dict[str, float]]) -> None:
 def judge_base(base: Path, count: int, sheet: Path | None) -> dict[str, dict[str, float]]:
     """The shares on the fixed prompts; writes the contact sheet when asked to."""
     prompts, scenes = fixed_prompts(count)
-    pictures = sample(base, prompts)
-    verdicts = [judge(picture) for picture in pictures]
+    images = sample(base, prompts)
+    verdicts = [judge(image) for image in images]
     if sheet:
-        contact_sheet(pictures, verdicts, scenes).save(sheet)
+        contact_sheet(images, verdicts, scenes).save(sheet)
     return {f"the base on {len(prompts)} fixed prompts": shares(verdicts, scenes)}
 
 
@@ -253,9 +253,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, default=Path("lora_trainer/builtin/base"))
     parser.add_argument("--vae", type=Path, help="an autoencoder's folder alone, before there is a whole base")
-    parser.add_argument("--drawn", type=int, default=1000, help="pictures that the judge is judged on")
+    parser.add_argument("--drawn", type=int, default=1000, help="images that the judge is judged on")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="how many of the fixed prompts, from the first")
-    parser.add_argument("--sheet", type=Path, help="write the sampled pictures with their verdicts here")
+    parser.add_argument("--sheet", type=Path, help="write the sampled images with their verdicts here")
     parser.add_argument("--card", action="store_true", help="write the model card with these figures into the base")
     args = parser.parse_args()
     folder = args.vae or args.base / "vae"
@@ -267,7 +267,7 @@ def main() -> None:
 
         vae = AutoencoderKL.from_pretrained(folder, local_files_only=True).float().eval()
         decibels = psnr(vae, seed=40_000)
-        print(f"{'the autoencoder on 128 unseen pictures':48s} {decibels:.2f} dB PSNR", flush=True)
+        print(f"{'the autoencoder on 128 unseen images':48s} {decibels:.2f} dB PSNR", flush=True)
     figures = judge_the_judge(args.drawn, vae)
     show(figures)
     if not (args.base / "model_index.json").is_file():

@@ -18,8 +18,8 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from builtin_base.draw_datasets import CAPTIONS, SUBJECTS, UNFIT, Canvas
-from builtin_base.drawing import COLOURS
-from builtin_base.judge import background_of, colour_name
+from builtin_base.drawing import COLORS
+from builtin_base.judge import background_of, color_name
 
 Pixels = NDArray[np.float32]
 
@@ -43,7 +43,7 @@ class Likeness:
 
 def subject_prompts(subject: str, count: int) -> tuple[list[str], list[str]]:
     """Prompts, and the background that each names: every one that suits the subject, in turn."""
-    backgrounds = [color for color in COLOURS if color not in UNFIT[subject]]
+    backgrounds = [color for color in COLORS if color not in UNFIT[subject]]
     named = [backgrounds[number % len(backgrounds)] for number in range(count)]
     return [CAPTIONS[1].format(name=subject, background=background) for background in named], named
 
@@ -68,7 +68,7 @@ def compare(image: Image.Image, subject: str) -> Likeness:
     """The best pose's fit to a square image, and the name of the background's color."""
     pixels = np.asarray(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BOX), np.float32)
     backdrop = background_of(pixels, rim=2)
-    name = colour_name(np.median(backdrop, axis=(0, 1)))
+    name = color_name(np.median(backdrop, axis=(0, 1)))
     behind = np.broadcast_to(backdrop, pixels.shape).transpose(2, 0, 1)
     rest = pixels.transpose(2, 0, 1) - behind
     # What a pose adds to the background; the background's shading within the subject is left out.

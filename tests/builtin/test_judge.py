@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from builtin_base.drawing import COLOURS, SHAPES, Scene, draw, random_scene
+from builtin_base.drawing import COLORS, SHAPES, Scene, draw, random_scene
 from builtin_base.judge import fixed_prompts, judge, shares
 
 COUNT = 300
@@ -36,7 +36,7 @@ def test_at_chance_on_shuffled_captions(scenes: list[Scene], drawn: list[Image.I
     found = shares([judge(image) for image in drawn], shuffled)
     # Three standard deviations around one in six and one in eight.
     assert abs(found["shape"] - 1 / len(SHAPES)) < 3 * (1 / 6 * 5 / 6 / COUNT) ** 0.5
-    assert abs(found["colour"] - 1 / len(COLOURS)) < 3 * (1 / 8 * 7 / 8 / COUNT) ** 0.5
+    assert abs(found["color"] - 1 / len(COLORS)) < 3 * (1 / 8 * 7 / 8 / COUNT) ** 0.5
     assert found["wholly right"] <= 0.02
 
 
@@ -52,7 +52,7 @@ def test_right_on_soft_images_like_those_of_a_vae(scenes: list[Scene], drawn: li
 def test_sees_nothing_in_noise_and_plain_images() -> None:
     rng = np.random.default_rng(0)
     noise = Image.fromarray(rng.integers(0, 256, (128, 128, 3), dtype=np.uint8))
-    plain = Image.new("RGB", (128, 128), COLOURS["green"])
+    plain = Image.new("RGB", (128, 128), COLORS["green"])
     assert judge(noise).shape == "none"
     assert (judge(plain).shape, judge(plain).background) == ("none", "green")
 
@@ -62,4 +62,4 @@ def test_prompts_are_fixed_and_varied() -> None:
     assert prompts[:2] == PROMPTS_START
     assert len(prompts) == len(scenes) == 64
     assert {scene.shape for scene in scenes} == set(SHAPES)
-    assert {scene.colour for scene in scenes} == {scene.background for scene in scenes} == set(COLOURS)
+    assert {scene.color for scene in scenes} == {scene.background for scene in scenes} == set(COLORS)

@@ -71,7 +71,7 @@ def write_shapes(folder: Path, count: int, side: int = 128) -> list[Path]:
         scene = random_scene(drawn)
         paths.append(folder / f"{number}.png")
         draw(scene, side, side).save(paths[-1])
-        paths[-1].with_suffix(".txt").write_text(scene.caption("a {colour} {shape} on a {background} background"))
+        paths[-1].with_suffix(".txt").write_text(scene.caption("a {color} {shape} on a {background} background"))
     return paths
 
 
