@@ -10,7 +10,7 @@ from lora_trainer.report.read import read_run
 from lora_trainer.report.targets import Target, targets_of
 from lora_trainer.report.write import render_run
 
-SEEN = {"utilisation": 0.91, "memory": 0.62, "cpu": 0.3, "system_memory": 0.5, "io_wait": 0.2}
+SEEN = {"gpu_utilization": 0.91, "memory": 0.62, "cpu": 0.3, "system_memory": 0.5, "io_wait": 0.2}
 
 
 def targets(folder: Path, **record: Any) -> dict[str, Target]:
@@ -26,11 +26,11 @@ def test_a_gpu_is_compared_with_its_targets(tmp_path):
     stalls = {"stall_seconds": {"median": 0.02}}
     found = targets(tmp_path, seen=SEEN, hardware={"device": "cuda:0"}, checkpoints=stalls)
     assert {name: (target.seen, target.met) for name, target in found.items()} == {
-        "GPU computes": ("91.0 %", True),
-        "GPU's memory, of what is allowed": ("62.0 %", False),
-        "CPU computes": ("30.0 %", True),
-        "system memory": ("50.0 %", True),
-        "CPU waits for disks": ("20.0 %", False),
+        "GPU utilization": ("91.0 %", True),
+        "GPU memory, of what is allowed": ("62.0 %", False),
+        "CPU utilization": ("30.0 %", True),
+        "system memory (RAM)": ("50.0 %", True),
+        "I/O wait": ("20.0 %", False),
         "steps wait for data": ("2.0 %", False),  # with caches 1 % is allowed
         "a checkpoint stops the steps": ("20 ms", True),
     }
@@ -40,8 +40,8 @@ def test_a_gpu_is_compared_with_its_targets(tmp_path):
 
 def test_a_cpu_and_an_older_run_have_measurements_only(tmp_path):
     assert list(targets(tmp_path, seen=SEEN, hardware={"device": "cpu"})) == [
-        "system memory",
-        "CPU waits for disks",
+        "system memory (RAM)",
+        "I/O wait",
         "steps wait for data",
     ]
     assert list(targets(tmp_path)) == ["steps wait for data"]
