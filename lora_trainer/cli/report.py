@@ -21,8 +21,10 @@ def report_command(runs: Sequence[str], output: str | None = None) -> int:
     contain no run.
     """
     # A run may be named by one of its files.
-    named = [path.parent if path.is_file() else path for path in map(Path, runs)]
-    folders = [each for folder in named for each in runs_in(folder)]
+    folders = list[Path]()
+    for folder in (path.parent if path.is_file() else path for path in map(Path, runs)):
+        inside = [] if (folder / "run.json").is_file() else sorted(path.parent for path in folder.glob("*/run.json"))
+        folders += inside or [folder]
     without_run = [folder for folder in folders if not (folder / "run.json").is_file()]
     if without_run:
         fix = "Name folders of runs, such as runs/cat, or a folder that holds runs."
@@ -36,9 +38,3 @@ def report_command(runs: Sequence[str], output: str | None = None) -> int:
     for line in lines:
         print(printable(line), file=sys.stderr)
     return DONE
-
-
-def runs_in(folder: Path) -> list[Path]:
-    """The folder itself, or the runs inside of a folder that is none; itself where it has none either."""
-    inside = sorted(path.parent for path in folder.glob("*/run.json"))
-    return [folder] if (folder / "run.json").is_file() or not inside else inside

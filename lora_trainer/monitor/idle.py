@@ -34,6 +34,7 @@ class IdleSetup:
     cached: bool = True
     compiled: bool = False
     swapped: int = 0  # blocks
+    weight_dtype: str = "bf16"  # of the frozen weights
     micro: int = 1
     samples: int = 1  # of a step in one process
     largest_micro: int | None = None
@@ -104,9 +105,8 @@ def causes_of(means: Mapping[str, float], setup: IdleSetup, clocks: Sequence[flo
     found = (
         *time_elsewhere(means),
         *waits_for_data(means, setup),
-        *system_swaps(means),
+        *swapping(means, setup),
         *cpu_bound(means, setup),
-        *swapped_blocks(means, setup),
         *slowed,
         *other_programs(means),
     )
@@ -140,12 +140,21 @@ def waits_for_data(means: Mapping[str, float], setup: IdleSetup) -> list[IdleCau
     return [IdleCause("data", what, "Put cache.dir on a faster disk, and check what else uses the CPU.")]
 
 
-def system_swaps(means: Mapping[str, float]) -> list[IdleCause]:
-    moved = means.get("swap_mb_s", 0.0)
-    if moved < SWAPPING_MB_S:
-        return []
-    what = f"the system moves {moved:.0f} MB/s between memory and swap ({means.get('system_memory', 0.0):.0%} in use)"
-    return [IdleCause("swap", what, "Close other programs, or swap fewer blocks (memory.blocks_to_swap).")]
+def swapping(means: Mapping[str, float], setup: IdleSetup) -> list[IdleCause]:
+    """By the system, and of blocks: copies do not keep the CPU busy, so with a busy thread they are not the cause."""
+    found = list[IdleCause]()
+    if (moved := means.get("swap_mb_s", 0.0)) >= SWAPPING_MB_S:
+        used = f"{means.get('system_memory', 0.0):.0%} in use"
+        what = f"the system moves {moved:.0f} MB/s between memory and swap ({used})"
+        found.append(IdleCause("swap", what, "Close other programs, or swap fewer blocks (memory.blocks_to_swap)."))
+    if setup.swapped and means.get("main_thread", 0.0) < BUSY_THREAD:
+        blocks = "1 block is" if setup.swapped == 1 else f"{setup.swapped} blocks are"
+        what = f"{blocks} swapped between CPU and GPU, and the GPU waits for the copies"
+        smaller = {"fp8": "nf4", "int8": "nf4", "nf4": ""}.get(setup.weight_dtype, "fp8")
+        setting = f"memory.weight_dtype={smaller}" if smaller else ""
+        to_do = f"Set {setting or 'a lower data.resolution'}, so that fewer blocks have to be swapped."
+        found.append(IdleCause("block_swap", what, to_do, setting))
+    return found
 
 
 def cpu_bound(means: Mapping[str, float], setup: IdleSetup) -> list[IdleCause]:
@@ -156,15 +165,6 @@ def cpu_bound(means: Mapping[str, float], setup: IdleSetup) -> list[IdleCause]:
     if not setup.compiled:
         return [IdleCause("launches", what, "Set compile.enabled=true.", "compile.enabled=true")]
     return [IdleCause("launches", what, larger_micro(setup) or "Raise train.effective_batch_size or data.resolution.")]
-
-
-def swapped_blocks(means: Mapping[str, float], setup: IdleSetup) -> list[IdleCause]:
-    if not setup.swapped or means.get("main_thread", 0.0) >= BUSY_THREAD:
-        return []
-    blocks = "1 block is" if setup.swapped == 1 else f"{setup.swapped} blocks are"
-    what = f"{blocks} swapped between CPU and GPU, and the GPU waits for the copies"
-    to_do = "Set memory.weight_dtype=fp8, so that fewer blocks have to be swapped."
-    return [IdleCause("block_swap", what, to_do, "memory.weight_dtype=fp8")]
 
 
 def throttling(means: Mapping[str, float]) -> list[IdleCause]:

@@ -17,8 +17,8 @@ from lora_trainer.monitor.events import Kind
 from lora_trainer.monitor.gpu import GPU, open_gpus, spills
 from lora_trainer.monitor.idle import IdleSetup, causes_of, clocks_of, means_of
 from lora_trainer.monitor.memory import CHECK_EVERY, GpuPool, MemoryWatch, gpu_pool, grows_in_place
-from lora_trainer.monitor.sampler import Sampler
 from lora_trainer.monitor.slowness import KNOWN, STARVED, STARVED_WITH_CACHES, Pace, paced
+from lora_trainer.monitor.system_sampler import SystemSampler
 
 FULL = 0.95  # of the GPU memory that may be used, above which it counts as full
 FRAGMENTED = 0.2  # of the GPU memory that may be used, reserved but not in use
@@ -50,7 +50,7 @@ class Watches:
         processes: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.memory, self.sampler, self.pace = MemoryWatch(), Sampler(every), Pace()
+        self.memory, self.sampler, self.pace = MemoryWatch(), SystemSampler(every), Pace()
         self._device, self._setup = device, setup or IdleSetup()
         self._every, self._processes = every, processes
         self._split: object = None

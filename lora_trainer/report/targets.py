@@ -75,7 +75,9 @@ def seen_of(run: RunReport) -> dict[str, Any]:
 def setup_of(run: RunReport) -> IdleSetup:
     """The settings that explain an idle GPU, as recorded; defaults where the record has none."""
     recorded = run.part("setup")
-    known = [field.name for field in fields(IdleSetup) if isinstance(recorded.get(field.name), int)]
+    default = IdleSetup()  # a damaged record has values of other kinds
+    kinds = {field.name: type(getattr(default, field.name) or 0) for field in fields(IdleSetup)}
+    known = [name for name, kind in kinds.items() if isinstance(recorded.get(name), kind)]
     return IdleSetup(**{name: recorded[name] for name in known})
 
 

@@ -51,7 +51,8 @@ def advice_lines(folder: Path) -> list[str]:
     run = read_run(folder)
     used = number(seen_of(run).get("gpu_utilization"))
     return [
-        f"GPU utilization {used or 0.0:.0%}: {cause}" + (f" To measure it, in {folder}: {command}" if command else "")
+        f"GPU utilization {used or 0.0:.0%}: {cause}"
+        + (f" To measure whether it helps, in {folder}: {command}" if command else "")
         for cause, command in idle_causes(run)
     ]
 
@@ -61,7 +62,9 @@ def write_comparison(folders: Sequence[Path], page: Path) -> Path:
 
     Raises as `write_report` does.
     """
-    shown = sorted(sorted(folders, key=started, reverse=True)[:MOST_COMPARED], key=folders.index)
+    started = {folder: number((read_record(folder) or {}).get("started")) or 0.0 for folder in folders}
+    newest = sorted(folders, key=started.__getitem__, reverse=True)[:MOST_COMPARED]
+    shown = [folder for folder in folders if folder in newest]
     write_text(page, render_comparison([read_run(folder) for folder in shown], failures_in(folders)))
     return page
 
@@ -69,11 +72,6 @@ def write_comparison(folders: Sequence[Path], page: Path) -> Path:
 def failures_in(folders: Sequence[Path]) -> Failures:
     """The failures of runs, by cause, from their run.json."""
     return failures_of({"name": folder.resolve().name, **(read_record(folder) or {})} for folder in folders)
-
-
-def started(folder: Path) -> float:
-    """When a run began, in seconds since 1970; 0 where its record does not say."""
-    return number((read_record(folder) or {}).get("started")) or 0.0
 
 
 def render_run(run: RunReport) -> str:

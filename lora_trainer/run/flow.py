@@ -304,6 +304,7 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
             cached=config.cache.latents,
             compiled=context.compiled is not None,
             swapped=built.swapped,
+            weight_dtype=session.choices.precision.value,
             micro=session.choices.micro,
             samples=session.choices.samples,
             largest_micro=session.choices.largest_micro,

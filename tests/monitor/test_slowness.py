@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from lora_trainer.monitor import memory, watches
 from lora_trainer.monitor.gpu import GPU
 from lora_trainer.monitor.memory import CHECK_EVERY, GpuPool
-from lora_trainer.monitor.sampler import SystemSample
 from lora_trainer.monitor.slowness import KNOWN, LASTING, UNDER_WAY, WINDOW, Change, Pace, paced
+from lora_trainer.monitor.system_sampler import SystemSample
 from lora_trainer.monitor.watches import Watches
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
@@ -14,20 +15,20 @@ from typing import Any
 from lora_trainer.monitor.gpu import GPU
 from lora_trainer.monitor.system import HostMeter
 
-SAMPLES_PER_ROW = 5  # the GPU reports the latest second or less, so a row has several samples
+SAMPLES_PER_ROW = 5  # of the GPU, which reports the latest second or less
 NEARLY = 0.99  # of an interval: threads wake up a little early or late
 
 
 @dataclass(frozen=True)
 class SystemSample:
-    """The GPUs at one moment, in the order of the local processes, and the host over `seconds` until then."""
+    """The GPUs at the end of `seconds`, in the order of the local processes; and the host since it was last read."""
 
     seconds: float
     gpus: tuple[GPU, ...]
     host: dict[str, float]
 
 
-class Sampler:
+class SystemSampler:
     """Samples in a thread of its own between `start` and `stop`; `every` is the seconds of a row, 0 samples nothing.
 
     The thread shares only a queue with the loop, so neither waits for the other.
@@ -73,14 +74,18 @@ class Sampler:
 
     def _run(self, gpus: tuple[Callable[[], GPU], ...], host: HostMeter) -> None:
         before = time.monotonic()
-        while not self._stopped.wait(self._every / SAMPLES_PER_ROW):
+        period = self._every / SAMPLES_PER_ROW if gpus else self._every
+        for number in itertools.count(1):
+            if self._stopped.wait(period):
+                return
             try:
                 seen = tuple(sample() for sample in gpus)
             except Exception:  # noqa: BLE001  a GPU that stops answering is not measured again; the run continues
                 seen = gpus = ()
             values = dict[str, float]()
-            with contextlib.suppress(Exception):  # neither may a system that reports nonsense
-                values = host.read()
+            if not gpus or number % SAMPLES_PER_ROW == 0:  # counters of the host cover the whole interval
+                with contextlib.suppress(Exception):  # a system that reports nonsense must not end the thread
+                    values = host.read()
             now = time.monotonic()
             self.add(SystemSample(now - before, seen, values))
             before = now
