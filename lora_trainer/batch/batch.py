@@ -13,12 +13,13 @@ from lora_trainer.batch.executors import executor, visible_gpus
 from lora_trainer.batch.folders import Shared, job_settings, read_root
 from lora_trainer.batch.live_table import counts, watching
 from lora_trainer.batch.summary import FILE as SUMMARY
-from lora_trainer.batch.summary import ROOT, largest_code, write_summary
+from lora_trainer.batch.summary import ROOT, job_failures, largest_code, write_summary
 from lora_trainer.batch.worker import SAFE, SHARED, WAIT_MINUTES
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError, UserError
 from lora_trainer.core.interrupt import listening
+from lora_trainer.report.failures import failure_lines
 from lora_trainer.report.record import read_record
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.caching import cache_folder
@@ -85,6 +86,9 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
         return stopped
     jobs = queue.read_jobs(path)
     console.print(f"{counts(jobs)}; details: {order.output / SUMMARY}")
+    if (failures := job_failures(jobs)).failed:
+        for line in failure_lines(failures):
+            console.print(line)
     return largest_code(jobs)
 
 

@@ -264,7 +264,9 @@ def _validate(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run; several are compared")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="folder of a run, or of several runs; several are compared"
+    )
     parser.add_argument(
         "--output",
         dest="page",
@@ -356,7 +358,8 @@ COMMANDS = {
         "write a run's HTML report again, or compare several runs",
         _add_report_arguments,
         _report_again,
-        "examples:\n  lora-trainer report runs/cat\n  lora-trainer report runs/cat runs/cat-2 --output cats.html\n",
+        "examples:\n  lora-trainer report runs/cat\n  lora-trainer report runs/cat runs/cat-2 --output cats.html\n"
+        "  lora-trainer report runs  # the newest 12, and why runs failed\n",
     ),
     "bench": Command(
         "measure training steps, data loading, memory and more",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lora_trainer.monitor.board import Board
 
 METRICS, VALIDATION, EVENTS = "metrics.jsonl", "validation.jsonl", "events.jsonl"
+SYSTEM = "system.jsonl"
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -70,7 +71,7 @@ def add_verdict(folder: Path, numbers: Mapping[str, float], markdown: str, step:
 
 
 class Trackers:
-    """The open files of one run: `metrics.jsonl`, `validation.jsonl`, `events.jsonl` and TensorBoard's folder.
+    """The open files of one run: `metrics.jsonl`, `validation.jsonl`, `system.jsonl`, `events.jsonl` and TensorBoard's folder.
 
     Rows of steps after `resume_step` are deleted, since they are written again; -1 deletes all rows.
     JSON lines wait for a disk that refuses. TensorBoard does not: it is reported once through
@@ -82,6 +83,7 @@ class Trackers:
 
         self._folder, self._say, self._step = folder, say, max(resume_step, 0)
         self._metrics, self._validation, self._events = (folder / name for name in (METRICS, VALIDATION, EVENTS))
+        self._system = folder / SYSTEM
         self._board: Board | None = None
         self.forget_after(resume_step)
         with self._optional():
@@ -102,13 +104,18 @@ class Trackers:
         append_lines(self._validation, [row])
         self._to_board("validation", [row])
 
+    def system(self, row: dict[str, Any]) -> None:
+        """Write the averages of an interval: `step`, `seconds`, and what was measured of GPUs and host."""
+        append_lines(self._system, [row])
+        self._to_board("system", [row])
+
     def event(self, event: Event) -> None:
         """Write an event."""
         append_lines(self._events, [event.to_json()])
 
     def forget_after(self, step: int) -> None:
         """Delete the rows of steps after `step`. Events stay: they did happen."""
-        for path in (self._metrics, self._validation):
+        for path in (self._metrics, self._validation, self._system):
             forget_after(path, step)
         with self._optional():
             if self._board is not None:
@@ -118,7 +125,7 @@ class Trackers:
 
     def flush(self) -> None:
         """Force the rows to the disk, so that a power cut loses none that a checkpoint covers."""
-        for path in (self._metrics, self._validation, self._events):
+        for path in (self._metrics, self._validation, self._system, self._events):
             if path.exists():
                 write_with_retry(path.name, path.parent, partial(flush_file, path))
 

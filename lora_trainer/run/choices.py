@@ -21,6 +21,7 @@ from lora_trainer.memory_plan.estimate import (
     WHOLE_STEP,
     Demand,
     choose_fit,
+    largest_micro,
     refuse_what_does_not_fit,
     usable_gib,
 )
@@ -68,6 +69,7 @@ class Choices:
     predicted: str | None = None  # the peak, on a GPU
     swapped: int = 0  # blocks swapped between CPU and GPU
     samples: int = 1
+    largest_micro: int | None = None  # that fits the GPU, if the plan knows it
 
     @property
     def layout(self) -> Layout:
@@ -162,6 +164,7 @@ def planned_choices(
         predicted,
         fit.swapped,
         demand.samples,
+        largest_micro(demand, fit),
     )
 
 

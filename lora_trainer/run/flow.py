@@ -41,9 +41,10 @@ from lora_trainer.evaluation.validation_loss import (
 from lora_trainer.export.lora_file import write_learned_tokens
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.monitor.events import Event
+from lora_trainer.monitor.idle import IdleSetup, means_of
 from lora_trainer.monitor.memory import gpu_pool, highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
-from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
+from lora_trainer.monitor.trackers import SYSTEM, VALIDATION, Trackers, read_lines
 from lora_trainer.report.curve import still_falling
 from lora_trainer.report.record import Record, read_record, write_record
 from lora_trainer.run.bases.encoder import find_encoder
@@ -158,7 +159,7 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
             reason=stop_reason(session.config.safeguards, state.control) if early else None,
             checkpoints=run.writer.summary(),
             memory=memory_summary(session.choices.device),
-            seen=run.watches.summary(),
+            seen=means_of(read_lines(order.folder / SYSTEM)) | run.watches.summary(),
         )
         if session.processes.is_main:
             record = with_sample_counts(record, session, run, state)
@@ -299,6 +300,15 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         sample=sample if ADAPTERS[config.lora.type].is_checked else None,  # diffusers reads no other file
         settings=settings,
         say=session.console.print,
+        setup=IdleSetup(
+            cached=config.cache.latents,
+            compiled=context.compiled is not None,
+            swapped=built.swapped,
+            weight_dtype=session.choices.precision.value,
+            micro=session.choices.micro,
+            samples=session.choices.samples,
+            largest_micro=session.choices.largest_micro,
+        ),
         export=export,
         withdraw=partial(withdraw_after, session.folder),
         images=images,
@@ -351,6 +361,7 @@ def with_preparation(record: Record, session: Session, run: Run) -> Record:
         pinned=record.pinned | pinned(record.config, decided_settings(session, built.attention)),
         model={**record.model, "sha256": run.settings["model"]},
         arithmetic=session.steps.to_json(),
+        setup=asdict(run.setup),
         choices=(
             *session.order.resolved.notes,
             *model_lines(session.config, session.inputs),

@@ -43,10 +43,15 @@ class Reporter:
         if self.trackers:
             self.show(progress)
 
-    def pace(self, step: int, seconds: float, waited: float, fit: object) -> None:
-        """How long the steps up to `step` took, and waited for their data; `fit` is the fallback they ran with."""
+    def pace(self, step: int, steps: int, seconds: float, waited: float, fit: object) -> None:
+        """How long each of the `steps` steps up to `step` took, and waited for its data; `fit` is their fallback.
+
+        What was sampled of the machine meanwhile is written with that step.
+        """
         if self.trackers and self.watches:
-            self.watches.check(seconds, waited, partial(self.event, step), fit)
+            row = self.watches.check(seconds, waited, partial(self.event, step), fit, steps)
+            if row is not None:
+                self.trackers.system({"step": step, **row})
 
     def flush(self) -> None:
         """Before a checkpoint: bring the rows of its steps to the disk."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from lora_trainer.config.schema import Config
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.validation_loss import ValidationLoss
+from lora_trainer.monitor.idle import IdleSetup
 from lora_trainer.monitor.watches import Watches
 from lora_trainer.optim.schedules import lr_multiplier
 from lora_trainer.training.checkpoints.writer import Writer
@@ -46,6 +47,7 @@ class Run:
         None  # write a LoRA file of a step's weights, never pruned
     )
     withdraw: Callable[[int], None] = keep_all  # delete the files that `export` wrote of steps later than this one
+    setup: IdleSetup = field(default_factory=IdleSetup)  # what explains an idle GPU
     images: RealImages = field(
         default_factory=RealImages
     )  # what the LoRA is measured with; `validate` takes those that are not trained on
@@ -53,8 +55,9 @@ class Run:
 
     @cached_property
     def watches(self) -> Watches:
-        """What watches the speed of the loop."""
-        return Watches(self.context.device, cached=self.config.cache.latents)
+        """What watches the speed of the loop, and in the main process the machine."""
+        every = self.config.run.system_every_seconds if self.processes.is_main else 0.0
+        return Watches(self.context.device, setup=self.setup, every=every, processes=self.processes.world)
 
     @property
     def checkpoints(self) -> Path:

@@ -131,3 +131,6 @@ class RunSection(Section):
         None, "changes nothing", "name of the run and its files; derived from the dataset when empty"
     )
     offline: bool = setting(False, "changes nothing", "make no network request")
+    system_every_seconds: NotNegative = setting(
+        10.0, "changes nothing", "interval of the measurements of GPU, CPU, memory and disks; 0 measures nothing"
+    )
