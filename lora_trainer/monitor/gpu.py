@@ -7,9 +7,10 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 SAMPLE_EVERY = 30.0  # seconds
 # Shares of the highest clock below which a GPU counts as throttled, if it reports a reason. Healthy GPUs reach their
@@ -61,6 +62,7 @@ def open_gpu(device: torch.device) -> Callable[[], GPU] | None:
         return None
     try:
         import pynvml
+        import torch
 
         pynvml.nvmlInit()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
