@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from itertools import groupby
 
 from lora_trainer.core.launch import CPU_VARIABLE, cpu_requested
-from lora_trainer.doctor.facts import BUILDS, Facts, PresentGpu
+from lora_trainer.doctor.facts import BUILDS, Build, MachineFacts, PresentGpu, Vendor
 from lora_trainer.doctor.lines import Lines, error, ok, warning
 
 # The least driver for every minor version of a CUDA, by NVIDIA's table of minor version compatibility.
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
 TRAINED_ON = ("cuda", "rocm")  # builds whose GPUs this program trains on
 NAMES = {"cpu": "CPU only", "cuda": "CUDA", "rocm": "ROCm", "xpu": "XPU (Intel)", "mps": "MPS (Apple)"}
-HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-MUCH_MEMORY = 1024.0  # MiB in use by others
+HIDING: Mapping[Vendor, tuple[str, ...]] = {
+    "NVIDIA": ("CUDA_VISIBLE_DEVICES",),
+    "AMD": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),  # ROCm reads both
+    "Intel": ("ZE_AFFINITY_MASK",),
+    "Apple": (),
+}
+INDEXES = {13: "cu130", 12: "cu126"}  # of PyTorch's own packages, by the CUDA that a driver runs
+MUCH_MEMORY = 2048.0  # MiB in use by others
 CAPPED = 0.9  # of the default power limit
 ON_CPU = f"set {CPU_VARIABLE}=true to train on the CPU"
 
 
-def torch_build(facts: Facts) -> Lines:
+def torch_build(facts: MachineFacts) -> Lines:
     """Whether torch can be imported, and for what it was built."""
     torch = facts.torch
     if torch.failure:
@@ -37,7 +44,7 @@ def torch_build(facts: Facts) -> Lines:
         yield warning("oneDNN", "torch was built without it", "oneDNN", "install torch from PyPI or pytorch.org")
 
 
-def gpu_in_use(facts: Facts) -> Lines:
+def gpu_in_use(facts: MachineFacts) -> Lines:
     """A GPU that is present and unused is an error, unless the CPU was requested."""
     torch, present = facts.torch, facts.usable_gpus
     if torch.failure:
@@ -49,7 +56,7 @@ def gpu_in_use(facts: Facts) -> Lines:
     elif torch.devices and torch.build in TRAINED_ON:
         names = ", ".join(f"{each.name} ({each.gib:.1f} GiB)" if each.gib else each.name for each in torch.devices)
         yield ok("device", names)
-        if len(present) > len(torch.devices) and any(name in facts.environment for name in HIDING):
+        if len(present) > len(torch.devices):
             yield ok("hidden GPUs", f"torch sees {len(torch.devices)} of {len(present)}")
     elif torch.devices:
         yield error(
@@ -67,7 +74,7 @@ def gpu_in_use(facts: Facts) -> Lines:
         yield ok("device", "the CPU; no GPU was found")
 
 
-def unused(facts: Facts, gpu: PresentGpu) -> tuple[str, str, str]:
+def unused(facts: MachineFacts, gpu: PresentGpu) -> tuple[str, str, str]:
     """Why torch does not see a GPU that is there: what was found, what is wanted, the fix."""
     torch, there = facts.torch, f"{gpu.vendor} GPU ({gpu.found_in})"
     wanted = "torch uses the GPU"
@@ -76,18 +83,16 @@ def unused(facts: Facts, gpu: PresentGpu) -> tuple[str, str, str]:
         return f"{there} without the device files of a driver", wanted, f"{fix}. Or {ON_CPU}"
     build = BUILDS[gpu.vendor]
     if torch.build != build:
-        versions = {"cuda": "cu130", "rocm": "rocm6.4", "xpu": "xpu"}
-        fix = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{versions.get(build, build)}"
+        found = f"{there}, and torch {torch.version} is built for {NAMES[torch.build]}"
         if build not in TRAINED_ON:
-            fix = f"this program trains on GPUs of NVIDIA and AMD; {ON_CPU}"
-            return f"{there}, and torch {torch.version} is built for {NAMES[torch.build]}", wanted, fix
-        return f"{there}, and torch {torch.version} is built for {NAMES[torch.build]}", wanted, f"{fix}. Or {ON_CPU}"
-    hidden = [name for name in HIDING if name in facts.environment]
+            return found, wanted, f"this program trains on GPUs of NVIDIA and AMD; {ON_CPU}"
+        return found, wanted, f"{install_command(facts, build)}. Or {ON_CPU}"
+    hidden = [name for name in HIDING[gpu.vendor] if name in facts.environment]
     if hidden:
         named = f"{hidden[0]}={facts.environment[hidden[0]]!r}"
         return f"{there}, and torch sees none: {named}", wanted, f"unset {hidden[0]}, or {ON_CPU}"
     if any(each.has_mig for each in facts.smi):
-        fix = "create an instance: sudo nvidia-smi mig -cgi 19 -C, or turn MIG off: sudo nvidia-smi -mig 0"
+        fix = "create an instance, such as sudo nvidia-smi mig -cgi 19 -C, or turn MIG off: sudo nvidia-smi -mig 0"
         return f"{there} in MIG mode, and torch sees no instance", wanted, fix
     why = f": {torch.complaint}" if torch.complaint else ""
     fix = (
@@ -98,7 +103,16 @@ def unused(facts: Facts, gpu: PresentGpu) -> tuple[str, str, str]:
     return f"{there}, and torch sees none{why}", wanted, fix
 
 
-def driver(facts: Facts) -> Lines:
+def install_command(facts: MachineFacts, build: Build) -> str:
+    """How to install torch for a GPU: for NVIDIA's the build that its driver runs."""
+    if build != "cuda":
+        return "install torch for ROCm by the command of https://pytorch.org/get-started"
+    versions = [int(number[0]) for gpu in facts.smi if (number := re.match(r"\d+", gpu.driver))]
+    cuda = next((cuda for cuda in INDEXES if all(version >= LEAST_DRIVER[cuda] for version in versions)), min(INDEXES))
+    return f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{INDEXES[cuda]}"
+
+
+def driver(facts: MachineFacts) -> Lines:
     """The NVIDIA driver against the CUDA that torch was built for."""
     nvidia = any(gpu.vendor == "NVIDIA" and gpu.has_driver for gpu in facts.gpus)
     if facts.smi_failure:
@@ -122,7 +136,7 @@ def driver(facts: Facts) -> Lines:
             yield ok("driver", f"{version}{f', CUDA {facts.torch.toolkit} of torch needs {wanted}' if wanted else ''}")
 
 
-def architectures(facts: Facts) -> Lines:
+def architectures(facts: MachineFacts) -> Lines:
     """Whether torch has code for the GPU: for its major version, or code that the driver compiles."""
     listed = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name) for name in facts.torch.architectures]
     known = [(each[1], int(each[2]), int(each[3])) for each in listed if each]
@@ -137,14 +151,14 @@ def architectures(facts: Facts) -> Lines:
             fix = "install a torch that lists the GPU, from https://pytorch.org"
             yield warning("GPU code", f"{name} is compiled by the driver at the first start", "in torch's build", fix)
         else:
-            newest = max(f"{have}.{of}" for _, have, of in known)
-            fix = "install another torch from https://pytorch.org: a newer one for a newer GPU, for an old GPU one of CUDA 12.6"
+            newest = "{}.{}".format(*max((have, of) for _, have, of in known))
+            fix = "install another torch (https://pytorch.org): a newer one for a newer GPU, one of CUDA 12.6 for an old one"
             yield error(
                 "GPU code", f"{name}, and torch's build has none for it (up to {newest})", "code for the GPU", fix
             )
 
 
-def gpu_condition(facts: Facts) -> Lines:
+def gpu_condition(facts: MachineFacts) -> Lines:
     """Persistence, power cap, memory of others, MIG and errors of memory, as nvidia-smi reports them."""
     for gpu in facts.smi:
         if gpu.has_persistence is False and facts.system.system == "Linux" and not facts.system.is_wsl:
@@ -180,17 +194,17 @@ def gpu_condition(facts: Facts) -> Lines:
         yield warning("throttling", "not known: nvidia-ml-py is not installed", "nvidia-ml-py", fix)
 
 
-def precisions(facts: Facts) -> Lines:
+def precisions(facts: MachineFacts) -> Lines:
     """Whether the GPU computes in bf16; a run uses fp16 with a loss scaler where it does not."""
     for device in facts.torch.devices if facts.torch.build in TRAINED_ON else ():
         if device.has_bf16:
             yield ok("bf16", f"{device.name} computes in bf16")
         else:
-            fix = "none: runs use fp16 with a loss scaler; memory.weight_dtype=fp16 makes it explicit"
+            fix = "nothing: runs use fp16 with a loss scaler, as with memory.weight_dtype=fp16"
             yield warning("bf16", f"{device.name} has no bf16 units", "bf16", fix)
 
 
-def right_answers(facts: Facts) -> Lines:
+def right_answers(facts: MachineFacts) -> Lines:
     """Known answers, a line for each device and precision."""
     for (device, dtype), group in groupby(facts.answers, key=lambda each: (each.device, each.dtype)):
         answers = list(group)
@@ -210,7 +224,7 @@ def right_answers(facts: Facts) -> Lines:
                 yield error(name, state, f"at most {each.allowed:.1e}", fix)
 
 
-def attention_backends(facts: Facts) -> Lines:
+def attention_backends(facts: MachineFacts) -> Lines:
     """Which backends run forward and backward; torch's own choice must."""
     if not facts.attention:
         return

@@ -7,7 +7,7 @@ from statistics import median
 
 from lora_trainer.core.disk import size_words
 from lora_trainer.core.findings import counted
-from lora_trainer.doctor.facts import Facts
+from lora_trainer.doctor.facts import MachineFacts
 from lora_trainer.doctor.lines import Lines, error, ok, warning
 from lora_trainer.doctor.run_facts import RunFacts, last_step, recent
 from lora_trainer.monitor.memory import LARGEST_SYSTEM_SHARE
@@ -21,7 +21,7 @@ GIB = 2**30
 HARMLESS = ("resumed", "signal")
 
 
-def during_lines(run: RunFacts, facts: Facts) -> Lines:
+def during_lines(run: RunFacts, facts: MachineFacts) -> Lines:
     """Everything about a run that is training now."""
     yield from progress(run)
     yield from sign_of_life(run)
@@ -73,7 +73,7 @@ def sign_of_life(run: RunFacts) -> Lines:
         yield ok("sign of life", found)
 
 
-def its_process(run: RunFacts, facts: Facts) -> Lines:
+def its_process(run: RunFacts, facts: MachineFacts) -> Lines:
     """The process, and the system's memory beside it."""
     if run.process is None:
         yield ok("process", "it holds the folder's lock; its number is not known here")
@@ -112,7 +112,7 @@ def speed(run: RunFacts) -> Lines:
         yield ok("data", f"steps wait {share:.1%} of their time")
 
 
-def gpu_use(run: RunFacts, facts: Facts) -> Lines:
+def gpu_use(run: RunFacts, facts: MachineFacts) -> Lines:
     """The GPU's load now, for a run that trains on one."""
     sample = facts.sample
     if not text(run.report.part("hardware").get("device")).startswith("cuda") or sample is None:

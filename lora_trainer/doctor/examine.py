@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lora_trainer.core.io import user_cache_folder
 from lora_trainer.doctor import devices, surroundings
-from lora_trainer.doctor.after import after_lines
-from lora_trainer.doctor.during import during_lines
-from lora_trainer.doctor.facts import Facts
-from lora_trainer.doctor.lines import Diagnosis, DoctorLine, Lines, Part
+from lora_trainer.doctor.facts import MachineFacts
+from lora_trainer.doctor.lines import Diagnosis, DoctorLine, Lines
 from lora_trainer.doctor.machine import read_machine
 from lora_trainer.doctor.measure import ask_hub, known_answers, measure_disks, read_torch, run_attention
-from lora_trainer.doctor.run_facts import RunFacts, read_run_facts, recorded_config
-from lora_trainer.doctor.this_run import Described, needs, probed_dtype, written_places
+from lora_trainer.doctor.this_run import Described, needs, written_places
 
-BEFORE: tuple[Callable[[Facts], Lines], ...] = (
+if TYPE_CHECKING:  # they load torch, which may be what is broken
+    from lora_trainer.doctor.run_facts import RunFacts
+
+BEFORE: tuple[Callable[[MachineFacts], Lines], ...] = (
     surroundings.python,
     surroundings.versions,
     surroundings.container,
@@ -39,7 +41,7 @@ BEFORE: tuple[Callable[[Facts], Lines], ...] = (
 )
 
 
-def read_facts() -> Facts:
+def read_facts() -> MachineFacts:
     """The machine and torch's devices: what is read, before anything is measured."""
     facts = replace(read_machine(), torch=read_torch())
     if facts.torch.build != "cuda" or not facts.torch.devices:
@@ -52,10 +54,12 @@ def read_facts() -> Facts:
     return replace(facts, sample=sample() if sample else None)
 
 
-def measured(facts: Facts, described: Described, *, online: bool) -> Facts:
+def measured(facts: MachineFacts, described: Described, *, online: bool) -> MachineFacts:
     """The same facts with what is measured here: answers, attention, disks, the hub."""
     offline = bool(facts.environment.get("HF_HUB_OFFLINE"))
-    attention, place = run_attention(facts.torch, probed_dtype(described.config))
+    wanted = {"fp32": "float32", "fp16": "float16"}  # every other precision computes in bf16 on a GPU
+    dtype = "" if described.config is None else wanted.get(described.config.memory.weight_dtype, "")
+    attention, place = run_attention(facts.torch, dtype)
     return replace(
         facts,
         answers=known_answers(facts.torch),
@@ -66,37 +70,35 @@ def measured(facts: Facts, described: Described, *, online: bool) -> Facts:
     )
 
 
-def before(facts: Facts, described: Described | None = None) -> tuple[DoctorLine, ...]:
+def before(facts: MachineFacts, described: Described | None = None) -> tuple[DoctorLine, ...]:
     """The lines about a machine, and about the run that is described."""
     lines = [line for check in BEFORE for line in check(facts)]
     return tuple(lines if described is None else [*lines, *needs(described, facts)])
 
 
-def examine_run(run: RunFacts, facts: Facts) -> tuple[Part, tuple[DoctorLine, ...]]:
-    """The lines about a run: during it where a live process trains it, else after it."""
-    return ("during", tuple(during_lines(run, facts))) if run.is_live else ("after", tuple(after_lines(run)))
-
-
-def diagnose(facts: Facts, described: Described, folder: Path | None, *, online: bool = False) -> Diagnosis:
+def diagnose(facts: MachineFacts, described: Described, folder: Path | None, *, online: bool = False) -> Diagnosis:
     """Measure and examine. A run's folder gives its own cache and output disks where no settings are described.
 
     Raises UsageError for a folder that holds no run.
     """
-    run = None if folder is None else read_run_facts(folder)
-    parts: list[tuple[Part, tuple[DoctorLine, ...]]] = []
     facts = measured(facts, described, online=online)
-    if run is not None and described.resolved is None and (config := recorded_config(run.report)) is not None:
-        cache = Path(config.cache.dir).expanduser() if config.cache.dir else written_places(Described())[0][1]
-        facts = replace(facts, disks=measure_disks([("cache", cache, None), ("output", run.report.folder, None)]))
-    if run is not None and run.is_live:
-        facts = beside(run, facts)
-    parts.append(("before", before(facts, described)))
-    if run is not None:
-        parts.append(examine_run(run, facts))
-    return Diagnosis(tuple(parts))
+    if folder is None or facts.torch.failure:
+        return Diagnosis((("before", before(facts, described)),))
+    from lora_trainer.doctor.after import after_lines
+    from lora_trainer.doctor.during import during_lines
+    from lora_trainer.doctor.run_facts import read_run_facts, recorded_config
+
+    run = read_run_facts(folder)
+    if described.resolved is None and (config := recorded_config(run.report)) is not None:
+        cache = Path(config.cache.dir).expanduser() if config.cache.dir else user_cache_folder()
+        facts = replace(facts, disks=measure_disks([("cache", cache, None), ("output", folder, None)]))
+    if not run.is_live:
+        return Diagnosis((("before", before(facts, described)), ("after", tuple(after_lines(run)))))
+    facts = beside(run, facts)
+    return Diagnosis((("before", before(facts, described)), ("during", tuple(during_lines(run, facts)))))
 
 
-def beside(run: RunFacts, facts: Facts) -> Facts:
+def beside(run: RunFacts, facts: MachineFacts) -> MachineFacts:
     """The machine without what the run itself uses, which is no fault: its CPUs, and the GPU's memory."""
     used = facts.system.cpus_busy if run.process_cpus is None else run.process_cpus
     system = replace(facts.system, cpus_busy=max(0.0, facts.system.cpus_busy - used))

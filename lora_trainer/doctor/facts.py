@@ -113,6 +113,7 @@ class SystemFacts:
     cpus: int = 1
     cpus_available: float = 1.0
     cpus_busy: float = 0.0
+    threads: str = ""  # that a run would use, and why
     memory: int = 0
     memory_available: int = 0
     memory_limit: int | None = None  # of the container
@@ -141,7 +142,7 @@ class HubFacts:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineFacts:
     """All of it. `versions` and `tested` are by package; `requires` are the ranges that this package declares."""
 
     system: SystemFacts = field(default_factory=SystemFacts)

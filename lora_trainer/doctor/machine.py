@@ -19,10 +19,10 @@ from pathlib import Path
 import psutil
 
 from lora_trainer.core.hardware import PACKAGES, cpu_quota
-from lora_trainer.doctor.facts import Facts, PresentGpu, SmiGpu, SystemFacts, Vendor
+from lora_trainer.doctor.facts import MachineFacts, PresentGpu, SmiGpu, SystemFacts, Vendor
 from lora_trainer.doctor.variables import VARIABLES
 from lora_trainer.monitor.system import system_memory
-from lora_trainer.training.threads import cpus_in_use
+from lora_trainer.training.threads import choose_threads, cpus_in_use
 
 VENDORS: Mapping[str, Vendor] = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
 DISPLAY, ACCELERATOR = "0x03", "0x12"  # classes of devices on the bus
@@ -37,12 +37,15 @@ UNLIMITED = 2**60  # bytes: control groups of version 1 give a number near 2^63 
 OTHER_PACKAGES = ("huggingface-hub", "tokenizers", "pydantic", "nvidia-ml-py")
 
 
-def read_machine() -> Facts:
+def read_machine() -> MachineFacts:
     """Everything but what torch reports and what is measured."""
     smi, smi_failure = ask_nvidia_smi()
-    return Facts(
+    present = present_gpus()
+    if smi and not any(gpu.vendor == "NVIDIA" and gpu.has_driver for gpu in present):  # Windows has no device files
+        present = (*(PresentGpu("NVIDIA", "nvidia-smi") for _ in smi), *present)
+    return MachineFacts(
         system=read_system(),
-        gpus=present_gpus(),
+        gpus=present,
         smi=smi,
         smi_failure=smi_failure,
         versions=installed_versions(),
@@ -62,7 +65,7 @@ def read_system() -> SystemFacts:
     with contextlib.suppress(OSError, RuntimeError):
         swap = int(psutil.swap_memory().total)
     allowed, available = system_memory()
-    limits = read_limits()
+    limits, threads = read_limits(), choose_threads(None)
     return SystemFacts(
         system=platform.system(),
         release=release,
@@ -74,6 +77,7 @@ def read_system() -> SystemFacts:
         cpus=os.cpu_count() or 1,
         cpus_available=bound if quota is None else min(float(bound), quota),
         cpus_busy=busy,
+        threads=f"{threads.count}: {threads.reason}",
         memory=int(memory.total),
         memory_available=available,
         memory_limit=min((limit for limit in (allowed, old_memory_limit()) if limit), default=None),

@@ -10,9 +10,9 @@ from packaging.version import InvalidVersion, Version
 
 from lora_trainer.core.disk import size_words
 from lora_trainer.core.findings import counted
-from lora_trainer.doctor.facts import Facts
+from lora_trainer.doctor.facts import MachineFacts
 from lora_trainer.doctor.lines import Lines, error, ok, warning
-from lora_trainer.doctor.variables import VARIABLES, ours_of
+from lora_trainer.doctor.variables import OURS, VARIABLES
 
 GIB = 2**30
 OLDEST_PYTHON = (3, 11)
@@ -28,7 +28,7 @@ SLOW_CLOCKS = ("acpi_pm", "hpet", "jiffies", "xen")
 DAY = 86_400.0
 
 
-def python(facts: Facts) -> Lines:
+def python(facts: MachineFacts) -> Lines:
     """Version and width of Python."""
     system = facts.system
     version = ".".join(map(str, system.python))
@@ -43,7 +43,7 @@ def python(facts: Facts) -> Lines:
         yield ok("python", found)
 
 
-def versions(facts: Facts) -> Lines:
+def versions(facts: MachineFacts) -> Lines:
     """Installed packages against what this package requires, and against the versions that the tests run with."""
     required = {}
     for text in facts.requires:
@@ -60,7 +60,7 @@ def versions(facts: Facts) -> Lines:
         except InvalidVersion:
             continue
         if name in required and not required[name].contains(here, prereleases=True):
-            fix = f"pip install '{name}=={facts.tested.get(name, tested)}'"
+            fix = f"pip install '{name}{f'=={tested}' if name in facts.tested else required[name]}'"
             yield error("versions", f"{name} {version}", f"{name}{required[name]}", fix)
         elif here.release[:2] != tested.release[:2]:
             other.append(f"{name} {version} (tested {tested})")
@@ -73,7 +73,7 @@ def versions(facts: Facts) -> Lines:
         yield ok("versions", f"{counted(same, 'package')} as tested")
 
 
-def container(facts: Facts) -> Lines:
+def container(facts: MachineFacts) -> Lines:
     """WSL, containers, and the CPUs and memory that they leave."""
     system = facts.system
     if system.is_wsl:
@@ -91,7 +91,7 @@ def container(facts: Facts) -> Lines:
             yield ok("container", f"{inside}: {cpus}, {memory}")
 
 
-def memory(facts: Facts) -> Lines:
+def memory(facts: MachineFacts) -> Lines:
     """The memory that this process may use, and what is free of it."""
     system, limit = facts.system, facts.memory_limit
     found = f"{limit / GIB:.1f} GiB, {system.memory_available / GIB:.1f} free, swap {system.swap / GIB:.1f}"
@@ -108,7 +108,7 @@ def memory(facts: Facts) -> Lines:
         yield ok("memory", found)
 
 
-def cpus(facts: Facts) -> Lines:
+def cpus(facts: MachineFacts) -> Lines:
     """CPUs that other programs leave free."""
     system = facts.system
     usable = system.cpus_available
@@ -117,9 +117,11 @@ def cpus(facts: Facts) -> Lines:
         yield warning("CPUs", found, "free CPUs", "close other programs: steps and their times suffer")
     else:
         yield ok("CPUs", found)
+    if system.threads:
+        yield ok("threads", system.threads)
 
 
-def disks(facts: Facts) -> Lines:
+def disks(facts: MachineFacts) -> Lines:
     """Folders of the caches and of runs: whether they can be written to, their room and their speed."""
     for disk in facts.disks:
         name, setting = f"{disk.use} disk", {"cache": "cache.dir", "output": "run.output"}.get(disk.use, "a folder")
@@ -146,14 +148,15 @@ def disks(facts: Facts) -> Lines:
             yield ok(name, speed)
 
 
-def limits(facts: Facts) -> Lines:
+def limits(facts: MachineFacts) -> Lines:
     """What the system lets one process use: open files, size of a file, address space."""
     system = facts.system
     files = system.open_files
     if files is not None and files < FEW_FILES:
-        most = "" if system.open_files_hard is None else f" (at most {system.open_files_hard})"
-        line = error if files < FEWEST_FILES else warning
-        fix = f"ulimit -n 4096{most}; for services LimitNOFILE=4096"
+        line, hard = error if files < FEWEST_FILES else warning, system.open_files_hard
+        fix = "ulimit -n 4096"
+        if hard is not None and hard < FEW_FILES:
+            fix = f"raise the hard limit of {hard}: limits.conf, LimitNOFILE=4096 of a service, or docker run --ulimit nofile=4096"
         yield line("open files", f"{files}", f"{FEW_FILES} or more", fix)
     elif files is not None or system.system == "Linux":
         yield ok("open files", "no limit" if files is None else f"{files}")
@@ -166,7 +169,7 @@ def limits(facts: Facts) -> Lines:
         yield line("address space", found, "no limit: CUDA reserves much more than it uses", "ulimit -v unlimited")
 
 
-def shared_memory(facts: Facts) -> Lines:
+def shared_memory(facts: MachineFacts) -> Lines:
     """What several processes on GPUs exchange through; docker gives 64 MiB."""
     size, gpus = facts.system.shared_memory, len(facts.torch.devices)
     if size is None:
@@ -180,7 +183,7 @@ def shared_memory(facts: Facts) -> Lines:
         yield ok("shared memory", found)
 
 
-def clock(facts: Facts) -> Lines:
+def clock(facts: MachineFacts) -> Lines:
     """A clock that is wrong, moved or slow: of the times of steps, of files, and of requests that check certificates."""
     system = facts.system
     if system.clock_shift:
@@ -203,7 +206,7 @@ def clock(facts: Facts) -> Lines:
         yield ok("clock", f"steady{f', {system.clock_source}' if system.clock_source else ''}")
 
 
-def variables(facts: Facts) -> Lines:
+def variables(facts: MachineFacts) -> Lines:
     """Each variable that is set: what it does, and what is wrong with it."""
     ours = []
     for name, value in facts.environment.items():
@@ -214,7 +217,7 @@ def variables(facts: Facts) -> Lines:
             level, effect, fix = complaint
             line = error if level == "error" else warning
             yield line(name, f"{shown}: {effect}", "not set" if "unset" in fix else "another value", fix)
-        elif value == ours_of(name):
+        elif value == OURS.get(name):
             ours.append(f"{name}={value}")
         else:
             yield ok(name, f"{shown}: {variable.does}")
@@ -222,7 +225,7 @@ def variables(facts: Facts) -> Lines:
         yield ok("set by lora-trainer", ", ".join(ours))
 
 
-def hub(facts: Facts) -> Lines:
+def hub(facts: MachineFacts) -> Lines:
     """Whether models can be downloaded; a request is made only with --online."""
     found, offline = facts.hub, facts.environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     token = "a token is there" if found.has_token else "no token: gated models, such as FLUX.1-dev, need one"
@@ -232,6 +235,6 @@ def hub(facts: Facts) -> Lines:
         yield ok("hub", f"not asked, which --online does; {token}")
     elif found.failure:
         fix = "check network, proxy and HF_ENDPOINT; without a network use --offline and local models"
-        yield warning("hub", f"{found.endpoint}: {found.failure}", "an answer", fix)
+        yield warning("hub", f"{found.failure} ({found.endpoint})", "an answer", fix)
     else:
-        yield ok("hub", f"{found.endpoint} answered in {found.seconds or 0.0:.1f} s; {token}")
+        yield ok("hub", f"answered in {found.seconds or 0.0:.1f} s ({found.endpoint}); {token}")

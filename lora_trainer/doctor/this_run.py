@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.imports import shown
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.core.launch import cpu_requested
-from lora_trainer.doctor.facts import Facts
+from lora_trainer.doctor.facts import MachineFacts
 from lora_trainer.doctor.lines import Lines, error, ok, warning
 from lora_trainer.memory_plan.estimate import GIB
 from lora_trainer.models.attention.packages import lacking
@@ -23,7 +23,6 @@ from lora_trainer.run.file_sizes import run_bytes
 from lora_trainer.run.plans.plan import Plan, make_plan
 
 OTHER_FORMATS = (".json", ".yaml", ".yml")
-PROBE_DTYPES = {"fp32": "float32", "fp16": "float16"}  # every other precision computes in bf16
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,13 @@ class Described:
         return None if self.resolved is None else self.resolved.config
 
 
-def describe_run(resolved: Resolved, facts: Facts) -> Described:
-    """Plan it for the first GPU, or without a limit on a CPU. Problems of model and data are kept, not raised."""
+def describe_run(resolved: Resolved, facts: MachineFacts) -> Described:
+    """Plan it for the first GPU, or without a limit on a CPU. Problems of model and data are kept, not raised.
+
+    Without a torch that can be imported there is no plan: some models must be traced.
+    """
+    if facts.torch.failure:
+        return Described(resolved)
     on_gpu = facts.torch.devices and facts.torch.build in ("cuda", "rocm") and not cpu_requested(facts.environment)
     gpu = facts.torch.devices[0].gib if on_gpu else None
     try:
@@ -61,11 +65,6 @@ def written_places(described: Described) -> list[tuple[str, Path, int | None]]:
     return [("cache", places[0], cached), ("output", places[1], beside)]
 
 
-def probed_dtype(config: Config | None) -> str:
-    """The precision in which attention is tested: the one set, or empty for this device's usual one."""
-    return "" if config is None else PROBE_DTYPES.get(config.memory.weight_dtype, "")
-
-
 def of_other_trainers(config: str | None, problems: Sequence[Problem]) -> tuple[Problem, ...]:
     """The problems of a config, as one where the file looks like another trainer's."""
     foreign = [problem for problem in problems if "is not a section" in problem.message]
@@ -75,15 +74,10 @@ def of_other_trainers(config: str | None, problems: Sequence[Problem]) -> tuple[
     return (Problem(found, f"lora-trainer import {config} --output mine.toml, then --config mine.toml"),)
 
 
-def settings_lines(problems: Iterable[Problem]) -> Lines:
-    """An error for each problem of the settings, the model or the data."""
-    for problem in problems:
-        yield error("settings", problem.message, "settings that a run accepts", problem.fix)
-
-
-def needs(described: Described, facts: Facts) -> Lines:
+def needs(described: Described, facts: MachineFacts) -> Lines:
     """Libraries, memory, steps and attention of the run that is described."""
-    yield from settings_lines(described.problems)
+    for problem in described.problems:
+        yield error("settings", problem.message, "settings that a run accepts", problem.fix)
     if described.resolved is None:
         return
     config = described.resolved.config
@@ -123,7 +117,7 @@ def needs(described: Described, facts: Facts) -> Lines:
         yield ok("memory of this run", found)
 
 
-def wanted_attention(resolved: Resolved, facts: Facts) -> Lines:
+def wanted_attention(resolved: Resolved, facts: MachineFacts) -> Lines:
     """The backend that the settings name, where it is one."""
     name = resolved.config.hardware.attention_backend
     if name in ("auto", "fastest") or not from_user(resolved.origin["hardware.attention_backend"]):

@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from lora_trainer.core.launch import cpu_requested
 from lora_trainer.core.quiet import SETTINGS as QUIET
-from lora_trainer.doctor.facts import Facts
+from lora_trainer.doctor.facts import MachineFacts
 
 Complaint = tuple[Literal["warning", "error"], str, str]  # level, what the value does, fix
-Judge = Callable[[str, Facts], Complaint | None]
+Judge = Callable[[str, MachineFacts], Complaint | None]
+# What lora-trainer sets when it starts, where you set nothing.
+OURS: Mapping[str, str] = {**QUIET, "MKL_CBWR": "AUTO,STRICT", "GOMP_SPINCOUNT": "1000"}
 GROUPS = {
     "GPUs": "Which GPUs a run sees, and how it starts.",
     "Finding faults": "Useful for finding a fault, slow otherwise.",
@@ -60,7 +63,7 @@ def any_value(text: str, fix: str) -> Judge:
 def among_gpus(text: str, fix: str) -> Judge:
     """A warning where the variable is on and there are several GPUs."""
 
-    def judge(value: str, facts: Facts) -> Complaint | None:
+    def judge(value: str, facts: MachineFacts) -> Complaint | None:
         several = max(len(facts.torch.devices), len(facts.smi)) > 1
         return ("warning", text, fix) if is_on(value) and several else None
 
@@ -70,15 +73,15 @@ def among_gpus(text: str, fix: str) -> Judge:
 def hides_all(name: str) -> Judge:
     """A warning where a list of GPUs names none."""
 
-    def judge(value: str, facts: Facts) -> Complaint | None:
-        if value.strip() and not value.strip().startswith("-"):
+    def judge(value: str, facts: MachineFacts) -> Complaint | None:
+        if (value.strip() and not value.strip().startswith("-")) or cpu_requested(facts.environment):
             return None
         return "warning", "it hides every GPU", f"unset {name}, or ACCELERATE_USE_CPU=true where the CPU is wanted"
 
     return judge
 
 
-def judge_threads(value: str, facts: Facts) -> Complaint | None:
+def judge_threads(value: str, facts: MachineFacts) -> Complaint | None:
     """Threads that are no number, or more than the CPUs."""
     cpus = facts.system.cpus_available
     if not value.isdigit() or not int(value):
@@ -88,7 +91,7 @@ def judge_threads(value: str, facts: Facts) -> Complaint | None:
     return None
 
 
-def judge_allocator(value: str, facts: Facts) -> Complaint | None:
+def judge_allocator(value: str, facts: MachineFacts) -> Complaint | None:
     """Settings of torch's memory pool that are no settings, or lack what a run would set."""
     parts = [part.strip() for part in value.split(",") if part.strip()]
     if wrong := [part for part in parts if ":" not in part]:
@@ -102,7 +105,7 @@ def judge_allocator(value: str, facts: Facts) -> Complaint | None:
     return None
 
 
-def judge_architectures(value: str, facts: Facts) -> Complaint | None:
+def judge_architectures(value: str, facts: MachineFacts) -> Complaint | None:
     """A list for building extensions that has no code for a GPU of this machine."""
     listed = {part.removesuffix("+PTX") for part in value.replace(";", " ").split()}
     for device in facts.torch.devices:
@@ -112,7 +115,7 @@ def judge_architectures(value: str, facts: Facts) -> Complaint | None:
     return None
 
 
-def judge_libraries(value: str, facts: Facts) -> Complaint | None:
+def judge_libraries(value: str, facts: MachineFacts) -> Complaint | None:
     """Folders of CUDA that are searched before those that torch brings."""
     if facts.torch.build != "cuda" or "cuda" not in value.lower():
         return None
@@ -123,7 +126,7 @@ def judge_libraries(value: str, facts: Facts) -> Complaint | None:
     )
 
 
-def judge_folder(value: str, facts: Facts) -> Complaint | None:
+def judge_folder(value: str, facts: MachineFacts) -> Complaint | None:
     """A folder that cannot be written to; one that does not exist yet is created."""
     place = os.path.abspath(os.path.expanduser(value))
     while not os.path.exists(place) and place != os.path.dirname(place):
@@ -131,13 +134,6 @@ def judge_folder(value: str, facts: Facts) -> Complaint | None:
     if os.path.isdir(place) and os.access(place, os.W_OK):
         return None
     return "error", f"{place} is no folder that can be written to", "name a folder of yours, or unset it"
-
-
-def judge_mkl(value: str, facts: Facts) -> Complaint | None:
-    """Another mode of MKL than the one that rounds the same everywhere in memory."""
-    if value == "AUTO,STRICT":
-        return None
-    return "warning", "a resumed run on a CPU may round differently", "unset MKL_CBWR"
 
 
 UNSET_IT = "unset it, unless you are finding a fault"
@@ -313,7 +309,11 @@ VARIABLES: Mapping[str, Variable] = {
         "how MKL rounds: its strict mode gives the same bits wherever operands start in memory",
         "never: without it a resumed run may differ in its last bits",
         "`AUTO,STRICT`",
-        judge_mkl,
+        lambda value, facts: (
+            None
+            if value == OURS["MKL_CBWR"]
+            else ("warning", "a resumed run on a CPU may round differently", "unset it")
+        ),
     ),
     "ATEN_CPU_CAPABILITY": Variable(
         "CPU",
@@ -482,11 +482,6 @@ VARIABLES: Mapping[str, Variable] = {
         judge=on_is("each start takes seconds longer", "unset it"),
     ),
 }
-
-
-def ours_of(name: str) -> str:
-    """The value that lora-trainer sets in this variable by itself when it starts; empty if it sets none."""
-    return {**QUIET, "MKL_CBWR": "AUTO,STRICT", "GOMP_SPINCOUNT": "1000"}.get(name, "")
 
 
 def environment_page() -> str:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from lora_trainer.doctor.examine import before
 from lora_trainer.doctor.facts import (
     DiskFacts,
-    Facts,
     HubFacts,
     KnownAnswer,
+    MachineFacts,
     PresentGpu,
     SmiGpu,
     SystemFacts,
@@ -48,7 +48,7 @@ SMI = SmiGpu(RTX.name, "580.95.05", 24564.0, 12.0, True, 450.0, 450.0)
 SAMPLE = GPU(utilisation=0.0, memory=0.01, celsius=35.0, watts=20.0, watts_limit=450.0, clock=210.0, clock_most=3105.0)
 DISK = DiskFacts("cache", "cache", 500 * 10**9, 10**12, 900e6, 2e9)
 # A machine that is as it should be.
-HEALTHY = Facts(
+HEALTHY = MachineFacts(
     system=SYSTEM,
     gpus=(PresentGpu("NVIDIA", "/dev/nvidia0"),),
     smi=(SMI,),
@@ -72,31 +72,31 @@ ROCM = TorchFacts("2.13.0+rocm6.4", build="rocm", toolkit="6.4", devices=(TorchD
 XPU = TorchFacts("2.13.0+xpu", build="xpu", toolkit="20250301", devices=(TorchDevice("Intel(R) Arc(TM) A770", 15.9),))
 
 
-def torch_with(**changes: object) -> Callable[[Facts], Facts]:
+def torch_with(**changes: object) -> Callable[[MachineFacts], MachineFacts]:
     return lambda facts: replace(facts, torch=replace(facts.torch, **changes))
 
 
-def system_with(**changes: object) -> Callable[[Facts], Facts]:
+def system_with(**changes: object) -> Callable[[MachineFacts], MachineFacts]:
     return lambda facts: replace(facts, system=replace(facts.system, **changes))
 
 
-def smi_with(**changes: object) -> Callable[[Facts], Facts]:
+def smi_with(**changes: object) -> Callable[[MachineFacts], MachineFacts]:
     return lambda facts: replace(facts, smi=(replace(SMI, **changes),))
 
 
-def facts_with(**changes: object) -> Callable[[Facts], Facts]:
+def facts_with(**changes: object) -> Callable[[MachineFacts], MachineFacts]:
     return lambda facts: replace(facts, **changes)
 
 
-def disk_with(**changes: object) -> Callable[[Facts], Facts]:
+def disk_with(**changes: object) -> Callable[[MachineFacts], MachineFacts]:
     return lambda facts: replace(facts, disks=(replace(DISK, **changes), *facts.disks[1:]))
 
 
-def variable(name: str, value: str) -> Callable[[Facts], Facts]:
+def variable(name: str, value: str) -> Callable[[MachineFacts], MachineFacts]:
     return lambda facts: replace(facts, environment={name: value})
 
 
-def without_gpu(facts: Facts, torch: TorchFacts, *gpus: PresentGpu, **changes: object) -> Facts:
+def without_gpu(facts: MachineFacts, torch: TorchFacts, *gpus: PresentGpu, **changes: object) -> MachineFacts:
     """A machine whose torch sees what `torch` has, with these GPUs."""
     kept = replace(facts, torch=torch, gpus=gpus, smi=(), sample=None, versions={"torch": torch.version})
     return replace(kept, **changes)
@@ -105,7 +105,7 @@ def without_gpu(facts: Facts, torch: TorchFacts, *gpus: PresentGpu, **changes: o
 NVIDIA = PresentGpu("NVIDIA", "/dev/nvidia0")
 SLOWED = replace(SAMPLE, utilisation=1.0, celsius=91.0, watts=300.0, clock=1400.0, reasons=HEAT)
 # Fault: how the healthy machine is changed. Each gives one line that is no `ok`.
-STATED: Mapping[str, Callable[[Facts], Facts]] = {
+STATED: Mapping[str, Callable[[MachineFacts], MachineFacts]] = {
     "NVIDIA GPU, torch's CPU build": lambda facts: without_gpu(facts, CPU_BUILD, NVIDIA, smi=(SMI,)),
     "NVIDIA GPU without a driver": lambda facts: without_gpu(
         facts, replace(CUDA, devices=()), PresentGpu("NVIDIA", "PCI 0000:01:00.0", has_driver=False)
@@ -115,7 +115,7 @@ STATED: Mapping[str, Callable[[Facts], Facts]] = {
         replace(CUDA, devices=()),
         NVIDIA,
         smi=(SMI,),
-        environment={"HIP_VISIBLE_DEVICES": "0", "ZE_AFFINITY_MASK": "9"},
+        environment={"CUDA_VISIBLE_DEVICES": "7"},
     ),
     "MIG without an instance": lambda facts: without_gpu(
         facts, replace(CUDA, devices=()), NVIDIA, smi=(replace(SMI, name="NVIDIA A100", has_mig=True),)
@@ -155,7 +155,7 @@ STATED: Mapping[str, Callable[[Facts], Facts]] = {
         answers=(),
         attention={},
     ),
-    "diffusers outside of its range": facts_with(versions=HEALTHY.versions | {"diffusers": "0.35.0"}, tested={}),
+    "diffusers outside of its range": facts_with(versions=HEALTHY.versions | {"diffusers": "0.35.0"}),
     "another torch than tested": facts_with(versions=HEALTHY.versions | {"torch": "2.9.1"}),
     "old Python": system_with(python=(3, 10, 12)),
     "32-bit Python": system_with(bits=32),
@@ -177,7 +177,7 @@ STATED: Mapping[str, Callable[[Facts], Facts]] = {
     "more threads than CPUs": variable("OMP_NUM_THREADS", "64"),
     "memory pool of your own": variable("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128"),
     "TF32 overridden": variable("NVIDIA_TF32_OVERRIDE", "0"),
-    "CUDA libraries of the system first": variable("LD_LIBRARY_PATH", "/usr/local/cuda/lib64"),
+    "CUDA libraries of the system first": variable("LD_LIBRARY_PATH", "cuda-12.4/lib64"),
     "extensions built for other GPUs": variable("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX"),
     "NCCL without direct copies": lambda facts: replace(
         facts, torch=replace(CUDA, devices=(RTX, RTX)), smi=(SMI, SMI), environment={"NCCL_P2P_DISABLE": "1"}
@@ -264,7 +264,7 @@ REAL = {
 }
 
 
-def faults_of(facts: Facts) -> list[DoctorLine]:
+def faults_of(facts: MachineFacts) -> list[DoctorLine]:
     """The lines of a machine that are no `ok`."""
     return [line for line in before(facts) if line.level != "ok"]
 

@@ -59,9 +59,9 @@ WARNINGS = {
 FIXES = {
     "NVIDIA GPU, torch's CPU build": "--index-url https://download.pytorch.org/whl/cu130",
     "NVIDIA GPU without a driver": "--gpus all",
-    "GPU hidden by a variable": "unset HIP_VISIBLE_DEVICES",
+    "GPU hidden by a variable": "unset CUDA_VISIBLE_DEVICES",
     "MIG without an instance": "nvidia-smi mig -cgi",
-    "AMD GPU, torch's CUDA build": "whl/rocm",
+    "AMD GPU, torch's CUDA build": "torch for ROCm",
     "Intel GPU, torch's XPU build": "ACCELERATE_USE_CPU=true",
     "driver too old for torch's CUDA": "580 or newer",
     "GPU older than torch's build": "CUDA 12.6",
@@ -69,7 +69,7 @@ FIXES = {
     "power cap": "nvidia-smi -pl 450",
     "docker's shared memory": "--shm-size",
     "slow disk": "SSD",
-    "diffusers outside of its range": "pip install 'diffusers==",
+    "diffusers outside of its range": "pip install 'diffusers==0.42.1'",
     "container with 2 GiB": "--memory 16g",
 }
 
@@ -228,9 +228,28 @@ def test_real_limits_of_a_process(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     for fault in ("few open files (ulimit -n 200)", "small files only (ulimit -f)", "a disk that refuses 8 MB"):
         assert REAL[fault][1] in lines
-    assert any(re.match(r"warning hub: http://127.0.0.1:9: \S", line) for line in lines)
-    assert "fix: ulimit -n 4096 (at most 200); for services LimitNOFILE=4096" in lines
+    assert any(re.match(r"warning hub: \S.* \(http://127.0.0.1:9\)", line) for line in lines)
+    assert any(line.startswith("fix: raise the hard limit of 200: ") for line in lines)
     assert re.fullmatch(r"\d+ errors, \d+ warnings?\. First: .+", lines[-1])
+
+
+def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
+    """Another torch is found first, and it lacks a library; settings and a folder are named, too."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.13 is missing')", encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])}
+    settings = ["--set", "model.family=sd15", "--set", f"run.output={tmp_path}", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "lora_trainer", "doctor", *settings],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "error   torch: it cannot be imported: libcudart.so.13 is missing" in done.stdout
+    assert "1 error" in done.stdout
+    assert "ok      memory: " in done.stdout, "the rest is checked all the same"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
