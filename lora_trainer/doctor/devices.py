@@ -21,6 +21,7 @@ HIDING: Mapping[Vendor, tuple[str, ...]] = {
     "Apple": (),
 }
 INDEXES = {13: "cu130", 12: "cu126"}  # of PyTorch's own packages, by the CUDA that a driver runs
+WRONG_VALUES, NOT_INSTALLED = " gives ", " is not installed"  # in sentences of models/attention/probe.py
 MUCH_MEMORY = 2048.0  # MiB in use by others
 CAPPED = 0.9  # of the default power limit
 ON_CPU = f"set {CPU_VARIABLE}=true to train on the CPU"
@@ -229,7 +230,7 @@ def attention_backends(facts: MachineFacts) -> Lines:
     if not facts.attention:
         return
     running = [name for name, failure in facts.attention.items() if failure is None]
-    failing = [failure for failure in facts.attention.values() if failure is not None]
+    failing = {name: failure for name, failure in facts.attention.items() if failure is not None}
     if facts.attention.get("sdpa") is not None:
         yield error(
             "attention",
@@ -238,5 +239,12 @@ def attention_backends(facts: MachineFacts) -> Lines:
             "set hardware.attention_backend=math, or install another torch",
         )
         return
-    rest = f"; not: {'; '.join(failing)}" if failing else ""
+    wrong = {name: failure for name, failure in failing.items() if WRONG_VALUES in failure}
+    absent = [name for name, failure in failing.items() if NOT_INSTALLED in failure]
+    others = [name for name in failing if name not in wrong and name not in absent]
+    rest = f"; do not run here: {', '.join(others)}" if others else ""
+    rest += f"; not installed: {', '.join(absent)}" if absent else ""
     yield ok("attention", f"forward and backward on {facts.attention_on}: {', '.join(running)}{rest}")
+    for name, failure in wrong.items():
+        fix = f"do not set hardware.attention_backend={name}; install another version of it"
+        yield warning("attention", failure, "right values and gradients", fix)

@@ -11,8 +11,8 @@ from lora_trainer.core.io import user_cache_folder
 from lora_trainer.doctor import devices, surroundings
 from lora_trainer.doctor.facts import MachineFacts
 from lora_trainer.doctor.lines import Diagnosis, DoctorLine, Lines
-from lora_trainer.doctor.machine import read_machine
 from lora_trainer.doctor.measure import ask_hub, known_answers, measure_disks, read_torch, run_attention
+from lora_trainer.doctor.this_machine import read_machine
 from lora_trainer.doctor.this_run import Described, needs, written_places
 
 if TYPE_CHECKING:  # they load torch, which may be what is broken

@@ -36,7 +36,7 @@ def read_torch() -> TorchFacts:
         import torch
     except (ImportError, OSError) as failure:  # OSError: a library of CUDA that cannot be loaded
         return TorchFacts(failure=first_line(failure))
-    onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    onednn = bool(torch.backends.mkldnn.is_available())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         build, toolkit = build_of(torch)

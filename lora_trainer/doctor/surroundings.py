@@ -211,16 +211,24 @@ def variables(facts: MachineFacts) -> Lines:
     ours = []
     for name, value in facts.environment.items():
         variable = VARIABLES[name]
-        shown = "is set" if variable.secret else f"{name}={value}" if len(value) < 80 else f"{name}={value[:77]}…"
+        shown = (
+            "set"
+            if variable.secret
+            else "empty"
+            if not value.strip()
+            else value
+            if len(value) < 80
+            else f"{value[:77]}…"
+        )
         complaint = variable.judge(value, facts) if variable.judge else None
         if complaint is not None:
             level, effect, fix = complaint
             line = error if level == "error" else warning
-            yield line(name, f"{shown}: {effect}", "not set" if "unset" in fix else "another value", fix)
+            yield line(name, f"{shown}, {effect}", "not set" if "unset" in fix else "another value", fix)
         elif value == OURS.get(name):
             ours.append(f"{name}={value}")
         else:
-            yield ok(name, f"{shown}: {variable.does}")
+            yield ok(name, f"{shown}, {variable.does}")
     if ours:
         yield ok("set by lora-trainer", ", ".join(ours))
 

@@ -22,6 +22,7 @@ from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.run.file_sizes import run_bytes
 from lora_trainer.run.plans.plan import Plan, make_plan
 
+LEAST_HOST = GIB // 2  # bytes that are worth a line
 OTHER_FORMATS = (".json", ".yaml", ".yml")
 
 
@@ -113,7 +114,7 @@ def needs(described: Described, facts: MachineFacts) -> Lines:
         yield error("memory of this run", found, f"at most {facts.memory_limit / GIB:.1f} GiB", fix)
     elif host > facts.system.memory_available:
         yield warning("memory of this run", found, "that much free", "close other programs")
-    else:
+    elif host > LEAST_HOST:
         yield ok("memory of this run", found)
 
 
