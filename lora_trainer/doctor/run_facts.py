@@ -89,9 +89,10 @@ def newest_change(folder: Path) -> float:
     newest = 0.0
     for place in (folder, folder / "checkpoints", folder / "samples", folder / "logs"):
         with contextlib.suppress(OSError):
-            for entry in os.scandir(place):
-                if not entry.name.startswith(".lock"):
-                    newest = max(newest, entry.stat().st_mtime)
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    if not entry.name.startswith(".lock"):
+                        newest = max(newest, entry.stat().st_mtime)
     return newest
 
 
