@@ -88,11 +88,10 @@ def newest_change(folder: Path) -> float:
     """When a file of the run was last written: of its records, checkpoints, samples and logs."""
     newest = 0.0
     for place in (folder, folder / "checkpoints", folder / "samples", folder / "logs"):
-        with contextlib.suppress(OSError):
-            with os.scandir(place) as entries:
-                for entry in entries:
-                    if not entry.name.startswith(".lock"):
-                        newest = max(newest, entry.stat().st_mtime)
+        with contextlib.suppress(OSError), os.scandir(place) as entries:
+            for entry in entries:
+                if not entry.name.startswith(".lock"):
+                    newest = max(newest, entry.stat().st_mtime)
     return newest
 
 
