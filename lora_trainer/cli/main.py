@@ -37,6 +37,8 @@ from lora_trainer.cli.check_arguments import EXAMPLES as CHECK_EXAMPLES
 from lora_trainer.cli.check_arguments import add_check_arguments, check
 from lora_trainer.cli.convert import EXAMPLES as CONVERT_EXAMPLES
 from lora_trainer.cli.convert import add_convert_arguments, convert_command
+from lora_trainer.cli.doctor import EXAMPLES as DOCTOR_EXAMPLES
+from lora_trainer.cli.doctor import add_doctor_arguments, doctor_command
 from lora_trainer.cli.errors import report_error
 from lora_trainer.cli.imports import EXAMPLES as IMPORT_EXAMPLES
 from lora_trainer.cli.imports import add_import_arguments, import_command
@@ -366,6 +368,12 @@ COMMANDS = {
         add_bench_arguments,
         bench_command,
         BENCH_EXAMPLES,
+    ),
+    "doctor": Command(
+        "check this machine, and a run before, during or after training",
+        add_doctor_arguments,
+        doctor_command,
+        DOCTOR_EXAMPLES,
     ),
     "caption": Command(
         "write captions or tags for images with a local model",

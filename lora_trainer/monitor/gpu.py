@@ -6,9 +6,10 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # Shares of the highest clock below which a GPU counts as throttled, if it reports a reason. Healthy GPUs reach their
 # power limit under load and then run at 0.7 to 0.9 of it.
@@ -58,6 +59,8 @@ def open_gpus(devices: Sequence[torch.device]) -> tuple[tuple[Callable[[], GPU],
 
     All or none of them: an average over some would be taken for that of all.
     """
+    import torch
+
     gpus = [device for device in devices if device.type == "cuda"]
     try:
         found = tuple(_from_torch(device) if torch.version.hip else _from_nvml(device) for device in gpus)
@@ -74,6 +77,7 @@ def open_gpus(devices: Sequence[torch.device]) -> tuple[tuple[Callable[[], GPU],
 def _from_nvml(device: torch.device) -> Callable[[], GPU]:
     """Raises ImportError without the package nvidia-ml-py, and whatever NVML raises."""
     import pynvml
+    import torch
 
     pynvml.nvmlInit()
     uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -83,6 +87,7 @@ def _from_nvml(device: torch.device) -> Callable[[], GPU]:
 
 def _from_torch(device: torch.device) -> Callable[[], GPU]:
     """Through torch, which asks amdsmi on an AMD GPU; that reports neither limits nor reasons for lower clocks."""
+    import torch
 
     def query(function: Callable[[torch.device], float]) -> float | None:
         try:

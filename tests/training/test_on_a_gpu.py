@@ -110,7 +110,7 @@ def test_the_gpu_reports_its_state():
     gpu_reader = open_gpu(torch.device("cuda", torch.cuda.current_device()))
     assert gpu_reader is not None
     gpu = gpu_reader()
-    assert 0.0 <= gpu.utilisation <= 1.0
+    assert 0.0 <= gpu.utilization <= 1.0
     assert 0.0 < gpu.memory <= 1.0
     assert 0.0 < gpu.celsius < 120.0
 
