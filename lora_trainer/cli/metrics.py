@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lora_trainer.cli.arguments import say
 from lora_trainer.core.errors import DONE, Problem, UsageError
+from lora_trainer.core.findings import counted
 
 EXAMPLES = "examples:\n  lora-trainer metrics runs\n  lora-trainer metrics runs --port 9477\n"
 PORT, HOST = 9477, "127.0.0.1"
@@ -42,6 +43,6 @@ def metrics_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
         message = f"{arguments.host}:{arguments.port} cannot be used ({error.strerror or error})."
         raise UsageError(Problem(message, "Use another --port or --host.")) from error
     address = f"http://{arguments.host}:{server.server_port}/metrics"
-    say(f"{address}: {len(find_runs(arguments.roots))} runs now; Ctrl+C ends it")
+    say(f"{address}: {counted(len(find_runs(arguments.roots)), 'run')} now; Ctrl+C ends it")
     threading.Event().wait()  # a signal raises
     return DONE

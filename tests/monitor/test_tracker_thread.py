@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_a_slow_tracker_gets_fewer_steps_and_every_validation() -> None:
     assert steps == sorted(steps)
     assert steps[-1] == 4 * MOST_WAITING
     assert MOST_WAITING / 4 < len(steps) <= MOST_WAITING + 1
-    gaps = {after - before for before, after in zip(steps[2:], steps[3:], strict=False)}
+    gaps = {after - before for before, after in pairwise(steps[2:])}
     assert gaps == {8}, "a coarser curve without a hole"
     assert [step for group, step in slow.shown if group == "validation"] == list(range(100, 4 * MOST_WAITING + 1, 100))
     assert lines == []
