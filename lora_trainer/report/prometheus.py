@@ -115,6 +115,6 @@ def serve_metrics(roots: Sequence[Path], host: str, port: int) -> WSGIServer:
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(RunsCollector(roots))  # type: ignore[arg-type]  # it needs no base class
-    server, _ = start_http_server(port, host, registry)
+    registry.register(RunsCollector(roots))
+    server: WSGIServer = start_http_server(port, host, registry)[0]
     return server

@@ -135,17 +135,12 @@ def run_words(words: list[str], environment: Mapping[str, str], seconds: float) 
         output, _ = process.communicate(timeout=seconds)
         return f"exit code {process.returncode}", output[-MOST_OUTPUT:]
     except subprocess.TimeoutExpired:
-        end_group(process)
+        with suppress(ProcessLookupError, PermissionError):  # it and those that it started
+            if os.name == "posix":
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.kill()
         with suppress(subprocess.TimeoutExpired):  # a program that it started may keep the pipe open
             output, _ = process.communicate(timeout=1.0)
             return f"ended at run.command_seconds={seconds:g}", output[-MOST_OUTPUT:]
         return f"ended at run.command_seconds={seconds:g}", ""
-
-
-def end_group(process: subprocess.Popen[str]) -> None:
-    """End a program and those that it started."""
-    with suppress(ProcessLookupError, PermissionError):
-        if os.name == "posix":
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.options import suited
-from lora_trainer.config.schema import Config, GatesSection
+from lora_trainer.config.schema import GatesSection
 from lora_trainer.core.disk import FULL, Patience, patient, refusal, write_with_retry
 from lora_trainer.core.errors import (
     DONE,
@@ -110,7 +110,8 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
         refuse_unmeasured(resolved.config.gates)
     if not dry_run:
         refuse_missing_attention(resolved)
-        refuse_missing_programs(resolved.config)
+        if problems := [*missing_libraries(resolved.config.run.trackers), *wrong_commands(resolved.config.run)]:
+            raise UsageError(problems)
     announce(resolved.config, console)
     found = None if dry_run else claim(order)
     if found is not None and is_finished(found) and not asks_for_more(order, found):
@@ -206,12 +207,6 @@ def refuse_unmeasured(gates: GatesSection) -> None:
         message = f"gates.lora is {gates.lora:g}, but gates.lora_check=off measures no score."
         fix = "Set gates.lora_check=lite or full, or gates.lora=0, or use `train`, which enforces no gate."
         raise UsageError(Problem(message, fix))
-
-
-def refuse_missing_programs(config: Config) -> None:
-    """Raise UsageError, before anything is loaded, for trackers that are not installed and commands that cannot be run."""
-    if problems := [*missing_libraries(config.run.trackers), *wrong_commands(config.run)]:
-        raise UsageError(problems)
 
 
 def refuse_data(inputs: Inputs, *, enforce_gates: bool) -> None:

@@ -19,7 +19,10 @@ class UpdateSizes:
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         """`weights` are the fp32 masters by parameter name; a parameter belongs to the module before `.lora_` or its last dot."""
-        self._before = {name: kept_copy(value) for name, value in weights.items()}
+        self._before = {
+            name: torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda).copy_(value.detach())
+            for name, value in weights.items()
+        }
 
     @torch.no_grad()
     def measure(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
@@ -42,11 +45,6 @@ class UpdateSizes:
             both[0] += change
             both[1] += size
         return {module: (change / size) ** 0.5 for module, (change, size) in sums.items() if size > 0}
-
-
-def kept_copy(value: Tensor) -> Tensor:
-    """A copy on the CPU, pinned where it comes from a GPU."""
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda).copy_(value.detach())
 
 
 def module_of(name: str) -> str:

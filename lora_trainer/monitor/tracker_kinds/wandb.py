@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import netrc
 import os
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -93,7 +94,7 @@ class WandbRun(Tracker):
     def finish(self, ending: RunEnding) -> None:
         self._shown.summary.update({"status": ending.status, **{f"score/{k}": v for k, v in ending.scores.items()}})
         if self._run.uploads_files and ending.files:
-            artifact = self._wandb.Artifact(artifact_name(self._run.name), type="model")
+            artifact = self._wandb.Artifact(re.sub(r"[^\w.-]", "-", self._run.name, flags=re.ASCII)[:128], type="model")
             for path in ending.files:
                 artifact.add_file(str(path), name=path.relative_to(self._run.folder).as_posix(), policy="immutable")
             self._shown.log_artifact(artifact)
@@ -114,8 +115,3 @@ def identity_of(run: TrackedRun) -> str:
     identity = uuid.uuid4().hex[:12]
     write_json(path, {"id": identity})
     return identity
-
-
-def artifact_name(name: str) -> str:
-    """A name that W&B accepts: letters, digits, dots, dashes and underscores."""
-    return "".join(each if each.isascii() and (each.isalnum() or each in "._-") else "-" for each in name)[:128]
