@@ -44,6 +44,8 @@ from lora_trainer.cli.imports import EXAMPLES as IMPORT_EXAMPLES
 from lora_trainer.cli.imports import add_import_arguments, import_command
 from lora_trainer.cli.inspect import EXAMPLES as INSPECT_EXAMPLES
 from lora_trainer.cli.inspect import add_inspect_arguments, inspect_command
+from lora_trainer.cli.metrics import EXAMPLES as METRICS_EXAMPLES
+from lora_trainer.cli.metrics import add_metrics_arguments, metrics_command
 from lora_trainer.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from lora_trainer.cli.plan import add_plan_arguments, plan_command
 from lora_trainer.cli.sample_arguments import EXAMPLES as SAMPLE_EXAMPLES
@@ -362,6 +364,12 @@ COMMANDS = {
         _report_again,
         "examples:\n  lora-trainer report runs/cat\n  lora-trainer report runs/cat runs/cat-2 --output cats.html\n"
         "  lora-trainer report runs  # the newest 12, and why runs failed\n",
+    ),
+    "metrics": Command(
+        "serve the newest numbers of all runs on this computer to Prometheus",
+        add_metrics_arguments,
+        metrics_command,
+        METRICS_EXAMPLES,
     ),
     "bench": Command(
         "measure training steps, data loading, memory and more",

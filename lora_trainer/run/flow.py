@@ -44,9 +44,10 @@ from lora_trainer.monitor.events import Event
 from lora_trainer.monitor.idle import IdleSetup, means_of
 from lora_trainer.monitor.memory import gpu_pool, highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
+from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.monitor.trackers import SYSTEM, VALIDATION, Trackers, read_lines
 from lora_trainer.report.curve import still_falling
-from lora_trainer.report.record import Record, read_record, write_record
+from lora_trainer.report.record import BEFORE_AFTER, Record, read_record, write_record
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import silent
 from lora_trainer.run.caching import cache_folder, cached_data, measured_images
@@ -73,7 +74,7 @@ from lora_trainer.run.release import (
     withdraw_after,
 )
 from lora_trainer.run.room import room_for
-from lora_trainer.run.sampling import draw_comparison
+from lora_trainer.run.sampling import draw_comparison, shown_images
 from lora_trainer.run.session import Session, fill, open_session, with_found_micro, with_generated_images
 from lora_trainer.run.start import class_image_settings, find_start, fixed_settings, refuse_other_class_images
 from lora_trainer.run.uncached import fresh_latents
@@ -103,9 +104,9 @@ class Outcome:
     signal_exit: int | None = None
 
 
-def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
+def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerThreads) -> Outcome:
     """Train and release one LoRA in the order's folder. Raises UserError."""
-    session = open_session(order, inputs)
+    session = replace(open_session(order, inputs), threads=threads)
     check_lora_files(session.config, inputs.family, inputs.facts)
     if (encoder := find_encoder(session.config, say=session.console.print)) is not None:
         load_encoder(encoder.path, torch.device("cpu"))  # which refuses another kind of model before it is needed
@@ -432,7 +433,7 @@ def open_trackers(session: Session, start: Checkpoint | None, changed: Sequence[
         yield None
         return
     with contextlib.closing(
-        Trackers(session.folder, resume_step=start.state.step if start else -1, say=session.console.print)
+        Trackers(session.folder, resume_step=start.state.step if start else -1, threads=session.threads)
     ) as trackers:
         if start:
             message = "; ".join([f"resumed at step {start.state.step}", *changed])
@@ -507,6 +508,7 @@ def check_lora(
     except MACHINE_FAILURES as error:  # the LoRA is whole and checked
         console.print(f"the before/after images could not be drawn: {first_line(error)}")
         return Outcome(record, report, None)
+    session.threads.call("images", step, shown_images(session.folder, BEFORE_AFTER, with_base=True))
     files = {**record.files, "before_after": comparison.relative_to(session.folder).as_posix()}
     return Outcome(replace(record, files=files), report, comparison)
 

@@ -1,5 +1,5 @@
 """What happens after each step, in this order: the processes agree on a fallback, metrics, a check of the weights,
-validation, export, checkpoint, sample images.
+validation, how much the weights changed, export, checkpoint, sample images.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run, is_due, is_regular
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.stopping import Stopping
+from lora_trainer.training.update_sizes import UpdateSizes
 from lora_trainer.training.validation import validate
 
 Hook = Callable[[TrainState], TrainState]  # the state after a step -> the state after the hook
@@ -39,6 +40,10 @@ class Due:
         due = self.run.sample is not None and is_due(self.run.config.sample.every_n_steps, state.step)
         return due and not self.stopping.is_last(state)
 
+    def whole_weights(self, state: TrainState) -> bool:
+        """Whether something that must be whole is made of the weights: they are checked before, and measured."""
+        return self.checkpoint(state) or self.validation(state)
+
     def checkpoint(self, state: TrainState) -> bool:
         return self.stopping.is_last(state) or self.samples(state) or is_regular(self.run, state.step)
 
@@ -52,12 +57,12 @@ def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporte
         return replace(state, fit=agree_across_processes(run, state.fit, state.step, reporter))
 
     def read_metrics(state: TrainState) -> TrainState:
-        weights_are_used = due.checkpoint(state) or due.export(state) or due.validation(state)
+        weights_are_used = due.whole_weights(state) or due.export(state)
         return metrics.flush(state) if weights_are_used or metrics.are_due(state) else state
 
     def check_weights(state: TrainState) -> TrainState:
         nonlocal seconds_of_check
-        needed = due.checkpoint(state) or due.validation(state)
+        needed = due.whole_weights(state)
         seconds_of_check = check_weights_are_finite(run, state, reporter) if needed else 0.0
         return state
 
@@ -81,4 +86,26 @@ def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporte
             sample(state)
         return state
 
-    return agree_on_fallback, read_metrics, check_weights, validation, export_weights, checkpoint, draw_samples
+    return (
+        agree_on_fallback,
+        read_metrics,
+        check_weights,
+        validation,
+        update_sizes_hook(run, due, reporter),
+        export_weights,
+        checkpoint,
+        draw_samples,
+    )
+
+
+def update_sizes_hook(run: Run, due: Due, reporter: Reporter) -> Hook:
+    """A hook that shows how much the weights changed since its last time, where a tracker shows it."""
+    weights = run.context.adapter.masters
+    sizes = UpdateSizes(weights) if reporter.shows_update_sizes else None
+
+    def update_sizes(state: TrainState) -> TrainState:
+        if sizes is not None and due.whole_weights(state):
+            reporter.update_sizes(state.step, sizes.measure(weights))
+        return state
+
+    return update_sizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,16 @@ class Reporter:
         if self.trackers:
             self.trackers.validation(row)
             self.say(line)
+
+    @property
+    def shows_update_sizes(self) -> bool:
+        """Whether a tracker shows how much the weights change."""
+        return self.trackers is not None and bool(self.trackers.threads)
+
+    def update_sizes(self, step: int, sizes: Mapping[str, float]) -> None:
+        """How much each module's weights changed, relative to their size."""
+        if self.trackers and sizes:
+            self.trackers.update_sizes(step, sizes)
 
     def event(self, step: int, kind: Kind, message: str) -> None:
         """Something that happened after `step`: logged, and kept in events.jsonl and the record."""

@@ -57,6 +57,7 @@ from lora_trainer.config.schema.types import (
     Share,
     Side,
     TimestepSamplingName,
+    TrackerName,
     WeightingName,
 )
 
@@ -106,6 +107,7 @@ __all__ = [
     "TextEncoderSection",
     "TextualInversionSection",
     "TimestepSamplingName",
+    "TrackerName",
     "TrainSection",
     "ValidationSection",
     "WeightingName",
