@@ -101,7 +101,7 @@ def search_with(arguments: argparse.Namespace, presets: list[Layer], user: list[
     from lora_trainer.batch.folders import Shared
     from lora_trainer.run.order import plain_console
     from lora_trainer.search.confirm import Confirmation
-    from lora_trainer.search.search import SearchOrder, run_search
+    from lora_trainer.search.searching import SearchOrder, run_search
 
     wanted = None if arguments.confirm is None else Confirmation(arguments.confirm, tuple(arguments.confirm_data))
     order = SearchOrder(

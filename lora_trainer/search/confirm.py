@@ -45,7 +45,7 @@ class Confirmation:
 
 
 @dataclass(frozen=True)
-class Pair:
+class ConfirmedPair:
     """Both settings, trained with the same seed and measured on the same images; None for a run that failed.
 
     `gain` is how much better the best setting is, above 0 whichever way the objective counts. `measured_before` of the
@@ -68,20 +68,13 @@ class Confirmed:
     outcome: str  # proven, tied, worse or unmeasured
     text: str
     where: str
-    pairs: tuple[Pair, ...]
+    pairs: tuple[ConfirmedPair, ...]
     mean: float | None = None
     low: float | None = None
     high: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def check_confirmation(wanted: Confirmation) -> None:
-    """Raise UsageError for a number of pairs that gives no interval."""
-    if not FEWEST_PAIRS <= wanted.pairs <= MOST_PAIRS:
-        message = f"--confirm is {wanted.pairs}, must be {FEWEST_PAIRS} to {MOST_PAIRS}."
-        raise UsageError(Problem(message, "Each pair trains two runs; 3 to 5 are usual."))
 
 
 def confirm(
@@ -102,7 +95,7 @@ def confirm(
     console.print(
         f"confirming trial {best.number} against the default setting: {counted(wanted.pairs, 'pair')}, new seeds, {where}"
     )
-    families, pairs = kept_families(FAMILIES), list[Pair]()
+    families, pairs = kept_families(FAMILIES), list[ConfirmedPair]()
     for number, (split_seed, shared) in enumerate(splits, 1):
         values = values_layer("--confirm", {"train.seed": plan.seed + number, "validation.split_seed": split_seed})
         ends: dict[str, TrialEnd] = {}
@@ -151,16 +144,16 @@ def other_splits(plan: SearchPlan, inputs: Inputs, count: int, measured: set[str
     return sorted(sorted(found, key=lambda each: each[1])[:count])
 
 
-def pair_of(plan: SearchPlan, number: int, split_seed: int, shared: int, ends: dict[str, TrialEnd]) -> Pair:
+def pair_of(plan: SearchPlan, number: int, split_seed: int, shared: int, ends: dict[str, TrialEnd]) -> ConfirmedPair:
     best, default = (ends[arm].value for arm in ARMS)
     gain = None
     if best is not None and default is not None:
         gain = best - default if plan.maximizes else default - best
     reason = " ".join(f"{arm}: {end.reason}" for arm, end in ends.items() if end.reason)
-    return Pair(plan.seed + number, split_seed, shared, best, default, gain, reason)
+    return ConfirmedPair(plan.seed + number, split_seed, shared, best, default, gain, reason)
 
 
-def compare_pairs(pairs: Sequence[Pair], plan: SearchPlan, where: str) -> Confirmed:
+def compare_pairs(pairs: Sequence[ConfirmedPair], plan: SearchPlan, where: str) -> Confirmed:
     """The mean gain of the pairs that have both results, with Student's 95 % interval."""
     gains = [pair.gain for pair in pairs if pair.gain is not None]
     of = f"of {counted(len(gains), 'pair')} with new seeds on {where}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from lora_trainer.run.inputs import read_inputs
 from lora_trainer.run.messages import announce
 from lora_trainer.run.order import make_order, run_folder
 from lora_trainer.run.train import refuse_data, train
-from lora_trainer.training.steering import Measured, Steering
+from lora_trainer.training.steering import RegularValidation, Steering
 
 FILE = "lr.json"
 RUN = "run"  # its folder, which is deleted at the end
@@ -112,7 +112,8 @@ def run_range_test(order: RangeOrder, console: Console) -> int:
             result = train(replace(make_order(settings, console=console), steering=steering_of(order)))
             if result.exit_code != DONE:
                 raise Stopped(result.exit_code)
-            points = read_points(order, run)
+            rows = [row for row in read_lines(run / VALIDATION) if row.get("loss") is not None]
+            points = [RangePoint(row["step"], order.lr(max(0, row["step"] - 1)), row["loss"]) for row in rows]
             losses = [(row["step"], row["loss"]) for row in read_lines(run / METRICS) if row.get("loss") is not None]
         finally:
             shutil.rmtree(run, ignore_errors=True)
@@ -198,19 +199,12 @@ def range_settings(order: RangeOrder, console: Console) -> Resolved:
 def steering_of(order: RangeOrder) -> Steering:
     """The growing learning rate, until the loss is far above the one before training."""
 
-    def end(seen: Measured) -> str:
+    def end(seen: RegularValidation) -> str:
         if not math.isfinite(seen.loss) or (seen.base is not None and seen.loss > DIVERGED * seen.base):
             return f"the validation loss is {seen.loss:.4g} at a learning rate of {order.lr(seen.step - 1):.2g}: it diverged"
         return ""
 
     return Steering(end=end, lr=order.lr)
-
-
-def read_points(order: RangeOrder, run: Path) -> list[RangePoint]:
-    """The validations of the run with a finite loss; the first is before training."""
-    rows: Sequence[Mapping[str, Any]] = read_lines(run / VALIDATION)
-    known = [row for row in rows if isinstance(row.get("loss"), float) and math.isfinite(row["loss"])]
-    return [RangePoint(row["step"], order.lr(max(0, row["step"] - 1)), row["loss"]) for row in known]
 
 
 def read_curve(points: Sequence[RangePoint]) -> RangeResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,12 +120,3 @@ def preset_text(
     sections["evidence"] = dict.fromkeys(best.values, evidence)
     comment = "".join(f"# {line}".rstrip() + "\n" for line in lines)
     return f"{comment}\n{tomli_w.dumps(sections)}"
-
-
-def repeat_command(folder: Path, best: TrialRow) -> str:
-    """Trains the best trial again, in a folder of its own."""
-    config = folder / TRIALS / best.name / "config.toml"
-    name = f"{folder.name}-best"
-    return shlex.join(
-        ["lora-trainer", "train", "--config", str(config), "--output", str(folder.parent), "--name", name]
-    )

@@ -14,9 +14,10 @@ from lora_trainer.core.io import write_text
 from lora_trainer.monitor.progress import duration
 from lora_trainer.report import FILE
 from lora_trainer.report.write import render
-from lora_trainer.search.outcome import PRESET, repeat_command
+from lora_trainer.search.outcome import PRESET
 from lora_trainer.search.space import describe
 from lora_trainer.search.study import SearchPlan, TrialRow, best_trial, read_trials
+from lora_trainer.search.trials import TRIALS
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -47,7 +48,13 @@ def write_page(folder: Path, study: Study, plan: SearchPlan, document: Mapping[s
         tone="bad" if best is None else TONES[confirmed["outcome"]] if confirmed else "open",
         figures=tiles(document, rows),
         **words_for(folder, plan, document, best),
-        pairs=pair_rows(confirmed) if confirmed else [],
+        pairs=[
+            {
+                **pair,
+                **{name: "–" if pair[name] is None else f"{pair[name]:.4g}" for name in ("best", "default", "gain")},
+            }
+            for pair in (confirmed or {"pairs": []})["pairs"]
+        ],
         plots=plots,
         no_plots=NO_PLOTLY if not scripts_of_plots() else "There are plots when two trials are complete.",
         settings=[each.setting for each in plan.space],
@@ -71,6 +78,8 @@ def words_for(folder: Path, plan: SearchPlan, document: Mapping[str, Any], best:
             " Whether it is better than the default setting is not known: run the same command with --confirm 3."
         )
     defaults = document["default_values"]
+    config, name = folder / TRIALS / best.name / "config.toml", f"{folder.name}-best"
+    again = ["lora-trainer", "train", "--config", str(config), "--output", str(folder.parent), "--name", name]
     return {
         "headline": HEADLINES[confirmed["outcome"]].format(best.number)
         if confirmed
@@ -82,7 +91,7 @@ def words_for(folder: Path, plan: SearchPlan, document: Mapping[str, Any], best:
             if each.setting in best.values
         ],
         "use": f"lora-trainer train --config {shlex.quote(str(folder / PRESET))}",
-        "again": repeat_command(folder, best),
+        "again": shlex.join(again),
     }
 
 
@@ -105,14 +114,6 @@ def tiles(document: Mapping[str, Any], rows: list[TrialRow]) -> list[dict[str, s
             }
         )
     return found
-
-
-def pair_rows(confirmed: Mapping[str, Any]) -> list[dict[str, Any]]:
-    numbers = ("best", "default", "gain")
-    return [
-        {**pair, **{name: "–" if pair[name] is None else f"{pair[name]:.4g}" for name in numbers}}
-        for pair in confirmed["pairs"]
-    ]
 
 
 def page_row(row: TrialRow, plan: SearchPlan, best: TrialRow | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +105,14 @@ def read_space(path: Path) -> Space:
 def read_parameter(path: Path, setting: str, table: Any) -> Parameter:
     """One table of the file. Raises UsageError with everything that is wrong in it."""
     where, problems = f"{path}: {setting}", list[Problem]()
-    section = setting.partition(".")[0]
+    section, _, key = setting.partition(".")
     if (
         isinstance(table, dict)
         and not set(table) & set(KEYS)
         and any(isinstance(each, dict) for each in table.values())
     ):
-        key = next(iter(table))
-        fix = f'The name needs quotes, since it has a dot: [parameters."{setting}.{key}"].'
+        inner = next(iter(table))
+        fix = f'The name needs quotes, since it has a dot: [parameters."{setting}.{inner}"].'
         raise UsageError(Problem(f"{where} is not a table of one setting.", fix))
     if setting not in setting_names():
         homes = homes_of(setting.rpartition(".")[2])
@@ -127,20 +127,24 @@ def read_parameter(path: Path, setting: str, table: Any) -> Parameter:
         raise UsageError(
             [*problems, Problem(f"{where} is not a table.", "It needs `type`, `low` and `high`, or `choices`.")]
         )
-    for key in sorted(table.keys() - set(KEYS)):
-        problems.append(Problem(f"{where}.{key} is not known.", nearest(key, KEYS)))
-    when, choices, numbers = read_condition(where, table, problems), read_choices(where, table, problems), {}
+    unknown = sorted(table.keys() - set(KEYS))
+    problems.extend(Problem(f"{where}.{each} is not known.", nearest(each, KEYS)) for each in unknown)
+    when, choices, numbers = table.get("when", {}), read_choices(where, table, problems), {}
+    if not isinstance(when, dict):
+        problems.append(Problem(f"{where}.when must be a table.", 'For example: when = {"optimizer.name" = "adamw"}.'))
     if "choices" in table:
-        for key in sorted(table.keys() & {"type", "low", "high", "log", "step"}):
-            problems.append(Problem(f"{where} has choices and {key}.", f"Remove {key}, or the choices."))
+        both = sorted(table.keys() & {"type", "low", "high", "log", "step"})
+        problems.extend(Problem(f"{where} has choices and {each}.", f"Remove {each}, or the choices.") for each in both)
     else:
         numbers = read_range(where, table, problems)
     if not problems:
         ends = choices or (numbers["low"], numbers["high"])
-        problems.extend(wrong_values(path, setting, ends))
+        for value in ends:
+            valid_settings(Layer(str(path), {section: {key: value}}), problems)
     if problems:
-        raise UsageError(problems)
-    return Parameter(setting, choices=choices, when=when, **numbers)
+        raise UsageError(dict.fromkeys(problems))
+    conditions = {name: tuple(values if isinstance(values, list) else [values]) for name, values in when.items()}
+    return Parameter(setting, choices=choices, when=conditions, **numbers)
 
 
 def read_choices(where: str, table: Mapping[str, Any], problems: list[Problem]) -> tuple[Scalar, ...]:
@@ -186,23 +190,6 @@ def read_range(where: str, table: Mapping[str, Any], problems: list[Problem]) ->
         message = f"{where}: step is {shown(step)}, must be above 0 and at most high - low = {shown(high - low)}."
         problems.append(Problem(message, ""))
     return {"low": low, "high": high, "log": log, "step": step, "whole": kind == "int"}
-
-
-def read_condition(where: str, table: Mapping[str, Any], problems: list[Problem]) -> dict[str, tuple[Scalar, ...]]:
-    when = table.get("when", {})
-    if not isinstance(when, dict):
-        problems.append(Problem(f"{where}.when must be a table.", 'For example: when = {"optimizer.name" = "adamw"}.'))
-        return {}
-    return {name: tuple(values if isinstance(values, list) else [values]) for name, values in when.items()}
-
-
-def wrong_values(path: Path, setting: str, values: Sequence[Scalar]) -> list[Problem]:
-    """What the schema says against values of a setting."""
-    section, _, key = setting.partition(".")
-    problems: list[Problem] = []
-    for value in values:
-        valid_settings(Layer(str(path), {section: {key: value}}), problems)
-    return list(dict.fromkeys(problems))
 
 
 def wrong_conditions(path: Path, found: Mapping[str, Parameter], named: set[str]) -> Iterator[Problem]:
@@ -256,12 +243,8 @@ def grid_of(space: Space) -> list[dict[str, Scalar]]:
     return rows
 
 
-def space_to_json(space: Space) -> list[dict[str, Any]]:
-    return [asdict(each) for each in space]
-
-
 def space_from_json(document: Sequence[Mapping[str, Any]]) -> Space:
-    """The inverse of `space_to_json`, after JSON made lists of its tuples."""
+    """The parameters from their fields, after JSON made lists of tuples."""
     return tuple(
         Parameter(
             **{

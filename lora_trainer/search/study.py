@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +21,7 @@ from lora_trainer.batch.queue import MOST_DEATHS, is_dead, this_process
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.randomness import position_key, position_uniform
-from lora_trainer.search.space import Parameter, Scalar, Space, describe, grid_of, space_from_json, space_to_json
+from lora_trainer.search.space import Parameter, Scalar, Space, describe, grid_of, space_from_json
 
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalChoiceType
@@ -70,7 +70,7 @@ class SearchPlan:
             name: getattr(self, name)
             for name in ("sampler", "pruner", "objective", "seed", "settings", "for_trials", "defaults")
         }
-        return {**plain, "space": space_to_json(self.space), "shared": self.shared.to_json()}
+        return {**plain, "space": [asdict(each) for each in self.space], "shared": self.shared.to_json()}
 
 
 def plan_from_json(document: Mapping[str, Any]) -> SearchPlan:
@@ -200,7 +200,10 @@ def claim_trial(folder: Path, study: Study, plan: SearchPlan) -> Trial | None:
         if number >= study.user_attrs["trials"]:
             return None
         if plan.sampler == "grid" and not waiting:
-            study.enqueue_trial(shuffled_grid(plan)[number])
+            # In an order that depends on the seed: the first of them are spread over the grid.
+            rows = grid_of(plan.space)
+            rows.sort(key=lambda row: position_uniform(plan.seed, "grid", *map(str, row.values())))
+            study.enqueue_trial(rows[number])
         return hold(plan, study.ask())
 
 
@@ -226,12 +229,6 @@ def suggest(trial: Trial, parameter: Parameter) -> CategoricalChoiceType:
     if parameter.whole:
         return trial.suggest_int(parameter.setting, int(low), int(high), step=int(step or 1), log=parameter.log)
     return trial.suggest_float(parameter.setting, low, high, step=step, log=parameter.log)
-
-
-def shuffled_grid(plan: SearchPlan) -> list[dict[str, Scalar]]:
-    """The grid in an order that depends on the seed, so that its first trials are spread over it."""
-    rows = grid_of(plan.space)
-    return sorted(rows, key=lambda row: position_uniform(plan.seed, "grid", *map(str, row.values())))
 
 
 def release_trial(trial: Trial) -> None:

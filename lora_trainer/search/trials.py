@@ -25,7 +25,7 @@ from lora_trainer.run.order import make_order
 from lora_trainer.run.settings import settle
 from lora_trainer.run.train import ended_by, train
 from lora_trainer.search.study import ENDED, SearchPlan, TrialState
-from lora_trainer.training.steering import Measured, Steering
+from lora_trainer.training.steering import RegularValidation, Steering
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
@@ -152,7 +152,7 @@ def pruning(trial: Trial, plan: SearchPlan) -> Steering:
     after the process was killed, would not decide the same.
     """
 
-    def end(seen: Measured) -> str:
+    def end(seen: RegularValidation) -> str:
         kept: dict[str, str] = trial.user_attrs.get(ENDED, {})
         if str(seen.step) in kept:
             return kept[str(seen.step)]
@@ -164,7 +164,7 @@ def pruning(trial: Trial, plan: SearchPlan) -> Steering:
         percent = 100 * seen.step // seen.total
         if percent not in trial.study.trials[trial.number].intermediate_values:
             trial.report(value, percent)
-        if not trial.should_prune():
+        if seen.step == seen.total or not trial.should_prune():
             return ""
         reason = f"pruned at step {seen.step} of {seen.total} by {plan.pruner}, at a validation loss of {seen.loss:.4g}"
         trial.set_user_attr(ENDED, {str(seen.step): reason})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Measured:
+class RegularValidation:
     """A regular validation: the plain loss after `step` of `total` steps, and the one before training."""
 
     step: int
@@ -24,5 +24,5 @@ class Steering:
     learning rate of a step, counted from 0, in place of the scheduled one.
     """
 
-    end: Callable[[Measured], str] | None = None
+    end: Callable[[RegularValidation], str] | None = None
     lr: Callable[[int], float] | None = None

@@ -24,7 +24,7 @@ from lora_trainer.training.recovery import out_of_memory_error, save_and_make_er
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run, lr_at
 from lora_trainer.training.state import OomFallback, TrainState
-from lora_trainer.training.steering import Measured
+from lora_trainer.training.steering import RegularValidation
 from lora_trainer.training.stopping import any_aborted
 
 VALIDATING: Phase = "validating"
@@ -92,9 +92,9 @@ def apply_safeguards(run: Run, state: TrainState, agreement: float | None, repor
         reporter.event(state.step, decision.kind, decision.message)
         state = replace(state, rate_scale=state.rate_scale * decision.rate_factor)
     state = replace(state, control=control)
-    if run.steering.end is None or state.step >= run.total_steps:
+    if run.steering.end is None:
         return state
-    ended = run.steering.end(Measured(state.step, run.total_steps, loss, state.base_val_loss))
+    ended = run.steering.end(RegularValidation(state.step, run.total_steps, loss, state.base_val_loss))
     if ended:
         reporter.event(state.step, "early_stop", f"{ended}: the training ends here")
     return replace(state, control=replace(control, ended=ended))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,17 +25,19 @@ from lora_trainer.data.split import FEWEST_COMPARED
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.progress import duration
+from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.report.record import read_record
 from lora_trainer.run.folder import locked
 from lora_trainer.run.inputs import Inputs, read_inputs, with_absolute_paths
 from lora_trainer.run.messages import announce
 from lora_trainer.run.order import plain_console, run_folder
 from lora_trainer.run.train import refuse_data
-from lora_trainer.search.confirm import Confirmation, check_confirmation, confirm
+from lora_trainer.search.confirm import FEWEST_PAIRS, MOST_PAIRS, Confirmation, confirm
 from lora_trainer.search.outcome import write_outcome
 from lora_trainer.search.search_page import write_page
 from lora_trainer.search.space import Space, describe, grid_of
 from lora_trainer.search.study import (
+    DEATHS,
     OBJECTIVES,
     REASON,
     SAMPLERS,
@@ -50,6 +53,7 @@ from lora_trainer.search.study import (
     kept_plan,
     open_study,
     plan_differences,
+    plan_from_json,
     quiet_optuna,
     read_trials,
     release_trial,
@@ -96,7 +100,6 @@ def run_search(order: SearchOrder, console: Console) -> int:
         inputs, for_trials = read_for_trials(order, console)
         plan = make_plan(order, for_trials, inputs.manifest.data_hash)
         folder = order.folder
-        refuse_other(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder, "Wait for it, or choose another --name."):
             study = open_study(folder, plan)
@@ -121,7 +124,7 @@ def run_search(order: SearchOrder, console: Console) -> int:
 def check_order(order: SearchOrder) -> int:
     """The number of trials. Raises UsageError with all that is wrong with the order as a whole."""
     problems: list[Problem] = []
-    config, grid = order.resolved.config, list[Mapping[str, Any]]()
+    grid = list[Mapping[str, Any]]()
     if order.sampler == "grid":
         with gathering(problems):
             grid = list(grid_of(order.space))
@@ -132,40 +135,43 @@ def check_order(order: SearchOrder) -> int:
     for flag, value in (("--trials", order.trials), ("--jobs", order.jobs)):
         if value is not None and value < 1:
             problems.append(Problem(f"{flag} is {value}, must be at least 1.", "Set 1 or more."))
-    if config.validation.split == 0.0:
-        message = "validation.split is 0, but trials are compared by images that they do not train on."
-        problems.append(Problem(message, "Leave it empty, or set a share such as 0.2."))
-    if order.objective == "verdict" and config.gates.lora_check == "off":
-        message = "--objective verdict needs a score, but gates.lora_check is off."
-        problems.append(Problem(message, "Leave it empty, or set lite or full."))
-    searched = {each.setting for each in order.space}
-    if (
-        searched & {"optimizer.learning_rate"}
-        and config.optimizer.name == "prodigy"
-        and "optimizer.name" not in searched
-    ):
-        message = (
-            "optimizer.name is prodigy, which finds its own learning rate, and optimizer.learning_rate is searched."
-        )
-        problems.append(Problem(message, "Remove it from the space, or choose another optimizer."))
+    problems.extend(wrong_settings(order))
     if launched():
         message = "A search cannot be started by accelerate launch."
         problems.append(Problem(message, "Start it with lora-trainer search; --jobs trains several trials at once."))
     if order.confirmation is not None:
-        with gathering(problems):
-            check_confirmation(order.confirmation)
+        pairs = order.confirmation.pairs
+        if not FEWEST_PAIRS <= pairs <= MOST_PAIRS:
+            message = f"--confirm is {pairs}, must be {FEWEST_PAIRS} to {MOST_PAIRS}."
+            problems.append(Problem(message, "Each pair trains two runs; 3 to 5 are usual."))
+    folder = order.folder
+    other = folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - {".lock", ".lock.held"})
+    if other and not (folder / STUDY_FILE).is_file():
+        what = "holds a run" if read_record(folder) is not None else f"exists and has no {STUDY_FILE}"
+        problems.append(Problem(f"{folder} {what}.", "Choose another --name or --output."))
     if problems:
         raise UsageError(problems)
     return trials
 
 
-def refuse_other(folder: Path) -> None:
-    """Raise UsageError for a folder that holds something else than a search."""
-    if (folder / STUDY_FILE).is_file():
-        return
-    what = "holds a run" if read_record(folder) is not None else f"exists and has no {STUDY_FILE}"
-    if folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - {".lock", ".lock.held"}):
-        raise UsageError(Problem(f"{folder} {what}.", "Choose another --name or --output."))
+def wrong_settings(order: SearchOrder) -> list[Problem]:
+    """Settings of all trials that a search cannot have."""
+    problems, config = list[Problem](), order.resolved.config
+    if config.validation.split == 0.0:
+        message = "validation.split is 0, but trials are compared by images that they do not train on."
+        problems.append(Problem(message, "Leave it empty, or set a share such as 0.2."))
+    if config.train.max_hours is not None:
+        message = "train.max_hours would end trials by the clock, so that they could not be compared."
+        problems.append(Problem(message, "Leave it out; --trials and --max-steps set how long a search takes."))
+    if order.objective == "verdict" and config.gates.lora_check == "off":
+        message = "--objective verdict needs a score, but gates.lora_check is off."
+        problems.append(Problem(message, "Leave it empty, or set lite or full."))
+    searched = {each.setting for each in order.space}
+    name = config.optimizer.name
+    if searched & {"optimizer.learning_rate", "optimizer.name"} == {"optimizer.learning_rate"} and OPTIMIZERS[name].finds_learning_rate:
+        message = f"optimizer.learning_rate is searched, but optimizer.name is {name}, which finds its own."
+        problems.append(Problem(message, "Remove it from the space, or choose another optimizer."))
+    return problems
 
 
 def read_for_trials(order: SearchOrder, console: Console) -> tuple[Inputs, dict[str, dict[str, Any]]]:
@@ -229,7 +235,7 @@ def continue_or_refuse(folder: Path, study: Study, plan: SearchPlan, trials: int
     before = kept_plan(study)
     known = len(read_trials(study))
     if before is not None:
-        now = kept_form(plan)
+        now = plan_from_json(json.loads(json.dumps(plan.to_json())))  # JSON makes lists of tuples
         if differences := plan_differences(before, now):
             fix = "Continue it as it was started, or choose another --name."
             raise UsageError(Problem(f"{folder} holds another search: {'; '.join(differences)}.", fix))
@@ -237,15 +243,6 @@ def continue_or_refuse(folder: Path, study: Study, plan: SearchPlan, trials: int
         message = f"--trials is {trials}, but {folder} has {counted(known, 'trial')} already."
         raise UsageError(Problem(message, f"Set --trials {known} or more."))
     keep_plan(study, plan, trials)
-
-
-def kept_form(plan: SearchPlan) -> SearchPlan:
-    """The plan as it comes back from the study, where JSON made lists of tuples."""
-    import json
-
-    from lora_trainer.search.study import plan_from_json
-
-    return plan_from_json(json.loads(json.dumps(plan.to_json())))
 
 
 def show_plan(order: SearchOrder, plan: SearchPlan, trials: int, inputs: Inputs, console: Console) -> None:
@@ -268,7 +265,11 @@ def train_trials(folder: Path, study: Study, jobs: int, console: Console) -> Non
     if jobs == 1:
         work_on_trials(folder, kept_families(FAMILIES), console)
         return
-    while (left := unfinished(study)) > 0:
+    while True:
+        rows = read_trials(study)
+        left = int(study.user_attrs["trials"]) - len(rows) + sum(row.state == "running" for row in rows)
+        if left == 0:
+            return
         before = progress_made(study)
         codes = run_processes(search_alone, folder, min(jobs, left))
         if stopped := [code for code in codes if code > 128]:
@@ -277,16 +278,8 @@ def train_trials(folder: Path, study: Study, jobs: int, console: Console) -> Non
             raise UsageError(Problem("No worker process could train a trial.", "Run the search with --jobs 1."))
 
 
-def unfinished(study: Study) -> int:
-    """Trials that are left, those cut off included."""
-    rows = read_trials(study)
-    return int(study.user_attrs["trials"]) - len(rows) + sum(row.state == "running" for row in rows)
-
-
 def progress_made(study: Study) -> list[tuple[int, str]]:
     """Changes with every trial that is begun, ended, or taken over from a process that died."""
-    from lora_trainer.search.study import DEATHS
-
     return [(each.user_attrs.get(DEATHS, 0), each.state.name) for each in study.get_trials(deepcopy=False)]
 
 
