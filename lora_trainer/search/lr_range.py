@@ -27,13 +27,13 @@ from lora_trainer.core.launch import launched
 from lora_trainer.monitor.trackers import METRICS, VALIDATION, read_lines
 from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.report import FILE as PAGE
-from lora_trainer.report.chart import Chart, ChartLine, Mark, Tick, make_chart, smoothed
+from lora_trainer.report.chart import Chart, ChartLine, Mark, Tick, make_chart, short, smoothed
 from lora_trainer.report.write import render
 from lora_trainer.run.folder import locked
 from lora_trainer.run.folds import with_settings
 from lora_trainer.run.inputs import read_inputs
 from lora_trainer.run.messages import announce
-from lora_trainer.run.order import make_order, run_folder
+from lora_trainer.run.order import make_order, plain_console, run_folder
 from lora_trainer.run.train import refuse_data, train
 from lora_trainer.training.steering import RegularValidation, Steering
 
@@ -109,7 +109,9 @@ def run_range_test(order: RangeOrder, console: Console) -> int:
         run = folder / RUN
         shutil.rmtree(run, ignore_errors=True)  # of a test that was killed
         try:
-            result = train(replace(make_order(settings, console=console), steering=steering_of(order)))
+            result = train(
+                replace(make_order(settings, console=plain_console(quiet=True)), steering=steering_of(order, console))
+            )
             if result.exit_code != DONE:
                 raise Stopped(result.exit_code)
             rows = [row for row in read_lines(run / VALIDATION) if row.get("loss") is not None]
@@ -196,12 +198,14 @@ def range_settings(order: RangeOrder, console: Console) -> Resolved:
     return replace(resolved, config=with_settings(resolved.config, sections), origin=origin)
 
 
-def steering_of(order: RangeOrder) -> Steering:
-    """The growing learning rate, until the loss is far above the one before training."""
+def steering_of(order: RangeOrder, console: Console) -> Steering:
+    """The growing learning rate, until the loss is far above the one before training. Prints each validation."""
 
     def end(seen: RegularValidation) -> str:
+        lr = short(order.lr(seen.step - 1))
+        console.print(f"step {seen.step}/{seen.total}  lr={lr}  val_loss={seen.loss:.4f}")
         if not math.isfinite(seen.loss) or (seen.base is not None and seen.loss > DIVERGED * seen.base):
-            return f"the validation loss is {seen.loss:.4g} at a learning rate of {order.lr(seen.step - 1):.2g}: it diverged"
+            return f"the validation loss is {seen.loss:.4g} at a learning rate of {lr}: it diverged"
         return ""
 
     return Steering(end=end, lr=order.lr)
@@ -232,8 +236,8 @@ def read_curve(points: Sequence[RangePoint]) -> RangeResult:
     steepest_lr = None if steepest is None else points[steepest].lr
     reason = "no suggestion"
     if steepest_lr is not None:
-        reason = f"the loss falls fastest at {steepest_lr:.1e}; it is lowest at {points[at_lowest].lr:.1e}"
-        reason += f" and above its start from {diverged:.1e} on" if diverged else ""
+        reason = f"the loss falls fastest at {short(steepest_lr)}; it is lowest at {short(points[at_lowest].lr)}"
+        reason += f" and above its start from {short(diverged)} on" if diverged else ""
     suggestion = None if steepest_lr is None else float(f"{steepest_lr:.1e}")
     return RangeResult(suggestion, reason, tuple(warnings), base, lowest, points[at_lowest].lr, steepest_lr, diverged)
 

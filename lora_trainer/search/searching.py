@@ -168,7 +168,10 @@ def wrong_settings(order: SearchOrder) -> list[Problem]:
         problems.append(Problem(message, "Leave it empty, or set lite or full."))
     searched = {each.setting for each in order.space}
     name = config.optimizer.name
-    if searched & {"optimizer.learning_rate", "optimizer.name"} == {"optimizer.learning_rate"} and OPTIMIZERS[name].finds_learning_rate:
+    if (
+        searched & {"optimizer.learning_rate", "optimizer.name"} == {"optimizer.learning_rate"}
+        and OPTIMIZERS[name].finds_learning_rate
+    ):
         message = f"optimizer.learning_rate is searched, but optimizer.name is {name}, which finds its own."
         problems.append(Problem(message, "Remove it from the space, or choose another optimizer."))
     return problems

@@ -191,3 +191,10 @@ def test_the_range_test_suggests_a_learning_rate_and_keeps_no_weights(bench, cap
     assert "no weights are kept" in capsys.readouterr().out
     assert main(["search", "lr", *arguments[1:]]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_two_workers_share_a_search(search, bench):
+    assert search("a", "--trials", "3", "--sampler", "random", "--jobs", "2") == 0
+    found = document(bench.folder("a"))["trials"]
+    assert [(row["number"], row["state"]) for row in found] == [(number, "complete") for number in range(3)]
+    assert len({row["values"]["optimizer.learning_rate"] for row in found}) == 3
