@@ -280,7 +280,8 @@ def this_process() -> str:
     return json.dumps([socket.gethostname(), os.getpid(), round(psutil.Process().create_time(), 2)])
 
 
-def _is_dead(holder: str, alive: float) -> bool:
+def is_dead(holder: str, alive: float) -> bool:
+    """Whether a holder, as `this_process` names it, has ended. On another machine: whether it was silent since `alive`."""
     host, number, started = json.loads(holder)
     if host != socket.gethostname():
         return time.time() - alive > SILENT_SECONDS
@@ -294,7 +295,7 @@ def _is_dead(holder: str, alive: float) -> bool:
 def _give_back_lost(connection: sqlite3.Connection) -> None:
     running = connection.execute("SELECT name, holder, alive, deaths FROM jobs WHERE status = 'running'").fetchall()
     for name, holder, alive, deaths in running:
-        if not _is_dead(holder, alive):
+        if not is_dead(holder, alive):
             continue
         status, code, reason = "waiting", None, None
         if deaths + 1 >= MOST_DEATHS:

@@ -50,6 +50,8 @@ from lora_trainer.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from lora_trainer.cli.plan import add_plan_arguments, plan_command
 from lora_trainer.cli.sample_arguments import EXAMPLES as SAMPLE_EXAMPLES
 from lora_trainer.cli.sample_arguments import add_sample_arguments, sample
+from lora_trainer.cli.search import EXAMPLES as SEARCH_EXAMPLES
+from lora_trainer.cli.search import add_search_arguments, search_command
 from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError, nearest
 from lora_trainer.core.interrupt import Stopped, code_of_signal, listening
@@ -308,6 +310,12 @@ COMMANDS = {
     ),
     "batch": Command(
         "train one LoRA for each folder of images below a folder", add_batch_arguments, batch_command, BATCH_EXAMPLES
+    ),
+    "search": Command(
+        "search the best settings with Optuna, or test learning rates",
+        add_search_arguments,
+        search_command,
+        SEARCH_EXAMPLES,
     ),
     "demo": Command(
         "train the built-in example, in minutes, without a GPU",

@@ -151,10 +151,13 @@ def render_comparison(runs: Sequence[RunReport], failures: Failures) -> str:
     )
 
 
-def render(template: str, **values: Any) -> str:
-    """Fill a template: everything escaped, and only the page's own script may run."""
+def render(template: str, *, folder: Path = TEMPLATES, scripts: Sequence[str] = (), **values: Any) -> str:
+    """Fill a template, of `folder` or of this package: everything escaped, and only the page's own scripts may run.
+
+    `scripts` follow the one that all pages have.
+    """
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+        loader=FileSystemLoader([folder, TEMPLATES]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -162,11 +165,12 @@ def render(template: str, **values: Any) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["short"] = short
-    script = (TEMPLATES / "hover.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    own = (TEMPLATES / "hover.js").read_text(encoding="utf-8")
+    scripts = [COMMANDING.sub("\N{REPLACEMENT CHARACTER}", script) for script in (own, *scripts)]  # as in the page
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii") for script in scripts]
     style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
     page = environment.get_template(template).render(
-        **values, style=style, script=script, digest=digest, version=__version__
+        **values, style=style, scripts=scripts, digests=digests, version=__version__
     )
     return COMMANDING.sub("\N{REPLACEMENT CHARACTER}", page)
 

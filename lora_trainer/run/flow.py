@@ -313,6 +313,7 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         export=export,
         withdraw=partial(withdraw_after, session.folder),
         images=images,
+        steering=session.order.steering,
     )
 
 

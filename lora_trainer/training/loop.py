@@ -44,6 +44,8 @@ def train(
     """
     first = take(run, TrainState())  # a run without any checkpoint rolls back to here
     state = with_settings(restore(run, start) if start else TrainState(), run.config)
+    if run.steering.end is None:  # continued by itself, a trial that its search ended trains all of its steps
+        state = replace(state, control=replace(state.control, ended=""))
     with (
         line as show,
         run.writer,

@@ -21,6 +21,7 @@ from lora_trainer.training.control import is_stopped_early
 from lora_trainer.training.feed import Feed
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.state import OomFallback, TrainState
+from lora_trainer.training.steering import Steering
 from lora_trainer.training.step import StepContext
 
 
@@ -51,6 +52,7 @@ class Run:
     images: RealImages = field(
         default_factory=RealImages
     )  # what the LoRA is measured with; `validate` takes those that are not trained on
+    steering: Steering = field(default_factory=Steering)
     writer: Writer = field(default_factory=Writer)  # of checkpoints, in its own thread
 
     @cached_property
@@ -66,6 +68,8 @@ class Run:
 
 def lr_at(run: Run, state: TrainState, step: int) -> float:
     """The learning rate of `step`, counted from 0: the scheduled one, times the safeguards' factor."""
+    if run.steering.lr is not None:
+        return run.steering.lr(step) * state.rate_factor
     return (
         run.config.optimizer.learning_rate
         * state.rate_factor
