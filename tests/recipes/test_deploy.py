@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -19,6 +20,7 @@ import yaml
 
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
+from lora_trainer.core.io import user_cache_folder
 from tests.recipes.recipe import Bench
 from tests.test_docs import check_command_line
 
@@ -292,3 +294,15 @@ def test_the_launcher_starts_processes_and_has_their_exit_code(what, code, check
     lines = [f"rank {rank} of 4, here {rank} of 2, 127.0.0.1: {what}" for rank in range(2)]
     assert sorted(ended.stdout.splitlines()) == lines
     assert ended.stderr == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="users of POSIX")
+def test_a_user_without_name_and_home_has_a_cache(monkeypatch, tmp_path) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "LORA_TRAINER_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert user_cache_folder() == tmp_path / f"home-{os.getuid()}" / ".cache" / "lora-trainer"
