@@ -14,8 +14,12 @@ def is_main_process() -> bool:
 
 
 def launched() -> bool:
-    """Whether `accelerate launch`, or torch's own launcher, started this process."""
-    return any(name.startswith(("ACCELERATE_", "TORCHELASTIC_")) for name in os.environ)
+    """Whether something started this process as one of several, or by `accelerate launch` or torch's own launcher.
+
+    SLURM and `deploy/launch.sh` set the number of processes only.
+    """
+    several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
+    return several or any(name.startswith(("ACCELERATE_", "TORCHELASTIC_")) for name in os.environ)
 
 
 def processes_here() -> int:
