@@ -74,15 +74,17 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
     write_summary(path)
     stopped: int | None = None
     try:
-        with listening(), watching(path, console):
-            stopped = executor(order.executor)(path, workers) if left else None
+        with listening():
+            try:
+                with watching(path, console):
+                    stopped = executor(order.executor)(path, workers) if left else None
+            finally:
+                with queue.unless_refused():  # it has been waited for
+                    write_summary(path)
     except KeyboardInterrupt:
         stopped = INTERRUPTED
     except SystemExit as leaving:
         stopped = leaving.code if isinstance(leaving.code, int) else INTERRUPTED
-    finally:
-        with queue.unless_refused():  # it has been waited for
-            write_summary(path)
     if stopped is not None:
         jobs = list[queue.QueuedJob]()
         with queue.unless_refused():

@@ -11,11 +11,12 @@ from lora_trainer.core.errors import DONE, Problem, UsageError, gathering, neare
 
 EXAMPLES = """examples:
   lora-trainer search --preset 12gb --data ./images --trials 20 --max-steps 400
-  lora-trainer search --preset 12gb --data ./images --space space.toml --confirm 3
+  lora-trainer search --data ./images --space space.toml --confirm 3
   lora-trainer search lr --preset 12gb --data ./images
 
-A search is in OUTPUT/NAME: its trials (each an ordinary run), study.db, search.json, best.toml and report.html.
-The same command continues a search that was stopped or killed.
+A search is in OUTPUT/NAME: its trials (each an ordinary run), study.db,
+search.json, best.toml and report.html. The same command continues a search
+that was stopped or killed.
 """
 OF_SEARCH = ("space", "trials", "sampler", "pruner", "objective", "jobs", "confirm", "confirm_data")
 OF_RANGE = ("low", "high")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from importlib import import_module
@@ -84,6 +85,7 @@ class TrackerThread:
             self._say(f"{self._title} takes no entries any more; the run continues without it")
 
     def _work(self) -> None:
+        tracker: Tracker | None = None
         try:
             tracker = self._open()
             while (call := self._next()) is not None:
@@ -100,6 +102,9 @@ class TrackerThread:
             if not reported:
                 reason = f"{type(error).__name__}: {first_line(error)}"
                 self._say(f"{self._title} does not work ({reason}); the run continues without it")
+            if tracker is not None:
+                with suppress(Exception):
+                    tracker.close()
 
     def _next(self) -> TrackerCall | None:
         """The next call, awaited; None where the tracker is not wanted any more."""

@@ -70,6 +70,9 @@ class Tracker:
     def finish(self, ending: RunEnding) -> None:
         """The run has ended: send what waits, and close."""
 
+    def close(self) -> None:
+        """Close files after an error; nothing is sent."""
+
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a row without its step."""

@@ -84,6 +84,9 @@ class Board(Tracker):
     def finish(self, ending: RunEnding) -> None:
         self._file.close()
 
+    def close(self) -> None:
+        self._file.close()
+
     def _tensor(self, step: int, tag: str, about: SummaryMetadata, parts: list[bytes]) -> None:
         shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(parts))])
         tensor = TensorProto(dtype="DT_STRING", string_val=parts, tensor_shape=shape)
