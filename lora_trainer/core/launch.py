@@ -16,10 +16,11 @@ def is_main_process() -> bool:
 def launched() -> bool:
     """Whether something started this process as one of several, or by `accelerate launch` or torch's own launcher.
 
-    SLURM and `deploy/launch.sh` set the number of processes only.
+    SLURM and `deploy/launch.sh` set the number of processes only. Users set `CPU_VARIABLE` themselves.
     """
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
-    return several or any(name.startswith(("ACCELERATE_", "TORCHELASTIC_")) for name in os.environ)
+    names = os.environ.keys() - {CPU_VARIABLE}
+    return several or any(name.startswith(("ACCELERATE_", "TORCHELASTIC_")) for name in names)
 
 
 def processes_here() -> int:

@@ -54,15 +54,19 @@ def read_facts() -> MachineFacts:
     return replace(facts, sample=samplers[0]() if samplers else None)
 
 
-def measured(facts: MachineFacts, described: Described, *, online: bool) -> MachineFacts:
-    """The same facts with what is measured here: answers, attention, disks, the hub."""
-    offline = bool(facts.environment.get("HF_HUB_OFFLINE"))
+def measured(facts: MachineFacts, described: Described, *, online: bool, on_gpu: bool = True) -> MachineFacts:
+    """The same facts with what is measured here: answers, attention, disks, the hub.
+
+    Without `on_gpu` nothing is computed on a GPU, where a run may need all of its memory.
+    """
+    torch_facts = facts.torch if on_gpu else replace(facts.torch, devices=())
+    offline = surroundings.is_offline(facts)
     wanted = {"fp32": "float32", "fp16": "float16"}  # every other precision computes in bf16 on a GPU
     dtype = "" if described.config is None else wanted.get(described.config.memory.weight_dtype, "")
-    attention, place = run_attention(facts.torch, dtype)
+    attention, place = run_attention(torch_facts, dtype) if on_gpu or not facts.torch.devices else ({}, "")
     return replace(
         facts,
-        answers=known_answers(facts.torch),
+        answers=known_answers(torch_facts),
         attention=attention,
         attention_on=place,
         disks=measure_disks(written_places(described)),
@@ -81,14 +85,14 @@ def diagnose(facts: MachineFacts, described: Described, folder: Path | None, *, 
 
     Raises UsageError for a folder that holds no run.
     """
-    facts = measured(facts, described, online=online)
     if folder is None or facts.torch.failure:
-        return Diagnosis((("before", before(facts, described)),))
+        return Diagnosis((("before", before(measured(facts, described, online=online), described)),))
     from lora_trainer.doctor.after import after_lines
     from lora_trainer.doctor.during import during_lines
     from lora_trainer.doctor.run_facts import read_run_facts, recorded_config
 
     run = read_run_facts(folder)
+    facts = measured(facts, described, online=online, on_gpu=not run.is_live)
     if described.resolved is None and (config := recorded_config(run.report)) is not None:
         cache = Path(config.cache.dir).expanduser() if config.cache.dir else user_cache_folder()
         facts = replace(facts, disks=measure_disks([("cache", cache, None), ("output", folder, None)]))

@@ -218,7 +218,7 @@ def measure_disks(places: Sequence[tuple[str, Path, int | None]]) -> tuple[DiskF
 def ask_hub(*, online: bool) -> HubFacts:
     """Whether the hub answers, by one small request and only where `online`; whether a token is there."""
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
     token = bool(os.environ.get("HF_TOKEN")) or (home / "token").is_file()
     if not online:
         return HubFacts(endpoint=endpoint, has_token=token)

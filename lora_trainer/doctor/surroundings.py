@@ -233,9 +233,14 @@ def variables(facts: MachineFacts) -> Lines:
         yield ok("set by lora-trainer", ", ".join(ours))
 
 
+def is_offline(facts: MachineFacts) -> bool:
+    """Whether the environment forbids requests to the hub, as huggingface_hub reads it."""
+    return facts.environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
 def hub(facts: MachineFacts) -> Lines:
     """Whether models can be downloaded; a request is made only with --online."""
-    found, offline = facts.hub, facts.environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    found, offline = facts.hub, is_offline(facts)
     token = "a token is there" if found.has_token else "no token: gated models, such as FLUX.1-dev, need one"
     if offline:
         yield ok("hub", "HF_HUB_OFFLINE is set: models come from local folders only")

@@ -2,7 +2,7 @@
 
 The queue is bounded. Where a tracker is slower than the training, it gets every second row of the steps, then every
 fourth, until it has caught up: its curves become coarser and have no gap, and `metrics.jsonl` has all rows. Validations,
-images, texts and histograms are few and stay.
+images, texts and histograms stay; a tracker for which too many of those wait is ended.
 """
 
 from __future__ import annotations

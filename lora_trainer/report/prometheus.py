@@ -7,13 +7,14 @@ series has the labels `run` and `folder`.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.monitor.tracker_kinds.interface import numbers_of
 from lora_trainer.monitor.trackers import METRICS, SYSTEM, VALIDATION
+from lora_trainer.report.read import mapping, number
 from lora_trainer.report.record import FILE, read_record
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ UNITS = {
     "data_seconds": "seconds that the newest step waited for its data",
     "memory_gib": "highest memory in use so far, in GiB",
     "gpu_utilization": "share of the time in which the GPU computed, 0 to 1",
-    "gpu_temperature": "degrees Celsius of the GPU",
+    "gpu_celsius": "degrees Celsius of the GPU",
     "gpu_watts": "power that the GPU draws, in watts",
 }
 LABELS = ("run", "folder")
@@ -49,22 +50,28 @@ def find_runs(roots: Iterable[Path]) -> list[Path]:
     return list(found)
 
 
-def newest_row(path: Path) -> dict[str, Any] | None:
-    """The last whole row of a JSON lines file, from its end; None where there is none."""
+def printable(text: str) -> str:
+    """A name without what is no text: names of files may hold any bytes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def newest_row(path: Path) -> tuple[dict[str, Any], float]:
+    """The last whole row of a JSON lines file, from its end, and when the file was written; empty where there is none."""
     try:
         with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL))
+            about = os.fstat(file.fileno())
+            file.seek(max(0, about.st_size - TAIL))
             lines = file.read().split(b"\n")
     except OSError:
-        return None
+        return {}, 0.0
     for line in reversed(lines):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue  # being written, or cut by where the reading began
         if isinstance(row, dict) and isinstance(row.get("step"), int):
-            return row
-    return None
+            return row, about.st_mtime
+    return {}, 0.0
 
 
 class RunsCollector:
@@ -85,28 +92,26 @@ class RunsCollector:
             family.add_metric(list(labels.values()), value)
 
         for folder in find_runs(self._roots):
-            own = {"run": folder.name, "folder": str(folder)}
+            own = {"run": printable(folder.name), "folder": printable(str(folder))}
             record = read_record(folder) or {}
             for state in STATES:
                 about = f"1 for the state that the run is in: {', '.join(STATES)}"
                 add(f"{PREFIX}_run_status", about, {**own, "status": state}, float(record.get("status") == state))
-            for name, score in (record.get("scores") or {}).items():
-                if isinstance(score, int | float):
+            for name, value in mapping(record.get("scores")).items():
+                if (score := number(value)) is not None:
                     about = "score of the dataset and of the LoRA, 0 to 1"
-                    add(f"{PREFIX}_run_score", about, {**own, "of": str(name)}, float(score))
-            total = (record.get("arithmetic") or {}).get("total")
-            if isinstance(total, int | float):
-                add(f"{PREFIX}_run_steps_planned", "steps that the run will train", own, float(total))
+                    add(f"{PREFIX}_run_score", about, {**own, "of": printable(str(name))}, score)
+            if (total := number(mapping(record.get("arithmetic")).get("total"))) is not None:
+                add(f"{PREFIX}_run_steps_planned", "steps that the run will train", own, total)
             for group, file in FILES.items():
-                row = newest_row(folder / file)
-                if row is None:
-                    continue
-                add(f"{PREFIX}_{group}_step", f"step of the newest row of {file}", own, float(row["step"]))
-                changed = (folder / file).stat().st_mtime
-                add(f"{PREFIX}_{group}_written_timestamp_seconds", f"when {file} was last written", own, changed)
-                for key, value in numbers_of(row).items():
-                    safe = re.sub(r"\W", "_", key, flags=re.ASCII)
-                    add(f"{PREFIX}_{group}_{safe}", UNITS.get(key, f"{key} of the newest row of {file}"), own, value)
+                row, changed = newest_row(folder / file)
+                for key, value in row.items():
+                    if (found := number(value)) is not None:
+                        safe = re.sub(r"\W", "_", key, flags=re.ASCII)
+                        about = UNITS.get(key, f"{key} of the newest row of {file}")
+                        add(f"{PREFIX}_{group}_{safe}", printable(about), own, found)
+                if row:
+                    add(f"{PREFIX}_{group}_written_timestamp_seconds", f"when {file} was last written", own, changed)
         yield from families.values()
 
 

@@ -31,6 +31,7 @@ LOG = Path("logs") / "commands.txt"
 PREFIX = "LORA_TRAINER_"
 MOST_OUTPUT = 100_000  # characters that are logged
 SHOWN_LINES = 10
+STOPPED_SECONDS = 5.0
 
 
 def wrong_commands(section: RunSection) -> list[Problem]:
@@ -91,7 +92,9 @@ def run_ending_command(order: Order, record: Mapping[str, Any]) -> None:
         return
     with remembering():  # a signal that comes now must not change how the run ended
         began = time.monotonic()
-        ending, output = run_words(words_of(command), environment_of(order.folder, record), section.command_seconds)
+        # After a signal little time is left until the system kills the process.
+        seconds = min(section.command_seconds, STOPPED_SECONDS if code > 128 else section.command_seconds)
+        ending, output = run_words(words_of(command), environment_of(order.folder, record), seconds)
         order.console.print(f"run.{name}: {ending} after {time.monotonic() - began:.1f} s")
         for line in output.splitlines()[-SHOWN_LINES:]:
             order.console.print(f"  {line}")
@@ -140,7 +143,7 @@ def run_words(words: list[str], environment: Mapping[str, str], seconds: float) 
                 os.killpg(process.pid, signal.SIGKILL)
             else:
                 process.kill()
+        output = ""
         with suppress(subprocess.TimeoutExpired):  # a program that it started may keep the pipe open
             output, _ = process.communicate(timeout=1.0)
-            return f"ended at run.command_seconds={seconds:g}", output[-MOST_OUTPUT:]
-        return f"ended at run.command_seconds={seconds:g}", ""
+        return f"ended at its limit of {seconds:g} s", output[-MOST_OUTPUT:]

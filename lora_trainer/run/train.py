@@ -41,7 +41,7 @@ from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, Status, lat
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import named_absolutely, on_stderr, silent
 from lora_trainer.run.differences import differences, find_differences
-from lora_trainer.run.ending_command import then_command, wrong_commands
+from lora_trainer.run.ending_command import COMMANDS, then_command, wrong_commands
 from lora_trainer.run.folder import (
     LOCK,
     asks_for_more,
@@ -260,6 +260,7 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
             trained = list_checkpoints(folder / "checkpoints")
             if isinstance(error, UsageError) and trained == before:
                 if is_main_process():
+                    threads.finish(RunEnding("failed", error.exit_code))
                     leave_as_found(folder, previous)
                 raise
             record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)
@@ -281,11 +282,13 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
 def tracked_run(order: Order, record: Record) -> TrackedRun:
     """What the run's trackers know of it."""
     section = order.config.run
+    # A command often has a secret, such as a webhook's address.
+    own = {key: value for key, value in record.config["run"].items() if key not in COMMANDS}
     return TrackedRun(
         order.folder.name,
         order.folder,
         section.tracker_project,
-        record.config,
+        {**record.config, "run": own},
         record.origins,
         resumed=order.resume,
         offline=section.offline,

@@ -38,7 +38,7 @@ from lora_trainer.run.train import refuse_data, train
 from lora_trainer.training.steering import RegularValidation, Steering
 
 FILE = "lr.json"
-RUN = "run"  # its folder, which is deleted at the end
+RUN = ".range-test"  # its folder, which is deleted at the end; no run of a user has this name
 ENDING = "-lr"  # of the default name
 USUAL_STEPS, FEWEST_STEPS = 100, 20
 POINTS = 25  # validations
@@ -171,7 +171,7 @@ def range_settings(order: RangeOrder, console: Console) -> Resolved:
     """The settings of the run. Raises UsageError and DatasetRefused."""
     resolved = order.resolved
     sections: dict[str, dict[str, Any]] = {
-        "run": {"output": str(order.folder), "name": RUN},
+        "run": {"output": str(order.folder), "name": RUN, "on_finish": None, "on_failure": None, "trackers": ()},
         "train": {"max_steps": order.steps, "max_epochs": None, "max_hours": None, "ema_decay": None},
         "validation": {"every_n_steps": max(1, order.steps // POINTS), "agreement": False},
         "checkpoint": {"every_n_steps": order.steps, "every_n_epochs": None, "export_every_n_steps": 0},

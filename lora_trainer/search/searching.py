@@ -187,6 +187,7 @@ def read_for_trials(order: SearchOrder, console: Console) -> tuple[Inputs, dict[
         "gates": {"lora_check": "lite" if order.objective == "verdict" else "off", "compare": "off"},
         "sample": {"every_n_steps": 0},
         "checkpoint": {"keep_last": 1},
+        "run": {"trackers": ()},
     }
     inputs = read_inputs(resolved.config)
     refuse_data(inputs, enforce_gates=False)

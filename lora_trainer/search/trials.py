@@ -57,7 +57,9 @@ def trial_settings(
     that `read_train` returns. Raises UsageError for settings that exclude each other.
     """
     of_search = Layer("search", {name: dict(values) for name, values in plan.for_trials.items()})
-    where = Layer("search", {"run": {"output": str(place.parent), "name": place.name}})
+    # Not once for each trial.
+    silent = {"on_finish": None, "on_failure": None}
+    where = Layer("search", {"run": {"output": str(place.parent), "name": place.name, **silent}})
     resolved = settle(plan.shared.presets, [*plan.shared.user, of_search, *layers, where], say=lambda line: None)
     config, train_images = resolved.config, tuple(read_train(resolved))
     total = arithmetic(config, train_images, config.train.effective_batch_size, processes=1).total

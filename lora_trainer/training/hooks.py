@@ -5,8 +5,10 @@ validation, how much the weights changed, export, checkpoint, sample images.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from lora_trainer.core.errors import first_line
 from lora_trainer.training.checkpoints.save import keep_weights, save
 from lora_trainer.training.guard import check_weights_are_finite
 from lora_trainer.training.metrics import Metrics
@@ -91,21 +93,32 @@ def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporte
         read_metrics,
         check_weights,
         validation,
-        update_sizes_hook(run, due, reporter),
         export_weights,
         checkpoint,
+        update_sizes_hook(run, due, reporter),
         draw_samples,
     )
 
 
 def update_sizes_hook(run: Run, due: Due, reporter: Reporter) -> Hook:
-    """A hook that shows how much the weights changed since its last time, where a tracker shows it."""
+    """A hook that shows how much the weights changed since its last time, where a tracker shows it.
+
+    Where memory is short it shows nothing any more: nothing that was trained may depend on it.
+    """
     weights = run.context.adapter.masters
-    sizes = UpdateSizes(weights) if reporter.shows_update_sizes else None
+    sizes: UpdateSizes | None = None
+    if reporter.shows_update_sizes:
+        with suppress(RuntimeError):
+            sizes = UpdateSizes(weights)
 
     def update_sizes(state: TrainState) -> TrainState:
+        nonlocal sizes
         if sizes is not None and due.whole_weights(state):
-            reporter.update_sizes(state.step, sizes.measure(weights))
+            try:
+                reporter.update_sizes(state.step, sizes.measure(weights))
+            except RuntimeError as error:
+                sizes = None
+                run.say(f"warning: how much weights change is not shown any more ({first_line(error)})")
         return state
 
     return update_sizes

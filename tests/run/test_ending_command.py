@@ -100,7 +100,7 @@ def test_a_command_that_fails_or_hangs_only_says_so(tmp_path: Path, capsys: pyte
     assert time.monotonic() - began < 300
     output = capsys.readouterr().out
     assert "run.on_finish: exit code 1 after" in output
-    assert "run.on_finish: ended at run.command_seconds=0.5" in output
+    assert "run.on_finish: ended at its limit of 0.5 s" in output
     assert "begun" in output
 
 

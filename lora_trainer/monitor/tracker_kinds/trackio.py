@@ -21,6 +21,9 @@ class TrackioRun(Tracker):
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(run.folder.parent.absolute() / FOLDER))  # read when it is imported
+        if run.offline:
+            for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+                os.environ.pop(name, None)
         import trackio
 
         # It prints its hints on stdout, which may carry our JSON.
