@@ -48,6 +48,8 @@ from lora_trainer.cli.metrics import EXAMPLES as METRICS_EXAMPLES
 from lora_trainer.cli.metrics import add_metrics_arguments, metrics_command
 from lora_trainer.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from lora_trainer.cli.plan import add_plan_arguments, plan_command
+from lora_trainer.cli.profile import EXAMPLES as PROFILE_EXAMPLES
+from lora_trainer.cli.profile import add_profile_arguments, profile_command
 from lora_trainer.cli.sample_arguments import EXAMPLES as SAMPLE_EXAMPLES
 from lora_trainer.cli.sample_arguments import add_sample_arguments, sample
 from lora_trainer.cli.search import EXAMPLES as SEARCH_EXAMPLES
@@ -202,7 +204,7 @@ def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit-gb", type=float, metavar="GB", help="prune: keep at most this much (50)")
     parser.add_argument("--verify", action="store_true", help="prune: read everything and verify every checksum")
     parser.add_argument("--json", action="store_true", help="status: one JSON document on stdout")
-    add_run_arguments(parser, hidden=("--output", "--name", "--max-steps", "--max-hours", "--resume"))
+    add_run_arguments(parser, hidden=("--output", "--name", "--max-steps", "--max-hours", "--resume", "--profile"))
 
 
 def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
@@ -378,6 +380,12 @@ COMMANDS = {
         add_metrics_arguments,
         metrics_command,
         METRICS_EXAMPLES,
+    ),
+    "profile": Command(
+        "show in words where a run's time went, and what to try",
+        add_profile_arguments,
+        profile_command,
+        PROFILE_EXAMPLES,
     ),
     "bench": Command(
         "measure training steps, data loading, memory and more",

@@ -24,7 +24,7 @@ OTHERS_GIB = 1.0
 
 CauseName = Literal[
     "elsewhere", "data", "swap", "block_swap", "launches", "throttled", "slow_gpu", "other_programs", "unknown"
-]
+]  # "launches" of a run that is compiled, or on a CPU: its operators are too small
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,14 @@ def causes_of(means: Mapping[str, float], setup: IdleSetup, clocks: Sequence[flo
         return slowed
     found = (
         *time_elsewhere(means),
-        *waits_for_data(means, setup),
-        *swapping(means, setup),
-        *cpu_bound(means, setup),
+        *waits(means, setup),
         *slowed,
         *other_programs(means),
     )
     unknown = IdleCause(
         "unknown",
         "neither data, nor the CPU, nor swapping explains it",
-        "`lora-trainer bench step` shows where a step's time is spent.",
+        "A run with --profile shows where a step's time is spent.",
     )
     return found or (unknown,)
 
@@ -130,41 +128,47 @@ def time_elsewhere(means: Mapping[str, float]) -> list[IdleCause]:
     return [IdleCause("elsewhere", what, to_do)]
 
 
-def waits_for_data(means: Mapping[str, float], setup: IdleSetup) -> list[IdleCause]:
-    waited, limit = means.get("data_wait", 0.0), STARVED_WITH_CACHES if setup.cached else STARVED
-    if waited <= limit:
-        return []
-    what = f"steps wait {waited:.1%} of their time for data, more than {limit:.0%}"
-    if not setup.cached:
-        return [IdleCause("data", what, "Set cache.latents=true.", "cache.latents=true")]
-    return [IdleCause("data", what, "Put cache.dir on a faster disk, and check what else uses the CPU.")]
-
-
-def swapping(means: Mapping[str, float], setup: IdleSetup) -> list[IdleCause]:
-    """By the system, and of blocks: copies do not keep the CPU busy, so with a busy thread they are not the cause."""
+def waits(means: Mapping[str, float], setup: IdleSetup) -> list[IdleCause]:
+    """For data, for memory that is swapped, or for the CPU that launches the work."""
     found = list[IdleCause]()
+    waited, limit = means.get("data_wait", 0.0), STARVED_WITH_CACHES if setup.cached else STARVED
+    if waited > limit:
+        what = f"steps wait {waited:.1%} of their time for data, more than {limit:.0%}"
+        found.append(IdleCause("data", what, *fix_of("data", setup)))
     if (moved := means.get("swap_mb_s", 0.0)) >= SWAPPING_MB_S:
         used = f"{means.get('system_memory', 0.0):.0%} in use"
         what = f"the system moves {moved:.0f} MB/s between memory and swap ({used})"
         found.append(IdleCause("swap", what, "Close other programs, or swap fewer blocks (memory.blocks_to_swap)."))
-    if setup.swapped and means.get("main_thread", 0.0) < BUSY_THREAD:
+    busy = means.get("main_thread", 0.0)
+    if setup.swapped and busy < BUSY_THREAD:  # copies do not keep the CPU busy
         blocks = "1 block is" if setup.swapped == 1 else f"{setup.swapped} blocks are"
         what = f"{blocks} swapped between CPU and GPU, and the GPU waits for the copies"
-        smaller = {"fp8": "nf4", "int8": "nf4", "nf4": ""}.get(setup.weight_dtype, "fp8")
-        setting = f"memory.weight_dtype={smaller}" if smaller else ""
-        to_do = f"Set {setting or 'a lower data.resolution'}, so that fewer blocks have to be swapped."
-        found.append(IdleCause("block_swap", what, to_do, setting))
+        found.append(IdleCause("block_swap", what, *fix_of("block_swap", setup)))
+    if busy >= BUSY_THREAD:
+        what = f"the CPU launches the GPU's work too slowly: the training thread uses {busy:.0%} of one core"
+        found.append(IdleCause("launches", what, *fix_of("launches", setup)))
     return found
 
 
-def cpu_bound(means: Mapping[str, float], setup: IdleSetup) -> list[IdleCause]:
-    busy = means.get("main_thread", 0.0)
-    if busy < BUSY_THREAD:
-        return []
-    what = f"the CPU launches the GPU's work too slowly: the training thread uses {busy:.0%} of one core"
-    if not setup.compiled:
-        return [IdleCause("launches", what, "Set compile.enabled=true.", "compile.enabled=true")]
-    return [IdleCause("launches", what, larger_micro(setup) or "Raise train.effective_batch_size or data.resolution.")]
+def fix_of(name: CauseName, setup: IdleSetup) -> tuple[str, str]:
+    """What to do against a cause, in words, and the setting to try, as typed. A profile gives the same advice."""
+    if name == "data" and not setup.cached:
+        return "Set cache.latents=true.", "cache.latents=true"
+    if name == "data":
+        return "Put cache.dir on a faster disk, and check what else uses the CPU.", ""
+    if name == "block_swap":
+        smaller = {"fp8": "nf4", "int8": "nf4", "nf4": ""}.get(setup.weight_dtype, "fp8")
+        setting = f"memory.weight_dtype={smaller}" if smaller else ""
+        return f"Set {setting or 'a lower data.resolution'}, so that fewer blocks have to be swapped.", setting
+    if name == "launches" and not setup.compiled:
+        return "Set compile.enabled=true.", "compile.enabled=true"
+    # Fewer and larger operators.
+    fits = setup.largest_micro
+    if setup.micro < setup.samples and (fits is None or fits > setup.micro):
+        words = larger_micro(setup) or "Set train.max_micro_batch_size higher, if the memory allows."
+        return words, f"train.max_micro_batch_size={min(fits or setup.samples, setup.samples)}"
+    words = larger_micro(setup) or "Raise train.effective_batch_size, which changes what is learned."
+    return words, f"train.effective_batch_size={2 * setup.samples}"
 
 
 def throttling(means: Mapping[str, float]) -> list[IdleCause]:
@@ -203,7 +207,8 @@ def larger_micro(setup: IdleSetup) -> str:
     if fits is None or fits <= micro:
         return ""
     if micro < setup.samples:
-        return f"A micro-batch of {min(fits, setup.samples)} fits: set train.max_micro_batch_size={fits}."
+        most = min(fits, setup.samples)
+        return f"A micro-batch of {most} fits: set train.max_micro_batch_size={most}."
     return (
         f"A micro-batch of {fits} fits, and a step has {setup.samples}: train.effective_batch_size may be raised,"
         " which changes what is learned."

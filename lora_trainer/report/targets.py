@@ -22,6 +22,7 @@ from lora_trainer.report.figures import waiting_share
 from lora_trainer.report.read import RunReport, mapping, number
 
 SECONDS_STALLED = 1.0
+IN_A_PROFILE = ("elsewhere", "data", "block_swap", "launches", "unknown")  # causes that a profile measures itself
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,19 @@ def setup_of(run: RunReport) -> IdleSetup:
     return IdleSetup(**{name: recorded[name] for name in known})
 
 
-def idle_causes(run: RunReport) -> list[tuple[IdleCause, str]]:
-    """Why the run's GPU was idle, the likeliest first, each with a command for the run's folder: it measures whether the setting helps."""
+def idle_causes(run: RunReport, *, profiled: bool = False) -> list[tuple[IdleCause, str]]:
+    """Why the run's GPU was idle, the likeliest first, each with a command for the run's folder: it measures whether the setting helps.
+
+    Of a run with a profile only what the profile does not measure.
+    """
     measured = {name: value for name, each in seen_of(run).items() if (value := number(each)) is not None}
     found = list[tuple[IdleCause, str]]()
     for cause in causes_of(measured, setup_of(run), clocks_of(run.system)):
-        words = ["lora-trainer", "bench", "step", "--config", "config.toml"]
-        words += ["--compare", cause.setting] if cause.setting else []
+        if profiled and cause.name in IN_A_PROFILE:
+            continue
+        words = ["lora-trainer", "bench", "step", "--config", "config.toml", "--compare", cause.setting]
+        if cause.name == "unknown":
+            words = ["lora-trainer", "train", "--config", "config.toml", "--name", f"{run.name}-profile", "--profile"]
         found.append((cause, shlex.join(words) if cause.setting or cause.name == "unknown" else ""))
     return found
 

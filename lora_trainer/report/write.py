@@ -14,8 +14,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from lora_trainer.core.io import write_text
 from lora_trainer.core.version import __version__
+from lora_trainer.monitor.profile_files import PROFILE
 from lora_trainer.monitor.progress import duration
 from lora_trainer.monitor.trackers import EVENTS, read_lines
+from lora_trainer.report.bottleneck import percent
 from lora_trainer.report.candidates import compared_rows
 from lora_trainer.report.chart import short
 from lora_trainer.report.embedded_images import embedded
@@ -23,6 +25,7 @@ from lora_trainer.report.ending import verdict_of
 from lora_trainer.report.failures import Failures, failures_of
 from lora_trainer.report.figures import WAITS, charts_of, comparison_charts, figures_of, lora_numbers, names_of
 from lora_trainer.report.gallery import compared_images, gallery_of
+from lora_trainer.report.profiled import read_times
 from lora_trainer.report.read import RunReport, mapping, number, read_run, sequence, text, whole
 from lora_trainer.report.record import read_record
 from lora_trainer.report.targets import idle_causes, seen_of, targets_of
@@ -79,6 +82,7 @@ def render_run(run: RunReport) -> str:
     parts = tuple(verdict_parts(run.part("lora")))
     gallery = gallery_of(run, parts)
     buckets = buckets_of(run)
+    times = read_times(run) if (run.folder / PROFILE).is_dir() and run.series["seconds"] else None
     return render(
         "report.html",
         title=f"{run.name}: training report",
@@ -91,7 +95,7 @@ def render_run(run: RunReport) -> str:
         figures=figures_of(run),
         waits=WAITS,
         targets=targets_of(run),
-        idle=idle_causes(run),
+        idle=times.causes if times else idle_causes(run),
         utilization=number(seen_of(run).get("gpu_utilization")),
         charts=charts_of(run),
         gallery=gallery,
@@ -105,6 +109,7 @@ def render_run(run: RunReport) -> str:
         findings_known="findings" in run.part("dataset"),
         choices=[text(choice) for choice in sequence(run.record.get("choices"))],
         environment=environment_of(run),
+        times=times,
     )
 
 
@@ -165,6 +170,7 @@ def render(template: str, *, folder: Path = TEMPLATES, scripts: Sequence[str] = 
         keep_trailing_newline=True,
     )
     environment.filters["short"] = short
+    environment.filters["percent"] = percent
     own = (TEMPLATES / "hover.js").read_text(encoding="utf-8")
     scripts = [COMMANDING.sub("\N{REPLACEMENT CHARACTER}", script) for script in (own, *scripts)]  # as in the page
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii") for script in scripts]

@@ -39,6 +39,7 @@ from lora_trainer.evaluation.validation_loss import (
     validation_losses,
 )
 from lora_trainer.export.lora_file import write_learned_tokens
+from lora_trainer.memory_plan.profiles import Sizes
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.monitor.events import Event
 from lora_trainer.monitor.idle import IdleSetup, means_of
@@ -56,9 +57,10 @@ from lora_trainer.run.compare_loras import compare_after_training
 from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
 from lora_trainer.run.file_sizes import lora_bytes
-from lora_trainer.run.inputs import Inputs, with_absolute_paths
+from lora_trainer.run.inputs import Inputs, own_architecture, with_absolute_paths
 from lora_trainer.run.messages import model_lines, refuse_without_validation, show_captions, show_views
 from lora_trainer.run.order import Order
+from lora_trainer.run.plans.plan import gauge_of
 from lora_trainer.run.release import (
     cause_shown,
     choose_released,
@@ -85,6 +87,7 @@ from lora_trainer.training.control import is_stopped_early, stop_reason
 from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.loop import train
 from lora_trainer.training.network_weights import check_lora_files
+from lora_trainer.training.profiler import ProfiledDevice, Profiler
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.step import StepContext
@@ -253,7 +256,9 @@ def earlier_attention(folder: Path) -> str | None:
 
 def make_run(session: Session, context: StepContext, feed: Feed, images: RealImages, settings: dict[str, Any]) -> Run:
     """What the loop needs: the micro-batches of each step, and how to validate, sample and export."""
-    config, built = session.config, context.built
+    config, built, profiler = session.config, context.built, make_profiler(session, context)
+    if profiler is not None:
+        context = replace(context, phase=profiler.phase)
     weight = WEIGHTINGS[config.loss.weighting](config.loss, context.process)
 
     def predict(*arguments: Any) -> Tensor:
@@ -314,7 +319,25 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         withdraw=partial(withdraw_after, session.folder),
         images=images,
         steering=session.order.steering,
+        profiler=profiler,
     )
+
+
+def make_profiler(session: Session, context: StepContext) -> Profiler | None:
+    """What profiles the main process, where `profile.enabled` is set."""
+    config, inputs, choices = session.config, session.inputs, session.choices
+    if not config.profile.enabled or not session.processes.is_main:
+        return None
+    tflop, counts = None, inputs.train_plan.counts
+    with contextlib.suppress(Exception):  # then it is counted in what was recorded; no profile may end a run
+        memory_model, flops = gauge_of(inputs.family, own_architecture(inputs), config), 0.0
+        for bucket, count in counts.items():
+            area = bucket.width * bucket.height // inputs.facts.downscale**2
+            sizes = Sizes(config.lora.rank, choices.micro, area, checkpointed=0)  # without what is recomputed
+            flops += count * memory_model.footprint(sizes, choices.precision.value).flops / choices.micro
+        tflop = None if config.trains_text else flops / sum(counts.values()) * choices.samples / 1e12
+    on = ProfiledDevice(context.device, context.dtype, tflop)
+    return Profiler(config.profile, session.folder, on, session.console.print)
 
 
 def compared_captions(config: Config, images: RealImages, total_steps: int) -> Pairs:

@@ -52,7 +52,7 @@ class Due:
 
 def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporter) -> tuple[Hook, ...]:
     """The hooks of a run. Each raises TrainingFailed, Rollback or ProcessLost."""
-    due, sample = Due(run, stopping), run.sample
+    due, sample, phase = Due(run, stopping), run.sample, run.context.phase
     seconds_of_check = 0.0
 
     def agree_on_fallback(state: TrainState) -> TrainState:
@@ -60,7 +60,8 @@ def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporte
 
     def read_metrics(state: TrainState) -> TrainState:
         weights_are_used = due.whole_weights(state) or due.export(state)
-        return metrics.flush(state) if weights_are_used or metrics.are_due(state) else state
+        with phase("metrics"):
+            return metrics.flush(state) if weights_are_used or metrics.are_due(state) else state
 
     def check_weights(state: TrainState) -> TrainState:
         nonlocal seconds_of_check
@@ -69,23 +70,29 @@ def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporte
         return state
 
     def validation(state: TrainState) -> TrainState:
-        return validate(run, state, reporter) if due.validation(state) else state
+        if not due.validation(state):
+            return state
+        with phase("validation"):
+            return validate(run, state, reporter)
 
     def export_weights(state: TrainState) -> TrainState:
         if due.export(state):
-            keep_weights(run, state.step)
+            with phase("checkpoint"):
+                keep_weights(run, state.step)
         return state
 
     def checkpoint(state: TrainState) -> TrainState:
         if due.checkpoint(state):
             # Drawing samples has ended runs: before it, all is on the disk.
             wait = stopping.is_last(state) or due.samples(state)
-            save(run, state, reporter.flush, last=wait, held_up=seconds_of_check)
+            with phase("checkpoint"):
+                save(run, state, reporter.flush, last=wait, held_up=seconds_of_check)
         return state
 
     def draw_samples(state: TrainState) -> TrainState:
         if sample is not None and due.samples(state):
-            sample(state)
+            with phase("samples"):
+                sample(state)
         return state
 
     return (

@@ -20,6 +20,7 @@ from lora_trainer.training.checkpoints.writer import Writer
 from lora_trainer.training.control import is_stopped_early
 from lora_trainer.training.feed import Feed
 from lora_trainer.training.processes import Processes
+from lora_trainer.training.profiler import Profiler
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.steering import Steering
 from lora_trainer.training.step import StepContext
@@ -54,6 +55,7 @@ class Run:
     )  # what the LoRA is measured with; `validate` takes those that are not trained on
     steering: Steering = field(default_factory=Steering)
     writer: Writer = field(default_factory=Writer)  # of checkpoints, in its own thread
+    profiler: Profiler | None = None
 
     @cached_property
     def watches(self) -> Watches:

@@ -125,6 +125,23 @@ class GatesSection(Section):
     )
 
 
+class ProfileSection(Section):
+    """A profile of some steps: where their time goes (docs/profile.md)."""
+
+    enabled: bool = setting(
+        False, "changes nothing", "profile steps of the run into its folder `profile`, as `--profile` does"
+    )
+    wait: CountOrZero = setting(2, "changes nothing", "steps before the profiler starts, in each repetition")
+    warmup: Count = setting(2, "changes nothing", "steps that the profiler then runs without recording")
+    active: Count = setting(6, "changes nothing", "steps that it then records")
+    repeat: Count = setting(1, "changes nothing", "how often that is done; each has its own trace")
+    details: bool = setting(
+        False,
+        "changes nothing",
+        "also record memory and sample Python stacks; `--profile long` sets it, with 10, 10 and 20 steps",
+    )
+
+
 class RunSection(Section):
     """Name and place of the run, its trackers, and commands at its end."""
 
