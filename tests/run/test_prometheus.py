@@ -80,8 +80,8 @@ def test_damaged_files_hide_no_other_run(served: tuple[Path, str]) -> None:
 def test_the_newest_row_is_found_at_the_end_of_a_long_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "x": "y" * 200}) + "\n" for step in range(2000)))
-    assert (newest_row(path) or {})["step"] == 1999
-    assert newest_row(tmp_path / "missing") is None
+    assert newest_row(path)[0]["step"] == 1999
+    assert newest_row(tmp_path / "missing") == ({}, 0.0)
     assert find_runs([tmp_path]) == []
 
 
