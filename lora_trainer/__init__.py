@@ -20,6 +20,7 @@ from lora_trainer.config.tables import hand_over
 from lora_trainer.core.version import __version__ as __version__
 from lora_trainer.diffusion.loss import ERRORS, WEIGHTINGS
 from lora_trainer.models import FAMILIES
+from lora_trainer.monitor.tracker_kinds import TRACKERS
 from lora_trainer.optim.optimizers import OPTIMIZERS
 
 hand_over("lora.type", ADAPTERS)
@@ -27,6 +28,7 @@ hand_over("optimizer.name", OPTIMIZERS)
 hand_over("loss.type", ERRORS)
 hand_over("loss.weighting", WEIGHTINGS)
 hand_over("model.family", FAMILIES)
+hand_over("run.trackers", TRACKERS)
 
 __all__ = ["ProductionTrainer", "check_dataset", "load_config", "plan", "train", "validate_lora"]
 

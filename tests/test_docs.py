@@ -22,6 +22,7 @@ from lora_trainer.evaluation.lora_check import LORA_CHECKS
 from lora_trainer.evaluation.verdict import SCALES
 from write_cli_docs import cli_page
 from write_config_docs import config_page
+from write_doctor_docs import DOCTOR, ENVIRONMENT, doctor_document, environment_document
 from write_preset_docs import presets_page
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -30,9 +31,13 @@ NAMES = [path.relative_to(CHECKOUT).as_posix() for path in DOCUMENTS]
 
 PROGRAM = re.compile(r"(?:\S*/)?(?:lora-trainer|python -m lora_trainer)(?= )")
 LAUNCH = "accelerate launch"
-SITES = ("arxiv.org", "keepachangelog.com", "pre-commit.com", "semver.org")
-# Traces of the author's machine: absolute paths and addresses.
-MACHINE = re.compile(r"(?<![\w.~<>/:])/\w+/\w+|\b[A-Z]:\\\w+|localhost|\b\d{1,3}(?:\.\d{1,3}){3}\b")
+SITES = (
+    *("arxiv.org", "keepachangelog.com", "pre-commit.com", "semver.org"),
+    *("download.pytorch.org", "huggingface.co", "pytorch.org"),  # in lines of `doctor`
+    *("ui.perfetto.dev", "speedscope.app"),  # which show a profile
+)
+# Traces of the author's machine: absolute paths, but for Linux's own devices, and addresses.
+MACHINE = re.compile(r"(?<![\w.~<>/:])/(?!dev/)\w+/\w+|\b[A-Z]:\\\w+|localhost|\b\d{1,3}(?:\.\d{1,3}){3}\b")
 
 
 def code_of(text: str) -> Iterator[str]:
@@ -230,6 +235,13 @@ def test_the_page_of_commands_is_up_to_date() -> None:
     assert all(f"\n## {name}\n" in page for name in COMMANDS)
     current = (CHECKOUT / "docs" / "cli.md").read_text("utf-8")
     assert current == page, "run: python scripts/write_cli_docs.py"
+
+
+def test_the_pages_of_doctor_are_up_to_date() -> None:
+    write = "run: python scripts/write_doctor_docs.py"
+    assert ENVIRONMENT.read_text("utf-8") == environment_document(), write
+    current = DOCTOR.read_text("utf-8")
+    assert current == doctor_document(current), write
 
 
 def test_the_diagram_of_the_house_equals_the_contract() -> None:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from lora_trainer.batch import queue
-from lora_trainer.batch.executors import executor, visible_gpus
+from lora_trainer.batch.executors import executor, kept_families, visible_gpus
 from lora_trainer.batch.folders import Shared, job_settings, read_root
 from lora_trainer.batch.live_table import counts, watching
 from lora_trainer.batch.summary import FILE as SUMMARY
-from lora_trainer.batch.summary import ROOT, largest_code, write_summary
-from lora_trainer.batch.worker import SAFE, SHARED, WAIT_MINUTES
+from lora_trainer.batch.summary import ROOT, job_failures, largest_code, write_summary
+from lora_trainer.batch.worker import SAFE, SHARED, WAIT_MINUTES, work
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError, UserError
 from lora_trainer.core.interrupt import listening
+from lora_trainer.models import FAMILIES
+from lora_trainer.report.failures import failure_lines
 from lora_trainer.report.record import read_record
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.caching import cache_folder
@@ -45,9 +47,11 @@ class BatchOrder:
 def run_batch(order: BatchOrder, console: Console) -> int:
     """Train what is left to train; the largest exit code of the jobs, or that of the signal that stopped them.
 
+    With no jobs at once it only fills the queue, for workers that are started by `run_worker`.
+
     Raises UsageError, before anything is written, for what is wrong with the batch as a whole.
     """
-    folders = check_order(order)
+    folders = check_order(order, weights=order.jobs > 0)
     minutes = order.resolved.config.checkpoint.wait_minutes
     with patient(Patience(minutes, console.print, lambda: SAFE)):
         return run_folders(order, folders, console)
@@ -60,21 +64,27 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
     left = sum(job.status == "waiting" for job in queue.read_jobs(path))
     console.print(f"batch of {len(folders)} datasets in {order.root}, {left} to run; output in {order.output}")
     show_wrong_settings(order.shared, folders, console)
+    if order.jobs == 0:
+        write_summary(path)
+        console.print(f"{left} jobs wait for workers: lora-trainer batch work {order.output}")
+        return DONE
     workers = min(order.jobs, max(1, left))
     if workers > 1:
         console.print(describe_workers(workers))
     write_summary(path)
     stopped: int | None = None
     try:
-        with listening(), watching(path, console):
-            stopped = executor(order.executor)(path, workers) if left else None
+        with listening():
+            try:
+                with watching(path, console):
+                    stopped = executor(order.executor)(path, workers) if left else None
+            finally:
+                with queue.unless_refused():  # it has been waited for
+                    write_summary(path)
     except KeyboardInterrupt:
         stopped = INTERRUPTED
     except SystemExit as leaving:
         stopped = leaving.code if isinstance(leaving.code, int) else INTERRUPTED
-    finally:
-        with queue.unless_refused():  # it has been waited for
-            write_summary(path)
     if stopped is not None:
         jobs = list[queue.QueuedJob]()
         with queue.unless_refused():
@@ -85,7 +95,22 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
         return stopped
     jobs = queue.read_jobs(path)
     console.print(f"{counts(jobs)}; details: {order.output / SUMMARY}")
+    if (failures := job_failures(jobs)).failed:
+        for line in failure_lines(failures):
+            console.print(line)
     return largest_code(jobs)
+
+
+def run_worker(output: Path, console: Console) -> int:
+    """Take jobs from the queue of a batch in `output` until none waits; 0, or the code of the signal that stopped it.
+
+    A job that a signal stops waits again, for the next worker. How jobs end is in the batch's summary. Raises UsageError
+    where there is no queue.
+    """
+    path = queue.find_queue(output)
+    patience = Patience(queue.read_note(path, WAIT_MINUTES), console.print, lambda: SAFE)
+    with patient(patience), listening(), watching(path, console):
+        return work(path, kept_families(FAMILIES), hand_back=True) or DONE
 
 
 def show_batch(order: BatchOrder, console: Console) -> int:
@@ -111,8 +136,8 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
     problems: list[Problem] = []
     folders: dict[str, Path] = {}
     config = order.resolved.config
-    if order.jobs < 1:
-        problems.append(Problem(f"--jobs is {order.jobs}, must be at least 1.", "Set 1 or more."))
+    if order.jobs < 0:
+        problems.append(Problem(f"--jobs is {order.jobs}, must be at least 0.", "0 only fills the queue for workers."))
     for check in (
         lambda: executor(order.executor),
         lambda: folders.update(read_root(order.root)),
@@ -160,14 +185,17 @@ def enlist(order: BatchOrder, folders: Mapping[str, Path], path: Path) -> None:
     queue.write_note(path, WAIT_MINUTES, order.resolved.config.checkpoint.wait_minutes)
     queue.enlist(path, folders)
     queue.give_back_lost(path)
-    queue.put_back(path, [job.name for job in queue.read_jobs(path) if job.name in folders and is_open(job, path)])
+    # Who fills the queue again and again, such as a CronJob, must not repeat the same failure each time.
+    again = ("failed", "stopped", "refused") if order.jobs else ("stopped",)
+    jobs = [job for job in queue.read_jobs(path) if job.name in folders and is_open(job, path, again)]
+    queue.put_back(path, [job.name for job in jobs])
 
 
-def is_open(job: queue.QueuedJob, path: Path) -> bool:
-    """Whether a finished job must run again: it has no LoRA, or its run was deleted."""
+def is_open(job: queue.QueuedJob, path: Path, again: Sequence[str]) -> bool:
+    """Whether a finished job must run again: it has no LoRA, or its run was deleted. `again`: statuses to repeat."""
     if job.status in ("done", "refused", "unresolved") and job.exit_code != DATASET_REFUSED:
         return read_record(path.parent / job.name) is None
-    return job.status in ("failed", "stopped", "refused")
+    return job.status in again
 
 
 def show_wrong_settings(shared: Shared, folders: Mapping[str, Path], console: Console) -> None:

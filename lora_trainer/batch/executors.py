@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import NoReturn
 
 from lora_trainer.batch import queue
 from lora_trainer.batch.queue import SIGNALLED
@@ -35,9 +36,13 @@ def run_local(path: Path, workers: int) -> int | None:
         return work(path, kept_families(FAMILIES))
     while any(job.status == "waiting" for job in queue.read_jobs(path)):
         before = _attempts(path)
-        stopped = _run_processes(path, workers)
-        if stopped is not None:
-            return stopped
+        codes = run_processes(_work_alone, path, workers)
+        if TRAINING_FAILED in codes:
+            message = f"The queue could not be written to {path.parent} for too long."
+            raise TrainingFailed(Problem(message, f"{SAFE} Make room there, then continue with --resume."))
+        # Somebody stopped one worker by itself: that was not asked of the others, which are over.
+        if stopped := [code for code in codes if code >= SIGNALLED]:
+            return stopped[0]
         if _attempts(path) == before:
             raise TrainingFailed(Problem("No worker process could be started.", "Run the batch with --jobs 1."))
         queue.give_back_lost(path)  # of workers that died; a job that kills each of them fails in the end
@@ -55,11 +60,15 @@ def kept_families(families: Mapping[str, Family]) -> Mapping[str, Family]:
     return keep_loaded(families)
 
 
-def _run_processes(path: Path, workers: int) -> int | None:
+def run_processes(work_alone: Callable[[str, dict[str, str]], None], path: Path, workers: int) -> list[int]:
+    """Run `work_alone` with the path and an environment in several processes; the exit codes of those that were not 0.
+
+    A signal to this process lets each of them save once, and is then raised.
+    """
     # Spawned, not forked: a forked process cannot use a GPU, and threads do not come along.
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=_work_alone, args=(str(path), worker_environment(index, workers)))
+        context.Process(target=work_alone, args=(str(path), worker_environment(index, workers)))
         for index in range(workers)
     ]
     for process in processes:
@@ -70,13 +79,7 @@ def _run_processes(path: Path, workers: int) -> int | None:
     except (KeyboardInterrupt, SystemExit):
         _stop(processes)
         raise
-    stopped = [process.exitcode for process in processes if (process.exitcode or 0) >= SIGNALLED]
-    if any(process.exitcode == TRAINING_FAILED for process in processes):
-        message = f"The queue could not be written to {path.parent} for too long."
-        raise TrainingFailed(Problem(message, f"{SAFE} Make room there, then continue with --resume."))
-    if stopped:  # somebody stopped one worker by itself: that was not asked of the others, which are over
-        return stopped[0]
-    return None
+    return [process.exitcode for process in processes if process.exitcode]
 
 
 def _stop(processes: list[SpawnProcess]) -> None:
@@ -109,27 +112,40 @@ def visible_gpus() -> list[str]:
 
 
 def _work_alone(path: str, environment: dict[str, str]) -> None:
-    """A worker process. Torch is not loaded yet, so the environment still counts."""
+    """A worker process of a batch."""
+
+    def work_on_queue() -> int | None:
+        patience = Patience(queue.read_note(Path(path), WAIT_MINUTES), plain_console().print, lambda: SAFE)
+        with patient(patience):
+            try:
+                return work(Path(path), kept_families(FAMILIES))
+            except TrainingFailed as error:
+                return error.exit_code
+
+    be_worker(environment, work_on_queue)
+
+
+def be_worker(environment: Mapping[str, str], work: Callable[[], int | None]) -> NoReturn:
+    """Work as a process of `run_processes`, and exit with what `work` returns, or with 0.
+
+    Torch is not loaded yet, so the environment still counts.
+    """
     os.environ.update(environment)
     if os.name == "posix":
-        os.setsid()  # Ctrl-C reaches the batch, which tells its workers once
+        os.setsid()  # Ctrl-C reaches the parent, which tells its workers once
     threading.Thread(target=_follow_parent, daemon=True).start()
     from lora_trainer.core.interrupt import end_quickly, listening
     from lora_trainer.core.quiet import quieten_libraries
 
     quieten_libraries()
-    patience = Patience(queue.read_note(Path(path), WAIT_MINUTES), plain_console().print, lambda: SAFE)
-    with listening(silent=True), patient(patience):  # the batch says it once for all
-        try:
-            stopped = work(Path(path), kept_families(FAMILIES))
-        except TrainingFailed as error:
-            raise SystemExit(error.exit_code) from None
+    with listening(silent=True):  # the parent says it once for all
+        code = work()
     end_quickly()
-    raise SystemExit(stopped or 0)
+    raise SystemExit(code or 0)
 
 
 def _follow_parent() -> None:
-    """Stop, with everything saved, when the batch itself was killed."""
+    """Stop, with everything saved, when the parent was killed."""
     parent = multiprocessing.parent_process()
     while parent is not None and parent.is_alive():
         time.sleep(LOOK_EVERY_SECONDS)

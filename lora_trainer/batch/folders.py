@@ -21,7 +21,18 @@ PATHS = (
     ("model", "text_encoders"),
     ("cache", "dir"),
 )  # in a folder's file they are meant from that folder
-THE_BATCH_DECIDES = (("data", "sources"), ("run", "output"), ("run", "offline"))
+THE_BATCH_DECIDES = (
+    ("data", "sources"),
+    ("run", "output"),
+    ("run", "offline"),
+    # A folder of somebody else must not run commands, nor send anything.
+    ("run", "on_finish"),
+    ("run", "on_failure"),
+    ("run", "command_seconds"),
+    ("run", "trackers"),
+    ("run", "tracker_project"),
+    ("run", "log_artifacts"),
+)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Every function opens the file for itself, so that any thread and any process may call it. A
 job is claimed inside a write transaction: two processes on one queue never take the same
 one. A claim names its process, so that the claim of a dead process is released, and its run
-resumes from its checkpoint.
+resumes from its checkpoint. Workers may be on several machines where the file system has locks.
 
 Where the disk refuses, changes of a job's state wait as the batch is set (`core.disk`); progress and heartbeats do not.
 """
@@ -137,7 +137,8 @@ def open_queue(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with _connected(path) as connection:
-            connection.execute("PRAGMA journal_mode=WAL")
+            # Not WAL: its index is shared memory, which processes of different machines do not have. This needs locks.
+            connection.execute("PRAGMA journal_mode=DELETE")
             connection.executescript(_TABLES)
             known = connection.execute("SELECT value FROM batch WHERE key = 'version'").fetchone()
             if known is None:
@@ -148,6 +149,16 @@ def open_queue(path: Path) -> None:
         raise UsageError(Problem(message, f"{fix}, or choose another --output.")) from error
     if known is not None and known[0] != str(VERSION):
         raise UsageError(Problem(f"{path} is of version {known[0]}, not {VERSION}.", "Choose another --output."))
+
+
+def find_queue(output: Path) -> Path:
+    """The queue of the batch in an output folder. Raises UsageError where there is none."""
+    path = output / FILE
+    if not path.is_file():
+        message = f"{output} contains no batch ({FILE} is missing)."
+        raise UsageError(Problem(message, f"Start one with: lora-trainer batch ROOT --output {output}"))
+    open_queue(path)
+    return path
 
 
 @patiently
@@ -280,7 +291,8 @@ def this_process() -> str:
     return json.dumps([socket.gethostname(), os.getpid(), round(psutil.Process().create_time(), 2)])
 
 
-def _is_dead(holder: str, alive: float) -> bool:
+def is_dead(holder: str, alive: float) -> bool:
+    """Whether a holder, as `this_process` names it, has ended. On another machine: whether it was silent since `alive`."""
     host, number, started = json.loads(holder)
     if host != socket.gethostname():
         return time.time() - alive > SILENT_SECONDS
@@ -294,7 +306,7 @@ def _is_dead(holder: str, alive: float) -> bool:
 def _give_back_lost(connection: sqlite3.Connection) -> None:
     running = connection.execute("SELECT name, holder, alive, deaths FROM jobs WHERE status = 'running'").fetchall()
     for name, holder, alive, deaths in running:
-        if not _is_dead(holder, alive):
+        if not is_dead(holder, alive):
             continue
         status, code, reason = "waiting", None, None
         if deaths + 1 >= MOST_DEATHS:

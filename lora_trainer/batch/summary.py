@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lora_trainer.batch.queue import COUNTED, QueuedJob, read_note, while_locked
 from lora_trainer.core.io import write_json
+from lora_trainer.report.failures import Failures, failures_of
 
 FILE = "batch.json"
 ROOT = "root"  # the queue's note with the folder of the dataset folders
@@ -26,6 +28,7 @@ def summary(jobs: list[QueuedJob], output: Path, root: str | None) -> dict[str, 
         "root": root,
         "exit_code": largest_code(jobs),
         **{status: counts[status] for status in COUNTED},
+        "failures": job_failures(jobs).to_json(),
         "jobs": [
             {
                 "name": job.name,
@@ -42,6 +45,11 @@ def summary(jobs: list[QueuedJob], output: Path, root: str | None) -> dict[str, 
             for job in jobs
         ],
     }
+
+
+def job_failures(jobs: list[QueuedJob]) -> Failures:
+    """Why jobs failed, by cause."""
+    return failures_of(asdict(job) for job in jobs)
 
 
 def largest_code(jobs: list[QueuedJob]) -> int:

@@ -36,14 +36,20 @@ SAY_EVERY_SECONDS = 1.0
 BEAT_SECONDS = 20.0
 
 
-def work(path: Path, families: Mapping[str, Family]) -> int | None:
-    """Run waiting jobs one after the other until none is left; the exit code of a signal that stopped this."""
+def work(path: Path, families: Mapping[str, Family], *, hand_back: bool = False) -> int | None:
+    """Run waiting jobs one after the other until none is left; the exit code of a signal that stopped this.
+
+    With `hand_back` a job that a signal stopped waits again: another worker resumes it.
+    """
     shared = shared_from_json(queue.read_note(path, SHARED))
     while (job := queue.claim(path)) is not None:
+        write_summary(path)  # an autoscaler that reads it must not start a worker for this job, too
         # Encoding and drawing are silent for long.
         with repeating(partial(queue.sign_of_life, path, job.name), BEAT_SECONDS):
             ending = attempt(path, shared, job, families)
         queue.finish(path, job.name, ending)
+        if hand_back and ending.status == "stopped":
+            queue.put_back(path, [job.name])
         write_summary(path)
         if ending.status == "stopped":
             return ending.exit_code

@@ -17,6 +17,8 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.interrupt import Interrupt, stop_if_signalled
 from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.progress import step_line
+from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
+from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training.loop import READ_AHEAD, read_steps, training_loop
 from lora_trainer.training.micro_batch import MicroBatch
@@ -32,11 +34,13 @@ T = TypeVar("T")
 
 
 @contextmanager
-def own_loop(run: Run, folder: Path, split: Split, rate: float | None = STILL) -> Iterator[Way]:
+def own_loop(
+    run: Run, folder: Path, split: Split, rate: float | None = STILL, trackers: Trackers | None = None
+) -> Iterator[Way]:
     """The loop as `train` runs it, with its data read ahead, its guards, its numbers written below `folder`.
 
     Steps come in order, whatever number is requested. Nothing is validated, saved or sampled. `rate` replaces the
-    settings' learning rate; None keeps it. Raises UserError, and Stopped for a signal.
+    settings' learning rate; None keeps it. `trackers` replace those of the settings. Raises UserError, and Stopped for a signal.
     """
     folder.mkdir(parents=True, exist_ok=True)
     run = replace(
@@ -52,7 +56,10 @@ def own_loop(run: Run, folder: Path, split: Split, rate: float | None = STILL) -
     )
     with ExitStack() as stack:
         source = stack.enter_context(closing(prefetch(read_steps(run, 0), READ_AHEAD)))
-        trackers = stack.enter_context(closing(Trackers(folder, resume_step=-1)))
+        if trackers is None:
+            threads = TrackerThreads(run.config.run.trackers, TrackedRun(folder.name, folder))
+            stack.callback(threads.finish, RunEnding("done", 0))
+            trackers = stack.enter_context(closing(Trackers(folder, resume_step=-1, threads=threads)))
         console = Console(file=io.StringIO())
         show = stack.enter_context(step_line(console, run.total_steps, 0))
         reporter = Reporter(trackers, show, run.say)

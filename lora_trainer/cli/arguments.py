@@ -39,6 +39,11 @@ SETTING_FLAGS = (
 )
 _TEXT_SETTINGS = ("model.path", "run.output", "run.name")
 
+PROFILES: dict[str, dict[str, Any]] = {  # of --profile
+    "short": {"enabled": True},
+    "long": {"enabled": True, "wait": 10, "warmup": 10, "active": 20, "details": True},
+}
+
 EXAMPLES = """examples:
   lora-trainer train --preset 12gb --data ./images --name cat
   lora-trainer train --preset 12gb,quality --model ./my-sd15 --data ./images
@@ -118,6 +123,17 @@ def add_run_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] = (
         ("--dry-run", "show samples, buckets, steps and captions, and train nothing"),
     ):
         other.add_argument(flag, action="store_true", help=unless_hidden(flag, text))
+    other.add_argument(
+        "--profile",
+        nargs="?",
+        const="short",
+        choices=tuple(PROFILES),
+        metavar="short|long",
+        help=unless_hidden(
+            "--profile",
+            "record where the time of some steps goes, for `lora-trainer profile RUN`; `long` has more steps, memory and stacks",
+        ),
+    )
     other.add_argument(
         "--explain", action="store_true", help="show each setting and where it came from, and train nothing"
     )
@@ -276,6 +292,8 @@ def _flag_layers(arguments: argparse.Namespace, problems: list[Problem]) -> list
             layers.append(Layer(flag, {section: {key: value}}))
     if values.get("data.sources"):
         layers.append(Layer("--data", {"data": {"sources": values["data.sources"]}}))
+    if kind := values.get("profile"):
+        layers.append(Layer("--profile", {"profile": PROFILES[kind]}))
     if values.get("offline"):
         layers.append(Layer("--offline", {"run": {"offline": True}}))
     for text in arguments.set:

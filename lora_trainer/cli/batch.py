@@ -1,19 +1,26 @@
-"""`batch ROOT`: one LoRA for each dataset folder."""
+"""`batch ROOT`: one LoRA for each dataset folder. `batch work`, `batch status`: another worker, the jobs."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from lora_trainer.cli.arguments import add_run_arguments, explained, layers_from, settled
-from lora_trainer.core.errors import DONE, Problem
+from lora_trainer.core.errors import DONE, Problem, UsageError, nearest
 
 EXAMPLES = """examples:
   lora-trainer batch ./customers --preset 12gb --model ./my-sd15 --output night
   lora-trainer batch ./customers --preset 12gb --output night --resume
+  lora-trainer batch status night --json
+
+Workers on several machines that share a folder:
+  lora-trainer batch ./customers --preset 12gb --output night --jobs 0
+  lora-trainer batch work night
 
 A folder's own lora.toml overrides everything for that folder, flags too.
 """
+ACTIONS = ("work", "status")
 NOT_HERE = {
     "data.sources": Problem("--data is not for a batch.", "The folders under ROOT are the datasets."),
     "run.name": Problem(
@@ -23,19 +30,35 @@ NOT_HERE = {
 
 
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("root", nargs="?", metavar="ROOT", help="folder with one folder of images for each LoRA")
+    parser.add_argument(
+        "root",
+        nargs="?",
+        metavar="ROOT",
+        help="folder with one folder of images for each LoRA; `work` takes jobs of the batch in FOLDER until none "
+        "waits, `status` shows them",
+    )
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", type=Path, help="work, status: the batch's --output")
     group = parser.add_argument_group("the batch")
     group.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="jobs at once, each with its own copy of the base model (1)"
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="jobs at once, each with its own copy of the base model (1); 0 only fills the queue for `work`",
     )
+    group.add_argument("--json", action="store_true", help="status: one JSON document on stdout")
     group.add_argument("--executor", default="local", metavar="local", help="where the jobs run (local)")
     add_run_arguments(parser, hidden=("--data", "--name"))  # they are refused below
 
 
 def batch_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     """Run the batch; returns the largest exit code of its jobs. Raises UsageError for mistakes that affect all jobs."""
+    if arguments.root in ACTIONS:
+        return queue_command(arguments, unknown)
     problems = list(unknown)
     values = vars(arguments)
+    if arguments.folder is not None:
+        problems.append(Problem(f"Unknown action {arguments.root}.", nearest(arguments.root, ACTIONS)))
     problems.extend(problem for name, problem in NOT_HERE.items() if values[name])
     if arguments.root is None:
         problems.append(Problem("batch needs ROOT.", "For example: lora-trainer batch ./customers --preset 12gb"))
@@ -50,3 +73,38 @@ def batch_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     shared = Shared(tuple(presets), tuple(user), arguments.resume)
     order = BatchOrder(Path(arguments.root), shared, resolved, arguments.jobs, arguments.executor)
     return (show_batch if arguments.dry_run else run_batch)(order, plain_console())
+
+
+def queue_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    """`batch work FOLDER` and `batch status FOLDER`, whose settings are those of the batch. Raises UsageError."""
+    problems = list(unknown)
+    if arguments.folder is None:
+        example = f"lora-trainer batch {arguments.root} night"
+        problems.append(Problem(f"batch {arguments.root} needs the --output of a batch.", f"For example: {example}"))
+    if any(layers_from(arguments, problems)):
+        problems.append(Problem(f"batch {arguments.root} takes no settings.", "They are those of the batch."))
+    if problems:
+        raise UsageError(problems)
+    if arguments.root == "status":
+        return show_status(arguments.folder, as_json=arguments.json)
+    from lora_trainer.batch.batch import run_worker
+    from lora_trainer.run.order import plain_console
+
+    return run_worker(arguments.folder, plain_console())
+
+
+def show_status(output: Path, *, as_json: bool) -> int:
+    """Print the jobs of the batch in this folder, as they are now. Raises UsageError where there is none."""
+    from rich.console import Console
+
+    from lora_trainer.batch import queue
+    from lora_trainer.batch.live_table import table
+    from lora_trainer.batch.summary import ROOT, summary
+
+    path = queue.find_queue(output)
+    jobs = queue.read_jobs(path)
+    if as_json:
+        print(json.dumps(summary(jobs, output, queue.read_note(path, ROOT)), indent=2, ensure_ascii=False))
+    else:
+        Console(highlight=False).print(table(jobs, jobs))
+    return DONE

@@ -83,7 +83,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--filter", dest="only", metavar="TEXT", help="table, ablation: only rows with this text in their names"
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    add_run_arguments(parser)
+    add_run_arguments(parser, hidden=("--profile",))
 
 
 def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:

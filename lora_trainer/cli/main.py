@@ -37,15 +37,23 @@ from lora_trainer.cli.check_arguments import EXAMPLES as CHECK_EXAMPLES
 from lora_trainer.cli.check_arguments import add_check_arguments, check
 from lora_trainer.cli.convert import EXAMPLES as CONVERT_EXAMPLES
 from lora_trainer.cli.convert import add_convert_arguments, convert_command
+from lora_trainer.cli.doctor import EXAMPLES as DOCTOR_EXAMPLES
+from lora_trainer.cli.doctor import add_doctor_arguments, doctor_command
 from lora_trainer.cli.errors import report_error
 from lora_trainer.cli.imports import EXAMPLES as IMPORT_EXAMPLES
 from lora_trainer.cli.imports import add_import_arguments, import_command
 from lora_trainer.cli.inspect import EXAMPLES as INSPECT_EXAMPLES
 from lora_trainer.cli.inspect import add_inspect_arguments, inspect_command
+from lora_trainer.cli.metrics import EXAMPLES as METRICS_EXAMPLES
+from lora_trainer.cli.metrics import add_metrics_arguments, metrics_command
 from lora_trainer.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from lora_trainer.cli.plan import add_plan_arguments, plan_command
+from lora_trainer.cli.profile import EXAMPLES as PROFILE_EXAMPLES
+from lora_trainer.cli.profile import add_profile_arguments, profile_command
 from lora_trainer.cli.sample_arguments import EXAMPLES as SAMPLE_EXAMPLES
 from lora_trainer.cli.sample_arguments import add_sample_arguments, sample
+from lora_trainer.cli.search import EXAMPLES as SEARCH_EXAMPLES
+from lora_trainer.cli.search import add_search_arguments, search_command
 from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError, nearest
 from lora_trainer.core.interrupt import Stopped, code_of_signal, listening
@@ -196,7 +204,7 @@ def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit-gb", type=float, metavar="GB", help="prune: keep at most this much (50)")
     parser.add_argument("--verify", action="store_true", help="prune: read everything and verify every checksum")
     parser.add_argument("--json", action="store_true", help="status: one JSON document on stdout")
-    add_run_arguments(parser, hidden=("--output", "--name", "--max-steps", "--max-hours", "--resume"))
+    add_run_arguments(parser, hidden=("--output", "--name", "--max-steps", "--max-hours", "--resume", "--profile"))
 
 
 def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
@@ -264,7 +272,9 @@ def _validate(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run; several are compared")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="folder of a run, or of several runs; several are compared"
+    )
     parser.add_argument(
         "--output",
         dest="page",
@@ -302,6 +312,12 @@ COMMANDS = {
     ),
     "batch": Command(
         "train one LoRA for each folder of images below a folder", add_batch_arguments, batch_command, BATCH_EXAMPLES
+    ),
+    "search": Command(
+        "search the best settings with Optuna, or test learning rates",
+        add_search_arguments,
+        search_command,
+        SEARCH_EXAMPLES,
     ),
     "demo": Command(
         "train the built-in example, in minutes, without a GPU",
@@ -356,13 +372,32 @@ COMMANDS = {
         "write a run's HTML report again, or compare several runs",
         _add_report_arguments,
         _report_again,
-        "examples:\n  lora-trainer report runs/cat\n  lora-trainer report runs/cat runs/cat-2 --output cats.html\n",
+        "examples:\n  lora-trainer report runs/cat\n  lora-trainer report runs/cat runs/cat-2 --output cats.html\n"
+        "  lora-trainer report runs  # the newest 12, and why runs failed\n",
+    ),
+    "metrics": Command(
+        "serve the newest numbers of all runs on this computer to Prometheus",
+        add_metrics_arguments,
+        metrics_command,
+        METRICS_EXAMPLES,
+    ),
+    "profile": Command(
+        "show in words where a run's time went, and what to try",
+        add_profile_arguments,
+        profile_command,
+        PROFILE_EXAMPLES,
     ),
     "bench": Command(
         "measure training steps, data loading, memory and more",
         add_bench_arguments,
         bench_command,
         BENCH_EXAMPLES,
+    ),
+    "doctor": Command(
+        "check this machine, and a run before, during or after training",
+        add_doctor_arguments,
+        doctor_command,
+        DOCTOR_EXAMPLES,
     ),
     "caption": Command(
         "write captions or tags for images with a local model",

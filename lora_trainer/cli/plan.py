@@ -25,7 +25,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--all", action="store_true", help="every VRAM preset, training preset and family as a Markdown page"
     )
     parser.add_argument("--what-if", action="store_true", help=WHAT_IF)
-    add_run_arguments(parser, hidden=("--resume", "--dry-run"))
+    add_run_arguments(parser, hidden=("--resume", "--dry-run", "--profile"))
 
 
 def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:

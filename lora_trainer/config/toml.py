@@ -22,8 +22,8 @@ EMPTY = "none"
 """How TOML, which has no null, empties a setting: `loss.min_snr_gamma = "none"`."""
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file as nested dicts.
+def read_toml(path: Path, flag: str = "--config") -> dict[str, Any]:
+    """A TOML file, named with a flag, as nested dicts.
 
     Raises UsageError when the file is missing, is not UTF-8 or is malformed (with its line).
     """
@@ -34,7 +34,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         refuse_large(path, found.st_size)
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
-        raise UsageError(Problem(f"{path} does not exist.", "Check the path given with --config.")) from None
+        raise UsageError(Problem(f"{path} does not exist.", f"Check the path given with {flag}.")) from None
     except OSError as error:
         raise UsageError(Problem(f"{path} cannot be read: {error.strerror}.", "Name a TOML file.")) from None
     except UnicodeDecodeError as error:

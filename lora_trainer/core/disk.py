@@ -198,7 +198,7 @@ def _restore_home(patience: Patience, place: Path) -> bool:
 
 def _disk_of(folder: Path) -> int | None:
     with suppress(OSError):
-        return os.stat(_nearest(folder)).st_dev
+        return os.stat(nearest_folder(folder)).st_dev
     return None
 
 
@@ -237,11 +237,11 @@ def _describe(what: str, place: Path, error: Exception, size: int | None) -> str
 def free_bytes(folder: Path) -> int:
     """Free bytes on the disk of a folder, which need not exist yet; 0 if they cannot be read."""
     with suppress(OSError):
-        return shutil.disk_usage(_nearest(folder)).free
+        return shutil.disk_usage(nearest_folder(folder)).free
     return 0
 
 
-def _nearest(folder: Path) -> Path:
+def nearest_folder(folder: Path) -> Path:
     """The folder, or its nearest parent that exists."""
     place = folder.absolute()
     while not place.exists() and place != place.parent:

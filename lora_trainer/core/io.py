@@ -178,11 +178,17 @@ def sha256_file(path: Path) -> str:
 
 
 def user_cache_folder() -> Path:
-    """The default folder of caches: the platform's cache folder."""
+    """The default folder of caches: the platform's cache folder.
+
+    A user without a home, such as a container's with an ID that has no name, gets a temporary one.
+    """
     if override := os.environ.get("LORA_TRAINER_CACHE"):
         return Path(override)
     if os.name == "nt":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        home = Path(os.path.expanduser("~"))  # Path.home() raises where this stays "~"
+        if not home.is_absolute():
+            home = Path(tempfile.gettempdir(), f"home-{os.getuid()}")
+        base = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
     return Path(base) / "lora-trainer"

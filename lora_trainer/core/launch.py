@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+
+CPU_VARIABLE = "ACCELERATE_USE_CPU"  # `accelerate launch` sets it by `use_cpu` of its config, and by --cpu
 
 
 def is_main_process() -> bool:
@@ -11,11 +14,21 @@ def is_main_process() -> bool:
 
 
 def launched() -> bool:
-    """Whether `accelerate launch`, or torch's own launcher, started this process."""
-    return any(name.startswith(("ACCELERATE_", "TORCHELASTIC_")) for name in os.environ)
+    """Whether something started this process as one of several, or by `accelerate launch` or torch's own launcher.
+
+    SLURM and `deploy/launch.sh` set the number of processes only. Users set `CPU_VARIABLE` themselves.
+    """
+    several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
+    names = os.environ.keys() - {CPU_VARIABLE}
+    return several or any(name.startswith(("ACCELERATE_", "TORCHELASTIC_")) for name in names)
 
 
 def processes_here() -> int:
     """Number of processes of this run on this machine."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(local) if local.isdigit() and int(local) else 1
+
+
+def cpu_requested(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment says to compute on the CPU, whatever GPU there is."""
+    return environment.get(CPU_VARIABLE, "").strip().lower() in ("1", "true", "t", "yes", "y", "on")

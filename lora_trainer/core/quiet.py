@@ -16,6 +16,7 @@ SETTINGS = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TF_CPP_MIN_LOG_LEVEL": "2",
+    "KINETO_LOG_LEVEL": "9",  # of torch.profiler, which prints when it starts and stops
 }
 # xformers reports how it was built, bitsandbytes which kernels are missing; this program checks both itself.
 LOGGERS = ("xformers", "bitsandbytes", "torch.distributed.elastic.multiprocessing.redirects")

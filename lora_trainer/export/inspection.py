@@ -81,7 +81,7 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
     problems += found.problems
     pairs = found.weights.modules
     problems += _values(path, found.weights)
-    hashes = _hashes(path, metadata) if whole else {}
+    hashes = hashes_of(path, metadata) if whole else {}
     warnings = _doubts(path, pairs, hashes)
     return Inspected(
         path=path,
@@ -237,7 +237,7 @@ def _doubts(path: Path, pairs: Mapping[str, LoraPair], hashes: Mapping[str, tupl
     return doubts
 
 
-def _hashes(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def hashes_of(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """`sshs_model_hash`: as the header records it, and computed from the bytes after the header."""
     recorded = metadata.get("sshs_model_hash", "")
     if not recorded:

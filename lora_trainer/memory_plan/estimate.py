@@ -31,6 +31,7 @@ NARROWER = ("fp8", "nf4")  # dtypes for the base model where the wanted one does
 WHOLE_STEP = "the whole step at once"
 SMALLER_RANKS = (64, 32, 16, 8, 4)
 STEP_DOWN = 64  # pixels
+MOST_MICRO = 64  # samples, of the largest micro-batch that is looked for
 
 
 def no_other_phases(demand: Demand, fit: MemoryPlan) -> Mapping[str, float]:
@@ -194,6 +195,22 @@ def choose_fit(demand: Demand) -> MemoryPlan:
             smallest = tried
     assert smallest is not None
     return smallest
+
+
+def largest_micro(demand: Demand, fit: MemoryPlan) -> int | None:
+    """The largest micro-batch, up to MOST_MICRO, that fits with a plan's other choices, however many samples a step has.
+
+    None where the plan itself does not fit, and without a memory profile: each size would be traced for seconds.
+    """
+    if demand.memory_model.traced or demand.limit_gib is None or not fit.fits:
+        return None
+    sizes = range(fit.micro + 1, MOST_MICRO + 1)
+
+    def is_too_large(micro: int) -> bool:
+        at_once = replace(demand, samples=micro)
+        return not fits(demand, parts_of(at_once, micro, fit.checkpointed, fit.precision, fit.swapped))
+
+    return fit.micro + bisect_left(sizes, True, key=is_too_large)
 
 
 def candidate_plans(demand: Demand) -> Iterator[MemoryPlan]:

@@ -12,6 +12,7 @@ Kind = Literal[
     "slow",
     "starved",
     "throttled",
+    "idle",
     "not_finite",
     "spike",
     "overflow",

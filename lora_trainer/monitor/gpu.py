@@ -1,17 +1,16 @@
-"""A GPU's load, memory, temperature, power and clocks, from NVML where it is available."""
+"""A GPU's utilization, memory, temperature, power and clocks: from NVML, or from torch on an AMD GPU."""
 
 from __future__ import annotations
 
 import platform
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-SAMPLE_EVERY = 30.0  # seconds
 # Shares of the highest clock below which a GPU counts as throttled, if it reports a reason. Healthy GPUs reach their
 # power limit under load and then run at 0.7 to 0.9 of it.
 SLOWED_BY_HEAT, SLOWED_BY_POWER = 0.9, 0.6
@@ -24,7 +23,7 @@ POWER = 0x04 | 0x80
 class GPU:
     """One sample. Shares are 0 to 1; watts and clocks (MHz) are None if the GPU does not report them."""
 
-    utilisation: float
+    utilization: float
     memory: float
     celsius: float
     watts: float | None = None
@@ -55,20 +54,59 @@ def spills() -> bool:
     return sys.platform == "win32" or "microsoft" in platform.release().lower()
 
 
-def open_gpu(device: torch.device) -> Callable[[], GPU] | None:
-    """A function that samples the GPU of `device`; None without a GPU, NVML or the package nvidia-ml-py."""
-    if device.type != "cuda":
-        return None
-    try:
-        import pynvml
+def open_gpus(devices: Sequence[torch.device]) -> tuple[tuple[Callable[[], GPU], ...], str]:
+    """A function for each GPU of `devices` that samples it, and why there is none where they cannot be measured.
 
-        pynvml.nvmlInit()
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
-        _sample(pynvml, handle)
-    except Exception:  # noqa: BLE001  a driver's library may fail in any way, and nothing depends on it
-        return None
+    All or none of them: an average over some would be taken for that of all.
+    """
+    import torch
+
+    gpus = [device for device in devices if device.type == "cuda"]
+    try:
+        found = tuple(_from_torch(device) if torch.version.hip else _from_nvml(device) for device in gpus)
+        for sample in found:
+            sample()
+    except ImportError:
+        package = "amdsmi, which comes with ROCm" if torch.version.hip else "pip install 'lora-trainer[gpu]'"
+        return (), f"a package is missing: {package}"
+    except Exception as error:  # noqa: BLE001  a driver's library may fail in any way, and nothing depends on it
+        return (), f"the driver does not answer: {str(error) or type(error).__name__}"
+    return found, ""
+
+
+def _from_nvml(device: torch.device) -> Callable[[], GPU]:
+    """Raises ImportError without the package nvidia-ml-py, and whatever NVML raises."""
+    import pynvml
+    import torch
+
+    pynvml.nvmlInit()
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
     return lambda: _sample(pynvml, handle)
+
+
+def _from_torch(device: torch.device) -> Callable[[], GPU]:
+    """Through torch, which asks amdsmi on an AMD GPU; that reports neither limits nor reasons for lower clocks."""
+    import torch
+
+    def query(function: Callable[[torch.device], float]) -> float | None:
+        try:
+            return float(function(device))
+        except Exception:  # noqa: BLE001  GPUs differ in what they report
+            return None
+
+    def sample() -> GPU:
+        free, total = torch.cuda.mem_get_info(device)
+        watts = query(torch.cuda.power_draw)  # in milliwatts
+        return GPU(
+            utilization=torch.cuda.utilization(device) / 100.0,
+            memory=1.0 - free / total,
+            celsius=query(torch.cuda.temperature) or 0.0,
+            watts=None if watts is None else watts / 1000.0,
+            clock=query(torch.cuda.clock_rate),
+        )
+
+    return sample
 
 
 def _sample(nvml: Any, handle: Any) -> GPU:
@@ -83,7 +121,7 @@ def _sample(nvml: Any, handle: Any) -> GPU:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     watts, limit = query("nvmlDeviceGetPowerUsage"), query("nvmlDeviceGetEnforcedPowerLimit")
     return GPU(
-        utilisation=nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0,
+        utilization=nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0,
         memory=memory.used / memory.total,
         celsius=float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
         watts=None if watts is None else watts / 1000.0,
@@ -92,33 +130,3 @@ def _sample(nvml: Any, handle: Any) -> GPU:
         clock_most=query("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
         reasons=int(query("nvmlDeviceGetCurrentClocksThrottleReasons") or 0),
     )
-
-
-class GPUWatch:
-    """Samples a GPU every 30 s in its own thread, between `start` and `stop`."""
-
-    def __init__(self, every: float = SAMPLE_EVERY) -> None:
-        self._every, self._stopped = every, threading.Event()
-        self._thread: threading.Thread | None = None
-        self.samples: list[GPU] = []
-
-    def start(self, sample: Callable[[], GPU] | None) -> None:
-        """Does nothing without `sample`."""
-        if sample is None:
-            return
-        self._stopped.clear()
-        self._thread = threading.Thread(target=self._run, args=(sample,), daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
-            self._thread = None
-
-    def _run(self, sample: Callable[[], GPU]) -> None:
-        while not self._stopped.wait(self._every):
-            try:
-                self.samples.append(sample())
-            except Exception:  # noqa: BLE001  a GPU that stops answering ends this thread, never the run
-                return

@@ -75,6 +75,7 @@ class Chart:
     y_ticks: tuple[Tick, ...]
     first: float
     last: float
+    over: str = "step"  # what the labels at the lower side are
 
     @property
     def readout(self) -> list[dict[str, object]]:

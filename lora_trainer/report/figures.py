@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -11,10 +11,21 @@ from lora_trainer.evaluation.lora_report import BASE_FEATURES
 from lora_trainer.monitor.progress import duration
 from lora_trainer.report.chart import Chart, ChartLine, Mark, Point, make_chart, short, smoothed
 from lora_trainer.report.ending import released_step
-from lora_trainer.report.read import RunReport, mapping, number
+from lora_trainer.report.read import RunReport, column, mapping, number
 
 WAITS = ("waiting for data", "waiting for checkpoints")  # in a comparison; the page of a run has them as targets
 STYLES = "abcdef"  # line styles of a comparison: color and dashes
+GPU_LINES = {
+    "gpu_utilization": ("utilization", "a", 100.0),
+    "gpu_memory": ("memory", "b", 100.0),
+    "gpu_celsius": ("temperature, °C", "c", 1.0),
+}
+HOST_LINES = {
+    "cpu": ("CPU", "a", 100.0),
+    "main_thread": ("training thread, of one core", "b", 100.0),
+    "system_memory": ("system memory", "c", 100.0),
+    "io_wait": ("I/O wait", "d", 100.0),
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,8 @@ class Charts:
     norm: Chart | None
     speed: Chart | None
     memory: Chart | None
+    gpu: Chart | None
+    host: Chart | None
 
 
 def figures_of(run: RunReport) -> list[Figure]:
@@ -136,7 +149,18 @@ def charts_of(run: RunReport) -> Charts:
         memory=make_chart(
             "memory", "Memory", [ChartLine("memory", run.series["memory_gib"])], unit="GiB", from_zero=True
         ),
+        gpu=make_chart("gpu", "GPU", system_lines(run, GPU_LINES), unit="% and °C", from_zero=True),
+        host=make_chart("host", "CPU and system memory", system_lines(run, HOST_LINES), unit="%", from_zero=True),
     )
+
+
+def system_lines(run: RunReport, lines: Mapping[str, tuple[str, str, float]]) -> list[ChartLine]:
+    """Columns of system.jsonl, each with its name, style and factor; those that were measured."""
+    return [
+        ChartLine(name, [(step, factor * value) for step, value in points], style)
+        for key, (name, style, factor) in lines.items()
+        if (points := column(run.system, key))
+    ]
 
 
 def interval_lines(run: RunReport, name: str, factor: float = 1.0) -> list[ChartLine]:

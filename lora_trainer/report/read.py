@@ -14,7 +14,7 @@ from lora_trainer.config.toml import section_types
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.grid import image_name
 from lora_trainer.core.io import read_json
-from lora_trainer.monitor.trackers import read_lines
+from lora_trainer.monitor.trackers import SYSTEM, read_lines
 from lora_trainer.report.chart import Point
 from lora_trainer.report.record import BEFORE_AFTER, read_record
 
@@ -93,6 +93,7 @@ class RunReport:
     data_findings: tuple[ImageGroup, ...]
     lora_findings: tuple[ImageGroup, ...]
     series: Mapping[str, tuple[Point, ...]]
+    system: tuple[Mapping[str, Any], ...]  # rows of system.jsonl
     validation: tuple[Point, ...]
     tracked: Mapping[str, tuple[Point, ...]]
     images: tuple[Image, ...]
@@ -155,6 +156,7 @@ def read_run(folder: Path) -> RunReport:
         data_findings=grouped(data.get("findings")),
         lora_findings=grouped(lora.get("findings")),
         series={name: column(rows, name) for name in SERIES},
+        system=tuple(read_lines(folder / SYSTEM)),
         validation=column(validation, "loss"),
         tracked={name: column(validation, name) for name in TRACKED},
         images=tuple(images_in(folder / "samples", ended=bool(mapping(record.get("files")).get(BEFORE_AFTER)))),

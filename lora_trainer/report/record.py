@@ -48,7 +48,8 @@ class Record:
     training: dict[str, Any] = field(default_factory=dict)
     sample_counts: dict[str, Any] = field(default_factory=dict)  # a summary of `sample_counts.csv`
     memory: dict[str, float] = field(default_factory=dict)
-    seen: dict[str, float] = field(default_factory=dict)  # by the watches of the last session (monitor/watches.py)
+    seen: dict[str, Any] = field(default_factory=dict)  # of system.jsonl, and by the last session's watches
+    setup: dict[str, Any] = field(default_factory=dict)  # settings that explain an idle GPU (monitor/idle.py)
     samples: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()  # LoRA files of `checkpoint.export_every_n_steps`
     checkpoints: dict[str, Any] = field(default_factory=dict)  # of the last session: number, sizes and times

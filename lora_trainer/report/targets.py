@@ -1,37 +1,59 @@
-"""What a run should reach on its machine, and what was seen of it."""
+"""What a run should reach on its machine, what was seen of it, and why its GPU was idle."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from lora_trainer.monitor.idle import (
+    AIM,
+    BUSY,
+    FULL_MEMORY,
+    IdleCause,
+    IdleSetup,
+    causes_of,
+    clocks_of,
+    larger_micro,
+    means_of,
+)
 from lora_trainer.report.chart import short
 from lora_trainer.report.figures import waiting_share
 from lora_trainer.report.read import RunReport, mapping, number
 
 SECONDS_STALLED = 1.0
+IN_A_PROFILE = ("elsewhere", "data", "block_swap", "launches", "unknown")  # causes that a profile measures itself
 
 
 @dataclass(frozen=True)
 class Target:
-    """`met` is None where nothing was seen."""
+    """`met` is None where nothing was seen; `about` says why, or what to do."""
 
     name: str
     aim: str
     seen: str
     met: bool | None
+    about: str = ""
 
 
 def targets_of(run: RunReport) -> list[Target]:
-    """Those that were seen; on a CPU neither a GPU's, nor that the CPU has time to spare."""
-    seen, found = run.part("seen"), list[Target]()
+    """Those that were seen; on a CPU neither a GPU's, nor that the CPU has time to spare.
+
+    A GPU whose utilization was not measured is named, with the reason.
+    """
+    seen, found = seen_of(run), list[Target]()
     on_gpu = str(run.part("hardware").get("device", "")).startswith("cuda")
     cached = mapping(mapping(run.record.get("config")).get("cache")).get("latents") is not False
     if on_gpu:
-        found.append(share("GPU computes", number(seen.get("utilisation")), over=0.85))
-        found.append(share("GPU's memory, of what is allowed", number(seen.get("memory")), over=0.7))
-        found.append(share("CPU computes", number(seen.get("cpu")), under=0.8))
-    found.append(share("system memory", number(seen.get("system_memory")), under=0.85))
-    found.append(share("CPU waits for disks", number(seen.get("io_wait")), under=0.1))
+        utilization, memory = number(seen.get("gpu_utilization")), number(seen.get("memory"))
+        busy = share("GPU utilization", utilization, over=BUSY)
+        why = str(seen.get("gpu_not_measured") or "No interval of run.system_every_seconds was full.")
+        found.append(replace(busy, aim=f"{busy.aim}, better {AIM:.0%}", about=why if utilization is None else ""))
+        held = share("GPU memory, of what is allowed", memory, over=FULL_MEMORY)
+        found.append(replace(held, about=larger_micro(setup_of(run)) if held.met is False else ""))
+        found.append(share("CPU utilization", number(seen.get("cpu")), under=0.8))
+    found.append(share("system memory (RAM)", number(seen.get("system_memory")), under=0.85))
+    found.append(share("I/O wait", number(seen.get("io_wait")), under=0.1))
     found.append(share("steps wait for data", waiting_share(run), under=0.01 if cached else 0.05))
     stall = number(mapping(run.part("checkpoints").get("stall_seconds")).get("median"))
     seen_stall = "" if stall is None else f"{short(1000 * stall)} ms"
@@ -43,7 +65,38 @@ def targets_of(run: RunReport) -> list[Target]:
             stall < SECONDS_STALLED if stall is not None else None,
         )
     )
-    return [target for target in found if target.met is not None]
+    return [target for target in found if target.met is not None or (target.about and on_gpu)]
+
+
+def seen_of(run: RunReport) -> dict[str, Any]:
+    """What was measured of the machine: as recorded, and from system.jsonl, which an unfinished run has too."""
+    return {**means_of(run.system), **run.part("seen")}
+
+
+def setup_of(run: RunReport) -> IdleSetup:
+    """The settings that explain an idle GPU, as recorded; defaults where the record has none."""
+    recorded = run.part("setup")
+    default = IdleSetup()  # a damaged record has values of other kinds
+    kinds = {field.name: type(getattr(default, field.name) or 0) for field in fields(IdleSetup)}
+    known = [name for name, kind in kinds.items() if isinstance(recorded.get(name), kind)]
+    return IdleSetup(**{name: recorded[name] for name in known})
+
+
+def idle_causes(run: RunReport, *, profiled: bool = False) -> list[tuple[IdleCause, str]]:
+    """Why the run's GPU was idle, the likeliest first, each with a command for the run's folder: it measures whether the setting helps.
+
+    Of a run with a profile only what the profile does not measure.
+    """
+    measured = {name: value for name, each in seen_of(run).items() if (value := number(each)) is not None}
+    found = list[tuple[IdleCause, str]]()
+    for cause in causes_of(measured, setup_of(run), clocks_of(run.system)):
+        if profiled and cause.name in IN_A_PROFILE:
+            continue
+        words = ["lora-trainer", "bench", "step", "--config", "config.toml", "--compare", cause.setting]
+        if cause.name == "unknown":
+            words = ["lora-trainer", "train", "--config", "config.toml", "--name", f"{run.name}-profile", "--profile"]
+        found.append((cause, shlex.join(words) if cause.setting or cause.name == "unknown" else ""))
+    return found
 
 
 def share(name: str, seen: float | None, *, over: float | None = None, under: float | None = None) -> Target:

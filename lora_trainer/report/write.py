@@ -14,23 +14,29 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from lora_trainer.core.io import write_text
 from lora_trainer.core.version import __version__
+from lora_trainer.monitor.profile_files import PROFILE
 from lora_trainer.monitor.progress import duration
 from lora_trainer.monitor.trackers import EVENTS, read_lines
+from lora_trainer.report.bottleneck import percent
 from lora_trainer.report.candidates import compared_rows
 from lora_trainer.report.chart import short
 from lora_trainer.report.embedded_images import embedded
 from lora_trainer.report.ending import verdict_of
+from lora_trainer.report.failures import Failures, failures_of
 from lora_trainer.report.figures import WAITS, charts_of, comparison_charts, figures_of, lora_numbers, names_of
 from lora_trainer.report.gallery import compared_images, gallery_of
+from lora_trainer.report.profiled import read_times
 from lora_trainer.report.read import RunReport, mapping, number, read_run, sequence, text, whole
-from lora_trainer.report.targets import targets_of
+from lora_trainer.report.record import read_record
+from lora_trainer.report.targets import idle_causes, seen_of, targets_of
 from lora_trainer.report.verdict_parts import verdict_parts
 
 FILE = "report.html"
+MOST_COMPARED = 12  # columns that can still be read
 TEMPLATES = Path(__file__).parent / "page"
 # Of a terminal, and those that turn the direction of a line: names and captions may hold them.
 COMMANDING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
-SETTLED = ("config.toml", "run.json", "metrics.jsonl", "validation.jsonl")
+SETTLED = ("config.toml", "run.json", "metrics.jsonl", "validation.jsonl", "system.jsonl")
 
 
 def write_report(folder: Path, page: Path | None = None) -> Path:
@@ -43,10 +49,32 @@ def write_report(folder: Path, page: Path | None = None) -> Path:
     return page
 
 
+def advice_lines(folder: Path) -> list[str]:
+    """For a terminal: why the run's GPU was idle, and a command to measure what may help. Raises as `write_report`."""
+    run = read_run(folder)
+    used = number(seen_of(run).get("gpu_utilization"))
+    return [
+        f"GPU utilization {used or 0.0:.0%}: {cause}"
+        + (f" To measure whether it helps, in {folder}: {command}" if command else "")
+        for cause, command in idle_causes(run)
+    ]
+
+
 def write_comparison(folders: Sequence[Path], page: Path) -> Path:
-    """Write a page that lays several runs side by side. Raises as `write_report` does."""
-    write_text(page, render_comparison([read_run(folder) for folder in folders]))
+    """Write a page that lays several runs side by side; of more than MOST_COMPARED the newest, and why each failed.
+
+    Raises as `write_report` does.
+    """
+    started = {folder: number((read_record(folder) or {}).get("started")) or 0.0 for folder in folders}
+    newest = sorted(folders, key=started.__getitem__, reverse=True)[:MOST_COMPARED]
+    shown = [folder for folder in folders if folder in newest]
+    write_text(page, render_comparison([read_run(folder) for folder in shown], failures_in(folders)))
     return page
+
+
+def failures_in(folders: Sequence[Path]) -> Failures:
+    """The failures of runs, by cause, from their run.json."""
+    return failures_of({"name": folder.resolve().name, **(read_record(folder) or {})} for folder in folders)
 
 
 def render_run(run: RunReport) -> str:
@@ -54,6 +82,7 @@ def render_run(run: RunReport) -> str:
     parts = tuple(verdict_parts(run.part("lora")))
     gallery = gallery_of(run, parts)
     buckets = buckets_of(run)
+    times = read_times(run) if (run.folder / PROFILE).is_dir() and run.series["seconds"] else None
     return render(
         "report.html",
         title=f"{run.name}: training report",
@@ -66,6 +95,8 @@ def render_run(run: RunReport) -> str:
         figures=figures_of(run),
         waits=WAITS,
         targets=targets_of(run),
+        idle=times.causes if times else idle_causes(run),
+        utilization=number(seen_of(run).get("gpu_utilization")),
         charts=charts_of(run),
         gallery=gallery,
         images=embedded(gallery.paths),
@@ -78,11 +109,12 @@ def render_run(run: RunReport) -> str:
         findings_known="findings" in run.part("dataset"),
         choices=[text(choice) for choice in sequence(run.record.get("choices"))],
         environment=environment_of(run),
+        times=times,
     )
 
 
-def render_comparison(runs: Sequence[RunReport]) -> str:
-    """Several runs on one page: scores, settings that differ, curves over each other."""
+def render_comparison(runs: Sequence[RunReport], failures: Failures) -> str:
+    """Several runs on one page: scores, settings that differ, curves over each other, and why runs failed."""
     values = [{setting.name: setting.value for setting in run.settings} for run in runs]
     names = dict.fromkeys(name for each in values for name in each if name not in ("run.name", "run.output"))
     figures = [
@@ -118,15 +150,19 @@ def render_comparison(runs: Sequence[RunReport]) -> str:
             if len({each.get(name) for each in values}) > 1
         ],
         charts=comparison_charts(runs),
+        failures=failures,
         sheet=sheet,
         images=embedded(path for row in sheet.rows for path in row.images if path),
     )
 
 
-def render(template: str, **values: Any) -> str:
-    """Fill a template: everything escaped, and only the page's own script may run."""
+def render(template: str, *, folder: Path = TEMPLATES, scripts: Sequence[str] = (), **values: Any) -> str:
+    """Fill a template, of `folder` or of this package: everything escaped, and only the page's own scripts may run.
+
+    `scripts` follow the one that all pages have.
+    """
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+        loader=FileSystemLoader([folder, TEMPLATES]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -134,11 +170,13 @@ def render(template: str, **values: Any) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["short"] = short
-    script = (TEMPLATES / "hover.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    environment.filters["percent"] = percent
+    own = (TEMPLATES / "hover.js").read_text(encoding="utf-8")
+    scripts = [COMMANDING.sub("\N{REPLACEMENT CHARACTER}", script) for script in (own, *scripts)]  # as in the page
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii") for script in scripts]
     style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
     page = environment.get_template(template).render(
-        **values, style=style, script=script, digest=digest, version=__version__
+        **values, style=style, scripts=scripts, digests=digests, version=__version__
     )
     return COMMANDING.sub("\N{REPLACEMENT CHARACTER}", page)
 

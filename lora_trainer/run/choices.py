@@ -14,6 +14,7 @@ from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Blocks, Config, Precision
 from lora_trainer.core.hardware import cuda_memory_gib
+from lora_trainer.core.launch import cpu_requested
 from lora_trainer.memory_plan.estimate import (
     CONTEXT_GIB,
     GIB,
@@ -21,6 +22,7 @@ from lora_trainer.memory_plan.estimate import (
     WHOLE_STEP,
     Demand,
     choose_fit,
+    largest_micro,
     refuse_what_does_not_fit,
     usable_gib,
 )
@@ -68,6 +70,7 @@ class Choices:
     predicted: str | None = None  # the peak, on a GPU
     swapped: int = 0  # blocks swapped between CPU and GPU
     samples: int = 1
+    largest_micro: int | None = None  # that fits the GPU, if the plan knows it
 
     @property
     def layout(self) -> Layout:
@@ -162,6 +165,7 @@ def planned_choices(
         predicted,
         fit.swapped,
         demand.samples,
+        largest_micro(demand, fit),
     )
 
 
@@ -186,8 +190,8 @@ def computed_in(precision: str, device: torch.device) -> torch.dtype:
 
 
 def evaluated_on(config: Config) -> tuple[torch.device, torch.dtype]:
-    """Where a base model runs outside of training, the GPU where there is one, and its precision there."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Where a base model runs outside of training, the GPU unless there is none or the CPU is requested; its precision."""
+    device = torch.device("cuda" if torch.cuda.is_available() and not cpu_requested() else "cpu")
     return device, computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
 
 

@@ -39,13 +39,16 @@ from lora_trainer.evaluation.validation_loss import (
     validation_losses,
 )
 from lora_trainer.export.lora_file import write_learned_tokens
+from lora_trainer.memory_plan.profiles import Sizes
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.monitor.events import Event
+from lora_trainer.monitor.idle import IdleSetup, means_of
 from lora_trainer.monitor.memory import gpu_pool, highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
-from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
+from lora_trainer.monitor.tracker_thread import TrackerThreads
+from lora_trainer.monitor.trackers import SYSTEM, VALIDATION, Trackers, read_lines
 from lora_trainer.report.curve import still_falling
-from lora_trainer.report.record import Record, read_record, write_record
+from lora_trainer.report.record import BEFORE_AFTER, Record, read_record, write_record
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import silent
 from lora_trainer.run.caching import cache_folder, cached_data, measured_images
@@ -54,9 +57,10 @@ from lora_trainer.run.compare_loras import compare_after_training
 from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
 from lora_trainer.run.file_sizes import lora_bytes
-from lora_trainer.run.inputs import Inputs, with_absolute_paths
+from lora_trainer.run.inputs import Inputs, own_architecture, with_absolute_paths
 from lora_trainer.run.messages import model_lines, refuse_without_validation, show_captions, show_views
 from lora_trainer.run.order import Order
+from lora_trainer.run.plans.plan import gauge_of
 from lora_trainer.run.release import (
     cause_shown,
     choose_released,
@@ -72,7 +76,7 @@ from lora_trainer.run.release import (
     withdraw_after,
 )
 from lora_trainer.run.room import room_for
-from lora_trainer.run.sampling import draw_comparison
+from lora_trainer.run.sampling import draw_comparison, shown_images
 from lora_trainer.run.session import Session, fill, open_session, with_found_micro, with_generated_images
 from lora_trainer.run.start import class_image_settings, find_start, fixed_settings, refuse_other_class_images
 from lora_trainer.run.uncached import fresh_latents
@@ -83,6 +87,7 @@ from lora_trainer.training.control import is_stopped_early, stop_reason
 from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.loop import train
 from lora_trainer.training.network_weights import check_lora_files
+from lora_trainer.training.profiler import ProfiledDevice, Profiler
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.step import StepContext
@@ -102,9 +107,9 @@ class Outcome:
     signal_exit: int | None = None
 
 
-def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
+def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerThreads) -> Outcome:
     """Train and release one LoRA in the order's folder. Raises UserError."""
-    session = open_session(order, inputs)
+    session = replace(open_session(order, inputs), threads=threads)
     check_lora_files(session.config, inputs.family, inputs.facts)
     if (encoder := find_encoder(session.config, say=session.console.print)) is not None:
         load_encoder(encoder.path, torch.device("cpu"))  # which refuses another kind of model before it is needed
@@ -158,7 +163,7 @@ def run_session(order: Order, inputs: Inputs, record: Record) -> Outcome:
             reason=stop_reason(session.config.safeguards, state.control) if early else None,
             checkpoints=run.writer.summary(),
             memory=memory_summary(session.choices.device),
-            seen=run.watches.summary(),
+            seen=means_of(read_lines(order.folder / SYSTEM)) | run.watches.summary(),
         )
         if session.processes.is_main:
             record = with_sample_counts(record, session, run, state)
@@ -251,7 +256,9 @@ def earlier_attention(folder: Path) -> str | None:
 
 def make_run(session: Session, context: StepContext, feed: Feed, images: RealImages, settings: dict[str, Any]) -> Run:
     """What the loop needs: the micro-batches of each step, and how to validate, sample and export."""
-    config, built = session.config, context.built
+    config, built, profiler = session.config, context.built, make_profiler(session, context)
+    if profiler is not None:
+        context = replace(context, phase=profiler.phase)
     weight = WEIGHTINGS[config.loss.weighting](config.loss, context.process)
 
     def predict(*arguments: Any) -> Tensor:
@@ -299,10 +306,38 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         sample=sample if ADAPTERS[config.lora.type].is_checked else None,  # diffusers reads no other file
         settings=settings,
         say=session.console.print,
+        setup=IdleSetup(
+            cached=config.cache.latents,
+            compiled=context.compiled is not None,
+            swapped=built.swapped,
+            weight_dtype=session.choices.precision.value,
+            micro=session.choices.micro,
+            samples=session.choices.samples,
+            largest_micro=session.choices.largest_micro,
+        ),
         export=export,
         withdraw=partial(withdraw_after, session.folder),
         images=images,
+        steering=session.order.steering,
+        profiler=profiler,
     )
+
+
+def make_profiler(session: Session, context: StepContext) -> Profiler | None:
+    """What profiles the main process, where `profile.enabled` is set."""
+    config, inputs, choices = session.config, session.inputs, session.choices
+    if not config.profile.enabled or not session.processes.is_main:
+        return None
+    tflop, counts = None, inputs.train_plan.counts
+    with contextlib.suppress(Exception):  # then it is counted in what was recorded; no profile may end a run
+        memory_model, flops = gauge_of(inputs.family, own_architecture(inputs), config), 0.0
+        for bucket, count in counts.items():
+            area = bucket.width * bucket.height // inputs.facts.downscale**2
+            sizes = Sizes(config.lora.rank, choices.micro, area, checkpointed=0)  # without what is recomputed
+            flops += count * memory_model.footprint(sizes, choices.precision.value).flops / choices.micro
+        tflop = None if config.trains_text else flops / sum(counts.values()) * choices.samples / 1e12
+    on = ProfiledDevice(context.device, context.dtype, tflop)
+    return Profiler(config.profile, session.folder, on, session.console.print)
 
 
 def compared_captions(config: Config, images: RealImages, total_steps: int) -> Pairs:
@@ -351,6 +386,7 @@ def with_preparation(record: Record, session: Session, run: Run) -> Record:
         pinned=record.pinned | pinned(record.config, decided_settings(session, built.attention)),
         model={**record.model, "sha256": run.settings["model"]},
         arithmetic=session.steps.to_json(),
+        setup=asdict(run.setup),
         choices=(
             *session.order.resolved.notes,
             *model_lines(session.config, session.inputs),
@@ -421,7 +457,7 @@ def open_trackers(session: Session, start: Checkpoint | None, changed: Sequence[
         yield None
         return
     with contextlib.closing(
-        Trackers(session.folder, resume_step=start.state.step if start else -1, say=session.console.print)
+        Trackers(session.folder, resume_step=start.state.step if start else -1, threads=session.threads)
     ) as trackers:
         if start:
             message = "; ".join([f"resumed at step {start.state.step}", *changed])
@@ -496,6 +532,7 @@ def check_lora(
     except MACHINE_FAILURES as error:  # the LoRA is whole and checked
         console.print(f"the before/after images could not be drawn: {first_line(error)}")
         return Outcome(record, report, None)
+    session.threads.call("images", step, shown_images(session.folder, BEFORE_AFTER, with_base=True))
     files = {**record.files, "before_after": comparison.relative_to(session.folder).as_posix()}
     return Outcome(replace(record, files=files), report, comparison)
 

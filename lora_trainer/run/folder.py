@@ -185,6 +185,18 @@ def take_lock(path: Path) -> BaseFileLock:
     return lock
 
 
+def is_in_use(folder: Path) -> bool:
+    """Whether a live process trains in the folder: it holds the lock, which the system frees when a process ends."""
+    try:
+        if (folder / LOCK).is_file():
+            take_lock(folder / LOCK).release()
+    except Timeout:
+        return True
+    except OSError:  # read-only: no process writes there
+        return False
+    return False
+
+
 def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
     """Restore the folder after a usage error before training, so that the corrected command can run."""
     if previous is not None:

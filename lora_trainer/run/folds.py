@@ -184,7 +184,13 @@ def folds_of(folder: Path, run: RunFolder, record: Mapping[str, Any]) -> list[Fo
         share = steps_per_epoch(half, inputs.train) / steps_per_epoch(half, everything)
         steps, warmup = max(1, round(record["steps"] * share)), half.lr_scheduler.warmup_steps
         sections: dict[str, dict[str, Any]] = {
-            "run": {"output": str((folder / FOLDER).resolve()), "name": str(number)},
+            "run": {
+                "output": str((folder / FOLDER).resolve()),
+                "name": str(number),
+                "trackers": (),
+                "on_finish": None,
+                "on_failure": None,
+            },
             "train": {"max_steps": steps, "max_epochs": None, "max_hours": None},
             "lr_scheduler": {"warmup_steps": warmup and round(warmup * share)},
             # The half that is kept out is only measured on: no step is chosen by it.

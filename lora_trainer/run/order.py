@@ -19,6 +19,7 @@ from lora_trainer.models.family import Family
 from lora_trainer.monitor.console import Console as PlainConsole
 from lora_trainer.monitor.progress import Watch, unwatched
 from lora_trainer.run.inputs import data_sources
+from lora_trainer.training.steering import Steering
 
 LONGEST_NAME = 200  # bytes; file systems allow 255, and endings and temporary names need their share
 WINDOWS = re.compile(r'[<>:"|?*]|[. ]$')
@@ -41,6 +42,7 @@ class Order:
     enforce_gates: bool = False
     verbose: bool = False
     differences: tuple[str, ...] = ()  # from the run that is resumed or repeated
+    steering: Steering = field(default_factory=Steering)
 
     @property
     def config(self) -> Config:

@@ -36,12 +36,11 @@ from lora_trainer.models.family import Family
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.models.textual_inversion import to_embeddings
-from lora_trainer.monitor.trackers import add_verdict
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import Inputs, trained_framings
-from lora_trainer.run.sampling import draw_comparison, triggers
+from lora_trainer.run.sampling import draw_comparison, shown_images, triggers
 from lora_trainer.run.session import Session
 from lora_trainer.training.build import trained_process
 from lora_trainer.training.checkpoints.best import read_best
@@ -50,7 +49,7 @@ from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import StepContext
 
 WEIGHTS = "weights"  # the folder of exported LoRA files that are never deleted
-ENDS = ("", "_low", "_high")  # of a part's score, in TensorBoard
+ENDS = ("", "_low", "_high")  # of a part's score, in trackers
 ROOM_TO_DRAW = 2.0  # times the denoiser's size: a whole pipeline and its images take less
 
 
@@ -269,7 +268,7 @@ def judge_lora(lora: Path, session: Session, images: RealImages, gate: LoraGate)
 
 
 def report_verdict(session: Session, report: LoraReport, step: int) -> None:
-    """Show the verdict in TensorBoard, beside the run's curves. A disk that refuses loses only this."""
+    """Show the verdict in the run's trackers, beside its curves."""
     if report.score is None:
         return
     measured = {name: part.scores for name, part in report.parts.items() if part.measure is not None}
@@ -283,10 +282,8 @@ def report_verdict(session: Session, report: LoraReport, step: int) -> None:
     findings = [f"- {finding.severity}: {finding.message} {finding.fix}".rstrip() for finding in report.findings]
     table = ["| part | outcome | score | low | high |", "|---|---|---|---|---|", *rows]
     markdown = "\n".join([f"**{report.outcome}**, score {report.score:.2f}", "", *table, "", *findings])
-    try:
-        add_verdict(session.folder, {"score": report.score, **numbers}, markdown, step)
-    except OSError as error:
-        session.console.print(f"TensorBoard's file cannot be written ({error.strerror or error})")
+    session.threads.call("scalars", "verdict", {"step": step, "score": report.score, **numbers})
+    session.threads.call("text", step, "verdict", markdown)
 
 
 def draw_while_training(session: Session, context: StepContext, state: TrainState) -> None:
@@ -299,6 +296,7 @@ def draw_while_training(session: Session, context: StepContext, state: TrainStat
     diffusers.unlink()
     with making_room(context, config, session.choices), abortable():
         draw_comparison(session, kohya, name=name)
+    session.threads.call("images", state.step, shown_images(session.folder, name))
 
 
 def export_step(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,8 +14,11 @@ from pydantic import ValidationError
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.grid import image_name
+from lora_trainer.core.io import read_json
 from lora_trainer.data.captions import TRIGGER
 from lora_trainer.models.family import Family, ModelFacts
+from lora_trainer.monitor.tracker_kinds.interface import ShownImage
 from lora_trainer.report.record import BEFORE_AFTER
 from lora_trainer.run.inputs import Inputs
 
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     from lora_trainer.run.session import Session
 
 BUILT_IN = "built-in"
+LONGEST_TAG = 60  # characters of a prompt in a tracker's list
 # The keys of [model] that images depend on, besides its name.
 MODEL_PARTS = ("revision", "vae", "text_encoders", "flavor", "without_t5")
 
@@ -124,3 +130,25 @@ def draw_comparison(
     compute = Compute(choices.dtype, choices.device, usable, say=session.console.print, progress=progress)
     with_less(partial(compare, model, lora, grid, where), compute)
     return where.sheet
+
+
+def shown_images(folder: Path, name: str, *, with_base: bool = False) -> list[ShownImage]:
+    """The images of a run's grid for its trackers: a series for each prompt and strength, named by both.
+
+    `with_base` adds those without the LoRA, which are the same in every grid. Images that are missing are left out.
+    """
+    try:
+        drawn = read_json(folder / "samples" / f"{name}.json")
+    except (OSError, ValueError):
+        return []
+    found = []
+    for index, row in enumerate(drawn["images"]):
+        # Trackers make file names of tags, and a slash begins a group.
+        short = re.sub(r'[<>:"|?*/\\]', " ", textwrap.shorten(row["prompt"], LONGEST_TAG, placeholder="…"))
+        for strength in (*([None] if with_base else []), *drawn["strengths"]):
+            path = folder / "samples" / image_name(name, index, strength)
+            shown_with = "without LoRA" if strength is None else f"strength {strength:g}"
+            if path.is_file():
+                tag, caption = f"samples/{index + 1} {short}, {shown_with}", f"{row['prompt']} (seed {row['seed']})"
+                found.append(ShownImage(tag, path, caption))
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.data.caches.upkeep import keep_limit
 from lora_trainer.data.loader import CachedData
 from lora_trainer.data.steps import StepArithmetic
+from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.report.record import read_record
 from lora_trainer.run.caching import CachePlans, fill_caches, plan_caches
 from lora_trainer.run.choices import Choices, cap_memory, choose
@@ -40,6 +41,7 @@ class Session:
     choices: Choices
     steps: StepArithmetic
     cache_seconds: float = 0.0  # to generate class images and fill the caches
+    threads: TrackerThreads = field(default_factory=TrackerThreads)  # of `run.trackers`
 
     @property
     def config(self) -> Config:

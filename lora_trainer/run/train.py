@@ -34,11 +34,14 @@ from lora_trainer.core.io import append_text, remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.monitor.progress import Progress
+from lora_trainer.monitor.tracker_kinds import missing_libraries
+from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, Status, latest, read_record, write_record
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import named_absolutely, on_stderr, silent
 from lora_trainer.run.differences import differences, find_differences
+from lora_trainer.run.ending_command import COMMANDS, then_command, wrong_commands
 from lora_trainer.run.folder import (
     LOCK,
     asks_for_more,
@@ -107,6 +110,8 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
         refuse_unmeasured(resolved.config.gates)
     if not dry_run:
         refuse_missing_attention(resolved)
+        if problems := [*missing_libraries(resolved.config.run.trackers), *wrong_commands(resolved.config.run)]:
+            raise UsageError(problems)
     announce(resolved.config, console)
     found = None if dry_run else claim(order)
     if found is not None and is_finished(found) and not asks_for_more(order, found):
@@ -120,13 +125,17 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
         from lora_trainer.run.dry_run import show_plan
 
         show_plan(order, inputs)
-    refuse_data(inputs, enforce_gates=enforce_gates)
     if dry_run:
+        refuse_data(inputs, enforce_gates=enforce_gates)
         return RunResult(folder, {}, DONE)
-    inputs = with_weights(order, inputs)  # not downloaded for refused data
-    if found is not None and is_finished(found) and total_steps(order, inputs) <= found.get("steps", 0):
-        return nothing_to_do(order, found)
-    return run_recorded(order, inputs)
+    with then_command(order) as ended:
+        refuse_data(inputs, enforce_gates=enforce_gates)
+        inputs = with_weights(order, inputs)  # not downloaded for refused data
+        if found is not None and is_finished(found) and total_steps(order, inputs) <= found.get("steps", 0):
+            return nothing_to_do(order, found)
+        result = run_recorded(order, inputs)
+        ended(result.record)
+        return result
 
 
 def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
@@ -223,6 +232,7 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
         import_libraries(order.config)
         from lora_trainer.data.caches.claims import in_use
         from lora_trainer.monitor.memory import set_allocator
+        from lora_trainer.monitor.tracker_thread import TrackerThreads
         from lora_trainer.run.caching import cache_folder
         from lora_trainer.run.flow import run_session
         from lora_trainer.run.room import patience_of
@@ -240,15 +250,17 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
         previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
         record = first_record(order, inputs, previous or {})
         order = replace(order, differences=find_differences(order, previous or {}, record))
+        threads = TrackerThreads(order.config.run.trackers if is_main_process() else (), tracked_run(order, record))
         keep(folder, record)
         try:
             exactly = only_deterministic(order.config.train.deterministic, folder / "checkpoints")
             with stopping_on_signal(), in_use(cache_folder(order.config)), exactly:
-                outcome = run_session(order, inputs, record)
+                outcome = run_session(order, inputs, record, threads)
         except BaseException as error:
             trained = list_checkpoints(folder / "checkpoints")
             if isinstance(error, UsageError) and trained == before:
                 if is_main_process():
+                    threads.finish(RunEnding("failed", error.exit_code))
                     leave_as_found(folder, previous)
                 raise
             record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)
@@ -256,11 +268,45 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
                 order.console.print(describe_stop(order, record))
                 record_signal(order, record)
             try:
-                finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
+                ended = finish(order, ended_by(error, record).with_seconds(total=time.monotonic() - began))
+                threads.finish(tracked_ending(folder, ended))
             except (OSError, UserError) as refused:  # the error that ended the run is the one to raise
                 order.console.print(f"{RECORD} could not be written: {refused}")
             raise
-        return conclude(order, outcome, time.monotonic() - began)
+        try:
+            return conclude(order, outcome, time.monotonic() - began)
+        finally:
+            threads.finish(tracked_ending(folder, latest(folder, outcome.record)))
+
+
+def tracked_run(order: Order, record: Record) -> TrackedRun:
+    """What the run's trackers know of it."""
+    section = order.config.run
+    # A command often has a secret, such as a webhook's address.
+    own = {key: value for key, value in record.config["run"].items() if key not in COMMANDS}
+    return TrackedRun(
+        order.folder.name,
+        order.folder,
+        section.tracker_project,
+        {**record.config, "run": own},
+        record.origins,
+        resumed=order.resume,
+        offline=section.offline,
+        uploads_files=section.log_artifacts,
+        wait_seconds=section.tracker_wait_seconds,
+        say=order.console.print,
+    )
+
+
+def tracked_ending(folder: Path, record: Record) -> RunEnding:
+    """How the run ended, for its trackers; the files only of one that was not stopped, which has more time."""
+    named = [*record.files.values(), *record.weights, *record.samples]
+    files = [folder / name for name in dict.fromkeys(named) if name and (folder / name).is_file()]
+    shown = [
+        path for recipe in record.samples for path in sorted((folder / recipe).parent.glob(f"{Path(recipe).stem}*.png"))
+    ]
+    files = [] if record.status == "stopped" else [*files, *(path for path in shown if path not in files)]
+    return RunEnding(record.status, record.exit_code or 0, record.scores, files)
 
 
 def record_signal(order: Order, record: Record) -> None:

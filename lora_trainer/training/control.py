@@ -118,9 +118,9 @@ def after_patience(config: SafeguardsSection, control: Control, seen: Validated)
 
 
 def stop_reason(config: SafeguardsSection, control: Control) -> str:
-    """Why early stopping ends the training."""
+    """Why early stopping, or a search, ends the training."""
     what = {"loss": "the validation loss got no lower", "agreement": "the agreement of captions got no higher"}
-    return f"{what[config.early_stopping_metric]} in {control.without_gain} validations"
+    return control.ended or f"{what[config.early_stopping_metric]} in {control.without_gain} validations"
 
 
 def after_worse(control: Control, loss: float, base: float | None) -> tuple[Control, list[Decision]]:
@@ -138,8 +138,8 @@ def after_worse(control: Control, loss: float, base: float | None) -> tuple[Cont
 
 
 def is_stopped_early(config: SafeguardsSection, control: Control) -> bool:
-    """Whether patience is over."""
-    return config.early_stopping and control.without_gain >= config.patience
+    """Whether patience is over, or a search ended the training."""
+    return bool(control.ended) or (config.early_stopping and control.without_gain >= config.patience)
 
 
 def moving_sum(total: float, value: float) -> float:

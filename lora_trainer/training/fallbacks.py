@@ -76,7 +76,7 @@ def step_with_fallbacks(
                     guarded = with_guard(context, state)
                     result = train_step(guarded, fitting, samples, lr, clip_scale, gradients_are_there)
                     if context.average is not None:
-                        with changing_weights():
+                        with changing_weights(), context.phase("ema"):
                             context.average.update(context.adapter.masters, state.step)
             except Exception as error:  # noqa: BLE001  raised again where no fallback helps
                 failure = failure_of(error, compiled)

@@ -1,12 +1,14 @@
 """What happens after each step, in this order: the processes agree on a fallback, metrics, a check of the weights,
-validation, export, checkpoint, sample images.
+validation, how much the weights changed, export, checkpoint, sample images.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from lora_trainer.core.errors import first_line
 from lora_trainer.training.checkpoints.save import keep_weights, save
 from lora_trainer.training.guard import check_weights_are_finite
 from lora_trainer.training.metrics import Metrics
@@ -15,6 +17,7 @@ from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run, is_due, is_regular
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.stopping import Stopping
+from lora_trainer.training.update_sizes import UpdateSizes
 from lora_trainer.training.validation import validate
 
 Hook = Callable[[TrainState], TrainState]  # the state after a step -> the state after the hook
@@ -39,46 +42,90 @@ class Due:
         due = self.run.sample is not None and is_due(self.run.config.sample.every_n_steps, state.step)
         return due and not self.stopping.is_last(state)
 
+    def whole_weights(self, state: TrainState) -> bool:
+        """Whether something that must be whole is made of the weights: they are checked before, and measured."""
+        return self.checkpoint(state) or self.validation(state)
+
     def checkpoint(self, state: TrainState) -> bool:
         return self.stopping.is_last(state) or self.samples(state) or is_regular(self.run, state.step)
 
 
 def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporter) -> tuple[Hook, ...]:
     """The hooks of a run. Each raises TrainingFailed, Rollback or ProcessLost."""
-    due, sample = Due(run, stopping), run.sample
+    due, sample, phase = Due(run, stopping), run.sample, run.context.phase
     seconds_of_check = 0.0
 
     def agree_on_fallback(state: TrainState) -> TrainState:
         return replace(state, fit=agree_across_processes(run, state.fit, state.step, reporter))
 
     def read_metrics(state: TrainState) -> TrainState:
-        weights_are_used = due.checkpoint(state) or due.export(state) or due.validation(state)
-        return metrics.flush(state) if weights_are_used or metrics.are_due(state) else state
+        weights_are_used = due.whole_weights(state) or due.export(state)
+        with phase("metrics"):
+            return metrics.flush(state) if weights_are_used or metrics.are_due(state) else state
 
     def check_weights(state: TrainState) -> TrainState:
         nonlocal seconds_of_check
-        needed = due.checkpoint(state) or due.validation(state)
+        needed = due.whole_weights(state)
         seconds_of_check = check_weights_are_finite(run, state, reporter) if needed else 0.0
         return state
 
     def validation(state: TrainState) -> TrainState:
-        return validate(run, state, reporter) if due.validation(state) else state
+        if not due.validation(state):
+            return state
+        with phase("validation"):
+            return validate(run, state, reporter)
 
     def export_weights(state: TrainState) -> TrainState:
         if due.export(state):
-            keep_weights(run, state.step)
+            with phase("checkpoint"):
+                keep_weights(run, state.step)
         return state
 
     def checkpoint(state: TrainState) -> TrainState:
         if due.checkpoint(state):
             # Drawing samples has ended runs: before it, all is on the disk.
             wait = stopping.is_last(state) or due.samples(state)
-            save(run, state, reporter.flush, last=wait, held_up=seconds_of_check)
+            with phase("checkpoint"):
+                save(run, state, reporter.flush, last=wait, held_up=seconds_of_check)
         return state
 
     def draw_samples(state: TrainState) -> TrainState:
         if sample is not None and due.samples(state):
-            sample(state)
+            with phase("samples"):
+                sample(state)
         return state
 
-    return agree_on_fallback, read_metrics, check_weights, validation, export_weights, checkpoint, draw_samples
+    return (
+        agree_on_fallback,
+        read_metrics,
+        check_weights,
+        validation,
+        export_weights,
+        checkpoint,
+        update_sizes_hook(run, due, reporter),
+        draw_samples,
+    )
+
+
+def update_sizes_hook(run: Run, due: Due, reporter: Reporter) -> Hook:
+    """A hook that shows how much the weights changed since its last time, where a tracker shows it.
+
+    Where memory is short it shows nothing any more: nothing that was trained may depend on it.
+    """
+    weights = run.context.adapter.masters
+    sizes: UpdateSizes | None = None
+    if reporter.shows_update_sizes:
+        with suppress(RuntimeError):
+            sizes = UpdateSizes(weights)
+
+    def update_sizes(state: TrainState) -> TrainState:
+        nonlocal sizes
+        if sizes is not None and due.whole_weights(state):
+            try:
+                reporter.update_sizes(state.step, sizes.measure(weights))
+            except RuntimeError as error:
+                sizes = None
+                run.say(f"warning: how much weights change is not shown any more ({first_line(error)})")
+        return state
+
+    return update_sizes

@@ -11,6 +11,7 @@ from lora_trainer.core.disk import stand_by
 from lora_trainer.core.errors import Problem, TrainingFailed, UserError, first_line, is_out_of_memory
 from lora_trainer.core.interrupt import Interrupt, StepAborted, listening, remembering
 from lora_trainer.data.loader import prefetch
+from lora_trainer.monitor.profile_files import PREPARE
 from lora_trainer.monitor.progress import Watch
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint
@@ -44,12 +45,15 @@ def train(
     """
     first = take(run, TrainState())  # a run without any checkpoint rolls back to here
     state = with_settings(restore(run, start) if start else TrainState(), run.config)
+    if run.steering.end is None:  # continued by itself, a trial that its search ended trains all of its steps
+        state = replace(state, control=replace(state.control, ended=""))
     with (
         line as show,
         run.writer,
         run.watches,
         listening() as interrupt,
         remembering(run.config.train.grace_seconds),
+        run.profiler or nullcontext(),
     ):
         reporter = Reporter(trackers, show, run.say, run.watches)
         if is_unvalidated(run, state):
@@ -69,6 +73,8 @@ def train(
                 break
             except Rollback as rollback:
                 state = roll_back(run, first, rollback, reporter)
+        if run.profiler is not None:
+            run.profiler.end(complete=not interrupt)
         report_end(run, state, reporter, interrupt)
         return state, interrupt
 
@@ -82,6 +88,8 @@ def training_loop(
     """
     stopping, metrics = Stopping(run, interrupt), Metrics(run, reporter)
     hooks = make_hooks(run, stopping, metrics, reporter)
+    if run.profiler is not None:
+        hooks = (*hooks, run.profiler.after_step)
     began, earlier = time.monotonic(), state.seconds
     install(run, state.fit)
     while True:
@@ -89,7 +97,7 @@ def training_loop(
         run.writer.check()
         started, lr = time.perf_counter(), lr_at(run, state, state.step)
         try:
-            with stopping.waiting_for_data():
+            with stopping.waiting_for_data(), run.context.phase("data"):
                 micro_batches = next_micro_batches(loader, state.step)
             waited = time.perf_counter() - started
             result, fit = step_with_fallbacks(run, state, micro_batches, lr, stopping, reporter)
@@ -119,7 +127,9 @@ def training_loop(
 def read_steps(run: Run, first: int) -> Iterator[list[MicroBatch]]:
     """The micro-batches of each step from `first` on; read ahead in another thread."""
     for step in range(first, run.total_steps):
-        yield run.feed.micros(step)
+        with run.context.phase(PREPARE):
+            micro_batches = run.feed.micros(step)
+        yield micro_batches
 
 
 def next_micro_batches(loader: Iterator[list[MicroBatch]], step: int) -> list[MicroBatch]:

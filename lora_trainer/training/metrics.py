@@ -80,7 +80,7 @@ class Metrics:
         if pending:
             reporter.progress(progress_of(run, state, pending[-1].lr, seconds))
             waited = sum(each.waited for each in pending) / len(pending)
-            reporter.pace(pending[-1].step, seconds, waited, state.fit)
+            reporter.pace(pending[-1].step, len(pending), seconds, waited, state.fit)
         pending.clear()
         return state
 

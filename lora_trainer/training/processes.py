@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import all_reduce
 
 from lora_trainer.core.errors import is_out_of_memory
+from lora_trainer.core.launch import cpu_requested
 from lora_trainer.training.group import Group, ProcessLost
 
 # `Group` decides whether to wait for a process; collectives wait this long at most.
@@ -71,7 +72,7 @@ def join_processes(timeout_minutes: float = 30.0) -> Processes:
     """
     # Unless the CPU is requested, accelerate does not connect processes on it. It would also take Apple's GPU, which has
     # no float64 and no memory plan: there the CPU trains.
-    on_cpu = not (torch.accelerator.is_available() and torch.cuda.is_available())
+    on_cpu = cpu_requested() or not (torch.accelerator.is_available() and torch.cuda.is_available())
     state = PartialState(cpu=on_cpu, timeout=COLLECTIVES_WAIT)
     rank, world, device = state.process_index, state.num_processes, state.device
     if device.type == "cuda" and device.index is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +33,16 @@ class Reporter:
             self.trackers.validation(row)
             self.say(line)
 
+    @property
+    def shows_update_sizes(self) -> bool:
+        """Whether a tracker shows how much the weights change."""
+        return self.trackers is not None and bool(self.trackers.threads)
+
+    def update_sizes(self, step: int, sizes: Mapping[str, float]) -> None:
+        """How much each module's weights changed, relative to their size."""
+        if self.trackers and sizes:
+            self.trackers.update_sizes(step, sizes)
+
     def event(self, step: int, kind: Kind, message: str) -> None:
         """Something that happened after `step`: logged, and kept in events.jsonl and the record."""
         if self.trackers:
@@ -43,10 +53,15 @@ class Reporter:
         if self.trackers:
             self.show(progress)
 
-    def pace(self, step: int, seconds: float, waited: float, fit: object) -> None:
-        """How long the steps up to `step` took, and waited for their data; `fit` is the fallback they ran with."""
+    def pace(self, step: int, steps: int, seconds: float, waited: float, fit: object) -> None:
+        """How long each of the `steps` steps up to `step` took, and waited for its data; `fit` is their fallback.
+
+        What was sampled of the machine meanwhile is written with that step.
+        """
         if self.trackers and self.watches:
-            self.watches.check(seconds, waited, partial(self.event, step), fit)
+            row = self.watches.check(seconds, waited, partial(self.event, step), fit, steps)
+            if row is not None:
+                self.trackers.system({"step": step, **row})
 
     def flush(self) -> None:
         """Before a checkpoint: bring the rows of its steps to the disk."""

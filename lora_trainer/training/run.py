@@ -13,13 +13,16 @@ from torch import Tensor
 from lora_trainer.config.schema import Config
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.validation_loss import ValidationLoss
+from lora_trainer.monitor.idle import IdleSetup
 from lora_trainer.monitor.watches import Watches
 from lora_trainer.optim.schedules import lr_multiplier
 from lora_trainer.training.checkpoints.writer import Writer
 from lora_trainer.training.control import is_stopped_early
 from lora_trainer.training.feed import Feed
 from lora_trainer.training.processes import Processes
+from lora_trainer.training.profiler import Profiler
 from lora_trainer.training.state import OomFallback, TrainState
+from lora_trainer.training.steering import Steering
 from lora_trainer.training.step import StepContext
 
 
@@ -46,15 +49,19 @@ class Run:
         None  # write a LoRA file of a step's weights, never pruned
     )
     withdraw: Callable[[int], None] = keep_all  # delete the files that `export` wrote of steps later than this one
+    setup: IdleSetup = field(default_factory=IdleSetup)  # what explains an idle GPU
     images: RealImages = field(
         default_factory=RealImages
     )  # what the LoRA is measured with; `validate` takes those that are not trained on
+    steering: Steering = field(default_factory=Steering)
     writer: Writer = field(default_factory=Writer)  # of checkpoints, in its own thread
+    profiler: Profiler | None = None
 
     @cached_property
     def watches(self) -> Watches:
-        """What watches the speed of the loop."""
-        return Watches(self.context.device, cached=self.config.cache.latents)
+        """What watches the speed of the loop, and in the main process the machine."""
+        every = self.config.run.system_every_seconds if self.processes.is_main else 0.0
+        return Watches(self.context.device, setup=self.setup, every=every, processes=self.processes.world)
 
     @property
     def checkpoints(self) -> Path:
@@ -63,6 +70,8 @@ class Run:
 
 def lr_at(run: Run, state: TrainState, step: int) -> float:
     """The learning rate of `step`, counted from 0: the scheduled one, times the safeguards' factor."""
+    if run.steering.lr is not None:
+        return run.steering.lr(step) * state.rate_factor
     return (
         run.config.optimizer.learning_rate
         * state.rate_factor

@@ -39,6 +39,7 @@ class Control:
     clip_scale: float = 1.0  # factor on gradient clipping, after a loss spike
     not_finite: int = 0  # steps in a row whose loss or gradient was not finite
     last_finite: int = 0  # the newest step whose loss and gradient were
+    ended: str = ""  # why a search ended the training, empty where none did
 
 
 @dataclass(frozen=True)

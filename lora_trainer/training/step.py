@@ -26,6 +26,7 @@ from lora_trainer.models.compiled import Compiled
 from lora_trainer.optim.clipping import Clip
 from lora_trainer.optim.optimizers import set_lr
 from lora_trainer.training.micro_batch import MicroBatch
+from lora_trainer.training.step_phases import PhaseRange
 from lora_trainer.training.texts import TrainedTexts
 
 # How an update whose loss or gradient is not finite is skipped: checked before the update, which waits for the GPU; by
@@ -81,6 +82,7 @@ class StepContext:
     texts: TrainedTexts | None = None
     shares: tuple[float, ...] = ()  # factor on the learning rate of each parameter group; empty: 1
     built: Built = Built()
+    phase: PhaseRange = nullcontext  # a range around each phase, for a profile
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -155,7 +157,9 @@ def train_step(
         # In fp32 the gradients so far are in the memory of CUDA graphs, which `begin_step` would reuse.
         if number > 0 and context.compiled is not None and not context.adapter.is_shared:
             context.compiled.begin_step()
-        loss, sample_losses = backward(context, micro.to(context.device, context.dtype), samples)
+        with context.phase("copy"):
+            micro = micro.to(context.device, context.dtype)
+        loss, sample_losses = backward(context, micro, samples)
         total += loss
         losses = (*losses, sample_losses)
     summed: list[Tensor] = []
@@ -167,7 +171,8 @@ def train_step(
     with nullcontext() if context.reduce is None else changing_weights(OomDuringAllReduce):
         gradients_are_there()
         if context.reduce is not None:
-            spread(context.reduce(flat), summed)
+            with context.phase("all_reduce"):
+                spread(context.reduce(flat), summed)
         set_lr(context.optimizer, lr, context.shares)
         norm, skipped = update(context, total, clip_scale)
     # A product, since the scaler changes its own in place; on the device, so that nothing waits.
@@ -179,14 +184,16 @@ def backward(context: StepContext, micro: MicroBatch, samples: int) -> tuple[Ten
     """Forward and backward of one micro-batch: its part of the step's loss [] and its samples' own [B], detached."""
     abort_if_late()
     process = context.process
-    noisy = process.add_noise(micro.latents, micro.added, micro.t).to(context.dtype)
-    cond = micro.cond if context.texts is None else context.texts.encode(micro.captions, micro.cond)
-    predicted = context.predict(context.denoiser, noisy, micro.t, cond, micro.sizes)
-    target = process.target(micro.latents, micro.noise, micro.t)
-    losses = context.loss(predicted, target, micro.t, micro.mask) * micro.weights
-    loss = losses.sum() / samples
-    (loss if context.scaler is None else context.scaler.scale(loss)).backward()
-    context.adapter.collect_gradients()
+    with context.phase("forward"):
+        noisy = process.add_noise(micro.latents, micro.added, micro.t).to(context.dtype)
+        cond = micro.cond if context.texts is None else context.texts.encode(micro.captions, micro.cond)
+        predicted = context.predict(context.denoiser, noisy, micro.t, cond, micro.sizes)
+        target = process.target(micro.latents, micro.noise, micro.t)
+        losses = context.loss(predicted, target, micro.t, micro.mask) * micro.weights
+        loss = losses.sum() / samples
+    with context.phase("backward"):
+        (loss if context.scaler is None else context.scaler.scale(loss)).backward()
+        context.adapter.collect_gradients()
     return loss.detach(), losses.detach()
 
 
@@ -217,14 +224,15 @@ def spread(flat: Tensor, into: list[Tensor]) -> None:
 def update(context: StepContext, loss: Tensor, clip_scale: float) -> tuple[Tensor, bool]:
     """Clip, step, copy the masters to the model. Returns the norm before clipping, and whether it was skipped."""
     scaler, optimizer = context.scaler, context.optimizer
-    if scaler is not None:
-        scaler.unscale_(optimizer)
-    norm = context.clip(context.masters, clip_scale)
+    with context.phase("clip"):
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norm = context.clip(context.masters, clip_scale)
     if context.guard == "ahead" or context.optimizer_waits:
         context.await_gpu()
     # The scaler's own `step` would check gradients alone, and wait for the GPU.
     skipped = context.guard == "ahead" and not (math.isfinite(float(loss)) and math.isfinite(float(norm)))
-    with changing_weights():
+    with changing_weights(), context.phase("optimizer"):
         if context.guard == "on_device":
             step_if(optimizer, torch.isfinite(loss) & torch.isfinite(norm))
         elif not skipped:

@@ -24,6 +24,7 @@ from lora_trainer.training.recovery import out_of_memory_error, save_and_make_er
 from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run, lr_at
 from lora_trainer.training.state import OomFallback, TrainState
+from lora_trainer.training.steering import RegularValidation
 from lora_trainer.training.stopping import any_aborted
 
 VALIDATING: Phase = "validating"
@@ -74,7 +75,7 @@ def with_base_losses(state: TrainState, found: ValidationLoss) -> TrainState:
 
 
 def apply_safeguards(run: Run, state: TrainState, agreement: float | None, reporter: Reporter) -> TrainState:
-    """Apply the safeguards after a regular validation; an extra one, at the end, changes nothing.
+    """Apply the safeguards, and what a search decides, after a regular validation; an extra one, at the end, changes nothing.
 
     `agreement` is that of the captions, None where it was not measured.
     """
@@ -82,15 +83,21 @@ def apply_safeguards(run: Run, state: TrainState, agreement: float | None, repor
     weighted = state.weighted_val_loss
     if state.step == 0 or state.val_loss is None or weighted is None or not every or state.step % every:
         return state
-    seen = Validated(weighted, agreement)
+    loss, seen = state.val_loss, Validated(weighted, agreement)
     control, decisions = after_validation(run.config.safeguards, state.control, seen, state.rate_factor)
     if state.step > warmup_length(run.config.lr_scheduler, run.total_steps):
-        control, worse = after_worse(control, state.val_loss, state.base_val_loss)
+        control, worse = after_worse(control, loss, state.base_val_loss)
         decisions = [*decisions, *worse]
     for decision in decisions:
         reporter.event(state.step, decision.kind, decision.message)
         state = replace(state, rate_scale=state.rate_scale * decision.rate_factor)
-    return replace(state, control=control)
+    state = replace(state, control=control)
+    if run.steering.end is None:
+        return state
+    ended = run.steering.end(RegularValidation(state.step, run.total_steps, loss, state.base_val_loss))
+    if ended:
+        reporter.event(state.step, "early_stop", f"{ended}: the training ends here")
+    return replace(state, control=replace(control, ended=ended))
 
 
 def broadcast_loss(run: Run, found: ValidationLoss) -> ValidationLoss:

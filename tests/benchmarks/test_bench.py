@@ -18,7 +18,7 @@ from lora_trainer.cli.bench import legend, tables_that_fit
 from lora_trainer.cli.main import main
 from lora_trainer.config.layers import Layer
 from lora_trainer.config.schema import Config
-from lora_trainer.memory_plan.gpu_rates import rate_of_gpu
+from lora_trainer.core.gpu_rates import rate_of_gpu
 from lora_trainer.models import FAMILIES, unet
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run.settings import settle

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from lora_trainer.monitor import memory
-from lora_trainer.monitor.gpu import GPU, GPUWatch, open_gpu
+from lora_trainer.monitor.gpu import GPU, open_gpus
 from lora_trainer.monitor.memory import ALLOCATOR, gpu_pool, grows_in_place, set_allocator
+from lora_trainer.monitor.system_sampler import SystemSampler
 
 CUDA = torch.device("cuda", 0)
 
@@ -46,8 +47,8 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_reading_has_what_the_gpu_reports(nvml):
-    gpu_reader = open_gpu(CUDA)
-    assert gpu_reader is not None
+    (gpu_reader,), why = open_gpus([CUDA])
+    assert why == ""
     gpu = gpu_reader()
     assert gpu == GPU(0.93, 0.75, 84.0, 210.0, 220.0, 1000.0, 1900.0, 0x4)
     assert str(gpu.throttled).startswith("power limits the GPU to 1000 of 1900 MHz (210 of 220 W)")
@@ -69,25 +70,43 @@ def test_only_lower_clocks_with_a_reason_are_throttling(gpu, expected):
     assert gpu.throttled is None if expected is None else str(gpu.throttled).startswith(expected)
 
 
-def test_without_a_gpu_or_nvml_nothing_is_read(nvml, monkeypatch):
-    assert open_gpu(torch.device("cpu")) is None
+def test_without_a_gpu_or_nvml_nothing_is_read_and_the_reason_is_known(nvml, monkeypatch):
+    assert open_gpus([torch.device("cpu")]) == ((), "")
     nvml.nvmlInit = refuse
-    assert open_gpu(CUDA) is None
+    assert open_gpus([CUDA]) == ((), "the driver does not answer: not supported")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert open_gpu(CUDA) is None
-    GPUWatch().start(None)
+    assert open_gpus([CUDA]) == ((), "a package is missing: pip install 'lora-trainer[gpu]'")
 
 
-def test_the_monitor_reads_in_a_thread_until_the_gpu_stops_responding():
-    looks = iter([GPU(0.5, 0.5, 50.0)] * 3)
-    watch = GPUWatch(every=0.001)
-    watch.start(lambda: next(looks))
+def test_an_amd_gpu_is_read_through_torch(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 4))
+    for name, value in (("utilization", 70), ("temperature", 61), ("power_draw", 250_000)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "clock_rate", refuse)
+    (gpu_reader,), _ = open_gpus([CUDA])
+    assert gpu_reader() == GPU(0.7, 0.75, 61.0, 250.0)
+    assert gpu_reader().throttled is None
+
+    def no_package(device: torch.device) -> int:
+        raise ModuleNotFoundError("amdsmi")
+
+    monkeypatch.setattr(torch.cuda, "utilization", no_package)
+    assert open_gpus([CUDA]) == ((), "a package is missing: amdsmi, which comes with ROCm")
+
+
+def test_the_host_is_still_sampled_when_the_gpu_stops_responding():
+    looks = iter([GPU(0.5, 0.5, 50.0)] * 2)
+    sampler = SystemSampler(every=0.005)
+    sampler.start([lambda: next(looks)])
     for _ in range(60_000):
-        if len(watch.samples) == 3:
+        row = sampler.take() or {}
+        if "system_memory" in row and "gpu_utilization" not in row:
             break
         time.sleep(0.005)
-    watch.stop()
-    assert len(watch.samples) == 3
+    sampler.stop()
+    assert "gpu_utilization" not in row
+    assert 0.0 < row["system_memory"] <= 1.0
 
 
 def test_the_memory_of_the_allocator(monkeypatch):
@@ -136,10 +155,9 @@ def test_an_available_gpu_is_read() -> None:
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed: pip install nvidia-ml-py")
     device = torch.device("cuda", torch.cuda.current_device())
     kept = torch.zeros(2**24, device=device)
-    gpu_reader, allocator = open_gpu(device), gpu_pool(device)
-    assert gpu_reader is not None
+    ((gpu_reader,), _), allocator = open_gpus([device]), gpu_pool(device)
     assert allocator is not None
-    assert 0.0 <= gpu_reader().utilisation <= 1.0
+    assert 0.0 <= gpu_reader().utilization <= 1.0
     assert 0.0 < gpu_reader().memory <= 1.0
     assert 0.0 < gpu_reader().celsius < 120.0
     assert kept.nbytes <= allocator.allocated <= allocator.reserved <= allocator.most_reserved <= allocator.limit

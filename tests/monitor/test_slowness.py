@@ -14,6 +14,7 @@ from lora_trainer.monitor import memory, watches
 from lora_trainer.monitor.gpu import GPU
 from lora_trainer.monitor.memory import CHECK_EVERY, GpuPool
 from lora_trainer.monitor.slowness import KNOWN, LASTING, UNDER_WAY, WINDOW, Change, Pace, paced
+from lora_trainer.monitor.system_sampler import SystemSample
 from lora_trainer.monitor.watches import Watches
 
 
@@ -78,7 +79,7 @@ def test_a_gpu_full_from_the_first_step_is_reported_once_if_it_can_spill(monkeyp
     monkeypatch.setattr(watches, "gpu_pool", lambda device: None)
     monkeypatch.setattr(watches, "spills", lambda: spilling)
     watch = Watches(CUDA)
-    watch.gpu.samples.append(GPU(0.9, used, 60.0))
+    watch.sampler.add(SystemSample(1.0, (GPU(0.9, used, 60.0),), {}))
     found = heard(watch, [30.0] * 30)
     assert [kind for kind, _ in found] == ["memory"] * messages
     assert all("97% full since the start" in message for _, message in found)
@@ -127,7 +128,7 @@ def test_the_cause_of_slow_steps_is_reported(monkeypatch, reserved, used, expect
     memory = GpuPool(gib, int(reserved * gib), int(reserved * gib), int(7.4 * gib), 0)
     monkeypatch.setattr(watches, "gpu_pool", lambda device: memory)
     watch = Watches(CUDA)
-    watch.gpu.samples.append(GPU(0.9, used, 60.0))
+    watch.sampler.add(SystemSample(1.0, (GPU(0.9, used, 60.0),), {}))
     ((kind, message), end) = heard(watch, [0.5] * 20 + [30.0] * 20 + [0.5] * 20)
     assert kind == "slow"
     assert "a step takes 30.00 s (usual 0.50 s)" in message
@@ -145,12 +146,13 @@ def test_steps_with_another_split_are_not_slow():
 
 def test_heat_is_reported_once_until_it_is_over(monkeypatch):
     monkeypatch.setattr(watches, "gpu_pool", lambda device: None)
-    watch = Watches(CUDA)
+    watch = Watches(CUDA, every=10.0)
     hot = GPU(0.99, 0.9, 91.0, clock=900.0, clock_most=1800.0, reasons=0x40)
-    messages = []
+    messages = heard(watch, [0.5])
     cool = GPU(0.9, 0.9, 70.0, clock=1790.0, clock_most=1800.0)
-    for gpu in (hot, hot, cool, hot, cool, hot, cool, cool, hot):  # at the limit it varies
-        watch.gpu.samples.append(gpu)
+    for gpus in ((cool, hot, hot), (hot, cool, hot), (cool, cool, cool), (hot, hot, hot)):  # at the limit it varies
+        for gpu in gpus:
+            watch.sampler.add(SystemSample(4.0, (gpu,), {}))
         messages += heard(watch, [0.5, 0.5])
     assert [kind for kind, _ in messages] == ["throttled", "throttled"]
     assert "900 of 1800 MHz (91 degrees)" in messages[0][1]
@@ -186,4 +188,4 @@ def test_cpu_monitoring_works_without_a_gpu():
     report = watch.summary()
     assert 0.0 < report["system_memory"] <= 1.0
     assert all(0.0 <= report[name] <= 1.0 for name in ("io_wait", "cpu") if name in report)
-    assert "utilisation" not in report
+    assert not [name for name in report if name.startswith("gpu")]

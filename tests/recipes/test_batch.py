@@ -274,6 +274,49 @@ def test_a_stopped_batch_resumes(name, code, night, steps_trained, capsys):
     assert len(steps_trained) == STEPS
 
 
+def test_workers_take_the_jobs_of_a_queue_that_was_only_filled(night, capsys):
+    shutil.rmtree(night.root / "cedar")
+    assert night.run("--jobs", "0") == 0
+    assert (night.document()["waiting"], len(contents(night.output))) == (2, 2), "only the queue and its summary"
+    assert f"lora-trainer batch work {night.output}" in capsys.readouterr().out
+    with patched(Trackers, "steps", in_run("ash", 1, lambda: signal.raise_signal(signal.SIGTERM))):
+        assert main(["batch", "work", str(night.output)]) == 143
+    assert night.document()["waiting"] == 2, "the next worker resumes what this one stopped"
+    assert main(["batch", "work", str(night.output)]) == 0
+    assert night.jobs("attempts") == {"ash": 2, "birch": 1}
+    assert [row["step"] for row in rows(night.output / "ash")] == [1, 2, 3]
+    capsys.readouterr()
+    assert main(["batch", "status", str(night.output), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == night.document()
+    assert main(["batch", "status", str(night.output)]) == 0
+    assert "2 done" in capsys.readouterr().out
+
+
+def test_filling_a_queue_again_adds_new_folders_and_repeats_no_failure(night):
+    (night.root / "ash" / "lora.toml").write_text("[lora]\nrang = 8\n", encoding="utf-8")
+    shutil.rmtree(night.root / "cedar")
+    assert night.run("--jobs", "0") == 0
+    assert main(["batch", "work", str(night.output)]) == 0, "how jobs ended is in the summary"
+    assert night.jobs("status") == {"ash": "failed", "birch": "done"}
+    shutil.copytree(night.root / "birch", night.root / "cedar")
+    assert night.run("--jobs", "0", "--resume") == 0
+    assert night.jobs("status") == {"ash": "failed", "birch": "done", "cedar": "waiting"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["work"], "batch work needs the --output of a batch."),
+        (["status", "absent"], "absent contains no batch (batch.sqlite is missing)."),
+        (["work", "absent", "--preset", "12gb"], "batch work takes no settings."),
+        (["wrok", "absent"], "Unknown action wrok. Did you mean work?"),
+    ],
+)
+def test_wrong_arguments_of_a_worker(arguments, expected, capsys):
+    assert main(["batch", *arguments]) == 2
+    assert expected in " ".join(capsys.readouterr().err.split())
+
+
 def test_an_error_in_one_job_stops_no_other(night):
     from lora_trainer.batch import worker
 
@@ -324,7 +367,7 @@ def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]
         ),
         "data": ([str(night.root), *output, "--data", "x"], "--data is not for a batch"),
         "a name": ([str(night.root), *output, "--name", "x"], "--name is not for a batch"),
-        "no jobs": ([str(night.root), *output, "--jobs", "0"], "--jobs is 0, must be at least 1"),
+        "negative jobs": ([str(night.root), *output, "--jobs", "-1"], "--jobs is -1, must be at least 0"),
         "an unknown executor": (
             [str(night.root), *output, "--executor", "cloud"],
             "no executor cloud.\n       Known: local.",
@@ -343,7 +386,7 @@ def test_errors_that_concern_the_whole_batch_are_refused_first(night, tmp_path, 
         assert expected in output, what
         assert "Traceback" not in output
         assert contents(tmp_path).keys() == before.keys(), what
-    assert main(["batch", str(tmp_path / "absent"), "--executor", "cloud", "--jobs", "0"]) == 2
+    assert main(["batch", str(tmp_path / "absent"), "--executor", "cloud", "--jobs", "-1"]) == 2
     assert "3 problems" in capsys.readouterr().err
 
 

@@ -204,7 +204,7 @@ def test_rows_are_neither_truncated_nor_duplicated(tmp_path):
             (place / BALLAST).unlink(missing_ok=True)
 
         with patient(Patience(1.0, say, home=place)):
-            trackers = Trackers(place, resume_step=-1, say=lines.append)
+            trackers = Trackers(place, resume_step=-1)
             trackers.steps([{"step": step, "loss": 1 / step} for step in range(1, 5)])
             fill_up(place)
             trackers.steps([{"step": step, "loss": 1 / step, "more": "x" * 500} for step in range(5, 40)])
@@ -216,15 +216,15 @@ def test_rows_are_neither_truncated_nor_duplicated(tmp_path):
 
 
 def test_a_tensorboard_error_ends_no_run(bench, undisturbed, capsys, monkeypatch):
-    from lora_trainer.monitor import board
+    from lora_trainer.monitor.tracker_kinds import tensorboard
 
-    def add(*_: Any) -> None:
+    def scalars(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(board.Board, "add", add)
+    monkeypatch.setattr(tensorboard.Board, "scalars", scalars)
     assert bench.run("run", **SETTINGS) == 0
     output = capsys.readouterr()
-    assert output.out.count("TensorBoard's file cannot be written") == 1
+    assert output.out.count("TensorBoard does not work (OSError: [Errno 28] No space left on device)") == 1
     assert "Traceback" not in output.err
     assert_the_same(bench, undisturbed)
 

@@ -132,7 +132,7 @@ def test_a_signal_at_any_line_after_the_session_ends_the_run(method: str, bench:
     order = Order(settle([], [layer]), tmp_path, plain_console(quiet=True))
     inputs, over = read_inputs(order.config), list[bool]()
 
-    def run_session(order: Order, inputs: Any, record: Any) -> flow.Outcome:
+    def run_session(order: Order, inputs: Any, record: Any, threads: Any) -> flow.Outcome:
         over.append(True)
         if method == "it fails":
             raise TrainingFailed(Problem("It failed.", ""))

@@ -19,6 +19,7 @@ from lora_trainer.config.layers import Layer
 from lora_trainer.config.presets import preset_layers
 from lora_trainer.config.toml import parse_assignment
 from lora_trainer.core.errors import UsageError
+from lora_trainer.core.gpu_rates import OTHER_TFLOPS, USUAL, least_seconds
 from lora_trainer.memory_plan.estimate import (
     LARGEST_SHARE,
     Demand,
@@ -27,7 +28,6 @@ from lora_trainer.memory_plan.estimate import (
     parts_of,
     refuse_what_does_not_fit,
 )
-from lora_trainer.memory_plan.gpu_rates import OTHER_TFLOPS, USUAL, least_seconds
 from lora_trainer.models import FAMILIES
 from lora_trainer.run.plans.page import every_plan, plans_page
 from lora_trainer.run.plans.plan import Plan, computed_in, make_plan

@@ -18,7 +18,7 @@ from lora_trainer.models.attention.choose import choose_attention, fastest_atten
 from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.attention.probe import time_attention
 from lora_trainer.models.attention.shapes import AttentionShape
-from lora_trainer.monitor.gpu import open_gpu
+from lora_trainer.monitor.gpu import open_gpus
 from lora_trainer.monitor.memory import gpu_pool
 from lora_trainer.run.choices import cap_memory
 from lora_trainer.training.micro_batch import MicroBatch, make_copier
@@ -107,10 +107,9 @@ def test_more_than_the_cap_raises_and_nothing_spills():
 
 def test_the_gpu_reports_its_state():
     pytest.importorskip("pynvml")
-    gpu_reader = open_gpu(torch.device("cuda", torch.cuda.current_device()))
-    assert gpu_reader is not None
-    gpu = gpu_reader()
-    assert 0.0 <= gpu.utilisation <= 1.0
+    (sample,), _ = open_gpus([torch.device("cuda", torch.cuda.current_device())])
+    gpu = sample()
+    assert 0.0 <= gpu.utilization <= 1.0
     assert 0.0 < gpu.memory <= 1.0
     assert 0.0 < gpu.celsius < 120.0
 

@@ -30,6 +30,8 @@ from lora_trainer.config.toml import parse_value
 from lora_trainer.core.interrupt import Interrupt
 from lora_trainer.core.io import read_json
 from lora_trainer.monitor.progress import unwatched
+from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
+from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, Trackers, read_lines
 from lora_trainer.run.choices import choose
 from lora_trainer.run.flow import prepare
@@ -87,12 +89,14 @@ class TinyPlace:
     def train(self, run: Run, start: Checkpoint | None = None) -> tuple[TrainState, Interrupt]:
         """Run the loop, from a checkpoint if set."""
         step = start.state.step if start else -1
-        trackers = Trackers(run.folder, resume_step=step) if run.processes.is_main else None
+        threads = TrackerThreads(run.config.run.trackers, TrackedRun(run.folder.name, run.folder))
+        trackers = Trackers(run.folder, resume_step=step, threads=threads) if run.processes.is_main else None
         try:
             return train(run, start, trackers, nullcontext(unwatched))
         finally:
             if trackers is not None:
                 trackers.close()
+                threads.finish(RunEnding("done", 0))
 
     def resume(self, run: Run) -> tuple[TrainState, Interrupt]:
         """Run the loop from the newest checkpoint of the job's folder, or from the start."""

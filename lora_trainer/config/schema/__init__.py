@@ -30,6 +30,7 @@ from lora_trainer.config.schema.machine import CompileSection, HardwareSection, 
 from lora_trainer.config.schema.results import (
     CheckpointSection,
     GatesSection,
+    ProfileSection,
     RunSection,
     SampleSection,
     ValidationSection,
@@ -57,6 +58,7 @@ from lora_trainer.config.schema.types import (
     Share,
     Side,
     TimestepSamplingName,
+    TrackerName,
     WeightingName,
 )
 
@@ -94,6 +96,7 @@ __all__ = [
     "OptimizerSection",
     "Positive",
     "Precision",
+    "ProfileSection",
     "RunSection",
     "SafeguardsSection",
     "SampleSection",
@@ -106,6 +109,7 @@ __all__ = [
     "TextEncoderSection",
     "TextualInversionSection",
     "TimestepSamplingName",
+    "TrackerName",
     "TrainSection",
     "ValidationSection",
     "WeightingName",
@@ -136,6 +140,7 @@ class Config(Section):
     validation: ValidationSection = ValidationSection()
     sample: SampleSection = SampleSection()
     gates: GatesSection = GatesSection()
+    profile: ProfileSection = ProfileSection()
     run: RunSection = RunSection()
 
     @property

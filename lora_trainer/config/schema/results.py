@@ -14,8 +14,10 @@ from lora_trainer.config.schema.types import (
     ExportWeightsName,
     LoraCheckName,
     NotNegative,
+    Positive,
     Section,
     Share,
+    TrackerName,
     UnresolvedName,
     setting,
 )
@@ -123,11 +125,56 @@ class GatesSection(Section):
     )
 
 
+class ProfileSection(Section):
+    """A profile of some steps: where their time goes (docs/profile.md)."""
+
+    enabled: bool = setting(
+        False, "changes nothing", "profile steps of the run into its folder `profile`, as `--profile` does"
+    )
+    wait: CountOrZero = setting(2, "changes nothing", "steps before the profiler starts, in each repetition")
+    warmup: Count = setting(2, "changes nothing", "steps that the profiler then runs without recording")
+    active: Count = setting(6, "changes nothing", "steps that it then records")
+    repeat: Count = setting(1, "changes nothing", "how often that is done; each has its own trace")
+    details: bool = setting(
+        False,
+        "changes nothing",
+        "also record memory and sample Python stacks; `--profile long` sets it, with 10, 10 and 20 steps",
+    )
+
+
 class RunSection(Section):
-    """Name and place of the run."""
+    """Name and place of the run, its trackers, and commands at its end."""
 
     output: Annotated[str, Field(min_length=1)] = setting("runs", "changes nothing", "folder of runs")
     name: Annotated[str, Field(min_length=1)] | None = setting(
         None, "changes nothing", "name of the run and its files; derived from the dataset when empty"
     )
     offline: bool = setting(False, "changes nothing", "make no network request")
+    system_every_seconds: NotNegative = setting(
+        10.0, "changes nothing", "interval of the measurements of GPU, CPU, memory and disks; 0 measures nothing"
+    )
+    trackers: tuple[TrackerName, ...] = setting(
+        ("tensorboard",),
+        "changes nothing",
+        "what shows the run while it trains, beside the JSON lines of its folder: `tensorboard`, `wandb`, `trackio`; see docs/trackers.md",
+    )
+    tracker_project: Annotated[str, Field(min_length=1)] = setting(
+        "lora-trainer", "changes nothing", "project that W&B and trackio show the run in"
+    )
+    log_artifacts: bool = setting(
+        True, "changes nothing", "give W&B the LoRA files, the report and the samples at the end of the run"
+    )
+    tracker_wait_seconds: Positive = setting(
+        60.0, "changes nothing", "how long the end of a run waits for trackers to send what they have"
+    )
+    on_finish: str | None = setting(
+        None,
+        "changes nothing",
+        "command to run when the run ended with exit code 0, without a shell; its environment has `LORA_TRAINER_RUN`, `_STATUS`, `_SCORE`, `_REASON`, `_EXIT_CODE` and `_RECORD`",
+    )
+    on_failure: str | None = setting(
+        None, "changes nothing", "the same for a run that was refused, failed, or was stopped by a signal"
+    )
+    command_seconds: Positive = setting(
+        60.0, "changes nothing", "how long `on_finish` and `on_failure` may take before they are ended"
+    )

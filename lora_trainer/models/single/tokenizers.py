@@ -97,7 +97,7 @@ def copy_small(source: Path, target: Path) -> None:
 
 def _on_this_computer(kind: str) -> Path | None:
     """A folder with the tokenizer of a kind in the user's Hugging Face cache."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     for name, folder in REPOSITORIES[kind]:
         snapshots = hub / f"models--{name.replace('/', '--')}" / "snapshots"

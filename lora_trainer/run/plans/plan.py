@@ -14,6 +14,7 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.findings import counted
+from lora_trainer.core.gpu_rates import least_seconds
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.sample import Sample
@@ -32,7 +33,6 @@ from lora_trainer.memory_plan.estimate import (
     too_large,
     what_would_fit,
 )
-from lora_trainer.memory_plan.gpu_rates import least_seconds
 from lora_trainer.memory_plan.host import Host, host_of
 from lora_trainer.memory_plan.memory_model import traced_memory_model
 from lora_trainer.memory_plan.profiles import MemoryModel, stored_memory_model

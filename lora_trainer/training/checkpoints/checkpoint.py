@@ -25,7 +25,7 @@ from lora_trainer.core.io import flush_folder, rename_over
 from lora_trainer.export.tensor_file import DamagedFile, read_sealed, verify_sealed, write_sealed
 from lora_trainer.training.state import TrainState
 
-VERSION = 6  # 5 had no losses before training; 4 and 3 had other names; 2 and 1 had no checksums, and 1 no average
+VERSION = 7  # 6 had no end by a search; 5 had no losses before training; 4 and 3 had other names; 2 and 1 had no checksums, and 1 no average
 ADAPTER, OPTIMIZER, STATE = "adapter.safetensors", "optimizer.safetensors", "state.json"
 AVERAGE = "average.safetensors"
 FINISHED = re.compile(r"(?P<name>step-[0-9]+)|\.(?P<aside>step-[0-9]+)\.old")

@@ -1,0 +1,151 @@
+"""Checks of a run that a live process is training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import median
+
+from lora_trainer.core.disk import size_words
+from lora_trainer.core.findings import counted
+from lora_trainer.doctor.facts import MachineFacts
+from lora_trainer.doctor.lines import Lines, error, ok, warning
+from lora_trainer.doctor.run_facts import RunFacts, last_step, recent
+from lora_trainer.monitor.memory import LARGEST_SYSTEM_SHARE
+from lora_trainer.report.read import mapping, text
+
+QUIET_STEPS, QUIET_SECONDS = 150, 300.0  # metrics are written every 50 steps or sooner
+SLOWER = 2.0
+IDLE_GPU = 0.5
+WAITING, WAITING_UNCACHED = 0.01, 0.05
+GIB = 2**30
+HARMLESS = ("resumed", "signal")
+
+
+def during_lines(run: RunFacts, facts: MachineFacts) -> Lines:
+    """Everything about a run that is training now."""
+    yield from progress(run)
+    yield from sign_of_life(run)
+    yield from its_process(run, facts)
+    yield from speed(run)
+    yield from gpu_use(run, facts)
+    yield from room_left(run)
+    yield from events_so_far(run)
+
+
+def progress(run: RunFacts) -> Lines:
+    """Step, loss, speed, and the time that is left."""
+    step, total = last_step(run), run.report.planned
+    if not run.rows:
+        yield ok("progress", f"before the first step, {run.age:.0f} s since it last wrote a file")
+        return
+    seconds = recent(run.rows, "seconds")
+    pace = median(seconds) if seconds else 0.0
+    left = "" if total is None or not pace else f", ETA {clock_time((total - step) * pace)}"
+    rate = "" if not pace else f", {1 / pace:.1f}it/s" if pace < 1 else f", {pace:.1f}s/it"
+    of = f" of {total:,} ({step / total:.0%})" if total else ""
+    losses = recent(run.rows, "loss")
+    found = f"step {step:,}{of}{f', loss {losses[-1]:.4f}' if losses else ''}{rate}{left}"
+    if "loss" in run.rows[-1] and run.rows[-1]["loss"] is None:
+        fix = "see the events below; lower optimizer.learning_rate, or use bf16 in place of fp16"
+        yield warning("progress", f"{found}; the last loss is not finite", "a finite loss", fix)
+    else:
+        yield ok("progress", found)
+
+
+def clock_time(seconds: float) -> str:
+    """`mm:ss`, or `h:mm:ss`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
+
+
+def sign_of_life(run: RunFacts) -> Lines:
+    """How long ago the run last wrote a file."""
+    allowed = max(QUIET_SECONDS, QUIET_STEPS * (run.usual_seconds or 0.0))
+    found = f"a file was written {clock_time(run.age)} ago"
+    if run.age > allowed:
+        who = f" (process {run.process})" if run.process else ""
+        fix = (
+            f"look at its CPU and GPU use; if both idle it hangs: stop it{who} with SIGTERM and continue with --resume"
+        )
+        yield warning("sign of life", found, f"one within {clock_time(allowed)}", fix)
+    else:
+        yield ok("sign of life", found)
+
+
+def its_process(run: RunFacts, facts: MachineFacts) -> Lines:
+    """The process, and the system's memory beside it."""
+    if run.process is None:
+        yield ok("process", "it holds the folder's lock; its number is not known here")
+    else:
+        cpus = "" if run.process_cpus is None else f", {run.process_cpus:.1f} CPUs"
+        memory = "" if run.process_memory is None else f", {run.process_memory / GIB:.1f} GiB of memory"
+        yield ok("process", f"{run.process}{cpus}{memory}")
+    limit = max(facts.memory_limit, 1)
+    share = 1.0 - facts.system.memory_available / limit
+    found = f"{share:.0%} of {limit / GIB:.1f} GiB are in use"
+    if share > LARGEST_SYSTEM_SHARE:
+        fix = "close other programs: the system may end the run"
+        yield warning("system memory", found, f"under {LARGEST_SYSTEM_SHARE:.0%}", fix)
+    else:
+        yield ok("system memory", found)
+
+
+def speed(run: RunFacts) -> Lines:
+    """The last steps against the usual ones, and how long they wait for data."""
+    seconds, waited = recent(run.rows, "seconds"), recent(run.rows, "data_seconds")
+    if not seconds:
+        return
+    now, usual = median(seconds[-10:]), run.usual_seconds or 0.0
+    if usual and now > SLOWER * usual:
+        found = f"{now:.2f} s a step, usually {usual:.2f} s"
+        yield warning("speed", found, "the usual time", "check for other processes and for a throttled GPU")
+    else:
+        yield ok("speed", f"{now:.2f} s a step")
+    share = sum(waited) / max(sum(seconds), 1e-9)
+    cached = mapping(mapping(run.report.record.get("config")).get("cache")).get("latents") is not False
+    limit = WAITING if cached else WAITING_UNCACHED
+    if share > limit:
+        fix = "put cache.dir on a faster disk" if cached else "set cache.latents=true"
+        yield warning("data", f"steps wait {share:.1%} of their time", f"under {limit:.0%}", fix)
+    else:
+        yield ok("data", f"steps wait {share:.1%} of their time")
+
+
+def gpu_use(run: RunFacts, facts: MachineFacts) -> Lines:
+    """The GPU's load now, for a run that trains on one."""
+    sample = facts.sample
+    if not text(run.report.part("hardware").get("device")).startswith("cuda") or sample is None:
+        return
+    found = f"{sample.utilization:.0%} in use, memory {sample.memory:.0%}, {sample.celsius:.0f} degrees (one sample)"
+    if sample.utilization < IDLE_GPU and run.rows:
+        fix = "look again: validation, checkpoints and images use it less. If it stays so, see the line about data"
+        yield warning("GPU", found, f"over {IDLE_GPU:.0%}", fix)
+    else:
+        yield ok("GPU", found)
+
+
+def room_left(run: RunFacts) -> Lines:
+    """The disk against what the run will still write."""
+    if run.room is None:
+        yield ok("disk", "what the run will write is known after its first checkpoint")
+        return
+    found = f"{size_words(run.room.free)} free, {size_words(run.room.needed)} to be written"
+    if run.room.problem is not None:
+        yield error("disk", found, "room for all of it", "free space there: the run pauses where the disk is full")
+    elif run.room.scarce:
+        yield warning("disk", found, "more room than that", "free space there")
+    else:
+        yield ok("disk", found)
+
+
+def events_so_far(run: RunFacts) -> Lines:
+    """What the run reported beside its steps: the last one of each kind."""
+    reported = [event for event in run.events if text(event.get("kind")) not in HARMLESS]
+    counts = Counter(text(event.get("kind")) for event in reported)
+    for kind, count in counts.items():
+        last = next(event for event in reversed(reported) if text(event.get("kind")) == kind)
+        found = f"{counted(count, 'event')}, the last at step {last.get('step')}: {text(last.get('message'))}"
+        yield warning(f"event {kind}", found, "none", "docs/watching.md explains it")
+    if not reported:
+        yield ok("events", "none")

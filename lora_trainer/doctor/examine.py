@@ -1,0 +1,109 @@
+"""The checklist: every check in its order, and what reads the facts that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_trainer.core.io import user_cache_folder
+from lora_trainer.doctor import devices, surroundings
+from lora_trainer.doctor.facts import MachineFacts
+from lora_trainer.doctor.lines import Diagnosis, DoctorLine, Lines
+from lora_trainer.doctor.measure import ask_hub, known_answers, measure_disks, read_torch, run_attention
+from lora_trainer.doctor.this_machine import read_machine
+from lora_trainer.doctor.this_run import Described, needs, written_places
+
+if TYPE_CHECKING:  # they load torch, which may be what is broken
+    from lora_trainer.doctor.run_facts import RunFacts
+
+BEFORE: tuple[Callable[[MachineFacts], Lines], ...] = (
+    surroundings.python,
+    surroundings.versions,
+    surroundings.container,
+    surroundings.clock,
+    devices.torch_build,
+    devices.gpu_in_use,
+    devices.driver,
+    devices.architectures,
+    devices.gpu_condition,
+    devices.precisions,
+    devices.right_answers,
+    devices.attention_backends,
+    surroundings.cpus,
+    surroundings.memory,
+    surroundings.disks,
+    surroundings.limits,
+    surroundings.shared_memory,
+    surroundings.variables,
+    surroundings.hub,
+)
+
+
+def read_facts() -> MachineFacts:
+    """The machine and torch's devices: what is read, before anything is measured."""
+    facts = replace(read_machine(), torch=read_torch())
+    if facts.torch.build != "cuda" or not facts.torch.devices:
+        return facts
+    import torch
+
+    from lora_trainer.monitor.gpu import open_gpus
+
+    samplers, _ = open_gpus([torch.device("cuda")])
+    return replace(facts, sample=samplers[0]() if samplers else None)
+
+
+def measured(facts: MachineFacts, described: Described, *, online: bool, on_gpu: bool = True) -> MachineFacts:
+    """The same facts with what is measured here: answers, attention, disks, the hub.
+
+    Without `on_gpu` nothing is computed on a GPU, where a run may need all of its memory.
+    """
+    torch_facts = facts.torch if on_gpu else replace(facts.torch, devices=())
+    offline = surroundings.is_offline(facts)
+    wanted = {"fp32": "float32", "fp16": "float16"}  # every other precision computes in bf16 on a GPU
+    dtype = "" if described.config is None else wanted.get(described.config.memory.weight_dtype, "")
+    attention, place = run_attention(torch_facts, dtype) if on_gpu or not facts.torch.devices else ({}, "")
+    return replace(
+        facts,
+        answers=known_answers(torch_facts),
+        attention=attention,
+        attention_on=place,
+        disks=measure_disks(written_places(described)),
+        hub=ask_hub(online=online and not offline),
+    )
+
+
+def before(facts: MachineFacts, described: Described | None = None) -> tuple[DoctorLine, ...]:
+    """The lines about a machine, and about the run that is described."""
+    lines = [line for check in BEFORE for line in check(facts)]
+    return tuple(lines if described is None else [*lines, *needs(described, facts)])
+
+
+def diagnose(facts: MachineFacts, described: Described, folder: Path | None, *, online: bool = False) -> Diagnosis:
+    """Measure and examine. A run's folder gives its own cache and output disks where no settings are described.
+
+    Raises UsageError for a folder that holds no run.
+    """
+    if folder is None or facts.torch.failure:
+        return Diagnosis((("before", before(measured(facts, described, online=online), described)),))
+    from lora_trainer.doctor.after import after_lines
+    from lora_trainer.doctor.during import during_lines
+    from lora_trainer.doctor.run_facts import read_run_facts, recorded_config
+
+    run = read_run_facts(folder)
+    facts = measured(facts, described, online=online, on_gpu=not run.is_live)
+    if described.resolved is None and (config := recorded_config(run.report)) is not None:
+        cache = Path(config.cache.dir).expanduser() if config.cache.dir else user_cache_folder()
+        facts = replace(facts, disks=measure_disks([("cache", cache, None), ("output", folder, None)]))
+    if not run.is_live:
+        return Diagnosis((("before", before(facts, described)), ("after", tuple(after_lines(run)))))
+    facts = beside(run, facts)
+    return Diagnosis((("before", before(facts, described)), ("during", tuple(during_lines(run, facts)))))
+
+
+def beside(run: RunFacts, facts: MachineFacts) -> MachineFacts:
+    """The machine without what the run itself uses, which is no fault: its CPUs, and the GPU's memory."""
+    used = facts.system.cpus_busy if run.process_cpus is None else run.process_cpus
+    system = replace(facts.system, cpus_busy=max(0.0, facts.system.cpus_busy - used))
+    return replace(facts, system=system, smi=tuple(replace(gpu, memory_used=None) for gpu in facts.smi))

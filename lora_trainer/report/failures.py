@@ -1,0 +1,117 @@
+"""Why runs failed, counted by cause over many runs, against the target for failures that are ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lora_trainer.core.errors import DATASET_REFUSED, TRAINING_FAILED, WRONG_USAGE
+from lora_trainer.core.findings import counted
+from lora_trainer.report.read import text, whole
+
+MOST_OURS = 0.01
+Whose = Literal["ours", "yours", "the machine's"]
+ENDED = ("done", "refused", "unresolved")
+BUG, INTERRUPTED, SIGNALED = 1, 130, 128
+# Of a run that failed with exit code 5, by the words of its reason; the first that is found.
+REASONS: tuple[tuple[str, Whose, str], ...] = (
+    (r"out of memory|memory ran out", "the machine's", "out of memory"),
+    (r"disk|cannot be written|space|i/o error", "the machine's", "the disk"),
+    (r"process .*(lost|left|gone|heartbeat)|process was lost|process is gone", "the machine's", "a process was lost"),
+    (r"finite|diverged|overflow|nan\b", "yours", "the loss diverged"),
+)
+
+
+@dataclass(frozen=True)
+class FailureCause:
+    """Whose failure it is, what it was, and the names of the runs that failed so."""
+
+    whose: Whose
+    what: str
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Failures:
+    """How many runs ended, with or without success, and why some failed, most first.
+
+    A run that was stopped with Ctrl+C or a LoRA that a gate refused is no failure. Runs whose end is not recorded
+    are `open`: they are running, or were killed.
+    """
+
+    ended: int
+    open: int
+    causes: tuple[FailureCause, ...]
+
+    @property
+    def failed(self) -> int:
+        return sum(len(cause.runs) for cause in self.causes)
+
+    @property
+    def ours(self) -> int:
+        return sum(len(cause.runs) for cause in self.causes if cause.whose == "ours")
+
+    @property
+    def line(self) -> str:
+        """`12 runs ended, 2 of them failed; 0.0 % for a reason that is ours (target: under 1 %)`."""
+        share = self.ours / max(1, self.ended)
+        still = f"; {counted(self.open, 'run')} without a recorded end" if self.open else ""
+        return (
+            f"{counted(self.ended, 'run')} ended, {self.failed} of them failed; {share:.1%} for a reason that is ours"
+            f" (target: under {MOST_OURS:.0%}){still}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For batch.json."""
+        causes = [{"whose": each.whose, "cause": each.what, "runs": list(each.runs)} for each in self.causes]
+        return {"ended": self.ended, "failed": self.failed, "ours": self.ours, "causes": causes}
+
+
+def failures_of(records: Iterable[Mapping[str, Any]]) -> Failures:
+    """Count the failures of runs: documents with `name`, `status`, `exit_code` and `reason`, as run.json and the jobs
+    of batch.json have them.
+    """
+    found, ended, unknown = dict[tuple[Whose, str], list[str]](), 0, 0
+    for record in records:
+        status, code = text(record.get("status")), whole(record.get("exit_code"))
+        if status == "waiting":
+            continue
+        if status not in (*ENDED, "failed", "stopped"):
+            unknown += 1
+            continue
+        ended += 1
+        cause = cause_of(status, code, text(record.get("reason")))
+        if cause is not None:
+            found.setdefault(cause, []).append(text(record.get("name")))
+    ordered = sorted(found.items(), key=lambda entry: (-len(entry[1]), entry[0]))
+    return Failures(ended, unknown, tuple(FailureCause(*cause, tuple(runs)) for cause, runs in ordered))
+
+
+def cause_of(status: str, code: int | None, reason: str) -> tuple[Whose, str] | None:
+    """Whose failure an ended run is, and what it was; None where it did not fail."""
+    if status == "stopped":
+        return None if code in (None, INTERRUPTED) else ("the machine's", f"signal {(code or SIGNALED) - SIGNALED}")
+    if status != "failed":
+        return None
+    if code == BUG:
+        return "ours", "a bug"
+    if code == WRONG_USAGE:
+        return "yours", "settings or files"
+    if code == DATASET_REFUSED:
+        return "yours", "the dataset"
+    if code == TRAINING_FAILED:
+        for pattern, whose, what in REASONS:
+            if re.search(pattern, reason, re.IGNORECASE):
+                return whose, what
+        return "yours", "the training failed"
+    return "the machine's", "run.json cannot be read" if code is None else f"exit code {code}"
+
+
+def failure_lines(failures: Failures) -> list[str]:
+    """For a terminal: the count, then a line for each cause with its runs."""
+    return [
+        failures.line,
+        *(f"  {len(each.runs)} {each.whose}, {each.what}: {', '.join(each.runs)}" for each in failures.causes),
+    ]

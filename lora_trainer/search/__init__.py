@@ -1,0 +1,1 @@
+"""Studies over runs: hyperparameter search and the learning-rate range test."""

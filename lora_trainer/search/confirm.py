@@ -1,0 +1,179 @@
+"""Is the best trial's setting better than the unsearched one? Both are trained again, in pairs, where the search never measured.
+
+The best of many trials looks better than it is: it was also the luckiest on those validation images, with that seed. So each
+pair has a new seed and other validation images, which no trial was measured on, or other images altogether (`data`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lora_trainer.batch.executors import kept_families
+from lora_trainer.config.layers import Layer, Resolved
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
+from lora_trainer.core.interrupt import stop_if_signalled
+from lora_trainer.data.sample import Sample
+from lora_trainer.data.split import split_validation
+from lora_trainer.models import FAMILIES
+from lora_trainer.run.inputs import Inputs, read_inputs
+from lora_trainer.search.study import OBJECTIVES, SearchPlan, TrialRow
+from lora_trainer.search.trials import TrialEnd, run_trial, trial_settings, values_layer
+from lora_trainer.training.steering import Steering
+
+FOLDER = "confirm"  # of the runs
+ARMS = ("best", "default")
+# 97.5 % quantiles of Student's t for 1 to 9 degrees of freedom: a 95 % interval over 2 to 10 pairs.
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+FEWEST_PAIRS, MOST_PAIRS = 2, len(T_QUANTILES) + 1
+SPLITS_TRIED = 1000  # split seeds, to find validation images that no trial was measured on
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """How many pairs are trained; `data` are images in place of the search's own."""
+
+    pairs: int
+    data: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ConfirmedPair:
+    """Both settings, trained with the same seed and measured on the same images; None for a run that failed.
+
+    `gain` is how much better the best setting is, above 0 whichever way the objective counts. `measured_before` of the
+    validation images were measured by the search too.
+    """
+
+    seed: int
+    split_seed: int
+    measured_before: int
+    best: float | None
+    default: float | None
+    gain: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """What the pairs say, in words and as the mean gain with its 95 % interval, which needs two pairs."""
+
+    outcome: str  # proven, tied, worse or unmeasured
+    text: str
+    where: str
+    pairs: tuple[ConfirmedPair, ...]
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def confirm(
+    folder: Path, plan: SearchPlan, best: TrialRow, wanted: Confirmation, inputs: Inputs, console: Console
+) -> Confirmed:
+    """Train what is missing of the pairs, and compare them. Raises UsageError for bad `data`, and Stopped."""
+    of_data = [Layer("--confirm-data", {"data": {"sources": list(wanted.data)}})] if wanted.data else []
+    measured = {sample.content for sample in inputs.validation}
+    if wanted.data:
+        inputs, measured = read_other_data(plan, folder, of_data), set()
+    splits = other_splits(plan, inputs, wanted.pairs, measured)
+    overlap = max(shared for _, shared in splits)
+    where = "validation images that no trial was measured on"
+    if wanted.data:
+        where = f"images that the search never saw ({', '.join(wanted.data)})"
+    elif overlap:
+        where = f"other validation images, of which up to {overlap} were measured in the search, since there are few"
+    console.print(
+        f"confirming trial {best.number} against the default setting: {counted(wanted.pairs, 'pair')}, new seeds, {where}"
+    )
+    families, pairs = kept_families(FAMILIES), list[ConfirmedPair]()
+    for number, (split_seed, shared) in enumerate(splits, 1):
+        values = values_layer("--confirm", {"train.seed": plan.seed + number, "validation.split_seed": split_seed})
+        ends: dict[str, TrialEnd] = {}
+        for arm in ARMS:
+            searched = [values_layer(f"trial {best.number}", best.values)] if arm == "best" else []
+            # A folder of one trial's pairs: with more trials another one may become the best.
+            place = folder / FOLDER / f"trial-{best.number:04d}" / f"{arm}-{number}"
+
+            def make_settings(place: Path = place, layers: Sequence[Layer] = (*of_data, *searched, values)) -> Resolved:
+                return trial_settings(plan, place, layers, lambda resolved: read_inputs(resolved.config).train)
+
+            ends[arm] = run_trial(place, make_settings, plan.objective, families, Steering())
+            stop_if_signalled()
+        pairs.append(pair_of(plan, number, split_seed, shared, ends))
+        shown = [f"{arm} {'failed' if end.value is None else format(end.value, '.4g')}" for arm, end in ends.items()]
+        console.print(f"pair {number}: {OBJECTIVES[plan.objective]} {', '.join(shown)} {pairs[-1].reason}".rstrip())
+    confirmed = compare_pairs(pairs, plan, where)
+    console.print(confirmed.text)
+    return confirmed
+
+
+def read_other_data(plan: SearchPlan, folder: Path, of_data: Sequence[Layer]) -> Inputs:
+    """The inputs of `--confirm-data`. Raises UsageError where none of its images can be kept for validation."""
+    found: list[Inputs] = []
+
+    def read_train(resolved: Resolved) -> Sequence[Sample]:
+        found.append(read_inputs(resolved.config))
+        return found[0].train
+
+    trial_settings(plan, folder / FOLDER / "data", of_data, read_train)
+    if not found[0].validation:
+        message = "None of the images of --confirm-data can be kept for validation."
+        raise UsageError(Problem(message, "Name more images, at least 4 that differ."))
+    return found[0]
+
+
+def other_splits(plan: SearchPlan, inputs: Inputs, count: int, measured: set[str]) -> list[tuple[int, int]]:
+    """Split seeds, each with how many of its validation images were `measured` before: none, where there are enough images."""
+    share = plan.for_trials.get("validation", {}).get("split", plan.settings["validation.split"])
+    before, found = int(plan.settings["validation.split_seed"]), list[tuple[int, int]]()
+    for seed in range(before + 1, before + 1 + SPLITS_TRIED):
+        validation = split_validation(inputs.report.samples, share, seed, inputs.report.kin)[1]
+        found.append((seed, len({sample.content for sample in validation} & measured)))
+        if sum(not shared for _, shared in found) == count:
+            break
+    return sorted(sorted(found, key=lambda each: each[1])[:count])
+
+
+def pair_of(plan: SearchPlan, number: int, split_seed: int, shared: int, ends: dict[str, TrialEnd]) -> ConfirmedPair:
+    best, default = (ends[arm].value for arm in ARMS)
+    gain = None
+    if best is not None and default is not None:
+        gain = best - default if plan.maximizes else default - best
+    reason = " ".join(f"{arm}: {end.reason}" for arm, end in ends.items() if end.reason)
+    return ConfirmedPair(plan.seed + number, split_seed, shared, best, default, gain, reason)
+
+
+def compare_pairs(pairs: Sequence[ConfirmedPair], plan: SearchPlan, where: str) -> Confirmed:
+    """The mean gain of the pairs that have both results, with Student's 95 % interval."""
+    gains = [pair.gain for pair in pairs if pair.gain is not None]
+    of = f"of {counted(len(gains), 'pair')} with new seeds on {where}"
+    if len(gains) < FEWEST_PAIRS:
+        text = f"not confirmed: only {counted(len(gains), 'pair')} of {len(pairs)} has both results"
+        return Confirmed("unmeasured", text, where, tuple(pairs))
+    mean = statistics.fmean(gains)
+    reach = T_QUANTILES[len(gains) - 2] * statistics.stdev(gains) / math.sqrt(len(gains))
+    low, high = mean - reach, mean + reach
+    usual = statistics.fmean(pair.default for pair in pairs if pair.gain is not None and pair.default is not None)
+    what = "higher" if plan.maximizes else "lower"
+    numbers = f"{OBJECTIVES[plan.objective]} {what} by {mean:.3g} (95 % interval {low:.3g} to {high:.3g}"
+    numbers += (
+        f"; {100 * mean / abs(usual):.1f} % of the default's {usual:.4g}), the mean {of}" if usual else f"), {of}"
+    )
+    if low > 0:
+        return Confirmed(
+            "proven", f"proven better than the default setting: {numbers}", where, tuple(pairs), mean, low, high
+        )
+    if high < 0:
+        return Confirmed("worse", f"worse than the default setting: {numbers}", where, tuple(pairs), mean, low, high)
+    text = f"tied with the default setting, since the interval contains 0: {numbers}"
+    return Confirmed("tied", text, where, tuple(pairs), mean, low, high)
