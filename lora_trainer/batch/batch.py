@@ -17,7 +17,7 @@ from lora_trainer.batch.summary import ROOT, job_failures, largest_code, write_s
 from lora_trainer.batch.worker import SAFE, SHARED, WAIT_MINUTES, work
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.disk import Patience, patient
-from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError, UserError
+from lora_trainer.core.errors import DATASET_REFUSED, DONE, INTERRUPTED, Problem, UsageError, UserError
 from lora_trainer.core.interrupt import listening
 from lora_trainer.models import FAMILIES
 from lora_trainer.report.failures import failure_lines
@@ -26,7 +26,7 @@ from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.caching import cache_folder
 from lora_trainer.run.inputs import read_model
 from lora_trainer.run.order import make_order
-from lora_trainer.run.train import INTERRUPTED, train
+from lora_trainer.run.train import train
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from lora_trainer.batch import queue
-from lora_trainer.batch.queue import SIGNALLED
 from lora_trainer.batch.worker import SAFE, WAIT_MINUTES, work
 from lora_trainer.core.disk import Patience, patient
-from lora_trainer.core.errors import TRAINING_FAILED, Problem, TrainingFailed, UsageError
+from lora_trainer.core.errors import SIGNALED, TRAINING_FAILED, Problem, TrainingFailed, UsageError
 from lora_trainer.core.hardware import available_cpus
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
@@ -41,7 +40,7 @@ def run_local(path: Path, workers: int) -> int | None:
             message = f"The queue could not be written to {path.parent} for too long."
             raise TrainingFailed(Problem(message, f"{SAFE} Make room there, then continue with --resume."))
         # Somebody stopped one worker by itself: that was not asked of the others, which are over.
-        if stopped := [code for code in codes if code >= SIGNALLED]:
+        if stopped := [code for code in codes if code >= SIGNALED]:
             return stopped[0]
         if _attempts(path) == before:
             raise TrainingFailed(Problem("No worker process could be started.", "Run the batch with --jobs 1."))

@@ -25,7 +25,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import psutil
 
 from lora_trainer.core.disk import refusal, write_with_retry
-from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, TRAINING_FAILED, Problem, UsageError
+from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, SIGNALED, TRAINING_FAILED, Problem, UsageError
 from lora_trainer.monitor.progress import Progress
 
 FILE = "batch.sqlite"
@@ -68,7 +68,6 @@ _COLUMNS = (
     "name, data, status, attempts, exit_code, reason, scores, outcome, seconds, claimed, phase, step, total, loss, "
     "val_loss"
 )
-SIGNALLED = 128
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Ending:
 
     @property
     def status(self) -> Status:
-        if self.exit_code >= SIGNALLED:
+        if self.exit_code >= SIGNALED:
             return "stopped"
         if self.exit_code == DONE:
             return "done"

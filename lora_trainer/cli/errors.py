@@ -8,11 +8,9 @@ import traceback
 from collections.abc import Sequence
 
 from lora_trainer.core.disk import FULL, refusal
-from lora_trainer.core.errors import TRAINING_FAILED, WRONG_USAGE, Problem, UserError, first_line, is_out_of_memory
+from lora_trainer.core.errors import BUG, TRAINING_FAILED, WRONG_USAGE, Problem, UserError, first_line, is_out_of_memory
 from lora_trainer.core.findings import folded, printable_lines
 from lora_trainer.core.launch import is_main_process
-
-BUG = 1
 
 
 def report_error(error: Exception, *, debug: bool) -> int:

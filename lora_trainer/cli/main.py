@@ -55,13 +55,12 @@ from lora_trainer.cli.sample_arguments import add_sample_arguments, sample
 from lora_trainer.cli.search import EXAMPLES as SEARCH_EXAMPLES
 from lora_trainer.cli.search import add_search_arguments, search_command
 from lora_trainer.config.layers import Layer, Resolved
-from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError, nearest
+from lora_trainer.core.errors import DONE, INTERRUPTED, WRONG_USAGE, Problem, UsageError, nearest
 from lora_trainer.core.interrupt import Stopped, code_of_signal, listening
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.core.terminal import survive_closed_terminal
 from lora_trainer.core.version import __version__
 
-INTERRUPTED = 130
 BROKEN_PIPE = 1  # the same as rich
 
 

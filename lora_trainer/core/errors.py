@@ -10,10 +10,13 @@ from difflib import get_close_matches
 from typing import Any
 
 DONE = 0
+BUG = 1
 WRONG_USAGE = 2
 DATASET_REFUSED = 3
 LORA_REFUSED = 4
 TRAINING_FAILED = 5
+SIGNALED = 128  # plus the signal's number
+INTERRUPTED = 130  # SIGINT
 # What a full GPU or disk, a file or a library raises in work that a finished LoRA can do without.
 MACHINE_FAILURES = (RuntimeError, ValueError, OSError, MemoryError)
 

@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Literal
 
+from lora_trainer.core.errors import SIGNALED
 from lora_trainer.core.launch import is_main_process, launched
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
@@ -67,7 +68,7 @@ class Interrupt:
     @property
     def exit_code(self) -> int:
         """128 plus the signal's number, as shells count: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1, 129 for SIGHUP."""
-        return 128 + (self.signal or 0)
+        return SIGNALED + (self.signal or 0)
 
     @property
     def name(self) -> str:

@@ -23,10 +23,10 @@ def launched() -> bool:
     return several or any(name.startswith(("ACCELERATE_", "TORCHELASTIC_")) for name in names)
 
 
-def processes_here() -> int:
-    """Number of processes of this run on this machine."""
+def processes_here(unless_set: int = 1) -> int:
+    """Number of processes of this run on this machine; `unless_set` where the launcher does not say."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(local) if local.isdigit() and int(local) else 1
+    return int(local) if local.isdigit() and int(local) else unless_set
 
 
 def cpu_requested(environment: Mapping[str, str] = os.environ) -> bool:

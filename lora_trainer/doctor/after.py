@@ -10,8 +10,8 @@ from lora_trainer.doctor.run_facts import RunFacts
 from lora_trainer.report.ending import verdict_of
 from lora_trainer.report.read import mapping, text
 from lora_trainer.report.targets import targets_of
+from lora_trainer.run.folder import UNFINISHED
 
-UNFINISHED = ("running", "stopped", "failed", "unknown")
 AS_RECORDED = ("torch", "diffusers", "peft", "transformers")
 
 
@@ -96,7 +96,7 @@ def targets(run: RunFacts) -> Lines:
 
 def other_versions(run: RunFacts) -> Lines:
     """Other packages than those that the run was trained with, where it can be resumed."""
-    if run.report.status not in UNFINISHED:
+    if run.report.status not in (*UNFINISHED, "unknown"):
         return
     then, now = mapping(run.report.record.get("versions")), package_versions()
     changed = [

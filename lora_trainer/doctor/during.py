@@ -11,12 +11,14 @@ from lora_trainer.doctor.facts import MachineFacts
 from lora_trainer.doctor.lines import Lines, error, ok, warning
 from lora_trainer.doctor.run_facts import RunFacts, last_step, recent
 from lora_trainer.monitor.memory import LARGEST_SYSTEM_SHARE
-from lora_trainer.report.read import mapping, text
+from lora_trainer.monitor.progress import clock_time
+from lora_trainer.monitor.slowness import waiting_limit
+from lora_trainer.report.read import text
+from lora_trainer.report.targets import caches_latents
 
 QUIET_STEPS, QUIET_SECONDS = 150, 300.0  # metrics are written every 50 steps or sooner
 SLOWER = 2.0
 IDLE_GPU = 0.5
-WAITING, WAITING_UNCACHED = 0.01, 0.05
 GIB = 2**30
 HARMLESS = ("resumed", "signal")
 
@@ -50,13 +52,6 @@ def progress(run: RunFacts) -> Lines:
         yield warning("progress", f"{found}; the last loss is not finite", "a finite loss", fix)
     else:
         yield ok("progress", found)
-
-
-def clock_time(seconds: float) -> str:
-    """`mm:ss`, or `h:mm:ss`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
 
 
 def sign_of_life(run: RunFacts) -> Lines:
@@ -103,8 +98,8 @@ def speed(run: RunFacts) -> Lines:
     else:
         yield ok("speed", f"{now:.2f} s a step")
     share = sum(waited) / max(sum(seconds), 1e-9)
-    cached = mapping(mapping(run.report.record.get("config")).get("cache")).get("latents") is not False
-    limit = WAITING if cached else WAITING_UNCACHED
+    cached = caches_latents(run.report)
+    limit = waiting_limit(cached=cached)
     if share > limit:
         fix = "put cache.dir on a faster disk" if cached else "set cache.latents=true"
         yield warning("data", f"steps wait {share:.1%} of their time", f"under {limit:.0%}", fix)

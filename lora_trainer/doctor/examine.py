@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from lora_trainer.doctor.this_run import Described, needs, written_places
 if TYPE_CHECKING:  # they load torch, which may be what is broken
     from lora_trainer.doctor.run_facts import RunFacts
 
+Places = Sequence[tuple[str, Path, int | None]]  # folders with their use, and the bytes that a run needs there
 BEFORE: tuple[Callable[[MachineFacts], Lines], ...] = (
     surroundings.python,
     surroundings.versions,
@@ -54,8 +55,10 @@ def read_facts() -> MachineFacts:
     return replace(facts, sample=samplers[0]() if samplers else None)
 
 
-def measured(facts: MachineFacts, described: Described, *, online: bool, on_gpu: bool = True) -> MachineFacts:
-    """The same facts with what is measured here: answers, attention, disks, the hub.
+def measured(
+    facts: MachineFacts, described: Described, places: Places, *, online: bool, on_gpu: bool = True
+) -> MachineFacts:
+    """The same facts with what is measured here: answers, attention, the disks of `places`, the hub.
 
     Without `on_gpu` nothing is computed on a GPU, where a run may need all of its memory.
     """
@@ -69,7 +72,7 @@ def measured(facts: MachineFacts, described: Described, *, online: bool, on_gpu:
         answers=known_answers(torch_facts),
         attention=attention,
         attention_on=place,
-        disks=measure_disks(written_places(described)),
+        disks=measure_disks(places),
         hub=ask_hub(online=online and not offline),
     )
 
@@ -86,16 +89,19 @@ def diagnose(facts: MachineFacts, described: Described, folder: Path | None, *, 
     Raises UsageError for a folder that holds no run.
     """
     if folder is None or facts.torch.failure:
-        return Diagnosis((("before", before(measured(facts, described, online=online), described)),))
+        return Diagnosis(
+            (("before", before(measured(facts, described, written_places(described), online=online), described)),)
+        )
     from lora_trainer.doctor.after import after_lines
     from lora_trainer.doctor.during import during_lines
     from lora_trainer.doctor.run_facts import read_run_facts, recorded_config
 
     run = read_run_facts(folder)
-    facts = measured(facts, described, online=online, on_gpu=not run.is_live)
+    places: Places = written_places(described)
     if described.resolved is None and (config := recorded_config(run.report)) is not None:
         cache = Path(config.cache.dir).expanduser() if config.cache.dir else user_cache_folder()
-        facts = replace(facts, disks=measure_disks([("cache", cache, None), ("output", folder, None)]))
+        places = [("cache", cache, None), ("output", folder, None)]
+    facts = measured(facts, described, places, online=online, on_gpu=not run.is_live)
     if not run.is_live:
         return Diagnosis((("before", before(facts, described)), ("after", tuple(after_lines(run)))))
     facts = beside(run, facts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import time
@@ -194,7 +193,7 @@ def damage_of_checkpoint(folder: Path) -> str:
 
 def recent(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     """The finite numbers of a column in the last steps."""
-    return [value for row in rows if (value := number(row.get(name))) is not None and math.isfinite(value)]
+    return [value for row in rows if (value := number(row.get(name))) is not None]
 
 
 def last_step(facts: RunFacts) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal, TypeGuard
 
-from lora_trainer.monitor.slowness import STARVED, STARVED_WITH_CACHES
+from lora_trainer.monitor.slowness import waiting_limit
 
 BUSY, AIM = 0.85, 0.90  # GPU utilization: below the first a GPU is idle
 FULL_MEMORY = 0.7  # of the memory that the run may use; below, a larger micro-batch may fit
@@ -131,7 +131,7 @@ def time_elsewhere(means: Mapping[str, float]) -> list[IdleCause]:
 def waits(means: Mapping[str, float], setup: IdleSetup) -> list[IdleCause]:
     """For data, for memory that is swapped, or for the CPU that launches the work."""
     found = list[IdleCause]()
-    waited, limit = means.get("data_wait", 0.0), STARVED_WITH_CACHES if setup.cached else STARVED
+    waited, limit = means.get("data_wait", 0.0), waiting_limit(cached=setup.cached)
     if waited > limit:
         what = f"steps wait {waited:.1%} of their time for data, more than {limit:.0%}"
         found.append(IdleCause("data", what, *fix_of("data", setup)))

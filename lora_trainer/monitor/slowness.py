@@ -19,6 +19,12 @@ STARVED, STARVED_WITH_CACHES = 0.05, 0.01  # of a step's time, waited for data
 UNDER_WAY = 60.0  # seconds of training before waits are reported: short runs gain nothing from it
 LEAST_WAIT = 0.001  # seconds per step; less never matters, whatever its share
 
+
+def waiting_limit(*, cached: bool) -> float:
+    """The share of a step's time, waited for data, above which steps are starved."""
+    return STARVED_WITH_CACHES if cached else STARVED
+
+
 Change = Literal["slow", "not_slow", "starved", "not_starved"]
 
 
@@ -89,7 +95,7 @@ def _with_wait(
     pace = replace(pace, waits=(*pace.waits, (waited, seconds))[-WINDOW:])
     if len(pace.waits) < WINDOW or under_way < UNDER_WAY:
         return pace, ()
-    limit = STARVED_WITH_CACHES if cached else STARVED
+    limit = waiting_limit(cached=cached)
     mean = sum(each for each, _ in pace.waits) / len(pace.waits)
     if not pace.starved and pace.waited_share > limit and mean > LEAST_WAIT:
         return replace(pace, starved=True), ("starved",)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import deque
@@ -13,11 +12,12 @@ from typing import Any, Self
 import psutil
 import torch
 
+from lora_trainer.core.launch import processes_here
 from lora_trainer.monitor.events import Kind
 from lora_trainer.monitor.gpu import GPU, open_gpus, spills
 from lora_trainer.monitor.idle import IdleSetup, causes_of, clocks_of, means_of
 from lora_trainer.monitor.memory import CHECK_EVERY, GpuPool, MemoryWatch, gpu_pool, grows_in_place
-from lora_trainer.monitor.slowness import KNOWN, STARVED, STARVED_WITH_CACHES, Pace, paced
+from lora_trainer.monitor.slowness import KNOWN, Pace, paced, waiting_limit
 from lora_trainer.monitor.system_sampler import SystemSampler
 
 FULL = 0.95  # of the GPU memory that may be used, above which it counts as full
@@ -137,7 +137,7 @@ class Watches:
         if change == "not_starved":
             return "starved", "steps no longer wait for their data"
         if change == "starved":
-            limit = STARVED_WITH_CACHES if self._setup.cached else STARVED
+            limit = waiting_limit(cached=self._setup.cached)
             fix = "Put cache.dir on a faster disk" if self._setup.cached else "Set cache.latents=true"
             message = f"steps wait {self.pace.waited_share:.1%} of their time for data, more than {limit:.0%}"
             return "starved", f"{message}. {fix}, and check what else uses the CPU."
@@ -219,7 +219,7 @@ class Watches:
 
 def local_devices(device: torch.device, processes: int) -> list[torch.device]:
     """The GPUs of the processes on this machine, of `processes` in all: that of each has its number."""
-    here = min(processes, int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
+    here = min(processes, processes_here(processes))
     if device.type != "cuda" or here < 2:
         return [device]
     return [torch.device("cuda", index) for index in range(min(here, torch.cuda.device_count()))]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_trainer.monitor.idle import BUSY, CauseName, IdleSetup, fix_of
-from lora_trainer.monitor.slowness import LEAST_WAIT, STARVED, STARVED_WITH_CACHES
+from lora_trainer.monitor.slowness import LEAST_WAIT, waiting_limit
 
 BESIDE = 0.25  # of a step's time: on a CPU, the time of the thread that prepares data, which computes on the same cores
 OUTSIDE = 0.3  # of a step's time, on a CPU: Python's and PyTorch's own between the operators
@@ -141,7 +141,7 @@ def _bound_of_data(facts: TimeFacts, in_steps: float) -> Bound | None:
     why = f"a step waits {milliseconds(facts.waiting * step)} of {milliseconds(step)} for its data"
     if prepared:
         why += f"; preparing it takes {milliseconds(prepared)} in a thread of its own"
-    limit = STARVED_WITH_CACHES if facts.setup.cached else STARVED
+    limit = waiting_limit(cached=facts.setup.cached)
     if facts.waiting > limit and facts.waiting * step > LEAST_WAIT:
         return Bound("data-bound", facts.waiting * in_steps, why)
     beside = 0.0 if facts.on_gpu else min(1.0, prepared / step)

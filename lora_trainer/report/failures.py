@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lora_trainer.core.errors import DATASET_REFUSED, TRAINING_FAILED, WRONG_USAGE
+from lora_trainer.core.errors import BUG, DATASET_REFUSED, INTERRUPTED, SIGNALED, TRAINING_FAILED, WRONG_USAGE
 from lora_trainer.core.findings import counted
 from lora_trainer.report.read import text, whole
 
 MOST_OURS = 0.01
 Whose = Literal["ours", "yours", "the machine's"]
 ENDED = ("done", "refused", "unresolved")
-BUG, INTERRUPTED, SIGNALED = 1, 130, 128
 # Of a run that failed with exit code 5, by the words of its reason; the first that is found.
 REASONS: tuple[tuple[str, Whose, str], ...] = (
     (r"out of memory|memory ran out", "the machine's", "out of memory"),

@@ -17,6 +17,7 @@ from lora_trainer.monitor.idle import (
     larger_micro,
     means_of,
 )
+from lora_trainer.monitor.slowness import waiting_limit
 from lora_trainer.report.chart import short
 from lora_trainer.report.figures import waiting_share
 from lora_trainer.report.read import RunReport, mapping, number
@@ -43,7 +44,6 @@ def targets_of(run: RunReport) -> list[Target]:
     """
     seen, found = seen_of(run), list[Target]()
     on_gpu = str(run.part("hardware").get("device", "")).startswith("cuda")
-    cached = mapping(mapping(run.record.get("config")).get("cache")).get("latents") is not False
     if on_gpu:
         utilization, memory = number(seen.get("gpu_utilization")), number(seen.get("memory"))
         busy = share("GPU utilization", utilization, over=BUSY)
@@ -54,7 +54,7 @@ def targets_of(run: RunReport) -> list[Target]:
         found.append(share("CPU utilization", number(seen.get("cpu")), under=0.8))
     found.append(share("system memory (RAM)", number(seen.get("system_memory")), under=0.85))
     found.append(share("I/O wait", number(seen.get("io_wait")), under=0.1))
-    found.append(share("steps wait for data", waiting_share(run), under=0.01 if cached else 0.05))
+    found.append(share("steps wait for data", waiting_share(run), under=waiting_limit(cached=caches_latents(run))))
     stall = number(mapping(run.part("checkpoints").get("stall_seconds")).get("median"))
     seen_stall = "" if stall is None else f"{short(1000 * stall)} ms"
     found.append(
@@ -66,6 +66,11 @@ def targets_of(run: RunReport) -> list[Target]:
         )
     )
     return [target for target in found if target.met is not None or (target.about and on_gpu)]
+
+
+def caches_latents(run: RunReport) -> bool:
+    """Whether the run's latents are cached, as they are by default."""
+    return mapping(mapping(run.record.get("config")).get("cache")).get("latents") is not False
 
 
 def seen_of(run: RunReport) -> dict[str, Any]:

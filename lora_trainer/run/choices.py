@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -14,7 +13,7 @@ from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Blocks, Config, Precision
 from lora_trainer.core.hardware import cuda_memory_gib
-from lora_trainer.core.launch import cpu_requested
+from lora_trainer.core.launch import cpu_requested, processes_here
 from lora_trainer.memory_plan.estimate import (
     CONTEXT_GIB,
     GIB,
@@ -118,7 +117,7 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
             reason,
             checkpointing,
             why,
-            base_note(held_bytes, int(os.environ.get("LOCAL_WORLD_SIZE", world)), *system_memory()),
+            base_note(held_bytes, processes_here(world), *system_memory()),
             swapped=config.memory.blocks_to_swap if isinstance(config.memory.blocks_to_swap, int) else 0,
             samples=math.ceil(config.train.effective_batch_size / world),
         )
@@ -129,7 +128,7 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
         precision,
         device,
         left_gib(device) if world == 1 else None,
-        int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        processes_here(world),
     )
 
 

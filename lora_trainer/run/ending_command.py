@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.schema.results import RunSection
-from lora_trainer.core.errors import DatasetRefused, Problem
+from lora_trainer.core.errors import SIGNALED, DatasetRefused, Problem
 from lora_trainer.core.interrupt import remembering
 from lora_trainer.core.io import append_text
 from lora_trainer.core.launch import is_main_process
@@ -93,7 +93,7 @@ def run_ending_command(order: Order, record: Mapping[str, Any]) -> None:
     with remembering():  # a signal that comes now must not change how the run ended
         began = time.monotonic()
         # After a signal little time is left until the system kills the process.
-        seconds = min(section.command_seconds, STOPPED_SECONDS if code > 128 else section.command_seconds)
+        seconds = min(section.command_seconds, STOPPED_SECONDS if code > SIGNALED else section.command_seconds)
         ending, output = run_words(words_of(command), environment_of(order.folder, record), seconds)
         order.console.print(f"run.{name}: {ending} after {time.monotonic() - began:.1f} s")
         for line in output.splitlines()[-SHOWN_LINES:]:

@@ -17,7 +17,9 @@ from lora_trainer.config.options import suited
 from lora_trainer.config.schema import GatesSection
 from lora_trainer.core.disk import FULL, Patience, patient, refusal, write_with_retry
 from lora_trainer.core.errors import (
+    BUG,
     DONE,
+    INTERRUPTED,
     LORA_REFUSED,
     TRAINING_FAILED,
     DatasetRefused,
@@ -68,8 +70,6 @@ from lora_trainer.run.settings import refuse_missing_attention
 if TYPE_CHECKING:  # torch is loaded after the data is checked
     from lora_trainer.evaluation.lora_report import LoraReport
     from lora_trainer.run.flow import Outcome
-
-BUG, INTERRUPTED = 1, 130
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved, flattened
 from lora_trainer.config.resuming import CHANGES_NOTHING
 from lora_trainer.config.toml import shown
-from lora_trainer.core.errors import DONE, TRAINING_FAILED, Problem, UsageError, gathering
+from lora_trainer.core.errors import DONE, SIGNALED, TRAINING_FAILED, Problem, UsageError, gathering
 from lora_trainer.core.findings import counted
 from lora_trainer.core.interrupt import Stopped, listening, stop_if_signalled
 from lora_trainer.core.launch import launched
@@ -276,7 +276,7 @@ def train_trials(folder: Path, study: Study, jobs: int, console: Console) -> Non
             return
         before = progress_made(study)
         codes = run_processes(search_alone, folder, min(jobs, left))
-        if stopped := [code for code in codes if code > 128]:
+        if stopped := [code for code in codes if code > SIGNALED]:
             raise Stopped(stopped[0])
         if progress_made(study) == before:
             raise UsageError(Problem("No worker process could train a trial.", "Run the search with --jobs 1."))

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from lora_trainer.batch.worker import RunLog, last_words
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Layer, Resolved
-from lora_trainer.core.errors import DONE, LORA_REFUSED
+from lora_trainer.core.errors import DONE, LORA_REFUSED, SIGNALED
 from lora_trainer.core.interrupt import Stopped
 from lora_trainer.data.sample import Sample
 from lora_trainer.models.family import Family
@@ -34,7 +34,6 @@ TRIALS = "trials"  # the folder of their runs
 VALIDATIONS = 9  # of a trial, unless validation.every_n_steps is set: a ninth of a run is the pruner's first stage
 CHECKPOINTS = 3
 NO_LOSS = "Its validation loss is not finite."
-SIGNALLED = 128
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def run_trial(
             if record is None or not is_finished(record):
                 order = make_order(make_settings(), resume=True, console=console)
                 result = train(replace(order, families=families, steering=steering))
-                if result.exit_code >= SIGNALLED:
+                if result.exit_code >= SIGNALED:
                     raise Stopped(result.exit_code)
                 record = dict(result.record)
         except (KeyboardInterrupt, SystemExit):
