@@ -153,6 +153,15 @@ def _buckets(value: Any, around: Around) -> Took:
     return Took({"data.max_aspect": 1.0}, "all images become squares")
 
 
+CONTROLS = ("control_path", "control_path_1", "control_path_2", "control_path_3")
+
+
+def _controls(value: Any, around: Around) -> Took:
+    """All control folders, in the order of their keys, by each of the keys."""
+    named = [place for key in CONTROLS if around[key] is not None for place in texts(around[key])]
+    return Took({"source.control_images": [located(around.folder, place) for place in named]})
+
+
 def _extension(value: Any, around: Around) -> Took:
     return Took({"captions.extension": "." + text(value).lstrip(".")})
 
@@ -275,6 +284,7 @@ DATASET_RULES: Mapping[str, KeyRule] = {
     "augmentations": by(_augmented, "source.color_variants", NEW_EACH_TIME, changes=True),
     "alpha_mask": switch("source.masks", "alpha"),
     "mask_path": path_to("source.masks"),
+    **dict.fromkeys(CONTROLS, by(_controls, "source.control_images")),
     "mask_min_value": same("loss.unmasked_weight", number),
     **unused_keys("ai-toolkit datasets"),
 }

@@ -47,7 +47,7 @@ class Demand:
     one: bytes of the VAE, and its bytes per pixel. `texts` are the trained text encoders.
 
     `streaming` is a number of swapped blocks, or `auto`; `recompute` is the checkpointing mode;
-    `offloaded`: activations are offloaded. `others` returns the peaks in GiB of a run's phases besides training.
+    `offloaded`: activations are offloaded. `controls` are the control images of a sample. `others` returns the peaks in GiB of a run's phases besides training.
     """
 
     memory_model: MemoryModel
@@ -68,12 +68,18 @@ class Demand:
     recompute: str = "full"
     offloaded: bool = False
     texts: TextSizes = NO_TEXTS
+    controls: int = 0
     others: Callable[[Demand, MemoryPlan], Mapping[str, float]] = field(default=no_other_phases, compare=False)
 
     @property
     def area(self) -> int:
         """Values of one channel of a sample's latents; buckets are never larger."""
         return max(self.resolution, self.pixel_step) ** 2 // self.downscale**2
+
+    @property
+    def denoised_area(self) -> int:
+        """The same with the control images, which are further tokens: a step takes what an image of this area would."""
+        return self.area * (1 + self.controls)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -125,7 +131,9 @@ class MemoryPlan:
 def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, swapped: int | None = None) -> Parts:
     """The peak of a step, in a backward pass or in the update; `swapped` blocks, by default those that are set."""
     blocks_swapped = demand.swapped if swapped is None else swapped
-    sizes = Sizes(demand.rank, micro, demand.area, checkpointed, demand.recompute, blocks_swapped, demand.offloaded)
+    sizes = Sizes(
+        demand.rank, micro, demand.denoised_area, checkpointed, demand.recompute, blocks_swapped, demand.offloaded
+    )
     found = demand.memory_model.footprint(sizes, precision)
     shapes, texts, itemsize = demand.shapes, demand.texts, 4 if precision == "fp32" else 2
     masters = 4 * sum(map(math.prod, shapes))

@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from lora_trainer.config.schema import Config
+from lora_trainer.core.conditioning import controls_of
 from lora_trainer.core.disk import free_bytes, size_words
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError, memory_may_run_out
 from lora_trainer.core.findings import counted
@@ -321,15 +322,17 @@ def measured_images(config: Config, inputs: Inputs, plans: CachePlans) -> RealIm
         if plans.texts.keys
         else [()] * len(indices)
     )
+    latents = [data.latents.read(key) for key in keys]
     encoded = [
         EncodedSample(
             id=samples[index].id,
-            latents=data.latents.read(key)["mean"],
+            latents=entry["mean"],
             cond={name: value for each in caption_keys for name, value in data.texts.read(each).items()},
             sizes=torch.tensor(size_row(samples[index], views[index][0]), dtype=torch.float32),
             caption=samples[index].caption,
+            controls=controls_of(entry),
         )
-        for index, key, caption_keys in zip(indices, keys, keyed, strict=True)
+        for index, entry, caption_keys in zip(indices, latents, keyed, strict=True)
     ]
     kept = sum(index < len(inputs.train) for index in indices)
     return RealImages(encoded[:kept], encoded[kept:])

@@ -44,7 +44,7 @@ def cache_bytes(
         for index in (range(len(samples)) if config.cache.latents else measured)
         for view in cached[index]
     )
-    shown = {(sample.content, sample.mask, view): (sample, view) for sample, view in pairs}
+    shown = {(sample.content, sample.mask, sample.controls, view): (sample, view) for sample, view in pairs}
     captioned = (*train, *(canonical(samples[index]) for index in measured))
     texts = {(text, sample.weighted) for sample in captioned for text in sample.texts} | {("", False)}
     if not caches_texts(config, family):

@@ -57,7 +57,7 @@ from lora_trainer.run.compare_loras import compare_after_training
 from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
 from lora_trainer.run.file_sizes import lora_bytes
-from lora_trainer.run.inputs import Inputs, own_architecture, with_absolute_paths
+from lora_trainer.run.inputs import Inputs, named_controls, own_architecture, with_absolute_paths
 from lora_trainer.run.messages import model_lines, refuse_without_validation, show_captions, show_views
 from lora_trainer.run.order import Order
 from lora_trainer.run.plans.plan import gauge_of
@@ -332,7 +332,7 @@ def make_profiler(session: Session, context: StepContext) -> Profiler | None:
     with contextlib.suppress(Exception):  # then it is counted in what was recorded; no profile may end a run
         memory_model, flops = gauge_of(inputs.family, own_architecture(inputs), config), 0.0
         for bucket, count in counts.items():
-            area = bucket.width * bucket.height // inputs.facts.downscale**2
+            area = bucket.width * bucket.height // inputs.facts.downscale**2 * (1 + named_controls(config))
             sizes = Sizes(config.lora.rank, choices.micro, area, checkpointed=0)  # without what is recomputed
             flops += count * memory_model.footprint(sizes, choices.precision.value).flops / choices.micro
         tflop = None if config.trains_text else flops / sum(counts.values()) * choices.samples / 1e12

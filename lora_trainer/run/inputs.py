@@ -12,7 +12,7 @@ from typing import Any
 from lora_trainer.builtin import DATA_FOLDER
 from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError, gathering, known_as
-from lora_trainer.core.findings import Finding
+from lora_trainer.core.findings import Finding, counted
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.caches.claims import in_use
@@ -80,6 +80,11 @@ def data_in_use() -> Iterator[None]:
         yield
 
 
+def named_controls(config: Config) -> int:
+    """How many control images the settings name for each image."""
+    return max((len(each.control_images) + len(each.control_columns) for each in config.data.sources), default=0)
+
+
 @data_in_use()
 def list_data(config: Config, *, allow_missing_captions: bool | None = None) -> tuple[Manifest, tuple[Finding, ...]]:
     """The samples of the sources, with findings. Raises UsageError for bad sources."""
@@ -122,12 +127,13 @@ def absolute_file(path: str | None) -> str | None:
     return path and str(Path(path).expanduser().resolve())
 
 
-def _absolute(source: SourceSection) -> dict[str, str | None]:
+def _absolute(source: SourceSection) -> dict[str, str | tuple[str | None, ...] | None]:
     """The paths of a source that are set, from the root of the disk."""
     found = {"path": source.path, "captions_file": source.captions_file}
     if source.masks != "alpha":
         found["masks"] = source.masks
-    return {name: absolute_file(path) for name, path in found.items()}
+    controls = tuple(map(absolute_file, source.control_images))
+    return {"control_images": controls} | {name: absolute_file(path) for name, path in found.items()}
 
 
 def read_model(
@@ -240,6 +246,10 @@ def read_data(
     """
     framings, text = trained_framings(config, facts), FAMILIES[facts.family].text
     manifest, findings = list_data(config)
+    refuse_controls(facts, max((len(sample.controls) for sample in manifest.samples), default=0))
+    if len({len(sample.controls) for sample in manifest.samples if not sample.regularization}) > 1:
+        message = "Some sources have control images and others have fewer: a step would mix them."
+        raise UsageError(Problem(message, "Give every source equally many, or train them apart."))
     manifest = replace(manifest, notes=(*manifest.notes, *notes_on(framings)))
     gate = DatasetGate(
         framings,
@@ -258,6 +268,19 @@ def read_data(
     if found := examine(report):
         report = check_dataset(manifest, (*findings, *found), gate, decode=decode)
     return manifest, replace(report, general=(*report.general, *_plan_findings(config, facts, report)))
+
+
+def refuse_controls(facts: ModelFacts, controls: int) -> None:
+    """Raise UsageError for more control images of a sample than the model reads."""
+    if controls > facts.most_controls:
+        takes = (
+            f"takes {counted(facts.most_controls, 'control image')}"
+            if facts.most_controls
+            else "takes no control images"
+        )
+        message = f"There {'is' if controls == 1 else 'are'} {counted(controls, 'control image')} for each image, and {facts.name} {takes}."
+        fix = "Remove the settings control_images and control_columns, or use an edit model such as FLUX.1 Kontext."
+        raise UsageError(Problem(message, fix))
 
 
 def validation_split(
@@ -352,7 +375,7 @@ def measured_among(train: Sequence[Sample], validation: Sequence[Sample]) -> lis
 def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts) -> int:
     """Bytes of all variants' latents with their masks, each once. `plan` is in the samples' order."""
     distinct = {
-        (sample.content, sample.mask, view): (sample, view)
+        (sample.content, sample.mask, sample.controls, view): (sample, view)
         for sample, views in zip(samples, plan.views, strict=True)
         for view in views
     }
@@ -360,9 +383,10 @@ def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts)
 
 
 def view_bytes(sample: Sample, view: View, facts: ModelFacts) -> int:
-    """Bytes of one variant's latents: mean, std and mask."""
+    """Bytes of one variant's latents: mean, std, mask and control images."""
     places = view.fit.bucket.width * view.fit.bucket.height // facts.downscale**2
-    return LATENT_BYTES * places * (2 * facts.latent_channels + (sample.mask is not None))
+    channels = facts.latent_channels * (2 + len(sample.controls))
+    return LATENT_BYTES * places * (channels + (sample.mask is not None))
 
 
 def arithmetic(config: Config, train: tuple[Sample, ...], max_micro: int, processes: int) -> StepArithmetic:

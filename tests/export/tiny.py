@@ -12,6 +12,7 @@ from diffusers import (
     DiffusionPipeline,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
     SD3Transformer2DModel,
@@ -63,6 +64,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "sd3.5": {"qk_norm": "rms_norm", "dual_attention_layers": (0,)},
     "flux": {"guidance_embeds": True},
     "flux-schnell": {"guidance_embeds": False},
+    "flux-kontext": {"guidance_embeds": True},
     "z_image": {},
 }
 CHAT = (
@@ -109,8 +111,8 @@ def tiny_flow_pipeline(tokenizer: CLIPTokenizer, kind: str) -> DiffusionPipeline
         words = {"tokenizer": qwen_tokenizer(), "text_encoder": tiny_qwen()}
         pipeline = ZImagePipeline(**{**parts, **words}, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0))
     elif kind.startswith("flux"):
-        moving = {"use_dynamic_shifting": True} if kind == "flux" else {}
-        pipeline = FluxPipeline(
+        moving = {} if kind == "flux-schnell" else {"use_dynamic_shifting": True}
+        pipeline = (FluxKontextPipeline if kind == "flux-kontext" else FluxPipeline)(
             **parts,
             text_encoder=CLIPTextModel(text_config(tokenizer, POOLED)),
             text_encoder_2=tiny_t5(),

@@ -336,3 +336,21 @@ def test_bases(written: str, verdict: str, expected: str, tmp_path: Path) -> Non
     line = next(line for line in imported.lines if line.key == "pretrained_model_name_or_path")
     assert line.verdict == verdict
     assert expected in line.why
+
+
+def test_control_folders_of_ai_toolkit_become_control_images(tmp_path: Path) -> None:
+    text = """
+job: extension
+config:
+  name: edit
+  process:
+    - type: sd_trainer
+      model: {name_or_path: m, arch: flux_kontext, is_flux: true}
+      train: {steps: 10, batch_size: 1}
+      network: {type: lora, linear: 16, linear_alpha: 16}
+      datasets:
+        - {folder_path: after, control_path: [before, mask], control_path_1: depth}
+"""
+    config = imported_text(tmp_path, "edit.yaml", text).config
+    names = [Path(place).name for place in config.data.sources[0].control_images]
+    assert names == ["before", "mask", "depth"]

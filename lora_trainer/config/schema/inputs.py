@@ -148,6 +148,13 @@ class SourceSection(Section):
     masks: str | None = Field(
         None, description="where the loss counts: `alpha`, or a folder of gray images with the same names"
     )
+    control_images: tuple[str, ...] = Field(
+        (),
+        description="folders of control images with the same names, for edit models such as FLUX.1 Kontext; each folder is one more control of every image",
+    )
+    control_columns: tuple[str, ...] = Field(
+        (), description="columns of the source's table that name control images, in place of folders or beside them"
+    )
     resolutions: tuple[Side, ...] | None = Field(None, description="overrides `data.resolutions`")
     flip: bool | None = Field(None, description="overrides `data.flip`")
     color_variants: CountOrZero | None = Field(None, description="overrides `data.color_variants`")

@@ -80,6 +80,11 @@ class SampleSection(Section):
         500, "changes nothing", "steps between sample images; 0 means none while training"
     )
     prompts: tuple[str, ...] = setting((), "changes nothing", "prompts; empty means captions of the dataset")
+    control_images: tuple[str, ...] = setting(
+        (),
+        "changes nothing",
+        "control images of `sample.prompts` for edit models: those of the first prompt, then those of the second, as many for each as the model is trained with; empty means the dataset's",
+    )
     count: Count = setting(2, "changes nothing", "number of prompts taken from the dataset")
     num_inference_steps: Count | None = setting(
         None, "changes nothing", "sampler steps; empty means the model's usual number"

@@ -21,9 +21,11 @@ def key_of(path: str) -> str:
     return path if path.isascii() else unicodedata.normalize("NFC", path)
 
 
-def read_metadata(path: Path, images: Iterable[str], reading: SourceReading) -> dict[str, SourceRow]:
+def read_metadata(
+    path: Path, images: Iterable[str], reading: SourceReading, controls: Sequence[str] = ()
+) -> dict[str, SourceRow]:
     """The rows of an image folder's table by the image's key; `images` are the keys of those that are there."""
-    table = table_or_finding(path, reading)
+    table = table_or_finding(path, reading, controls)
     if table is None:
         return {}
     known = set(images)
@@ -37,10 +39,11 @@ def read_metadata(path: Path, images: Iterable[str], reading: SourceReading) -> 
     return {key: row for key, row in rows.items() if key in known}
 
 
-def table_or_finding(path: Path, reading: SourceReading) -> Table | None:
-    """A table with its bad lines as one finding; None when it cannot be read at all."""
+def table_or_finding(path: Path, reading: SourceReading, controls: Sequence[str] = ()) -> Table | None:
+    """A table with its bad lines as one finding; None when it cannot be read at all. `controls` are the columns of
+    control images."""
     try:
-        table = read_table(path)
+        table = read_table(path, controls)
     except TextError as error:
         reading.find("bad_metadata", "error", f"{error}.", "Save it again, as UTF-8 text or Parquet.", path)
         return None

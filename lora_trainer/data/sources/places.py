@@ -30,8 +30,8 @@ def places_of(request: SourceRequest, reading: SourceReading) -> tuple[Path, ...
 
 
 def named_places(section: SourceSection) -> list[Path]:
-    """The places that a source names, whether they are there or not: its images, its table, its masks."""
-    named = [*_expanded(section.path, SourceReading()), section.captions_file, section.masks]
+    """The places that a source names, whether they are there or not: its images, its table, its masks, its control images."""
+    named = [*_expanded(section.path, SourceReading()), section.captions_file, section.masks, *section.control_images]
     return [place_from(each) for each in named if each is not None and each != "alpha"]
 
 
@@ -72,7 +72,18 @@ def _choices(inner: str) -> Sequence[str]:
 
 
 # Sources that differ in one of these make other samples of the same images.
-DIFFERING = ("resolutions", "flip", "color_variants", "crop", "default_caption", "captions_file", "masks", "captions")
+DIFFERING = (
+    "resolutions",
+    "flip",
+    "color_variants",
+    "crop",
+    "default_caption",
+    "captions_file",
+    "masks",
+    "captions",
+    "control_images",
+    "control_columns",
+)
 
 
 def find_overlaps(requests: Sequence[tuple[SourceRequest, Sequence[Path]]], reading: SourceReading) -> None:

@@ -21,7 +21,11 @@ SD2_TEXT_WIDTH, REFINER_TEXT_WIDTH = 1024, 1280
 UNUSUAL_CHANNELS = {5: "a depth model", 7: "an upscaler", 8: "a model of instructions", 9: "an inpainting model"}
 # This norm spreads more in 2.x models that predict velocity than in those that predict noise (ComfyUI uses it, too).
 SD2_NORM, SD2_SPREAD = "output_blocks.11.1.transformer_blocks.0.norm1.bias", 0.09
-OF_ONE_FORM = {"z_image": ("base", "turbo")}  # models of a family with the same keys
+KONTEXT = "kontext"
+# Models with the same keys, by the family and the variant that is assumed where the user says nothing.
+OF_ONE_FORM = {("z_image", "turbo"): ("base", "turbo")} | dict.fromkeys(
+    (("flux", "dev"), ("flux", KONTEXT)), ("dev", KONTEXT)
+)
 FIRST_OF_FLUX = 64  # input channels of the plain model: 16 of latents, of four places
 # Ends of names, and what such a file is. The first that is found counts.
 OTHER_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -95,7 +99,7 @@ def _of_variant(found: SingleFile, variant: str | None) -> SingleFile:
     """The checkpoint with the user's variant. Raises UsageError where keys decide, or its family has no such model."""
     if variant is None:
         return found
-    variants = OF_ONE_FORM.get(found.family, ())
+    variants = OF_ONE_FORM.get((found.family, found.variant), ())
     if variant not in variants:
         message = f"model.flavor = {variant}: the keys of {found.file} already decide it."
         if variants:
@@ -213,6 +217,8 @@ def _flux(found: SingleFile) -> SingleFile:
         message = f"{found.file} is a Fill or Control model: {channels} input channels in place of {FIRST_OF_FLUX}."
         raise UsageError(Problem(message, "Use FLUX.1 dev or schnell."))
     variant = "dev" if "guidance_in.in_layer.weight" in stored.shapes else "schnell"
+    if variant == "dev" and KONTEXT in found.file.name.lower():  # as in the published file's name
+        variant = KONTEXT
     return SingleFile(found.file, "flux", stored, found.header, variant=variant)
 
 

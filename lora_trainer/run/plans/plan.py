@@ -47,6 +47,7 @@ from lora_trainer.run.inputs import (
     caption_rules,
     class_image_side,
     list_data,
+    named_controls,
     read_architecture,
     read_model,
     trained_framings,
@@ -253,6 +254,7 @@ def make_demand(
         encoder=(0, 0) if config.cache.latents else encoding_bytes(costs_of(facts)),
         others=partial(other_peaks, facts=facts, images=config.cache.batch_size, without=family.text.options.without),
         texts=text_sizes(config, family, facts),
+        controls=named_controls(config),
     )
 
 
