@@ -180,14 +180,17 @@ def test_a_job_that_ends_before_it_stops_keeps_its_end(code, status, tmp_path):
     assert queue.finish(path, job, queue.Ending(code, None, NONE)) == status
 
 
-def test_a_cancelled_job_whose_process_died_is_cancelled(tmp_path):
-    path = new_queue(tmp_path, "one")
+def test_a_cancelled_job_whose_process_died_is_cancelled(tmp_path, monkeypatch):
+    path = new_queue(tmp_path, "one", "two")
     host, number, started = json.loads(queue.this_process())
+    assert queue.claim(path, json.dumps(["elsewhere", 1, 1.0])) is not None
+    queue.cancel(path, ["one"])
     assert queue.claim(path, json.dumps([host, number, started - 1000])) is not None
-    queue.cancel(path, ["one"])
-    assert statuses(path) == {"one": "waiting"}, "no process holds it any more"
-    queue.cancel(path, ["one"])
-    assert statuses(path) == {"one": "cancelled"}
+    queue.cancel(path, ["two"])
+    assert statuses(path) == {"one": "running", "two": "cancelled"}
+    monkeypatch.setattr(queue, "SILENT_SECONDS", -1.0)
+    queue.give_back_lost(path)
+    assert statuses(path) == {"one": "cancelled", "two": "cancelled"}
 
 
 def test_adding_jobs_again_keeps_their_status(tmp_path):
