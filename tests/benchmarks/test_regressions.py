@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +38,8 @@ def baseline(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def few_entries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_cache, "ENTRIES", 16)
-    yield
 
 
 def test_the_stored_baseline_has_every_part_and_states_its_origin() -> None:
