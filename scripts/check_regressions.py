@@ -143,8 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"this CPU is another: {machine['cpu']}. Ratios fail from {ELSEWHERE - 1:.0%} on; up to that they are inconclusive."
         )
-    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    print(f"regressions: {told}, after {time.monotonic() - began:.0f} s")
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    print(f"regressions: {summary}, after {time.monotonic() - began:.0f} s")
     return TRAINING_FAILED if counts["worse"] or (chosen.strict and counts["inconclusive"]) else DONE
 
 
@@ -182,7 +182,9 @@ def speed(
         for what in [what for what in RATIOS if wanted in what]:
             names = [name for name in found if name.startswith(f"{what}: ")]
             open_ones = [
-                name for name in names if compare_ratios(name, before.get(name), found[name], same).verdict != "ok"
+                name
+                for name in names
+                if compare_ratios(name, before.get(name), found[name], same).verdict == "inconclusive"
             ]
             late = time.monotonic() - began > SPEED_SECONDS
             if number >= repeats and (late or not open_ones):

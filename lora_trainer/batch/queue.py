@@ -304,9 +304,10 @@ def sign_of_life(path: Path, job: QueuedJob) -> None:
 
 def read_claim(path: Path, job: QueuedJob) -> Claim:
     """Whether the process that claimed a job still holds it, and whether the job was cancelled meanwhile."""
+    claim: Claim = "held"  # also where the disk refuses now
     with unless_refused(), _connected(path) as connection:
-        return _claim(connection, job)
-    return "held"  # the disk refuses now
+        claim = _claim(connection, job)
+    return claim
 
 
 @patiently

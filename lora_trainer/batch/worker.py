@@ -93,7 +93,7 @@ class KeptClaim:
 
 @contextlib.contextmanager
 def keeping(path: Path, job: queue.QueuedJob, stop: Callable[[], None]) -> Iterator[KeptClaim]:
-    """Give signs of life for a job while the block runs, and stop it where this process is not to go on with it."""
+    """Give signs of life for a job while the block runs, and stop it where it is not this process's any more."""
     kept, beat = KeptClaim(), time.monotonic()
 
     def look() -> None:

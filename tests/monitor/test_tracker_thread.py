@@ -98,7 +98,7 @@ def test_the_end_of_a_run_waits_only_so_long(tmp_path: Path, monkeypatch: pytest
     threads.finish(DONE)
     threads.finish(DONE)  # as when both the end and an error of it finish them
     assert [line.split(" (")[0] for line in lines] == ["TensorBoard did not finish in time"]
-    assert left == ["tensorboard"], "its library is told"
+    assert left == ["tensorboard"], "its library is given up, too"
     assert [each["step"] for each in read_lines(tmp_path / METRICS)] == [1, 2, 3]
     hanging.may.set()
 

@@ -296,7 +296,7 @@ def test_workers_take_the_jobs_of_a_queue_that_was_only_filled(night, capsys):
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 def test_jobs_are_cancelled_and_retried(night, monkeypatch, capsys):
-    """One that trains saves and stops, one that waits never begins, and the batch goes on with the rest."""
+    """One that trains saves and stops, one that waits never begins, and the batch continues with the rest."""
     monkeypatch.setattr(worker, "LOOK_SECONDS", 0.05)
     output = str(night.output)
 
