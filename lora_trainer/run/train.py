@@ -43,7 +43,7 @@ from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, Status, lat
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import named_absolutely, on_stderr, silent
 from lora_trainer.run.differences import differences, find_differences
-from lora_trainer.run.ending_command import COMMANDS, then_command, wrong_commands
+from lora_trainer.run.ending_command import COMMANDS, show_commands, then_command, wrong_commands
 from lora_trainer.run.folder import (
     LOCK,
     asks_for_more,
@@ -113,6 +113,7 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
         if problems := [*missing_libraries(resolved.config.run.trackers), *wrong_commands(resolved.config.run)]:
             raise UsageError(problems)
     announce(resolved.config, console)
+    show_commands(resolved, console)
     found = None if dry_run else claim(order)
     if found is not None and is_finished(found) and not asks_for_more(order, found):
         return nothing_to_do(order, found)
