@@ -19,6 +19,7 @@ from lora_trainer.config.contradictions import (
     give_way,
     note_on,
     steps_and_epochs,
+    wrong_momentum,
     wrong_placeholder_tokens,
 )
 from lora_trainer.config.schema import Config, Section
@@ -85,7 +86,13 @@ def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolv
     settings = Settings(merged, origin)
     yielding, clashing = give_way(settings, contradictions(settings))
     found.extend(
-        [*steps_and_epochs(settings), *captions_of_sources(settings), *wrong_placeholder_tokens(settings), *clashing]
+        [
+            *steps_and_epochs(settings),
+            *captions_of_sources(settings),
+            *wrong_placeholder_tokens(settings),
+            *wrong_momentum(settings),
+            *clashing,
+        ]
     )
     if found:
         raise UsageError(found)

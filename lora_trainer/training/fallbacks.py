@@ -21,7 +21,7 @@ from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.oom_fallback import describe, grow, install, reduce_memory
 from lora_trainer.training.recovery import SMALLER_RUN, SMALLER_STATE, Rollback, WeightsLost, out_of_memory_error
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.run import Run
+from lora_trainer.training.run import Run, settings_at
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.step import (
     OomDuringAllReduce,
@@ -58,6 +58,7 @@ def step_with_fallbacks(
     """
     context, samples = run.context, run.feed.samples_in(state.step)
     compiled, fit = context.compiled, grow(run, state, reporter)
+    settings = settings_at(run, state, lr)
     is_changed = fit != state.fit
     with stopping.step(state) as gradients_are_there:
         while True:
@@ -72,12 +73,11 @@ def step_with_fallbacks(
                         # process.
                         key = position_key(run.config.train.seed, "dropout", state.step, run.processes.rank)
                         torch.manual_seed(key % 2**32)
-                    clip_scale = state.control.clip_scale
                     guarded = with_guard(context, state)
-                    result = train_step(guarded, fitting, samples, lr, clip_scale, gradients_are_there)
+                    result = train_step(guarded, fitting, samples, settings, gradients_are_there)
                     if context.average is not None:
                         with changing_weights(), context.phase("ema"):
-                            context.average.update(context.adapter.masters, state.step)
+                            context.average.update(context.adapter.masters, state.step, run.total_steps)
             except Exception as error:  # noqa: BLE001  raised again where no fallback helps
                 failure = failure_of(error, compiled)
             # Out here nothing refers to the frames of the failed step.

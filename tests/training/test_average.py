@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lora_trainer.adapters.ema import Ema, decay_at
+from lora_trainer.adapters.averages import Average, decay_at
 from lora_trainer.adapters.masters import make_adapter
+from lora_trainer.config.schema import TrainSection
 
 
 def shares_of_steps(decay, total_steps):
@@ -44,10 +45,10 @@ def test_early_weights_hardly_count_at_the_end(decay, total_steps):
 
 def test_the_ema_follows_its_recursion():
     values, expected, masters = {"a": torch.zeros(3)}, 0.0, {"a": torch.zeros(3)}
-    average = Ema(values, 0.6)
+    average = Average(values, TrainSection(ema_decay=0.6))
     for step in range(30):
         masters["a"].fill_(float(step))
-        average.update(masters, step)
+        average.update(masters, step, 30)
         now = decay_at(0.6, step)
         expected = now * expected + (1 - now) * step
     assert average.values["a"].tolist() == pytest.approx([expected] * 3, rel=1e-6)
