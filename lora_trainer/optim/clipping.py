@@ -47,5 +47,6 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if any(gradient.dtype == torch.bfloat16 for gradient in gradients):
         norms: Sequence[Tensor] = torch._foreach_norm(gradients, dtype=torch.float32)
-        return torch.linalg.vector_norm(torch.stack(list(norms)))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+        return norm
     return torch.nn.utils.get_total_norm(gradients)

@@ -70,8 +70,9 @@ def test_noise_and_loss_options_change_the_first_loss(settings, finished, bench)
     assert losses(bench.folder("option"))[0] != losses(finished.folder("first"))[0]
 
 
-def test_the_ema_is_exported_and_validated_and_training_is_unchanged(finished, bench):
-    assert bench.run("first", train__ema_decay=0.5, checkpoint__every_n_steps=3, validation__every_n_steps=3) == 0
+@pytest.mark.parametrize("average", [{"train__ema_decay": 0.5}, {"train__swa_start": 2, "train__swa_every_n_steps": 1}])
+def test_the_average_is_exported_and_validated_and_training_is_unchanged(average, finished, bench):
+    assert bench.run("first", **average, checkpoint__every_n_steps=3, validation__every_n_steps=3) == 0
     assert losses(bench.folder("first")) == losses(finished.folder("first"))
     assert exported(bench.folder("first")) != exported(finished.folder("first"))
     validations = [rows(each.folder("first"), "validation.jsonl") for each in (bench, finished)]
