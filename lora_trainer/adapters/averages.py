@@ -48,24 +48,20 @@ def decay_at(decay: float, step: int) -> float:
     return min(decay, 1.0 - 1.0 / max(2.0, LARGEST_SHARE * (step + 1))) if step else 0.0
 
 
-def swa_share(first: int, every: int, step: int) -> float:
-    """How much the weights after `step`, counted from 0, count in SWA then: 1 / n for the n-th that is averaged.
+def share_at(config: TrainSection, step: int, total_steps: int) -> float:
+    """How much the weights after `step`, counted from 0, count in the run's average then, in [0, 1].
 
-    Those are every `every`-th from step `first` on; the others change nothing (arXiv:1803.05407, algorithm 1). Until
-    there is one, the average is the newest weights. It depends on the step alone, so resuming needs no count.
+    In SWA 1 / n for the n-th that is averaged: those are every `swa_every_n_steps`-th from its first step on, and the
+    others change nothing (arXiv:1803.05407, algorithm 1). Until there is one, the average is the newest weights. It
+    depends on the step alone, so resuming needs no count.
     """
-    taken, beyond = divmod(step - first + 1, every)
+    first = first_swa_step(config, total_steps)
+    if first is None:
+        return 1.0 if config.ema_decay is None else 1.0 - decay_at(config.ema_decay, step)
+    taken, beyond = divmod(step - first + 1, config.swa_every_n_steps)
     if taken < 1:
         return 1.0
     return 0.0 if beyond else 1.0 / taken
-
-
-def share_at(config: TrainSection, step: int, total_steps: int) -> float:
-    """How much the weights after `step`, counted from 0, count in the run's average then, in [0, 1]."""
-    first = first_swa_step(config, total_steps)
-    if first is not None:
-        return swa_share(first, config.swa_every_n_steps, step)
-    return 1.0 if config.ema_decay is None else 1.0 - decay_at(config.ema_decay, step)
 
 
 def make_average(config: Config, adapter: Adapter) -> Average | None:

@@ -176,24 +176,21 @@ def momentum(settings: Settings) -> list[Yields]:
         if not traits.has_momentum:
             reason = f"optimizer.name={optimizer} has no momentum that may change from step to step"
             return [Yields(name, False, reason, f"Set optimizer.name to {with_momentum}, or remove {name}.")]
-        if settings["optimizer.beta1"] == (default := settings.default("optimizer.beta1")):
-            return []
-        reason = f"{name} sets it in each step"
-        fix = f"Set {' and '.join(limits)}, or remove optimizer.beta1."
-        return [Yields("optimizer.beta1", default, reason, fix)]
+        found = []
+        if settings["optimizer.beta1"] != (default := settings.default("optimizer.beta1")):
+            reason, fix = f"{name} sets it in each step", f"Set {' and '.join(limits)}, or remove optimizer.beta1."
+            found.append(Yields("optimizer.beta1", default, reason, fix))
+        base, most = limits
+        if settings[base] > settings[most]:
+            wrong = base if settings[base] != settings.default(base) else most
+            reason = f"{base}={settings[base]:g} is above {most}={settings[most]:g}"
+            found.append(Yields(wrong, settings.default(wrong), reason, "Set 0.85 and 0.95, or exchange them."))
+        return found
     return [
         Yields(each, default, f"{name} is off", f"Set {name}=true, or remove {each}.")
         for each in limits
         if settings[each] != (default := settings.default(each))
     ]
-
-
-def wrong_momentum(settings: Settings) -> list[Problem]:
-    """A base of the cycled momentum above its maximum, whoever set them."""
-    base, most = (f"lr_scheduler.{name}_momentum" for name in ("base", "max"))
-    if not settings["lr_scheduler.cycle_momentum"] or settings[base] <= settings[most]:
-        return []
-    return [Problem(f"{settings.shown(base)} is above {settings.shown(most)}.", "Set 0.85 and 0.95, or exchange them.")]
 
 
 def layers(settings: Settings) -> list[Yields]:

@@ -19,7 +19,6 @@ from lora_trainer.config.contradictions import (
     give_way,
     note_on,
     steps_and_epochs,
-    wrong_momentum,
     wrong_placeholder_tokens,
 )
 from lora_trainer.config.schema import Config, Section
@@ -90,7 +89,6 @@ def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolv
             *steps_and_epochs(settings),
             *captions_of_sources(settings),
             *wrong_placeholder_tokens(settings),
-            *wrong_momentum(settings),
             *clashing,
         ]
     )

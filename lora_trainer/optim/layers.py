@@ -19,16 +19,10 @@ def layer_of(parameter: str) -> str:
     return OF_PARAMETER.sub("", parameter)
 
 
-def last_match(layer: str, values: dict[str, float]) -> str | None:
-    """The last of the patterns that match a layer: it is the one that counts."""
-    return next((pattern for pattern in reversed(list(values)) if fnmatchcase(layer, pattern)), None)
-
-
-def layer_values(parameter: str, config: OptimizerSection) -> tuple[float, float]:
-    """The factor on the learning rate of a parameter's layer, and its weight decay."""
-    layer, factors, decays = layer_of(parameter), config.layer_learning_rates, config.layer_weight_decay
-    of_rate, of_decay = last_match(layer, factors), last_match(layer, decays)
-    return 1.0 if of_rate is None else factors[of_rate], config.weight_decay if of_decay is None else decays[of_decay]
+def last_match(parameter: str, values: dict[str, float]) -> str:
+    """The last of the patterns that match a parameter's layer: it is the one that counts. Empty where none does."""
+    layer = layer_of(parameter)
+    return next((pattern for pattern in reversed(list(values)) if fnmatchcase(layer, pattern)), "")
 
 
 def layer_notes(parameters: Iterable[str], config: OptimizerSection) -> tuple[str, ...]:
@@ -36,7 +30,8 @@ def layer_notes(parameters: Iterable[str], config: OptimizerSection) -> tuple[st
 
     Raises UsageError for patterns that match no layer.
     """
-    layers = list(dict.fromkeys(map(layer_of, parameters)))
+    names = {layer_of(parameter): parameter for parameter in parameters}
+    layers = list(names)
     tables = {"layer_learning_rates": config.layer_learning_rates, "layer_weight_decay": config.layer_weight_decay}
     problems = [
         Problem(f"optimizer.{name}: {pattern!r} matches none of {len(layers)} layers.", like(pattern, layers))
@@ -48,23 +43,17 @@ def layer_notes(parameters: Iterable[str], config: OptimizerSection) -> tuple[st
         raise UsageError(problems)
     lines = []
     for name, values in tables.items():
-        matched: dict[str | None, list[str]] = {}
-        for layer in layers:
-            matched.setdefault(last_match(layer, values), []).append(layer)
+        matched: dict[str, list[str]] = {}
+        for layer, parameter in names.items():
+            matched.setdefault(last_match(parameter, values), []).append(layer)
         is_rate = name == "layer_learning_rates"
         for pattern, value in values.items():
             what = f"learning rate x {value:g}" if is_rate else f"weight decay {value:g}"
             own = matched.get(pattern, [])
-            lines.append(f"{what}: {len(own)} of {len(layers)} layers, {pattern!r}{shown_layers(own)}")
+            shown = own if len(own) <= MOST_SHOWN else [*own[: MOST_SHOWN - 1], "…", own[-1]]
+            named = ", ".join(shown) or "a later pattern matches all of them"
+            lines.append(f"{what}: {len(own)} of {len(layers)} layers, {pattern!r} ({named})")
     return tuple(lines)
-
-
-def shown_layers(layers: list[str]) -> str:
-    """` (a, b, … c)`: the first ones and the last."""
-    if not layers:
-        return " (a later pattern matches all of them)"
-    first = layers if len(layers) <= MOST_SHOWN else [*layers[: MOST_SHOWN - 1], "…", layers[-1]]
-    return f" ({', '.join(first)})"
 
 
 def like(pattern: str, layers: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.optim.layers import layer_values
+from lora_trainer.optim.layers import last_match
 from lora_trainer.optim.state_size import ROUNDING, Shape, factored, full_tensors, two_in_8_bits
 
 if TYPE_CHECKING:
@@ -79,14 +79,15 @@ def grouped(
     """
     apart = {name for _, names in other_lrs for name in names}
     owned = [(config.learning_rate, parameters.keys() - apart), *other_lrs]
+    rates, decay_rates = config.layer_learning_rates, config.layer_weight_decay
     found: list[tuple[float, float, list[nn.Parameter]]] = []
     for lr, names in owned:
         for is_decayed in (True, False):
-            groups: dict[tuple[float, float], list[nn.Parameter]] = {}  # of equal values of `layer_values`
+            groups: dict[tuple[float, float], list[nn.Parameter]] = {}  # by share and weight decay
             for name, parameter in parameters.items():
                 if name in names and decays(name, parameter) == is_decayed:
-                    factor, decay = layer_values(name, config)
-                    share = lr / config.learning_rate * factor
+                    share = lr / config.learning_rate * rates.get(last_match(name, rates), 1.0)
+                    decay = decay_rates.get(last_match(name, decay_rates), config.weight_decay)
                     groups.setdefault((share, decay if is_decayed else 0.0), []).append(parameter)
             found += [(*values, each) for values, each in groups.items()]
     return found
@@ -159,16 +160,12 @@ def from_library(module: str, name: str, wanted: str) -> Callable[..., Optimizer
     return kind
 
 
-def set_lr(optimizer: Optimizer, lr: float, shares: Sequence[float] = ()) -> None:
-    """Set the learning rate of every group, or its share of it."""
+def set_lr(optimizer: Optimizer, lr: float, shares: Sequence[float] = (), beta1: float | None = None) -> None:
+    """Set the learning rate of every group, or its share of it; and beta1 where it changes from step to step."""
     for group, share in zip(optimizer.param_groups, shares or (1.0,) * len(optimizer.param_groups), strict=True):
         group["lr"] = lr * share
-
-
-def set_momentum(optimizer: Optimizer, beta1: float) -> None:
-    """Set beta1 of every group."""
-    for group in optimizer.param_groups:
-        group["betas"] = (beta1, *group["betas"][1:])
+        if beta1 is not None:
+            group["betas"] = (beta1, *group["betas"][1:])
 
 
 def schedule_free_weight(optimizer: Optimizer, parameter: nn.Parameter) -> Tensor:

@@ -30,19 +30,17 @@ def position_generator(device: torch.device, seed: int, purpose: str, *position:
     return torch.Generator(device).manual_seed(position_key(seed, purpose, *position) % 2**63)
 
 
-def noise_deviation(config: OptimizerSection, step: int) -> float:
-    """The standard deviation of the noise of `step`, counted from 0: variance eta / (1 + t)^gamma (arXiv:1511.06807, eq. 1)."""
-    return float((config.gradient_noise / (1.0 + step) ** config.gradient_noise_decay) ** 0.5)
-
-
 def make_gradient_noise(parameters: Mapping[str, nn.Parameter], config: OptimizerSection, seed: int) -> AddNoise | None:
-    """A function that adds noise to all gradients (arXiv:1511.06807, section 3); None without `optimizer.gradient_noise`."""
+    """A function that adds noise to all gradients; None without `optimizer.gradient_noise`.
+
+    Its variance at step t, counted from 0, is eta / (1 + t)^gamma (arXiv:1511.06807, section 3).
+    """
     if not config.gradient_noise:
         return None
 
     @torch.no_grad()
     def add(step: int) -> None:
-        deviation = noise_deviation(config, step)
+        deviation = (config.gradient_noise / (1.0 + step) ** config.gradient_noise_decay) ** 0.5
         for name, parameter in parameters.items():
             if (gradient := parameter.grad) is not None:
                 source = position_generator(gradient.device, seed, "gradient_noise", step, name)

@@ -15,18 +15,20 @@ from lora_trainer.core.errors import Problem, TrainingFailed, first_line, is_out
 from lora_trainer.core.randomness import position_key
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.compiled import Compiled, compiler_message
+from lora_trainer.optim.schedules import momentum_at
 from lora_trainer.training.compiling import WITHOUT, can_retry_without_compiling, disagreement, refuse_graph_break
 from lora_trainer.training.guard import with_guard
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.oom_fallback import describe, grow, install, reduce_memory
 from lora_trainer.training.recovery import SMALLER_RUN, SMALLER_STATE, Rollback, WeightsLost, out_of_memory_error
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.run import Run, settings_at
+from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.step import (
     OomDuringAllReduce,
     OomDuringUpdate,
     StepResult,
+    StepSettings,
     abort_step,
     changing_weights,
     train_step,
@@ -58,7 +60,8 @@ def step_with_fallbacks(
     """
     context, samples = run.context, run.feed.samples_in(state.step)
     compiled, fit = context.compiled, grow(run, state, reporter)
-    settings = settings_at(run, state, lr)
+    momentum = momentum_at(run.config.lr_scheduler, state.step, run.total_steps)
+    settings = StepSettings(lr, state.step, momentum, state.control.clip_scale)
     is_changed = fit != state.fit
     with stopping.step(state) as gradients_are_there:
         while True:

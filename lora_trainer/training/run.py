@@ -15,7 +15,7 @@ from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.validation_loss import ValidationLoss
 from lora_trainer.monitor.idle import IdleSetup
 from lora_trainer.monitor.watches import Watches
-from lora_trainer.optim.schedules import momentum_at, scheduled_lr
+from lora_trainer.optim.schedules import scheduled_lr
 from lora_trainer.training.checkpoints.writer import Writer
 from lora_trainer.training.control import is_stopped_early
 from lora_trainer.training.feed import Feed
@@ -23,7 +23,7 @@ from lora_trainer.training.processes import Processes
 from lora_trainer.training.profiler import Profiler
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.steering import Steering
-from lora_trainer.training.step import StepContext, StepSettings
+from lora_trainer.training.step import StepContext
 
 
 def keep_all(step: int) -> None:
@@ -73,12 +73,6 @@ def lr_at(run: Run, state: TrainState, step: int) -> float:
     if run.steering.lr is not None:
         return run.steering.lr(step) * state.rate_factor
     return scheduled_lr(run.config, step, run.total_steps, state.rate_factor)
-
-
-def settings_at(run: Run, state: TrainState, lr: float) -> StepSettings:
-    """The settings of the step after `state`."""
-    cycled = None if run.steering.lr is not None else momentum_at(run.config.lr_scheduler, state.step, run.total_steps)
-    return StepSettings(lr, state.step, cycled, state.control.clip_scale)
 
 
 def is_regular(run: Run, step: int) -> bool:

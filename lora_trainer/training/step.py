@@ -25,7 +25,7 @@ from lora_trainer.diffusion.loss import Loss
 from lora_trainer.diffusion.process import Process
 from lora_trainer.models.compiled import Compiled
 from lora_trainer.optim.clipping import Clip
-from lora_trainer.optim.optimizers import set_lr, set_momentum
+from lora_trainer.optim.optimizers import set_lr
 from lora_trainer.optim.random_updates import AddNoise, TakeStep
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.step_phases import PhaseRange
@@ -186,9 +186,7 @@ def train_step(
         if context.reduce is not None:
             with context.phase("all_reduce"):
                 spread(context.reduce(flat), summed)
-        set_lr(context.optimizer, settings.lr, context.shares)
-        if settings.momentum is not None:
-            set_momentum(context.optimizer, settings.momentum)
+        set_lr(context.optimizer, settings.lr, context.shares, settings.momentum)
         norm, skipped = update(context, total, settings)
     # A product, since the scaler changes its own in place; on the device, so that nothing waits.
     scale = context.scaler.scale(torch.ones((), device=context.device)) if context.scaler else None

@@ -251,8 +251,10 @@ def test_flow_timesteps_are_refused_on_a_diffusion_model(settings):
 
 def test_momentum_does_not_cycle_above_its_maximum():
     cycled = {"lr_scheduler__name": "one_cycle", "lr_scheduler__cycle_momentum": True}
-    with pytest.raises(UsageError, match=r"base_momentum = 0\.97 \(from --set\) is above .*max_momentum = 0\.95"):
+    with pytest.raises(UsageError, match=r"base_momentum = 0\.97 .*base_momentum=0\.97 is above .*max_momentum=0\.95"):
         resolve([user(**cycled, lr_scheduler__base_momentum=0.97)])
+    with pytest.raises(UsageError, match=r"max_momentum = 0\.8 .*base_momentum=0\.85 is above .*max_momentum=0\.8"):
+        resolve([user(**cycled, lr_scheduler__max_momentum=0.8)])
     assert resolve([user(**cycled, lr_scheduler__base_momentum=0.95)]).config.lr_scheduler.base_momentum == 0.95
 
 

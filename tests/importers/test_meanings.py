@@ -14,7 +14,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.importers.imported import Imported, import_file
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.published import public_architecture
-from lora_trainer.optim.layers import layer_notes, layer_values
+from lora_trainer.optim.layers import last_match, layer_notes
 
 
 def imported_text(folder: Path, name: str, text: str) -> Imported:
@@ -345,7 +345,7 @@ def test_every_pattern_of_kohyas_blocks_matches_layers_of_the_model(family: str,
         parameters = [f"{layer}.lora_A.default.weight" for layer in layers]
         lines = layer_notes(parameters, config.optimizer)
         assert all("x 0.5: " in line for line in lines)
-        assert {layer_values(name, config.optimizer)[0] for name in parameters} == {0.5}
+        assert all(last_match(name, config.optimizer.layer_learning_rates) for name in parameters)
 
 
 def test_stochastic_rounding_of_onetrainer_is_for_weights_in_bf16(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from lora_trainer.core.errors import UsageError
-from lora_trainer.training.run import Run, momentum_at
+from lora_trainer.optim.schedules import momentum_at
+from lora_trainer.training.run import Run
 from tests.training.tiny_run import TinyPlace, together
 
 
