@@ -73,7 +73,7 @@ def make_average(config: Config, adapter: Adapter) -> Average | None:
 
 
 def shown_weights(optimizer: torch.optim.Optimizer, adapter: Adapter, average: Average | None, name: str) -> Shown:
-    """A function that returns the weights that are validated, sampled with and exported, by name; fp32.
+    """A function that returns the weights that are validated, sampled with and exported, by name; fp32, or bf16 alone.
 
     The run's average, or that of a schedule-free optimizer, or the masters.
     """

@@ -75,7 +75,8 @@ def grouped(
 ) -> list[tuple[float, float, list[nn.Parameter]]]:
     """(share of the learning rate, weight decay, parameters): the main group, then those of `other_lrs`.
 
-    Each is split where layers have values of their own (`optimizer.layer_learning_rates`, `layer_weight_decay`). Equal learning rates do not share a group: a checkpoint stores the groups, and they may change on resuming.
+    Each is split where layers have values of their own (`optimizer.layer_learning_rates`, `layer_weight_decay`). Equal
+    learning rates do not share a group: a checkpoint stores the groups, and they may change on resuming.
     """
     apart = {name for _, names in other_lrs for name in names}
     owned = [(config.learning_rate, parameters.keys() - apart), *other_lrs]
@@ -83,13 +84,14 @@ def grouped(
     found: list[tuple[float, float, list[nn.Parameter]]] = []
     for lr, names in owned:
         for is_decayed in (True, False):
-            groups: dict[tuple[float, float], list[nn.Parameter]] = {}  # by share and weight decay
+            groups: dict[tuple[float, float], list[nn.Parameter]] = {}  # by factor and weight decay
             for name, parameter in parameters.items():
                 if name in names and decays(name, parameter) == is_decayed:
-                    share = lr / config.learning_rate * rates.get(last_match(name, rates), 1.0)
+                    factor = rates.get(last_match(name, rates), 1.0)
                     decay = decay_rates.get(last_match(name, decay_rates), config.weight_decay)
-                    groups.setdefault((share, decay if is_decayed else 0.0), []).append(parameter)
-            found += [(*values, each) for values, each in groups.items()]
+                    groups.setdefault((factor, decay if is_decayed else 0.0), []).append(parameter)
+            share = lr / config.learning_rate
+            found += [(share * factor, decay, each) for (factor, decay), each in groups.items()]
     return found
 
 

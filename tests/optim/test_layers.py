@@ -9,7 +9,7 @@ from torch import nn
 from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.optim.layers import layer_notes
-from lora_trainer.optim.optimizers import make_optimizer, set_lr, shares_of
+from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer, set_lr, shares_of
 
 LAYERS = ("down_blocks.0.attn1.to_q", "down_blocks.1.attn1.to_q", "mid_block.attn1.to_q", "up_blocks.0.attn2.to_k")
 TEXT = "text_encoder.layers.0.q_proj"
@@ -41,14 +41,16 @@ def test_the_last_pattern_that_matches_a_layer_counts():
     assert found == {name: pytest.approx(values) for name, values in {**expected, TEXT: (1e-3, 0.1)}.items()}
 
 
-def test_a_layer_with_the_factor_0_stays_as_it_is():
-    section = OptimizerSection(learning_rate=1e-2, layer_learning_rates={"mid_block.*": 0.0})
+@pytest.mark.parametrize("optimizer_name", sorted(set(OPTIMIZERS) - {"prodigy"}))  # it has one learning rate for all
+def test_a_layer_with_the_factor_0_stays_as_it_is(optimizer_name):
+    section = OptimizerSection(name=optimizer_name, learning_rate=1e-2, layer_learning_rates={"mid_block.*": 0.0})
     parameters = weights(*LAYERS)
     optimizer = make_optimizer(parameters, section)
-    set_lr(optimizer, 1e-2, shares_of(parameters, section, ()))
-    for each in parameters.values():
-        each.grad = torch.ones_like(each)
-    optimizer.step()
+    for _ in range(3):
+        set_lr(optimizer, 1e-2, shares_of(parameters, section, ()))
+        for each in parameters.values():
+            each.grad = torch.ones_like(each)
+        optimizer.step()
     for name, each in parameters.items():
         assert torch.equal(each, torch.ones(4, 4)) == name.startswith("mid_block.")
 

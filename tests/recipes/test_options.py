@@ -101,6 +101,16 @@ def test_a_schedule_free_run_exports_its_averaged_weights(bench):
     assert_exported(bench.folder("free"), seen)
 
 
+def test_a_lora_kept_in_bf16_alone_is_exported_from_it(bench):
+    settings = {"memory__weight_dtype": "bf16", "optimizer__stochastic_rounding": "true"}
+    assert (
+        bench.run("rounded", steps=3, checkpoint__export_weights="last", checkpoint__every_n_steps=3, **settings) == 0
+    )
+    kept = load_file(bench.folder("rounded") / "checkpoints" / "step-000003" / "adapter.safetensors")
+    assert {value.dtype for value in kept.values()} == {torch.bfloat16}
+    assert_exported(bench.folder("rounded"), {name: value.float() for name, value in kept.items()})
+
+
 def assert_exported(folder: Path, expected: dict[str, torch.Tensor]) -> None:
     """The file's updates are those of these adapter weights, to the precision of fp16."""
     written = read_lora(folder / f"{folder.name}.safetensors").modules
