@@ -86,7 +86,7 @@ def one_cycle_phase(config: LrSchedulerSection, step: int, total_steps: int) -> 
 def momentum_at(config: LrSchedulerSection, step: int, total_steps: int) -> float | None:
     """beta1 of `step`, counted from 0, with `lr_scheduler.cycle_momentum`; None without.
 
-    It falls while the learning rate rises and the reverse (arXiv:1708.07120, section 4; torch's `cycle_momentum`).
+    It falls while the learning rate rises and the reverse (arXiv:1803.09820; torch's `cycle_momentum`).
     """
     if not config.cycle_momentum:
         return None
