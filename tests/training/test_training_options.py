@@ -15,6 +15,8 @@ import torch
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.optim.schedules import momentum_at
+from lora_trainer.run.order import plain_console
+from lora_trainer.run.start import find_start
 from lora_trainer.training.run import Run
 from tests.training.tiny_run import TinyPlace, together
 
@@ -39,6 +41,18 @@ def test_stochastic_rounding_is_refused_where_a_run_does_not_compute_in_bf16(pla
 def test_swa_that_would_average_nothing_is_refused(place: TinyPlace):
     with pytest.raises(UsageError, match=r"swa_start=3 leaves 3 of 6 steps, and SWA averages the weights of every 4th"):
         place.run("a", steps=6, train__swa_start=3, train__swa_every_n_steps=4)
+
+
+def test_a_resumed_run_must_begin_swa_at_the_same_step(place: TinyPlace):
+    """A share of more steps is another step; as a number it is the same one."""
+    swa = {"train__swa_every_n_steps": 1, "validation__every_n_steps": 0}
+    first = place.run("a", steps=4, train__swa_start=0.5, **swa)
+    place.train(first)
+    longer = place.run("a", steps=6, train__swa_start=0.5, **swa)
+    with pytest.raises(UsageError, match=r"first step of SWA was 2 and is now 3 .*Set train.swa_start=2, or start"):
+        find_start(longer.folder, longer.settings, plain_console(quiet=True), longer.config)
+    same = place.run("a", steps=6, train__swa_start=2, **swa)
+    assert find_start(same.folder, same.settings, plain_console(quiet=True), same.config) is not None
 
 
 def test_a_run_says_which_layers_learn_at_which_rate(place: TinyPlace):
