@@ -87,6 +87,7 @@ class TrainingFacts:
     dropout: float = 0.0
     rank_stabilized: bool = False
     ema_decay: float | None = None
+    swa_start: int | None = None  # the step from which on weights were averaged
     validation_images: int = 0
     clip_skip: int | None = None
     max_tokens: int = PLAIN_TOKENS  # of a caption, that CLIP read
@@ -148,6 +149,7 @@ def header(facts: TrainingFacts, weights: LoraWeights) -> dict[str, str]:
         "lora_trainer.alpha": facts.alpha,
         "lora_trainer.text_encoder_alpha": facts.text_alpha if texts else None,
         "lora_trainer.ema_decay": facts.ema_decay,
+        "lora_trainer.swa_start": facts.swa_start,
         "lora_trainer.validation_images": facts.validation_images,
     }
     if facts.t5_tokens is not None:

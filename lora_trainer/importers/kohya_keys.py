@@ -9,6 +9,7 @@ from typing import Any
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.importers.flow_words import KOHYA, kohya_family, of_flow
+from lora_trainer.importers.kohya_blocks import block_rates
 from lora_trainer.importers.reading import Around, KeyRule, Took, located
 from lora_trainer.importers.rules import (
     by,
@@ -334,5 +335,6 @@ RULES: Mapping[str, KeyRule] = {
     "huber_scale": lacking("errors are not scaled before they are weighed", off=(1, 1.0)),
     "prior_loss_weight": same("loss.prior_loss_weight", number),
     "weighted_captions": same("captions.prompt_weighting", truth),
+    **block_rates(targets),
     **unused_keys("kohya"),
 }

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.config.tables import traits_of_optimizer
 from lora_trainer.core.errors import UsageError
 from lora_trainer.importers.documents import read_document
 from lora_trainer.importers.flow_words import NOT_OF_FLOWS, ONETRAINER, ONETRAINER_FLOWS, is_onetrainer_flow, of_flows
@@ -111,6 +112,18 @@ def _weights(value: Any, around: Around) -> Took:
     if text(value).upper() in SMALL_WEIGHTS:
         return Took({"memory.weight_dtype": "fp8"}, "kept in fp8 here", "changed")
     return Took({}, "as train_dtype", "ignored")
+
+
+def _rounding(value: Any, around: Around) -> Took:
+    """Stochastic rounding, which does something only for bf16 weights."""
+    if not truth(value):
+        return Took({}, "off", "ignored")
+    optimizer = OPTIMIZER.read(around["optimizer.optimizer"] or "ADAMW", around).settings["optimizer.name"]
+    if any(str(around[key]).upper() != "BFLOAT_16" for key in ("lora_weight_dtype", "train_dtype")):
+        return Took({}, "means nothing for a LoRA that is not kept in bf16", "ignored")
+    if not traits_of_optimizer(optimizer).updates_apart:
+        return Took({}, f"the LoRA learns in fp32: {optimizer} computes with all weights at once", "changed")
+    return Took({"optimizer.stochastic_rounding": True})
 
 
 def _layers(value: Any, around: Around) -> Took:
@@ -240,6 +253,7 @@ RULES: Mapping[str, KeyRule] = {
     "gradient_accumulation_steps": part_of("batch_size", "train.effective_batch_size"),
     "seed": same("train.seed", whole),
     "optimizer.optimizer": OPTIMIZER,
+    "optimizer.stochastic_rounding": by(_rounding, "optimizer.stochastic_rounding"),
     **{f"optimizer.{name}": PRODIGY_SWITCH for name in ALWAYS_ON},
     "optimizer.beta1": same("optimizer.beta1", number),
     "optimizer.beta2": same("optimizer.beta2", number),

@@ -20,6 +20,7 @@ from lora_trainer.memory_plan.profiles import MemoryModel, Sizes
 from lora_trainer.models.memory.phases import count_of
 from lora_trainer.models.memory.texts import NO_TEXTS, TextSizes
 from lora_trainer.optim.optimizers import OPTIMIZERS, optimizer_state_on_gpu
+from lora_trainer.optim.state_size import ROUNDED_AT_ONCE
 
 GIB = 2**30
 # Nothing of this was measured on a GPU yet: docs/memory.md.
@@ -69,6 +70,7 @@ class Demand:
     offloaded: bool = False
     texts: TextSizes = NO_TEXTS
     controls: int = 0
+    rounded: bool = False  # bf16 weights alone, without masters (`optimizer.stochastic_rounding`)
     others: Callable[[Demand, MemoryPlan], Mapping[str, float]] = field(default=no_other_phases, compare=False)
 
     @property
@@ -136,16 +138,19 @@ def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, swap
     )
     found = demand.memory_model.footprint(sizes, precision)
     shapes, texts, itemsize = demand.shapes, demand.texts, 4 if precision == "fp32" else 2
-    masters = 4 * sum(map(math.prod, shapes))
+    numbers = sum(map(math.prod, shapes))
+    masters = 4 * numbers
     copies = found.copies + itemsize * sum(map(math.prod, texts.shapes))
-    own = copies if precision == "fp32" else copies + masters
+    own = copies if precision == "fp32" or demand.rounded else copies + masters
+    summed = itemsize * numbers if demand.rounded else masters  # gradients that the optimizer gets
+    widened = 8 * min(numbers, ROUNDED_AT_ONCE) if demand.rounded else 0
     state = optimizer_state_on_gpu(demand.optimizer, shapes) + (masters if demand.averaged else 0)
-    earlier = masters if accumulation_of(demand, micro) > 1 else 0  # gradients of earlier micro-batches
+    earlier = summed if accumulation_of(demand, micro) > 1 else 0  # gradients of earlier micro-batches
     recomputed = checkpointed > 0
     adapter = own + earlier + found.gradients
     activations = found.activations + itemsize * texts.kept(micro, checkpointed=recomputed)
-    if own + masters > adapter + activations:  # the update: all gradients in fp32, no activations
-        adapter, activations = own + masters, 0
+    if own + summed + widened > adapter + activations:  # the update: all gradients, no activations
+        adapter, activations = own + summed + widened, 0
     autoencoder, encoding = demand.encoder[0], demand.encoder[1] * demand.area * demand.downscale**2
     activations += encoding  # at the same time as the step
     overhead = CONTEXT_GIB * GIB + FRAGMENTATION * (adapter + state + activations)

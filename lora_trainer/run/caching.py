@@ -47,11 +47,10 @@ from lora_trainer.models.memory.phases import (
     encoding_bytes,
     images_at_once,
 )
-from lora_trainer.run.choices import Choices, usable_bytes
+from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.inputs import Inputs, caption_rules, measured_among, own_architecture, view_bytes
 from lora_trainer.run.reading import caches_texts
 
-LATENT_DTYPE = torch.float32  # mean and std of 4 x 64 x 64 are 128 KiB an image: cheap, and exact
 EncodeText = Callable[[Sequence[Caption]], Mapping[str, Tensor]]
 EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
 Say = Callable[[str], None]
@@ -101,7 +100,7 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
     texts = plan_texts(captioned_samples(inputs), (), folder, text_key, dtype)
     if not caches_texts(config, inputs.family):
         texts = replace(texts, items=(), keys=(), missing=(), reasons=())
-    return CachePlans(plan_latents(shown, folder, image_key, LATENT_DTYPE), texts)
+    return CachePlans(plan_latents(shown, folder, image_key, DTYPES[config.cache.latents_dtype]), texts)
 
 
 def measured(inputs: Inputs) -> list[int]:
@@ -187,7 +186,8 @@ def filling_lines(console: Console) -> Callable[[str, int, int], None]:
 
 def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:
     """Bytes that the missing entries will take on the disk."""
-    latents = sum(view_bytes(*plans.latents.items[index], inputs.facts) for index in plans.latents.missing)
+    itemsize = plans.latents.dtype.itemsize
+    latents = sum(view_bytes(*plans.latents.items[index], inputs.facts, itemsize) for index in plans.latents.missing)
     shapes = inputs.family.text.cond_shapes(own_architecture(inputs).denoiser).values()
     text = sum(math.prod(shape) for shape in shapes) * choices.encoder_dtype.itemsize
     missing = len(plans.latents.missing) + len(plans.texts.missing)

@@ -12,7 +12,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import plan_plain, plan_views
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.optim.optimizers import optimizer_state_bytes
-from lora_trainer.run.inputs import measured_among, trained_framings, view_bytes
+from lora_trainer.run.inputs import LATENT_BYTES, measured_among, trained_framings, view_bytes
 from lora_trainer.run.reading import caches_texts
 
 LORA_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -34,6 +34,7 @@ def cache_bytes(
 ) -> int:
     """Bytes of both caches: each variant of an image and each text once, with those that losses are measured on."""
     samples, facts = (*train, *validation), architecture.facts
+    itemsize = LATENT_BYTES[config.cache.latents_dtype]
     if not samples:
         return 0
     framings, measured = trained_framings(config, facts), measured_among(train, validation)
@@ -53,7 +54,7 @@ def cache_bytes(
     index = INDEX_LEAST + INDEXED * (len(shown) + len(texts))
     shards = 1 + len({(view.fit.bucket, sample.mask is None) for sample, view in shown.values()})
     return (
-        sum(view_bytes(sample, view, facts) for sample, view in shown.values())
+        sum(view_bytes(sample, view, facts, itemsize) for sample, view in shown.values())
         + CACHED_BYTES * values * len(texts)
         + ROW_HEAD * (len(shown) + len(texts))
         + SHARD_HEAD * shards
@@ -69,8 +70,8 @@ def run_bytes(config: Config, shapes: Sequence[tuple[int, ...]], steps: int | No
 
 def checkpoint_bytes(config: Config, shapes: Sequence[tuple[int, ...]]) -> int:
     """One checkpoint of an adapter of these shapes, without its headers."""
-    averaged = 2 if config.train.ema_decay is not None else 1
-    return 4 * sum(map(math.prod, shapes)) * averaged + optimizer_state_bytes(config.optimizer.name, shapes)
+    each = (2 if config.optimizer.stochastic_rounding else 4) + (4 if config.train.averages_weights else 0)
+    return each * sum(map(math.prod, shapes)) + optimizer_state_bytes(config.optimizer.name, shapes)
 
 
 def lora_bytes(config: Config, shapes: Sequence[tuple[int, ...]]) -> int:
@@ -91,11 +92,12 @@ def highest_bytes(config: Config, shapes: Sequence[tuple[int, ...]], there: int,
         beside = occurrences(drawn, done, total) if drawn % checkpoint.every_n_steps else 0
         most = min(most, there + occurrences(checkpoint.every_n_steps, done, total) + beside)
     values = sum(map(math.prod, shapes))
+    best_value = 2 if config.optimizer.stochastic_rounding and not config.train.averages_weights else 4
     best = min(most + 1, there + occurrences(config.validation.every_n_steps, done, total))
     kept = occurrences(checkpoint.export_every_n_steps, done, total) if checkpoint.export_every_n_steps else 0
     return (
         most * (checkpoint_bytes(config, shapes) + CHECKPOINT_HEAD + (5 * NAMED + 3 * STATE_OF) * tensors)
-        + best * (4 * values + NAMED * tensors)
+        + best * (best_value * values + NAMED * tensors)
         + (lora_bytes(config, shapes) + 2 * LORA_HEAD + 4 * NAMED * tensors)
         + kept * (lora_bytes(config, shapes) // LORA_FILES + LORA_HEAD + 2 * NAMED * tensors)
         + left * ROW

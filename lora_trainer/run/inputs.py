@@ -35,7 +35,7 @@ from lora_trainer.run.counting import counting
 from lora_trainer.run.reading import reading, refuse_lacking
 
 NAMES_SHOWN = 4  # of validation images
-LATENT_BYTES = 4  # of each number of the cached latents, as `caching.LATENT_DTYPE`, without importing torch
+LATENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}  # of each number of the cached latents
 
 
 @dataclass(frozen=True)
@@ -372,21 +372,21 @@ def measured_among(train: Sequence[Sample], validation: Sequence[Sample]) -> lis
     return [*sorted(learned[content] for content in sorted(learned)[: MOST_COMPARED - len(kept)]), *kept]
 
 
-def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts) -> int:
+def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts, itemsize: int) -> int:
     """Bytes of all variants' latents with their masks, each once. `plan` is in the samples' order."""
     distinct = {
         (sample.content, sample.mask, sample.controls, view): (sample, view)
         for sample, views in zip(samples, plan.views, strict=True)
         for view in views
     }
-    return sum(view_bytes(sample, view, facts) for sample, view in distinct.values())
+    return sum(view_bytes(sample, view, facts, itemsize) for sample, view in distinct.values())
 
 
-def view_bytes(sample: Sample, view: View, facts: ModelFacts) -> int:
-    """Bytes of one variant's latents: mean, std, mask and control images."""
+def view_bytes(sample: Sample, view: View, facts: ModelFacts, itemsize: int) -> int:
+    """Bytes of one variant's latents: mean, std, mask and control images, each number of `itemsize` bytes."""
     places = view.fit.bucket.width * view.fit.bucket.height // facts.downscale**2
     channels = facts.latent_channels * (2 + len(sample.controls))
-    return LATENT_BYTES * places * (channels + (sample.mask is not None))
+    return itemsize * places * (channels + (sample.mask is not None))
 
 
 def arithmetic(config: Config, train: tuple[Sample, ...], max_micro: int, processes: int) -> StepArithmetic:

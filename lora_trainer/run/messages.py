@@ -24,7 +24,7 @@ from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.monitor.progress import duration
 from lora_trainer.report.record import Record
-from lora_trainer.run.inputs import Inputs, caption_rules, latent_bytes, own_architecture
+from lora_trainer.run.inputs import LATENT_BYTES, Inputs, caption_rules, latent_bytes, own_architecture
 from lora_trainer.run.order import Order
 
 if TYPE_CHECKING:
@@ -150,7 +150,10 @@ def show_views(config: Config, inputs: Inputs, steps: StepArithmetic, console: C
         console.print(line)
     if plan.most == 1:
         return
-    size, limit = latent_bytes(inputs.train, plan, inputs.facts) / 1e9, config.cache.limit_gb
+    size, limit = (
+        latent_bytes(inputs.train, plan, inputs.facts, LATENT_BYTES[config.cache.latents_dtype]) / 1e9,
+        config.cache.limit_gb,
+    )
     storage = f"{in_gigabytes(size)} of latents on disk" if config.cache.latents else "encoded while training"
     console.print(f"variants: up to {plan.most} of each image, used in turn, {storage}")
     if config.cache.latents and size > limit / 2:

@@ -15,9 +15,10 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import sha256_file
 from lora_trainer.data.sample import Manifest
 from lora_trainer.models.folder import weights_digest
+from lora_trainer.optim.schedules import first_swa_step
 from lora_trainer.run.choices import Choices
 from lora_trainer.run.class_images import class_prompts, class_source
-from lora_trainer.run.inputs import Inputs, with_absolute_paths
+from lora_trainer.run.inputs import Inputs, arithmetic, with_absolute_paths
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.network_weights import lora_path
 
@@ -25,6 +26,7 @@ TRAINED_TEXTS = "trained text encoders"
 # LoRA files by what they hold, whatever their path; runs before these settings had none.
 TRAINING_ADAPTER, STARTED_FROM = "training adapter", "LoRA that the run starts from"
 CLASS_PROMPTS, CLASS_IMAGES = "class prompts", "class images"
+SWA = "the first step of SWA"  # weights are counted from there
 
 
 def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:
@@ -51,6 +53,7 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         "data": inputs.manifest.data_hash,
         CLASS_PROMPTS: list(class_prompts(config)),
         "precision": choices.precision.value,
+        SWA: first_swa_step(config.train, arithmetic(config, inputs.train, choices.micro, 1).total),
     }
 
 
@@ -98,6 +101,7 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
         TRAINING_ADAPTER: None,
         STARTED_FROM: None,
         CLASS_PROMPTS: [],
+        SWA: None,
         **checkpoint.settings,
     }  # older runs had none
     saved.pop(CLASS_IMAGES, None)  # they are compared when they exist
@@ -129,6 +133,9 @@ def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Pr
     if name in (TRAINING_ADAPTER, STARTED_FROM):
         setting = "model.training_adapter" if name == TRAINING_ADAPTER else "lora.network_weights"
         return Problem(f"The {name} ({setting}) differs from the one at the start of the run.", fix)
+    if name == SWA:
+        message = f"The first step of SWA was {shown(old)} and is now {shown(new)} (train.swa_start)."
+        return Problem(message, f"Set train.swa_start={shown(old)}, or start a new --name.")
     if name == CLASS_PROMPTS:
         return Problem("The class images differ: data.num_class_images or data.class_prompts has changed.", fix)
     if name == CLASS_IMAGES:

@@ -15,7 +15,7 @@ from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.validation_loss import ValidationLoss
 from lora_trainer.monitor.idle import IdleSetup
 from lora_trainer.monitor.watches import Watches
-from lora_trainer.optim.schedules import lr_multiplier
+from lora_trainer.optim.schedules import scheduled_lr
 from lora_trainer.training.checkpoints.writer import Writer
 from lora_trainer.training.control import is_stopped_early
 from lora_trainer.training.feed import Feed
@@ -72,11 +72,7 @@ def lr_at(run: Run, state: TrainState, step: int) -> float:
     """The learning rate of `step`, counted from 0: the scheduled one, times the safeguards' factor."""
     if run.steering.lr is not None:
         return run.steering.lr(step) * state.rate_factor
-    return (
-        run.config.optimizer.learning_rate
-        * state.rate_factor
-        * lr_multiplier(run.config.lr_scheduler, step, run.total_steps)
-    )
+    return scheduled_lr(run.config, step, run.total_steps, state.rate_factor)
 
 
 def is_regular(run: Run, step: int) -> bool:

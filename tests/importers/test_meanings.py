@@ -6,9 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.cli.main import main
+from lora_trainer.core.errors import UsageError
 from lora_trainer.importers.imported import Imported, import_file
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.published import public_architecture
+from lora_trainer.optim.layers import last_match, layer_notes
 
 
 def imported_text(folder: Path, name: str, text: str) -> Imported:
@@ -294,3 +300,63 @@ def test_the_huber_schedule_of_kohya_is_reported_with_its_numbers(text: str, exp
     assert expected in why
     constant = kohya_with(tmp_path, "loss_type = 'huber'\nhuber_schedule = 'constant'")
     assert verdict_of(constant, "huber_schedule") == ("ignored", "means nothing here")
+
+
+def block_factors(folder: Path, arguments: list[str], more: str = "") -> dict[str, float]:
+    return dict(
+        kohya_with(folder, f"network_args = {json.dumps(arguments)}\n{more}").config.optimizer.layer_learning_rates
+    )
+
+
+def test_learning_rates_of_kohyas_blocks_are_those_of_its_places(tmp_path: Path) -> None:
+    """Of its `get_block_index`: a down block's place n is number 3 * block + n + 1, an up block's 3 * block + n."""
+    numbers = ",".join(str(place / 10) for place in range(12))
+    found = block_factors(tmp_path, [f"down_lr_weight={numbers}", "mid_lr_weight=0.5", "up_lr_weight=1,1,1,0.25"])
+    assert found == {
+        **{f"down_blocks.{block}.attentions.{n}.*": (3 * block + n + 1) / 10 for block in range(3) for n in range(2)},
+        "mid_block.*": 0.5,
+        "up_blocks.1.attentions.0.*": 0.25,
+    }
+    of_sdxl = block_factors(tmp_path, ["down_lr_weight=0,0,0,0,.2,.3,0,.5,.6", "block_lr_zero_threshold=0.25"])
+    assert of_sdxl == {
+        "down_blocks.1.attentions.0.*": 0.0,
+        "down_blocks.1.attentions.1.*": 0.3,
+        "down_blocks.2.attentions.0.*": 0.5,
+        "down_blocks.2.attentions.1.*": 0.6,
+    }
+    curve = block_factors(tmp_path, ["up_lr_weight=reverse_linear+.5", "conv_dim=8"])
+    assert curve["up_blocks.3.resnets.2.*"] == 0.5
+    assert curve["up_blocks.2.upsamplers.*"] == pytest.approx(0.5 + 3 / 11)
+    assert "up_blocks.0.attentions.0.*" not in curve
+    with pytest.raises(UsageError, match=r"down_lr_weight = .* is not a number"):
+        block_factors(tmp_path, ["down_lr_weight=heavy"])
+
+
+@pytest.mark.parametrize(("family", "side"), [("sd15", 12), ("sdxl", 9)])
+def test_every_pattern_of_kohyas_blocks_matches_layers_of_the_model(family: str, side: int, tmp_path: Path) -> None:
+    """A pattern without a layer would be refused; and each layer of a block has one."""
+    numbers, middle = ",".join(["0.5"] * side), ",".join(["0.5"] * (3 if family == "sdxl" else 1))
+    arguments = [f"down_lr_weight={numbers}", f"mid_lr_weight={middle}", f"up_lr_weight={numbers}"]
+    with torch.device("meta"):
+        unet = FAMILIES[family].denoiser.make(public_architecture(family).denoiser)
+    for more in ([], ["conv_dim=4"]):
+        config = kohya_with(tmp_path, f"network_args = {json.dumps([*arguments, *more])}").config
+        layers = target_modules(unet, FAMILIES[family].denoiser, config.lora.target_modules)
+        parameters = [f"{layer}.lora_A.default.weight" for layer in layers]
+        lines = layer_notes(parameters, config.optimizer)
+        assert all("x 0.5: " in line for line in lines)
+        assert all(last_match(name, config.optimizer.layer_learning_rates) for name in parameters)
+
+
+def test_stochastic_rounding_of_onetrainer_is_for_weights_in_bf16(tmp_path: Path) -> None:
+    def imported(name: str, lora: str) -> Imported:
+        optimizer = {"optimizer": name, "stochastic_rounding": True}
+        document = {"model_type": "STABLE_DIFFUSION_15", "training_method": "LORA", "base_model_name": "m"}
+        dtypes = {"lora_weight_dtype": lora, "train_dtype": "BFLOAT_16"}
+        return imported_text(tmp_path, "o.json", json.dumps(document | dtypes | {"optimizer": optimizer}))
+
+    assert imported("ADAMW", "BFLOAT_16").config.optimizer.stochastic_rounding
+    assert imported("ADAFACTOR", "BFLOAT_16").config.optimizer.stochastic_rounding
+    for each in (imported("ADAMW", "FLOAT_32"), imported("PRODIGY", "BFLOAT_16")):
+        assert not each.config.optimizer.stochastic_rounding
+    assert verdict_of(imported("PRODIGY", "BFLOAT_16"), "stochastic_rounding")[0] == "changed"

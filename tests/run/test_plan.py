@@ -177,6 +177,9 @@ def test_parts_grow_with_what_they_depend_on() -> None:
     assert base.optimizer == pytest.approx(2 * one + steps_counted)
     averaged = parts_of(replace(SD15, averaged=True), 1, 0, "bf16")
     assert averaged.optimizer == pytest.approx(base.optimizer + one)
+    rounded = parts_of(replace(SD15, rounded=True), 1, 0, "bf16")
+    assert rounded.adapter == pytest.approx(base.adapter - one), "no fp32 masters"
+    assert rounded.optimizer == base.optimizer
     split = parts_of(replace(SD15, samples=4), 1, 0, "bf16")
     assert split.adapter > base.adapter, "gradients of the micro-batches before"
     assert split.tflop == pytest.approx(4 * base.tflop)

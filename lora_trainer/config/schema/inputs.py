@@ -12,6 +12,7 @@ from lora_trainer.config.schema.types import (
     CropName,
     FamilyName,
     Flavor,
+    LatentsDtype,
     NotNegative,
     Positive,
     Section,
@@ -227,6 +228,9 @@ class CacheSection(Section):
         50.0, "changes nothing", "size on disk above which the least recently used entries are deleted"
     )
     latents: bool = setting(True, "changes rounding", "false encodes images while training, to save disk space")
+    latents_dtype: LatentsDtype = setting(
+        "fp32", "changes rounding", "precision of cached latents: `bf16` and `fp16` take half of the disk space"
+    )
     workers: CountOrZero | None = setting(
         None, "changes nothing", "threads that decode images; empty means one for each CPU, at most 8"
     )

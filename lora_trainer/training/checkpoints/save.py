@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lora_trainer.core.disk import write_with_retry
 from lora_trainer.core.io import flush_folder
+from lora_trainer.optim.random_updates import seen_in_fp32
 from lora_trainer.training.checkpoints.best import drop_best_after, prune_best, save_best
 from lora_trainer.training.checkpoints.checkpoint import (
     Checkpoint,
@@ -156,12 +157,12 @@ def settle(run: Run) -> None:
 
 
 def restore(run: Run, start: Checkpoint) -> TrainState:
-    """Restore weights, EMA, optimizer and scaler from a checkpoint."""
+    """Restore weights, their average, optimizer and scaler from a checkpoint."""
     context = run.context
     context.adapter.load(start.adapter)
     if context.average and start.average:
         context.average.load(start.average)
-    with torch.no_grad():
+    with torch.no_grad(), seen_in_fp32(context.adapter.masters):
         context.optimizer.load_state_dict(start.optimizer)
     if context.scaler and start.scaler:
         context.scaler.load_state_dict(start.scaler)
