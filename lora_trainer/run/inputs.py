@@ -112,6 +112,7 @@ def with_absolute_paths(config: Config) -> Config:
             "gates": config.gates.model_copy(
                 update={"encoder": config.gates.encoder and absolute(config.gates.encoder)}
             ),
+            "checkpoint": config.checkpoint.model_copy(update={"scratch": absolute_file(config.checkpoint.scratch)}),
             "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve())}),
         }
     )

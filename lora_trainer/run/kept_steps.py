@@ -112,11 +112,12 @@ def shown_weights_of(checkpoint: Path, config: Config) -> Mapping[str, Tensor] |
 
     None for a damaged one, and for a schedule-free optimizer, whose average is in its state only.
     """
-    if config.train.ema_decay is None and OPTIMIZERS[config.optimizer.name].eval_weight is not None:
-        return None
     try:
-        files = read_state(checkpoint)["files"]
-        name = ADAPTER if config.train.ema_decay is None else AVERAGE
+        document = read_state(checkpoint)
+        files, has_state = document["files"], document["optimizer"] is not None
+        if has_state and config.train.ema_decay is None and OPTIMIZERS[config.optimizer.name].eval_weight is not None:
+            return None
+        name = ADAPTER if config.train.ema_decay is None or not has_state else AVERAGE
         return read_sealed(checkpoint / name, name, files[name])
     except (OSError, DamagedFile, UsageError, ValueError, KeyError, TypeError, AttributeError):
         return None

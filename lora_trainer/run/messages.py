@@ -89,11 +89,15 @@ def refuse_without_validation(config: Config, inputs: Inputs) -> None:
         raise UsageError(Problem(f"validation.fold={config.validation.fold}: {reason}.", fix))
     problems = [
         Problem(
-            f"safeguards.{name} needs validation losses, and no images are kept for validation.",
-            f"Set validation.split=0.1, or remove safeguards.{name}.",
+            f"{name} needs validation losses, and no images are kept for validation.",
+            f"Set validation.split=0.1, or remove {name}.",
         )
-        for name in ("reduce_lr_on_plateau", "early_stopping")
-        if getattr(config.safeguards, name) and not inputs.validation
+        for name, is_set in {
+            "safeguards.reduce_lr_on_plateau": config.safeguards.reduce_lr_on_plateau,
+            "safeguards.early_stopping": config.safeguards.early_stopping,
+            "checkpoint.keep_best": config.checkpoint.keep_best > 0,
+        }.items()
+        if is_set and not inputs.validation
     ]
     watched = config.safeguards.early_stopping and config.safeguards.early_stopping_metric == "agreement"
     captions = [sample.caption for sample in inputs.validation]
