@@ -17,6 +17,7 @@ from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.caches.claims import in_use
 from lora_trainer.data.captions import canonical, settled
+from lora_trainer.data.images.remote import is_url
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.split import MOST_COMPARED, split_validation
@@ -128,7 +129,7 @@ def _absolute(source: SourceSection) -> dict[str, str | None]:
     found = {"path": source.path, "captions_file": source.captions_file}
     if source.masks != "alpha":
         found["masks"] = source.masks
-    return {name: absolute_file(path) for name, path in found.items()}
+    return {name: path if path and is_url(path) else absolute_file(path) for name, path in found.items()}
 
 
 def read_model(
