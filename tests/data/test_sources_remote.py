@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tarfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -234,7 +235,8 @@ def test_a_bucket_is_read_by_fsspec(server: Served, tmp_path: Path) -> None:
     (sample, *_) = manifest_of(address).samples
     assert load_rgb(sample.path, sample.span).size == (24, 16)
     assert "it is not there" in refusal(f"{tmp_path.as_uri()}/b.tar")
-    assert "pip install 'lora-trainer[remote]'" in refusal("s3://bucket/a.tar")
+    if find_spec("s3fs") is None:
+        assert "pip install 'lora-trainer[remote]'" in refusal("s3://bucket/a.tar")
     assert "cannot be read" in refusal("nothing://bucket/a.tar")
 
 

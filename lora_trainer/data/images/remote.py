@@ -242,7 +242,7 @@ def _bucket(url: str) -> tuple[Any, str]:
 
         system, path = url_to_fs(url)
     except ImportError as error:
-        raise RemoteError(f"it needs a library: pip install 'lora-trainer[remote]' ({error})") from error
+        raise RemoteError(f"it needs a library: pip install 'lora-trainer[remote]' ({str(error).rstrip('.')})") from error
     except ValueError as error:
         raise RemoteError(str(error)) from error
     return system, str(path)

@@ -48,6 +48,7 @@ MOST_LISTING_BYTES = 1 << 30
 AT_ONCE = 8  # shards that are listed side by side
 AHEAD, MOST_AHEAD = 1 << 15, 1 << 20  # bytes read together for a header, and at most where members are small
 AGED = 3600.0  # seconds: what was written this moment could change within the clock's step, which a pointer does not
+UNUSED_SECONDS = 30 * 86400.0
 CHECK_NAME = "Check the address; a pattern such as {000..099} means every number from the first to the last."
 
 
@@ -203,6 +204,16 @@ def _listing_of(file: RemoteFile, endings: Sequence[str], place: Path) -> dict[s
 
 def _listing_path(place: Path) -> Path:
     return place.with_suffix(".json")
+
+
+def old_listings(cache: Path, before: float) -> list[Path]:
+    """Lists of shards in a cache folder that no run has used for a month, nor since the time `before`."""
+    found = []
+    for path in (cache / FOLDER).glob("*.json"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < min(before, time.time() - UNUSED_SECONDS):
+                found.append(path)
+    return found
 
 
 def _fix_of(error: RemoteError) -> str:
