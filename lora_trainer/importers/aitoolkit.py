@@ -161,13 +161,6 @@ def _augmented(value: Any, around: Around) -> Took:
     return Took({"source.color_variants": 4}) if is_on(value) else Took({}, "off", "ignored")
 
 
-def _saved(value: Any, around: Around) -> Took:
-    """LoRA files, each with the newest state of the optimizer beside them."""
-    if not is_on(value):
-        return Took({}, "off", "ignored")
-    return Took({"checkpoint.every_n_steps": whole(value), "checkpoint.export_every_n_steps": whole(value)})
-
-
 RULES: Mapping[str, KeyRule] = {
     "job": lacking("only training is imported", off=("extension", "train")),
     "config.name": same("run.name", text),
@@ -186,7 +179,7 @@ RULES: Mapping[str, KeyRule] = {
     "network.network_kwargs.ignore_if_contains": lacking("lora.target_modules says which layers learn"),
     "network.pretrained_lora_path": lacking("training does not start from a LoRA"),
     "network.all_layers": lacking("only linear layers and convolutions learn"),
-    "save.save_every": by(_saved, "checkpoint.every_n_steps checkpoint.export_every_n_steps"),
+    "save.save_every": unless_off("checkpoint.every_n_steps checkpoint.export_every_n_steps", whole),
     "save.max_step_saves_to_keep": unless_off("checkpoint.export_keep_last", whole),
     "save.dtype": EXPORT_DTYPE,
     "model.name_or_path": MODEL,

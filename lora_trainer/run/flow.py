@@ -83,8 +83,7 @@ from lora_trainer.run.uncached import fresh_latents
 from lora_trainer.run.verdict_images import keep_verdict_images
 from lora_trainer.training.build import build_step_context
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
-from lora_trainer.training.checkpoints.scratch import make_scratch
-from lora_trainer.training.checkpoints.writer import copying_summary
+from lora_trainer.training.checkpoints.scratch import Scratch
 from lora_trainer.training.control import is_stopped_early, stop_reason
 from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.loop import train
@@ -170,7 +169,7 @@ def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerTh
             training={key: value for key, value in asdict(state).items() if key != "base_losses"}
             | {"stopped_early": early},
             reason=stop_reason(session.config.safeguards, state.control) if early else None,
-            checkpoints=run.writer.summary() | copying_summary(run.copier),
+            checkpoints=run.writer.summary(run.copier.writes),
             memory=memory_summary(session.choices.device),
             seen=means_of(read_lines(order.folder / SYSTEM)) | run.watches.summary(),
         )
@@ -304,6 +303,11 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
     def export(step: int, weights: Mapping[str, Tensor]) -> None:
         export_step(session, context.built.shapes, step, weights)
 
+    scratch, saved = None, config.checkpoint
+    if saved.scratch is not None and session.processes.is_main:
+        most = int(saved.scratch_limit_gb * 10**9)
+        scratch = Scratch(Path(saved.scratch).expanduser(), session.folder / "checkpoints", most, session.console.print)
+
     return Run(
         config=config,
         folder=session.folder,
@@ -330,9 +334,7 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         images=images,
         steering=session.order.steering,
         profiler=profiler,
-        scratch=make_scratch(config, session.folder / "checkpoints", session.console.print)
-        if session.processes.is_main
-        else None,
+        scratch=scratch,
     )
 
 

@@ -92,11 +92,6 @@ def is_regular(run: Run, step: int, nth: int = 1) -> bool:
     return step > 0 and (step % (nth * section.every_n_steps) == 0 or ends_epochs)
 
 
-def is_kept_for_good(run: Run, step: int) -> bool:
-    """Whether the checkpoint of a step stays: `checkpoint.keep_every`."""
-    return run.config.checkpoint.keep_every > 0 and is_regular(run, step, run.config.checkpoint.keep_every)
-
-
 def is_due(every: int, step: int) -> bool:
     """Whether something with the interval `every` is due after `step`; 0 is never."""
     return every > 0 and step % every == 0

@@ -7,14 +7,13 @@ what is remembered of its images (`images.sqlite`) stays good until the file cha
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -62,7 +61,7 @@ class RemoteFile:
 
     @property
     def is_versioned(self) -> bool:
-        """Whether a later version can be told from this one."""
+        """Whether a later version can be distinguished from this one."""
         return bool(self.etag or self.modified)
 
     def differs(self, size: int, etag: str, modified: str) -> bool:
@@ -103,22 +102,13 @@ def read_pointer(path: Path) -> RemoteFile:
         raise RemoteError(f"its pointer {path} cannot be read: {error}") from error
 
 
-def pointer_text(file: RemoteFile) -> str:
-    return json.dumps(asdict(file))
-
-
 def look_up(url: str) -> RemoteFile:
     """The size and version of a file, from its first byte. Raises RemoteError."""
     refuse_offline(url)
-    return _persistent(lambda: _first_byte(url) if _is_web(url) else _bucket_facts(url))
-
-
-def read_whole(url: str, most: int) -> bytes:
-    """A small file. Raises RemoteError, also for one of more than `most` bytes."""
-    file = look_up(url)
-    if file.size > most:
-        raise RemoteError(f"it has {file.size:,} bytes; the most is {most:,}")
-    return read_range(file, 0, file.size)
+    if not _is_web(url):
+        return _persistent(partial(_bucket_facts, url))
+    _, total, reply = _persistent(partial(_request, url, 0, 1))
+    return RemoteFile(url, total, reply.headers.get("ETag", ""), reply.headers.get("Last-Modified", ""))
 
 
 def read_range(file: RemoteFile, offset: int, size: int) -> bytes:
@@ -131,7 +121,13 @@ def read_range(file: RemoteFile, offset: int, size: int) -> bytes:
 
 
 def _read_once(file: RemoteFile, start: int, end: int) -> bytes:
-    return _web_range(file, start, end) if _is_web(file.url) else _bucket_range(file, start, end)
+    if _is_web(file.url):
+        return _web_range(file, start, end)
+    system, path = _bucket(file.url)
+    data: bytes = _from_bucket(lambda: system.cat_file(path, start=start, end=end))
+    if len(data) != end - start:
+        raise RemoteError(f"it has changed since it was listed: it ends before byte {end:,}")
+    return data
 
 
 def refuse_offline(url: str) -> None:
@@ -178,11 +174,6 @@ def _client() -> Client:
                 headers={"Accept-Encoding": "identity", "User-Agent": f"lora-trainer/{__version__}"},
             )
         return _clients[os.getpid()]
-
-
-def _first_byte(url: str) -> RemoteFile:
-    _, total, reply = _request(url, 0, 1)
-    return RemoteFile(url, total, reply.headers.get("ETag", ""), reply.headers.get("Last-Modified", ""))
 
 
 def _web_range(file: RemoteFile, start: int, end: int) -> bytes:
@@ -242,7 +233,9 @@ def _bucket(url: str) -> tuple[Any, str]:
 
         system, path = url_to_fs(url)
     except ImportError as error:
-        raise RemoteError(f"it needs a library: pip install 'lora-trainer[remote]' ({str(error).rstrip('.')})") from error
+        raise RemoteError(
+            f"it needs a library: pip install 'lora-trainer[remote]' ({str(error).rstrip('.')})"
+        ) from error
     except ValueError as error:
         raise RemoteError(str(error)) from error
     return system, str(path)
@@ -256,14 +249,6 @@ def _bucket_facts(url: str) -> RemoteFile:
         raise RemoteError("it is no file of a known size")
     versions = [f"{name}={facts[name]}" for name in VERSIONS if facts.get(name)]
     return RemoteFile(url, size, " ".join(versions))
-
-
-def _bucket_range(file: RemoteFile, start: int, end: int) -> bytes:
-    system, path = _bucket(file.url)
-    data: bytes = _from_bucket(lambda: system.cat_file(path, start=start, end=end))
-    if len(data) != end - start:
-        raise RemoteError(f"it has changed since it was listed: it ends before byte {end:,}")
-    return data
 
 
 def _from_bucket(call: Callable[[], Any]) -> Any:
@@ -280,7 +265,7 @@ def _from_bucket(call: Callable[[], Any]) -> Any:
 
 
 class RemoteReader(io.RawIOBase):
-    """A remote file from `start` to `end`, read ahead in blocks that grow while reading goes on without large gaps."""
+    """A remote file from `start` to `end`, read ahead in blocks that grow while there are no large gaps."""
 
     def __init__(self, file: RemoteFile, start: int, end: int, ahead: int, most_ahead: int = CHUNK) -> None:
         super().__init__()

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
@@ -29,16 +28,14 @@ from lora_trainer.data.images.remote import (
     RemoteReader,
     is_url,
     look_up,
-    pointer_text,
     read_pointer,
-    read_whole,
+    read_range,
     shown_url,
 )
 from lora_trainer.data.sample import Span
 from lora_trainer.data.sources.beside import CAPTION_ENDINGS
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.tar import TarListing, images_of, list_tar
-from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 
 FOLDER = "remote"  # in the user's cache folder
 LAYOUT = 1  # of the listings
@@ -62,15 +59,19 @@ def remote_places(urls: Sequence[str], request: SourceRequest, reading: SourceRe
     if wrong or not urls:
         return ()
     endings = sorted({*CAPTION_ENDINGS, ".json", *([request.ending] if request.ending else [])})
+    places, failed = [], list[tuple[str, RemoteError]]()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(partial(_list_or_error, endings=endings), urls))
-    failed = [(url, each) for url, each in zip(urls, found, strict=True) if isinstance(each, RemoteError)]
+        for url, listed in [(url, pool.submit(_listed, url, endings)) for url in urls]:
+            try:
+                places.append(listed.result())
+            except RemoteError as error:
+                failed.append((url, error))
     if failed:
-        url, error = failed[0]
+        url, first = failed[0]
         some = f" ({len(failed)} of {len(urls)} shards cannot be read)" if len(failed) > 1 else ""
-        reading.problem(f"{shown_url(url)} cannot be read: {error.strerror}{some}.", _fix_of(error))
+        reading.problem(f"{shown_url(url)} cannot be read: {first.strerror}{some}.", _fix_of(first))
         return ()
-    return tuple(each for each in found if isinstance(each, Path))
+    return tuple(places)
 
 
 def read_remote(place: Path, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
@@ -80,7 +81,7 @@ def read_remote(place: Path, request: SourceRequest, reading: SourceReading) -> 
         document = read_json_object(_listing_path(place), MOST_LISTING_BYTES)
         texts = {int(offset): text.encode("latin-1") for offset, text in document["texts"].items()}
         members = [(name, Span(place, offset, size)) for name, offset, size in document["members"]]
-        listing = TarListing(members, document["damage"], document["links"], document["compressed"])
+        listing = TarListing(members, document["damage"], document["links"], compressed=document["compressed"])
     except (RemoteError, TextError, KeyError, TypeError, ValueError, AttributeError):
         reading.problem(f"{place} is no list of a shard.", "Name the address of the shard itself as data.")
         return []
@@ -91,16 +92,21 @@ def shards_named_by(word: str, reading: SourceReading) -> list[str]:
     """The shards of an index file; any other address is a shard."""
     if posixpath.splitext(urlsplit(word).path.lower())[1] not in INDEX_ENDINGS:
         return [word]
+    urls, place = [], urlsplit(word)
     try:
-        raw = read_whole(word, MOST_INDEX_BYTES)
-        named = names_in(decode(raw))
+        index = look_up(word)
+        if index.size > MOST_INDEX_BYTES:
+            raise TextError(f"it has {index.size:,} bytes; the most is {MOST_INDEX_BYTES:,}")
+        for name in names_in(decode(read_range(index, 0, index.size))):
+            # `urljoin` joins web addresses alone.
+            path, mark, query = name.partition("?")
+            whole = posixpath.normpath(posixpath.join(posixpath.dirname(place.path) or "/", path))
+            urls.append(name if is_url(name) else f"{place.scheme}://{place.netloc}{whole}{mark}{query}")
     except (RemoteError, TextError) as error:
         why = error.strerror if isinstance(error, RemoteError) else str(error)
         reading.problem(f"The index {shown_url(word)} cannot be read: {why}.", CHECK_NAME)
         return []
-    urls = [name if is_url(name) else _beside(word, name) for name in named]
-    here = urlsplit(word)[:2]
-    outside = [url for url in urls if urlsplit(url)[:2] != here]
+    outside = [url for url in urls if urlsplit(url)[:2] != place[:2]]
     if outside or not urls:
         what = f"names {shown_url(outside[0])}, on another server" if outside else "names no shard"
         reading.problem(
@@ -108,13 +114,6 @@ def shards_named_by(word: str, reading: SourceReading) -> list[str]:
         )
         return []
     return urls
-
-
-def _beside(index: str, name: str) -> str:
-    """The address of a shard that an index names from where it is itself, as `urljoin` does for web addresses alone."""
-    place, (path, mark, query) = urlsplit(index), name.partition("?")
-    whole = posixpath.normpath(posixpath.join(posixpath.dirname(place.path) or "/", path))
-    return f"{place.scheme}://{place.netloc}{whole}{mark}{query}"
 
 
 def names_in(text: str) -> list[str]:
@@ -134,13 +133,6 @@ def names_in(text: str) -> list[str]:
     return [str(name) for name in names]
 
 
-def _list_or_error(url: str, endings: Sequence[str]) -> Path | RemoteError:
-    try:
-        return _listed(url, endings)
-    except RemoteError as error:
-        return error
-
-
 def _listed(url: str, endings: Sequence[str]) -> Path:
     """The pointer of a shard, whose members are listed anew for another version of it. Raises RemoteError."""
     place = user_cache_folder() / FOLDER / f"{hashlib.sha256(url.encode('utf-8')).hexdigest()[:32]}{ENDING}"
@@ -158,7 +150,7 @@ def _listed(url: str, endings: Sequence[str]) -> Path:
     try:
         write_text(_listing_path(place), json.dumps(_listing_of(file, endings, place)))
         if file is not known:
-            write_text(place, pointer_text(file))
+            write_text(place, json.dumps(asdict(file)))
             place.chmod(0o600)  # an address may hold a password
             before = time.time() - AGED
             os.utime(place, (before, before))
@@ -182,20 +174,13 @@ def _is_listed(place: Path, file: RemoteFile, endings: Sequence[str]) -> bool:
 def _listing_of(file: RemoteFile, endings: Sequence[str], place: Path) -> dict[str, Any]:
     """What the headers and the texts of a shard say. Raises RemoteError."""
     reader = cast("BinaryIO", RemoteReader(file, 0, file.size, AHEAD, MOST_AHEAD))
-    texts: dict[int, str] = {}
-
-    def keep_text(name: str, span: Span) -> None:
-        if posixpath.splitext(name)[1].lower() in endings and span.size <= MOST_CAPTION_BYTES:
-            reader.seek(span.offset)
-            texts[span.offset] = reader.read(span.size).decode("latin-1")
-
-    listing = list_tar(reader, file.size, place, keep_text)
+    listing = list_tar(reader, file.size, place, endings)
     return {
         "layout": LAYOUT,
         "file": asdict(file),
         "endings": list(endings),
         "members": [[name, span.offset, span.size] for name, span in listing.members],
-        "texts": texts,
+        "texts": {offset: text.decode("latin-1") for offset, text in listing.texts.items()},
         "damage": listing.damage,
         "links": listing.links,
         "compressed": listing.compressed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import posixpath
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,15 +56,14 @@ class TarListing:
     members: list[tuple[str, Span]] = field(default_factory=list)
     damage: str = ""
     links: int = 0  # and other members that are no plain files
+    texts: dict[int, bytes] = field(default_factory=dict)  # by their places
     compressed: str = ""  # the kind, of one that cannot be read in place
 
 
-def list_tar(
-    file: BinaryIO, size: int, place: Path, visit: Callable[[str, Span], None] = lambda name, span: None
-) -> TarListing:
-    """The members of a tar of `size` bytes, from its headers alone; their spans are of the file `place`. Raises OSError.
+def list_tar(file: BinaryIO, size: int, place: Path, texts: Collection[str] = ()) -> TarListing:
+    """The members of a tar of `size` bytes, from its headers; their spans are of the file `place`. Raises OSError.
 
-    `visit` is called with each as it is found, and may read from the file.
+    Short ones whose ending is in `texts` are read too, while the file is at their place.
     """
     start = file.read(8)
     kind = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), "")
@@ -74,10 +73,14 @@ def list_tar(
     listing, members = TarListing(), _Members(file, size)
     for name, offset, length in members:
         listing.members.append((name, Span(place, offset, length)))
-        visit(*listing.members[-1])
+        if posixpath.splitext(name)[1].lower() in texts and length <= MOST_CAPTION_BYTES:
+            file.seek(offset)
+            listing.texts[offset] = file.read(length)
     listing.links, listing.damage = members.links, members.reason
-    if not listing.damage and not _ends_well(file, members.end, size):
-        listing.damage = f"no header of a member at byte {members.end}"
+    if not listing.damage:
+        file.seek(members.end)
+        if size == 0 or any(file.read(BLOCK)):  # it ends well at the file's end, or at a block of zeros
+            listing.damage = f"no header of a member at byte {members.end}"
     return listing
 
 
@@ -155,14 +158,6 @@ class _Members:
                 self.end = max(self.end, tar.offset)
         except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
             self.reason = str(error) or "unexpected end"
-
-
-def _ends_well(file: BinaryIO, end: int, size: int) -> bool:
-    """Whether the archive ends where reading stopped: at the file's end, or at a block of zeros."""
-    if size == 0:
-        return False
-    file.seek(end)
-    return not any(file.read(BLOCK))
 
 
 def _sort_in(groups: dict[str, _Group], name: str, span: Span) -> None:

@@ -135,9 +135,10 @@ def copy_checkpoint(source: Path, folder: Path) -> None:
     """Copy a checkpoint into another folder, as `write_checkpoint` writes one: whole or not at all. Raises the same."""
 
     def copy_parts(hidden: Path) -> None:
-        for name in (*read_state(source)["files"], STATE):
-            if name not in (ADAPTER, OPTIMIZER, AVERAGE, STATE):
-                raise DamagedFile(f"{STATE} names {name[:80]!r}, which is no file of a checkpoint")
+        names = {*read_state(source)["files"], STATE}
+        if foreign := names - {ADAPTER, OPTIMIZER, AVERAGE, STATE}:
+            raise DamagedFile(f"{STATE} names {min(foreign)[:80]!r}, which is no file of a checkpoint")
+        for name in names:
             shutil.copyfile(source / name, hidden / name)
             flush_file(hidden / name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from lora_trainer.training.checkpoints.checkpoint import (
 )
 from lora_trainer.training.checkpoints.scratch import copy_best
 from lora_trainer.training.checkpoints.writer import Buffers
-from lora_trainer.training.run import Run, is_finished, is_kept_for_good, is_regular
+from lora_trainer.training.run import Run, is_finished, is_regular
 from lora_trainer.training.state import TrainState
 
 
@@ -145,7 +146,9 @@ def write(run: Run, checkpoint: Checkpoint, size: int) -> None:
 def tidy(run: Run, state: TrainState) -> None:
     """Delete what the checkpoint of `state`, which is complete in the run's folder, makes superfluous."""
     section = run.config.checkpoint
-    keep = Keep(section.keep_last, partial(is_regular, run), partial(is_kept_for_good, run), section.keep_best)
+    keep = Keep(section.keep_last, partial(is_regular, run), best=section.keep_best)
+    if section.keep_every:
+        keep = replace(keep, for_good=partial(is_regular, run, nth=section.keep_every))
     prune(run.checkpoints, keep, state.step)
     prune_best(run.checkpoints, state.step, state.best_step)
 

@@ -20,7 +20,6 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.disk import free_bytes, size_words
 from lora_trainer.core.io import atomic_path, read_json, write_json
 from lora_trainer.export.tensor_file import DamagedFile, verify_sealed
@@ -39,7 +38,6 @@ PREFIX, OWNER, LOCK = "lora-trainer-", "owner.json", ".lock"
 NAMED_IN = "scratch.json"  # beside the checkpoints: the folder of the session that writes them
 LEFT_FREE = 0.1  # share of the disk that stays free for others: /dev/shm is memory
 UNOWNED_SECONDS = 600.0  # a folder without an owner is being made, or its maker was killed
-GIGABYTE = 10**9
 
 Say = Callable[[str], None]
 
@@ -123,15 +121,6 @@ class Scratch:
         self._warned = True
 
 
-def make_scratch(config: Config, checkpoints: Path, say: Say) -> Scratch | None:
-    """The scratch folder of a run's settings."""
-    section = config.checkpoint
-    if section.scratch is None:
-        return None
-    limit = int(section.scratch_limit_gb * GIGABYTE)
-    return Scratch(Path(section.scratch).expanduser(), checkpoints, limit, say)
-
-
 def copy_best(source: Path, folder: Path) -> None:
     """Copy a file of best weights, verified by its digest. Raises OSError, and DamagedFile."""
     with atomic_path(folder / source.name) as temporary:
@@ -181,29 +170,24 @@ def is_whole(checkpoint: Path) -> bool:
 def remove_leftovers(root: Path, say: Say) -> None:
     """Remove what killed runs left in a scratch folder, but what their `--resume` still needs, which is named."""
     for folder in sorted(root.glob(f"{PREFIX}*")):
+        if not is_own(folder) or is_locked(folder):
+            continue
+        owner = document(folder / OWNER).get("checkpoints")
         with contextlib.suppress(OSError):
-            if is_own(folder) and not is_locked(folder):
-                remove_leftover(folder, say)
-
-
-def remove_leftover(folder: Path, say: Say) -> None:
-    """The same for the folder of one session that is over. Raises OSError."""
-    owner = document(folder / OWNER).get("checkpoints")
-    if not isinstance(owner, str):
-        if time.time() - folder.stat().st_mtime > UNOWNED_SECONDS:
-            shutil.rmtree(folder)
-        return
-    checkpoints = Path(owner)
-    if named_folder(checkpoints) == folder.absolute():
-        waiting = [path for path in list_checkpoints(folder) if not is_whole(checkpoints / path.name)]
-        for path in list_checkpoints(folder):
-            if path not in waiting:
+            if not isinstance(owner, str):
+                if time.time() - folder.stat().st_mtime > UNOWNED_SECONDS:
+                    shutil.rmtree(folder)
+                continue
+            there = list_checkpoints(folder)
+            waiting = [path for path in there if not is_whole(Path(owner) / path.name)]
+            if named_folder(Path(owner)) != folder.absolute() or not waiting:
+                shutil.rmtree(folder)
+                continue
+            for path in set(there) - set(waiting):
                 remove(path)
-        if waiting:
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            say(f"{folder} has {size_words(size)} of a run that was killed: --resume of {checkpoints.parent} uses it")
-            return
-    shutil.rmtree(folder)
+            whose = f"a run that was killed: --resume of {Path(owner).parent} uses it"
+            say(f"{folder} has {size_words(size)} of {whose}")
 
 
 def named_folder(checkpoints: Path) -> Path | None:

@@ -121,11 +121,15 @@ class Writer:
             self._changed.wait_for(lambda: not self._waiting and not self._busy)
         self.check()
 
-    def summary(self) -> dict[str, Any]:
-        """Numbers and seconds of checkpoints, for the run's record; empty where none was written."""
+    def summary(self, copies: Sequence[float] = ()) -> dict[str, Any]:
+        """Numbers and seconds of checkpoints, for the run's record; empty where none was written.
+
+        `copies` are the seconds that each copy from the scratch folder took, best weights included.
+        """
         if not self.writes:
             return {}
-        return {
+        copied = {"copied": len(copies), "copy_seconds": middle_and_most(copies)} if copies else {}
+        return copied | {
             "written": len(self.writes),
             "replaced": self.replaced,
             "stall_seconds": middle_and_most(self.stalls),
@@ -153,11 +157,6 @@ class Writer:
                 self._free.setdefault(item.kind, []).append(item.buffers)
                 self._busy = False
                 self._changed.notify_all()
-
-
-def copying_summary(copier: Writer) -> dict[str, Any]:
-    """The same of what was copied from the scratch folder, checkpoints and best weights."""
-    return {"copied": len(copier.writes), "copy_seconds": middle_and_most(copier.writes)} if copier.writes else {}
 
 
 def middle_and_most(seconds: Sequence[float]) -> dict[str, float]:
