@@ -96,8 +96,8 @@ from lora_trainer.training.texts import encode_validation_captions
 
 VALIDATION_TIMESTEPS = 8
 WITHOUT_STATE = (
-    "checkpoint.save_state=false: checkpoints hold weights alone, so this run cannot be resumed. If it is stopped, the LoRA"
-    " of its last step is in the folder weights, for a new run to start from (lora.network_weights)"
+    "checkpoint.save_state=false: checkpoints hold weights alone, so this run cannot be resumed. When it ends, the LoRA of"
+    " its last step is in the folder weights, for a new run to start from (lora.network_weights)"
 )
 TIMED_ATTENTION = "timed_attention"  # in the record's hardware
 

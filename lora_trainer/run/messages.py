@@ -294,6 +294,9 @@ def describe_stop(order: Order, record: Record) -> str:
             f"stopped after training: {order.folder / lora} is complete and can be used. It has no score and no sample"
             f" images yet. To add them without training again: {again}"
         )
+    if not order.config.checkpoint.save_state:
+        kept = "its LoRA is in the folder weights, for a new run with lora.network_weights"
+        return f"stopped at step {record.steps}; it cannot be resumed (checkpoint.save_state=false): {kept}"
     return f"stopped at step {record.steps}; everything up to it is saved. To resume: {again}"
 
 

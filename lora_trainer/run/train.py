@@ -255,7 +255,8 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     with locked_folder(order) as lock_again, patient(patience_of(order)) as patience, remembering():
         patience.keep(LOCK, lock_again)
         if order.resume and is_main_process():
-            take_over(folder / "checkpoints", order.console.print)
+            take = partial(take_over, folder / "checkpoints", order.console.print)
+            write_with_retry("what a killed session left in its scratch folder", folder, take)
         processes.wait()  # all start from the same checkpoint
         previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
         record = first_record(order, inputs, previous or {})

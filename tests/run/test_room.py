@@ -32,7 +32,7 @@ def test_kept_checkpoints_take_disk_space():
     assert needed(**often, keep_every=1, keep_best=9) == needed(**often, keep_every=1), "no more than there are"
     assert needed(every_n_epochs=1, keep_every=1) - needed(every_n_epochs=1) >= 15 * one
     light = checkpoint_bytes(Config.model_validate({"checkpoint": {"save_state": False}}), SHAPES)
-    assert 3 * light == one
+    assert 3 * light <= one < 3.1 * light, "AdamW keeps two numbers for each weight"
     by_epochs = needed(export_every_n_epochs=1) - needed()
     assert by_epochs == needed(export_every_n_steps=100) - needed()
     assert needed(export_every_n_epochs=1, export_keep_last=3) - needed() == by_epochs * 4 // 20

@@ -32,7 +32,7 @@ from lora_trainer.training.checkpoints.checkpoint import (
 )
 from lora_trainer.training.checkpoints.scratch import copy_best
 from lora_trainer.training.checkpoints.writer import Buffers
-from lora_trainer.training.run import Run, is_finished, is_regular
+from lora_trainer.training.run import Run, is_regular
 from lora_trainer.training.state import TrainState
 
 
@@ -115,8 +115,8 @@ def save(
 
     run.writer.put("checkpoint", write_item, buffers)
     run.writer.stalls.append(time.perf_counter() - began)
-    if last and not section.save_state and not is_finished(run, state):
-        keep_weights(run, state.step)  # nothing else can be made of a run that cannot be resumed
+    if last and not section.save_state:
+        keep_weights(run, state.step)  # what can be used of a run that cannot be resumed, if this is its end
     if last or wait:
         run.writer.settle()
     if last:

@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,14 +22,13 @@ from filelock import FileLock, Timeout
 from lora_trainer.core.disk import free_bytes, size_words
 from lora_trainer.core.io import atomic_path, read_json, write_json
 from lora_trainer.export.tensor_file import DamagedFile, verify_sealed
-from lora_trainer.training.checkpoints.best import best_files
+from lora_trainer.training.checkpoints.best import best_files, read_best
 from lora_trainer.training.checkpoints.checkpoint import (
     Damaged,
     NewerVersion,
     copy_checkpoint,
     list_checkpoints,
     read_checkpoint,
-    reason,
     remove,
 )
 
@@ -136,26 +134,24 @@ def take_over(checkpoints: Path, say: Say) -> None:
     folder = named_folder(checkpoints)
     if folder is None:
         return
-    if not is_own(folder):
-        say(f"{folder} is gone: what was written there and not copied is lost")
-    else:
-        for path in best_files(folder).values():
-            copy_or_leave(path, checkpoints, partial(copy_best, path, checkpoints), say)
+    if is_own(folder):
+        for step, path in best_files(folder).items():
+            if read_best(folder, step) is None:
+                say(f"warning: {path} is damaged and skipped")
+            else:
+                copy_best(path, checkpoints)
         for path in reversed(list_checkpoints(folder)):
-            if not is_whole(checkpoints / path.name):
-                copy_or_leave(path, checkpoints, partial(copy_checkpoint, path, checkpoints), say)
+            if is_whole(checkpoints / path.name):
+                continue
+            if is_whole(path):
+                copy_checkpoint(path, checkpoints)
+                say(f"{path.name} was still in {folder}: copied to {checkpoints}")
+            else:
+                say(f"warning: {path} is damaged and skipped")
         shutil.rmtree(folder, ignore_errors=True)
+    else:
+        say(f"{folder} is gone: what was written there and not copied is lost")
     (checkpoints / NAMED_IN).unlink(missing_ok=True)
-
-
-def copy_or_leave(path: Path, checkpoints: Path, copy: Callable[[], object], say: Say) -> None:
-    """Copy one leftover; a damaged one is named and left. Raises OSError."""
-    try:
-        copy()
-    except (DamagedFile, NewerVersion, ValueError, KeyError, TypeError, AttributeError) as error:
-        say(f"warning: {path} is damaged and skipped ({reason(error)})")
-        return
-    say(f"{path.name} was still in {path.parent}: copied to {checkpoints}")
 
 
 def is_whole(checkpoint: Path) -> bool:

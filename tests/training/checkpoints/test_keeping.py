@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -89,6 +90,7 @@ def test_checkpoints_of_weights_alone_cannot_be_resumed(place: TinyPlace) -> Non
     assert found is not None
     assert found[1].state.step == 4
     assert "to use but not to resume" in resume_hint(light.checkpoints)
+    shutil.rmtree(light.folder / "weights")
     with pytest.raises(UsageError, match=r"step-000004 is its newest checkpoint.*save_state=false") as refused:
         find_start(light.folder, light.settings, plain_console(quiet=True), light.config)
     assert "Start a new --name" in str(refused.value)
