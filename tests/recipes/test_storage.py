@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 from lora_trainer.cli.main import main
 from lora_trainer.data.images import remote
+from lora_trainer.monitor.trackers import Trackers
 from tests.data.range_server import serving
 from tests.data.test_sources_tar import write_tar
-from tests.recipes.recipe import Bench, exported, record
+from tests.recipes.recipe import Bench, exported, patched, record
+from tests.recipes.test_resume import stop
 from tests.training.checkpoints.test_scratch import killed_session, steps_in
 
 
@@ -23,6 +26,17 @@ def test_a_run_without_state_says_so_and_is_not_resumed(bench: Bench, capsys: py
     lora = bench.folder("light") / "light.safetensors"
     assert f"--set lora.network_weights={lora}" in capsys.readouterr().err
     assert record(bench.folder("light")) == before
+
+
+def test_a_stopped_run_without_state_names_its_weights(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    with patched(Trackers, "steps", stop(signal.SIGTERM)):
+        assert bench.run("light", steps=6, checkpoint__save_state="false") == 143
+    assert "it cannot be resumed (checkpoint.save_state=false)" in capsys.readouterr().out
+    (lora,) = (bench.folder("light") / "weights").iterdir()
+    page = (bench.folder("light") / "report.html").read_text()
+    assert f"<span>lora.network_weights={lora}</span>" in page
+    assert "To train on from its weights" in page
+    assert bench.run("light-2", steps=1, lora__network_weights=lora) == 0
 
 
 def test_settings_that_need_state_or_validation_are_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
