@@ -246,6 +246,16 @@ def test_a_shard_that_is_named_twice_is_one_problem(server: Served) -> None:
         read_manifest([SourceSection(path=f"{server.address}/a.tar")] * 2)
 
 
+def test_a_pointer_from_elsewhere_is_refused(server: Served, tmp_path: Path) -> None:
+    """A dataset must not make this program read an address that nobody named."""
+    one_shard(server.folder / "a.tar")
+    manifest_of(f"{server.address}/a.tar")
+    for path in (user_cache_folder() / "remote").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (pointer,) = tmp_path.glob("*.remote")
+    assert "is no list of a shard" in refusal(str(pointer))
+
+
 def test_ranges_are_checked(server: Served) -> None:
     (server.folder / "a.bin").write_bytes(bytes(range(256)) * 100)
     file = remote.look_up(f"{server.address}/a.bin")

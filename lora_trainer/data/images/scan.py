@@ -23,6 +23,7 @@ from lora_trainer.data.sample import Span
 KEEP_AT_ONCE = 4000  # headers written together
 HEADER_SECONDS = 30.0
 REMOTE_SECONDS = 300.0  # with repetitions of a connection that fails
+PIXELS_A_BYTE = 4  # of a JPEG, or fewer; a remote image is decoded too, and how large it is is not known before
 
 
 def read_headers(
@@ -58,8 +59,9 @@ def _read(
     tasks = []
     for number in left:
         path = os.fsdecode(keys[number].path)
-        seconds = REMOTE_SECONDS if is_pointer(Path(path)) else HEADER_SECONDS
-        tasks.append(Task([path, *keys[number][1:]], seconds=seconds))
+        remote = is_pointer(Path(path))
+        seconds, pixels = (REMOTE_SECONDS, PIXELS_A_BYTE * keys[number].length) if remote else (HEADER_SECONDS, 0)
+        tasks.append(Task([path, *keys[number][1:]], pixels, seconds))
     for number, result in run_tasks("facts", tasks):
         place = left[number]
         found[place] = facts = facts_from(result)

@@ -77,6 +77,8 @@ def remote_places(urls: Sequence[str], request: SourceRequest, reading: SourceRe
 def read_remote(place: Path, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """The images of a shard that `remote_places` has listed."""
     try:
+        if place.parent != user_cache_folder() / FOLDER:
+            raise ValueError(place)
         url = read_pointer(place).url
         document = read_json_object(_listing_path(place), MOST_LISTING_BYTES)
         texts = {int(offset): text.encode("latin-1") for offset, text in document["texts"].items()}
