@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.monitor.trackers import VALIDATION, read_lines
+from lora_trainer.run.kept_steps import shown_weights_of
 from lora_trainer.run.order import plain_console
 from lora_trainer.run.start import find_start
 from lora_trainer.training.checkpoints.best import best_files
@@ -85,6 +86,9 @@ def test_checkpoints_of_weights_alone_cannot_be_resumed(place: TinyPlace) -> Non
     assert {path.name for path in newest.iterdir()} == {"adapter.safetensors", "state.json"}
     average = tensor_bytes(whole.checkpoints / step_name(4) / "average.safetensors")
     assert tensor_bytes(newest / "adapter.safetensors") == average, "what would be exported"
+    shown = shown_weights_of(newest, light.config)
+    assert shown is not None
+    assert {name: value.numpy().tobytes() for name, value in shown.items()} == average
     assert newest_valid(light.checkpoints) == (None, dict.fromkeys(list_checkpoints(light.checkpoints), WEIGHTS_ONLY))
     found, _ = newest_valid(light.checkpoints, weights_suffice=True)
     assert found is not None

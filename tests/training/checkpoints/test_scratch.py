@@ -35,7 +35,7 @@ from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 from tests.recipes.recipe import patched
 from tests.training.test_returning import bad_once
-from tests.training.tiny_run import TinyPlace, outcome
+from tests.training.tiny_run import TinyPlace, outcome, together
 
 SETTINGS: dict[str, object] = {"validation__every_n_steps": 2, "checkpoint__every_n_steps": 2}
 
@@ -147,6 +147,14 @@ def test_a_rollback_finds_what_is_still_being_copied(place: TinyPlace, root: Pat
     with patched(saving, "copy_checkpoint", slow):
         place.train(fast)
     assert outcome(fast) == outcome(plain)
+    assert list(root.iterdir()) == []
+
+
+def test_of_several_processes_the_main_one_writes(place: TinyPlace, root: Path) -> None:
+    runs = [place.run("two", processes=each, checkpoint__scratch=str(root), **SETTINGS) for each in together(2)]
+    assert [run.scratch is not None for run in runs] == [True, False]
+    place.resume_together(runs)
+    assert steps_in(runs[0].checkpoints)[0] == 6
     assert list(root.iterdir()) == []
 
 
