@@ -306,8 +306,7 @@ def read_claim(path: Path, job: QueuedJob) -> Claim:
     """Whether the process that claimed a job still holds it, and whether the job was cancelled meanwhile."""
     claim: Claim = "held"  # also where the disk refuses now
     with unless_refused(), _connected(path) as connection:
-        claim = _claim(connection, job)
-    return claim
+        return _claim(connection, job)
 
 
 @patiently

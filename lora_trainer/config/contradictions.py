@@ -322,15 +322,20 @@ def memory(settings: Settings) -> list[Yields]:
 
 def control(settings: Settings) -> list[Yields]:
     found = []
-    for name in ("safeguards.reduce_lr_on_plateau", "safeguards.early_stopping"):
+    for name in ("safeguards.reduce_lr_on_plateau", "safeguards.early_stopping", "checkpoint.keep_best"):
         if not settings[name]:
             continue
+        off = settings.default(name)
         if settings["validation.every_n_steps"] == 0:
             reason = "it needs validation losses while training, and validation.every_n_steps=0 measures none"
-            found.append(Yields(name, False, reason, "Set validation.every_n_steps to 100 or so."))
+            found.append(Yields(name, off, reason, "Set validation.every_n_steps to 100 or so."))
         elif settings["validation.split"] == 0.0 and not settings["validation.fold"]:  # a fold keeps one half
             reason = "it needs validation losses, and validation.split=0 keeps no validation images"
-            found.append(Yields(name, False, reason, "Set validation.split to 0.1 or so."))
+            found.append(Yields(name, off, reason, "Set validation.split to 0.1 or so."))
+    if settings["safeguards.on_nonfinite"] == "rollback" and not settings["checkpoint.save_state"]:
+        reason = "a checkpoint without the optimizer's state cannot be rolled back to (checkpoint.save_state=false)"
+        fix = "Set safeguards.on_nonfinite=skip, or remove checkpoint.save_state=false."
+        found.append(Yields("safeguards.on_nonfinite", "skip", reason, fix))
     if settings["safeguards.reduce_lr_on_plateau"] and traits_of_optimizer(settings["optimizer.name"]).averages_weights:
         reason = f"optimizer.name={settings['optimizer.name']} averages weights instead of lowering the learning rate"
         found.append(

@@ -1,7 +1,7 @@
 """Reading a dataset: sources -> manifest, without decoding an image.
 
-A source is a folder (plain, kohya's `10_name`, Hugging Face's image folder), a tar, a
-Parquet file, a table of images or one image; `data/sources/` has a file for each.
+A source is a folder (plain, kohya's `10_name`, Hugging Face's image folder), a tar here or
+on a server, a Parquet file, a table of images or one image; `data/sources/` has a file for each.
 Captions come from, first found wins: the source's `captions_file`, a text beside the
 image, the folder's metadata, the source's `caption`, the name of a kohya folder. One bad
 file never stops the reading: it becomes a finding.

@@ -318,7 +318,7 @@ RULES: Mapping[str, KeyRule] = {
     ),
     "text_encoder_2_layer_skip": lacking("as text_encoder_layer_skip"),
     "validation": lacking("set validation.split, which keeps images for validation"),
-    "save_every": _every("save_every_unit", "checkpoint", STEP="every_n_steps", EPOCH="every_n_epochs"),
+    "save_every": _every("save_every_unit", "checkpoint", STEP="export_every_n_steps", EPOCH="export_every_n_epochs"),
     "backup_after": _every("backup_after_unit", "checkpoint", STEP="every_n_steps", EPOCH="every_n_epochs"),
     "save_every_unit": part_of("save_every and backup_after"),
     "backup_after_unit": part_of("save_every and backup_after"),

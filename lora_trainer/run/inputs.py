@@ -17,6 +17,7 @@ from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.caches.claims import in_use
 from lora_trainer.data.captions import canonical, settled
+from lora_trainer.data.images.remote import is_url
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.split import MOST_COMPARED, split_validation
@@ -117,6 +118,7 @@ def with_absolute_paths(config: Config) -> Config:
             "gates": config.gates.model_copy(
                 update={"encoder": config.gates.encoder and absolute(config.gates.encoder)}
             ),
+            "checkpoint": config.checkpoint.model_copy(update={"scratch": absolute_file(config.checkpoint.scratch)}),
             "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve())}),
         }
     )
@@ -133,7 +135,8 @@ def _absolute(source: SourceSection) -> dict[str, str | tuple[str | None, ...] |
     if source.masks != "alpha":
         found["masks"] = source.masks
     controls = tuple(map(absolute_file, source.control_images))
-    return {"control_images": controls} | {name: absolute_file(path) for name, path in found.items()}
+    places = {name: path if path and is_url(path) else absolute_file(path) for name, path in found.items()}
+    return {"control_images": controls} | places
 
 
 def read_model(

@@ -112,11 +112,13 @@ def shown_weights_of(checkpoint: Path, config: Config) -> Mapping[str, Tensor] |
 
     None for a damaged one, and for a schedule-free optimizer, whose average is in its state only.
     """
-    if not config.train.averages_weights and OPTIMIZERS[config.optimizer.name].eval_weight is not None:
-        return None
+    averaged = config.train.averages_weights
     try:
-        files = read_state(checkpoint)["files"]
-        name = AVERAGE if config.train.averages_weights else ADAPTER
+        document = read_state(checkpoint)
+        files, has_state = document["files"], document["optimizer"] is not None
+        if has_state and not averaged and OPTIMIZERS[config.optimizer.name].eval_weight is not None:
+            return None
+        name = AVERAGE if averaged and has_state else ADAPTER
         return read_sealed(checkpoint / name, name, files[name])
     except (OSError, DamagedFile, UsageError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -89,11 +89,15 @@ def refuse_without_validation(config: Config, inputs: Inputs) -> None:
         raise UsageError(Problem(f"validation.fold={config.validation.fold}: {reason}.", fix))
     problems = [
         Problem(
-            f"safeguards.{name} needs validation losses, and no images are kept for validation.",
-            f"Set validation.split=0.1, or remove safeguards.{name}.",
+            f"{name} needs validation losses, and no images are kept for validation.",
+            f"Set validation.split=0.1, or remove {name}.",
         )
-        for name in ("reduce_lr_on_plateau", "early_stopping")
-        if getattr(config.safeguards, name) and not inputs.validation
+        for name, is_set in {
+            "safeguards.reduce_lr_on_plateau": config.safeguards.reduce_lr_on_plateau,
+            "safeguards.early_stopping": config.safeguards.early_stopping,
+            "checkpoint.keep_best": config.checkpoint.keep_best > 0,
+        }.items()
+        if is_set and not inputs.validation
     ]
     watched = config.safeguards.early_stopping and config.safeguards.early_stopping_metric == "agreement"
     captions = [sample.caption for sample in inputs.validation]
@@ -293,6 +297,9 @@ def describe_stop(order: Order, record: Record) -> str:
             f"stopped after training: {order.folder / lora} is complete and can be used. It has no score and no sample"
             f" images yet. To add them without training again: {again}"
         )
+    if not order.config.checkpoint.save_state:
+        kept = "its LoRA is in the folder weights, for a new run with lora.network_weights"
+        return f"stopped at step {record.steps}; it cannot be resumed (checkpoint.save_state=false): {kept}"
     return f"stopped at step {record.steps}; everything up to it is saved. To resume: {again}"
 
 

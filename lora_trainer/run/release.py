@@ -308,6 +308,10 @@ def export_step(
     weights = lora_weights(session.config, session.inputs.family, trained)
     _, diffusers = export_lora(session, session.folder / WEIGHTS, weights, facts, shapes)
     diffusers.unlink()
+    if keep := session.config.checkpoint.export_keep_last:
+        written = (session.folder / WEIGHTS).glob(f"{session.folder.name}-step-*.safetensors")
+        for path in sorted(written, key=lambda path: (len(path.name), path.name))[:-keep]:  # names count in six digits
+            path.unlink(missing_ok=True)
 
 
 def withdraw_after(folder: Path, step: int) -> None:

@@ -19,7 +19,7 @@ from lora_trainer.optim.schedules import first_swa_step
 from lora_trainer.run.choices import Choices
 from lora_trainer.run.class_images import class_prompts, class_source
 from lora_trainer.run.inputs import Inputs, arithmetic, with_absolute_paths
-from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
+from lora_trainer.training.checkpoints.checkpoint import WEIGHTS_ONLY, Checkpoint, newest_valid
 from lora_trainer.training.network_weights import lora_path
 
 TRAINED_TEXTS = "trained text encoders"
@@ -87,11 +87,16 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
     Raises UsageError when all are damaged, since starting over would replace the run's files, and
     when settings changed that its weights or its order of samples depend on.
     """
-    found, damaged = newest_valid(folder / "checkpoints")
-    if found is None and damaged:
-        raise UsageError(all_damaged(folder, damaged))
-    for path, reason in damaged.items():
-        console.print(f"warning: {path.name} is damaged and skipped ({reason})")
+    found, passed_over = newest_valid(folder / "checkpoints")
+    if found is None and WEIGHTS_ONLY in passed_over.values():
+        raise UsageError(without_state(folder, passed_over))
+    if found is None and passed_over:
+        raise UsageError(all_damaged(folder, passed_over))
+    for path, reason in passed_over.items():
+        if reason == WEIGHTS_ONLY:
+            console.print(f"warning: {path.name} is skipped: {reason}. Its steps are trained again")
+        else:
+            console.print(f"warning: {path.name} is damaged and skipped ({reason})")
     if found is None:
         console.print("--resume: no checkpoint yet, starting at step 0")
         return None
@@ -112,6 +117,17 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
         raise UsageError([differing(name, old, settings.get(name), folder, config) for name, old in changed.items()])
     console.print(f"resuming from {path.name} of {folder}")
     return checkpoint
+
+
+def without_state(folder: Path, passed_over: Mapping[Path, str]) -> Problem:
+    """Why a run of `checkpoint.save_state=false` cannot be resumed, and what can be done with its newest weights."""
+    newest = next(path for path, reason in passed_over.items() if reason == WEIGHTS_ONLY)
+    kept = sorted(folder.glob(f"weights/{folder.name}-step-*.safetensors"))
+    loras = [path for path in (folder / f"{folder.name}.safetensors", *reversed(kept)) if path.is_file()]
+    anew = "Start a new --name; it can be resumed without checkpoint.save_state=false."
+    if loras:
+        anew = f"To train on from its weights, start a new --name with --set lora.network_weights={loras[0]}."
+    return Problem(f"{folder} cannot be resumed: {newest.name} is its newest checkpoint, and {WEIGHTS_ONLY}.", anew)
 
 
 def all_damaged(folder: Path, damaged: Mapping[Path, str]) -> Problem:

@@ -151,27 +151,49 @@ def test_diffusers_class_images_are_generated_where_the_folder_has_none(tmp_path
 @pytest.mark.parametrize(
     ("text", "every", "verdict"),
     [
-        ("save_every_n_epochs = 2", 2, "changed"),
-        ("save_every_n_epochs = 2\nsave_every_n_steps = 50", 2, "mapped"),
-        ("save_every_n_epochs = 0", None, "ignored"),
-        ("save_n_epoch_ratio = 4\nmax_train_epochs = 10", 2, "changed"),
-        ("save_n_epoch_ratio = 40\nmax_train_epochs = 10", 1, "changed"),
-        ("save_n_epoch_ratio = 4", None, "changed"),
+        ("save_every_n_epochs = 2", 2, "mapped"),
+        ("save_every_n_epochs = 0", 0, "ignored"),
+        ("save_n_epoch_ratio = 4\nmax_train_epochs = 10", 2, "mapped"),
+        ("save_n_epoch_ratio = 40\nmax_train_epochs = 10", 1, "mapped"),
+        ("save_n_epoch_ratio = 4", 0, "changed"),
     ],
 )
-def test_epochs_between_checkpoints_of_kohya(text: str, every: int | None, verdict: str, tmp_path: Path) -> None:
+def test_saved_files_of_kohya_by_epochs(text: str, every: int, verdict: str, tmp_path: Path) -> None:
+    """LoRA files: checkpoints to resume from keep their own interval."""
     imported = kohya_with(tmp_path, f"{text}\nsave_last_n_epochs = 3")
-    assert (imported.config.checkpoint.every_n_epochs, imported.config.checkpoint.keep_last) == (every, 3)
+    kept = imported.config.checkpoint
+    assert (kept.export_every_n_epochs, kept.export_keep_last) == (every, 3)
+    assert (kept.every_n_steps, kept.every_n_epochs, kept.keep_last) == (500, None, 2)
     assert verdict_of(imported, text.split(maxsplit=1)[0])[0] == verdict
 
 
+def test_saved_states_of_kohya_are_checkpoints(tmp_path: Path) -> None:
+    text = "save_every_n_steps = 50\nsave_last_n_steps = 150\nsave_state = true\nsave_last_n_steps_state = 100"
+    kept = kohya_with(tmp_path, text).config.checkpoint
+    assert (kept.export_every_n_steps, kept.export_keep_last) == (50, 3)
+    assert (kept.every_n_steps, kept.keep_last) == (50, 2)
+    kept = kohya_with(
+        tmp_path, "save_every_n_epochs = 2\nsave_state = true\nsave_last_n_epochs_state = 4"
+    ).config.checkpoint
+    assert (kept.every_n_epochs, kept.keep_last, kept.export_every_n_epochs) == (2, 4, 2)
+    imported = kohya_with(tmp_path, "save_state = true")
+    assert verdict_of(imported, "save_state") == (
+        "mapped",
+        "at the end alone there; here every checkpoint.every_n_steps too",
+    )
+    assert verdict_of(kohya_with(tmp_path, "save_last_n_steps = 9"), "save_last_n_steps")[0] == "ignored"
+
+
 @pytest.mark.parametrize(
-    ("unit", "steps", "epochs"), [("EPOCH", 500, 3), ("STEP", 3, None), ("MINUTE", 500, None), ("NEVER", 500, None)]
+    ("unit", "steps", "epochs"), [("EPOCH", 0, 3), ("STEP", 3, 0), ("MINUTE", 0, 0), ("NEVER", 0, 0)]
 )
 def test_save_intervals_of_onetrainer_follow_their_unit(unit: str, steps: int, epochs: int, tmp_path: Path) -> None:
-    for key in ("save_every", "backup_after"):
-        kept = one_trainer(tmp_path, **{key: 3, f"{key}_unit": unit}).config.checkpoint
-        assert (kept.every_n_steps, kept.every_n_epochs) == (steps, epochs)
+    """LoRA files and backups with state."""
+    kept = one_trainer(tmp_path, save_every=3, save_every_unit=unit).config.checkpoint
+    assert (kept.export_every_n_steps, kept.export_every_n_epochs) == (steps, epochs)
+    assert (kept.every_n_steps, kept.every_n_epochs) == (500, None)
+    kept = one_trainer(tmp_path, backup_after=3, backup_after_unit=unit).config.checkpoint
+    assert (kept.every_n_steps, kept.every_n_epochs) == (steps or 500, epochs or None)
 
 
 def test_simpletuner_saves_by_steps_and_by_epochs(tmp_path: Path) -> None:

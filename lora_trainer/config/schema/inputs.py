@@ -135,7 +135,9 @@ class CaptionsSection(Section):
 class SourceSection(Section):
     """One folder or file of images, with what differs from `[data]` and `[captions]`."""
 
-    path: Annotated[str, Field(min_length=1)] = Field(description="folder or file")
+    path: Annotated[str, Field(min_length=1)] = Field(
+        description="folder, file, or address of tar shards such as `https://host/cats-{000..099}.tar`"
+    )
     repeats: Positive | None = Field(
         None,
         description="times each image is trained in an epoch; overrides the number in a folder's name; 0.5 trains half of them",

@@ -174,7 +174,8 @@ def make_plan(
         demand = storable_here(demand)
     fit = choose_fit(demand)
     train, validation = planned_data(config, architecture.facts) if data is None else data
-    steps = arithmetic(config, train, fit.micro, 1).total if train else config.train.max_steps
+    counted = arithmetic(config, train, fit.micro, 1) if train else None
+    steps = counted.total if counted else config.train.max_steps
     cached = cache_bytes(config, family, architecture, train, validation)
     return Plan(
         family=family.name,
@@ -182,7 +183,7 @@ def make_plan(
         demand=demand,
         fit=fit,
         steps=steps,
-        disk_gib=(cached + run_bytes(config, demand.shapes, steps)) / GIB,
+        disk_gib=(cached + run_bytes(config, demand.shapes, steps, counted.steps_per_epoch if counted else None)) / GIB,
         phases=phases_of(resolved, demand, fit, family, architecture.facts),
         advice=(
             *too_small(config, architecture.facts, (*train, *validation)),
