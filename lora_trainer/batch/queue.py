@@ -253,7 +253,7 @@ def cancel(path: Path, names: Iterable[str]) -> None:
 def finish(path: Path, job: QueuedJob, ending: Ending) -> Status | None:
     """Record how a claimed job ended; its status, or None where the claim was lost and nothing is recorded."""
     with _writing(path) as connection:
-        claim = _claim(connection, job)
+        return _claim(connection, job)
         if claim == "lost":
             return None
         cancelled = claim == "cancelled" and ending.status == "stopped"

@@ -168,7 +168,7 @@ def test_a_newer_version_is_refused_with_a_reason_and_not_skipped(tmp_path):
     document = json.loads((newer / "state.json").read_text())
     del document["sha256"]
     (newer / "state.json").write_bytes(sealed_text(document | {"version": 99}))
-    with pytest.raises(UsageError, match="version 99, and this program reads up to 9"):
+    with pytest.raises(UsageError, match="version 99, and this program reads up to 8"):
         newest_valid(tmp_path)
 
 
