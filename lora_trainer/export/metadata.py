@@ -149,11 +149,12 @@ def header(facts: TrainingFacts, weights: LoraWeights) -> dict[str, str]:
         "lora_trainer.alpha": facts.alpha,
         "lora_trainer.text_encoder_alpha": facts.text_alpha if texts else None,
         "lora_trainer.ema_decay": facts.ema_decay,
-        "lora_trainer.swa_start": facts.swa_start,
         "lora_trainer.validation_images": facts.validation_images,
     }
     if facts.t5_tokens is not None:
         values[T5_TOKENS] = facts.t5_tokens
+    if facts.swa_start is not None:
+        values["lora_trainer.swa_start"] = facts.swa_start
     if facts.without_t5:
         values[WITHOUT] = True
     # kohya writes Python's own text of each value, and its readers look for "None", "True" and "False".

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from lora_trainer.config.schema import OptimizerSection
@@ -57,9 +57,10 @@ def layer_notes(parameters: Iterable[str], config: OptimizerSection) -> tuple[st
 
 
 def like(pattern: str, layers: Iterable[str]) -> str:
-    """Names of blocks that share most parts with a pattern, else the blocks that there are."""
-    blocks = Counter(".".join(layer.split(".")[:3]) for layer in layers)
-    parts = set(re.findall(r"[a-z]+|\d+", pattern))
-    near = sorted(blocks, key=lambda block: -len(parts & set(re.findall(r"[a-z]+|\d+", block))))
-    named = " or ".join(repr(f"{block}.*") for block in near[:MOST_SHOWN])
-    return f"Did you mean {named}? A pattern matches the whole name of a layer, such as {min(layers, default='')}."
+    """The patterns of blocks, and of parts of names, that are nearest to one that matches nothing."""
+    names = list(layers)
+    blocks = {f"{'.'.join(name.split('.')[:depth])}.*" for name in names for depth in (1, 2, 3)}
+    parts = {f"*.{part}.*" for name in names for part in name.split(".")[1:-1] if not part.isdigit()}
+    near = get_close_matches(pattern, sorted(blocks | parts), n=MOST_SHOWN, cutoff=0.0)
+    named = " or ".join(map(repr, near))
+    return f"Did you mean {named}? A pattern matches the whole name of a layer, such as {min(names, default='')}."
