@@ -304,10 +304,10 @@ def sign_of_life(path: Path, job: QueuedJob) -> None:
 
 def read_claim(path: Path, job: QueuedJob) -> Claim:
     """Whether the process that claimed a job still holds it, and whether the job was cancelled meanwhile."""
-    found: list[Claim] = ["held"]  # also where the disk refuses now
+    found: list[Claim] = []
     with unless_refused(), _connected(path) as connection:
         found.append(_claim(connection, job))
-    return found[-1]
+    return found[0] if found else "held"  # where the disk refuses now
 
 
 @patiently

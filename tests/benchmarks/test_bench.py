@@ -232,7 +232,7 @@ def test_a_setting_is_shown_with_its_gain_and_cost(place, capsys):
 def test_a_setting_that_loses_quality_fails(place, capsys):
     """A learning rate that learns nothing, over several seeds; one that only recomputes loses nothing."""
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
-    extra = ["--compare", "optimizer.learning_rate=1e-9", "--seeds", "3", "--steps", "60", "--json"]
+    extra = ["--compare", "optimizer.learning_rate=1e-9", "--seeds", "3", "--steps", "40", "--json"]
     assert main([arguments[0], "step", *arguments[1:], *extra]) == 5
     output = capsys.readouterr()
     (message,) = json.loads(output.out)["worse"]
