@@ -65,7 +65,7 @@ EVERY = 55  # steps from one validation to the next
 BATCH = 2
 ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")  # what diffusers' script trains
 OURS, USUAL, USUAL_ATTENTION = "ours", "usual, our modules", "usual, attention"
-RATES = {USUAL: (5e-4, 1.5e-3, 3e-3, 6e-3), USUAL_ATTENTION: (5e-4, 1.5e-3, 3e-3, 6e-3)}
+RATES = (5e-4, 1.5e-3, 3e-3)  # and beyond an end that is best
 HALVES = (440, 220)  # steps of whole shorter runs of ours, with an LR schedule of that length
 T_95 = {2: 12.71, 3: 4.30}  # Student's t by the number of seeds
 RUNS = "runs.jsonl"
@@ -163,7 +163,8 @@ def encoded_items(run: Run) -> list[dict[str, Tensor]]:
 
 def train_usual(arm: Arm, folder: Path) -> dict[str, Any]:
     """The loop of diffusers' script. Images of a batch that differ in size go through the denoiser one by one."""
-    assert arm.learning_rate is not None and arm.scheduler is not None
+    assert arm.learning_rate is not None
+    assert arm.scheduler is not None
     run = prepared(arm, folder)
     targets = list(ATTENTION) if arm.name == USUAL_ATTENTION else adapted_modules(run.context.denoiser)
     rank = run.config.lora.rank
@@ -273,23 +274,29 @@ def commit() -> str:
 
 
 def tuned(name: str, out: Path) -> list[Arm]:
-    """The short runs: every learning rate held constant, then cosine at the best of them and the next higher one."""
-    rates = RATES[name]
-    arms = [Arm(name, TUNING_SEED, TUNING_STEPS, rate, "constant") for rate in rates]
-    ends = [result_of(arm, out)["curve"][TUNING_STEPS] for arm in arms]
-    best = ends.index(min(ends))
-    higher = rates[best + 1] if best + 1 < len(rates) else 2 * rates[best]
-    arms += [Arm(name, TUNING_SEED, TUNING_STEPS, rate, "cosine") for rate in (rates[best], higher)]
-    for arm in arms:
-        result_of(arm, out)
-    return arms
+    """The short runs: learning rates held constant, more of them until none at an end is best, then two with cosine.
+
+    Cosine has half of its learning rate on average: it takes the best one and the next higher one.
+    """
+    rates = list(RATES)
+    while True:
+        arms = [Arm(name, TUNING_SEED, TUNING_STEPS, rate, "constant") for rate in rates]
+        ends = [result_of(arm, out)["curve"][TUNING_STEPS] for arm in arms]
+        best = ends.index(min(ends))
+        if best == 0:
+            rates.insert(0, rates[0] / 2.5)
+        elif best == len(rates) - 1:
+            rates.append(2 * rates[-1])
+        else:
+            return arms + [Arm(name, TUNING_SEED, TUNING_STEPS, rate, "cosine") for rate in rates[best : best + 2]]
 
 
 def chosen(name: str, out: Path) -> tuple[float, str]:
     """Learning rate and scheduler that end lowest in the short runs."""
-    arms = tuned(name, out)
-    best = min(arms, key=lambda arm: result_of(arm, out)["curve"][TUNING_STEPS])
-    assert best.learning_rate is not None and best.scheduler is not None
+    ends = {arm: result_of(arm, out)["curve"][TUNING_STEPS] for arm in tuned(name, out)}
+    best = min(ends, key=lambda arm: ends[arm])
+    assert best.learning_rate is not None
+    assert best.scheduler is not None
     return best.learning_rate, best.scheduler
 
 
@@ -379,7 +386,10 @@ def main() -> int:
     if args.steps:
         for found in (
             train_ours(Arm(OURS, TUNING_SEED, args.steps), out),
-            *(train_usual(Arm(name, TUNING_SEED, args.steps, 1e-3, "constant"), out) for name in RATES),
+            *(
+                train_usual(Arm(name, TUNING_SEED, args.steps, 1e-3, "constant"), out)
+                for name in (USUAL, USUAL_ATTENTION)
+            ),
         ):
             print(found)
         return 0

@@ -8,8 +8,10 @@ rate of a GPU and the share of that rate that other programs are known to reach.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from lora_trainer.models.published import public_architecture
 from lora_trainer.monitor.trackers import METRICS, read_lines
 from lora_trainer.report.record import read_record
 from lora_trainer.run.order import make_order, plain_console
-from lora_trainer.run.plans.plan import Plan, make_plan
+from lora_trainer.run.plans.plan import make_plan
 from lora_trainer.run.settings import settle
 from lora_trainer.run.train import train
 
@@ -135,8 +137,8 @@ def challenge_settings(resolved: Resolved, family: str) -> dict[str, Any]:
 def predicted_step(family: str, settings: Mapping[str, Any]) -> list[ChallengeRow]:
     """Time on the GPUs of which a record is known, and the highest peak of all phases of a run, by the plan."""
     plan = make_plan(laid(settings), data=((), ()))
-    model = f"{family}, {plan.demand.resolution} px, {layout_of(plan)}"
-    tflop = plan.fit.parts.tflop
+    fit, model = plan.fit, f"{family}, {plan.demand.resolution} px"
+    tflop = fit.parts.tflop
     rows = []
     for record in RECORDS:
         rate = GPU_TFLOPS[record.gpu] * record.share
@@ -147,15 +149,10 @@ def predicted_step(family: str, settings: Mapping[str, Any]) -> list[ChallengeRo
         name = f"step, {record.gpu}"
         rows.append(aimed(name, model, seconds, PREDICTED, reason, seconds_median=seconds))
     phase = max(plan.phases, key=lambda name: plan.phases[name].peak_gib)
-    reason = " ".join((f"the phase of {family} that holds most is {phase}.", *plan.shortages))
+    chosen = f"{fit.precision} weights, {fit.checkpointed} of {fit.blocks} blocks recomputed, {fit.swapped} swapped"
+    reason = " ".join((f"of {family}: {chosen}; the phase that holds most is {phase}", *plan.shortages))
     rows.append(aimed("peak", model, plan.phases[phase].peak_gib * GIB / 1e9, PREDICTED, reason))
     return rows
-
-
-def layout_of(plan: Plan) -> str:
-    fit = plan.fit
-    swapped = f", {fit.swapped} swapped" if fit.swapped else ""
-    return f"{fit.precision}, {fit.checkpointed} of {fit.blocks} blocks recomputed{swapped}"
 
 
 def measured_step(family: str, settings: Mapping[str, Any], steps: int | None) -> list[ChallengeRow]:
@@ -184,7 +181,7 @@ def step_rows(row: TableRow, device: str) -> list[ChallengeRow]:
 
 
 def production_run(asked: RequestedMeasure) -> list[ChallengeRow]:
-    """A whole `produce`, and what it says of itself: its steps' median time, and its LoRA's score. Nothing of it is kept."""
+    """A whole `produce`, and what its record says: its steps' median time, its memory, and its LoRA's score."""
     resolved = asked.resolved
     config = resolved.config
     layers = [Layer(name, values) for name, values in layers_of(resolved).items() if not name.startswith(FAMILY_PRESET)]
@@ -196,20 +193,21 @@ def production_run(asked: RequestedMeasure) -> list[ChallengeRow]:
         settings: dict[str, Any] = {"run.output": folder, "run.name": "challenge"}
         resolved = changed(resolved, settings | ({"train.max_steps": asked.steps} if asked.steps else {}))
         order = make_order(resolved, enforce_gates=True, console=plain_console(stderr=True))
-        try:
+        with suppress(LoraRefused):  # its score is in the record too
             train(order)
-        except LoraRefused as refused:
-            plain_console(stderr=True).print(refused.problems[0].message)
         record, steps = read_record(order.folder) or {}, read_lines(order.folder / METRICS)
     times = [float(step["seconds"]) for step in steps]
-    scores = record.get("scores") or {}
-    model = config.model.path or "built-in base model"
-    low, high = tenths(times)
-    run = f"one whole produce of {record.get('steps')} steps on {device_name()}, status {record.get('status')}"
-    seconds = {"seconds_median": sorted(times)[len(times) // 2], "seconds_p10": low, "seconds_p90": high}
+    low, high = tenths(times) if len(times) > 1 else (None, None)
+    median = statistics.median(times) if times else None
+    memory, model = record.get("memory") or {}, config.model.path or "built-in base model"
+    held = memory["held_gib"] + CONTEXT_GIB if "held_gib" in memory else memory.get("peak_gib")
+    peak, where = None if held is None else held * GIB / 1e9, "of the GPU" if "held_gib" in memory else "of RAM"
+    ended = f"one whole produce on {device_name()} ended as {record.get('status')} after {record.get('steps')} steps"
+    seconds = {"seconds_median": median, "seconds_p10": low, "seconds_p90": high}
     return [
-        aimed(f"step, {device_name()}", model, seconds["seconds_median"], MEASURED, run, **seconds),
-        aimed("score", model, scores.get("lora"), MEASURED, run),
+        aimed(f"step, {device_name()}", model, median, MEASURED, ended, **seconds),
+        aimed("peak", model, peak, MEASURED, f"{where}; {ended}"),
+        aimed("score", model, (record.get("scores") or {}).get("lora"), MEASURED, f"{ended}; its files are not kept"),
     ]
 
 
@@ -220,7 +218,7 @@ COLUMNS: tuple[Column, ...] = (
     ("reached", lambda row: "" if row.reached is None else "yes" if row.reached else "no"),
 )
 ABOUT = {
-    "peak": "the most that the GPU holds, with its context, in GB of 1e9 bytes",
+    "peak": "the most that a GPU holds, with its context, or without a GPU this process in RAM; GB of 1e9 bytes",
     "score": "of the LoRA, by its gate",
     "found": "predicted: operations over the GPU's rate times the share of it that is assumed; no claim of speed",
 }
