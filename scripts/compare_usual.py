@@ -65,7 +65,8 @@ EVERY = 55  # steps from one validation to the next
 BATCH = 2
 ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")  # what diffusers' script trains
 OURS, USUAL, USUAL_ATTENTION = "ours", "usual, our modules", "usual, attention"
-RATES = (5e-4, 1.5e-3, 3e-3)  # and beyond an end that is best
+RATES = (5e-4, 1.5e-3, 3e-3)
+FINER, COARSER = 2.5, 2.0  # how far beyond an end that is best the next learning rate is
 HALVES = (440, 220)  # steps of whole shorter runs of ours, with an LR schedule of that length
 T_95 = {2: 12.71, 3: 4.30}  # Student's t by the number of seeds
 RUNS = "runs.jsonl"
@@ -274,21 +275,24 @@ def commit() -> str:
 
 
 def tuned(name: str, out: Path) -> list[Arm]:
-    """The short runs: learning rates held constant, more of them until none at an end is best, then two with cosine.
+    """The short runs: learning rates held constant, then cosine from the best of them up, which averages half of it.
 
-    Cosine has half of its learning rate on average: it takes the best one and the next higher one.
+    More learning rates are tried until none at an open end is best.
     """
-    rates = list(RATES)
-    while True:
-        arms = [Arm(name, TUNING_SEED, TUNING_STEPS, rate, "constant") for rate in rates]
-        ends = [result_of(arm, out)["curve"][TUNING_STEPS] for arm in arms]
-        best = ends.index(min(ends))
-        if best == 0:
-            rates.insert(0, rates[0] / 2.5)
-        elif best == len(rates) - 1:
-            rates.append(2 * rates[-1])
-        else:
-            return arms + [Arm(name, TUNING_SEED, TUNING_STEPS, rate, "cosine") for rate in rates[best : best + 2]]
+
+    def end(rate: float, scheduler: str) -> float:
+        return float(result_of(Arm(name, TUNING_SEED, TUNING_STEPS, rate, scheduler), out)["curve"][TUNING_STEPS])
+
+    constant = {rate: end(rate, "constant") for rate in RATES}
+    while (best := min(constant, key=constant.__getitem__)) in (min(constant), max(constant)):
+        rate = best / FINER if best == min(constant) else best * COARSER
+        constant[rate] = end(rate, "constant")
+    rate, cosine = best, {best: end(best, "cosine")}
+    while min(cosine, key=cosine.__getitem__) == rate:
+        rate = min((each for each in constant if each > rate), default=rate * COARSER)
+        cosine[rate] = end(rate, "cosine")
+    tried = [(rate, "constant") for rate in sorted(constant)] + [(rate, "cosine") for rate in sorted(cosine)]
+    return [Arm(name, TUNING_SEED, TUNING_STEPS, *each) for each in tried]
 
 
 def chosen(name: str, out: Path) -> tuple[float, str]:
@@ -306,7 +310,7 @@ def compared(out: Path) -> dict[str, list[Arm]]:
     for name in (USUAL, USUAL_ATTENTION):
         rate, scheduler = chosen(name, out)
         found[name] = [Arm(name, seed, STEPS, rate, scheduler) for seed in SEEDS]
-    found[OURS] = [Arm(OURS, seed, STEPS) for seed in SEEDS]
+        found[OURS] = [Arm(OURS, seed, STEPS) for seed in SEEDS]  # after the first: what matters most is trained first
     for steps in HALVES:
         found[f"{OURS}, {steps} steps"] = [Arm(OURS, seed, steps) for seed in SEEDS]
     return found
@@ -340,7 +344,8 @@ def table(out: Path) -> str:
             f"| {name} | {arm.learning_rate:g} | {arm.scheduler} | {result_of(arm, out)['curve'][TUNING_STEPS]:.4f} |"
             for arm in tuned(name, out)
         ]
-    arms = compared(out)
+    kept = finished(out)
+    arms = {title: each for title, each in compared(out).items() if all(arm.key in kept for arm in each)}
     rows = {title: [result_of(arm, out) for arm in each] for title, each in arms.items()}
     ours = rows[OURS]
     lines += [
@@ -379,7 +384,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, help="time one run of each kind of so many steps, and keep nothing")
-    parser.add_argument("--table", action="store_true", help="print the table; runs that are missing are trained")
+    parser.add_argument("--table", action="store_true", help="print the table of the rows that are finished")
     args = parser.parse_args()
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -393,9 +398,10 @@ def main() -> int:
         ):
             print(found)
         return 0
-    for arms in compared(out).values():
-        for arm in arms:
-            result_of(arm, out)
+    if not args.table:
+        for arms in compared(out).values():
+            for arm in arms:
+                result_of(arm, out)
     print(table(out))
     return 0
 

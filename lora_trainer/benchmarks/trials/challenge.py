@@ -1,7 +1,7 @@
 """`bench challenge`: a production run held against three aims: seconds a step, peak memory, and the score of its LoRA.
 
-Time and memory are of one sample a step, planned for 5 GB: of SDXL and SD1.5 at their own resolutions, or of the family
-that is set. On a GPU the step is measured, with random weights; without one it is predicted: its operations, at the
+Time and memory are of one sample a step, planned for 5 GB, at the model's own resolution: of the models in challenge.toml,
+or of the family that is set. On a GPU the step is measured, with random weights; without one it is predicted: its operations, at the
 rate of a GPU and the share of that rate that other programs are known to reach. The score is that of a whole
 `produce`: of the model and data that are named, or of the built-in ones.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,7 +40,6 @@ from lora_trainer.run.train import train
 
 SECONDS, GIGABYTES, SCORE = 2.0, 5.0, 0.9  # gigabytes of 1e9 bytes
 LIMIT_GIB = GIGABYTES * 1e9 / GIB
-MODELS = ("sdxl", "sd15")
 DEMO_PRESET = "12gb"  # of the built-in run, where no preset is named
 STEP_ROW_SECONDS = 600.0
 PREDICTED, MEASURED = "predicted", "measured"
@@ -55,13 +55,8 @@ class SpeedRecord:
     source: str
 
 
-# The shares are those of SDXL's step by the plan's count of operations: 14.2 TFLOP, 19.3 with recomputed blocks.
-RECORDS = (
-    SpeedRecord("RTX 3060", 0.32, "kohya's sd-scripts, SDXL at 1024, one sample, recomputed blocks: 2.4 s a step"),
-    SpeedRecord("RTX 3090 Ti", 0.16, "kohya's sd-scripts, SDXL at 1024, one sample: 1.12 s a step"),
-    SpeedRecord("RTX 4090", 0.31, "kohya's sd-scripts, SDXL at 1024, eight samples: 2.7 images a second"),
-    SpeedRecord("H100", 0.12, "none for SDXL; Unsloth's best of FLUX.1 on a B200, the nearest GPU with one"),
-)
+ASSUMED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+RECORDS = tuple(SpeedRecord(**record) for record in ASSUMED["record"])
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ def aimed(name: str, model: str, found: float | None, how: str, reason: str, **s
 def measure(asked: RequestedMeasure) -> Report:
     """The rows of each model, then the production run's. Raises UserError."""
     config = asked.resolved.config
-    families = () if config.model.path else (config.model.family,) if config.model.family else MODELS
+    families = () if config.model.path else (config.model.family,) if config.model.family else ASSUMED["models"]
     rows: list[ChallengeRow] = []
     on_gpu = torch.cuda.is_available()
     wanted = [name for name in ("step", "peak", "score") if asked.only is None or asked.only in name]
