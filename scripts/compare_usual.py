@@ -60,16 +60,27 @@ from lora_trainer.training.torch_settings import set_hardware
 CPU = torch.device("cpu")
 SEEDS = (42, 7, 1234)
 TUNING_SEED = 1
-STEPS, TUNING_STEPS = 880, 300
+STEPS, TUNING_STEPS = 880, 300  # of the compared runs unless set, and of those that tune
 EVERY = 55  # steps from one validation to the next
 BATCH = 2
+ENOUGH = 200  # repeats of an image, of 1,800 steps: max_steps ends a run
 ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")  # what diffusers' script trains
-OURS, USUAL, USUAL_ATTENTION = "ours", "usual, our modules", "usual, attention"
+OURS, HALF, USUAL, USUAL_ATTENTION = "ours", "ours, half the steps", "usual, our modules", "usual, attention"
 RATES = (5e-4, 1.5e-3, 3e-3)
 FINER, COARSER = 2.5, 2.0  # how far beyond an end that is best the next learning rate is
-HALVES = (440, 220)  # steps of whole shorter runs of ours, with an LR schedule of that length
 T_95 = {2: 12.71, 3: 4.30}  # Student's t by the number of seeds
 RUNS = "runs.jsonl"
+TITLES = (
+    "row",
+    "steps",
+    "base",
+    "final loss",
+    "over ours",
+    "lowest",
+    "CPU ms a step",
+    "reaches our final loss after",
+    "we reach its final loss after",
+)
 
 
 @dataclass(frozen=True)
@@ -107,9 +118,8 @@ class Clock:
 
 def prepared(arm: Arm, folder: Path) -> Run:
     """A run of the trainer with the built-in preset: its data, validation images and base are everyone's."""
-    repeats = 2 * STEPS * BATCH // 18  # more than it needs: max_steps ends it
     values: dict[str, Any] = {
-        "train": {"seed": arm.seed, "max_steps": arm.steps, "total_repeats": repeats, "effective_batch_size": BATCH},
+        "train": {"seed": arm.seed, "max_steps": arm.steps, "total_repeats": ENOUGH, "effective_batch_size": BATCH},
         "validation": {"every_n_steps": EVERY, "split": 0.25, "split_seed": arm.seed, "agreement": False},
         "sample": {"every_n_steps": 0},
         "hardware": {"threads": 1},
@@ -180,7 +190,7 @@ def train_usual(arm: Arm, folder: Path) -> dict[str, Any]:
     noise_scheduler = DDPMScheduler.from_pretrained(BASE_FOLDER, subfolder="scheduler")
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.AdamW(parameters, lr=arm.learning_rate, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8)
-    loader = DataLoader(items, batch_size=BATCH, shuffle=True, collate_fn=list)  # type: ignore[arg-type]
+    loader: Any = DataLoader(items, batch_size=BATCH, shuffle=True, collate_fn=list)  # type: ignore[arg-type]
     lr_scheduler = get_scheduler(arm.scheduler, optimizer, num_warmup_steps=0, num_training_steps=arm.steps)
     model, optimizer, loader, lr_scheduler = accelerator.prepare(unet, optimizer, loader, lr_scheduler)
 
@@ -304,15 +314,14 @@ def chosen(name: str, out: Path) -> tuple[float, str]:
     return best.learning_rate, best.scheduler
 
 
-def compared(out: Path) -> dict[str, list[Arm]]:
-    """The arms of the comparison by their title, one for each seed."""
+def compared(out: Path, steps: int) -> dict[str, list[Arm]]:
+    """The arms of the comparison by their title, one for each seed; ours also in whole runs of half the steps."""
     found = {}
     for name in (USUAL, USUAL_ATTENTION):
         rate, scheduler = chosen(name, out)
-        found[name] = [Arm(name, seed, STEPS, rate, scheduler) for seed in SEEDS]
-        found[OURS] = [Arm(OURS, seed, STEPS) for seed in SEEDS]  # after the first: what matters most is trained first
-    for steps in HALVES:
-        found[f"{OURS}, {steps} steps"] = [Arm(OURS, seed, steps) for seed in SEEDS]
+        found[name] = [Arm(name, seed, steps, rate, scheduler) for seed in SEEDS]
+        found[OURS] = [Arm(OURS, seed, steps) for seed in SEEDS]  # after the first: what matters most is trained first
+        found[HALF] = [Arm(OURS, seed, steps // 2) for seed in SEEDS]
     return found
 
 
@@ -336,8 +345,8 @@ def interval(values: list[float], form: str) -> str:
     return f"{mean:{form}} ± {half:{form}}"
 
 
-def table(out: Path) -> str:
-    """The short runs, and the comparison with its intervals over seeds."""
+def table(out: Path, steps: int) -> str:
+    """The short runs, and the comparison with its intervals over seeds, paired with ours by the seed."""
     lines = ["| usual loop, tuning | learning rate | LR scheduler | validation loss |", "|---|---|---|---|"]
     for name in (USUAL, USUAL_ATTENTION):
         lines += [
@@ -345,64 +354,47 @@ def table(out: Path) -> str:
             for arm in tuned(name, out)
         ]
     kept = finished(out)
-    arms = {title: each for title, each in compared(out).items() if all(arm.key in kept for arm in each)}
+    arms = {title: each for title, each in compared(out, steps).items() if all(arm.key in kept for arm in each)}
     rows = {title: [result_of(arm, out) for arm in each] for title, each in arms.items()}
-    ours = rows[OURS]
-    lines += [
-        "",
-        "| row | steps | base | final loss | over ours | lowest | ms a step | reaches our final loss after | we reach its final loss after | our seconds to it over its |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    ends = {title: [row["curve"][row["arm"]["steps"]] for row in each] for title, each in rows.items()}
+    lines += ["", f"| {' | '.join(TITLES)} |", f"|{'---|' * len(TITLES)}"]
     for title, each in rows.items():
-        steps = arms[title][0].steps
-        ends = [row["curve"][steps] for row in each]
-        over = [end - own["curve"][STEPS] for end, own in zip(ends, ours, strict=True)]
-        cells = [title, str(steps), interval([row["curve"][0] for row in each], ".3f"), interval(ends, ".4f")]
-        cells.append("" if title == OURS else interval(over, "+.4f"))
-        cells += [interval([min(row["curve"].values()) for row in each], ".4f")]
-        cells.append(interval([1000 * row["seconds"] / steps for row in each], ".0f"))
-        theirs = [steps_to(row["curve"], own["curve"][STEPS]) for row, own in zip(each, ours, strict=True)]
-        reached = [steps_to(own["curve"], end) for own, end in zip(ours, ends, strict=True)]
-        cells += [counts(theirs), counts(reached)]
-        shares = [
-            "never" if at is None else f"{at * own['seconds'] / STEPS / row['seconds']:.2f}"
-            for at, own, row in zip(reached, ours, each, strict=True)
-        ]
-        cells.append(", ".join(shares))
+        pairs = list(zip(each, ends[title], rows.get(OURS, []), ends.get(OURS, []), strict=False))
+        cells = [title, str(each[0]["arm"]["steps"])]
+        cells += [interval([row["curve"][0] for row in each], ".3f"), interval(ends[title], ".4f")]
+        cells.append(interval([end - own for _, end, _, own in pairs], "+.4f") if pairs and title != OURS else "")
+        cells.append(interval([min(row["curve"].values()) for row in each], ".4f"))
+        cells.append(interval([1000 * row["seconds"] / row["arm"]["steps"] for row in each], ".0f"))
+        theirs = [(steps_to(row["curve"], own), row) for row, _, _, own in pairs]
+        reached = [(steps_to(ours["curve"], end), ours) for _, end, ours, _ in pairs]
+        cells += [counts(theirs), counts(reached)] if title != OURS else ["", ""]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def counts(steps: list[float | None]) -> str:
-    """Steps by seed; with an interval where all reached it."""
-    each = ", ".join("never" if step is None else f"{step:.0f}" for step in steps)
-    known = [step for step in steps if step is not None]
-    return f"{each} ({interval(known, '.0f')})" if len(known) == len(steps) else each
+def counts(reached: list[tuple[float | None, dict[str, Any]]]) -> str:
+    """Steps and CPU seconds of each seed; with an interval of the steps where all reached it."""
+    each = []
+    for step, row in reached:
+        each.append("never" if step is None else f"{step:.0f} ({step * row['seconds'] / row['arm']['steps']:.0f} s)")
+    known = [step for step, _ in reached if step is not None]
+    mean = f"; {interval(known, '.0f')} steps" if known and len(known) == len(reached) else ""
+    return ", ".join(each) + mean
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, help="time one run of each kind of so many steps, and keep nothing")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of each compared run ({STEPS})")
     parser.add_argument("--table", action="store_true", help="print the table of the rows that are finished")
     args = parser.parse_args()
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    if args.steps:
-        for found in (
-            train_ours(Arm(OURS, TUNING_SEED, args.steps), out),
-            *(
-                train_usual(Arm(name, TUNING_SEED, args.steps, 1e-3, "constant"), out)
-                for name in (USUAL, USUAL_ATTENTION)
-            ),
-        ):
-            print(found)
-        return 0
     if not args.table:
-        for arms in compared(out).values():
+        for arms in compared(out, args.steps).values():
             for arm in arms:
                 result_of(arm, out)
-    print(table(out))
+    print(table(out, args.steps))
     return 0
 
 
