@@ -320,8 +320,8 @@ def compared(out: Path, steps: int) -> dict[str, list[Arm]]:
     for name in (USUAL, USUAL_ATTENTION):
         rate, scheduler = chosen(name, out)
         found[name] = [Arm(name, seed, steps, rate, scheduler) for seed in SEEDS]
-        found[OURS] = [Arm(OURS, seed, steps) for seed in SEEDS]  # after the first: what matters most is trained first
-        found[HALF] = [Arm(OURS, seed, steps // 2) for seed in SEEDS]
+    found[OURS] = [Arm(OURS, seed, steps) for seed in SEEDS]
+    found[HALF] = [Arm(OURS, seed, steps // 2) for seed in SEEDS]
     return found
 
 
@@ -391,9 +391,10 @@ def main() -> int:
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if not args.table:
-        for arms in compared(out, args.steps).values():
-            for arm in arms:
-                result_of(arm, out)
+        arms = compared(out, args.steps)
+        pairs = zip(arms[OURS], arms[USUAL], strict=True)  # what matters most is trained first
+        for arm in [*(each for pair in pairs for each in pair), *arms[USUAL_ATTENTION], *arms[HALF]]:
+            result_of(arm, out)
     print(table(out, args.steps))
     return 0
 

@@ -215,5 +215,5 @@ COLUMNS: tuple[Column, ...] = (
 ABOUT = {
     "peak": "the most that a GPU holds, with its context, or without a GPU this process in RAM; GB of 1e9 bytes",
     "score": "of the LoRA, by its gate",
-    "found": "predicted: operations over the GPU's rate times the share of it that is assumed; no claim of speed",
+    "found": "predicted: operations over the assumed share of the GPU's rate; unpacking quantized weights is not counted",
 }
