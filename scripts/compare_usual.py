@@ -342,7 +342,7 @@ def interval(values: list[float], form: str) -> str:
     if len(values) < 2:
         return format(mean, form)
     half = T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-    return f"{mean:{form}} ± {half:{form}}"
+    return f"{mean:{form}} ± {half:{form.lstrip('+')}}"
 
 
 def table(out: Path, steps: int) -> str:
