@@ -147,6 +147,9 @@ MEASURES: Mapping[str, Measure] = {
     "batch": Measure("how many samples at once pay", "trials.batch", frozenset({"tiny"})),
     "trackers": Measure("what trackers cost a step", "trials.tracker_cost", frozenset({"tiny", "subjects"})),
     "ablation": Measure("each optimization: claimed, measured", "trials.ablation", frozenset({"tiny", "only"})),
+    "challenge": Measure(
+        "time, memory and score of a production run beside their aims", "trials.challenge", frozenset({"only"})
+    ),
     "resolution": Measure("what larger images cost and bring", "trials.resolution", frozenset({"tiny"})),
     "scaling": Measure("several processes over one", "trials.scaling", frozenset({"tiny"})),
     "table": Measure("all rows of a GPU", "trials.table", frozenset({"tiny", "minutes", "rows", "only"})),

@@ -86,7 +86,10 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--rows", type=Path, metavar="FILE", help="table: save rows here, and continue from them (bench-table.json)"
     )
     parser.add_argument(
-        "--filter", dest="only", metavar="TEXT", help="table, ablation: only rows with this text in their names"
+        "--filter",
+        dest="only",
+        metavar="TEXT",
+        help="table, ablation, challenge: only rows with this text in their names",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_run_arguments(parser, hidden=("--profile",))
