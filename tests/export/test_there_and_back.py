@@ -35,6 +35,7 @@ HEADERS = {
         "sdxl": "sdxl_base_v1-0",
         "sd3": "sd3",
         "flux": "flux1",
+        "flux2": "flux2",
         "z_image": "z_image",
     }.items()
 }
