@@ -259,6 +259,19 @@ FAMILY = Family(
         base_names=base_names,
         prefixes={"transformer": "lora_unet"},
         layout=LAYOUT,
-        readers=(),
+        readers=(
+            "diffusers: kohya",
+            "diffusers: original",
+            "ComfyUI: kohya",
+            "ComfyUI: original",
+            "ComfyUI: original, kohya's halves",
+            "ComfyUI: diffusers",
+            "ComfyUI: diffusers, kohya's halves",
+            "ComfyUI: OneTrainer",
+            "ComfyUI: LyCORIS",
+            "ComfyUI: no prefix",
+        ),
+        # Of these diffusers reads the last one by the original's name with its halves in the wrong order.
+        passed_over={"diffusers": (*MODULATIONS, "norm_out.")},
     ),
 )

@@ -61,7 +61,7 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
         scale = read_config(inputs.facts.path, "vae/config.json").get("scaling_factor")
         a_file = config.model.vae.endswith(".safetensors")
         assumed = f" (scaling_factor {scale} is this model's: the file has none and must be of the same family)"
-        lines.append(f"VAE: {config.model.vae}{assumed if a_file else ''}")
+        lines.append(f"VAE: {config.model.vae}{assumed if a_file and scale is not None else ''}")
     own = inputs.family.denoiser.make_process(inputs.facts.path)
     if own.prediction == "flow":
         facts, shift = inputs.facts, config.flow.shift

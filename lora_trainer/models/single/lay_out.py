@@ -148,7 +148,8 @@ def _from_checkpoint(checkpoint: SingleFile, replacement: dict[str, Path | None]
         _write_part(component, target / name)
     write_json(target / "scheduler" / "scheduler_config.json", _scheduler(checkpoint, published))
     absent = {name: [None, None] for text in set(TEXTS[family]) - set(texts) for name in (text, tokenizer_of(text))}
-    write_json(target / "model_index.json", published["model_index"] | absent)
+    own = published.get("model_index_of", {}).get(checkpoint.variant, {})
+    write_json(target / "model_index.json", published["model_index"] | own | absent)
 
 
 def _published(family: str) -> dict[str, Any]:
