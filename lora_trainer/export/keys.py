@@ -9,7 +9,7 @@ component's kohya prefix and the rest with dots turned into underscores. To rest
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lora_trainer.export.layout import Names, Rule, rules_of_original, rules_of_ours
@@ -141,11 +141,12 @@ def resolve(
 
 
 def _family_of(
-    parsed: Iterable[tuple[str, str]], families: Sequence[Names], hint: str, sides: Mapping[str, tuple[int, int]]
+    parsed: Collection[tuple[str, str]], families: Sequence[Names], hint: str, sides: Mapping[str, tuple[int, int]]
 ) -> tuple[Names | None, bool]:
     """The family that knows the most names, and whether they are its own: others may know all of them as well, and
     models that nobody here knows share diffusers' names, too."""
-    rests = [rest for component, rest in parsed if not component.startswith("text_encoder") and not _is_unet(rest)]
+    of_text = [component.startswith("text_encoder") for component, _ in parsed]
+    rests = [rest for (_, rest), text in zip(parsed, of_text, strict=True) if not text and not _is_unet(rest)]
     known = [(family, [_match(rest, family) for rest in rests]) for family in families if family.layout]
     most = max((sum(matches) for _, matches in known), default=0)
     told = _OTHER.sub("", hint)
@@ -155,7 +156,8 @@ def _family_of(
     if not most:  # of text encoders alone, the header decides
         return next((family for family, _ in hinted if not rests), None), False
     best = [each for each in known if sum(each[1]) == most]
-    fitting = [each for each in best if _shaped(sides, each[0])] or best
+    readable = [each for each in best if not any(of_text) or "text_encoder" in each[0].prefixes] or best
+    fitting = [each for each in readable if _shaped(sides, each[0])] or readable
     named = [each for each in hinted if any(each is other for other in fitting)][:1] or fitting
     family, matches = named[0]
     return family, len(named) == 1 and (all(matches) or ORIGINAL in matches)

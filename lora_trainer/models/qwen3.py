@@ -89,7 +89,9 @@ def read_chat(
 def _chat(tokenizer: Any, text: str, thinking: bool) -> str:
     """The chat with the text as the user's message, before the model's reply."""
     chat = [{"role": "user", "content": text}]
-    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, enable_thinking=thinking))
+    return str(
+        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, enable_thinking=thinking)
+    )
 
 
 def _between(around: str, parts: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:

@@ -15,14 +15,14 @@ from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkp
 from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
 from lora_trainer.export.kohya import kohya_tensors
-from lora_trainer.export.layout import Names, rule_of
+from lora_trainer.export.layout import Names
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.autoencoder import image_decoder, load_vae
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.family import TextOptions
-from lora_trainer.models.flux2 import LAYOUT
 from tests.export.tiny import FLUX2_WIDTH, random_lora, tiny_pipeline, tiny_transformer
+from tests.models.single.originals import flux2_original
 
 CPU = torch.device("cpu")
 FAMILY = FAMILIES["flux2"]
@@ -86,7 +86,7 @@ def test_a_folder_of_another_kind_is_refused(model, tmp_path, file, values, matc
 
 
 def test_clip_options_are_refused(model):
-    with pytest.raises(UsageError, match="FLUX.2 reads captions with a language model"):
+    with pytest.raises(UsageError, match=r"FLUX\.2 reads captions with a language model"):
         FAMILY.reading(TextOptions(clip_skip=2)).describe(model)
 
 
@@ -129,7 +129,9 @@ def test_the_denoiser_gets_the_same_inputs_as_in_the_pipeline(model, size):
     rows, columns = size[1] // 16, size[0] // 16
     seen: list[dict[str, Any]] = []
     transformer.register_forward_pre_hook(
-        lambda module, args, named: seen.append(dict(zip(("hidden", "text", "time", "places", "words"), args, strict=True))),
+        lambda module, args, named: seen.append(
+            dict(zip(("hidden", "text", "time", "places", "words"), args, strict=True))
+        ),
         with_kwargs=True,
     )
     times = [float(call["timestep"][0]) for call in calls]
@@ -139,9 +141,7 @@ def test_the_denoiser_gets_the_same_inputs_as_in_the_pipeline(model, size):
         noisy = pipeline._unpatchify_latents(patches)
         expected = pipeline._unpatchify_latents(target.transpose(1, 2).unflatten(2, (rows, columns)))
         with torch.no_grad():
-            ours = FAMILY.denoiser.predict(
-                transformer, noisy, 1000 * call["timestep"] - 1, cond, torch.zeros(1, 6)
-            )
+            ours = FAMILY.denoiser.predict(transformer, noisy, 1000 * call["timestep"] - 1, cond, torch.zeros(1, 6))
         assert torch.equal(seen[-1]["hidden"], call["hidden_states"])
         assert torch.equal(seen[-1]["places"], call["img_ids"][0])
         assert torch.equal(seen[-1]["words"], call["txt_ids"][0])
@@ -163,27 +163,10 @@ def test_times_are_exact_in_half_precision(model):
 
 def test_the_layout_has_every_module_as_in_diffusers_converter():
     """Each weight with its original key, fused and swapped as in the original, survives diffusers' conversion."""
-    norms = {
-        "attn.norm_q": "img_attn.norm.query_norm",
-        "attn.norm_k": "img_attn.norm.key_norm",
-        "attn.norm_added_q": "txt_attn.norm.query_norm",
-        "attn.norm_added_k": "txt_attn.norm.key_norm",
-    }
-    weights = tiny_transformer("flux2").state_dict()
-    original: dict[str, dict[int, torch.Tensor]] = {}
-    for name, weight in weights.items():
-        module, _, kind = name.rpartition(".")
-        ruled = rule_of(LAYOUT, module)
-        if ruled is not None:
-            value = torch.cat(weight.chunk(2)[::-1]) if ruled[0].swapped else weight
-            original.setdefault(f"{ruled[1]}.{kind}", {})[ruled[0].part] = value
-            continue
-        block, number, rest = module.split(".", 2)
-        theirs = norms[rest] if block == "transformer_blocks" else norms[rest].removeprefix("img_attn.")
-        original[f"{block.replace('single_transformer', 'single').replace('transformer', 'double')}.{number}.{theirs}.scale"] = {0: weight}
-    fused = {name: torch.cat([parts[part] for part in sorted(parts)]) for name, parts in original.items()}
-    assert "double_blocks.0.img_attn.qkv.weight" in fused
-    back = convert_flux2_transformer_checkpoint_to_diffusers(fused)
+    transformer = tiny_transformer("flux2")
+    weights, original = transformer.state_dict(), flux2_original(transformer)
+    assert {"double_blocks.0.img_attn.qkv.weight", "single_blocks.1.norm.key_norm.scale"} <= original.keys()
+    back = convert_flux2_transformer_checkpoint_to_diffusers(original)
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], weight) for name, weight in weights.items())
 

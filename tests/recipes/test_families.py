@@ -37,7 +37,12 @@ LEARNING = {
     "checkpoint__every_n_steps": 3,
     "captions__dropout": 0.3,
 }  # rank 4
-KINDS = {"sd3-without-t5": "sd3", "sd3.5": "sd3", "flux-schnell": "flux", "flux2-distilled": "flux2"}  # other flavors of a family
+KINDS = {
+    "sd3-without-t5": "sd3",
+    "sd3.5": "sd3",
+    "flux-schnell": "flux",
+    "flux2-distilled": "flux2",
+}  # other flavors of a family
 AT_1024 = ("flux", "flux2", "z_image")  # the gate's pixels for them, as no config sets fewer: ten times as slow
 
 

@@ -163,7 +163,8 @@ class ParallelProcessor(_Processor):
         shared = attn.to_qkv_mlp_proj(hidden_states)
         attending = 3 * attn.inner_dim
         queries, inner = shared.split((attending, shared.shape[-1] - attending), dim=-1)
-        query, key, value = _heads(attn, *queries.chunk(3, dim=-1), attn.norm_q, attn.norm_k)
+        query, key, value = queries.chunk(3, dim=-1)
+        query, key, value = _heads(attn, query, key, value, attn.norm_q, attn.norm_k)
         if image_rotary_emb is not None:
             query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
         mixed = torch.cat([self.mixed(query, key, value), attn.mlp_act_fn(inner)], dim=-1)

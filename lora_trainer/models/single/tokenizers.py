@@ -40,7 +40,10 @@ REPOSITORIES = {
 }
 LACK_TOKENIZER = tuple(REPOSITORIES)  # kinds whose tokenizer does not come with the package
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".index.json")
-ORIGINS = {"t5": ("T5", "any FLUX.1 or SD3 folder has one"), "qwen3": ("Qwen3", "any Z-Image or FLUX.2 klein folder has one")}
+ORIGINS = {
+    "t5": ("T5", "any FLUX.1 or SD3 folder has one"),
+    "qwen3": ("Qwen3", "any Z-Image or FLUX.2 klein folder has one"),
+}
 
 
 @functools.cache

@@ -10,7 +10,10 @@ from lora_trainer.models.single.stored import Part, Stored, renamed
 
 ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
 LINEAR = tuple(f".{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0", "query", "key", "value", "proj_attn"))
-WITHIN = {"encoder.quant_conv.": "quant_conv.", "decoder.post_quant_conv.": "post_quant_conv."}  # in FLUX.2's first code
+WITHIN = {
+    "encoder.quant_conv.": "quant_conv.",
+    "decoder.post_quant_conv.": "post_quant_conv.",
+}  # in FLUX.2's first code
 OWN = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
 STATISTICS = "bn."  # of FLUX.2's latents
 MIDDLE = re.compile(r"(encoder|decoder)\.mid\.(?:block_([12])|attn_1)\.(.+)")

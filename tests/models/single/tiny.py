@@ -175,6 +175,7 @@ def tiny_flow_pipeline(folder: Path, kind: str) -> Any:
 
 def tiny_flux2(folder: Path, *, distilled: bool = False) -> Any:
     """With published head sizes, which no file stores."""
+    make_tokenizer(folder)  # of CLIP, for the package
     sizes = {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 1, "joint_attention_dim": 3 * FLUX2_WIDTH}
     vae = {"block_out_channels": (32, 32), "down_block_types": ("DownEncoderBlock2D",) * 2, "layers_per_block": 2}
     return Flux2KleinPipeline(
