@@ -149,10 +149,10 @@ def _family_of(
     rests = [rest for (_, rest), text in zip(parsed, of_text, strict=True) if not text and not _is_unet(rest)]
     known = [(family, [_match(rest, family) for rest in rests]) for family in families if family.layout]
     most = max((sum(matches) for _, matches in known), default=0)
-    told = _OTHER.sub("", hint)
+    header = _OTHER.sub("", hint)
     # The longest name first: one may be the beginning of another's.
     by_name = sorted(known, key=lambda each: len(each[0].family), reverse=True)
-    hinted = [each for each in by_name if _OTHER.sub("", each[0].family) in told]
+    hinted = [each for each in by_name if _OTHER.sub("", each[0].family) in header]
     if not most:  # of text encoders alone, the header decides
         return next((family for family, _ in hinted if not rests), None), False
     best = [each for each in known if sum(each[1]) == most]

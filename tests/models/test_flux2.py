@@ -63,7 +63,7 @@ def test_the_family_is_recognized_by_its_pipeline_and_described(model, tmp_path)
 
 
 @pytest.mark.parametrize(("width", "size"), [(2560, "4b"), (4096, "9b")])
-def test_the_two_sizes_are_told_apart(model, tmp_path, width, size):
+def test_the_two_sizes_are_distinguished(model, tmp_path, width, size):
     other = changed(model, tmp_path, "transformer/config.json", joint_attention_dim=3 * width)
     qwen = other / "text_encoder" / "config.json"
     qwen.write_text(json.dumps(json.loads(qwen.read_text("utf-8")) | {"hidden_size": width}), encoding="utf-8")

@@ -65,7 +65,7 @@ def test_a_checkpoint_equals_its_folder(pipeline: Any, bare: bool, tmp_path: Pat
     )
 
 
-def test_base_and_distilled_are_told_by_the_name_or_the_setting(pipeline: Any, tmp_path: Path) -> None:
+def test_base_and_distilled_are_distinguished_by_the_name_or_the_setting(pipeline: Any, tmp_path: Path) -> None:
     folder, tensors = tmp_path / "folder", flux2_checkpoint(pipeline)
     for name, flavor, variant, noted in (
         ("mine.safetensors", None, "klein", True),
