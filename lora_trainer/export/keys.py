@@ -158,7 +158,9 @@ def _family_of(
     best = [each for each in known if sum(each[1]) == most]
     readable = [each for each in best if not any(of_text) or "text_encoder" in each[0].prefixes] or best
     fitting = [each for each in readable if _shaped(sides, each[0])] or readable
-    named = [each for each in hinted if any(each is other for other in fitting)][:1] or fitting
+    there = {each[0].family for each in fitting}
+    fitting = [each for each in fitting if each[0].like not in there]
+    named = [each for each in hinted if any(each is other for other in readable)][:1] or fitting
     family, matches = named[0]
     return family, len(named) == 1 and (all(matches) or ORIGINAL in matches)
 

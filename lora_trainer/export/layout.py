@@ -53,6 +53,7 @@ class Names:
     prefixes: Mapping[str, str]
     layout: Layout = field(default=(), repr=False)
     also: Layout = field(default=(), repr=False)
+    like: str = ""  # the family that is meant where names and shapes are of both
 
 
 def rules_of_original(layout: Layout, name: str) -> tuple[tuple[Rule, ...], tuple[str, ...]] | None:

@@ -9,6 +9,8 @@ import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
+    ChromaPipeline,
+    ChromaTransformer2DModel,
     DDIMScheduler,
     DiffusionPipeline,
     EulerDiscreteScheduler,
@@ -68,6 +70,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "flux-schnell": {"guidance_embeds": False},
     "flux2": {},
     "flux2-distilled": {},
+    "chroma": {},
     "z_image": {},
 }
 CHAT = (
@@ -114,6 +117,9 @@ def tiny_flow_pipeline(tokenizer: CLIPTokenizer, kind: str) -> DiffusionPipeline
     if kind == "z_image":
         words = {"tokenizer": qwen_tokenizer(), "text_encoder": tiny_qwen()}
         pipeline = ZImagePipeline(**{**parts, **words}, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0))
+    elif kind == "chroma":
+        words = {"text_encoder": tiny_t5(), "tokenizer": t5_tokenizer()}
+        pipeline = ChromaPipeline(**{**parts, **words}, scheduler=FlowMatchEulerDiscreteScheduler(use_beta_sigmas=False))
     elif kind.startswith("flux2"):
         pipeline = Flux2KleinPipeline(
             vae=tiny_flux2_vae(),
@@ -160,6 +166,9 @@ def tiny_transformer(kind: str) -> torch.nn.Module:
         sizes |= {"num_attention_heads": 2, "joint_attention_dim": 3 * FLUX2_WIDTH, "axes_dims_rope": (4, 4, 4, 4)}
         return Flux2Transformer2DModel(**sizes, timestep_guidance_channels=16, guidance_embeds=False)
     common: dict[str, Any] = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": T5_WIDTH}
+    if kind == "chroma":
+        layers = {"num_layers": 2, "num_single_layers": 2, "axes_dims_rope": (4, 6, 6)}
+        return ChromaTransformer2DModel(**common, **layers, approximator_hidden_dim=32, approximator_layers=1)
     if kind.startswith("flux"):
         layers = {"num_layers": 2, "num_single_layers": 2, "pooled_projection_dim": POOLED, "axes_dims_rope": (4, 6, 6)}
         return FluxTransformer2DModel(**common, **layers, **TRANSFORMERS[kind])

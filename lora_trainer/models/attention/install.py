@@ -97,7 +97,10 @@ class JointProcessor(_Processor):
 
 
 class RotaryProcessor(_Processor):
-    """A transformer's with rotary positions (arXiv:2104.09864), the text first; it may be part of `hidden_states`."""
+    """A transformer's with rotary positions (arXiv:2104.09864), the text first; it may be part of `hidden_states`.
+
+    A mask [B, 1, L, L] is one that torch's own choice alone can take.
+    """
 
     def __call__(
         self,
@@ -109,7 +112,9 @@ class RotaryProcessor(_Processor):
     ) -> Tensor | tuple[Tensor, Tensor]:
         from diffusers.models.embeddings import apply_rotary_emb
 
-        _refuse_mask(attention_mask)
+        if attention_mask is not None:
+            usual = self.usual(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+            return cast("Tensor | tuple[Tensor, Tensor]", usual)
         parts = _own(attn, hidden_states, hidden_states)
         if encoder_hidden_states is not None:
             text = _added(attn, encoder_hidden_states)
