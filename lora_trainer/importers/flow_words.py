@@ -160,7 +160,7 @@ KOHYA: Mapping[str, KeyRule] = {
 }
 
 
-SIMPLETUNER_FLOWS = ("sd3", "flux", "flux2", "z_image")
+SIMPLETUNER_FLOWS = ("sd3", "flux", "flux2", "chroma", "z_image")
 SIMPLETUNER_DEFAULTS: Mapping[str, Any] = {"flow_schedule_shift": 3.0}
 
 
@@ -204,7 +204,7 @@ SIMPLETUNER: Mapping[str, KeyRule] = {
     "flux_guidance_mode": lacking(NO_GUIDANCE, off=("constant",)),
     "flux_guidance_value": lacking(NO_GUIDANCE, off=(1, 1.0)),
 }
-ONETRAINER_FLOWS = ("STABLE_DIFFUSION_3", "STABLE_DIFFUSION_35", "FLUX_DEV_1", "FLUX_2", "Z_IMAGE")
+ONETRAINER_FLOWS = ("STABLE_DIFFUSION_3", "STABLE_DIFFUSION_35", "FLUX_DEV_1", "FLUX_2", "CHROMA_1", "Z_IMAGE")
 
 
 def is_onetrainer_flow(around: Around | Mapping[str, Any]) -> bool:
@@ -247,7 +247,7 @@ ONETRAINER: Mapping[str, KeyRule] = {
     **{key: by(_onetrainer_number, ALL) for key in ("noising_weight", "noising_bias", "timestep_shift")},
     "dynamic_timestep_shifting": by(_onetrainer_switch, ALL),
 }
-AITOOLKIT_FLOWS = ("flux", "flux2", "flux2_klein_4b", "flux2_klein_9b", "sd3", "flex1", "zimage")
+AITOOLKIT_FLOWS = ("flux", "flux2", "flux2_klein_4b", "flux2_klein_9b", "chroma", "sd3", "flex1", "zimage")
 AITOOLKIT_DEFAULTS: Mapping[str, Any] = {"train.timestep_type": "sigmoid"}
 
 

@@ -36,6 +36,7 @@ HEADERS = {
         "sd3": "sd3",
         "flux": "flux1",
         "flux2": "flux2",
+        "chroma": "chroma",
         "z_image": "z_image",
     }.items()
 }

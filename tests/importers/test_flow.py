@@ -171,6 +171,8 @@ def test_one_weighting_of_kohyas_is_followed_and_none_for_a_flow(tmp_path: Path)
         ("a.json", toolkit_job("zimage"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("flux", linear_timesteps=True), ("uniform", 1.0)),
         ("a.json", toolkit_job("flux2_klein_4b"), ("logit_normal", 0.0, 1.0, 1.0)),
+        ("a.json", toolkit_job("chroma"), ("logit_normal", 0.0, 1.0, 1.0)),
+        ("o.json", one_trainer("CHROMA_1"), ("uniform", 1.0)),
         ("s.json", tuner("flux2"), ("logit_normal", 0.0, 1.0, 3.0)),
         ("o.json", one_trainer("FLUX_2"), ("uniform", 1.0)),
         ("d.sh", script("flux2_klein"), ("uniform", 1.0)),
@@ -308,6 +310,7 @@ def test_learning_rate_of_t5_in_the_gui(keys: dict[str, object], rates: tuple[fl
         ("STABLE_DIFFUSION_35", (1e-5, 2e-5, 3e-5)),
         ("FLUX_DEV_1", (1e-5, 2e-5)),
         ("FLUX_2", ()),
+        ("CHROMA_1", ()),
         ("Z_IMAGE", ()),
     ],
 )

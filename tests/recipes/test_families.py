@@ -43,7 +43,7 @@ KINDS = {
     "flux-schnell": "flux",
     "flux2-distilled": "flux2",
 }  # other flavors of a family
-AT_1024 = ("flux", "flux2", "z_image")  # the gate's pixels for them, as no config sets fewer: ten times as slow
+AT_1024 = ("flux", "flux2", "chroma", "z_image")  # the gate's pixels for them, as no config sets fewer: ten times as slow
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
@@ -146,6 +146,7 @@ def test_the_header_names_the_base_model_as_other_programs_do(trained):
         "flux-schnell": ("flux1", "False", "flux-1-schnell/lora", None),
         "flux2": ("flux2", "False", "flux-2-klein-base/lora", None),
         "flux2-distilled": ("flux2", "False", "flux-2-klein/lora", None),
+        "chroma": ("chroma", "False", "chroma/lora", None),
         "z_image": ("z_image", "False", "z-image-turbo/lora", None),
     }
     keys = ("ss_base_model_version", "ss_v2", "modelspec.architecture", "modelspec.prediction_type")

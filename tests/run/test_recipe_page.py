@@ -30,6 +30,7 @@ HEADINGS = {
     "SD 3.5": "sd3",
     "FLUX.1": "flux",
     "FLUX.2 klein": "flux2",
+    "Chroma": "chroma",
     "Z-Image": "z_image",
 }
 

@@ -106,6 +106,12 @@ CASES: dict[str, Case] = {
         "lora__target_modules": "attention+ff",
         "captions__dropout": 0.3,
     },
+    "chroma": {
+        "family": "chroma",
+        "data__resolution": 64,
+        "memory__gradient_checkpointing": "true",
+        "captions__dropout": 0.3,
+    },
     "z_image": {
         "family": "z_image",
         "data__resolution": 64,

@@ -125,7 +125,7 @@ def _unknown(file: Path, names: list[str]) -> Problem:
         if any(name.endswith(endings) for name in names):
             return Problem(f"{file} is {kind}, no base model.", fix)
     seen = ", ".join(sorted(names)[:3])[:200] or "nothing"
-    families = "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1, FLUX.2 klein and Z-Image"
+    families = "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1, FLUX.2 klein, Chroma and Z-Image"
     return Problem(f"{file} is of no known architecture: it holds {seen}.", f"What can be read: {families}.")
 
 
@@ -201,8 +201,11 @@ def _flux(found: SingleFile) -> SingleFile:
     stored = found.denoiser
     if "single_stream_modulation.lin.weight" in stored.shapes:
         return _flux2(found)
-    if "distilled_guidance_layer.in_proj.bias" in stored.shapes:
-        raise UsageError(Problem(f"{found.file} is a Chroma model, which cannot be trained yet.", USE_BASE))
+    if "distilled_guidance_layer.in_proj.bias" in stored.shapes and "txt_in.weight" in stored.shapes:
+        if "img_in.weight" not in stored.shapes or stored.side("img_in.weight", 1) != FIRST_OF_FLUX:
+            message = f"{found.file} is a Chroma model that takes pixels (Radiance), or more than noisy latents."
+            raise UsageError(Problem(message, "Use Chroma1-Base or Chroma1-HD."))
+        return SingleFile(found.file, "chroma", stored, found.header)
     if "txt_in.weight" not in stored.shapes or "vector_in.in_layer.weight" not in stored.shapes:
         message = f"{found.file} has FLUX.1's blocks but another text input."
         raise UsageError(Problem(message, USE_BASE))

@@ -28,6 +28,8 @@ REPOSITORIES = {
     "t5": (
         ("black-forest-labs/FLUX.1-dev", "tokenizer_2"),
         ("black-forest-labs/FLUX.1-schnell", "tokenizer_2"),
+        ("lodestones/Chroma1-HD", "tokenizer"),
+        ("lodestones/Chroma1-Base", "tokenizer"),
         ("stabilityai/stable-diffusion-3.5-medium", "tokenizer_3"),
         ("stabilityai/stable-diffusion-3.5-large", "tokenizer_3"),
         ("stabilityai/stable-diffusion-3-medium-diffusers", "tokenizer_3"),

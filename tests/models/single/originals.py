@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lora_trainer.export.layout import rule_of
+from lora_trainer.export.layout import Layout, rule_of
+from lora_trainer.models.chroma import LAYOUT as CHROMA
 from lora_trainer.models.flux2 import LAYOUT as FLUX2
-from lora_trainer.models.single.transformers import FLUX_REST
+from lora_trainer.models.single.transformers import CHROMA_REST, FLUX_REST
 from lora_trainer.models.z_image import LAYOUT as Z_IMAGE
 
 Tensors = dict[str, Tensor]
@@ -236,12 +237,20 @@ def flow_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
 
 
 def flux2_original(transformer: Any) -> Tensors:
+    return _by_rules(transformer, FLUX2, FLUX_REST)
+
+
+def chroma_original(transformer: Any) -> Tensors:
+    return _by_rules(transformer, CHROMA, CHROMA_REST)
+
+
+def _by_rules(transformer: Any, layout: Layout, rest: Layout) -> Tensors:
     parts: dict[str, dict[int, Tensor]] = {}
     for name, weight in transformer.state_dict().items():
         module, _, leaf = name.rpartition(".")
-        ruled = rule_of(FLUX2, module)
+        ruled = rule_of(layout, module)
         if ruled is None:
-            parts[rule_of(FLUX_REST, name)[1]] = {0: weight}  # type: ignore[index]
+            parts[rule_of(rest, name)[1]] = {0: weight}  # type: ignore[index]
         else:
             value = halves_swapped(weight) if ruled[0].swapped else weight
             parts.setdefault(f"{ruled[1]}.{leaf}", {})[ruled[0].part] = value
@@ -280,6 +289,16 @@ def flux2_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
     texts = {f"model.{name}": each for name, each in pipeline.text_encoder.state_dict().items()}
     prefix = "text_encoders.qwen3_4b.transformer."
     return joined({"model.diffusion_model.": transformer, "vae.": flux2_vae(pipeline.vae), prefix: texts})
+
+
+def chroma_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
+    """As `flow_checkpoint`."""
+    transformer = chroma_original(pipeline.transformer)
+    if bare:
+        return transformer
+    texts = {name: each.clone() for name, each in pipeline.text_encoder.state_dict().items()}
+    prefix = "text_encoders.t5xxl.transformer."
+    return joined({"model.diffusion_model.": transformer, "vae.": vae_original(pipeline.vae), prefix: texts})
 
 
 def z_image_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:

@@ -9,6 +9,8 @@ import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
+    ChromaPipeline,
+    ChromaTransformer2DModel,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
@@ -170,6 +172,19 @@ def tiny_flow_pipeline(folder: Path, kind: str) -> Any:
         tokenizer_2=second_words,
         tokenizer_3=words,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+
+
+def tiny_chroma(folder: Path) -> Any:
+    """With published head sizes, which no file stores."""
+    flux = tiny_flow_pipeline(folder, "flux-schnell")
+    sizes = {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 1, "joint_attention_dim": 256}
+    return ChromaPipeline(
+        vae=flux.vae,
+        text_encoder=flux.text_encoder_2,
+        tokenizer=flux.tokenizer_2,
+        transformer=ChromaTransformer2DModel(**sizes, approximator_hidden_dim=64, approximator_layers=2),
+        scheduler=flux.scheduler,
     )
 
 
