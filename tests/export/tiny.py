@@ -119,7 +119,9 @@ def tiny_flow_pipeline(tokenizer: CLIPTokenizer, kind: str) -> DiffusionPipeline
         pipeline = ZImagePipeline(**{**parts, **words}, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0))
     elif kind == "chroma":
         words = {"text_encoder": tiny_t5(), "tokenizer": t5_tokenizer()}
-        pipeline = ChromaPipeline(**{**parts, **words}, scheduler=FlowMatchEulerDiscreteScheduler(use_beta_sigmas=False))
+        pipeline = ChromaPipeline(
+            **{**parts, **words}, scheduler=FlowMatchEulerDiscreteScheduler(use_beta_sigmas=False)
+        )
     elif kind.startswith("flux2"):
         pipeline = Flux2KleinPipeline(
             vae=tiny_flux2_vae(),

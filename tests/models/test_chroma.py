@@ -119,7 +119,9 @@ def test_gradient_checkpointing_keeps_the_mask_bit_for_bit(model):
     found = []
     for count in (0, 1, 4):
         transformer = FAMILY.denoiser.load(model, torch.float32, CPU)
-        learned = inject_lora(transformer, ["single_transformer_blocks.0.attn.to_q", "x_embedder"], AdapterOptions(2, 2.0), 0)
+        learned = inject_lora(
+            transformer, ["single_transformer_blocks.0.attn.to_q", "x_embedder"], AdapterOptions(2, 2.0), 0
+        )
         transformer.train()
         checkpoint_blocks(transformer, count)
         velocity = FAMILY.denoiser.predict(transformer, noisy, t, cond, torch.zeros(2, 6))

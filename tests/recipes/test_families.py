@@ -43,7 +43,12 @@ KINDS = {
     "flux-schnell": "flux",
     "flux2-distilled": "flux2",
 }  # other flavors of a family
-AT_1024 = ("flux", "flux2", "chroma", "z_image")  # the gate's pixels for them, as no config sets fewer: ten times as slow
+AT_1024 = (
+    "flux",
+    "flux2",
+    "chroma",
+    "z_image",
+)  # the gate's pixels for them, as no config sets fewer: ten times as slow
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])

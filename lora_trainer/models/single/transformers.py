@@ -90,7 +90,10 @@ def flux_part(stored: Stored) -> Part:
 
 CHROMA_REST: Layout = (
     *FLUX_REST,
-    *(Rule("distilled_guidance_layer.norms.{}.weight", f"distilled_guidance_layer.norms.{{}}.{leaf}") for leaf in ("scale", "weight")),
+    *(
+        Rule("distilled_guidance_layer.norms.{}.weight", f"distilled_guidance_layer.norms.{{}}.{leaf}")
+        for leaf in ("scale", "weight")
+    ),
 )
 
 
