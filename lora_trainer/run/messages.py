@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MOST_FINDINGS = 8
 # In the names of models distilled for few steps whose configs are those of their base.
-DISTILLED_NAMES = re.compile(r"turbo|lightning|schnell|(?<![a-z])(?:hyper|lcm|dmd2?)(?![a-z])", re.IGNORECASE)
+DISTILLED_NAMES = re.compile(r"turbo|lightning|schnell|(?<![a-z])(?:hyper|lcm|dmd2?|flash)(?![a-z])", re.IGNORECASE)
 CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
 SEVERITIES = ("error", "warning", "note")  # in the order of the lines at the end
 

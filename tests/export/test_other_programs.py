@@ -189,6 +189,7 @@ LINEAR = (
     "norm_out.linear",
     "feed_forward.w1",
     "modulation.linear",
+    "layer.out_proj",
 )
 TRANSFORMERS = [
     name for name, family in FAMILIES.items() if family.lora_files.layout and family.denoiser.component == "transformer"
