@@ -319,7 +319,8 @@ class LoraFileSpec:
     `base_names` takes a model's facts and returns `ss_base_model_version` and `modelspec.architecture`. `prefixes` are
     the beginnings of each component's keys in kohya's format. `layout` pairs names of diffusers with those of the
     original code, and is empty where LoRA files of all programs use diffusers' own; `also` are names that are read in
-    LoRA files and never written. `readers` are the programs that were seen to read such files whole, as `PROGRAM: STYLE`
+    LoRA files and never written. `like` is a family whose names and shapes these are: a file that nothing identifies is of that
+    one, and is read for both. `readers` are the programs that were seen to read such files whole, as `PROGRAM: STYLE`
     with a style of `export.inspection`, and `passed_over` the beginnings of modules that a program skips then.
     """
 
@@ -327,6 +328,7 @@ class LoraFileSpec:
     prefixes: Mapping[str, str]
     layout: Layout = ()
     also: Layout = ()
+    like: str = ""
     readers: tuple[str, ...] = ()
     passed_over: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -39,9 +39,12 @@ from lora_trainer.models.transformer import (
     PATCH,
     STREAMS,
     block_features,
+    packed,
     refuse_widths,
+    token_places,
     transformer_config,
     transformer_facts,
+    unpacked,
 )
 from lora_trainer.models.unet import CLIP_TARGETS, load_tokenizer
 
@@ -72,18 +75,19 @@ LAYOUT = (
     *fused("double_blocks.{}.txt_attn.qkv", *(f"transformer_blocks.{{}}.attn.{name}" for name in STREAMS[4:7])),
     Rule("transformer_blocks.{}.attn.to_out.0", "double_blocks.{}.img_attn.proj"),
     Rule("transformer_blocks.{}.attn.to_add_out", "double_blocks.{}.txt_attn.proj"),
-    Rule("transformer_blocks.{}.ff.net.0.proj", "double_blocks.{}.img_mlp.0"),
-    Rule("transformer_blocks.{}.ff.net.2", "double_blocks.{}.img_mlp.2"),
-    Rule("transformer_blocks.{}.ff_context.net.0.proj", "double_blocks.{}.txt_mlp.0"),
-    Rule("transformer_blocks.{}.ff_context.net.2", "double_blocks.{}.txt_mlp.2"),
+    Rule("transformer_blocks.{}.ff.net.0.proj", "double_blocks.{}.img_mlp.0", ratio=4.0),
+    Rule("transformer_blocks.{}.ff.net.2", "double_blocks.{}.img_mlp.2", ratio=1 / 4),
+    Rule("transformer_blocks.{}.ff_context.net.0.proj", "double_blocks.{}.txt_mlp.0", ratio=4.0),
+    Rule("transformer_blocks.{}.ff_context.net.2", "double_blocks.{}.txt_mlp.2", ratio=1 / 4),
     Rule("transformer_blocks.{}.norm1.linear", "double_blocks.{}.img_mod.lin"),
     Rule("transformer_blocks.{}.norm1_context.linear", "double_blocks.{}.txt_mod.lin"),
     *fused(
         "single_blocks.{}.linear1",
         *(f"single_transformer_blocks.{{}}.{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")),
         shares=(1, 1, 1, 4),
+        ratio=7.0,
     ),
-    Rule("single_transformer_blocks.{}.proj_out", "single_blocks.{}.linear2"),
+    Rule("single_transformer_blocks.{}.proj_out", "single_blocks.{}.linear2", ratio=1 / 5),
     Rule("single_transformer_blocks.{}.norm.linear", "single_blocks.{}.modulation.lin"),
     Rule("x_embedder", "img_in"),
     Rule("context_embedder", "txt_in"),
@@ -234,46 +238,24 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
     """
     import torch
 
-    samples, channels, height, width = noisy.shape
-    rows, columns = height // 2, width // 2
     images = (noisy, *(control.to(noisy) for control in controls_of(cond).values()))
-    packed = torch.cat([_packed(image) for image in images], dim=1)
-    places = torch.cat([_places(image, number) for number, image in enumerate(images)])
+    tokens = torch.cat([packed(image) for image in images], dim=1)
+    places = torch.cat([token_places(image, axes=3, number=number) for number, image in enumerate(images)])
     embeds = cond["embeds"]
     guided = getattr(denoiser.config, "guidance_embeds", False)
     exact, embed = (t + 1).float(), cast("nn.Module", denoiser.time_text_embed)
     with embed.register_forward_pre_hook(lambda _, rounded: (exact, *rounded[1:])):
         velocity = denoiser(
-            packed,
+            tokens,
             embeds,
             cond["pooled"],
             exact / TIMESTEPS,
             places,
             torch.zeros(embeds.shape[1], 3, device=noisy.device),
-            torch.full((samples,), GUIDANCE, device=noisy.device) if guided else None,
+            torch.full((len(noisy),), GUIDANCE, device=noisy.device) if guided else None,
             return_dict=False,
-        )[0][:, : rows * columns]
-    unpacked = velocity.reshape(samples, rows, columns, channels, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return cast("Tensor", unpacked.reshape(noisy.shape))
-
-
-def _packed(latents: Tensor) -> Tensor:
-    """[B, C, h, w] -> [B, hw / 4, 4 C]."""
-    samples, channels, height, width = latents.shape
-    pairs = latents.reshape(samples, channels, height // 2, 2, width // 2, 2)
-    return pairs.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-
-
-def _places(latents: Tensor, number: int) -> Tensor:
-    """The positions [hw / 4, 3] of the tokens of latents [B, C, h, w]: the image's number, row and column."""
-    import torch
-
-    rows, columns = latents.shape[-2] // 2, latents.shape[-1] // 2
-    places = torch.zeros(rows, columns, 3, device=latents.device)
-    places[..., 0] = number
-    places[..., 1] += torch.arange(rows, device=latents.device)[:, None]
-    places[..., 2] += torch.arange(columns, device=latents.device)
-    return places.flatten(0, 1)
+        )[0]
+    return unpacked(velocity[:, : packed(noisy).shape[1]], noisy)
 
 
 def with_controls(pipeline: Any, size: tuple[int, int], controls: Sequence[Tensor]) -> dict[str, Any]:

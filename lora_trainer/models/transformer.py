@@ -15,7 +15,7 @@ from lora_trainer.models.t5 import check_t5_tokenizer
 from lora_trainer.models.unet import FEATURE_GRID, caption_tokens
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 STREAMS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 PATCH = 2  # places of the latents along a side of one token
@@ -76,6 +76,32 @@ def refuse_widths(folder: Path, what: str, expected: object, provided: object) -
     if expected != provided:
         message = f"{folder}: the transformer takes {what} {expected} wide, the text encoders give {provided}."
         raise UsageError(Problem(message, "Use the text encoders that the model came with."))
+
+
+def packed(latents: Tensor) -> Tensor:
+    """Latents [B, C, h, w] as tokens [B, h * w / 4, 4 C]: four neighboring places are one, row by row."""
+    samples, channels, height, width = latents.shape
+    split = latents.view(samples, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+    return split.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def unpacked(tokens: Tensor, latents: Tensor) -> Tensor:
+    """Tokens as latents of the same shape as `latents`: the other way of `packed`."""
+    samples, channels, height, width = latents.shape
+    split = tokens.reshape(samples, height // PATCH, width // PATCH, channels, PATCH, PATCH)
+    return split.permute(0, 3, 1, 4, 2, 5).reshape(latents.shape)
+
+
+def token_places(latents: Tensor, axes: int, number: int = 0) -> Tensor:
+    """The positions [h * w / 4, axes] of the tokens of latents: the image's number, row and column on the first axes."""
+    import torch
+
+    rows, columns = latents.shape[2] // PATCH, latents.shape[3] // PATCH
+    places = torch.zeros(rows, columns, axes, device=latents.device)
+    places[..., 0] = number
+    places[..., 1] += torch.arange(rows, device=latents.device)[:, None]
+    places[..., 2] += torch.arange(columns, device=latents.device)
+    return places.flatten(0, 1)
 
 
 def block_features(name: str) -> Callable[[nn.Module], Mapping[str, FeatureBlock]]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MOST_FINDINGS = 8
 # In the names of models distilled for few steps whose configs are those of their base.
-DISTILLED_NAMES = re.compile(r"turbo|lightning|schnell|(?<![a-z])(?:hyper|lcm|dmd2?)(?![a-z])", re.IGNORECASE)
+DISTILLED_NAMES = re.compile(r"turbo|lightning|schnell|(?<![a-z])(?:hyper|lcm|dmd2?|flash)(?![a-z])", re.IGNORECASE)
 CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
 SEVERITIES = ("error", "warning", "note")  # in the order of the lines at the end
 
@@ -61,7 +61,7 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
         scale = read_config(inputs.facts.path, "vae/config.json").get("scaling_factor")
         a_file = config.model.vae.endswith(".safetensors")
         assumed = f" (scaling_factor {scale} is this model's: the file has none and must be of the same family)"
-        lines.append(f"VAE: {config.model.vae}{assumed if a_file else ''}")
+        lines.append(f"VAE: {config.model.vae}{assumed if a_file and scale is not None else ''}")
     own = inputs.family.denoiser.make_process(inputs.facts.path)
     if own.prediction == "flow":
         facts, shift = inputs.facts, config.flow.shift

@@ -170,6 +170,12 @@ def test_one_weighting_of_kohyas_is_followed_and_none_for_a_flow(tmp_path: Path)
         ("a.json", toolkit_job("flux"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("zimage"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("flux", linear_timesteps=True), ("uniform", 1.0)),
+        ("a.json", toolkit_job("flux2_klein_4b"), ("logit_normal", 0.0, 1.0, 1.0)),
+        ("a.json", toolkit_job("chroma"), ("logit_normal", 0.0, 1.0, 1.0)),
+        ("o.json", one_trainer("CHROMA_1"), ("uniform", 1.0)),
+        ("s.json", tuner("flux2"), ("logit_normal", 0.0, 1.0, 3.0)),
+        ("o.json", one_trainer("FLUX_2"), ("uniform", 1.0)),
+        ("d.sh", script("flux2_klein"), ("uniform", 1.0)),
         ("s.json", tuner("flux"), ("logit_normal", 0.0, 1.0, 3.0)),
         ("s.json", tuner("z_image", flow_schedule_auto_shift=True), ("logit_normal", 0.0, 1.0, "resolution")),
         ("o.json", one_trainer("Z_IMAGE"), ("uniform", 1.0)),
@@ -239,6 +245,11 @@ def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
     assert line_of(found["flux"], "guidance_scale")[0] == "changed", "3.5 there"
     assert "guidance_scale" not in {line.key for line in found["z_image"].lines}
     assert found["z_image"].config.lora.target_modules == "attention"
+    klein = imported_text(tmp_path, "d.sh", script("flux2_klein", "--guidance_scale=3.5"))
+    assert line_of(klein, "guidance_scale") == ("ignored", "as here")
+    transformer = tiny_transformer("flux2")
+    learned = target_modules(transformer, FAMILIES["flux2"].denoiser, klein.config.lora.target_modules)
+    assert len(learned) == 2 * 4 + 2 * 2, "no layers of the text in double blocks"
     transformer = tiny_transformer("flux")
     learned = target_modules(transformer, FAMILIES["flux"].denoiser, found["flux"].config.lora.target_modules)
     suffixes = "attn.to_k attn.to_q attn.to_v attn.to_out.0 attn.add_k_proj attn.add_q_proj attn.add_v_proj".split()
@@ -298,6 +309,8 @@ def test_learning_rate_of_t5_in_the_gui(keys: dict[str, object], rates: tuple[fl
         ("STABLE_DIFFUSION_XL_10_BASE", (1e-5, 2e-5)),
         ("STABLE_DIFFUSION_35", (1e-5, 2e-5, 3e-5)),
         ("FLUX_DEV_1", (1e-5, 2e-5)),
+        ("FLUX_2", ()),
+        ("CHROMA_1", ()),
         ("Z_IMAGE", ()),
     ],
 )

@@ -38,7 +38,9 @@ TOKENS = {"flux": 512, "flux-schnell": 256}
 of_each_family = pytest.mark.parametrize("model", ["sd3", "flux"], indirect=True)
 
 
-@pytest.fixture(scope="module", params=[name for name in TRANSFORMERS if name.startswith(("sd3", "flux"))])
+@pytest.fixture(
+    scope="module", params=[name for name in TRANSFORMERS if name.startswith(("sd3", "flux")) and "flux2" not in name]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of each kind, which is named by it."""
     folder = tmp_path_factory.mktemp("models")

@@ -37,8 +37,18 @@ LEARNING = {
     "checkpoint__every_n_steps": 3,
     "captions__dropout": 0.3,
 }  # rank 4
-KINDS = {"sd3-without-t5": "sd3", "sd3.5": "sd3", "flux-schnell": "flux"}  # other flavors of a family
-AT_1024 = ("flux", "z_image")  # the gate's pixels for them, as no config sets fewer: ten times as slow
+KINDS = {
+    "sd3-without-t5": "sd3",
+    "sd3.5": "sd3",
+    "flux-schnell": "flux",
+    "flux2-distilled": "flux2",
+}  # other flavors of a family
+AT_1024 = (
+    "flux",
+    "flux2",
+    "chroma",
+    "z_image",
+)  # the gate's pixels for them, as no config sets fewer: ten times as slow
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
@@ -108,7 +118,12 @@ def test_the_file_loads_whole_in_a_fresh_pipeline_and_leaves_the_base_unchanged(
 
     def image() -> torch.Tensor:
         drawn = pipeline(
-            "a ring", num_inference_steps=2, width=64, height=64, output_type="pt", generator=torch.manual_seed(1)
+            prompt="a ring",
+            num_inference_steps=2,
+            width=64,
+            height=64,
+            output_type="pt",
+            generator=torch.manual_seed(1),
         )
         return drawn.images[0]
 
@@ -134,6 +149,9 @@ def test_the_header_names_the_base_model_as_other_programs_do(trained):
         "sd3.5": ("sd3", "False", "stable-diffusion-3-5-medium/lora", None),
         "flux": ("flux1", "False", "flux-1-dev/lora", None),
         "flux-schnell": ("flux1", "False", "flux-1-schnell/lora", None),
+        "flux2": ("flux2", "False", "flux-2-klein-base/lora", None),
+        "flux2-distilled": ("flux2", "False", "flux-2-klein/lora", None),
+        "chroma": ("chroma", "False", "chroma/lora", None),
         "z_image": ("z_image", "False", "z-image-turbo/lora", None),
     }
     keys = ("ss_base_model_version", "ss_v2", "modelspec.architecture", "modelspec.prediction_type")

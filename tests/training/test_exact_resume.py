@@ -148,6 +148,19 @@ CASES: dict[str, Case] = {
         "memory__weight_dtype": "int8",
         "lora__target_modules": "attention+ff",
     },
+    "flux2": {
+        "family": "flux2",
+        "data__resolution": 64,
+        "memory__gradient_checkpointing": "true",
+        "lora__target_modules": "attention+ff",
+        "captions__dropout": 0.3,
+    },
+    "chroma": {
+        "family": "chroma",
+        "data__resolution": 64,
+        "memory__gradient_checkpointing": "true",
+        "captions__dropout": 0.3,
+    },
     "z_image": {
         "family": "z_image",
         "data__resolution": 64,

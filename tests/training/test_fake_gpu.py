@@ -50,6 +50,8 @@ KINDS: dict[str, tuple[str, Precision, tuple[float, ...]]] = {
     "sd3.5": ("sd3", "int8", ()),
     "flux": ("flux", "bf16", (1e-4, 1e-4)),
     "flux-schnell": ("flux", "fp8", ()),
+    "flux2": ("flux2", "fp8", ()),
+    "chroma": ("chroma", "bf16", ()),
     "z_image": ("z_image", "fp8", ()),
 }
 ALIKE = ("sdxl", "sd3.5", "flux-schnell")  # sampled like the other flavor

@@ -8,6 +8,7 @@ from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.tensorfile import read_tensor_header
+from lora_trainer.models.autoencoder import CHANNELS, USUAL
 from lora_trainer.models.folder import read_config, refuse_quantized
 from lora_trainer.models.single.stored import Stored
 from lora_trainer.models.single.texts import TEXTS, kind_of_file
@@ -22,6 +23,7 @@ def check_vae(own: Mapping[str, Any], other: Mapping[str, Any], named: Path) -> 
     Both are configs. Differences that configs do not show, such as other latents of the same shape, are not noticed.
     """
     facts = (
+        ("the class", "_class_name", USUAL),
         ("latent channels", "latent_channels", 4),
         ("a scaling_factor of", "scaling_factor", USUAL_SCALE),
         ("a shift_factor of", "shift_factor", None),
@@ -52,12 +54,11 @@ def vae_folder(named: Path) -> Path:
         message = f"{named} holds no VAE: neither config.json nor vae/config.json."
         raise UsageError(Problem(message, "Name a diffusers folder of a VAE, or its .safetensors file."))
     config = read_config(folder, "config.json")
-    usual = "AutoencoderKL" if "block_out_channels" in config else config.get("model_type", "part of another kind")
+    usual = USUAL if "block_out_channels" in config else config.get("model_type", "part of another kind")
     kind = config.get("_class_name", usual)
-    if kind != "AutoencoderKL":
-        raise UsageError(
-            Problem(f"{folder} is a {str(kind)[:80]}, not an AutoencoderKL.", "Name a VAE with model.vae.")
-        )
+    if kind not in CHANNELS:
+        message = f"{folder} is a {str(kind)[:80]}, not an {' or an '.join(CHANNELS)}."
+        raise UsageError(Problem(message, "Name a VAE with model.vae."))
     return folder
 
 

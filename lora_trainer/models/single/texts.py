@@ -31,6 +31,8 @@ TEXTS: dict[str, dict[str, tuple[str, str]]] = {
         "text_encoder_3": ("t5", T5),
     },
     "flux": {"text_encoder": ("clip_l", CLIP_L), "text_encoder_2": ("t5", T5)},
+    "chroma": {"text_encoder": ("t5", T5)},
+    "flux2": {"text_encoder": ("qwen3", QWEN)},
     "z_image": {"text_encoder": ("qwen3", QWEN)},
 }
 MAY_LACK = {"sd3": "text_encoder_3"}  # optional in the family

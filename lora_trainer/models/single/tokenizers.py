@@ -28,15 +28,24 @@ REPOSITORIES = {
     "t5": (
         ("black-forest-labs/FLUX.1-dev", "tokenizer_2"),
         ("black-forest-labs/FLUX.1-schnell", "tokenizer_2"),
+        ("lodestones/Chroma1-HD", "tokenizer"),
+        ("lodestones/Chroma1-Base", "tokenizer"),
         ("stabilityai/stable-diffusion-3.5-medium", "tokenizer_3"),
         ("stabilityai/stable-diffusion-3.5-large", "tokenizer_3"),
         ("stabilityai/stable-diffusion-3-medium-diffusers", "tokenizer_3"),
     ),
-    "qwen3": (("Tongyi-MAI/Z-Image-Turbo", "tokenizer"), ("Tongyi-MAI/Z-Image", "tokenizer")),
+    "qwen3": (
+        ("Tongyi-MAI/Z-Image-Turbo", "tokenizer"),
+        ("Tongyi-MAI/Z-Image", "tokenizer"),
+        *((f"black-forest-labs/FLUX.2-klein-{kind}", "tokenizer") for kind in ("base-4B", "4B", "base-9B", "9B")),
+    ),
 }
 LACK_TOKENIZER = tuple(REPOSITORIES)  # kinds whose tokenizer does not come with the package
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".index.json")
-ORIGINS = {"t5": ("T5", "any FLUX.1 or SD3 folder has one"), "qwen3": ("Qwen3", "any Z-Image folder has one")}
+ORIGINS = {
+    "t5": ("T5", "any FLUX.1 or SD3 folder has one"),
+    "qwen3": ("Qwen3", "any Z-Image or FLUX.2 klein folder has one"),
+}
 
 
 @functools.cache
