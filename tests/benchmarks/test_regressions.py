@@ -67,6 +67,7 @@ def test_a_bigger_plan_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 @pytest.mark.usefixtures("few_entries")
+@pytest.mark.slow  # the clock decides, and a busy machine leaves it open
 def test_slower_reading_fails(
     baseline: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
