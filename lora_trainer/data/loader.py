@@ -64,8 +64,12 @@ class CachedData:
         return turn_of(ref, len(self.views[ref.index]), seed)
 
     def bucket(self, ref: Ref, seed: int) -> Bucket:
-        """The bucket of that view: a micro-batch stays inside one."""
+        """The bucket of that view."""
         return self.views[ref.index][self.turn(ref, seed)].fit.bucket
+
+    def shape(self, ref: Ref, seed: int) -> tuple[Bucket, int]:
+        """What a micro-batch has in common: the bucket, and how many control images each sample has."""
+        return self.bucket(ref, seed), len(self.samples[ref.index].controls)
 
     def text(self, ref: Ref, step: int, epoch: int, seed: int) -> int | None:
         """Which of its sample's texts a place of a step is trained on; None for the empty caption."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -62,7 +63,9 @@ def encode_samples(
     latents = [
         {
             name: value[0].cpu()
-            for name, value in encode_shown([read_shown(sample, views[0])], encode_image, torch.float32).items()
+            for name, value in encode_shown(
+                [read_shown(replace(sample, mask=None), views[0])], encode_image, torch.float32
+            ).items()
         }
         for sample, views in zip(samples, plan.views, strict=True)
     ]

@@ -134,7 +134,7 @@ def _absolute(source: SourceSection) -> dict[str, str | tuple[str | None, ...] |
     found = {"path": source.path, "captions_file": source.captions_file}
     if source.masks != "alpha":
         found["masks"] = source.masks
-    controls = tuple(map(absolute_file, source.control_images))
+    controls = tuple(each if is_url(each) else absolute_file(each) for each in source.control_images)
     places = {name: path if path and is_url(path) else absolute_file(path) for name, path in found.items()}
     return {"control_images": controls} | places
 

@@ -109,7 +109,8 @@ def controlled(row: ImageRequest, sample: Sample) -> ImageRequest:
     """The row with a sample's control images and, as what they should become, the sample's own image."""
     if not sample.controls:
         return row
-    return replace(row, controls=tuple(str(each.path) for each in sample.controls), target=str(sample.path))
+    target = "" if sample.span else str(sample.path)  # an image inside of a tar is no file
+    return replace(row, controls=tuple(str(each.path) for each in sample.controls), target=target)
 
 
 def with_control_images(rows: Sequence[ImageRequest], files: Sequence[str]) -> list[ImageRequest]:

@@ -85,6 +85,22 @@ def test_the_step_reads_the_control_and_resumes_exactly(bench):
     assert header["config"]["data"]["sources"][0]["control_images"]
 
 
+def test_regularization_images_without_controls_train_beside_pairs(bench):
+    """They share steps, never micro-batches: neither loses its controls or needs some."""
+    plain = draw_pairs(bench.data.parent / "plain") / "after"
+    path = bench.output.parent / "mixed.toml"
+    pairs = f'[[data.sources]]\npath = "{bench.data}"\ncontrol_images = ["{bench.data.parent / "before"}"]\n'
+    path.write_text(f'{pairs}[[data.sources]]\npath = "{plain}"\nis_reg = true\n', encoding="utf-8")
+    losses_of = {}
+    for name, micro in (("split", "1"), ("whole", "8")):
+        settings = {**AT_64, "train__effective_batch_size": "8", "train__max_micro_batch_size": micro}
+        arguments = bench.arguments(name, "--config", str(path), steps=2, **settings)
+        at = arguments.index("--data")
+        assert main([*arguments[:at], *arguments[at + 2 :]]) == 0
+        losses_of[name] = losses(bench.folder(name))
+    assert losses_of["whole"] == pytest.approx(losses_of["split"], rel=1e-4)
+
+
 def test_a_changed_control_is_encoded_again(bench, capsys):
     assert run_pairs(bench, "one", steps=1) == 0
     Image.new("RGB", (96, 96), "teal").save(bench.data.parent / "before" / "0.png")
@@ -163,6 +179,12 @@ def test_columns_of_a_table_name_controls(bench, name):
     manifest, findings = read_manifest([SourceSection(path=str(source), control_columns=("source",))])
     assert not findings
     assert [each.controls[0].path.name for each in manifest.samples] == [each.path.name for each in manifest.samples]
+    captions = SourceSection(
+        path=str(bench.data), captions_file=str(bench.data / name), control_columns=("source",), default_caption="a"
+    )
+    assert [each.controls for each in read_manifest([captions])[0].samples] == [
+        each.controls for each in manifest.samples
+    ]
     with pytest.raises(UsageError, match="has all of its control images"):
         read_manifest([SourceSection(path=str(source), control_columns=("source", "second"))])
 

@@ -28,10 +28,10 @@ def with_controls(
     """Each image with its control images, those of folders before those of columns. An image that lacks one is left out:
     a LoRA that is trained on whole pairs and on bare images learns to ignore its controls."""
     folders, wanted = control_folders(request), len(request.section.control_columns)
-    for folder in folders:
+    for named, folder in zip(request.section.control_images, folders, strict=True):
         if not folder.is_dir():
-            message = f"There is no folder of control images {folder}."
-            reading.problem(message, "Check data.sources.control_images.")
+            message = f"There is no folder of control images {named}."
+            reading.problem(message, "Name a folder of this machine in data.sources.control_images.")
     if not (folders or wanted) or any(not folder.is_dir() for folder in folders):
         return list(found)
     partners = [find_partners(folder, found, root) for folder in folders]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from lora_trainer.data.images.images import IMAGE_ENDINGS
-from lora_trainer.data.sample import ControlImage
 from lora_trainer.data.sources.beside import caption_beside, caption_endings
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.listing import Listing
-from lora_trainer.data.sources.metadata import METADATA_NAMES, key_of, read_metadata
+from lora_trainer.data.sources.metadata import METADATA_NAMES, controls_in, key_of, read_metadata
 from lora_trainer.data.sources.rows import SourceRow
 
 FOREIGN_IMAGES = (".heic", ".heif", ".jxl", ".psd", ".svg", ".raw", ".cr2", ".nef", ".dng")
@@ -62,7 +60,7 @@ def read_folder(listing: Listing, request: SourceRequest, reading: SourceReading
         if caption is None:
             caption = row.text
         named = kohya[1] if kohya else None
-        controls = tuple(ControlImage(Path(os.path.normpath(bases[folder] / file))) for file in row.controls)
+        controls = controls_in(bases[folder], row.controls)
         found.append(
             FoundImage(path, caption, repeats, row.weight, instead=instead, folder_caption=named, controls=controls)
         )

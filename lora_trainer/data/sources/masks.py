@@ -33,7 +33,7 @@ def with_masks(
         return [replace(each, mask=Mask(None)) for each in found]
     folder = masks_folder(request)
     if folder is None or not folder.is_dir():
-        message = f"There is no folder of masks {folder}."
+        message = f"There is no folder of masks {request.section.masks}."
         reading.problem(message, "Check data.sources.masks: a folder of gray images, or `alpha`.")
         return list(found)
     partners = find_partners(folder, found, root)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lora_trainer.data.sample import ControlImage
 from lora_trainer.data.sources.beside import caption_beside
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
-from lora_trainer.data.sources.metadata import table_or_finding
+from lora_trainer.data.sources.metadata import controls_in, table_or_finding
 
 SHARES = ("//", "\\\\", "\\/", "/\\")  # of other machines: on Windows, opening one sends them the user's identity
 
@@ -29,10 +28,8 @@ def read_table_source(path: Path, request: SourceRequest, reading: SourceReading
         if unnamed := [name for name in (row.name, *row.controls) if not _possible(name)]:
             impossible.append(unnamed[0])
             continue
-        image, *controls = (
-            Path(os.path.normpath(os.path.join(path.parent, name.replace("\\", "/"))))
-            for name in (row.name, *row.controls)
-        )
+        image = Path(os.path.normpath(os.path.join(path.parent, row.name.replace("\\", "/"))))
+        controls = controls_in(path.parent, row.controls)
         outside += not image.is_relative_to(path.parent)
         folder = str(image.parent)
         if folder not in names:
@@ -47,7 +44,7 @@ def read_table_source(path: Path, request: SourceRequest, reading: SourceReading
                 request.repeats(),
                 row.weight,
                 instead=instead,
-                controls=tuple(map(ControlImage, controls)),
+                controls=controls,
             )
         )
     if elsewhere:
