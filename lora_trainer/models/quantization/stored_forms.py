@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.gguf_file import BLOCKS, is_gguf, read_gguf_header
+from lora_trainer.core.gguf_file import BLOCKS, read_gguf_header
+from lora_trainer.core.tensorfile import is_gguf
 from lora_trainer.models.places import Place
 
 READ_AT_ONCE = (

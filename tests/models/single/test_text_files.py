@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.core.tensorfile import read_tensor_header
+from lora_trainer.core.gguf_file import read_weights_header
 from lora_trainer.models import FAMILIES, places
 from lora_trainer.models.single import recognize as recognize_file
 from lora_trainer.models.single import tokenizers
@@ -76,10 +76,25 @@ def test_files_are_the_encoders_of_a_folder(model_files: Path, files: Path) -> N
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_a_scaled_file_is_the_encoder_that_it_stands_for(model_files: Path, files: Path) -> None:
+    """As t5xxl_fp8_e4m3fn_scaled in ComfyUI's folder of text encoders."""
+    path = files / "t5xxl.safetensors"
+    tensors = scaled(load_file(path))
+    write(tensors, path)
+    one = encoded(laid_out(model_files, files))
+    meant = {name: each.float() * 0.5 if each.ndim == 2 else each for name, each in tensors.items()}
+    write({name: each for name, each in meant.items() if not name.endswith(".scale_weight")}, path)
+    two = encoded(laid_out(model_files, files))
+    assert all(torch.equal(one[name], two[name]) for name in two)
+
+
 def test_a_quantized_or_damaged_file_is_the_reason_without_another(model_files: Path, files: Path) -> None:
     path = files / "t5xxl.safetensors"
-    write(scaled(load_file(path)), path)
-    with pytest.raises(UsageError, match=r"t5xxl\.safetensors is quantized \(fp8 with scales"):
+    shape = {"encoder.block.0.layer.0.SelfAttention.q.scale_weight": torch.ones(3)}
+    write(scaled(load_file(path)) | shape, path)
+    with pytest.raises(
+        UsageError, match=r"t5xxl\.safetensors is quantized \(.*SelfAttention\.q has a scale of F32 \[3\]"
+    ):
         laid_out(model_files, files)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UsageError, match=r"t5xxl\.safetensors is cut off"):
@@ -118,10 +133,10 @@ def test_a_checkpoint_s_header_is_read_once(model_files: Path, files: Path, monk
 
     def counted(path: Path) -> dict[str, object]:
         read.append(path)
-        return read_tensor_header(path)
+        return read_weights_header(path)
 
     for module in (recognize_file, places):
-        monkeypatch.setattr(module, "read_tensor_header", counted)
+        monkeypatch.setattr(module, "read_weights_header", counted)
     places._read_once.cache_clear()
     found = laid_out(model_files, files)
     assert read == [model_files / "flux.safetensors"]
