@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.gguf_file import BLOCKS, PACKED_TYPES, read_gguf_header
+from lora_trainer.export.metadata import header
+from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.folder import weights_digest
 from lora_trainer.models.quantization.store import is_narrow, make_quantizer
@@ -24,6 +26,7 @@ from lora_trainer.models.quantization.stored_forms import dequantized, hadamard,
 from lora_trainer.models.single import tokenizers
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.run.bases.find import find_base
+from tests.export.tiny import facts
 from tests.models.single.originals import Tensors, flow_checkpoint, unet_original, write, z_image_original
 from tests.models.single.quantized import (
     as_bytes,
@@ -75,6 +78,19 @@ def same(one: nn.Module, two: nn.Module) -> None:
     for name in first:
         assert first[name].dtype == second[name].dtype
         assert torch.equal(first[name], second[name]), name
+
+
+def test_the_form_is_named_before_and_recorded_after(place: Path, plain: Tensors, tmp_path: Path) -> None:
+    file = write(comfy(plain)[0], tmp_path / "scaled.safetensors")
+    named = {"path": file, "text_encoders": place / "folder", "vae": place / "folder"}
+    base = find_base(ModelSection.model_validate({key: str(value) for key, value in named.items()}))
+    assert (
+        base.note
+        == "scaled.safetensors is stored as fp8 e4m3 with scales: it is dequantized layer by layer while it loads."
+    )
+    written = header(facts(base_form=base.form), LoraWeights({}))
+    assert written["lora_trainer.base_model_form"] == "fp8 e4m3 with scales"
+    assert "lora_trainer.base_model_form" not in header(facts(), LoraWeights({}))
 
 
 SCALED = {
