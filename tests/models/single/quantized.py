@@ -79,6 +79,16 @@ def random_blocks(kind: str, count: int, seed: int = 0) -> bytes:
     return blocks.tobytes()
 
 
+def quantized_by_ggml(tensor: Tensor, kind: str) -> bytes:
+    """The blocks of a tensor; none of a type that the package only reads."""
+    import gguf
+
+    try:
+        return bytes(gguf.quants.quantize(tensor.float().numpy(), gguf.GGMLQuantizationType[kind]).tobytes())
+    except NotImplementedError:
+        return b""
+
+
 def dequantized_by_ggml(data: bytes, kind: str, shape: Sequence[int]) -> Tensor:
     import gguf
 
@@ -89,7 +99,7 @@ def dequantized_by_ggml(data: bytes, kind: str, shape: Sequence[int]) -> Tensor:
 def gguf_of(tensors: Tensors, kind: str, path: Path, architecture: str = "flux") -> tuple[Path, Tensors]:
     """A GGUF file as ComfyUI-GGUF's tools write it, and the tensors in fp32 that it stands for.
 
-    Matrices whose rows the blocks divide have random blocks of the type; as in U-Nets of that tool, other large tensors
+    Matrices whose rows the blocks divide are quantized, or have random blocks where ggml's package cannot; as in U-Nets of that tool, other large tensors
     are reshaped into rows of 256 and keep their shape in the metadata. Norms and biases are fp32.
     """
     parts: dict[str, tuple[str, list[int], bytes]] = {}
@@ -102,7 +112,7 @@ def gguf_of(tensors: Tensors, kind: str, path: Path, architecture: str = "flux")
         if flat:
             originals[name], shape = shape, [each.numel() // 256, 256]
         if each.ndim > 1 and name.endswith(".weight") and shape[-1] % numbers == 0:
-            data = random_blocks(kind, each.numel() // numbers, seed)
+            data = quantized_by_ggml(each.reshape(shape), kind) or random_blocks(kind, each.numel() // numbers, seed)
             parts[name], meant[name] = (kind, shape, data), dequantized_by_ggml(data, kind, each.shape)
         else:
             parts[name], meant[name] = ("F32", shape, each.float().numpy().tobytes()), each.float()
