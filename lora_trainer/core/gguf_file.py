@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import (
     AGAIN,
     GGUF,
@@ -86,13 +85,9 @@ def read_gguf_header(path: Path) -> dict[str, Any]:
             path, f"cannot be read ({error.strerror or error})", "Check the path and its permissions."
         ) from error
     except _DamagedError as error:
-        raise _refused(path, str(error)) from None
+        fix = f"Use one of these types: {', '.join(BLOCKS)}." if "quantization type" in str(error) else AGAIN
+        raise refusal(path, str(error), fix) from None
     return {METADATA: {name: str(value) for name, value in kept.items() if name in KEPT}, **header}
-
-
-def _refused(path: Path, reason: str) -> UsageError:
-    fix = "Use one of these types: " + ", ".join(BLOCKS) + "." if "quantization type" in reason else AGAIN
-    return refusal(path, reason, fix)
 
 
 def _read_header(file: BinaryIO) -> tuple[list[tuple[str, list[int], int, int]], dict[str, Any]]:

@@ -47,7 +47,9 @@ class WeightReader:
         Raises ValueError for scales that are no finite numbers.
         """
         place = self.places[name]
-        if (header := self._header(place.file)) is not None:
+        if place.file not in self._headers:
+            self._headers[place.file] = read_gguf_header(place.file) if is_gguf(place.file) else None
+        if (header := self._headers[place.file]) is not None:
             found = read_blocks(place.file, header[place.key], place.rows, dtype)
             return self._moved(_cut(found, place), dtype)
         stored = self._stored(place)
@@ -64,11 +66,6 @@ class WeightReader:
         assert place.scaled is not None
         weight = _cut(_rows(self._stored(place), place).view(FORMS[place.scaled.form]), place)
         return weight.to(self.device, copy=True), self._scale(place).to(self.device)
-
-    def _header(self, path: Path) -> dict[str, Any] | None:
-        if path not in self._headers:
-            self._headers[path] = read_gguf_header(path) if is_gguf(path) else None
-        return self._headers[path]
 
     def _stored(self, place: Place) -> Tensor:
         from safetensors import safe_open

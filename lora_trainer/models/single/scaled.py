@@ -47,14 +47,14 @@ def scaled_weights(file: Path, header: Mapping[str, Any], prefix: str) -> Scaled
     """The weights with scales among the tensors whose names begin with the prefix; names are without it."""
     own = {name.removeprefix(prefix): entry for name, entry in header.items() if name.startswith(prefix)}
     own.pop(METADATA, None)
-    companions = {name for name in own if name.endswith((*SCALES, *UNUSED, CONFIG)) or _is_marker(name)}
+    companions = {name for name in own if name.endswith((*SCALES, *UNUSED, CONFIG, f".{MARKER}")) or name == MARKER}
     if not companions:
         return ScaledWeights({}, frozenset())
     whole = _of_all_layers(header)
     begins = data_begins(file)
     scaled: dict[str, Scaled] = {}
     try:
-        for layer in sorted({_layer_of(name) for name in companions if name.endswith((*SCALES, CONFIG))}):
+        for layer in sorted({name.rpartition(".")[0] for name in companions if name.endswith((*SCALES, CONFIG))}):
             config = whole.get(prefix + layer) or whole.get(layer)
             if config is None and layer + CONFIG in own:
                 config = _read_json(file, own[layer + CONFIG], begins, layer)
@@ -75,14 +75,6 @@ def values_of_formats(header: Mapping[str, Any]) -> list[tuple[int, int]]:
         else:
             spans.append((begin, end))
     return spans
-
-
-def _is_marker(name: str) -> bool:
-    return name == MARKER or name.endswith(f".{MARKER}")
-
-
-def _layer_of(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _of_all_layers(header: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -96,7 +96,11 @@ def find_base(
             from lora_trainer.models.single.recognize import recognize
 
             checkpoint = recognize(base.folder, model.flavor)
-            base = replace(base, note=" ".join(_notes(checkpoint)), form=checkpoint.form)
+            form = (
+                f"{base.folder.name} is stored as {checkpoint.form}: it is dequantized layer by layer while it loads."
+            )
+            notes = (checkpoint.note, form if checkpoint.form else "")
+            base = replace(base, note=" ".join(filter(None, notes)), form=checkpoint.form)
             if weights:
                 _need_gguf(checkpoint)
         replaced = find_parts(model, checkpoint or base.folder, places, offline=offline, weights=weights, say=say)
@@ -113,12 +117,6 @@ def find_base(
     if not whole:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return replace(base, folder=folder, places={**places, str(folder): model.path or base.named})
-
-
-def _notes(checkpoint: SingleFile) -> list[str]:
-    """What people should know of a checkpoint before it is used."""
-    form = f"{checkpoint.file.name} is stored as {checkpoint.form}: it is dequantized layer by layer while it loads."
-    return [checkpoint.note] * bool(checkpoint.note) + [form] * bool(checkpoint.form)
 
 
 def _need_gguf(checkpoint: SingleFile) -> None:
