@@ -7,6 +7,7 @@ that of ggml's docs/gguf.md, versions 2 and 3, little-endian.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from lora_trainer.core.tensorfile import (
     refusal,
 )
 
+Info = tuple[str, list[int], int, int]  # name, sides as stored, type, offset
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes, where the file names none
 MOST_DIMENSIONS = 4
@@ -60,6 +62,33 @@ KEPT = ("general.architecture", "general.alignment", "general.name")
 # Programs of ggml drop a tensor's first sides of 1. These have so many sides in the models that they come from.
 SIDES = {"pos_embed": 3, "x_pad_token": 2, "cap_pad_token": 2}
 
+# Text encoders have llama.cpp's names, where other models have their own code's. Modules of a block, and names at the ends.
+BLOCK = re.compile(r"(?:enc\.)?blk\.(\d+)\.(\w+)\.(\w+)", re.ASCII)
+_T5 = {
+    **{f"attn_{each}": f"layer.0.SelfAttention.{each}" for each in "qkvo"},
+    "attn_norm": "layer.0.layer_norm",
+    "attn_rel_b": "layer.0.SelfAttention.relative_attention_bias",
+    "ffn_gate": "layer.1.DenseReluDense.wi_0",
+    "ffn_up": "layer.1.DenseReluDense.wi_1",
+    "ffn_down": "layer.1.DenseReluDense.wo",
+    "ffn_norm": "layer.1.layer_norm",
+}
+_QWEN3 = {
+    **{f"attn_{each}": f"self_attn.{each}_proj" for each in "qkv"},
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    **{f"ffn_{each}": f"mlp.{each}_proj" for each in ("gate", "up", "down")},
+}
+_T5_ENDS = {"token_embd.weight": "shared.weight", "enc.output_norm.weight": "encoder.final_layer_norm.weight"}
+_QWEN3_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+TEXTS: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, str]]] = {
+    **dict.fromkeys(("t5", "t5encoder"), ("encoder.block", _T5, _T5_ENDS)),
+    "qwen3": ("model.layers", _QWEN3, {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in _QWEN3_ENDS.items()}),
+}
+
 
 class _DamagedError(Exception):
     """Why a header cannot be read, for a message that begins with the file's name."""
@@ -73,12 +102,15 @@ def read_weights_header(path: Path) -> dict[str, Any]:
 def read_gguf_header(path: Path) -> dict[str, Any]:
     """Tensor names -> dtype (`Q4_K`), shape as in torch, data_offsets from the file's first byte; and `__metadata__`.
 
+    Tensors of text encoders have transformers' names in place of llama.cpp's.
+
     Raises UsageError for a file that is truncated or damaged, and for a quantization type that is not read.
     """
     try:
         with open(path, "rb") as file:
             tensors, kept = _read_header(file)
             begin = -(-file.tell() // kept["general.alignment"]) * kept["general.alignment"]
+            tensors = [(_in_transformers(tensor[0], kept), *tensor[1:]) for tensor in tensors]
             header = _with_places(tensors, kept, begin, path.stat().st_size)
     except OSError as error:
         raise refusal(
@@ -90,7 +122,16 @@ def read_gguf_header(path: Path) -> dict[str, Any]:
     return {METADATA: {name: str(value) for name, value in kept.items() if name in KEPT}, **header}
 
 
-def _read_header(file: BinaryIO) -> tuple[list[tuple[str, list[int], int, int]], dict[str, Any]]:
+def _in_transformers(name: str, kept: Mapping[str, Any]) -> str:
+    """The name in transformers of a text encoder's tensor; the same for other models."""
+    blocks, parts, ends = TEXTS.get(str(kept.get("general.architecture")), ("", {}, {}))
+    found = BLOCK.fullmatch(name)
+    if found is None or found[2] not in parts:
+        return ends.get(name, name)
+    return f"{blocks}.{found[1]}.{parts[found[2]]}.{found[3]}"
+
+
+def _read_header(file: BinaryIO) -> tuple[list[Info], dict[str, Any]]:
     """(name, sides as stored, type, offset) of each tensor, and the kept metadata with the alignment."""
     if file.read(len(GGUF)) != GGUF:
         raise _DamagedError("is no GGUF file")
@@ -113,7 +154,7 @@ def _read_header(file: BinaryIO) -> tuple[list[tuple[str, list[int], int, int]],
     return [_tensor(file) for _ in range(tensors)], kept
 
 
-def _tensor(file: BinaryIO) -> tuple[str, list[int], int, int]:
+def _tensor(file: BinaryIO) -> Info:
     name = _text(file, LONGEST_NAME)
     if (dimensions := _number(file, "I")) > MOST_DIMENSIONS:
         raise _DamagedError(f"is damaged: {name[:SHOWN_OF_NAME]!r} has {dimensions} sides, more than {MOST_DIMENSIONS}")
@@ -162,9 +203,7 @@ def _value(file: BinaryIO, kind: int, *, wanted: bool, depth: int = 0) -> Any:
     return None
 
 
-def _with_places(
-    tensors: list[tuple[str, list[int], int, int]], kept: Mapping[str, Any], begin: int, size: int
-) -> dict[str, Any]:
+def _with_places(tensors: list[Info], kept: Mapping[str, Any], begin: int, size: int) -> dict[str, Any]:
     """Each tensor's entry. Offsets are those of the file; padding may lie between tensors, but none overlap."""
     header: dict[str, Any] = {}
     end, whole = begin, begin

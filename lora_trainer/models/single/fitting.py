@@ -76,7 +76,7 @@ def find_text_parts(named: Path, wanted: set[str], family: str) -> dict[str, Pat
         for path in (named.iterdir() if named.is_dir() else ())
         if path.is_dir() and path.name.startswith(("text_encoder", "tokenizer"))
     }
-    files = [named] if named.is_file() else sorted(named.glob("*.safetensors"))
+    files = [named] if named.is_file() else sorted([*named.glob("*.safetensors"), *named.glob("*.gguf")])
     sought = {name: TEXTS[family][name][0] for name in sorted(wanted - set(there)) if name in TEXTS.get(family, {})}
     held = [*sorted(there), *(file.name for file in files)]
     if not held:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from lora_trainer.models.quantization.stored_forms import dequantized, hadamard,
 from lora_trainer.models.single import tokenizers
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.run.bases.find import find_base
+from lora_trainer.run.bases.hub_header import make_placeholder
 from tests.export.tiny import facts
 from tests.models.single.originals import Tensors, flow_checkpoint, unet_original, write, z_image_original
 from tests.models.single.quantized import (
@@ -315,6 +317,40 @@ def test_a_gguf_file_without_its_package_is_recognized(tmp_path: Path, plain: Te
     parts = {name: ("BF16", list(each.shape), bytes(2 * each.numel())) for name, each in plain.items()}
     found = recognize(write_gguf(tmp_path / "flux.gguf", parts))
     assert (found.family, found.variant, found.form) == ("flux", "dev", "GGUF BF16")
+
+
+def test_the_package_is_asked_for_before_anything_is_loaded(
+    place: Path, plain: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not by commands that read no weights."""
+    parts = {
+        name: ("Q8_0", list(each.shape), bytes(each.numel() // 32 * 34))
+        if each.ndim > 1
+        else ("F32", list(each.shape), bytes(4 * each.numel()))
+        for name, each in plain.items()
+    }
+    file = write_gguf(tmp_path / "flux.gguf", parts)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    named = {"path": file, "text_encoders": place / "folder", "vae": place / "folder"}
+    model = ModelSection.model_validate({key: str(value) for key, value in named.items()})
+    assert "GGUF Q8_0, F32" in find_base(model, weights=False).note
+    with pytest.raises(UsageError, match=r"holds Q8_0, .* not installed.*pip install 'lora-trainer\[gguf\]'"):
+        find_base(model)
+
+
+def test_a_hub_s_header_has_the_formats_of_its_layers(plain: Tensors, tmp_path: Path) -> None:
+    """They lie together in a file that safetensors wrote, so that few ranges are read."""
+    tensors, _ = comfy(plain, "int8_tensorwise", rotated=64)
+    file = write(tensors, tmp_path / "scaled.safetensors")
+    data, ranges = file.read_bytes(), list[tuple[int, int]]()
+
+    def read(begin: int, end: int) -> bytes:
+        ranges.append((begin, end))
+        return data[begin:end]
+
+    folder = make_placeholder(file.name, len(data), read)
+    assert recognize(folder / file.name).form == recognize(file).form == "int8 rotated with scales"
+    assert len(ranges) == 3
 
 
 def bad_gguf(change: str) -> bytes:

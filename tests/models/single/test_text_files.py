@@ -12,12 +12,13 @@ from torch import Tensor
 
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.core.gguf_file import read_weights_header
+from lora_trainer.core.gguf_file import TEXTS, read_weights_header
 from lora_trainer.models import FAMILIES, places
 from lora_trainer.models.single import recognize as recognize_file
 from lora_trainer.models.single import tokenizers
 from lora_trainer.run.bases.find import find_base
 from tests.models.single.originals import Tensors, flow_checkpoint, write
+from tests.models.single.quantized import gguf_of
 from tests.models.single.tiny import tiny_flow_pipeline
 
 CPU = torch.device("cpu")
@@ -84,6 +85,31 @@ def test_a_scaled_file_is_the_encoder_that_it_stands_for(model_files: Path, file
     one = encoded(laid_out(model_files, files))
     meant = {name: each.float() * 0.5 if each.ndim == 2 else each for name, each in tensors.items()}
     write({name: each for name, each in meant.items() if not name.endswith(".scale_weight")}, path)
+    two = encoded(laid_out(model_files, files))
+    assert all(torch.equal(one[name], two[name]) for name in two)
+
+
+def test_t5_in_gguf_is_the_encoder_that_it_stands_for(model_files: Path, files: Path) -> None:
+    """By llama.cpp's names, as files of city96/t5-v1_1-xxl-encoder-gguf have them."""
+    pytest.importorskip("gguf", reason="pip install 'lora-trainer[gguf]'")
+    path = files / "t5xxl.safetensors"
+    tensors = {name: each for name, each in load_file(path).items() if "embed_tokens" not in name}
+    ours = {f".{ours}.": f".{theirs}." for theirs, ours in TEXTS["t5"][1].items()}
+    ends = {ours: theirs for theirs, ours in TEXTS["t5"][2].items()}
+    theirs: Tensors = {}
+    for name, each in tensors.items():
+        found = next((end for end in ours if end in name), "")
+        renamed = name.replace(found, ours.get(found, "")) if found else ends[name]
+        theirs[renamed.replace("encoder.block.", "enc.blk.")] = each
+    file, meant = gguf_of(theirs, "Q8_0", files / "t5.gguf", "t5encoder")
+    path.unlink()
+    assert {"enc.blk.1.attn_q.weight", "enc.blk.0.attn_rel_b.weight", "token_embd.weight"} <= theirs.keys()
+    header = read_weights_header(file)
+    assert tensors.keys() == header.keys() - {"__metadata__"}
+    assert header["shared.weight"]["dtype"] == "Q8_0"
+    one = encoded(laid_out(model_files, files))
+    file.unlink()
+    write(dict(zip(tensors, meant.values(), strict=True)), path)
     two = encoded(laid_out(model_files, files))
     assert all(torch.equal(one[name], two[name]) for name in two)
 
