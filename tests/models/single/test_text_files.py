@@ -16,9 +16,11 @@ from lora_trainer.core.gguf_file import TEXTS, read_weights_header
 from lora_trainer.models import FAMILIES, places
 from lora_trainer.models.single import recognize as recognize_file
 from lora_trainer.models.single import tokenizers
+from lora_trainer.models.single.stored import Stored
+from lora_trainer.models.single.texts import kind_of_file
 from lora_trainer.run.bases.find import find_base
 from tests.models.single.originals import Tensors, flow_checkpoint, write
-from tests.models.single.quantized import gguf_of
+from tests.models.single.quantized import gguf_of, write_gguf
 from tests.models.single.tiny import tiny_flow_pipeline
 
 CPU = torch.device("cpu")
@@ -112,6 +114,24 @@ def test_t5_in_gguf_is_the_encoder_that_it_stands_for(model_files: Path, files: 
     write(dict(zip(tensors, meant.values(), strict=True)), path)
     two = encoded(laid_out(model_files, files))
     assert all(torch.equal(one[name], two[name]) for name in two)
+
+
+def test_qwen3_in_gguf_has_the_names_of_transformers(tmp_path: Path) -> None:
+    begin = "blk.0."
+    names = ("attn_q", "attn_output", "attn_k_norm", "attn_q_norm", "attn_norm", "ffn_norm", "ffn_gate", "ffn_down")
+    parts = {f"{begin}{name}.weight": ("F16", [4, 8], bytes(64)) for name in names}
+    parts |= {f"{name}.weight": ("F16", [4, 8], bytes(64)) for name in ("token_embd", "output_norm")}
+    file = write_gguf(tmp_path / "qwen.gguf", parts, "qwen3")
+    header = read_weights_header(file)
+    layer = "model.layers.0"
+    attention = {f"{layer}.self_attn.{name}.weight" for name in ("q_proj", "o_proj", "k_norm", "q_norm")}
+    norms = {f"{layer}.{name}_layernorm.weight" for name in ("input", "post_attention")}
+    others = {f"{layer}.mlp.{name}_proj.weight" for name in ("gate", "down")} | {
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+    }
+    assert header.keys() - {"__metadata__"} == attention | norms | others
+    assert kind_of_file(Stored.of(file, header, "")) == "qwen3"
 
 
 def test_a_quantized_or_damaged_file_is_the_reason_without_another(model_files: Path, files: Path) -> None:
