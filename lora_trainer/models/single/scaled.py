@@ -26,6 +26,7 @@ MOST_BYTES = 1 << 12  # of one layer's JSON
 FORMATS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8_tensorwise": "I8"}
 CONTAINERS = {"F8_E4M3": ("F8_E4M3", "U8"), "F8_E5M2": ("F8_E5M2", "U8"), "I8": ("I8",)}
 SCALE_TYPES = ("F32", "BF16", "F16")
+ROTATIONS = tuple(4**power for power in range(1, 8))  # sides of regular Hadamard matrices
 USUAL_ROTATION = 256  # columns that are turned together, where a layer says none
 
 
@@ -36,11 +37,6 @@ class ScaledWeights:
     scaled: Mapping[str, Scaled]
     companions: frozenset[str]
     unread: str = ""
-
-
-def is_rotation(columns: int) -> bool:
-    """Whether there is a regular Hadamard matrix of so many columns: a power of 4."""
-    return columns >= 4 and columns & (columns - 1) == 0 and columns.bit_length() % 2 == 1
 
 
 def scaled_weights(file: Path, header: Mapping[str, Any], prefix: str) -> ScaledWeights:
@@ -142,6 +138,6 @@ def _rotation(shown: str, config: Mapping[str, Any], shape: list[int], form: str
     if form != "I8" or not found.get("convrot"):
         return 0
     columns = found.get("convrot_groupsize", USUAL_ROTATION)
-    if type(columns) is not int or not is_rotation(columns) or len(shape) != 2 or shape[1] % columns:
+    if columns not in ROTATIONS or len(shape) != 2 or shape[1] % columns:
         raise ValueError(f"{shown} of {shape} is said to be rotated by {str(columns)[:20]} columns, which cannot be")
     return columns

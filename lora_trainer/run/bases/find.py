@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.config.schema.inputs import ModelSection
@@ -28,9 +27,6 @@ from lora_trainer.models.folder import EXPECTED, without_weights
 from lora_trainer.run.bases.hub_files import INDEX
 from lora_trainer.run.bases.names import absolute, as_hub_model, as_hub_part, local_path, page_of_the_web
 from lora_trainer.run.bases.parts import find_parts, refuse_missing
-
-if TYPE_CHECKING:
-    from lora_trainer.models.single.recognize import SingleFile
 
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
@@ -101,8 +97,10 @@ def find_base(
             )
             notes = (checkpoint.note, form if checkpoint.form else "")
             base = replace(base, note=" ".join(filter(None, notes)), form=checkpoint.form)
-            if weights:
-                _need_gguf(checkpoint)
+            packed = [kind for kind in checkpoint.denoiser.types.values() if kind in PACKED_TYPES]
+            if weights and packed and importlib.util.find_spec("gguf") is None:
+                message = f"{base.folder} holds {packed[0]}, which the package gguf dequantizes; it is not installed."
+                raise UsageError(Problem(message, "pip install 'lora-trainer[gguf]'"))
         replaced = find_parts(model, checkpoint or base.folder, places, offline=offline, weights=weights, say=say)
         if base.commit is None and checkpoint is None:  # a hub's model is already checked
             refuse_missing(base.folder, replaced.parts)
@@ -117,14 +115,6 @@ def find_base(
     if not whole:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return replace(base, folder=folder, places={**places, str(folder): model.path or base.named})
-
-
-def _need_gguf(checkpoint: SingleFile) -> None:
-    """Raise UsageError where a file has GGUF's blocks, and the package that dequantizes them is not installed."""
-    packed = [kind for kind in checkpoint.denoiser.types.values() if kind in PACKED_TYPES]
-    if packed and importlib.util.find_spec("gguf") is None:
-        message = f"{checkpoint.file} holds {packed[0]}, which the package gguf dequantizes; it is not installed."
-        raise UsageError(Problem(message, "pip install 'lora-trainer[gguf]'"))
 
 
 def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, say: Callable[[str], None]) -> Base:
