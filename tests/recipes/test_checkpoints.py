@@ -17,7 +17,14 @@ from lora_trainer.models import flux, flux2, z_image
 from lora_trainer.models.family import Architecture
 from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single import tokenizers, transformers, unet
-from tests.models.single.originals import flow_checkpoint, flux2_checkpoint, joined, unet_checkpoint, write, z_image_checkpoint
+from tests.models.single.originals import (
+    flow_checkpoint,
+    flux2_checkpoint,
+    joined,
+    unet_checkpoint,
+    write,
+    z_image_checkpoint,
+)
 from tests.models.single.quantized import comfy, gguf_of
 from tests.models.single.tiny import FLOWS, tiny_flow_pipeline, tiny_flux2, tiny_pipeline, tiny_z_image
 from tests.recipes.recipe import Bench, draw_images, exported, header_of, losses, record

@@ -138,6 +138,6 @@ def _rotation(shown: str, config: Mapping[str, Any], shape: list[int], form: str
     if form != "I8" or not found.get("convrot"):
         return 0
     columns = found.get("convrot_groupsize", USUAL_ROTATION)
-    if columns not in ROTATIONS or len(shape) != 2 or shape[1] % columns:
+    if not isinstance(columns, int) or columns not in ROTATIONS or len(shape) != 2 or shape[1] % columns:
         raise ValueError(f"{shown} of {shape} is said to be rotated by {str(columns)[:20]} columns, which cannot be")
     return columns
