@@ -161,7 +161,7 @@ def draw(
             **prompted(family, read, [row.prompt for row in chosen], drawing.negative if guidance > 0 else None),
             generator=[torch.Generator("cpu").manual_seed(row.seed) for row in chosen],
             num_inference_steps=drawing.steps,
-            guidance_scale=guidance,
+            **{family.pipeline.guidance: guidance},
             width=width,
             height=height,
         ).images

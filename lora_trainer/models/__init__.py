@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_trainer.models import flux, sd2, sd3, sd15, sdxl, z_image
+from lora_trainer.models import flux, qwen_image, sd2, sd3, sd15, sdxl, z_image
 from lora_trainer.models.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -12,4 +12,5 @@ FAMILIES: dict[str, Family] = {
     "sd3": sd3.FAMILY,
     "flux": flux.FAMILY,
     "z_image": z_image.FAMILY,
+    "qwen_image": qwen_image.FAMILY,
 }

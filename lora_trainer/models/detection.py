@@ -20,5 +20,8 @@ def detect_family(folder: Path, origin: str = "--model") -> str:
     for name, family in FAMILIES.items():
         if family.pipeline.class_name == pipeline and family.recognizes(folder):
             return name
+        if what := family.pipeline.refused.get(pipeline):
+            message = f"{folder} is {what} ({pipeline}), which cannot be trained yet."
+            raise UsageError(Problem(message, f"Use a base model of {name} that makes images from text."))
     known = ", ".join(dict.fromkeys(family.pipeline.class_name for family in FAMILIES.values()))
     raise UsageError(Problem(f"{folder} holds a {pipeline or 'nameless'} model.", f"Supported: {known}."))

@@ -208,7 +208,8 @@ class DenoiserSpec:
     latents [B, C, h, w], t [B], text embeddings and sizes [B, 6], and returns the prediction [B, C, h, w].
     `features` takes the denoiser and returns the blocks whose outputs tell images apart, by a name of their own.
     `lora_targets` maps `attention` and `attention+ff` to patterns of module names. `thin` takes a config and returns
-    one of the same kinds of blocks with a few percent of the weights, as `thinness` describes.
+    one of the same kinds of blocks with a few percent of the weights, as `thinness` describes. `unread` takes the
+    denoiser and returns the modules whose output nothing reads, besides those that attention itself shows.
     """
 
     component: str
@@ -220,6 +221,7 @@ class DenoiserSpec:
     lora_targets: Mapping[str, tuple[str, ...]]
     thin: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     thinness: str
+    unread: Callable[[nn.Module], Collection[str]] = lambda denoiser: ()
 
 
 @dataclass(frozen=True)
@@ -291,12 +293,16 @@ class PipelineSpec:
     `class_name` is its name in `model_index.json`. `make` takes a folder, a dtype and a device, and leaves text encoders
     without a LoRA in their stored precision (`evaluation/placing.py` widens them). `sampling_defaults` takes a folder.
     `prompted` takes the text embeddings of prompts and of negative prompts, and returns the pipeline's arguments.
+    `guidance` is the name of its argument for the guidance scale. `refused` are classes of models made from the
+    family's, which cannot be trained, and what each is.
     """
 
     class_name: str
     make: Callable[[Path, torch.dtype, torch.device], Any]
     sampling_defaults: Callable[[Path], SamplingDefaults] = usual_sampling
     prompted: Callable[[Mapping[str, Tensor], Mapping[str, Tensor] | None], dict[str, Any]] = prompt_embeds
+    guidance: str = "guidance_scale"
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,11 @@ from lora_trainer.models.transformer import (
     PATCH,
     STREAMS,
     block_features,
+    packed,
     refuse_widths,
     transformer_config,
     transformer_facts,
+    unpacked,
 )
 from lora_trainer.models.unet import CLIP_TARGETS, load_tokenizer
 
@@ -222,9 +224,8 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
     """
     import torch
 
-    samples, channels, height, width = noisy.shape
-    rows, columns = height // 2, width // 2
-    packed = noisy.view(samples, channels, rows, 2, columns, 2).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    samples, _, height, width = noisy.shape
+    rows, columns = height // PATCH, width // PATCH
     places = torch.zeros(rows, columns, 3, device=noisy.device)
     places[..., 1] += torch.arange(rows, device=noisy.device)[:, None]
     places[..., 2] += torch.arange(columns, device=noisy.device)
@@ -233,7 +234,7 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
     exact, embed = (t + 1).float(), cast("nn.Module", denoiser.time_text_embed)
     with embed.register_forward_pre_hook(lambda _, rounded: (exact, *rounded[1:])):
         velocity = denoiser(
-            packed,
+            packed(noisy),
             embeds,
             cond["pooled"],
             exact / TIMESTEPS,
@@ -242,8 +243,7 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
             torch.full((samples,), GUIDANCE, device=noisy.device) if guided else None,
             return_dict=False,
         )[0]
-    unpacked = velocity.view(samples, rows, columns, channels, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return cast("Tensor", unpacked.reshape(noisy.shape))
+    return unpacked(velocity, height, width)
 
 
 def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Tied weights are once in a file and twice in a model.
 MOST_TIMES_STORED = 2
 # Parts of names that transformers has put into its modules' names, or taken out, since files were written.
-PREFIXES = ("text_model", "model")
+PREFIXES = ("text_model", "model", "model.language_model", "language_model.model", "language_model")
 SHOWN_OF_REASON = 200  # characters
 
 

@@ -15,7 +15,7 @@ from lora_trainer.models.t5 import check_t5_tokenizer
 from lora_trainer.models.unet import FEATURE_GRID, caption_tokens
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 STREAMS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 PATCH = 2  # places of the latents along a side of one token
@@ -76,6 +76,20 @@ def refuse_widths(folder: Path, what: str, expected: object, provided: object) -
     if expected != provided:
         message = f"{folder}: the transformer takes {what} {expected} wide, the text encoders give {provided}."
         raise UsageError(Problem(message, "Use the text encoders that the model came with."))
+
+
+def packed(latents: Tensor) -> Tensor:
+    """[B, C, h, w] -> tokens [B, h * w / 4, 4 * C]: two by two neighboring places are one."""
+    samples, channels, height, width = latents.shape
+    tiles = latents.view(samples, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+    return tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def unpacked(tokens: Tensor, height: int, width: int) -> Tensor:
+    """The other way: [B, h * w / 4, 4 * C] -> [B, C, h, w]."""
+    samples, _, channels = tokens.shape
+    tiles = tokens.view(samples, height // PATCH, width // PATCH, channels // PATCH**2, PATCH, PATCH)
+    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(samples, -1, height, width)
 
 
 def block_features(name: str) -> Callable[[nn.Module], Mapping[str, FeatureBlock]]:

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLQwenImage,
     DDIMScheduler,
     DiffusionPipeline,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
@@ -28,6 +31,8 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3Model,
@@ -64,6 +69,15 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "flux": {"guidance_embeds": True},
     "flux-schnell": {"guidance_embeds": False},
     "z_image": {},
+    "qwen_image": {},
+}
+# As published: by the size of the image, and never quite to the end.
+QWEN_SCHEDULE: dict[str, Any] = {
+    "use_dynamic_shifting": True,
+    "base_shift": 0.5,
+    "max_shift": 0.9,
+    "max_image_seq_len": 8192,
+    "shift_terminal": 0.02,
 }
 CHAT = (
     "{% for said in messages %}<|im_start|>{{ said.role }}\n{{ said.content }}<|im_end|>\n{% endfor %}"
@@ -105,7 +119,10 @@ def tiny_flow_pipeline(tokenizer: CLIPTokenizer, kind: str) -> DiffusionPipeline
         "transformer": tiny_transformer(kind),
         "tokenizer": tokenizer,
     }
-    if kind == "z_image":
+    if kind == "qwen_image":
+        words: dict[str, Any] = {"tokenizer": qwen_tokenizer(), "text_encoder": tiny_qwen_vl(), "vae": tiny_video_vae()}
+        pipeline = QwenImagePipeline(**{**parts, **words}, scheduler=FlowMatchEulerDiscreteScheduler(**QWEN_SCHEDULE))
+    elif kind == "z_image":
         words = {"tokenizer": qwen_tokenizer(), "text_encoder": tiny_qwen()}
         pipeline = ZImagePipeline(**{**parts, **words}, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0))
     elif kind.startswith("flux"):
@@ -140,6 +157,9 @@ def tiny_transformer(kind: str) -> torch.nn.Module:
         sizes: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
         places = {"axes_dims": (4, 6, 6), "axes_lens": (1024, 256, 256)}
         return ZImageTransformer2DModel(**sizes, **places, cap_feat_dim=T5_WIDTH)
+    if kind == "qwen_image":
+        heads = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
+        return QwenImageTransformer2DModel(**heads, num_layers=2, joint_attention_dim=T5_WIDTH)
     common: dict[str, Any] = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": T5_WIDTH}
     if kind.startswith("flux"):
         layers = {"num_layers": 2, "num_single_layers": 2, "pooled_projection_dim": POOLED, "axes_dims_rope": (4, 6, 6)}
@@ -159,6 +179,15 @@ def tiny_qwen() -> Qwen3Model:
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
     heads["rope_parameters"] = {"rope_type": "default", "rope_theta": 1000000.0}
     return Qwen3Model(Qwen3Config(vocab_size=len(qwen_tokenizer()), **sizes, **heads))
+
+
+def tiny_qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
+    """With the half that sees images, as published."""
+    sizes = {"hidden_size": T5_WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    places = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1000000.0}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": T5_WIDTH}
+    text = {**sizes, "num_key_value_heads": 1, "vocab_size": len(qwen_tokenizer()), "rope_parameters": places}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).eval()
 
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
@@ -214,6 +243,11 @@ def tiny_vae(channels: int = 4, **more: Any) -> AutoencoderKL:
         sample_size=64,
         **more,
     )
+
+
+def tiny_video_vae() -> AutoencoderKLQwenImage:
+    """Of Qwen-Image, with its published mean and deviation of each channel."""
+    return AutoencoderKLQwenImage(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
 
 
 def random_lora(

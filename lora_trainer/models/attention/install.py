@@ -146,13 +146,44 @@ class StreamProcessor(_Processor):
         return cast("Tensor", _out(attn, self.mixed(query, key, value)))
 
 
+class TwoStreamProcessor(_Processor):
+    """A transformer's with two streams of tokens, the text first in their attention, and complex rotary positions of each.
+
+    Captions of other lengths in one batch come with a mask [B, L], which torch's own choice alone can take.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_hidden_states_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if encoder_hidden_states is None or encoder_hidden_states_mask is not None or image_rotary_emb is None:
+            seen = encoder_hidden_states, encoder_hidden_states_mask, attention_mask, image_rotary_emb
+            return cast("tuple[Tensor, Tensor]", self.usual(attn, hidden_states, *seen))
+        streams = _added(attn, encoder_hidden_states), _own(attn, hidden_states, hidden_states)
+        turns = image_rotary_emb[1], image_rotary_emb[0]
+        turned = [
+            (_turned(query, own[None]), _turned(key, own[None]), value)
+            for (query, key, value), own in zip(streams, turns, strict=True)
+        ]
+        query, key, value = (torch.cat(pair, dim=2) for pair in zip(*turned, strict=True))
+        lengths = encoder_hidden_states.shape[1], hidden_states.shape[1]
+        words, images = self.mixed(query, key, value).split(lengths, dim=1)
+        return _out(attn, images), attn.to_add_out(words.contiguous())
+
+
 # By the name of diffusers' own, since importing its classes costs seconds.
-PROCESSORS: dict[str, type[CrossProcessor | JointProcessor | RotaryProcessor | StreamProcessor]] = {
+PROCESSORS: dict[str, type[CrossProcessor | JointProcessor | RotaryProcessor | StreamProcessor | TwoStreamProcessor]] = {
     "AttnProcessor": CrossProcessor,
     "AttnProcessor2_0": CrossProcessor,
     "JointAttnProcessor2_0": JointProcessor,
     "FluxAttnProcessor": RotaryProcessor,
     "ZSingleStreamAttnProcessor": StreamProcessor,
+    "QwenDoubleStreamAttnProcessor2_0": TwoStreamProcessor,
 }
 
 

@@ -76,17 +76,29 @@ def place_layers(model: nn.Module, device: torch.device, narrow: Narrow | None) 
 
 
 def fill_the_rest(model: nn.Module, make: Callable[[], nn.Module], device: torch.device) -> None:
-    """Fill buffers that no file holds with the values that the model's own code computes."""
+    """Fill buffers that no file holds with the values that the model's own code computes.
+
+    So are tensors that are plain attributes, as Qwen-Image's tables of positions; they stay on the CPU.
+    """
     lacking = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if not lacking:
+    plain = [
+        (owner, name)
+        for owner, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and value.is_meta
+    ]
+    if not lacking and not plain:
         return
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        buffers = dict(make().named_buffers())
+        made = make()
+    buffers = dict(made.named_buffers())
     for name in lacking:
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, buffers[name].to(device))
+    for owner, name in plain:
+        setattr(model.get_submodule(owner), name, getattr(made.get_submodule(owner), name))
 
 
 def _tied(model: nn.Module) -> dict[int, nn.Parameter]:
