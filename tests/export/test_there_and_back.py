@@ -36,6 +36,7 @@ HEADERS = {
         "sd3": "sd3",
         "flux": "flux1",
         "z_image": "z_image",
+        "qwen_image": "qwen_image",
     }.items()
 }
 # Alpha over rank: powers of two, others, and what rank-stabilized LoRA makes of alpha 2.

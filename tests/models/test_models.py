@@ -30,6 +30,7 @@ PARAMETERS = {
     "sd3": 2243,
     "flux": 11901,
     "z_image": 6155,
+    "qwen_image": 20430,
 }  # millions, as published
 
 

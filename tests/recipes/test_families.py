@@ -38,7 +38,7 @@ LEARNING = {
     "captions__dropout": 0.3,
 }  # rank 4
 KINDS = {"sd3-without-t5": "sd3", "sd3.5": "sd3", "flux-schnell": "flux"}  # other flavors of a family
-AT_1024 = ("flux", "z_image")  # the gate's pixels for them, as no config sets fewer: ten times as slow
+AT_1024 = ("flux", "z_image", "qwen_image")  # the gate's pixels for them, as no config sets fewer: ten times as slow
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
@@ -135,6 +135,7 @@ def test_the_header_names_the_base_model_as_other_programs_do(trained):
         "flux": ("flux1", "False", "flux-1-dev/lora", None),
         "flux-schnell": ("flux1", "False", "flux-1-schnell/lora", None),
         "z_image": ("z_image", "False", "z-image-turbo/lora", None),
+        "qwen_image": ("qwen_image", "False", "Qwen-Image/lora", None),
     }
     keys = ("ss_base_model_version", "ss_v2", "modelspec.architecture", "modelspec.prediction_type")
     header = header_of(trained.folder("cat") / "cat.safetensors")

@@ -51,6 +51,7 @@ KINDS: dict[str, tuple[str, Precision, tuple[float, ...]]] = {
     "flux": ("flux", "bf16", (1e-4, 1e-4)),
     "flux-schnell": ("flux", "fp8", ()),
     "z_image": ("z_image", "fp8", ()),
+    "qwen_image": ("qwen_image", "int8", ()),
 }
 ALIKE = ("sdxl", "sd3.5", "flux-schnell")  # sampled like the other flavor
 CAPTIONS = ("a ring", (("a red", 1.0), (" ring", 1.3)))

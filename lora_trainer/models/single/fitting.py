@@ -8,6 +8,7 @@ from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.tensorfile import read_tensor_header
+from lora_trainer.models.autoencoder import USUAL, VIDEO
 from lora_trainer.models.folder import read_config, refuse_quantized
 from lora_trainer.models.single.stored import Stored
 from lora_trainer.models.single.texts import TEXTS, kind_of_file
@@ -21,16 +22,20 @@ def check_vae(own: Mapping[str, Any], other: Mapping[str, Any], named: Path) -> 
 
     Both are configs. Differences that configs do not show, such as other latents of the same shape, are not noticed.
     """
-    facts = (
-        ("latent channels", "latent_channels", 4),
-        ("a scaling_factor of", "scaling_factor", USUAL_SCALE),
-        ("a shift_factor of", "shift_factor", None),
-    )
+    facts = [("latent channels", "latent_channels", 4)]
+    facts += [("a scaling_factor of", "scaling_factor", USUAL_SCALE), ("a shift_factor of", "shift_factor", None)]
+    kinds = [config.get("_class_name", USUAL) for config in (own, other)]
+    if kinds[0] != kinds[1]:
+        message = f"model.vae: {named} is an {kinds[1]}, and the model's own an {kinds[0]}."
+        raise UsageError(Problem(message, "Name a VAE of the same family, or remove model.vae."))
+    if VIDEO in kinds:
+        facts = [("latent channels", "z_dim", 16)]
+        facts += [(f"a {name} of", name, None) for name in ("latents_mean", "latents_std")]
     problems = []
     for words, key, usual in facts:
         ours, theirs = own.get(key, usual), other.get(key, usual)
         if (ours or 0) != (theirs or 0):
-            difference = f"{theirs} {words}" if key == "latent_channels" else f"{words} {theirs}"
+            difference = f"{theirs} {words}" if words == "latent channels" else f"{words} {theirs}"
             message = f"model.vae: {named} has {difference}, and the model's own has {ours}."
             problems.append(Problem(message, "Name a VAE of the same family, or remove model.vae."))
     levels, theirs = (len(config.get("block_out_channels", ())) for config in (own, other))
@@ -52,12 +57,10 @@ def vae_folder(named: Path) -> Path:
         message = f"{named} holds no VAE: neither config.json nor vae/config.json."
         raise UsageError(Problem(message, "Name a diffusers folder of a VAE, or its .safetensors file."))
     config = read_config(folder, "config.json")
-    usual = "AutoencoderKL" if "block_out_channels" in config else config.get("model_type", "part of another kind")
+    usual = USUAL if "block_out_channels" in config else config.get("model_type", "part of another kind")
     kind = config.get("_class_name", usual)
-    if kind != "AutoencoderKL":
-        raise UsageError(
-            Problem(f"{folder} is a {str(kind)[:80]}, not an AutoencoderKL.", "Name a VAE with model.vae.")
-        )
+    if kind not in (USUAL, VIDEO):
+        raise UsageError(Problem(f"{folder} is a {str(kind)[:80]}, not an {USUAL}.", "Name a VAE with model.vae."))
     return folder
 
 

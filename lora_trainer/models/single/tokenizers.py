@@ -23,7 +23,7 @@ END, FIRST = (
     "!",
 )  # padding of short captions; OpenCLIP's models were trained with the latter
 FILLED_WITH = {"open_clip_h": FIRST, "open_clip_g": FIRST, "clip_g": FIRST}
-# Models of a hub, often downloaded already, that have the tokenizer of a kind as a `tokenizer.json`.
+# Models of a hub, often downloaded already, that have the tokenizer of a kind.
 REPOSITORIES = {
     "t5": (
         ("black-forest-labs/FLUX.1-dev", "tokenizer_2"),
@@ -32,11 +32,16 @@ REPOSITORIES = {
         ("stabilityai/stable-diffusion-3.5-large", "tokenizer_3"),
         ("stabilityai/stable-diffusion-3-medium-diffusers", "tokenizer_3"),
     ),
+    "qwen2_5_vl": tuple((f"Qwen/Qwen-Image{name}", "tokenizer") for name in ("", "-2512", "-Edit-2511", "-Edit-2509")),
     "qwen3": (("Tongyi-MAI/Z-Image-Turbo", "tokenizer"), ("Tongyi-MAI/Z-Image", "tokenizer")),
 }
 LACK_TOKENIZER = tuple(REPOSITORIES)  # kinds whose tokenizer does not come with the package
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".index.json")
-ORIGINS = {"t5": ("T5", "any FLUX.1 or SD3 folder has one"), "qwen3": ("Qwen3", "any Z-Image folder has one")}
+ORIGINS = {
+    "qwen2_5_vl": ("Qwen2.5-VL", "any Qwen-Image folder has one"),
+    "t5": ("T5", "any FLUX.1 or SD3 folder has one"),
+    "qwen3": ("Qwen3", "any Z-Image folder has one"),
+}
 
 
 @functools.cache
@@ -101,6 +106,7 @@ def _on_this_computer(kind: str) -> Path | None:
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     for name, folder in REPOSITORIES[kind]:
         snapshots = hub / f"models--{name.replace('/', '--')}" / "snapshots"
-        if found := sorted(snapshots.glob(f"*/{folder}/tokenizer.json")):
-            return found[-1].parent
+        for vocabulary in ("tokenizer.json", "merges.txt"):
+            if found := sorted(snapshots.glob(f"*/{folder}/{vocabulary}")):
+                return found[-1].parent
     return None

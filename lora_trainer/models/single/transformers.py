@@ -1,4 +1,4 @@
-"""Transformers of the original layouts: SD3, FLUX.1 and Z-Image, by their families' own tables of names."""
+"""Transformers of the original layouts: SD3, FLUX.1, Z-Image and Qwen-Image, by their families' own tables of names."""
 
 from __future__ import annotations
 
@@ -108,4 +108,22 @@ def z_image_part(stored: Stored) -> Part:
     return Part(config, by_layout(stored, (*FAMILIES["z_image"].lora_files.layout, *Z_IMAGE_REST), UNUSED_OF_Z_IMAGE))
 
 
-TRANSFORMERS: dict[str, Callable[[Stored], Part]] = {"sd3": sd3_part, "flux": flux_part, "z_image": z_image_part}
+def qwen_image_part(stored: Stored) -> Part:
+    """Config and places of Qwen-Image's transformer, whose original names are diffusers'."""
+    config = dict(public_architecture("qwen_image").denoiser) | {
+        "_class_name": "QwenImageTransformer2DModel",
+        "in_channels": stored.side("img_in.weight", 1),
+        "out_channels": stored.side("proj_out.weight", 0) // PLACES_OF_A_TOKEN,
+        "num_layers": stored.count("transformer_blocks."),
+        "num_attention_heads": stored.side("img_in.weight", 0) // 128,
+        "joint_attention_dim": stored.side("txt_in.weight", 1),
+    }
+    return Part(config, by_layout(stored, FAMILIES["qwen_image"].lora_files.layout))
+
+
+TRANSFORMERS: dict[str, Callable[[Stored], Part]] = {
+    "sd3": sd3_part,
+    "flux": flux_part,
+    "z_image": z_image_part,
+    "qwen_image": qwen_image_part,
+}

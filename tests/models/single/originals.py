@@ -261,6 +261,42 @@ def z_image_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
     )
 
 
+def video_vae_original(vae: Any) -> Tensors:
+    """By the names of Wan's first code, whose decoder counts residual blocks and upsampling of all levels together."""
+    inner = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6"}
+    inner["conv_shortcut"] = "shortcut"
+    names: dict[str, str] = {"quant_conv": "conv1", "post_quant_conv": "conv2"}
+    for side in ("encoder", "decoder"):
+        names |= {f"{side}.conv_in": f"{side}.conv1", f"{side}.norm_out": f"{side}.head.0"}
+        names |= {f"{side}.conv_out": f"{side}.head.2", f"{side}.mid_block.attentions.0": f"{side}.middle.1"}
+        names |= {f"{side}.mid_block.resnets.{number}": f"{side}.middle.{2 * number}" for number in (0, 1)}
+    names |= {f"encoder.down_blocks.{number}": f"encoder.downsamples.{number}" for number in range(32)}
+    of_level = vae.config.num_res_blocks + 2
+    for level in range(len(vae.config.dim_mult)):
+        block, first = f"decoder.up_blocks.{level}", of_level * level
+        names |= {f"{block}.resnets.{n}": f"decoder.upsamples.{first + n}" for n in range(of_level - 1)}
+        names[f"{block}.upsamplers.0"] = f"decoder.upsamples.{first + of_level - 1}"
+    return _by_prefix(vae.state_dict(), names, lambda rest: _swapped(rest, inner))
+
+
+def qwen_image_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
+    """As `flow_checkpoint`; the text encoder with the half that sees images, by the names of its first version."""
+    transformer = dict(pipeline.transformer.state_dict())
+    if bare:
+        return transformer
+    text = {
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): each.clone()
+        for name, each in pipeline.text_encoder.state_dict().items()
+    }
+    return joined(
+        {
+            "model.diffusion_model.": transformer,
+            "vae.": video_vae_original(pipeline.vae),
+            "text_encoders.qwen25_7b.transformer.": text,
+        }
+    )
+
+
 def joined(parts: Mapping[str, Tensors]) -> Tensors:
     return {prefix + name: tensor for prefix, tensors in parts.items() for name, tensor in tensors.items()}
 

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLQwenImage,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
     PNDMScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
@@ -26,13 +29,15 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     T5Config,
     T5EncoderModel,
 )
 
 from builtin_base.architecture import make_tokenizer
 from lora_trainer.models.published import public_architecture
-from tests.export.tiny import T5_WIDTH, qwen_tokenizer, t5_tokenizer, tiny_qwen
+from tests.export.tiny import QWEN_SCHEDULE, T5_WIDTH, qwen_tokenizer, t5_tokenizer, tiny_qwen
 
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 UNETS: dict[str, dict[str, Any]] = {
@@ -180,4 +185,22 @@ def tiny_z_image(folder: Path) -> Any:
         tokenizer=qwen_tokenizer(),
         transformer=ZImageTransformer2DModel(**{**public_architecture("z_image").denoiser, **sizes}),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+
+
+def tiny_qwen_image() -> Any:
+    """With published positions and head sizes, which no file stores."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
+    places = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1000000.0}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 128}
+    text = {**sizes, "num_key_value_heads": 1, "vocab_size": len(qwen_tokenizer()), "rope_parameters": places}
+    text["rms_norm_eps"] = 1e-6
+    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+    return QwenImagePipeline(
+        vae=AutoencoderKLQwenImage(base_dim=4),
+        text_encoder=encoder.eval(),
+        tokenizer=qwen_tokenizer(),
+        transformer=QwenImageTransformer2DModel(num_attention_heads=1, num_layers=2, joint_attention_dim=128),
+        scheduler=FlowMatchEulerDiscreteScheduler(**QWEN_SCHEDULE),
     )
