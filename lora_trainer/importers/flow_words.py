@@ -160,7 +160,7 @@ KOHYA: Mapping[str, KeyRule] = {
 }
 
 
-SIMPLETUNER_FLOWS = ("sd3", "flux", "z_image")
+SIMPLETUNER_FLOWS = ("sd3", "flux", "z_image", "qwen_image")
 SIMPLETUNER_DEFAULTS: Mapping[str, Any] = {"flow_schedule_shift": 3.0}
 
 
@@ -204,7 +204,7 @@ SIMPLETUNER: Mapping[str, KeyRule] = {
     "flux_guidance_mode": lacking(NO_GUIDANCE, off=("constant",)),
     "flux_guidance_value": lacking(NO_GUIDANCE, off=(1, 1.0)),
 }
-ONETRAINER_FLOWS = ("STABLE_DIFFUSION_3", "STABLE_DIFFUSION_35", "FLUX_DEV_1", "Z_IMAGE")
+ONETRAINER_FLOWS = ("STABLE_DIFFUSION_3", "STABLE_DIFFUSION_35", "FLUX_DEV_1", "Z_IMAGE", "QWEN")
 
 
 def is_onetrainer_flow(around: Around | Mapping[str, Any]) -> bool:
@@ -247,7 +247,7 @@ ONETRAINER: Mapping[str, KeyRule] = {
     **{key: by(_onetrainer_number, ALL) for key in ("noising_weight", "noising_bias", "timestep_shift")},
     "dynamic_timestep_shifting": by(_onetrainer_switch, ALL),
 }
-AITOOLKIT_FLOWS = ("flux", "sd3", "flex1", "zimage")
+AITOOLKIT_FLOWS = ("flux", "sd3", "flex1", "zimage", "qwen_image")
 AITOOLKIT_DEFAULTS: Mapping[str, Any] = {"train.timestep_type": "sigmoid"}
 
 
@@ -287,16 +287,18 @@ DIFFUSERS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "flux": {**OF_ITS_FLOWS, "weighting_scheme": "none", "guidance_scale": 3.5},
     "z_image": {**OF_ITS_FLOWS, "weighting_scheme": "none"},
+    "qwen_image": {**OF_ITS_FLOWS, "weighting_scheme": "none"},
 }
 ATTENTION = tuple(f"*.attn.{name}" for name in ("to_[qkv]", "to_out.0", "add_[qkv]_proj", "to_add_out"))
 DIFFUSERS_TARGETS: Mapping[str, Any] = {
     "sd3": list(ATTENTION),
     "flux": [*ATTENTION, *(f"*.{part}.net.{layer}" for part in ("ff", "ff_context") for layer in ("0.proj", "2"))],
+    "qwen_image": list(ATTENTION[:2]),
 }
 
 
 def diffusers_family(script: str) -> str:
-    """`sd3`, `flux`, `z_image`, or nothing for a script of diffusion models."""
+    """The family of a script for flow matching, or nothing for one of diffusion models."""
     return next((name for name in DIFFUSERS_DEFAULTS if name in script), "")
 
 

@@ -60,7 +60,9 @@ TIMESTEPS = 1000
 THINNER_HEADS, FEWER_LAYERS = 12, 6
 THINNESS = "a twelfth of its width and a sixth of its layers"
 ATTENTION = tuple(f"transformer_blocks.*.attn.{name}" for name in STREAMS)
-FEED_FORWARD = tuple(f"transformer_blocks.*.{part}_mlp.net.{layer}" for part in ("img", "txt") for layer in ("0.proj", "2"))
+FEED_FORWARD = tuple(
+    f"transformer_blocks.*.{part}_mlp.net.{layer}" for part in ("img", "txt") for layer in ("0.proj", "2")
+)
 # Options of the transformer's config for images as inputs, by what they make of it.
 OF_OTHERS = {
     "zero_cond_t": "edits images",
@@ -89,7 +91,9 @@ def describe(folder: Path) -> ModelFacts:
     check_components(folder, ("transformer", "vae", QWEN))
     check_tokenizer(folder / TOKENIZER)
     if other := next((what for key, what in OF_OTHERS.items() if config.get(key)), None):
-        raise UsageError(Problem(f"{folder} {other}, which cannot be trained yet.", "Use the text-to-image base model."))
+        raise UsageError(
+            Problem(f"{folder} {other}, which cannot be trained yet.", "Use the text-to-image base model.")
+        )
     if config["in_channels"] != PATCH * PATCH * channels:
         message = f"{folder} takes {config['in_channels']} input channels in place of {PATCH * PATCH * channels}."
         raise UsageError(Problem(message, "Use the text-to-image base model with its own VAE."))
@@ -110,12 +114,10 @@ def check_text(folder: Path, options: TextOptions) -> None:
     """Raise UsageError for CLIP's options, and for more tokens than the pipeline reads."""
     refuse_clip_options(options, "Qwen-Image")
     if (options.t5_tokens or 0) > MOST_TOKENS:
-        message = f"text_encoder.max_sequence_length={options.t5_tokens}: Qwen-Image reads at most {MOST_TOKENS} tokens."
+        message = (
+            f"text_encoder.max_sequence_length={options.t5_tokens}: Qwen-Image reads at most {MOST_TOKENS} tokens."
+        )
         raise UsageError(Problem(message, f"Set {MOST_TOKENS} or less."))
-
-
-def sampling_defaults(folder: Path) -> SamplingDefaults:
-    return SamplingDefaults(steps=50)
 
 
 def prompted(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None) -> dict[str, Any]:
@@ -228,10 +230,6 @@ def thin(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def base_names(facts: ModelFacts) -> tuple[str, str]:
-    return "qwen_image", "Qwen-Image/lora"
-
-
 TEXT = TextSpec(
     load=load_texts,
     encode=encode_text,
@@ -258,7 +256,7 @@ FAMILY = Family(
     pipeline=PipelineSpec(
         class_name="QwenImagePipeline",
         make=make_pipeline,
-        sampling_defaults=sampling_defaults,
+        sampling_defaults=lambda folder: SamplingDefaults(steps=50),
         prompted=prompted,
         guidance="true_cfg_scale",
         refused={
@@ -269,7 +267,7 @@ FAMILY = Family(
         },
     ),
     lora_files=LoraFileSpec(
-        base_names=base_names,
+        base_names=lambda facts: ("qwen_image", "Qwen-Image/lora"),
         prefixes={"transformer": "lora_unet"},
         layout=LAYOUT,
         readers=(

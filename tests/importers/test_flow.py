@@ -169,12 +169,16 @@ def test_one_weighting_of_kohyas_is_followed_and_none_for_a_flow(tmp_path: Path)
     [
         ("a.json", toolkit_job("flux"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("zimage"), ("logit_normal", 0.0, 1.0, 1.0)),
+        ("a.json", toolkit_job("qwen_image:2512"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("flux", linear_timesteps=True), ("uniform", 1.0)),
         ("s.json", tuner("flux"), ("logit_normal", 0.0, 1.0, 3.0)),
         ("s.json", tuner("z_image", flow_schedule_auto_shift=True), ("logit_normal", 0.0, 1.0, "resolution")),
+        ("s.json", tuner("qwen_image"), ("logit_normal", 0.0, 1.0, 3.0)),
         ("o.json", one_trainer("Z_IMAGE"), ("uniform", 1.0)),
+        ("o.json", one_trainer("QWEN"), ("uniform", 1.0)),
         ("d.sh", script("sd3"), ("logit_normal", 0.0, 1.0, "model")),
         ("d.sh", script("z_image"), ("uniform", "model")),
+        ("d.sh", script("qwen_image"), ("uniform", "model")),
     ],
 )
 def test_default_timestep_sampling_of_each_program(
@@ -239,6 +243,9 @@ def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
     assert line_of(found["flux"], "guidance_scale")[0] == "changed", "3.5 there"
     assert "guidance_scale" not in {line.key for line in found["z_image"].lines}
     assert found["z_image"].config.lora.target_modules == "attention"
+    streams = imported_text(tmp_path, "d.sh", script("qwen_image")).config.lora.target_modules
+    learned = target_modules(tiny_transformer("qwen_image"), FAMILIES["qwen_image"].denoiser, streams)
+    assert {name.partition(".attn.")[2] for name in learned} == {"to_q", "to_k", "to_v", "to_out.0"}
     transformer = tiny_transformer("flux")
     learned = target_modules(transformer, FAMILIES["flux"].denoiser, found["flux"].config.lora.target_modules)
     suffixes = "attn.to_k attn.to_q attn.to_v attn.to_out.0 attn.add_k_proj attn.add_q_proj attn.add_v_proj".split()
@@ -299,6 +306,7 @@ def test_learning_rate_of_t5_in_the_gui(keys: dict[str, object], rates: tuple[fl
         ("STABLE_DIFFUSION_35", (1e-5, 2e-5, 3e-5)),
         ("FLUX_DEV_1", (1e-5, 2e-5)),
         ("Z_IMAGE", ()),
+        ("QWEN", ()),
     ],
 )
 def test_learning_rates_of_onetrainers_text_encoders(model: str, rates: tuple[float, ...], tmp_path: Path) -> None:

@@ -177,7 +177,9 @@ class TwoStreamProcessor(_Processor):
 
 
 # By the name of diffusers' own, since importing its classes costs seconds.
-PROCESSORS: dict[str, type[CrossProcessor | JointProcessor | RotaryProcessor | StreamProcessor | TwoStreamProcessor]] = {
+PROCESSORS: dict[
+    str, type[CrossProcessor | JointProcessor | RotaryProcessor | StreamProcessor | TwoStreamProcessor]
+] = {
     "AttnProcessor": CrossProcessor,
     "AttnProcessor2_0": CrossProcessor,
     "JointAttnProcessor2_0": JointProcessor,

@@ -22,7 +22,7 @@ def check_vae(own: Mapping[str, Any], other: Mapping[str, Any], named: Path) -> 
 
     Both are configs. Differences that configs do not show, such as other latents of the same shape, are not noticed.
     """
-    facts = [("latent channels", "latent_channels", 4)]
+    facts: list[tuple[str, str, object]] = [("latent channels", "latent_channels", 4)]
     facts += [("a scaling_factor of", "scaling_factor", USUAL_SCALE), ("a shift_factor of", "shift_factor", None)]
     kinds = [config.get("_class_name", USUAL) for config in (own, other)]
     if kinds[0] != kinds[1]:

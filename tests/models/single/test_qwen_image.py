@@ -142,7 +142,9 @@ def test_the_published_parts_are_recognized_by_their_shapes(tmp_path: Path) -> N
     with torch.device("meta"):
         tensors = FAMILY.denoiser.make(published).state_dict()
         vae = AutoencoderKLQwenImage()
-        config = Qwen2_5_VLTextConfig(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, vocab_size=152064)
+        config = Qwen2_5_VLTextConfig(
+            hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, vocab_size=152064
+        )
         config.num_attention_heads, config.num_key_value_heads = 28, 4
         text = Qwen2_5_VLTextModel(config).state_dict()
     part = qwen_image_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
@@ -159,7 +161,9 @@ def test_the_published_parts_are_recognized_by_their_shapes(tmp_path: Path) -> N
     assert kind_of_file(stored) == "qwen2_5_vl"
     found = text_part("qwen2_5_vl", stored)
     assert found.places.keys() == text.keys()
-    made = {key: getattr(config, key) for key in found.config["text_config"] if key not in ("model_type", "rope_parameters")}
+    made = {
+        key: getattr(config, key) for key in found.config["text_config"] if key not in ("model_type", "rope_parameters")
+    }
     assert {key: found.config["text_config"][key] for key in made} == made | {
         "max_position_embeddings": 128000,
         "rms_norm_eps": 1e-06,  # published, unlike the class's own defaults
