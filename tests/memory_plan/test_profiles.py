@@ -128,7 +128,8 @@ def test_memory_between_stored_counts_is_at_most_linear(family, targets, blocks,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "blocks"), [("sd3", (0, 7, 19, 24)), ("flux", (0, 13, 45, 57)), ("z_image", (0, 7, 20, 34))]
+    ("family", "blocks"),
+    [("sd3", (0, 7, 19, 24)), ("flux", (0, 13, 45, 57)), ("z_image", (0, 7, 20, 34)), ("qwen_image", (0, 11, 47, 60))],
 )
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "nf4"])
