@@ -190,12 +190,14 @@ class LoadDenoiser(Protocol):
 class FeatureBlock:
     """A module whose output describes an image, averaged over `grid` x `grid` cells.
 
-    The output is a tensor [B, C, h, w], or tokens [B, n, C] with the image's first, each of `patch` x `patch` latents.
+    The output is a tensor [B, C, h, w], or tokens [B, n, C], each of `patch` x `patch` latents: the image's first, or
+    with `text_first` the image's last.
     """
 
     module: nn.Module
     grid: int = 1
     patch: int = 1
+    text_first: bool = False
 
 
 @dataclass(frozen=True)

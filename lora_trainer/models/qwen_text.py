@@ -54,30 +54,28 @@ def refuse_clip_options(options: TextOptions, model: str) -> None:
 
 
 def read_template(
-    tokenizer: Any, captions: Sequence[Caption], size: int, device: torch.device, *, padded_inside: bool = False
+    tokenizer: Any, captions: Sequence[Caption], size: int, device: torch.device, *, whole_end: bool = False
 ) -> tuple[Tokens, Tensor]:
     """The captions in the template, truncated and padded to `size` tokens after the system message; and where there is
     text [B, CUT + size], bool. Weights are those of the tokens after the system message.
 
-    `padded_inside`: the end of the template comes after the padding, and is never truncated.
+    `whole_end`: the end of the template is tokenized by itself, and never truncated.
     """
     import torch
 
-    end = [token for token, _ in tokens_of(tokenizer, AFTER)] if padded_inside else []
+    end = tokens_of(tokenizer, AFTER) if whole_end else []
     whole = CUT + size
     room = max(0, whole - len(end))
     ids = torch.full((len(captions), whole), tokenizer.pad_token_id)
     here = torch.zeros(len(captions), whole, dtype=torch.bool)
     weights: list[Tensor | None] = []
     for row, caption in enumerate(captions):
-        after = "" if padded_inside else AFTER
+        after = "" if whole_end else AFTER
         plain = isinstance(caption, str)
         parts = f"{BEFORE}{caption}{after}" if isinstance(caption, str) else ((BEFORE, 1.0), *caption, (after, 1.0))
-        tokens = tokens_of(tokenizer, parts)[:room]
+        tokens = [*tokens_of(tokenizer, parts)[:room], *end]
         ids[row, : len(tokens)] = torch.tensor([token for token, _ in tokens])
         here[row, : len(tokens)] = True
-        if end:
-            ids[row, room:], here[row, room:] = torch.tensor(end), True
         factors = torch.ones(whole)
         factors[: len(tokens)] = torch.tensor([weight for _, weight in tokens])
         weights.append(None if plain else factors[CUT:].to(device))

@@ -37,6 +37,7 @@ HEADERS = {
         "flux": "flux1",
         "z_image": "z_image",
         "qwen_image": "qwen_image",
+        "krea2": "krea2",
     }.items()
 }
 # Alpha over rank: powers of two, others, and what rank-stabilized LoRA makes of alpha 2.

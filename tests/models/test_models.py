@@ -31,6 +31,7 @@ PARAMETERS = {
     "flux": 11901,
     "z_image": 6155,
     "qwen_image": 20430,
+    "krea2": 12820,
 }  # millions, as published
 
 

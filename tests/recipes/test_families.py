@@ -37,8 +37,8 @@ LEARNING = {
     "checkpoint__every_n_steps": 3,
     "captions__dropout": 0.3,
 }  # rank 4
-KINDS = {"sd3-without-t5": "sd3", "sd3.5": "sd3", "flux-schnell": "flux"}  # other flavors of a family
-AT_1024 = ("flux", "z_image", "qwen_image")  # the gate's pixels for them, as no config sets fewer: ten times as slow
+KINDS = {"sd3-without-t5": "sd3", "sd3.5": "sd3", "flux-schnell": "flux", "krea2-turbo": "krea2"}  # other flavors of a family
+AT_1024 = ("flux", "z_image", "qwen_image", "krea2")  # the gate's pixels for them, as no config sets fewer: ten times as slow
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
@@ -136,6 +136,8 @@ def test_the_header_names_the_base_model_as_other_programs_do(trained):
         "flux-schnell": ("flux1", "False", "flux-1-schnell/lora", None),
         "z_image": ("z_image", "False", "z-image-turbo/lora", None),
         "qwen_image": ("qwen_image", "False", "Qwen-Image/lora", None),
+        "krea2": ("krea2", "False", "Krea-2/lora", None),
+        "krea2-turbo": ("krea2", "False", "Krea-2/lora", None),
     }
     keys = ("ss_base_model_version", "ss_v2", "modelspec.architecture", "modelspec.prediction_type")
     header = header_of(trained.folder("cat") / "cat.safetensors")

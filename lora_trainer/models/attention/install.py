@@ -176,16 +176,43 @@ class TwoStreamProcessor(_Processor):
         return _out(attn, images), attn.to_add_out(words.contiguous())
 
 
+class GatedProcessor(_Processor):
+    """A transformer's with fewer keys than queries, rotary positions, and a gate after attention, the text first.
+
+    Captions of other lengths in one batch come with a mask, which torch's own choice alone can take.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        if attention_mask is not None:
+            return cast("Tensor", self.usual(attn, hidden_states, attention_mask, image_rotary_emb))
+        layers = attn.to_q, attn.to_k, attn.to_v
+        query, key, value = (layer(hidden_states).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2) for layer in layers)
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        if image_rotary_emb is not None:
+            query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
+        shared = attn.num_heads // attn.num_kv_heads
+        key, value = (part.repeat_interleave(shared, dim=1) if shared > 1 else part for part in (key, value))
+        mixed = self.mixed(query, key, value) * torch.sigmoid(attn.to_gate(hidden_states))
+        return cast("Tensor", attn.to_out[0](mixed))
+
+
 # By the name of diffusers' own, since importing its classes costs seconds.
-PROCESSORS: dict[
-    str, type[CrossProcessor | JointProcessor | RotaryProcessor | StreamProcessor | TwoStreamProcessor]
-] = {
+PROCESSORS: dict[str, type[_Processor]] = {
     "AttnProcessor": CrossProcessor,
     "AttnProcessor2_0": CrossProcessor,
     "JointAttnProcessor2_0": JointProcessor,
     "FluxAttnProcessor": RotaryProcessor,
     "ZSingleStreamAttnProcessor": StreamProcessor,
     "QwenDoubleStreamAttnProcessor2_0": TwoStreamProcessor,
+    "Krea2AttnProcessor": GatedProcessor,
 }
 
 
