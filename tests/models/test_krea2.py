@@ -164,7 +164,9 @@ def test_the_layout_has_every_linear_layer():
 
 def test_diffusers_reads_the_original_names_without_alpha():
     """Every layer, as ai-toolkit names them; the kohya format has the same names with underscores."""
-    endings = tuple(name for name, module in tiny_transformer("krea2").named_modules() if hasattr(module, "in_features"))
+    endings = tuple(
+        name for name, module in tiny_transformer("krea2").named_modules() if hasattr(module, "in_features")
+    )
     plain = random_lora(tiny_transformer("krea2"), endings=endings, component="transformer")
     tensors: dict[str, torch.Tensor] = {}
     for module, pair in plain.modules.items():

@@ -37,8 +37,18 @@ LEARNING = {
     "checkpoint__every_n_steps": 3,
     "captions__dropout": 0.3,
 }  # rank 4
-KINDS = {"sd3-without-t5": "sd3", "sd3.5": "sd3", "flux-schnell": "flux", "krea2-turbo": "krea2"}  # other flavors of a family
-AT_1024 = ("flux", "z_image", "qwen_image", "krea2")  # the gate's pixels for them, as no config sets fewer: ten times as slow
+KINDS = {
+    "sd3-without-t5": "sd3",
+    "sd3.5": "sd3",
+    "flux-schnell": "flux",
+    "krea2-turbo": "krea2",
+}  # other flavors of a family
+AT_1024 = (
+    "flux",
+    "z_image",
+    "qwen_image",
+    "krea2",
+)  # the gate's pixels for them, as no config sets fewer: ten times as slow
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])

@@ -194,7 +194,9 @@ class GatedProcessor(_Processor):
         if attention_mask is not None:
             return cast("Tensor", self.usual(attn, hidden_states, attention_mask, image_rotary_emb))
         layers = attn.to_q, attn.to_k, attn.to_v
-        query, key, value = (layer(hidden_states).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2) for layer in layers)
+        query, key, value = (
+            layer(hidden_states).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2) for layer in layers
+        )
         query, key = attn.norm_q(query), attn.norm_k(key)
         if image_rotary_emb is not None:
             query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)

@@ -51,6 +51,8 @@ def fill_layers(
                 if full not in places or id(own) in put:
                     continue
                 found = read(full, kept)
+                if found.ndim == 1 and found.numel() == own.numel():
+                    found = found.view(own.shape)  # a table that an original layout stores as one row
                 if found.shape != own.shape:
                     raise ValueError(f"{full} has shape {[*found.shape]} in place of {[*own.shape]}")
                 if own.is_floating_point() and not found.is_floating_point():

@@ -21,7 +21,7 @@ SD2_TEXT_WIDTH, REFINER_TEXT_WIDTH = 1024, 1280
 UNUSUAL_CHANNELS = {5: "a depth model", 7: "an upscaler", 8: "a model of instructions", 9: "an inpainting model"}
 # This norm spreads more in 2.x models that predict velocity than in those that predict noise (ComfyUI uses it, too).
 SD2_NORM, SD2_SPREAD = "output_blocks.11.1.transformer_blocks.0.norm1.bias", 0.09
-OF_ONE_FORM = {"z_image": ("base", "turbo")}  # models of a family with the same keys
+OF_ONE_FORM = {"z_image": ("base", "turbo"), "krea2": ("base", "turbo")}  # models of a family with the same keys
 FIRST_OF_FLUX = 64  # input channels of the plain model: 16 of latents, of four places
 # Ends of names, and what such a file is. The first that is found counts.
 OTHER_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -125,7 +125,7 @@ def _unknown(file: Path, names: list[str]) -> Problem:
         if any(name.endswith(endings) for name in names):
             return Problem(f"{file} is {kind}, no base model.", fix)
     seen = ", ".join(sorted(names)[:3])[:200] or "nothing"
-    families = "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1, Z-Image and Qwen-Image"
+    families = "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1, Z-Image, Qwen-Image and Krea 2"
     return Problem(f"{file} is of no known architecture: it holds {seen}.", f"What can be read: {families}.")
 
 
@@ -247,10 +247,21 @@ def _qwen_image(found: SingleFile) -> SingleFile:
     return SingleFile(found.file, "qwen_image", stored, found.header)
 
 
+def _krea2(found: SingleFile) -> SingleFile:
+    name = found.file.name.lower()  # published as raw.safetensors and turbo.safetensors
+    note = (
+        f"{found.file.name} is assumed to be Krea 2 Raw (28 steps, guidance): Raw and Turbo have the same keys. "
+        "If it is Turbo, set model.flavor=turbo."
+    )
+    variant, told = "turbo" if "turbo" in name else "base", any(word in name for word in ("turbo", "raw", "base"))
+    return SingleFile(found.file, "krea2", found.denoiser, found.header, variant=variant, note="" if told else note)
+
+
 KNOWN: dict[str, Callable[[SingleFile], SingleFile]] = {
     "input_blocks.0.0.weight": _unet,
     "joint_blocks.0.x_block.attn.qkv.weight": _sd3,
     "double_blocks.0.img_attn.qkv.weight": _flux,
     "cap_pad_token": _z_image,
     "txt_norm.weight": _qwen_image,
+    "txtfusion.projector.weight": _krea2,
 }

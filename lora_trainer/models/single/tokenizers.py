@@ -33,6 +33,7 @@ REPOSITORIES = {
         ("stabilityai/stable-diffusion-3-medium-diffusers", "tokenizer_3"),
     ),
     "qwen2_5_vl": tuple((f"Qwen/Qwen-Image{name}", "tokenizer") for name in ("", "-2512", "-Edit-2511", "-Edit-2509")),
+    "qwen3_vl": (("krea/Krea-2-Raw", "tokenizer"), ("krea/Krea-2-Turbo", "tokenizer")),
     "qwen3": (("Tongyi-MAI/Z-Image-Turbo", "tokenizer"), ("Tongyi-MAI/Z-Image", "tokenizer")),
 }
 LACK_TOKENIZER = tuple(REPOSITORIES)  # kinds whose tokenizer does not come with the package
@@ -40,6 +41,7 @@ WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack",
 ORIGINS = {
     "qwen2_5_vl": ("Qwen2.5-VL", "any Qwen-Image folder has one"),
     "t5": ("T5", "any FLUX.1 or SD3 folder has one"),
+    "qwen3_vl": ("Qwen3-VL", "any Krea 2 folder has one"),
     "qwen3": ("Qwen3", "any Z-Image folder has one"),
 }
 

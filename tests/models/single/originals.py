@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lora_trainer.export.layout import rule_of
+from lora_trainer.models.krea2 import LAYOUT as KREA2
 from lora_trainer.models.z_image import LAYOUT as Z_IMAGE
 
 Tensors = dict[str, Tensor]
@@ -293,6 +294,49 @@ def qwen_image_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
             "model.diffusion_model.": transformer,
             "vae.": video_vae_original(pipeline.vae),
             "text_encoders.qwen25_7b.transformer.": text,
+        }
+    )
+
+
+def krea2_original(transformer: Any) -> Tensors:
+    """The transformer by its first code's names, tables of the blocks in one row."""
+    norms = {
+        "attn.norm_q": "attn.qknorm.qnorm",
+        "attn.norm_k": "attn.qknorm.knorm",
+        "norm1": "prenorm",
+        "norm2": "postnorm",
+    }
+    outside = {"final_layer.scale_shift_table": "last.modulation.lin", "final_layer.norm.weight": "last.norm.scale"}
+    outside["txt_in.norm.weight"] = "txtmlp.0.scale"
+    found: Tensors = {}
+    for name, weight in transformer.state_dict().items():
+        module, _, leaf = name.rpartition(".")
+        if name in outside:
+            found[outside[name]] = weight
+        elif leaf == "scale_shift_table":
+            found[module.replace("transformer_blocks", "blocks") + ".mod.lin"] = weight.flatten()
+        elif ruled := rule_of(KREA2, module):
+            found[f"{ruled[1]}.{leaf}"] = weight
+        else:
+            block, norm = next(
+                (module.removesuffix(f".{end}"), own) for end, own in norms.items() if module.endswith(end)
+            )
+            block = block.replace("transformer_blocks", "blocks").replace("text_fusion", "txtfusion")
+            found[f"{block}.{norm}.scale"] = weight
+    return found
+
+
+def krea2_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
+    """As `qwen_image_checkpoint`."""
+    transformer = krea2_original(pipeline.transformer)
+    if bare:
+        return transformer
+    text = {f"model.{name}": each.clone() for name, each in pipeline.text_encoder.state_dict().items()}
+    return joined(
+        {
+            "model.diffusion_model.": transformer,
+            "vae.": video_vae_original(pipeline.vae),
+            "text_encoders.qwen3vl_4b.transformer.": text,
         }
     )
 
