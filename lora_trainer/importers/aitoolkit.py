@@ -58,7 +58,7 @@ from lora_trainer.importers.words import (
 
 # Linear layers and 1x1 convolutions of the whole U-Net; with `conv` its other convolutions too.
 ALL_LINEAR = ("*.attentions.*", "*.time_emb_proj", "*embedding.*", "*.conv_shortcut")
-FAMILIES = ("sd1", "sd15", "sd2", "sdxl", "sd", "sd3", "flux", "zimage", "qwen_image")
+FAMILIES = ("sd1", "sd15", "sd2", "sdxl", "sd", "sd3", "flux", "zimage", "qwen_image", "krea2")
 
 
 def _assistant(value: Any, around: Around) -> Took:

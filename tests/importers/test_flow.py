@@ -170,15 +170,18 @@ def test_one_weighting_of_kohyas_is_followed_and_none_for_a_flow(tmp_path: Path)
         ("a.json", toolkit_job("flux"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("zimage"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("qwen_image:2512"), ("logit_normal", 0.0, 1.0, 1.0)),
+        ("a.json", toolkit_job("krea2"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("flux", linear_timesteps=True), ("uniform", 1.0)),
         ("s.json", tuner("flux"), ("logit_normal", 0.0, 1.0, 3.0)),
         ("s.json", tuner("z_image", flow_schedule_auto_shift=True), ("logit_normal", 0.0, 1.0, "resolution")),
         ("s.json", tuner("qwen_image"), ("logit_normal", 0.0, 1.0, 3.0)),
         ("o.json", one_trainer("Z_IMAGE"), ("uniform", 1.0)),
         ("o.json", one_trainer("QWEN"), ("uniform", 1.0)),
+        ("o.json", one_trainer("KREA_2"), ("uniform", 1.0)),
         ("d.sh", script("sd3"), ("logit_normal", 0.0, 1.0, "model")),
         ("d.sh", script("z_image"), ("uniform", "model")),
         ("d.sh", script("qwen_image"), ("uniform", "model")),
+        ("d.sh", script("krea2"), ("uniform", "model")),
     ],
 )
 def test_default_timestep_sampling_of_each_program(
@@ -243,6 +246,9 @@ def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
     assert line_of(found["flux"], "guidance_scale")[0] == "changed", "3.5 there"
     assert "guidance_scale" not in {line.key for line in found["z_image"].lines}
     assert found["z_image"].config.lora.target_modules == "attention"
+    krea2 = imported_text(tmp_path, "d.sh", script("krea2")).config
+    assert (krea2.optimizer.learning_rate, krea2.lora.alpha) == (3e-4, 32.0)
+    assert len(target_modules(tiny_transformer("krea2"), FAMILIES["krea2"].denoiser, krea2.lora.target_modules)) == 36
     streams = imported_text(tmp_path, "d.sh", script("qwen_image")).config.lora.target_modules
     learned = target_modules(tiny_transformer("qwen_image"), FAMILIES["qwen_image"].denoiser, streams)
     assert {name.partition(".attn.")[2] for name in learned} == {"to_q", "to_k", "to_v", "to_out.0"}
@@ -307,6 +313,7 @@ def test_learning_rate_of_t5_in_the_gui(keys: dict[str, object], rates: tuple[fl
         ("FLUX_DEV_1", (1e-5, 2e-5)),
         ("Z_IMAGE", ()),
         ("QWEN", ()),
+        ("KREA_2", ()),
     ],
 )
 def test_learning_rates_of_onetrainers_text_encoders(model: str, rates: tuple[float, ...], tmp_path: Path) -> None:

@@ -44,7 +44,9 @@ class ModelSection(Section):
         "folder with text encoders and tokenizers that the model lacks, such as a checkpoint without them: `text_encoder_2/`, `tokenizer_2/` and so on, as in a diffusers folder, or single `.safetensors` files of them; one such file; or a hub id of either",
     )
     flavor: Flavor | None = setting(
-        None, "fixed in effect", "which of two models with the same architecture a checkpoint is, as with Z-Image"
+        None,
+        "fixed in effect",
+        "which of two models with the same architecture a checkpoint is, as with Z-Image and Krea 2",
     )
     training_adapter: str | None = setting(
         None,
