@@ -253,8 +253,8 @@ def _krea2(found: SingleFile) -> SingleFile:
         f"{found.file.name} is assumed to be Krea 2 Raw (28 steps, guidance): Raw and Turbo have the same keys. "
         "If it is Turbo, set model.flavor=turbo."
     )
-    variant, told = "turbo" if "turbo" in name else "base", any(word in name for word in ("turbo", "raw", "base"))
-    return SingleFile(found.file, "krea2", found.denoiser, found.header, variant=variant, note="" if told else note)
+    variant, is_named = "turbo" if "turbo" in name else "base", any(word in name for word in ("turbo", "raw", "base"))
+    return SingleFile(found.file, "krea2", found.denoiser, found.header, variant=variant, note="" if is_named else note)
 
 
 KNOWN: dict[str, Callable[[SingleFile], SingleFile]] = {
