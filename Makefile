@@ -1,7 +1,7 @@
 # Every target first brings its environment in .venv up to date.
 PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu demo test check format slow faults test-matrix docs
+.PHONY: help setup setup-gpu demo test check format slow faults test-matrix regressions regressions-update docs
 
 help:
 	@echo "make setup      make .venv and install the package and its requirements"
@@ -12,6 +12,8 @@ help:
 	@echo "make slow       run the tests that take too long for make test (an hour on two cores)"
 	@echo "make faults     run the long fault suite and print its table (an hour on two cores)"
 	@echo "make test-matrix  run the exactness tests with other instruction sets and numbers of threads"
+	@echo "make regressions  compare speed ratios, memory plans and losses with tests/regressions.json (4 minutes)"
+	@echo "make regressions-update  write that file, where a change is meant"
 	@echo "make docs       build the documentation site: site/index.html"
 
 setup:
@@ -48,6 +50,12 @@ faults: setup
 
 test-matrix: setup
 	@scripts/test_matrix.sh
+
+regressions: setup
+	@$(PYTHON) scripts/check_regressions.py
+
+regressions-update: setup
+	@$(PYTHON) scripts/check_regressions.py --update
 
 # mkdocs itself makes no network request; only the first installation does.
 docs: setup

@@ -106,6 +106,8 @@ def type_in_words(entry: dict[str, Any]) -> str:
         return f"a table, see {TABLES[entry['$ref'].rpartition('/')[2]]}"
     if entry["type"] == "array":
         return f"list of {type_in_words(entry['items'])}"
+    if entry["type"] == "object":
+        return f"table of a pattern and a {type_in_words(entry['additionalProperties'])} each"
     limits = [text.format(_plain(entry[name])) for name, text in LIMITS.items() if name in entry]
     return " ".join([WORDS[entry["type"]], " and ".join(limits)]).strip()
 

@@ -35,6 +35,7 @@ SITES = (
     *("arxiv.org", "keepachangelog.com", "pre-commit.com", "semver.org"),
     *("download.pytorch.org", "huggingface.co", "pytorch.org"),  # in lines of `doctor`
     *("ui.perfetto.dev", "speedscope.app"),  # which show a profile
+    "host",  # a name to replace
 )
 # Traces of the author's machine: absolute paths, but for Linux's own devices, and addresses.
 MACHINE = re.compile(r"(?<![\w.~<>/:])/(?!dev/)\w+/\w+|\b[A-Z]:\\\w+|localhost|\b\d{1,3}(?:\.\d{1,3}){3}\b")

@@ -3,6 +3,8 @@
 Small updates vanish when they are added to bf16 weights, and fp32 adapters on a bf16 base model cost a cast and a saved
 input in every layer. So the layers have copies in the base model's precision, and the optimizer has fp32 masters.
 Gradients are added to the masters once a micro-batch, weights copied back once a step.
+
+With `optimizer.stochastic_rounding` there are no masters but the bf16 weights themselves (`optim/random_updates.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Adapter:
-    """`copies` are in the model; `masters` are fp32. In an fp32 run they are the same objects."""
+    """`copies` are in the model; `masters` are fp32. In an fp32 run, and without masters, they are the same objects."""
 
     copies: dict[str, nn.Parameter]
     masters: dict[str, nn.Parameter]
@@ -86,16 +88,17 @@ class Adapter:
         self.copy_to_model()
 
 
-def make_adapter(parameters: dict[str, nn.Parameter], dtype: torch.dtype) -> Adapter:
+def make_adapter(parameters: dict[str, nn.Parameter], dtype: torch.dtype, *, has_masters: bool = True) -> Adapter:
     """Masters and copies from freshly injected parameters.
 
-    The parameters stay in the model and are cast to `dtype`, the base model's precision.
+    The parameters stay in the model and are cast to `dtype`, the base model's precision. Without masters the optimizer
+    gets them as they are then.
     """
     if dtype == torch.float32:
         return Adapter(parameters, parameters)
-    masters = {
-        name: nn.Parameter(parameter.detach().to(torch.float32, copy=True)) for name, parameter in parameters.items()
-    }
+    masters = parameters
+    if has_masters:
+        masters = {name: nn.Parameter(each.detach().to(torch.float32, copy=True)) for name, each in parameters.items()}
     for parameter in parameters.values():
         parameter.data = parameter.data.to(dtype)
     return Adapter(parameters, masters)

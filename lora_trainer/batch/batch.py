@@ -17,13 +17,14 @@ from lora_trainer.batch.summary import ROOT, job_failures, largest_code, write_s
 from lora_trainer.batch.worker import SAFE, SHARED, WAIT_MINUTES, work
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.disk import Patience, patient
-from lora_trainer.core.errors import DATASET_REFUSED, DONE, INTERRUPTED, Problem, UsageError, UserError
+from lora_trainer.core.errors import DATASET_REFUSED, DONE, INTERRUPTED, Problem, UsageError, UserError, nearest
 from lora_trainer.core.interrupt import listening
 from lora_trainer.models import FAMILIES
 from lora_trainer.report.failures import failure_lines
 from lora_trainer.report.record import read_record
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.caching import cache_folder
+from lora_trainer.run.ending_command import show_commands
 from lora_trainer.run.inputs import read_model
 from lora_trainer.run.order import make_order
 from lora_trainer.run.train import train
@@ -63,6 +64,7 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
     enlist(order, folders, path)
     left = sum(job.status == "waiting" for job in queue.read_jobs(path))
     console.print(f"batch of {len(folders)} datasets in {order.root}, {left} to run; output in {order.output}")
+    show_commands(order.resolved, console)
     show_wrong_settings(order.shared, folders, console)
     if order.jobs == 0:
         write_summary(path)
@@ -111,6 +113,67 @@ def run_worker(output: Path, console: Console) -> int:
     patience = Patience(queue.read_note(path, WAIT_MINUTES), console.print, lambda: SAFE)
     with patient(patience), listening(), watching(path, console):
         return work(path, kept_families(FAMILIES), hand_back=True) or DONE
+
+
+def cancel_jobs(output: Path, names: Sequence[str], console: Console) -> int:
+    """`batch cancel`: these jobs are not trained; one that trains now saves and stops. Raises UsageError, as `named_jobs`."""
+    path = queue.find_queue(output)
+    queue.give_back_lost(path)
+    before = named_jobs(path, names, "Cancel")
+    queue.cancel(path, [job.name for job in before])
+    write_summary(path)
+    after = {job.name: job for job in queue.read_jobs(path)}
+    for job in before:
+        status = after[job.name].status
+        if status == "running":
+            console.print(f"{job.name}: saves and stops within seconds, and is cancelled then")
+        else:
+            console.print(f"{job.name}: {status}{'' if job.status == 'waiting' else ' already'}")
+    return DONE
+
+
+def retry_jobs(output: Path, names: Sequence[str], console: Console) -> int:
+    """`batch retry`: these jobs, or all that ended without a LoRA, wait again. Raises UsageError, as `named_jobs`.
+
+    A job whose LoRA was refused is finished: its run would do nothing more.
+    """
+    path = queue.find_queue(output)
+    queue.give_back_lost(path)
+    jobs = named_jobs(path, names, "Retry") if names else queue.read_jobs(path)
+    again = [job for job in jobs if is_open(job, path, ("failed", "stopped", "refused", "cancelled"))]
+    finished = [job for job in jobs if job not in again and job.status in ("refused", "unresolved")]
+    if names and finished:
+        fix = "Rename or delete the folder of its run, and retry it then."
+        raise UsageError(
+            [Problem(f"{job.name}: its training finished, and its LoRA was {job.status}.", fix) for job in finished]
+        )
+    if stopping := [job for job in jobs if names and job.cancelled]:
+        fix = "Retry it when batch status shows that it is cancelled."
+        raise UsageError([Problem(f"{job.name} was cancelled and still runs.", fix) for job in stopping])
+    queue.put_back(path, [job.name for job in again])
+    write_summary(path)
+    for job in jobs if names else [*again, *finished]:
+        if job in finished:
+            console.print(f"{job.name}: its LoRA was {job.status}; delete {path.parent / job.name} to train it again")
+        else:
+            console.print(f"{job.name}: {'waiting again' if job in again else f'{job.status} already'}")
+    waiting = sum(job.status == "waiting" for job in queue.read_jobs(path))
+    if waiting:
+        console.print(f"{waiting} to run, by workers that run now, or by: lora-trainer batch work {output}")
+    return DONE
+
+
+def named_jobs(path: Path, names: Sequence[str], verb: str) -> list[queue.QueuedJob]:
+    """The jobs of these names. Raises UsageError for names that the batch does not have, and where none is named."""
+    jobs = {job.name: job for job in queue.read_jobs(path)}
+    if not names:
+        known = ", ".join(job.name for job in jobs.values() if job.status in ("running", "waiting"))
+        raise UsageError(
+            Problem("No job is named.", f"{verb} one or several of these: {known or 'none is left to run'}.")
+        )
+    if unknown := [name for name in names if name not in jobs]:
+        raise UsageError([Problem(f"{path.parent} has no job {name}.", nearest(name, jobs)) for name in unknown])
+    return [jobs[name] for name in dict.fromkeys(names)]
 
 
 def show_batch(order: BatchOrder, console: Console) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from lora_trainer.batch.worker import SAFE, WAIT_MINUTES, work
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import SIGNALED, TRAINING_FAILED, Problem, TrainingFailed, UsageError
 from lora_trainer.core.hardware import available_cpus
+from lora_trainer.core.interrupt import end_quickly, listening, signal_itself
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
 from lora_trainer.run.order import plain_console
@@ -133,7 +133,6 @@ def be_worker(environment: Mapping[str, str], work: Callable[[], int | None]) ->
     if os.name == "posix":
         os.setsid()  # Ctrl-C reaches the parent, which tells its workers once
     threading.Thread(target=_follow_parent, daemon=True).start()
-    from lora_trainer.core.interrupt import end_quickly, listening
     from lora_trainer.core.quiet import quieten_libraries
 
     quieten_libraries()
@@ -148,10 +147,7 @@ def _follow_parent() -> None:
     parent = multiprocessing.parent_process()
     while parent is not None and parent.is_alive():
         time.sleep(LOOK_EVERY_SECONDS)
-    if os.name == "posix":
-        os.kill(os.getpid(), signal.SIGTERM)
-    else:  # there os.kill ends the process before anything is saved
-        signal.raise_signal(signal.SIGTERM)
+    signal_itself()
 
 
 EXECUTORS: dict[str, Executor] = {"local": run_local}

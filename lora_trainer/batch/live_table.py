@@ -25,6 +25,7 @@ STYLES = {
     "unresolved": "yellow",
     "failed": "red",
     "stopped": "yellow",
+    "cancelled": "yellow",
     "running": "bold cyan",
 }
 WORDS = {"dataset": "data", "lora": "LoRA"}
@@ -56,8 +57,8 @@ def live_table() -> Iterator[Show]:
 
 def fitting(jobs: Sequence[QueuedJob], rows: int) -> list[QueuedJob]:
     """At most `rows` jobs, in their order: those that run first, then those that ended badly, waiting ones last."""
-    ranks = {"running": 0, "failed": 1, "refused": 1, "unresolved": 1, "stopped": 1, "done": 2, "waiting": 3}
-    chosen = sorted(range(len(jobs)), key=lambda index: ranks[jobs[index].status])[: max(1, rows)]
+    ranks = {"running": 0, "done": 2, "waiting": 3}
+    chosen = sorted(range(len(jobs)), key=lambda index: ranks.get(jobs[index].status, 1))[: max(1, rows)]
     return [jobs[index] for index in sorted(chosen)]
 
 
@@ -100,7 +101,8 @@ def table(shown: Sequence[QueuedJob], jobs: Sequence[QueuedJob], *, one_line: bo
         found.add_column(title, justify="right" if right else "left", no_wrap=narrow, overflow=overflow)
     for job in shown:
         style = STYLES.get(job.status, "dim")
-        status = f"{job.status}: {job.phase}" if job.status == "running" and job.phase else job.status
+        phase = "stopping" if job.cancelled else job.phase
+        status = f"{job.status}: {phase}" if job.status == "running" and phase else job.status
         cells = (
             job.name,
             status,

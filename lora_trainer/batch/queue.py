@@ -3,7 +3,8 @@
 Every function opens the file for itself, so that any thread and any process may call it. A
 job is claimed inside a write transaction: two processes on one queue never take the same
 one. A claim names its process, so that the claim of a dead process is released, and its run
-resumes from its checkpoint. Workers may be on several machines where the file system has locks.
+resumes from its checkpoint. The number of attempts is the claim's own: a process that was silent for so long that
+another one took its job changes nothing any more. Workers may be on several machines where the file system has locks.
 
 Where the disk refuses, changes of a job's state wait as the batch is set (`core.disk`); progress and heartbeats do not.
 """
@@ -32,14 +33,18 @@ FILE = "batch.sqlite"
 BUSY_SECONDS = 30.0
 SILENT_SECONDS = 120.0  # without a sign of life a process of another machine counts as dead
 MOST_DEATHS = 3  # processes that one job may take with it
-VERSION = 2  # 2: the outcome of the LoRA's verdict
+VERSION = 3  # 3: jobs can be cancelled
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Status = Literal["waiting", "running", "done", "refused", "unresolved", "failed", "stopped"]
-COUNTED: tuple[Status, ...] = ("done", "refused", "unresolved", "failed", "stopped", "running", "waiting")  # in order
+Status = Literal["waiting", "running", "done", "refused", "unresolved", "failed", "stopped", "cancelled"]
+COUNTED: tuple[Status, ...] = (  # in order
+    *("done", "refused", "unresolved", "failed", "stopped", "cancelled", "running", "waiting"),
+)
+Claim = Literal["held", "cancelled", "lost"]
+CANCELLED = "cancelled by batch cancel"
 
-# `holder` is NULL unless the job is running. `scores` is JSON.
+# `holder` is NULL unless the job is running, `cancelled` 1 while a running one is to stop. `scores` is JSON.
 _TABLES = """
 CREATE TABLE IF NOT EXISTS batch (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS jobs (
@@ -61,12 +66,13 @@ CREATE TABLE IF NOT EXISTS jobs (
     step INTEGER,
     total INTEGER,
     loss REAL,
-    val_loss REAL
+    val_loss REAL,
+    cancelled INTEGER NOT NULL DEFAULT 0
 );
 """
 _COLUMNS = (
     "name, data, status, attempts, exit_code, reason, scores, outcome, seconds, claimed, phase, step, total, loss, "
-    "val_loss"
+    "val_loss, cancelled"
 )
 
 
@@ -89,6 +95,7 @@ class QueuedJob:
     total: int | None = None
     loss: float | None = None
     val_loss: float | None = None
+    cancelled: int = 0  # 1 while it runs and is to stop
 
 
 @dataclass(frozen=True)
@@ -197,7 +204,7 @@ def put_back(path: Path, names: Iterable[str]) -> None:
     """Let jobs that ended wait again."""
     with _writing(path) as connection:
         connection.executemany(
-            "UPDATE jobs SET status = 'waiting', deaths = 0 WHERE name = ? AND status != 'running'",
+            "UPDATE jobs SET status = 'waiting', deaths = 0, exit_code = NULL, reason = NULL WHERE name = ? AND status != 'running'",
             [(name,) for name in names],
         )
 
@@ -216,7 +223,7 @@ def claim(path: Path, holder: str | None = None) -> QueuedJob | None:
         now = time.time()
         connection.execute(
             "UPDATE jobs SET status = 'running', attempts = attempts + 1, holder = ?, claimed = ?, alive = ?, "
-            "exit_code = NULL, reason = NULL, phase = NULL, loss = NULL, val_loss = NULL WHERE name = ?",
+            "cancelled = 0, exit_code = NULL, reason = NULL, phase = NULL, loss = NULL, val_loss = NULL WHERE name = ?",
             (holder, now, now, found[0]),
         )
         return _job(connection.execute(f"SELECT {_COLUMNS} FROM jobs WHERE name = ?", found).fetchone())
@@ -230,29 +237,49 @@ def give_back_lost(path: Path) -> None:
 
 
 @patiently
-def finish(path: Path, name: str, ending: Ending) -> None:
-    """Record how a claimed job ended."""
+def cancel(path: Path, names: Iterable[str]) -> None:
+    """Take waiting jobs off the queue, and tell the processes of running ones to stop. Jobs that ended stay as they are."""
     with _writing(path) as connection:
+        _give_back_lost(connection)
+        for name in names:
+            connection.execute(
+                "UPDATE jobs SET status = 'cancelled', reason = ? WHERE name = ? AND status = 'waiting'",
+                (CANCELLED, name),
+            )
+            connection.execute("UPDATE jobs SET cancelled = 1 WHERE name = ? AND status = 'running'", (name,))
+
+
+@patiently
+def finish(path: Path, job: QueuedJob, ending: Ending) -> Status | None:
+    """Record how a claimed job ended; its status, or None where the claim was lost and nothing is recorded."""
+    with _writing(path) as connection:
+        claim = _claim(connection, job)
+        if claim == "lost":
+            return None
+        cancelled = claim == "cancelled" and ending.status == "stopped"
+        status: Status = "cancelled" if cancelled else ending.status
         connection.execute(
-            "UPDATE jobs SET status = ?, exit_code = ?, reason = ?, scores = ?, outcome = ?, "
+            "UPDATE jobs SET status = ?, exit_code = ?, reason = ?, scores = ?, outcome = ?, cancelled = 0, "
             "seconds = seconds + max(0, ? - claimed), holder = NULL, claimed = NULL, phase = NULL WHERE name = ?",
             (
-                ending.status,
-                ending.exit_code,
-                ending.reason,
+                status,
+                None if cancelled else ending.exit_code,
+                CANCELLED if cancelled else ending.reason,
                 json.dumps(dict(ending.scores)),
                 ending.outcome,
                 time.time(),
-                name,
+                job.name,
             ),
         )
+        return status
 
 
-def report_progress(path: Path, name: str, progress: Progress) -> None:
-    """Say how far a running job is."""
+def report_progress(path: Path, job: QueuedJob, progress: Progress) -> None:
+    """Write how far a running job is."""
     with unless_refused(), _writing(path) as connection:
         connection.execute(
-            "UPDATE jobs SET phase = ?, step = ?, total = ?, loss = ?, val_loss = ?, alive = ? WHERE name = ?",
+            "UPDATE jobs SET phase = ?, step = ?, total = ?, loss = ?, val_loss = ?, alive = ? "
+            "WHERE name = ? AND status = 'running' AND attempts = ?",
             (
                 progress.phase,
                 progress.step,
@@ -260,15 +287,27 @@ def report_progress(path: Path, name: str, progress: Progress) -> None:
                 progress.loss,
                 progress.val_loss,
                 time.time(),
-                name,
+                job.name,
+                job.attempts,
             ),
         )
 
 
-def sign_of_life(path: Path, name: str) -> None:
+def sign_of_life(path: Path, job: QueuedJob) -> None:
     """Tell other machines that the process that holds a job is alive."""
     with unless_refused(), _writing(path) as connection:
-        connection.execute("UPDATE jobs SET alive = ? WHERE name = ?", (time.time(), name))
+        connection.execute(
+            "UPDATE jobs SET alive = ? WHERE name = ? AND status = 'running' AND attempts = ?",
+            (time.time(), job.name, job.attempts),
+        )
+
+
+def read_claim(path: Path, job: QueuedJob) -> Claim:
+    """Whether the process that claimed a job still holds it, and whether the job was cancelled meanwhile."""
+    found: list[Claim] = []
+    with unless_refused(), _connected(path) as connection:
+        found.append(_claim(connection, job))
+    return found[0] if found else "held"  # where the disk refuses now
 
 
 @patiently
@@ -302,16 +341,27 @@ def is_dead(holder: str, alive: float) -> bool:
         return True
 
 
+def _claim(connection: sqlite3.Connection, job: QueuedJob) -> Claim:
+    found = connection.execute("SELECT status, attempts, cancelled FROM jobs WHERE name = ?", (job.name,)).fetchone()
+    if found is None or found[:2] != ("running", job.attempts):
+        return "lost"
+    return "cancelled" if found[2] else "held"
+
+
 def _give_back_lost(connection: sqlite3.Connection) -> None:
-    running = connection.execute("SELECT name, holder, alive, deaths FROM jobs WHERE status = 'running'").fetchall()
-    for name, holder, alive, deaths in running:
+    running = connection.execute(
+        "SELECT name, holder, alive, deaths, cancelled FROM jobs WHERE status = 'running'"
+    ).fetchall()
+    for name, holder, alive, deaths, cancelled in running:
         if not is_dead(holder, alive):
             continue
         status, code, reason = "waiting", None, None
-        if deaths + 1 >= MOST_DEATHS:
+        if cancelled:
+            status, reason = "cancelled", CANCELLED
+        elif deaths + 1 >= MOST_DEATHS:
             status, code, reason = "failed", TRAINING_FAILED, f"Its process died {deaths + 1} times without a word."
         connection.execute(
-            "UPDATE jobs SET status = ?, exit_code = ?, reason = ?, deaths = deaths + 1, holder = NULL, "
+            "UPDATE jobs SET status = ?, exit_code = ?, reason = ?, deaths = deaths + 1, cancelled = 0, holder = NULL, "
             "seconds = seconds + max(0, alive - claimed), claimed = NULL, phase = NULL WHERE name = ?",
             (status, code, reason, name),
         )

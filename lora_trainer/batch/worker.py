@@ -6,9 +6,8 @@ import contextlib
 import io
 import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -17,7 +16,7 @@ from lora_trainer.batch.background import repeating
 from lora_trainer.batch.folders import Shared, job_settings, shared_from_json
 from lora_trainer.batch.summary import write_summary
 from lora_trainer.core.errors import DatasetRefused, UserError
-from lora_trainer.core.interrupt import stop_if_signalled
+from lora_trainer.core.interrupt import signalled, stop_if_signalled, stoppable, stopping_on_signal
 from lora_trainer.core.io import append_text
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.console import Console
@@ -34,6 +33,7 @@ SAFE = "What each run saved is safe."
 LOG = Path("logs") / "console.txt"
 SAY_EVERY_SECONDS = 1.0
 BEAT_SECONDS = 20.0
+LOOK_SECONDS = 2.0  # between two looks at the claim of the job that runs
 
 
 def work(path: Path, families: Mapping[str, Family], *, hand_back: bool = False) -> int | None:
@@ -45,13 +45,13 @@ def work(path: Path, families: Mapping[str, Family], *, hand_back: bool = False)
     while (job := queue.claim(path)) is not None:
         write_summary(path)  # an autoscaler that reads it must not start a worker for this job, too
         # Encoding and drawing are silent for long.
-        with repeating(partial(queue.sign_of_life, path, job.name), BEAT_SECONDS):
+        with stoppable() as stop, keeping(path, job, stop) as claim:
             ending = attempt(path, shared, job, families)
-        queue.finish(path, job.name, ending)
-        if hand_back and ending.status == "stopped":
+        status = queue.finish(path, job, ending)
+        if hand_back and status == "stopped":
             queue.put_back(path, [job.name])
         write_summary(path)
-        if ending.status == "stopped":
+        if ending.status == "stopped" and not claim.is_over:
             return ending.exit_code
         stop_if_signalled()  # a signal that came when a job was as good as done
     return None
@@ -63,15 +63,16 @@ def attempt(path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[
     with RunLog(folder) as log:
         console = Console(file=cast("IO[str]", log), highlight=False, markup=False, emoji=False, soft_wrap=True)
         try:
-            resolved = job_settings(shared, job.name, job.data)
-            order = make_order(
-                resolved,
-                resume=shared.resume or job.attempts > 1,
-                enforce_gates=True,
-                console=console,
-                watch=telling(path, job.name),
-            )
-            result = train(replace(order, families=families))
+            with stopping_on_signal():
+                resolved = job_settings(shared, job.name, job.data)
+                order = make_order(
+                    resolved,
+                    resume=shared.resume or job.attempts > 1,
+                    enforce_gates=True,
+                    console=console,
+                    watch=telling(path, job),
+                )
+                result = train(replace(order, families=families))
             found = result.record
             return queue.Ending(result.exit_code, found.get("reason"), scores_of(found), found.get("outcome"))
         except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the other jobs must continue
@@ -81,6 +82,31 @@ def attempt(path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[
             if isinstance(error, DatasetRefused) and error.report is not None:
                 found = {"scores": {"dataset": round(error.report.score, 4), "lora": None}}
             return queue.Ending(ended.exit_code or 0, ended.reason, scores_of(found), found.get("outcome"))
+
+
+@dataclass
+class KeptClaim:
+    """`is_over`: the job was cancelled, or another process took it, and so it was stopped here."""
+
+    is_over: bool = False
+
+
+@contextlib.contextmanager
+def keeping(path: Path, job: queue.QueuedJob, stop: Callable[[], None]) -> Iterator[KeptClaim]:
+    """Give signs of life for a job while the block runs, and stop it where it is not this process's any more."""
+    kept, beat = KeptClaim(), time.monotonic()
+
+    def look() -> None:
+        nonlocal beat
+        if not kept.is_over and queue.read_claim(path, job) != "held" and not signalled():
+            kept.is_over = True
+            stop()
+        if time.monotonic() - beat >= BEAT_SECONDS:
+            beat = time.monotonic()
+            queue.sign_of_life(path, job)
+
+    with repeating(look, LOOK_SECONDS):
+        yield kept
 
 
 def scores_of(record: Mapping[str, Any]) -> Mapping[str, float | None]:
@@ -96,7 +122,7 @@ def last_words(error: BaseException) -> str:
     return traceback.format_exc()
 
 
-def telling(path: Path, name: str) -> Watch:
+def telling(path: Path, job: queue.QueuedJob) -> Watch:
     """A watcher that tells the queue how far the job is: at each new phase, and about once a second."""
     last: tuple[str, float] = ("", 0.0)
 
@@ -105,7 +131,7 @@ def telling(path: Path, name: str) -> Watch:
         now = time.monotonic()
         if progress.phase != last[0] or now - last[1] >= SAY_EVERY_SECONDS or progress.step == progress.total:
             last = (progress.phase, now)
-            queue.report_progress(path, name, progress)
+            queue.report_progress(path, job, progress)
 
     return watch
 

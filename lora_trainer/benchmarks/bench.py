@@ -47,7 +47,7 @@ from lora_trainer.benchmarks.subject import BenchSubject, architecture_named, su
 from lora_trainer.benchmarks.turns import SPLIT_STEPS, WARM_UP, Timed, split_of, timed_in_turn
 from lora_trainer.benchmarks.usual import USUAL, add_usual_adapter, use_adapter, usual_step
 from lora_trainer.benchmarks.versus import ABOUT as VERSUS_ABOUT
-from lora_trainer.benchmarks.versus import VERSUS_COLUMNS, NotRun, rows_versus
+from lora_trainer.benchmarks.versus import VERSUS_COLUMNS, NotRun, VersusRow, quality_of, rows_versus
 from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.memory_plan.profiles import Sizes
@@ -115,7 +115,8 @@ def measure(asked: RequestedMeasure) -> Report:
         rows += found
         notes += said
     about, columns = (VERSUS_ABOUT, VERSUS_COLUMNS) if asked.versus or asked.best else (ABOUT, STEP_COLUMNS)
-    return Report(rows, about, tuple(dict.fromkeys(notes)), columns)
+    worse, open_ones = quality_of([row for row in rows if isinstance(row, VersusRow)])
+    return Report(rows, about, tuple(dict.fromkeys([*notes, *open_ones])), columns, worse=worse)
 
 
 def bench_model(asked: RequestedMeasure, named: str, folder: Path) -> tuple[Sequence[MeasureRow | NotRun], list[str]]:

@@ -48,7 +48,7 @@ from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.loop import READ_AHEAD
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import join_processes
-from lora_trainer.training.step import StepContext, train_step
+from lora_trainer.training.step import StepContext, StepSettings, train_step
 
 ABOUT = {
     "resident": "steps on batches that lie ready: what training alone takes",
@@ -165,7 +165,7 @@ def from_feed(context: StepContext, feed: Feed, count: int) -> Iterator[Step]:
 
 
 def train(context: StepContext, micros: list[MicroBatch]) -> None:
-    train_step(context, micros, sum(len(micro.latents) for micro in micros), RATE)
+    train_step(context, micros, sum(len(micro.latents) for micro in micros), StepSettings(RATE))
 
 
 def made_alone(feed: Feed, count: int) -> list[float]:

@@ -12,14 +12,13 @@ import torch
 
 from lora_trainer.benchmarks.device import device_name
 from lora_trainer.benchmarks.measures import RequestedMeasure
-from lora_trainer.benchmarks.versus import NotRun, VersusRow, rows_versus
+from lora_trainer.benchmarks.versus import LOSS_KEPT, NotRun, VersusRow, rows_versus
 from lora_trainer.config.resuming import CHANGES_TRAINING, FIXED
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import shown
 from lora_trainer.core.io import write_text
 
 QUICKER = 0.98  # of the time: less is not worth a setting
-LOSS_KEPT = 0.01  # of the losses on average: what rounding may change
 ATTENTION_ON_A_GPU = ("sdpa", "flash", "efficient", "cudnn", "xformers", "flash2")
 BEST = "best together"
 Settings = Mapping[str, Any]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.layers import Resolved
+from lora_trainer.core.errors import Problem
 
 STEPS = 30
 OWN, SMALL = "own", "small"
@@ -32,6 +33,7 @@ class RequestedMeasure:
     tiny: bool = False
     subjects: Sequence[str] = ()  # of `SUBJECTS`, measured one after the other
     versus: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # as it was asked for -> settings
+    seeds: int | None = None  # whose losses `versus` compares
     best: Path | None = None  # where the best settings are written
     minutes: float | None = None
     rows: Path | None = None
@@ -102,7 +104,7 @@ class Report:
     """Rows (dataclasses with at least the fields of `Row` that the contract names) and how they are shown.
 
     `about` says what each row and column is, by its name; `notes` say what could not be measured, and why. `text`
-    is printed in place of a table for each model.
+    is printed in place of a table for each model. `worse` is what makes the command fail.
     """
 
     rows: Sequence[Any]
@@ -111,6 +113,7 @@ class Report:
     columns: Sequence[Column] = COLUMNS
     first: str = "step"  # what the rows are named by
     text: str = ""
+    worse: Sequence[Problem] = ()
 
     def to_json(self, device: str, versions: Mapping[str, str]) -> dict[str, Any]:
         """The document of `bench --json`."""
@@ -136,7 +139,7 @@ MEASURES: Mapping[str, Measure] = {
     "step": Measure(
         "one optimizer step, beside the least that it could be",
         "bench",
-        frozenset({"tiny", "subjects", "versus", "best"}),
+        frozenset({"tiny", "subjects", "versus", "seeds", "best"}),
     ),
     "cache": Measure("reading cached latents", "bench_cache"),
     "loader": Measure("what its data costs a step", "bench_loader", frozenset({"tiny"})),
@@ -144,6 +147,9 @@ MEASURES: Mapping[str, Measure] = {
     "batch": Measure("how many samples at once pay", "trials.batch", frozenset({"tiny"})),
     "trackers": Measure("what trackers cost a step", "trials.tracker_cost", frozenset({"tiny", "subjects"})),
     "ablation": Measure("each optimization: claimed, measured", "trials.ablation", frozenset({"tiny", "only"})),
+    "challenge": Measure(
+        "time, memory and score of a production run beside their aims", "trials.challenge", frozenset({"only"})
+    ),
     "resolution": Measure("what larger images cost and bring", "trials.resolution", frozenset({"tiny"})),
     "scaling": Measure("several processes over one", "trials.scaling", frozenset({"tiny"})),
     "table": Measure("all rows of a GPU", "trials.table", frozenset({"tiny", "minutes", "rows", "only"})),

@@ -88,7 +88,7 @@ def marked(source: Iterator[list[MicroBatch]], split: Split) -> Iterator[list[Mi
 def undisturbed(config: Config, rate: float | None) -> Config:
     """Nothing but steps."""
     checkpoint = config.checkpoint.model_copy(
-        update={"every_n_steps": NEVER, "every_n_epochs": None, "export_every_n_steps": 0}
+        update={"every_n_steps": NEVER, "every_n_epochs": None, "export_every_n_steps": 0, "export_every_n_epochs": 0}
     )
     changed: dict[str, object] = {
         "checkpoint": checkpoint,

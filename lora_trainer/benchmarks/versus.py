@@ -2,13 +2,16 @@
 
 Both take the same samples with the same noise, in turn in one process, each on a model of its own. Settings that hold
 for a whole process, and two models that do not fit the GPU together, are measured one after the other, which is said.
+The losses are also compared over several seeds, each with samples, noise and initial weights of its own: whether the
+setting loses quality is judged by the interval of these differences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,15 @@ from lora_trainer.benchmarks.trials.steps import FIRST, changed, loss_difference
 from lora_trainer.benchmarks.turns import WARM_UP, timed_in_turn
 from lora_trainer.config.layers import Resolved, flattened
 from lora_trainer.config.schema import Config
-from lora_trainer.core.errors import UserError, first_line, is_out_of_memory
+from lora_trainer.core.errors import Problem, UserError, first_line, is_out_of_memory
+from lora_trainer.core.intervals import FEWEST_VALUES, mean_interval
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.training.processes import join_processes
 
 FIRST_STEPS = 2  # the first makes the optimizer's state
+SEEDS = 4  # whose losses are compared
+LOSS_KEPT = 0.01  # of the losses on average: what rounding may change
 OF_THE_PROCESS = ("hardware.", "memory.limit_gib", "memory.expandable_segments", "train.deterministic")
 
 
@@ -38,15 +44,25 @@ ABOUT = {
     "peak GiB": "what was held at most: on a GPU by the allocator, on a CPU all storages of a step, counted",
     "loss off": f"mean difference of the losses of the first {FIRST} steps from those of `ours`, relative",
     "at most": "the largest of them",
+    "loss over seeds": "mean of the later half of the steps over that of `ours`, with the 95 % interval over the seeds; "
+    f"the exit code is 5 where the interval lies above {LOSS_KEPT:+.0%}",
 }
 
 
 @dataclass(frozen=True)
 class VersusRow(MeasureRow):
-    """`loss_mean` and `loss_most`: how far the losses of the first steps are from those without, relative; 0 is equal."""
+    """`loss_mean` and `loss_most`: how far the losses of the first steps are from those without, relative; 0 is equal.
+
+    `loss_change`: how much higher the losses of the later half of the steps are, the mean over `seeds` with its 95 %
+    interval; infinite where the loss is not finite.
+    """
 
     loss_mean: float | None = None
     loss_most: float | None = None
+    seeds: int = 1
+    loss_change: float | None = None
+    loss_change_low: float | None = None
+    loss_change_high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,7 @@ class NotRun:
     peak_gib: None = None
     loss_mean: None = None
     loss_most: None = None
+    loss_change: None = None
 
 
 # What changes nothing on a CPU.
@@ -78,15 +95,23 @@ VERSUS_COLUMNS: tuple[Column, ...] = (
     ("peak GiB", figure("peak_gib", ".3f")),
     ("loss off", figure("loss_mean", ".2%")),
     ("at most", figure("loss_most", ".2%")),
+    (
+        "loss over seeds",
+        lambda row: (
+            ""
+            if row.loss_change is None
+            else f"{row.loss_change:+.2%} ({row.loss_change_low:+.2%} to {row.loss_change_high:+.2%})"
+        ),
+    ),
 )
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One side: seconds of its timed steps, losses of its first ones, what it held, what its model is called."""
+    """One side: seconds of its timed steps, losses of all, what it held, what its model is called."""
 
     seconds: list[float]
-    losses: list[float]
+    losses: list[float | None]  # None of skipped steps
     held: float | None
     model: str
     not_run: str | None = None  # why its settings did not take effect
@@ -97,6 +122,8 @@ def rows_versus(
 ) -> tuple[list[VersusRow | NotRun], list[str]]:
     """A row without, and one with each of the settings that were asked for; notes. Raises UserError."""
     rows, notes = list[VersusRow | NotRun](), list[str]()
+    seeds = 1 if asked.best is not None else asked.seeds or SEEDS
+    without: dict[int, list[float | None]] = {}  # losses of `ours` by the number of the seed
     for place, (text, settings) in enumerate(asked.versus.items()):
         sides = {"ours": asked.resolved, text: changed(asked.resolved, settings)}
         together = not any(name.startswith(OF_THE_PROCESS) for name in settings)
@@ -110,8 +137,71 @@ def rows_versus(
         notes += [f"{text}: {each}" for each in said]
         found = rows_of(taken)
         notes += [f"{row.name}: not run: {row.not_run}" for row in found if isinstance(row, NotRun)]
+        if seeds > 1 and isinstance(found[1], VersusRow):
+            pairs = []
+            for number in range(seeds):
+                count, own = len(taken[text].losses), folder / f"{place}-{number}"
+                if number not in without:
+                    without[number] = losses_of_seed(asked, named, sides["ours"], number, count, own / "ours")
+                pairs.append((losses_of_seed(asked, named, sides[text], number, count, own / "with"), without[number]))
+            found[1] = with_seeds(found[1], pairs)
         rows += found[1 if rows else 0 :]
     return rows, [*notes, *too_noisy([row for row in rows if isinstance(row, VersusRow)])]
+
+
+def losses_of_seed(
+    asked: RequestedMeasure, named: str, side: Resolved, number: int, steps: int, folder: Path
+) -> list[float | None]:
+    """The losses of so many steps with the seed of that number; 0 is the settings' own.
+
+    Without the warm-up: the loop that is measured has no end, so that its warm-up would have none either.
+    """
+    folder.mkdir(parents=True)
+    seeded = changed(side, {"train.seed": side.config.train.seed + number, "lr_scheduler.warmup_steps": 0})
+    subject = subject_of(seeded, folder, tiny=asked.tiny, named=named)
+    with own_loop(subject.run, folder, Split(subject.context.device), rate=None) as way:
+        for step in range(steps):
+            way(step)
+    del subject, way
+    free_memory(join_processes().device)
+    return [row["loss"] for row in read_lines(folder / METRICS)][:steps]
+
+
+def with_seeds(row: VersusRow, pairs: Sequence[tuple[Sequence[float | None], Sequence[float | None]]]) -> VersusRow:
+    """The row with the change of the losses over the seeds, of each the losses with the setting and without it."""
+    changes = list[float]()
+    for own, base in pairs:
+        later = [
+            (one, other) for one, other in list(zip(own, base, strict=False))[len(base) // 2 :] if other is not None
+        ]
+        if any(one is None for one, _ in later):
+            return replace(row, seeds=len(pairs), loss_change=inf, loss_change_low=inf, loss_change_high=inf)
+        if later:
+            changes.append(sum(one or 0.0 for one, _ in later) / max(sum(other for _, other in later), 1e-12) - 1.0)
+    if len(changes) < FEWEST_VALUES:
+        return row
+    mean, reach = mean_interval(changes)
+    return replace(
+        row, seeds=len(changes), loss_change=mean, loss_change_low=mean - reach, loss_change_high=mean + reach
+    )
+
+
+def quality_of(rows: Sequence[Any]) -> tuple[list[Problem], list[str]]:
+    """The rows that lose quality, and a note for those of which the seeds do not decide it."""
+    lost, notes = list[Problem](), list[str]()
+    for row in rows:
+        if row.loss_change is None:
+            continue
+        interval = f"{row.loss_change_low:+.1%} to {row.loss_change_high:+.1%}, 95 % over {row.seeds} seeds"
+        if row.loss_change_low > LOSS_KEPT:
+            change = "is not finite" if row.loss_change == inf else f"changes by {row.loss_change:+.1%} ({interval})"
+            message = f"{row.name} of {row.model} loses quality: the loss {change}; {LOSS_KEPT:.0%} is allowed."
+            lost.append(Problem(message, "Do without the setting, or look at a whole run's validation loss with it."))
+        elif row.loss_change_high > LOSS_KEPT:
+            notes.append(
+                f"{row.name}: the losses do not show that quality is kept ({interval}): use more --seeds or --steps"
+            )
+    return lost, notes
 
 
 def untaken(settings: Config, base: Config, subject: BenchSubject, folder: Path) -> str | None:
@@ -179,7 +269,7 @@ def taken_of(
     asked: RequestedMeasure, subject: BenchSubject, side: Resolved, seconds: list[float], folder: Path, held: HeldMemory
 ) -> Taken:
     why = untaken(side.config, asked.resolved.config, subject, folder)
-    losses = [row["loss"] for row in read_lines(folder / METRICS)[:FIRST]]  # None for skipped steps
+    losses = [row["loss"] for row in read_lines(folder / METRICS)]
     return Taken(seconds, losses, held.gib, subject.name, why)
 
 
@@ -214,7 +304,8 @@ def rows_of(taken: Mapping[str, Taken]) -> list[VersusRow | NotRun]:
 def row_beside(name: str, own: Taken, base: Taken) -> VersusRow:
     count = min(len(own.seconds), len(base.seconds))
     row = row_of(name, base.model, own.seconds[:count], base.seconds[:count])
-    pairs = [(one, other) for one, other in zip(own.losses, base.losses, strict=False) if None not in (one, other)]
+    both = zip(own.losses[:FIRST], base.losses[:FIRST], strict=False)
+    pairs = [(one, other) for one, other in both if one is not None and other is not None]
     found = loss_difference([one for one, _ in pairs], [other for _, other in pairs])
     mean, most = found if found is not None else (None, None)
     values: dict[str, Any] = vars(replace(row, peak_gib=own.held))

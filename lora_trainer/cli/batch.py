@@ -1,4 +1,4 @@
-"""`batch ROOT`: one LoRA for each dataset folder. `batch work`, `batch status`: another worker, the jobs."""
+"""`batch ROOT`: one LoRA for each dataset folder. `batch work|status|cancel|retry`: another worker, and its jobs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ EXAMPLES = """examples:
   lora-trainer batch ./customers --preset 12gb --model ./my-sd15 --output night
   lora-trainer batch ./customers --preset 12gb --output night --resume
   lora-trainer batch status night --json
+  lora-trainer batch cancel night ash birch
+  lora-trainer batch retry night
 
 Workers on several machines that share a folder:
   lora-trainer batch ./customers --preset 12gb --output night --jobs 0
@@ -20,7 +22,8 @@ Workers on several machines that share a folder:
 
 A folder's own lora.toml overrides everything for that folder, flags too.
 """
-ACTIONS = ("work", "status")
+ACTIONS = ("work", "status", "cancel", "retry")
+NAMES = ("cancel", "retry")  # take names of jobs
 NOT_HERE = {
     "data.sources": Problem("--data is not for a batch.", "The folders under ROOT are the datasets."),
     "run.name": Problem(
@@ -35,9 +38,15 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="ROOT",
         help="folder with one folder of images for each LoRA; `work` takes jobs of the batch in FOLDER until none "
-        "waits, `status` shows them",
+        "waits, `status` shows them, `cancel` stops some, `retry` runs some again",
     )
-    parser.add_argument("folder", nargs="?", metavar="FOLDER", type=Path, help="work, status: the batch's --output")
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", type=Path, help="of these: the batch's --output")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="cancel, retry: jobs; retry without names takes all that failed, were refused or cancelled",
+    )
     group = parser.add_argument_group("the batch")
     group.add_argument(
         "--jobs",
@@ -76,21 +85,28 @@ def batch_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
 
 def queue_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
-    """`batch work FOLDER` and `batch status FOLDER`, whose settings are those of the batch. Raises UsageError."""
+    """`batch work|status FOLDER`, `batch cancel|retry FOLDER NAME…`: the settings are those of the batch. Raises UsageError."""
     problems = list(unknown)
     if arguments.folder is None:
         example = f"lora-trainer batch {arguments.root} night"
         problems.append(Problem(f"batch {arguments.root} needs the --output of a batch.", f"For example: {example}"))
     if any(layers_from(arguments, problems)):
         problems.append(Problem(f"batch {arguments.root} takes no settings.", "They are those of the batch."))
+    if arguments.names and arguments.root not in NAMES:
+        message = f"batch {arguments.root} takes no names of jobs: {' '.join(arguments.names)}."
+        problems.append(Problem(message, f"They are for batch {' and batch '.join(NAMES)}."))
     if problems:
         raise UsageError(problems)
     if arguments.root == "status":
         return show_status(arguments.folder, as_json=arguments.json)
-    from lora_trainer.batch.batch import run_worker
+    from lora_trainer.batch.batch import cancel_jobs, retry_jobs, run_worker
     from lora_trainer.run.order import plain_console
 
-    return run_worker(arguments.folder, plain_console())
+    if arguments.root == "work":
+        return run_worker(arguments.folder, plain_console())
+    return (cancel_jobs if arguments.root == "cancel" else retry_jobs)(
+        arguments.folder, arguments.names, plain_console()
+    )
 
 
 def show_status(output: Path, *, as_json: bool) -> int:

@@ -59,7 +59,13 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="versus",
         metavar="SECTION.KEY=VALUE",
-        help="repeatable: compare the step and its losses without and with this setting",
+        help="repeatable: compare the step and its losses without and with this setting; exit code 5 if it loses quality",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        metavar="N",
+        help="of --compare: seeds whose losses decide about quality (4); 1 decides nothing",
     )
     parser.add_argument(
         "--export-preset",
@@ -80,7 +86,10 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--rows", type=Path, metavar="FILE", help="table: save rows here, and continue from them (bench-table.json)"
     )
     parser.add_argument(
-        "--filter", dest="only", metavar="TEXT", help="table, ablation: only rows with this text in their names"
+        "--filter",
+        dest="only",
+        metavar="TEXT",
+        help="table, ablation, challenge: only rows with this text in their names",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_run_arguments(parser, hidden=("--profile",))
@@ -106,7 +115,9 @@ def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     document = {"bench": arguments.what} | report.to_json(device, package_versions())
     notes, worse = ([], []) if baseline is None else held_against(baseline, document)
     report = replace(report, notes=[*report.notes, *notes])
-    document |= {"notes": report.notes} | ({} if baseline is None else {"worse": [each.message for each in worse]})
+    worse = [*report.worse, *worse]
+    judged = baseline is not None or bool(versus)
+    document |= {"notes": report.notes} | ({"worse": [each.message for each in worse]} if judged else {})
     if arguments.save is not None:
         write_json(arguments.save, document)
     show(report, device, document if arguments.json else None)

@@ -14,12 +14,14 @@ from lora_trainer.config.layers import Layer, valid_settings
 from lora_trainer.config.resuming import FIXED, FIXED_IN_EFFECT
 from lora_trainer.config.toml import parse_assignment
 from lora_trainer.core.errors import Problem, UsageError, nearest
+from lora_trainer.core.intervals import MOST_VALUES
 from lora_trainer.models.attention.packages import lacking
 
 FLAGS = {  # of some measurements only
     "tiny": "--tiny",
     "subjects": "--subject",
     "versus": "--compare",
+    "seeds": "--seeds",
     "best": "--export-preset",
     "minutes": "--minutes",
     "rows": "--rows",
@@ -47,6 +49,8 @@ def wrong_arguments(arguments: argparse.Namespace) -> list[Problem]:
             found.append(Problem(f"bench {what} has no {flag}.", f"It is for bench {', '.join(fitting)}."))
     if arguments.minutes is not None and not 0 < arguments.minutes < float("inf"):
         found.append(Problem(f"--minutes {arguments.minutes:g} is not a time.", "Use more than 0, such as 25."))
+    if arguments.seeds is not None and not 1 <= arguments.seeds <= MOST_VALUES:
+        found.append(Problem(f"--seeds {arguments.seeds} is none of 1 to {MOST_VALUES}.", "1 compares no quality."))
     for name, flag in WRITTEN.items():
         if values[name] is not None:
             found += cannot_be_written(values[name], flag)

@@ -41,7 +41,7 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     from lora_trainer.builtin import DATA_FOLDER
     from lora_trainer.cli.check import check_command
     from lora_trainer.models import FAMILIES
-    from lora_trainer.models.family import USUAL_FAMILY
+    from lora_trainer.models.family import MOST_CONTROLS, USUAL_FAMILY
     from lora_trainer.models.published import public_architecture
     from lora_trainer.run.inputs import read_model, trained_framings
     from lora_trainer.run.reading import text_options
@@ -56,7 +56,8 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     else:
         facts = public_architecture(config.model.family or USUAL_FAMILY).facts
         options = text_options(config, FAMILIES[facts.family])
-        facts = replace(facts, caption_tokens=options.longest(facts.caption_tokens))
+        # Without a model nothing says that it edits no images.
+        facts = replace(facts, caption_tokens=options.longest(facts.caption_tokens), most_controls=MOST_CONTROLS)
     sides = sorted({side for framing in trained_framings(config, facts) for side in framing.resolutions})
     named = f"any {facts.family} model"
     if config.model.path:

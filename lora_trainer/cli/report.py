@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import printable
-from lora_trainer.report import FILE, advice_lines, failures_in, write_comparison, write_report
+from lora_trainer.report import FILE, advice_lines, write_comparison, write_report
 from lora_trainer.report.failures import failure_lines
 
 COMPARISON = "comparison.html"
@@ -33,8 +33,9 @@ def report_command(runs: Sequence[str], output: str | None = None) -> int:
         print(write_report(folders[0], Path(output) if output else folders[0] / FILE))
         lines = advice_lines(folders[0])
     else:
-        print(write_comparison(folders, Path(output or COMPARISON)))
-        lines = failure_lines(failures_in(folders))
+        page = Path(output or COMPARISON)
+        lines = failure_lines(write_comparison(folders, page))
+        print(page)
     for line in lines:
         print(printable(line), file=sys.stderr)
     return DONE

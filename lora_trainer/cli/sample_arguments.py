@@ -26,6 +26,7 @@ BY_RECIPE = (
     "num_images_per_prompt",
     "seed",
     "negative_prompt",
+    "control_image",
     "num_inference_steps",
     "guidance_scale",
     "size",
@@ -52,6 +53,13 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
         "--strength", action="append", type=float, metavar="X", help="strength of the LoRA (repeatable; default: 1)"
     )
     parser.add_argument("--negative-prompt", metavar="TEXT", help="the negative prompt")
+    parser.add_argument(
+        "--control-image",
+        action="append",
+        metavar="FILE",
+        help="control image of an edit model (repeatable: those of the first prompt, then those of the second, "
+        "or one for all)",
+    )
     parser.add_argument(
         "--num-images-per-prompt", type=int, metavar="N", help="images of each prompt, with seeds that count up"
     )
@@ -145,6 +153,7 @@ def _layers(arguments: argparse.Namespace) -> list[Layer]:
         "--guidance-scale": ("guidance_scale", arguments.guidance_scale),
         "--negative-prompt": ("negative_prompt", arguments.negative_prompt),
         "--strength": ("strengths", arguments.strength),
+        "--control-image": ("control_images", arguments.control_image),
     }
     return [Layer(flag, {"sample": {key: value}}) for flag, (key, value) in flags.items() if value is not None]
 

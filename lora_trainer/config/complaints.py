@@ -28,6 +28,7 @@ _WISHES = {
     "less_than_equal": "at most {le}",
     "less_than": "less than {lt}",
     "literal_error": "one of {expected}",
+    "dict_type": 'a table such as {{"*.attn2.*" = 0.5}}',
     "model_type": "paths or tables",
     "model_attributes_type": "paths or tables",
 }

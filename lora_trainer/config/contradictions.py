@@ -135,12 +135,87 @@ def schedule_free(settings: Settings) -> list[Yields]:
                 "Set lr_scheduler.name=constant_with_warmup, or another optimizer.name.",
             )
         )
-    if settings["train.ema_decay"] is not None:
-        reason = f"optimizer.name={settings['optimizer.name']} already averages the weights"
-        found.append(Yields("train.ema_decay", None, reason, "Set train.ema_decay=none, or another optimizer.name."))
+    for name in ("train.ema_decay", "train.swa_start"):
+        if settings[name] is not None:
+            reason = f"optimizer.name={settings['optimizer.name']} already averages the weights"
+            found.append(Yields(name, None, reason, f"Set {name}=none, or another optimizer.name."))
     if settings["optimizer.beta1"] == 0.0:
         reason = f"optimizer.name={settings['optimizer.name']} divides by beta1"
         found.append(Yields("optimizer.beta1", 0.9, reason, "Set optimizer.beta1 above 0."))
+    return found
+
+
+def weight_averages(settings: Settings) -> list[Yields]:
+    """EMA where SWA is on: a run keeps and exports one average. Settings of SWA where it is off."""
+    start = settings["train.swa_start"]
+    if start is not None:
+        if settings["train.ema_decay"] is None or traits_of_optimizer(settings["optimizer.name"]).averages_weights:
+            return []
+        reason = f"train.swa_start={shown(start)} chooses SWA, and a run keeps one average of its weights"
+        return [Yields("train.ema_decay", None, reason, "Remove train.swa_start, or train.ema_decay.")]
+    return [
+        Yields(name, default, "train.swa_start is empty, so there is no SWA", f"Set train.swa_start, or remove {name}.")
+        for name in ("train.swa_every_n_steps", "train.swa_learning_rate")
+        if settings[name] != (default := settings.default(name))
+    ]
+
+
+def momentum(settings: Settings) -> list[Yields]:
+    """Cycled momentum without one_cycle or without momentum; beta1 and limits that are not used."""
+    name, scheduler, optimizer = (
+        "lr_scheduler.cycle_momentum",
+        settings["lr_scheduler.name"],
+        settings["optimizer.name"],
+    )
+    limits = ("lr_scheduler.base_momentum", "lr_scheduler.max_momentum")
+    if settings[name]:
+        traits, with_momentum = traits_of_optimizer(optimizer), "adamw, adamw8bit, lion or prodigy"
+        if scheduler != "one_cycle":
+            reason = f"only one_cycle cycles momentum, and lr_scheduler.name={scheduler}"
+            return [Yields(name, False, reason, f"Set lr_scheduler.name=one_cycle, or remove {name}.")]
+        if not traits.has_momentum:
+            reason = f"optimizer.name={optimizer} has no momentum that may change from step to step"
+            return [Yields(name, False, reason, f"Set optimizer.name to {with_momentum}, or remove {name}.")]
+        found = []
+        if settings["optimizer.beta1"] != (default := settings.default("optimizer.beta1")):
+            reason, fix = f"{name} sets it in each step", f"Set {' and '.join(limits)}, or remove optimizer.beta1."
+            found.append(Yields("optimizer.beta1", default, reason, fix))
+        base, most = limits
+        if settings[base] > settings[most]:
+            wrong = base if settings[base] != settings.default(base) else most
+            reason = f"{base}={settings[base]:g} is above {most}={settings[most]:g}"
+            found.append(Yields(wrong, settings.default(wrong), reason, "Set 0.85 and 0.95, or exchange them."))
+        return found
+    return [
+        Yields(each, default, f"{name} is off", f"Set {name}=true, or remove {each}.")
+        for each in limits
+        if settings[each] != (default := settings.default(each))
+    ]
+
+
+def layers(settings: Settings) -> list[Yields]:
+    """Learning rates of layers with an optimizer that finds one for all of them."""
+    optimizer, name = settings["optimizer.name"], "optimizer.layer_learning_rates"
+    if not settings[name] or not traits_of_optimizer(optimizer).finds_learning_rate:
+        return []
+    reason = f"{optimizer} finds one learning rate for all that is trained"
+    return [Yields(name, {}, reason, f"Remove {name}, or set another optimizer.name.")]
+
+
+def random_updates(settings: Settings) -> list[Yields]:
+    """Stochastic rounding that does not work, and a decay of noise that is not there."""
+    found, name, optimizer = [], "optimizer.stochastic_rounding", settings["optimizer.name"]
+    if settings[name] and not traits_of_optimizer(optimizer).updates_apart:
+        reason = f"optimizer.name={optimizer} computes with all weights at once, which are rounded some at a time"
+        fix = f"Set optimizer.name to adamw, adamw8bit, paged_adamw8bit, adafactor or lion, or remove {name}."
+        found.append(Yields(name, False, reason, fix))
+    elif settings[name] and (dtype := settings["memory.weight_dtype"]) in ("fp32", "fp16"):
+        reason = f"memory.weight_dtype={dtype} computes in {dtype}, and only bf16 weights are rounded"
+        found.append(Yields(name, False, reason, f"Set memory.weight_dtype=bf16, or remove {name}."))
+    decay = "optimizer.gradient_noise_decay"
+    if not settings["optimizer.gradient_noise"] and settings[decay] != (default := settings.default(decay)):
+        reason = "optimizer.gradient_noise is 0, so there is none to decay"
+        found.append(Yields(decay, default, reason, f"Set optimizer.gradient_noise to 0.01 or so, or remove {decay}."))
     return found
 
 
@@ -247,15 +322,20 @@ def memory(settings: Settings) -> list[Yields]:
 
 def control(settings: Settings) -> list[Yields]:
     found = []
-    for name in ("safeguards.reduce_lr_on_plateau", "safeguards.early_stopping"):
+    for name in ("safeguards.reduce_lr_on_plateau", "safeguards.early_stopping", "checkpoint.keep_best"):
         if not settings[name]:
             continue
+        off = settings.default(name)
         if settings["validation.every_n_steps"] == 0:
             reason = "it needs validation losses while training, and validation.every_n_steps=0 measures none"
-            found.append(Yields(name, False, reason, "Set validation.every_n_steps to 100 or so."))
+            found.append(Yields(name, off, reason, "Set validation.every_n_steps to 100 or so."))
         elif settings["validation.split"] == 0.0 and not settings["validation.fold"]:  # a fold keeps one half
             reason = "it needs validation losses, and validation.split=0 keeps no validation images"
-            found.append(Yields(name, False, reason, "Set validation.split to 0.1 or so."))
+            found.append(Yields(name, off, reason, "Set validation.split to 0.1 or so."))
+    if settings["safeguards.on_nonfinite"] == "rollback" and not settings["checkpoint.save_state"]:
+        reason = "a checkpoint without the optimizer's state cannot be rolled back to (checkpoint.save_state=false)"
+        fix = "Set safeguards.on_nonfinite=skip, or remove checkpoint.save_state=false."
+        found.append(Yields("safeguards.on_nonfinite", "skip", reason, fix))
     if settings["safeguards.reduce_lr_on_plateau"] and traits_of_optimizer(settings["optimizer.name"]).averages_weights:
         reason = f"optimizer.name={settings['optimizer.name']} averages weights instead of lowering the learning rate"
         found.append(
@@ -369,6 +449,10 @@ RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     prodigy_rate,
     text_rates,
     schedule_free,
+    weight_averages,
+    momentum,
+    layers,
+    random_updates,
     clipping,
     rank_ceiling,
     sizes,

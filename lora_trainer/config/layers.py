@@ -85,7 +85,12 @@ def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolv
     settings = Settings(merged, origin)
     yielding, clashing = give_way(settings, contradictions(settings))
     found.extend(
-        [*steps_and_epochs(settings), *captions_of_sources(settings), *wrong_placeholder_tokens(settings), *clashing]
+        [
+            *steps_and_epochs(settings),
+            *captions_of_sources(settings),
+            *wrong_placeholder_tokens(settings),
+            *clashing,
+        ]
     )
     if found:
         raise UsageError(found)

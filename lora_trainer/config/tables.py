@@ -17,7 +17,9 @@ class OptimizerTraits(Protocol):
     """What settings depend on of an optimizer."""
 
     finds_learning_rate: bool  # `optimizer.learning_rate` is a factor on one that it finds
-    averages_weights: bool  # in place of an LR scheduler and of EMA
+    averages_weights: bool  # in place of an LR scheduler, of EMA and of SWA
+    has_momentum: bool  # `optimizer.beta1`, which may change from step to step
+    updates_apart: bool  # each parameter by its own gradient and state alone
 
 
 _tables: dict[str, Mapping[str, Any]] = {}

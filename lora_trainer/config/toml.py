@@ -174,6 +174,8 @@ def shown(value: Any) -> str:
         return f"[{', '.join(shown(item) for item in value)}]"
     if isinstance(value, Mapping):  # a source, or its captions; a source with only a path is shown as the path
         kind = SourceSection if "path" in value else CaptionsSection
+        if not value.keys() <= kind.model_fields.keys():  # patterns of layers, with a number each
+            return f"{{{', '.join(f'{shown(key)} = {shown(item)}' for key, item in value.items())}}}"
         usual = {key: field.default for key, field in kind.model_fields.items()}
         changed = {key: item for key, item in value.items() if key not in usual or item != usual[key]}
         if set(changed) == {"path"}:

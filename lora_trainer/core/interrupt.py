@@ -19,7 +19,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Literal
@@ -59,6 +59,8 @@ class Interrupt:
         self.on_signal: OnSignal = "leave"
         self.ends = math.inf  # when an abortable block should end by itself
         self.silent = silent
+        self.heard: tuple[int, ...] = ()  # the signals that it catches
+        self.on_purpose = False  # sent by this process to itself: `signal_itself`
         # Found now: a terminal that is closed is not recognized later.
         self.terminals = [number for number in (0, 1, 2) if os.isatty(number)]
 
@@ -118,8 +120,14 @@ class Interrupt:
             os.dup2(nowhere, number)
         os.close(nowhere)
 
+    def forget(self) -> None:
+        """Catch signals as before the one that came."""
+        self.signal, self.at, self.ends, self.on_purpose = None, 0.0, math.inf, False
+        for each in self.heard:
+            signal.signal(each, self.caught)
+
     def _report(self) -> None:
-        if self.silent or not is_main_process():
+        if self.silent or self.on_purpose or not is_main_process():
             return
         what = (
             "stopping now; every file that is complete is kept, such as cached images and checkpoints"
@@ -150,8 +158,8 @@ def listening(*, silent: bool = False, to_the_end: bool = False) -> Iterator[Int
         return
     _now = Interrupt(silent=silent)
     # Under `nohup` SIGHUP stays ignored.
-    heard = [each for each in SIGNALS if each != HANG_UP or signal.getsignal(each) != signal.SIG_IGN]
-    before = {each: signal.signal(each, _now.caught) for each in heard}
+    _now.heard = tuple(each for each in SIGNALS if each != HANG_UP or signal.getsignal(each) != signal.SIG_IGN)
+    before = {each: signal.signal(each, _now.caught) for each in _now.heard}
     try:
         yield _now
     finally:
@@ -179,6 +187,38 @@ def note_signal(number: int) -> None:
     """Count a signal that came to another process as one that came here."""
     if _now is not None and not _now:
         _now.note(number)
+
+
+def signal_itself() -> None:
+    """From any thread: let the main thread stop as for SIGTERM, with everything saved."""
+    if os.name == "posix":
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:  # there os.kill ends the process before anything is saved
+        signal.raise_signal(signal.SIGTERM)
+
+
+@contextmanager
+def stoppable() -> Iterator[Callable[[], None]]:
+    """Yields a function for other threads, which stops the work in the block once; a later block can be stopped again.
+
+    Inside the block a signal is only remembered, unless the work is in `stopping_on_signal()`. A signal that came from
+    outside stays: what the function does after it is nothing.
+    """
+    stopping = _now
+
+    def stop() -> None:
+        if stopping is not None and not stopping:
+            stopping.on_purpose = True
+            signal_itself()
+
+    with remembering():
+        try:
+            yield stop
+        finally:
+            if stopping is not None and stopping.on_purpose:
+                while not stopping:  # it is on its way
+                    time.sleep(0.01)
+                stopping.forget()
 
 
 def stop_if_signalled() -> None:

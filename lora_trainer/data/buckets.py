@@ -15,6 +15,8 @@ from functools import lru_cache
 
 from lora_trainer.core.errors import Problem, UsageError
 
+ASPECT_TOLERANCE = 0.02  # of two images of one shape, beyond what rounding the smaller one's sides explains
+
 
 @dataclass(frozen=True, order=True, slots=True)
 class Bucket:
@@ -130,3 +132,9 @@ def fit_to(width: int, height: int, bucket: Bucket, place: tuple[float, float] =
     left = math.floor((resized_width - bucket.width) * place[0])
     top = math.floor((resized_height - bucket.height) * place[1])
     return ResizeCrop(resized_width, resized_height, left, top, bucket)
+
+
+def has_other_shape(size: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two sizes (width, height) differ in their aspect by more than rounding the other's sides explains."""
+    stretch = other[0] * size[1] / (other[1] * size[0])
+    return abs(stretch - 1.0) > ASPECT_TOLERANCE + 1.0 / min(other)

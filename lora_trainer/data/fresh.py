@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.data.images.pixels import EncodeImage, Shown, encode_shown, read_shown
+from lora_trainer.data.images.pixels import EncodeImage, ShownView, encode_shown, read_shown
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
 from lora_trainer.data.views import View
@@ -32,7 +32,7 @@ class Fresh:
         self._encode: EncodeImage | None = encode
         self._dtype = dtype
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="images") if workers else None
-        self._begun: dict[Ref, Future[Shown]] = {}
+        self._begun: dict[Ref, Future[ShownView]] = {}
         self._next: deque[Ref] = deque()
 
     def expect(self, refs: Iterable[Ref]) -> None:
@@ -74,5 +74,5 @@ class Fresh:
             ref = self._next.popleft()
             self._begun[ref] = self._pool.submit(self._decode, ref)
 
-    def _decode(self, ref: Ref) -> Shown:
+    def _decode(self, ref: Ref) -> ShownView:
         return read_shown(*self.place(ref))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config.schema import CaptionsSection
+from lora_trainer.core.conditioning import controls_of
 from lora_trainer.core.interrupt import abort_if_late
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.caches.store import Store
@@ -63,8 +64,12 @@ class CachedData:
         return turn_of(ref, len(self.views[ref.index]), seed)
 
     def bucket(self, ref: Ref, seed: int) -> Bucket:
-        """The bucket of that view: a micro-batch stays inside one."""
+        """The bucket of that view."""
         return self.views[ref.index][self.turn(ref, seed)].fit.bucket
+
+    def shape(self, ref: Ref, seed: int) -> tuple[Bucket, int]:
+        """What a micro-batch has in common: the bucket, and how many control images each sample has."""
+        return self.bucket(ref, seed), len(self.samples[ref.index].controls)
 
     def text(self, ref: Ref, step: int, epoch: int, seed: int) -> int | None:
         """Which of its sample's texts a place of a step is trained on; None for the empty caption."""
@@ -115,7 +120,10 @@ def read_micro(data: CachedData, refs: Sequence[Ref], step: int, epoch: int, see
         refs=tuple(refs),
         mean=torch.stack([entry["mean"] for entry in latents]),
         spread=torch.stack([entry["spread"] for entry in latents]),
-        cond={name: torch.stack([entry[name] for entry in texts]) for name in (texts[0] if texts else ())},
+        cond={
+            **{name: torch.stack([entry[name] for entry in texts]) for name in (texts[0] if texts else ())},
+            **{name: torch.stack([entry[name] for entry in latents]) for name in controls_of(latents[0])},
+        },
         sizes=torch.tensor(
             [
                 size_row(data.samples[ref.index], data.views[ref.index][turn])

@@ -1,7 +1,7 @@
 """Reading a dataset: sources -> manifest, without decoding an image.
 
-A source is a folder (plain, kohya's `10_name`, Hugging Face's image folder), a tar, a
-Parquet file, a table of images or one image; `data/sources/` has a file for each.
+A source is a folder (plain, kohya's `10_name`, Hugging Face's image folder), a tar here or
+on a server, a Parquet file, a table of images or one image; `data/sources/` has a file for each.
 Captions come from, first found wins: the source's `captions_file`, a text beside the
 image, the folder's metadata, the source's `caption`, the name of a kohya folder. One bad
 file never stops the reading: it becomes a finding.
@@ -24,6 +24,7 @@ from lora_trainer.data.images.jobs import Facts
 from lora_trainer.data.images.scan import read_headers
 from lora_trainer.data.images.workers import Progress
 from lora_trainer.data.sample import Manifest, Mask, Sample, Span
+from lora_trainer.data.sources.controls import find_swapped, judged_controls
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.masks import judged_alpha, judged_mask
 from lora_trainer.data.sources.places import find_overlaps, places_of
@@ -100,17 +101,20 @@ def _samples(
             places[each.path, each.span] = None
             if each.mask is not None and each.mask.path is not None:
                 places[each.mask.path, each.mask.span] = None
+            places.update(((control.path, control.span), None) for control in each.controls)
     facts = dict(zip(places, read_headers(list(places), progress), strict=True))
     reported: set[Place] = set()
-    samples = []
+    samples: list[Sample] = []
     for request, images in found:
         for each in images:
             read = facts[each.path, each.span]
             if not isinstance(read, BrokenImageError):
-                samples.append(_sample(each, read, request, facts, reading))
+                sample = judged_controls(_sample(each, read, request, facts, reading), each.controls, facts, reading)
+                samples.extend(() if sample is None else (sample,))
             elif (each.path, each.span) not in reported:
                 reported.add((each.path, each.span))
                 reading.find(read.code, "error", read.message, read.fix, each.path)
+    find_swapped(samples, reading)
     return tuple(samples)
 
 

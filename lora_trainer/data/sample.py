@@ -30,6 +30,20 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class ControlImage:
+    """A control image, which an edit model reads beside the caption: the image before the edit, or a reference.
+
+    `content` is the hex sha256 of its file's bytes. `width` and `height` are as it is seen, in pixels.
+    """
+
+    path: Path
+    span: Span | None = None
+    content: str = ""
+    width: int = 0
+    height: int = 0
+
+
+@dataclass(frozen=True)
 class Sample:
     """One image with its caption.
 
@@ -59,6 +73,7 @@ class Sample:
     weighted: bool = False
     written: str | None = None
     own_caption: bool = True
+    controls: tuple[ControlImage, ...] = ()
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -66,10 +81,11 @@ class Sample:
         return self.variants or (self.caption,)
 
     @property
-    def facts(self) -> tuple[str, str, float, float, bool, str]:
+    def facts(self) -> tuple[str | float, ...]:
         """What the sample is, wherever it lies and whatever it is called; as what it is ordered by."""
         mask = "" if self.mask is None else self.mask.content or "alpha"
-        return self.content, self.caption, float(self.repeats), self.weight, self.regularization, mask
+        own = (self.content, self.caption, float(self.repeats), self.weight, self.regularization, mask)
+        return (*own, *(control.content for control in self.controls))
 
     @property
     def id(self) -> str:
@@ -86,6 +102,7 @@ class Manifest:
 
     @property
     def data_hash(self) -> str:
-        """Changes when an image, a caption, a mask, a repeat count or a weight changes; names and places do not count."""
+        """Changes when an image, a caption, a mask, a control image, a repeat count or a weight changes; names and places
+        do not count."""
         rows = sorted(sample.facts for sample in self.samples)
         return hashlib.sha256(json.dumps(rows, ensure_ascii=True).encode("ascii")).hexdigest()

@@ -20,12 +20,13 @@ from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import write_json
+from lora_trainer.data.images.remote import shown_place
 from lora_trainer.data.images.spans import open_bytes
 from lora_trainer.data.manifest import request_source
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.sources.folder import KOHYA_FOLDER
 from lora_trainer.data.sources.found import SourceReading, SourceRequest
-from lora_trainer.data.sources.places import place_from, places_of
+from lora_trainer.data.sources.places import common_root, place_from, places_of
 from lora_trainer.data.views import Framing
 from lora_trainer.dataset_check.caption_checks import fix_garbled
 from lora_trainer.dataset_check.data_report import SEVERITIES, DataReport
@@ -147,8 +148,8 @@ def _lots(request: Sequence[SourceRequest], places: Sequence[Sequence[Path]], ma
     lots: list[_Lot] = []
     names: set[str] = set()
     for number, several in enumerate(places):
-        base = several[0] if len(several) == 1 else Path(os.path.commonpath([place.parent for place in several]))
-        name = several[0].name if several[0].is_dir() else several[0].stem
+        base, outer = common_root(several), shown_place(several[0])
+        name = outer.name if several[0].is_dir() else outer.stem
         root, count = name, 2
         while root.casefold() in names and first[number] == number:
             root, count = f"{count}/{name}", count + 1

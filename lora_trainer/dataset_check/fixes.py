@@ -32,7 +32,7 @@ def fix_image(
 ) -> tuple[bytes | None, list[str]]:
     """(the image as PNG, what was fixed), None where its bytes are good as they are."""
     animated = "animated" in codes
-    cut = "border" in codes and borders is not None and sample.mask is None
+    cut = "border" in codes and borders is not None and sample.mask is None and not sample.controls
     if not animated and not cut:
         return None, []
     try:

@@ -28,7 +28,20 @@ TRANSPARENT_AREA = 0.01
 BLACK, BLACK_SPREAD = 2, 0.5  # gray levels, 0 to 255
 
 READING_CODES = frozenset(
-    {"unreadable", "too_large", "damaged_tar", "two_images", "missing_mask", "mask_differs", "unreadable_mask"}
+    {
+        "unreadable",
+        "too_large",
+        "damaged_tar",
+        "two_images",
+        "missing_mask",
+        "mask_differs",
+        "unreadable_mask",
+        "missing_control",
+        "unreadable_control",
+        "identical_control",
+        "swapped_control",
+        "control_differs",
+    }
 )
 
 

@@ -10,15 +10,15 @@ from lora_trainer.core.findings import counted
 from lora_trainer.doctor.facts import MachineFacts
 from lora_trainer.doctor.lines import Lines, error, ok, warning
 from lora_trainer.doctor.run_facts import RunFacts, last_step, recent
+from lora_trainer.monitor.idle import BUSY, RECENT_ROWS, causes_of, clocks_of, means_of, slow_data
 from lora_trainer.monitor.memory import LARGEST_SYSTEM_SHARE
 from lora_trainer.monitor.progress import clock_time
 from lora_trainer.monitor.slowness import waiting_limit
-from lora_trainer.report.read import text
-from lora_trainer.report.targets import caches_latents
+from lora_trainer.report.read import number, text
+from lora_trainer.report.targets import setup_of, why_not_measured
 
 QUIET_STEPS, QUIET_SECONDS = 150, 300.0  # metrics are written every 50 steps or sooner
 SLOWER = 2.0
-IDLE_GPU = 0.5
 GIB = 2**30
 HARMLESS = ("resumed", "signal")
 
@@ -29,7 +29,7 @@ def during_lines(run: RunFacts, facts: MachineFacts) -> Lines:
     yield from sign_of_life(run)
     yield from its_process(run, facts)
     yield from speed(run)
-    yield from gpu_use(run, facts)
+    yield from gpu_use(run)
     yield from room_left(run)
     yield from events_so_far(run)
 
@@ -98,24 +98,32 @@ def speed(run: RunFacts) -> Lines:
     else:
         yield ok("speed", f"{now:.2f} s a step")
     share = sum(waited) / max(sum(seconds), 1e-9)
-    cached = caches_latents(run.report)
-    limit = waiting_limit(cached=cached)
+    setup = setup_of(run.report)
+    limit = waiting_limit(cached=setup.cached)
     if share > limit:
-        fix = "put cache.dir on a faster disk" if cached else "set cache.latents=true"
-        yield warning("data", f"steps wait {share:.1%} of their time", f"under {limit:.0%}", fix)
+        cause = slow_data(share, setup)
+        yield warning("data", cause.what, f"under {limit:.0%}", cause.to_do)
     else:
-        yield ok("data", f"steps wait {share:.1%} of their time")
+        yield ok("data", f"steps wait {share:.1%} of their time for data")
 
 
-def gpu_use(run: RunFacts, facts: MachineFacts) -> Lines:
-    """The GPU's load now, for a run that trains on one."""
-    sample = facts.sample
-    if not text(run.report.part("hardware").get("device")).startswith("cuda") or sample is None:
+def gpu_use(run: RunFacts) -> Lines:
+    """The load of the run's own GPUs, as it measured them in its latest rows of system.jsonl, and why they are idle."""
+    if not text(run.report.part("hardware").get("device")).startswith("cuda"):
         return
-    found = f"{sample.utilization:.0%} in use, memory {sample.memory:.0%}, {sample.celsius:.0f} degrees (one sample)"
-    if sample.utilization < IDLE_GPU and run.rows:
-        fix = "look again: validation, checkpoints and images use it less. If it stays so, see the line about data"
-        yield warning("GPU", found, f"over {IDLE_GPU:.0%}", fix)
+    rows = run.report.system[-RECENT_ROWS:]
+    means = means_of(rows)
+    if "gpu_utilization" not in means:
+        yield ok("GPU", f"not measured: {why_not_measured(run.report)}")
+        return
+    over = sum(number(row.get("seconds")) or 0.0 for row in rows)
+    found = f"{means['gpu_utilization']:.0%} in use in the last {clock_time(over)}"
+    found += f", memory {means['gpu_memory']:.0%}" if "gpu_memory" in means else ""
+    found += f", up to {means['gpu_celsius_most']:.0f} degrees" if "gpu_celsius_most" in means else ""
+    causes = causes_of(means, setup_of(run.report), clocks_of(rows))
+    if causes:
+        fix = f"{causes[0].to_do} lora-trainer report shows the settings to try"
+        yield warning("GPU", f"{found}: {causes[0].what}", f"over {BUSY:.0%}", fix)
     else:
         yield ok("GPU", found)
 

@@ -56,11 +56,14 @@ def caption_losses(
     for row, sample in enumerate(samples):
         latents = sample.latents.float().to(device)[None]
         sizes = sample.sizes.to(device).expand(len(captions), -1)
+        own = {
+            name: value.to(device, dtype).expand(len(captions), *value.shape) for name, value in sample.controls.items()
+        }
         for column, point in enumerate(points):
             t = torch.full((1,), point, device=device)
             noise = position_noise(tuple(sample.latents.shape), 0, "agreement", sample.id, column)[None].to(device)
             noisy = process.add_noise(latents, noise, t).to(dtype).expand(len(captions), -1, -1, -1)
-            found = in_parts(predict, noisy, t.expand(len(captions)), cond, sizes).float()
+            found = in_parts(predict, noisy, t.expand(len(captions)), {**cond, **own}, sizes).float()
             error = (found - process.target(latents, noise, t)).square().flatten(1).mean(1)
             losses[row, :, column] = error.double().cpu().numpy()
     return losses

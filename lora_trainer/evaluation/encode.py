@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lora_trainer.data.images.pixels import read_pixels
+from lora_trainer.core.conditioning import controls_of
+from lora_trainer.data.images.pixels import encode_shown, read_shown
 from lora_trainer.data.loader import size_row
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan
@@ -59,7 +61,12 @@ def encode_samples(
     """
     encode_image = encoders().encode_image
     latents = [
-        encode_image(read_pixels(sample, views[0])[None])[0][0].float().cpu()
+        {
+            name: value[0].cpu()
+            for name, value in encode_shown(
+                [read_shown(replace(sample, mask=None), views[0])], encode_image, torch.float32
+            ).items()
+        }
         for sample, views in zip(samples, plan.views, strict=True)
     ]
     del encode_image
@@ -70,10 +77,11 @@ def encode_samples(
     return [
         EncodedSample(
             id=sample.id,
-            latents=mean,
+            latents=entry["mean"],
             cond={name: value[index] for name, value in cond.items()},
             sizes=torch.tensor(size_row(sample, views[0])),
             caption=sample.caption,
+            controls=controls_of(entry),
         )
-        for index, (sample, views, mean) in enumerate(zip(samples, plan.views, latents, strict=True))
+        for index, (sample, views, entry) in enumerate(zip(samples, plan.views, latents, strict=True))
     ]

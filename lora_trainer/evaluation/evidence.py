@@ -206,6 +206,8 @@ class Studio:
             shape, sizes = self.shape, self.sizes
         else:
             own = side.samples[place]
-            cond = {name: value[None].to(self.device, self.dtype) for name, value in own.cond.items()}
+            cond = {
+                name: value[None].to(self.device, self.dtype) for name, value in {**own.cond, **own.controls}.items()
+            }
             shape, sizes = tuple(own.latents.shape), own.sizes
         return Request(cond, shape, sizes.to(self.device), seed)

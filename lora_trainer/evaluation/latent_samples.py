@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lora_trainer.core.conditioning import controls_of
 from lora_trainer.diffusion.noise import position_noise
 from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import stratified_timesteps
@@ -18,7 +19,7 @@ Cond = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Request:
-    """One sample: its text embeddings [1, ...], latent shape [C, h, w], sizes [6] and seed."""
+    """One sample: its conditioning [1, ...], latent shape [C, h, w], sizes [6] and seed."""
 
     cond: Cond
     shape: tuple[int, ...]
@@ -42,10 +43,10 @@ class Sampler:
 def sample_latents(sampler: Sampler, requests: Sequence[Request], at_once: int = 1) -> list[Tensor]:
     """Latents [C, h, w] of each request, fp32 on the CPU; each from its seed's own noise, whatever is sampled with it."""
     found: list[Tensor | None] = [None] * len(requests)
-    by_shape: dict[tuple[int, ...], list[int]] = {}
+    by_shape: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for place, request in enumerate(requests):
-        by_shape.setdefault(request.shape, []).append(place)
-    for shape, places in by_shape.items():
+        by_shape.setdefault((request.shape, tuple(controls_of(request.cond))), []).append(place)
+    for (shape, _), places in by_shape.items():
         for start in range(0, len(places), at_once):
             chosen = places[start : start + at_once]
             for place, latents in zip(
@@ -69,6 +70,7 @@ def _sample(sampler: Sampler, requests: Sequence[Request], shape: tuple[int, ...
         prediction = sampler.predict(latents.to(dtype), t, cond, sizes).float()
         if sampler.negative is not None and sampler.guidance != 1.0:
             empty = {name: value.expand(count, *value.shape[1:]) for name, value in sampler.negative.items()}
+            empty |= controls_of(cond)
             without = sampler.predict(latents.to(dtype), t, empty, sizes).float()
             prediction = without + sampler.guidance * (prediction - without)
         clean, noise = process.parts(latents, prediction, t)

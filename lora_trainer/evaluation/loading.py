@@ -181,7 +181,8 @@ def misfits(weights: LoraWeights, shapes: Mapping[str, tuple[int, ...]], family:
         weights.metadata.get("ss_base_model_version", ""),
         family.lora_files.base_names(family.describe(base))[0],
     )
-    if weights.family not in (None, family.name):
+    unnamed = family.lora_files.like if not trained_on else family.name
+    if weights.family not in (None, family.name, unnamed):
         message = f"The LoRA was trained on another model family: {weights.family}; the base model is {family.name}."
         return [Problem(message, "Set --model to a model of its family.")]
     there = {name.partition(".")[0] for name in shapes}

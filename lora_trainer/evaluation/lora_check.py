@@ -403,7 +403,7 @@ def paired_losses(studio: Studio, images: RealImages) -> tuple[Tensor, Tensor]:
         with studio.without():
             return {"losses": losses(samples)}
 
-    of_each = (part for each in samples for part in (each.id, each.latents, each.cond, each.sizes))
+    of_each = (part for each in samples for part in (each.id, each.latents, {**each.cond, **each.controls}, each.sizes))
     key = digest_of("losses", str((SEED, TIMESTEPS)), *of_each)
     return studio.read_or_make(key, without)["losses"], losses(studio.changed.samples[unseen])
 

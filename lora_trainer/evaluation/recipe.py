@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,20 @@ NEEDED = {
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """One row of a grid: generated without the LoRA, and with it at every strength."""
+    """One row of a grid: generated without the LoRA, and with it at every strength.
+
+    `controls` are the files of its control images, `target` that of the edited image of the dataset, where there is one.
+    """
 
     prompt: str
     seed: int
+    controls: tuple[str, ...] = ()
+    target: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As in a recipe: without what it does not have."""
+        edit = {"controls": list(self.controls), "target": self.target}
+        return {"prompt": self.prompt, "seed": self.seed} | {key: value for key, value in edit.items() if value}
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,7 @@ def recipe(pipeline: Any, model: NamedModel, lora: Path, grid: Grid) -> dict[str
         "lora_sha256": sha256_file(lora),
         "lora_hash": tensors_hash(lora),
         "strengths": list(drawing.strengths),
-        "images": [asdict(row) for row in grid.rows],
+        "images": [row.to_json() for row in grid.rows],
         "negative": drawing.negative,
         "steps": drawing.steps,
         "guidance": drawing.guidance,
@@ -151,7 +161,15 @@ def read_recipe(path: Path) -> dict[str, Any]:
 def rows_of(found: Mapping[str, Any]) -> list[ImageRequest]:
     """The rows of a recipe. Raises UsageError for what is no prompt with a seed, and for none."""
     try:
-        rows = [ImageRequest(str(each["prompt"]), int(each["seed"])) for each in found["images"]]
+        rows = [
+            ImageRequest(
+                str(each["prompt"]),
+                int(each["seed"]),
+                tuple(map(str, each.get("controls", ()))),
+                str(each.get("target", "")),
+            )
+            for each in found["images"]
+        ]
         if not rows or not all(0 <= row.seed < 2**63 for row in rows):
             raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -223,7 +241,8 @@ def embedded_text(used: Mapping[str, Any], row: ImageRequest | None, strength: f
     parts = {name: _last(value) if isinstance(value, str) else value for name, value in used["model_parts"].items()}
     own = {**used, "model": _last(used["model"]), "model_parts": parts}
     if row is not None:
-        own |= {"images": [asdict(row)], "strengths": [] if strength is None else [strength]}
+        unplaced = replace(row, controls=tuple(map(_last, row.controls)), target=_last(row.target))
+        own |= {"images": [unplaced.to_json()], "strengths": [] if strength is None else [strength]}
         if strength is None:
             own = {key: value for key, value in own.items() if not key.startswith("lora")}
         info.add_text("parameters", parameters(own, row, strength))

@@ -7,13 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.grid import image_name
 from lora_trainer.core.interrupt import Stopped
 from lora_trainer.core.io import read_json, write_json
+from lora_trainer.data.buckets import Bucket, fit_to
+from lora_trainer.data.images.images import BrokenImageError, cut_out, load_rgb
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.loading import (
     at_strength,
@@ -26,9 +30,19 @@ from lora_trainer.evaluation.loading import (
     put_on,
 )
 from lora_trainer.evaluation.placing import bring_pipeline
-from lora_trainer.evaluation.recipe import Drawing, Grid, ImageRequest, NamedModel, embedded_text, recipe, same_base
+from lora_trainer.evaluation.recipe import (
+    Drawing,
+    Grid,
+    ImageRequest,
+    NamedModel,
+    embedded_text,
+    recipe,
+    rows_of,
+    same_base,
+)
 from lora_trainer.evaluation.sheet import SheetGroup, SheetRow, contact_sheet, save_image
 from lora_trainer.export.weights import LoraWeights, shapes_of
+from lora_trainer.models.autoencoder import image_encoder
 from lora_trainer.models.drawing import prompted, read_prompts, texts_of
 from lora_trainer.models.family import Family
 from lora_trainer.models.lora_names import read_lora_with_tokens
@@ -159,12 +173,36 @@ def draw(
         chosen = rows[start : start + at_once]
         yield from pipeline(
             **prompted(family, read, [row.prompt for row in chosen], drawing.negative if guidance > 0 else None),
+            **family.pipeline.with_controls(pipeline, drawing.size, encode_controls(pipeline, chosen, drawing.size)),
             generator=[torch.Generator("cpu").manual_seed(row.seed) for row in chosen],
             num_inference_steps=drawing.steps,
             **{family.pipeline.guidance: guidance},
             width=width,
             height=height,
         ).images
+
+
+def encode_controls(pipeline: Any, rows: Sequence[ImageRequest], size: tuple[int, int]) -> list[Tensor]:
+    """The scaled latents [B, C, h, w] of each control image of B rows, cut to an image's width and height as in training.
+
+    Raises UsageError for an image that cannot be read, and for rows with different numbers of them.
+    """
+    if not any(row.controls for row in rows):
+        return []
+    encode = image_encoder(pipeline.vae, pipeline._execution_device)
+    found = []
+    try:
+        for files in zip(*(row.controls for row in rows), strict=True):
+            images = [load_rgb(Path(file)) for file in files]
+            cut = [cut_out(image, fit_to(image.width, image.height, Bucket(*size))) for image in images]
+            pixels = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in cut])
+            found.append(encode(pixels.float() / 127.5 - 1.0)[0])
+    except BrokenImageError as error:
+        raise UsageError(Problem(f"A control image {error.message}", error.fix)) from error
+    except ValueError as error:
+        message = "The prompts have different numbers of control images."
+        raise UsageError(Problem(message, "Give each prompt equally many.")) from error
+    return found
 
 
 def earlier_base(where: Where, wanted: dict[str, Any]) -> Where | None:
@@ -192,8 +230,11 @@ def write_sheet(where: Where, used: dict[str, Any]) -> Path:
     """Write the sheet of all finished images, with gaps for the others, and the recipe next to it."""
     strengths: list[float | None] = [None, *used["strengths"]]
     groups: dict[str, list[SheetRow]] = {}
-    for index, row in enumerate(ImageRequest(**each) for each in used["images"]):
-        paths = [where.image(index, strength) for strength in strengths]
+    rows = rows_of(used)
+    controls, edits = max(len(row.controls) for row in rows), any(row.target for row in rows)
+    for index, row in enumerate(rows):
+        shown = [Path(file) for file in (*row.controls, *([row.target] if edits else []))]
+        paths = [*shown, *(where.image(index, strength) for strength in strengths)]
         groups.setdefault(row.prompt, []).append(SheetRow(f"seed {row.seed}", paths))
     guidance = "" if used["guidance"] is None else f" · guidance {used['guidance']:g}"
     width, height = used["size"]
@@ -202,7 +243,9 @@ def write_sheet(where: Where, used: dict[str, Any]) -> Path:
     details = f"{used['steps']} steps · {sampler}{guidance} · {width}x{height}"
     if used["negative"]:
         details += f" · negative prompt: {used['negative']}"
-    headings = ["untouched base", *(f"LoRA at {strength:g}" for strength in used["strengths"])]
+    beside = ["control" if controls == 1 else f"control {number + 1}" for number in range(controls)]
+    beside += ["dataset's image"] if edits else []
+    headings = [*beside, "untouched base", *(f"LoRA at {strength:g}" for strength in used["strengths"])]
     sheet = contact_sheet(
         title, details, headings, [SheetGroup(prompt or "(empty prompt)", r) for prompt, r in groups.items()]
     )

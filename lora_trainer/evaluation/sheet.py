@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
 from lora_trainer.core.io import atomic_path
@@ -105,7 +105,7 @@ class SheetWriter:
                 pen.rectangle((*place, place[0] + cell[0] - 1, place[1] + cell[1] - 1), fill=GAP)
                 continue
             with Image.open(path) as image:
-                sheet.paste(fitted(image.convert("RGB"), cell), place)
+                sheet.paste(fitted(ImageOps.exif_transpose(image).convert("RGB"), cell), place)
         return sheet
 
 
@@ -113,7 +113,8 @@ def cell_size(groups: Sequence[SheetGroup], columns: int) -> tuple[int, int]:
     """Width and height of every image on the sheet: small ones enlarged, and less where there are very many."""
     rows = sum(-(-len(row.images) // columns) for group in groups for row in group.rows)
     width, height = 1, 1
-    for path in (path for group in groups for row in group.rows for path in row.images):
+    # The generated image, which is the last, gives the shape: control images may have others.
+    for path in (path for group in groups for row in group.rows for path in reversed(row.images)):
         if path.is_file():
             with Image.open(path) as image:
                 width, height = image.size
@@ -126,7 +127,8 @@ def cell_size(groups: Sequence[SheetGroup], columns: int) -> tuple[int, int]:
 
 
 def fitted(image: Image.Image, cell: tuple[int, int]) -> Image.Image:
-    return image if image.size == cell else image.resize(cell, Image.Resampling.LANCZOS)
+    """The middle of the image in the cell's shape and size."""
+    return image if image.size == cell else ImageOps.fit(image, cell, Image.Resampling.LANCZOS)
 
 
 def height_of(font: Font) -> int:

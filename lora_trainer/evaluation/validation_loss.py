@@ -30,7 +30,8 @@ class EncodedSample:
 
     `latents` [C, h, w] is the posterior's mean; `cond` holds the text encoder's tensors
     without the batch dimension, and is empty where it is encoded from `caption` each time; `sizes` [6] is original
-    height and width, crop top and left, height and width, as SDXL wants them.
+    height and width, crop top and left, height and width, as SDXL wants them. `controls` are the latents [C, h, w] of its
+    control images, which stay the image's own whatever caption it is compared under.
     """
 
     id: str
@@ -38,6 +39,7 @@ class EncodedSample:
     cond: Mapping[str, Tensor]
     sizes: Tensor
     caption: Caption = ""
+    controls: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def losses_at(
         noise = torch.stack([position_noise(shape, seed, "validation", sample.id, index) for index, _ in some])
         noise = noise.to(device)
         latents = sample.latents.float().to(device).expand_as(noise)
-        cond = {name: value.to(device, dtype).expand(count, *value.shape) for name, value in sample.cond.items()}
+        own = {**sample.cond, **sample.controls}
+        cond = {name: value.to(device, dtype).expand(count, *value.shape) for name, value in own.items()}
         sizes = sample.sizes.to(device).expand(count, -1)
         noisy = process.add_noise(latents, noise, t)
         error = predict(noisy.to(dtype), t, cond, sizes).float() - process.target(latents, noise, t)

@@ -9,7 +9,7 @@ component's kohya prefix and the rest with dots turned into underscores. To rest
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lora_trainer.export.layout import Names, Rule, rules_of_original, rules_of_ours
@@ -67,9 +67,9 @@ _ENDINGS = re.compile(
 # CLIP and T5.
 COMPOUND = frozenset(
     "down_blocks up_blocks mid_block transformer_blocks single_transformer_blocks to_q to_k to_v to_out to_add_out "
-    "add_q_proj add_k_proj add_v_proj ff_context proj_in proj_out proj_mlp conv_in conv_out conv_shortcut "
+    "add_q_proj add_k_proj add_v_proj to_qkv_mlp_proj ff_context linear_in linear_out proj_in proj_out proj_mlp conv_in conv_out conv_shortcut "
     "time_emb_proj time_embedding add_embedding linear_1 linear_2 norm_q norm_k text_model self_attn q_proj k_proj "
-    "v_proj out_proj text_projection x_embedder context_embedder time_text_embed norm1_context norm_out pos_embed "
+    "v_proj out_proj text_projection x_embedder context_embedder time_text_embed time_guidance_embed norm1_context norm_out pos_embed "
     "timestep_embedder guidance_embedder text_embedder input_blocks output_blocks middle_block in_layers out_layers "
     "emb_layers skip_connection time_embed label_emb wi_0 wi_1".split()
 )
@@ -78,6 +78,8 @@ _LONGEST = max(name.count("_") for name in COMPOUND) + 1
 # diffusers does not know SDXL's size embedding by its own name in kohya's form, only by the first SDXL code's.
 SPECIAL: Mapping[str, str] = {"add_embedding.linear_1": "label_emb_0_0", "add_embedding.linear_2": "label_emb_0_2"}
 
+ALIKE = 1e-3  # ratios of a layer's sides that are the same
+_OTHER = re.compile(r"[^a-z0-9 ]")
 ORIGINAL = 2  # the score of a name of the original, where one of diffusers' has 1
 
 _UNET = re.compile(r"(?:down_blocks|up_blocks|mid_block|conv_in|conv_out|time_embedding|add_embedding)(?:\.|$)")
@@ -123,29 +125,53 @@ def read_key(key: str) -> Key | None:
     return Key(match["name"] + stream, match["old"] or match["older"], "old")
 
 
-def resolve(names: Iterable[str], families: Sequence[Names], hint: str = "") -> tuple[dict[str, Found], Names | None]:
+def resolve(
+    names: Iterable[str], families: Sequence[Names], hint: str = "", sides: Mapping[str, tuple[int, int]] | None = None
+) -> tuple[dict[str, Found], Names | None]:
     """The modules of a file's names, and the family whose names they are; names of no family are skipped.
 
-    `hint` is text of the header: where names fit several families, the one that it names.
+    `hint` is text of the header: where names fit several families, the one that it names. `sides` are the rows and
+    columns of the layers, as far as they are known: families with the same names have layers of different shapes.
     """
     parsed = {name: _side(name) for name in names}
-    family, sure = _family_of(parsed.values(), families, hint)
+    known = {parsed[name][1]: pair for name, pair in (sides or {}).items() if name in parsed}
+    family, sure = _family_of(parsed.values(), families, hint, known)
     found = {name: place for name, side in parsed.items() if (place := _found(*side, family)) is not None}
     return found, family if sure else None
 
 
-def _family_of(sides: Iterable[tuple[str, str]], families: Sequence[Names], hint: str) -> tuple[Names | None, bool]:
+def _family_of(
+    parsed: Collection[tuple[str, str]], families: Sequence[Names], hint: str, sides: Mapping[str, tuple[int, int]]
+) -> tuple[Names | None, bool]:
     """The family that knows the most names, and whether they are its own: others may know all of them as well, and
     models that nobody here knows share diffusers' names, too."""
-    rests = [rest for component, rest in sides if not component.startswith("text_encoder") and not _is_unet(rest)]
+    of_text = [component.startswith("text_encoder") for component, _ in parsed]
+    rests = [rest for (_, rest), text in zip(parsed, of_text, strict=True) if not text and not _is_unet(rest)]
     known = [(family, [_match(rest, family) for rest in rests]) for family in families if family.layout]
     most = max((sum(matches) for _, matches in known), default=0)
+    header = _OTHER.sub("", hint)
+    # The longest name first: one may be the beginning of another's.
+    by_name = sorted(known, key=lambda each: len(each[0].family), reverse=True)
+    hinted = [each for each in by_name if _OTHER.sub("", each[0].family) in header]
     if not most:  # of text encoders alone, the header decides
-        return next((family for family, _ in known if not rests and family.family in hint), None), False
-    best = [(family, matches) for family, matches in known if sum(matches) == most]
-    named = [each for each in best if each[0].family in hint] or best
+        return next((family for family, _ in hinted if not rests), None), False
+    best = [each for each in known if sum(each[1]) == most]
+    readable = [each for each in best if not any(of_text) or "text_encoder" in each[0].prefixes] or best
+    fitting = [each for each in readable if _shaped(sides, each[0])] or readable
+    there = {each[0].family for each in fitting}
+    fitting = [each for each in fitting if each[0].like not in there]
+    named = [each for each in hinted if any(each is other for other in readable)][:1] or fitting
     family, matches = named[0]
     return family, len(named) == 1 and (all(matches) or ORIGINAL in matches)
+
+
+def _shaped(sides: Mapping[str, tuple[int, int]], family: Names) -> bool:
+    """Whether the layers have the shapes of the family's: where its table says how many rows there are to a column."""
+    for rest, (rows, columns) in sides.items():
+        found = rules_of_original(family.layout, rest)
+        if found and found[0][0].ratio and abs(rows / columns - found[0][0].ratio) > ALIKE:
+            return False
+    return True
 
 
 def _match(rest: str, family: Names) -> int:

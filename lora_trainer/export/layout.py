@@ -28,15 +28,16 @@ class Rule:
     shares: tuple[int, ...] = (1,)
     swapped: bool = False
     last_swapped: bool = False
+    ratio: float | None = None  # rows of the original's layer to a column, where families with its name differ in it
 
 
 Layout = tuple[Rule, ...]
 
 
-def fused(original: str, *ours: str, shares: tuple[int, ...] = ()) -> Layout:
+def fused(original: str, *ours: str, shares: tuple[int, ...] = (), ratio: float | None = None) -> Layout:
     """The rules of one fused layer: `fused("blocks.{}.qkv", "blocks.{}.to_q", …)`; equal shares by default."""
     sizes = shares or (1,) * len(ours)
-    return tuple(Rule(name, original, part, sizes) for part, name in enumerate(ours))
+    return tuple(Rule(name, original, part, sizes, ratio=ratio) for part, name in enumerate(ours))
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Names:
     prefixes: Mapping[str, str]
     layout: Layout = field(default=(), repr=False)
     also: Layout = field(default=(), repr=False)
+    like: str = ""  # the family that is meant where names and shapes are of both
 
 
 def rules_of_original(layout: Layout, name: str) -> tuple[tuple[Rule, ...], tuple[str, ...]] | None:

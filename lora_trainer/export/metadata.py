@@ -87,6 +87,7 @@ class TrainingFacts:
     dropout: float = 0.0
     rank_stabilized: bool = False
     ema_decay: float | None = None
+    swa_start: int | None = None  # the step from which on weights were averaged
     validation_images: int = 0
     clip_skip: int | None = None
     max_tokens: int = PLAIN_TOKENS  # of a caption, that CLIP read
@@ -152,6 +153,8 @@ def header(facts: TrainingFacts, weights: LoraWeights) -> dict[str, str]:
     }
     if facts.t5_tokens is not None:
         values[T5_TOKENS] = facts.t5_tokens
+    if facts.swa_start is not None:
+        values["lora_trainer.swa_start"] = facts.swa_start
     if facts.without_t5:
         values[WITHOUT] = True
     # kohya writes Python's own text of each value, and its readers look for "None", "True" and "False".

@@ -140,7 +140,8 @@ def collect(
             Problem(f"{file} holds {counted(len(unknown), 'unknown key')} ({some(unknown)}).", "Export it again.")
         )
     halves = _halves(keys, tensors)
-    found, family = resolve(halves, families, " ".join(metadata.get(key, "") for key in HINTS).lower())
+    hint = " ".join(metadata.get(key, "") for key in HINTS).lower()
+    found, family = resolve(halves, families, hint, _sides(halves))
     if foreign := sorted(set(halves) - set(found)):
         fix = f"Known beginnings: {', '.join(COMPONENT_OF_PREFIX)}. Was it made for another kind of model?"
         message = f"{file} holds {counted(len(foreign), 'name')} of unknown parts ({some(foreign)})."
@@ -187,6 +188,15 @@ def _halves(keys: Mapping[str, Key], tensors: Mapping[str, Tensor]) -> dict[str,
         name = read.name.removesuffix("_lora") if read.part == "alpha" else read.name
         halves.setdefault(name, {})[read.part] = tensors[key]
     return halves
+
+
+def _sides(halves: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the linear layers."""
+    return {
+        name: (parts["up"].shape[0], parts["down"].shape[1])
+        for name, parts in halves.items()
+        if {"up", "down"} <= set(parts) and parts["up"].ndim == parts["down"].ndim == 2 and parts["down"].shape[1]
+    }
 
 
 def _pairs(file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list[Problem]) -> dict[str, LoraPair]:

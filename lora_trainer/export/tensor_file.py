@@ -74,8 +74,8 @@ def read_sealed(path: Path, label: str, digest: str | None = None) -> dict[str, 
     return dict(_entries(path, label, digest))
 
 
-def verify_sealed(path: Path, label: str, digest: str) -> None:
-    """Read a file again, a tensor at a time. Raises OSError, and DamagedFile when anything differs."""
+def verify_sealed(path: Path, label: str, digest: str | None) -> None:
+    """Read a file again, a tensor at a time. Raises OSError, and DamagedFile when anything differs; as `read_sealed`."""
     for _ in _entries(path, label, digest):
         pass
 

@@ -58,7 +58,22 @@ from lora_trainer.importers.words import (
 
 # Linear layers and 1x1 convolutions of the whole U-Net; with `conv` its other convolutions too.
 ALL_LINEAR = ("*.attentions.*", "*.time_emb_proj", "*embedding.*", "*.conv_shortcut")
-FAMILIES = ("sd1", "sd15", "sd2", "sdxl", "sd", "sd3", "flux", "zimage", "qwen_image", "krea2")
+FAMILIES = (
+    "sd1",
+    "sd15",
+    "sd2",
+    "sdxl",
+    "sd",
+    "sd3",
+    "flux",
+    "flux2",
+    "flux2_klein_4b",
+    "flux2_klein_9b",
+    "chroma",
+    "zimage",
+    "qwen_image",
+    "krea2",
+)
 
 
 def _assistant(value: Any, around: Around) -> Took:
@@ -153,6 +168,15 @@ def _buckets(value: Any, around: Around) -> Took:
     return Took({"data.max_aspect": 1.0}, "all images become squares")
 
 
+CONTROLS = ("control_path", "control_path_1", "control_path_2", "control_path_3")
+
+
+def _controls(value: Any, around: Around) -> Took:
+    """All control folders, in the order of their keys, by each of the keys."""
+    named = [place for key in CONTROLS if around[key] is not None for place in texts(around[key])]
+    return Took({"source.control_images": [located(around.folder, place) for place in named]})
+
+
 def _extension(value: Any, around: Around) -> Took:
     return Took({"captions.extension": "." + text(value).lstrip(".")})
 
@@ -179,8 +203,8 @@ RULES: Mapping[str, KeyRule] = {
     "network.network_kwargs.ignore_if_contains": lacking("lora.target_modules says which layers learn"),
     "network.pretrained_lora_path": lacking("training does not start from a LoRA"),
     "network.all_layers": lacking("only linear layers and convolutions learn"),
-    "save.save_every": unless_off("checkpoint.every_n_steps", whole),
-    "save.max_step_saves_to_keep": unless_off("checkpoint.keep_last", whole),
+    "save.save_every": unless_off("checkpoint.every_n_steps checkpoint.export_every_n_steps", whole),
+    "save.max_step_saves_to_keep": unless_off("checkpoint.export_keep_last", whole),
     "save.dtype": EXPORT_DTYPE,
     "model.name_or_path": MODEL,
     "model.arch": by(_arch, "", OTHER_FAMILY),
@@ -275,6 +299,7 @@ DATASET_RULES: Mapping[str, KeyRule] = {
     "augmentations": by(_augmented, "source.color_variants", NEW_EACH_TIME, changes=True),
     "alpha_mask": switch("source.masks", "alpha"),
     "mask_path": path_to("source.masks"),
+    **dict.fromkeys(CONTROLS, by(_controls, "source.control_images")),
     "mask_min_value": same("loss.unmasked_weight", number),
     **unused_keys("ai-toolkit datasets"),
 }

@@ -160,7 +160,7 @@ KOHYA: Mapping[str, KeyRule] = {
 }
 
 
-SIMPLETUNER_FLOWS = ("sd3", "flux", "z_image", "qwen_image")
+SIMPLETUNER_FLOWS = ("sd3", "flux", "flux2", "chroma", "z_image", "qwen_image")
 SIMPLETUNER_DEFAULTS: Mapping[str, Any] = {"flow_schedule_shift": 3.0}
 
 
@@ -204,7 +204,16 @@ SIMPLETUNER: Mapping[str, KeyRule] = {
     "flux_guidance_mode": lacking(NO_GUIDANCE, off=("constant",)),
     "flux_guidance_value": lacking(NO_GUIDANCE, off=(1, 1.0)),
 }
-ONETRAINER_FLOWS = ("STABLE_DIFFUSION_3", "STABLE_DIFFUSION_35", "FLUX_DEV_1", "Z_IMAGE", "QWEN", "KREA_2")
+ONETRAINER_FLOWS = (
+    "STABLE_DIFFUSION_3",
+    "STABLE_DIFFUSION_35",
+    "FLUX_DEV_1",
+    "FLUX_2",
+    "CHROMA_1",
+    "Z_IMAGE",
+    "QWEN",
+    "KREA_2",
+)
 
 
 def is_onetrainer_flow(around: Around | Mapping[str, Any]) -> bool:
@@ -247,7 +256,18 @@ ONETRAINER: Mapping[str, KeyRule] = {
     **{key: by(_onetrainer_number, ALL) for key in ("noising_weight", "noising_bias", "timestep_shift")},
     "dynamic_timestep_shifting": by(_onetrainer_switch, ALL),
 }
-AITOOLKIT_FLOWS = ("flux", "sd3", "flex1", "zimage", "qwen_image", "krea2")
+AITOOLKIT_FLOWS = (
+    "flux",
+    "flux2",
+    "flux2_klein_4b",
+    "flux2_klein_9b",
+    "chroma",
+    "sd3",
+    "flex1",
+    "zimage",
+    "qwen_image",
+    "krea2",
+)
 AITOOLKIT_DEFAULTS: Mapping[str, Any] = {"train.timestep_type": "sigmoid"}
 
 
@@ -285,6 +305,7 @@ DIFFUSERS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "precondition_outputs": 1,
         "max_sequence_length": 77,
     },
+    "flux2": {**OF_ITS_FLOWS, "weighting_scheme": "none"},  # before the name that it begins with
     "flux": {**OF_ITS_FLOWS, "weighting_scheme": "none", "guidance_scale": 3.5},
     "z_image": {**OF_ITS_FLOWS, "weighting_scheme": "none"},
     "qwen_image": {**OF_ITS_FLOWS, "weighting_scheme": "none"},
@@ -293,6 +314,10 @@ DIFFUSERS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 ATTENTION = tuple(f"*.attn.{name}" for name in ("to_[qkv]", "to_out.0", "add_[qkv]_proj", "to_add_out"))
 DIFFUSERS_TARGETS: Mapping[str, Any] = {
     "sd3": list(ATTENTION),
+    "flux2": [
+        *(f"transformer_blocks.*.attn.{name}" for name in ("to_[qkv]", "to_out.0")),
+        *(f"single_transformer_blocks.*.attn.{name}" for name in ("to_qkv_mlp_proj", "to_out")),
+    ],
     "flux": [*ATTENTION, *(f"*.{part}.net.{layer}" for part in ("ff", "ff_context") for layer in ("0.proj", "2"))],
     "qwen_image": list(ATTENTION[:2]),
     "krea2": [
@@ -316,7 +341,8 @@ def _diffusers(value: Any, around: Around) -> Took:
 
 
 def _guidance(value: Any, around: Around) -> Took:
-    return Took({}) if "flux" in str(around[SCRIPT]) and number(value) != 1.0 else Took({}, "as here", "ignored")
+    guided = diffusers_family(str(around[SCRIPT])) == "flux"  # FLUX.2 klein has no such input
+    return Took({}) if guided and number(value) != 1.0 else Took({}, "as here", "ignored")
 
 
 DIFFUSERS: Mapping[str, KeyRule] = {

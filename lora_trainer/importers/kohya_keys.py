@@ -9,6 +9,7 @@ from typing import Any
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.importers.flow_words import KOHYA, kohya_family, of_flow
+from lora_trainer.importers.kohya_blocks import block_rates
 from lora_trainer.importers.reading import Around, KeyRule, Took, located
 from lora_trainer.importers.rules import (
     by,
@@ -50,7 +51,6 @@ from lora_trainer.importers.words import (
 )
 
 READ_FROM_MODEL = "read from the model's files"
-SAVED_TOO = "checkpoints are written every checkpoint.every_n_steps steps too"
 OTHER_FAMILY = "of model families that are not trained here"
 PLAIN_MODULES = ("networks.lora", "networks.lora_fa")
 OF_TRANSFORMERS = ("networks.lora_flux", "networks.lora_sd3")
@@ -144,19 +144,28 @@ def _algorithm(value: Any, around: Around) -> Took:
     return Took({}, "a plain LoRA, as here", "ignored") if str(value).lower() in LORA_ALGORITHMS else Took({})
 
 
-def _kept(value: Any, around: Around) -> Took:
-    """Checkpoints kept: the last n steps over the distance between two."""
-    if not is_on(value):
-        return Took({}, "off", "ignored")
-    return Took({"checkpoint.keep_last": max(1, whole(value) // count(around, "save_every_n_steps"))})
+def _kept(ours: str) -> KeyRule:
+    """Files kept: the last n steps over the distance between two."""
+
+    def read(value: Any, around: Around) -> Took:
+        if not is_on(value):
+            return Took({}, "off", "ignored")
+        if not is_on(around["save_every_n_steps"] or 0):
+            return Took({}, "means nothing without save_every_n_steps", "ignored")
+        return Took({ours: max(1, whole(value) // count(around, "save_every_n_steps"))})
+
+    return by(read, ours, "so many as save_every_n_steps puts into it", changes=True)
 
 
-def _saved(value: Any, around: Around) -> Took:
-    """Epochs between checkpoints, beside which ours are written by steps, too."""
-    if not is_on(value):
-        return Took({}, "off", "ignored")
-    also = is_on(around["save_every_n_steps"] or 0)
-    return Took({"checkpoint.every_n_epochs": whole(value)}, "" if also else SAVED_TOO, "mapped" if also else "changed")
+def _state_too(value: Any, around: Around) -> Took:
+    """The optimizer's state beside each LoRA file: what is a checkpoint here."""
+    if not truth(value):
+        return Took(
+            {}, "off there; checkpoints to resume from are written here every checkpoint.every_n_steps", "ignored"
+        )
+    kinds = {name: around[f"save_every_n_{name}"] for name in ("steps", "epochs")}
+    found = {f"checkpoint.every_n_{name}": whole(every) for name, every in kinds.items() if is_on(every or 0)}
+    return Took(found, "" if found else "at the end alone there; here every checkpoint.every_n_steps too")
 
 
 def _saved_files(value: Any, around: Around) -> Took:
@@ -164,8 +173,8 @@ def _saved_files(value: Any, around: Around) -> Took:
     if not is_on(value):
         return Took({}, "off", "ignored")
     if not is_on(around["max_train_epochs"] or 0):
-        return Took({}, "a share of epochs that only the data tell; checkpoint.every_n_steps rules", "changed")
-    return _saved(max(1, whole(around["max_train_epochs"]) // whole(value)), around)
+        return Took({}, "a share of epochs that only the data tell; set checkpoint.export_every_n_epochs", "changed")
+    return Took({"checkpoint.export_every_n_epochs": max(1, whole(around["max_train_epochs"]) // whole(value))})
 
 
 def _loss(value: Any, around: Around) -> Took:
@@ -302,16 +311,15 @@ RULES: Mapping[str, KeyRule] = {
     "fp8_base": switch("memory.weight_dtype", "fp8"),
     "gradient_checkpointing": CHECKPOINTING,
     "vae_batch_size": unless_off("cache.batch_size", whole),
-    "save_every_n_steps": unless_off("checkpoint.every_n_steps", whole),
-    "save_every_n_epochs": by(
-        _saved, "checkpoint.every_n_epochs", f"without save_every_n_steps {SAVED_TOO}", changes=True
-    ),
-    "save_n_epoch_ratio": by(
-        _saved_files, "checkpoint.every_n_epochs", f"without save_every_n_steps {SAVED_TOO}", changes=True
-    ),
+    "save_every_n_steps": unless_off("checkpoint.export_every_n_steps", whole),
+    "save_every_n_epochs": unless_off("checkpoint.export_every_n_epochs", whole),
+    "save_n_epoch_ratio": by(_saved_files, "checkpoint.export_every_n_epochs"),
     "save_precision": EXPORT_DTYPE,
-    "save_last_n_steps": by(_kept, "checkpoint.keep_last", "so many as save_every_n_steps puts into it", changes=True),
-    "save_last_n_epochs": unless_off("checkpoint.keep_last", whole),
+    "save_last_n_steps": _kept("checkpoint.export_keep_last"),
+    "save_last_n_epochs": unless_off("checkpoint.export_keep_last", whole),
+    "save_state": by(_state_too, "checkpoint.every_n_steps checkpoint.every_n_epochs"),
+    "save_last_n_steps_state": _kept("checkpoint.keep_last"),
+    "save_last_n_epochs_state": unless_off("checkpoint.keep_last", whole),
     "validate_every_n_steps": unless_off("validation.every_n_steps", whole),
     "sample_every_n_steps": same("sample.every_n_steps", whole),
     "sample_prompts": by(prompts, "sample.prompts", "options behind -- are left out"),
@@ -334,5 +342,6 @@ RULES: Mapping[str, KeyRule] = {
     "huber_scale": lacking("errors are not scaled before they are weighed", off=(1, 1.0)),
     "prior_loss_weight": same("loss.prior_loss_weight", number),
     "weighted_captions": same("captions.prompt_weighting", truth),
+    **block_rates(targets),
     **unused_keys("kohya"),
 }

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.config.tables import traits_of_optimizer
 from lora_trainer.core.errors import UsageError
 from lora_trainer.importers.documents import read_document
 from lora_trainer.importers.flow_words import NOT_OF_FLOWS, ONETRAINER, ONETRAINER_FLOWS, is_onetrainer_flow, of_flows
@@ -113,6 +114,18 @@ def _weights(value: Any, around: Around) -> Took:
     return Took({}, "as train_dtype", "ignored")
 
 
+def _rounding(value: Any, around: Around) -> Took:
+    """Stochastic rounding, which does something only for bf16 weights."""
+    if not truth(value):
+        return Took({}, "off", "ignored")
+    optimizer = OPTIMIZER.read(around["optimizer.optimizer"] or "ADAMW", around).settings["optimizer.name"]
+    if any(str(around[key]).upper() != "BFLOAT_16" for key in ("lora_weight_dtype", "train_dtype")):
+        return Took({}, "means nothing for a LoRA that is not kept in bf16", "ignored")
+    if not traits_of_optimizer(optimizer).updates_apart:
+        return Took({}, f"the LoRA learns in fp32: {optimizer} computes with all weights at once", "changed")
+    return Took({"optimizer.stochastic_rounding": True})
+
+
 def _layers(value: Any, around: Around) -> Took:
     name = text(value)
     if name == "attn-mlp" and is_onetrainer_flow(around):
@@ -166,7 +179,7 @@ def _texts(value: Any, around: Around) -> Took:
 def texts_of(around: Around) -> tuple[str, ...]:
     """The text encoders of the model: a file has switches of four, on unless they were turned off."""
     model = str(around["model_type"] or "").upper()
-    if model in ("Z_IMAGE", "QWEN", "KREA_2"):
+    if model in ("FLUX_2", "CHROMA_1", "Z_IMAGE", "QWEN", "KREA_2"):
         return ()
     one = model.startswith(FAMILIES[:3])
     return ENCODERS[: 1 if one else 3 if "DIFFUSION_3" in model else 2]
@@ -240,6 +253,7 @@ RULES: Mapping[str, KeyRule] = {
     "gradient_accumulation_steps": part_of("batch_size", "train.effective_batch_size"),
     "seed": same("train.seed", whole),
     "optimizer.optimizer": OPTIMIZER,
+    "optimizer.stochastic_rounding": by(_rounding, "optimizer.stochastic_rounding"),
     **{f"optimizer.{name}": PRODIGY_SWITCH for name in ALWAYS_ON},
     "optimizer.beta1": same("optimizer.beta1", number),
     "optimizer.beta2": same("optimizer.beta2", number),
@@ -304,7 +318,7 @@ RULES: Mapping[str, KeyRule] = {
     ),
     "text_encoder_2_layer_skip": lacking("as text_encoder_layer_skip"),
     "validation": lacking("set validation.split, which keeps images for validation"),
-    "save_every": _every("save_every_unit", "checkpoint", STEP="every_n_steps", EPOCH="every_n_epochs"),
+    "save_every": _every("save_every_unit", "checkpoint", STEP="export_every_n_steps", EPOCH="export_every_n_epochs"),
     "backup_after": _every("backup_after_unit", "checkpoint", STEP="every_n_steps", EPOCH="every_n_epochs"),
     "save_every_unit": part_of("save_every and backup_after"),
     "backup_after_unit": part_of("save_every and backup_after"),

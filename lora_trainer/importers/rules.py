@@ -76,12 +76,14 @@ def changed(ours: str, kind: Kind, why: str) -> KeyRule:
 
 
 def unless_off(ours: str, kind: Kind, why: str = "") -> KeyRule:
-    """A setting that 0 or false turns off; `why` says how it differs when it is on."""
+    """A setting, or several, that 0 or false turns off; `why` says how it differs when it is on."""
 
     def read(value: Any, around: Around) -> Took:
-        return Took({ours: kind(value)}) if is_on(value) else Took({}, "off", "ignored")
+        if not is_on(value):
+            return Took({}, "off", "ignored")
+        return Took(dict.fromkeys(ours.split(), kind(value)))
 
-    return KeyRule("changed" if why else "mapped", (ours,), why, read)
+    return KeyRule("changed" if why else "mapped", tuple(ours.split()), why, read)
 
 
 def switch(ours: str, setting: Any, why: str = "") -> KeyRule:

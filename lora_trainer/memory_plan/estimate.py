@@ -20,6 +20,7 @@ from lora_trainer.memory_plan.profiles import MemoryModel, Sizes
 from lora_trainer.models.memory.phases import count_of
 from lora_trainer.models.memory.texts import NO_TEXTS, TextSizes
 from lora_trainer.optim.optimizers import OPTIMIZERS, optimizer_state_on_gpu
+from lora_trainer.optim.state_size import ROUNDED_AT_ONCE
 
 GIB = 2**30
 # Nothing of this was measured on a GPU yet: docs/memory.md.
@@ -47,7 +48,7 @@ class Demand:
     one: bytes of the VAE, and its bytes per pixel. `texts` are the trained text encoders.
 
     `streaming` is a number of swapped blocks, or `auto`; `recompute` is the checkpointing mode;
-    `offloaded`: activations are offloaded. `others` returns the peaks in GiB of a run's phases besides training.
+    `offloaded`: activations are offloaded. `controls` are the control images of a sample. `others` returns the peaks in GiB of a run's phases besides training.
     """
 
     memory_model: MemoryModel
@@ -68,12 +69,19 @@ class Demand:
     recompute: str = "full"
     offloaded: bool = False
     texts: TextSizes = NO_TEXTS
+    controls: int = 0
+    rounded: bool = False  # bf16 weights alone, without masters (`optimizer.stochastic_rounding`)
     others: Callable[[Demand, MemoryPlan], Mapping[str, float]] = field(default=no_other_phases, compare=False)
 
     @property
     def area(self) -> int:
         """Values of one channel of a sample's latents; buckets are never larger."""
         return max(self.resolution, self.pixel_step) ** 2 // self.downscale**2
+
+    @property
+    def denoised_area(self) -> int:
+        """The same with the control images, which are further tokens: a step takes what an image of this area would."""
+        return self.area * (1 + self.controls)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -125,19 +133,24 @@ class MemoryPlan:
 def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, swapped: int | None = None) -> Parts:
     """The peak of a step, in a backward pass or in the update; `swapped` blocks, by default those that are set."""
     blocks_swapped = demand.swapped if swapped is None else swapped
-    sizes = Sizes(demand.rank, micro, demand.area, checkpointed, demand.recompute, blocks_swapped, demand.offloaded)
+    sizes = Sizes(
+        demand.rank, micro, demand.denoised_area, checkpointed, demand.recompute, blocks_swapped, demand.offloaded
+    )
     found = demand.memory_model.footprint(sizes, precision)
     shapes, texts, itemsize = demand.shapes, demand.texts, 4 if precision == "fp32" else 2
-    masters = 4 * sum(map(math.prod, shapes))
+    numbers = sum(map(math.prod, shapes))
+    masters = 4 * numbers
     copies = found.copies + itemsize * sum(map(math.prod, texts.shapes))
-    own = copies if precision == "fp32" else copies + masters
+    own = copies if precision == "fp32" or demand.rounded else copies + masters
+    summed = itemsize * numbers if demand.rounded else masters  # gradients that the optimizer gets
+    widened = 8 * min(numbers, ROUNDED_AT_ONCE) if demand.rounded else 0
     state = optimizer_state_on_gpu(demand.optimizer, shapes) + (masters if demand.averaged else 0)
-    earlier = masters if accumulation_of(demand, micro) > 1 else 0  # gradients of earlier micro-batches
+    earlier = summed if accumulation_of(demand, micro) > 1 else 0  # gradients of earlier micro-batches
     recomputed = checkpointed > 0
     adapter = own + earlier + found.gradients
     activations = found.activations + itemsize * texts.kept(micro, checkpointed=recomputed)
-    if own + masters > adapter + activations:  # the update: all gradients in fp32, no activations
-        adapter, activations = own + masters, 0
+    if own + summed + widened > adapter + activations:  # the update: all gradients, no activations
+        adapter, activations = own + summed + widened, 0
     autoencoder, encoding = demand.encoder[0], demand.encoder[1] * demand.area * demand.downscale**2
     activations += encoding  # at the same time as the step
     overhead = CONTEXT_GIB * GIB + FRAGMENTATION * (adapter + state + activations)

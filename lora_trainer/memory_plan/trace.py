@@ -26,6 +26,7 @@ from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.masters import Adapter, make_adapter
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.config.schema import CheckpointingMode, LossSection, OptimizerSection, Precision
+from lora_trainer.core.conditioning import CONTROL
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Prediction, Process
 from lora_trainer.models.family import Architecture, Family
@@ -68,7 +69,7 @@ class Trace:
 class Subject:
     """A denoiser on the meta device with its LoRA, ready to be traced. Shapes are those of the trained tensors.
 
-    `results` remembers the results of operators, for the next trace.
+    `controls` are the control images of each sample, as large as its latents. `results` remembers the results of operators, for the next trace.
     """
 
     denoiser: nn.Module
@@ -77,6 +78,7 @@ class Subject:
     adapter: Adapter
     dtype: torch.dtype
     results: dict[Any, Any] = field(default_factory=dict)
+    controls: int = 0
 
     @property
     def blocks(self) -> int:
@@ -311,7 +313,10 @@ def _micro_batch(subject: Subject, micro: int, height: int, width: int) -> Micro
         noise=noise,
         added=noise,
         t=torch.empty(micro, dtype=torch.long),
-        cond={name: torch.empty(micro, *rest) for name, rest in shapes.items()},
+        cond={
+            **{name: torch.empty(micro, *rest) for name, rest in shapes.items()},
+            **{f"{CONTROL}{number}": torch.empty_like(latents) for number in range(subject.controls)},
+        },
         sizes=torch.empty(micro, 6),
         weights=torch.empty(micro),
     )

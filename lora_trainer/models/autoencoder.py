@@ -21,16 +21,18 @@ if TYPE_CHECKING:
 
 MOST_LEVELS, MOST_CHANNELS = 8, 1024
 USUAL, VIDEO = "AutoencoderKL", "AutoencoderKLQwenImage"
+# The classes that are known, and their latents where a config has none.
+CHANNELS = {USUAL: 4, "AutoencoderKLFlux2": 32, VIDEO: 16}
 
 
 def vae_facts(folder: Path, kind: str = USUAL) -> tuple[int, int]:
     """(channels of the latents, pixels per latent along a side), from the config. Raises UsageError.
 
-    Refuses another class than `kind`, numbers that make nothing of an image, and for AutoencoderKL a shift of each
+    Refuses another class than `kind`, numbers that make nothing of an image, and for all but Qwen-Image's a shift of each
     channel by itself.
     """
-    if (found := read_config(folder, "vae/config.json").get("_class_name", USUAL)) != kind:
-        message = f"{folder}/vae is a {str(found)[:80]}, not an {kind}."
+    if (found := vae_class(folder / "vae")) != kind:
+        message = f"{folder}/vae is a {found[:80]}, not an {kind}."
         raise UsageError(Problem(message, "Name another VAE with model.vae, or another model."))
     if kind == VIDEO:
         return _video_facts(folder)
@@ -46,9 +48,14 @@ def vae_facts(folder: Path, kind: str = USUAL) -> tuple[int, int]:
                 "Use a model whose VAE has a scaling_factor only.",
             )
         )
-    config = {"latent_channels": 4, **vae}
+    config = {"latent_channels": CHANNELS[kind], **vae}
     channels = whole_number(folder / "vae/config.json", config, "latent_channels", 1, MOST_CHANNELS)
     return channels, 2 ** (levels(folder / "vae", vae) - 1)
+
+
+def vae_class(folder: Path) -> str:
+    """The name of diffusers' class of a VAE's folder."""
+    return str(read_config(folder, "config.json").get("_class_name", USUAL))
 
 
 def _video_facts(folder: Path) -> tuple[int, int]:
@@ -83,10 +90,14 @@ def vae_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
 
 
 def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """The VAE of a model's folder, frozen, on the device. Raises UsageError."""
     import diffusers
 
-    kind = read_config(folder, "vae/config.json").get("_class_name", USUAL)
-    return load_frozen(getattr(diffusers, VIDEO if kind == VIDEO else USUAL), folder / "vae", dtype, device)
+    kind = vae_class(folder / "vae")
+    if kind not in CHANNELS:
+        message = f"{folder}/vae is a {kind[:80]}, not one of {', '.join(CHANNELS)}."
+        raise UsageError(Problem(message, "Name another VAE with model.vae, or another model."))
+    return load_frozen(getattr(diffusers, kind), folder / "vae", dtype, device)
 
 
 def drawing_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -107,18 +118,14 @@ def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Te
 
     if type(vae).__name__ == VIDEO:
         return _video_encoder(vae, device)
-    scale, shift = float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
-    if not (math.isfinite(scale) and scale > 0):
-        message = f"The VAE's scaling_factor is {scale}, which makes nothing of every image."
-        raise UsageError(Problem(message, COPY))
-    if not math.isfinite(shift):
-        raise UsageError(Problem(f"The VAE's shift_factor is {shift}.", COPY))
+    statistics = latent_statistics(vae)
 
     @torch.no_grad()
     def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
         posterior = vae.encode(pixels.to(device, vae.dtype)).latent_dist
         mean = posterior.mean.float()
-        return (mean - shift if shift else mean) * scale, posterior.std.float() * scale
+        shift, scale = statistics(mean)
+        return (mean - shift) * scale, posterior.std.float() * scale
 
     return encode_image
 
@@ -129,14 +136,46 @@ def image_decoder(vae: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
 
     if type(vae).__name__ == VIDEO:
         return _video_decoder(vae, device)
-    scale, shift = float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
+    statistics = latent_statistics(vae)
 
     @torch.no_grad()
     def decode_image(latents: Tensor) -> Tensor:
-        pixels: Tensor = vae.decode(latents.to(device).float() / scale + shift, return_dict=False)[0]
+        scaled = latents.to(device).float()
+        shift, scale = statistics(scaled)
+        pixels: Tensor = vae.decode(scaled / scale + shift, return_dict=False)[0]
         return pixels.float()
 
     return decode_image
+
+
+def latent_statistics(vae: Any) -> Callable[[Tensor], tuple[float, float] | tuple[Tensor, Tensor]]:
+    """A function from latents [B, C, h, w] to their shift and scale: numbers, or tensors [C, h, w].
+
+    FLUX.2's VAE normalizes each channel at each place of two by two, by the statistics of a batch norm in its weights.
+    Raises UsageError for numbers that make nothing of every image.
+    """
+    import torch
+
+    if vae.config.get("batch_norm_eps") is not None:
+        rows, columns = vae.config.patch_size
+        shape = (int(vae.config.latent_channels), rows, columns)
+        means = vae.bn.running_mean.float().view(shape)
+        scales = torch.rsqrt(vae.bn.running_var.float() + vae.config.batch_norm_eps).view(shape)
+        if not bool(means.isfinite().all() and scales.isfinite().all()):
+            raise UsageError(Problem("The VAE's batch norm has numbers that are not finite.", COPY))
+
+        def repeated(latents: Tensor) -> tuple[Tensor, Tensor]:
+            times = (1, latents.shape[-2] // rows, latents.shape[-1] // columns)
+            return means.repeat(times), scales.repeat(times)
+
+        return repeated
+    scale, shift = float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
+    if not (math.isfinite(scale) and scale > 0):
+        message = f"The VAE's scaling_factor is {scale}, which makes nothing of every image."
+        raise UsageError(Problem(message, COPY))
+    if not math.isfinite(shift):
+        raise UsageError(Problem(f"The VAE's shift_factor is {shift}.", COPY))
+    return lambda latents: (shift, scale)
 
 
 def _video_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

@@ -18,10 +18,14 @@ def detect_family(folder: Path, origin: str = "--model") -> str:
         raise UsageError(Problem(f"There is no model at {folder}.", f"Check {origin}."))
     pipeline = str(read_config(folder, "model_index.json").get("_class_name", ""))
     for name, family in FAMILIES.items():
-        if family.pipeline.class_name == pipeline and family.recognizes(folder):
+        if pipeline in (family.pipeline.class_name, *family.pipeline.edit_class_names) and family.recognizes(folder):
             return name
         if what := family.pipeline.refused.get(pipeline):
             message = f"{folder} is {what} ({pipeline}), which cannot be trained yet."
             raise UsageError(Problem(message, f"Use a base model of {name} that makes images from text."))
-    known = ", ".join(dict.fromkeys(family.pipeline.class_name for family in FAMILIES.values()))
+    known = ", ".join(
+        dict.fromkeys(
+            kind for each in FAMILIES.values() for kind in (each.pipeline.class_name, *each.pipeline.edit_class_names)
+        )
+    )
     raise UsageError(Problem(f"{folder} holds a {pipeline or 'nameless'} model.", f"Supported: {known}."))

@@ -12,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lora_trainer.core.conditioning import controls_of
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.export.layout import Layout
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # facts are read without torch
 USUAL_FAMILY = "sd15"  # of the built-in base model, and the default where no model is named
 Caption = str | tuple[tuple[str, float], ...]  # text, or its parts with the weight of each
 CHUNK = 75  # tokens of a caption that CLIP reads at once, without start and end
+MOST_CONTROLS = 16  # control images of any edit model, and more than any has
 PREDICTIONS = ("epsilon", "v_prediction")  # of models with a noise schedule
 
 
@@ -46,6 +48,7 @@ class ModelFacts:
     largest_side: int | None = None  # pixels; None where images may be as large as they are
     named: str = ""  # what people call the model, where that is not its folder
     whole: bool = True  # false where its configs alone are here
+    most_controls: int = 0  # control images of a sample, which an edit model reads beside the caption
 
     @property
     def name(self) -> str:
@@ -207,7 +210,8 @@ class DenoiserSpec:
     `component` is its name in a folder, a pipeline and diffusers' LoRA files: `unet` or `transformer`. `load` takes a
     folder. `make` takes a config and builds on torch's current default device (`meta` costs nothing), with random
     weights. `make_process` takes a folder and returns its noise schedule or flow. `predict` takes the denoiser, noisy
-    latents [B, C, h, w], t [B], text embeddings and sizes [B, 6], and returns the prediction [B, C, h, w].
+    latents [B, C, h, w], t [B], text embeddings and sizes [B, 6], and returns the prediction [B, C, h, w]. Of an edit model
+    the embeddings have the latents of control images beside them (`core/conditioning.py`), each [B, C, h, w] of its own size.
     `features` takes the denoiser and returns the blocks whose outputs tell images apart, by a name of their own.
     `lora_targets` maps `attention` and `attention+ff` to patterns of module names. `thin` takes a config and returns
     one of the same kinds of blocks with a few percent of the weights, as `thinness` describes. `unread` takes the
@@ -285,16 +289,23 @@ class TextSpec:
         """
         encoded = self.encode(parts, captions, self.options)
         whole = all(name in parts.encoders for name in self.cached)
-        return encoded if self.join is None or whole else self.join(encoded, known)
+        return {**(encoded if self.join is None or whole else self.join(encoded, known)), **controls_of(known)}
+
+
+def no_controls(pipeline: Any, size: tuple[int, int], controls: Sequence[Tensor]) -> dict[str, Any]:
+    """Of pipelines that edit nothing."""
+    return {}
 
 
 @dataclass(frozen=True)
 class PipelineSpec:
     """diffusers' pipeline, which generates images.
 
-    `class_name` is its name in `model_index.json`. `make` takes a folder, a dtype and a device, and leaves text encoders
+    `class_name` is its name in `model_index.json`, `edit_class_names` those of the family's edit models. `make` takes a folder, a dtype and a device, and leaves text encoders
     without a LoRA in their stored precision (`evaluation/placing.py` widens them). `sampling_defaults` takes a folder.
     `prompted` takes the text embeddings of prompts and of negative prompts, and returns the pipeline's arguments.
+    `with_controls` takes the pipeline, the width and height of images and their control images, each as scaled latents
+    [B, C, h, w], and returns what else is passed.
     `guidance` is the name of its argument for the guidance scale. `refused` are classes of models made from the
     family's, which cannot be trained, and what each is.
     """
@@ -303,6 +314,8 @@ class PipelineSpec:
     make: Callable[[Path, torch.dtype, torch.device], Any]
     sampling_defaults: Callable[[Path], SamplingDefaults] = usual_sampling
     prompted: Callable[[Mapping[str, Tensor], Mapping[str, Tensor] | None], dict[str, Any]] = prompt_embeds
+    edit_class_names: tuple[str, ...] = ()
+    with_controls: Callable[[Any, tuple[int, int], Sequence[Tensor]], dict[str, Any]] = no_controls
     guidance: str = "guidance_scale"
     refused: Mapping[str, str] = field(default_factory=dict)
 
@@ -314,7 +327,8 @@ class LoraFileSpec:
     `base_names` takes a model's facts and returns `ss_base_model_version` and `modelspec.architecture`. `prefixes` are
     the beginnings of each component's keys in kohya's format. `layout` pairs names of diffusers with those of the
     original code, and is empty where LoRA files of all programs use diffusers' own; `also` are names that are read in
-    LoRA files and never written. `readers` are the programs that were seen to read such files whole, as `PROGRAM: STYLE`
+    LoRA files and never written. `like` is a family whose names and shapes these are: a file that nothing identifies is of that
+    one, and is read for both. `readers` are the programs that were seen to read such files whole, as `PROGRAM: STYLE`
     with a style of `export.inspection`, and `passed_over` the beginnings of modules that a program skips then.
     """
 
@@ -322,6 +336,7 @@ class LoraFileSpec:
     prefixes: Mapping[str, str]
     layout: Layout = ()
     also: Layout = ()
+    like: str = ""
     readers: tuple[str, ...] = ()
     passed_over: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 MOST_STEPS, MOST_TOKENS, LARGEST_SHIFT = 100_000, 1 << 20, 100.0
+# `use_beta_sigmas` spaces the steps of sampling alone, by a distribution that needs scipy: the usual spacing takes its place.
 # Options that sample at other times than a plain rectified flow with a shift; each is off where it is not named.
 OTHER_TIMES = (
     "invert_sigmas",
     "use_karras_sigmas",
     "use_exponential_sigmas",
-    "use_beta_sigmas",
     "stochastic_sampling",
 )
 

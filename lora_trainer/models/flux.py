@@ -1,7 +1,8 @@
 """FLUX.1: a transformer of 12 billion weights on latents packed by two (arXiv:2403.03206 describes its blocks).
 
-Two kinds, which differ in the transformer's config: `dev` has a guidance input, which was distilled into it; `schnell`
-has none, reads half the text and samples in four steps.
+Two kinds differ in the transformer's config: `dev` has a guidance input, which was distilled into it; `schnell` has none,
+reads half the text and samples in four steps. `kontext` (arXiv:2506.15742) is built like `dev` and edits: it reads a
+control image as further tokens. Its pipeline's name tells it, or `model.flavor`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from lora_trainer.core.conditioning import controls_of
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule, fused
 from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype
@@ -39,6 +41,7 @@ from lora_trainer.models.transformer import (
     block_features,
     packed,
     refuse_widths,
+    token_places,
     transformer_config,
     transformer_facts,
     unpacked,
@@ -55,6 +58,8 @@ CLIP, T5 = "text_encoder", "text_encoder_2"
 DEV_TOKENS, SCHNELL_TOKENS = 512, 256
 SIDE = 128  # of the latents that the model was made for
 TIMESTEPS = 1000
+KONTEXT = "kontext"
+KONTEXT_PIPELINE = "FluxKontextPipeline"
 GUIDANCE = 1.0  # input of a distilled model while it is trained: as if it were not guided
 THINNER_HEADS, FEWER_LAYERS = 12, 6
 THINNESS = "a twelfth of its width and a sixth of its layers"
@@ -70,18 +75,19 @@ LAYOUT = (
     *fused("double_blocks.{}.txt_attn.qkv", *(f"transformer_blocks.{{}}.attn.{name}" for name in STREAMS[4:7])),
     Rule("transformer_blocks.{}.attn.to_out.0", "double_blocks.{}.img_attn.proj"),
     Rule("transformer_blocks.{}.attn.to_add_out", "double_blocks.{}.txt_attn.proj"),
-    Rule("transformer_blocks.{}.ff.net.0.proj", "double_blocks.{}.img_mlp.0"),
-    Rule("transformer_blocks.{}.ff.net.2", "double_blocks.{}.img_mlp.2"),
-    Rule("transformer_blocks.{}.ff_context.net.0.proj", "double_blocks.{}.txt_mlp.0"),
-    Rule("transformer_blocks.{}.ff_context.net.2", "double_blocks.{}.txt_mlp.2"),
+    Rule("transformer_blocks.{}.ff.net.0.proj", "double_blocks.{}.img_mlp.0", ratio=4.0),
+    Rule("transformer_blocks.{}.ff.net.2", "double_blocks.{}.img_mlp.2", ratio=1 / 4),
+    Rule("transformer_blocks.{}.ff_context.net.0.proj", "double_blocks.{}.txt_mlp.0", ratio=4.0),
+    Rule("transformer_blocks.{}.ff_context.net.2", "double_blocks.{}.txt_mlp.2", ratio=1 / 4),
     Rule("transformer_blocks.{}.norm1.linear", "double_blocks.{}.img_mod.lin"),
     Rule("transformer_blocks.{}.norm1_context.linear", "double_blocks.{}.txt_mod.lin"),
     *fused(
         "single_blocks.{}.linear1",
         *(f"single_transformer_blocks.{{}}.{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")),
         shares=(1, 1, 1, 4),
+        ratio=7.0,
     ),
-    Rule("single_transformer_blocks.{}.proj_out", "single_blocks.{}.linear2"),
+    Rule("single_transformer_blocks.{}.proj_out", "single_blocks.{}.linear2", ratio=1 / 5),
     Rule("single_transformer_blocks.{}.norm.linear", "single_blocks.{}.modulation.lin"),
     Rule("x_embedder", "img_in"),
     Rule("context_embedder", "txt_in"),
@@ -122,12 +128,20 @@ def describe(folder: Path) -> ModelFacts:
         t5_tokens=_tokens(config),
         per_latent=PATCH * PATCH,
         side=SIDE,
-        variant="dev" if config.get("guidance_embeds") else "schnell",
+        variant=_variant(folder, config),
     )
     pooled, width = (read_config(folder, f"{name}/config.json") for name in (CLIP, T5))
     refuse_widths(folder, "a summary", config["pooled_projection_dim"], pooled.get("hidden_size"))
     refuse_widths(folder, "text", config["joint_attention_dim"], width.get("d_model"))
-    return facts if facts.variant == "dev" else replace(facts, distilled_from="FLUX.1-dev")
+    distilled_from = "FLUX.1-dev" if facts.variant == "schnell" else ""
+    return replace(facts, distilled_from=distilled_from, most_controls=1 if facts.variant == KONTEXT else 0)
+
+
+def _variant(folder: Path, config: Mapping[str, Any]) -> str:
+    """`kontext` by the pipeline's name: nothing else in the configs differs from `dev`."""
+    if read_config(folder, "model_index.json").get("_class_name") == KONTEXT_PIPELINE:
+        return KONTEXT
+    return "dev" if config.get("guidance_embeds") else "schnell"
 
 
 def _tokens(config: Mapping[str, Any]) -> int:
@@ -218,40 +232,47 @@ def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, nar
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
     """The velocity [B, 16, h, w] at t [B] under cond["embeds"] [B, 512 or 256, 4096] and cond["pooled"] [B, 768].
 
-    Four neighboring places of the latents are one token; the position of each is its row and column. The module rounds
-    a time to the precision of the latents before it embeds it, in bf16 by up to 3 of 1000 timesteps, so its embedding
-    gets the exact one.
+    Four neighboring places of the latents are one token; the position of each is its number, 0, its row and its column.
+    Tokens of a control image follow, with its number. The module rounds a time to the precision of the latents before it
+    embeds it, in bf16 by up to 3 of 1000 timesteps, so its embedding gets the exact one.
     """
     import torch
 
-    samples, _, height, width = noisy.shape
-    rows, columns = height // PATCH, width // PATCH
-    places = torch.zeros(rows, columns, 3, device=noisy.device)
-    places[..., 1] += torch.arange(rows, device=noisy.device)[:, None]
-    places[..., 2] += torch.arange(columns, device=noisy.device)
+    images = (noisy, *(control.to(noisy) for control in controls_of(cond).values()))
+    tokens = torch.cat([packed(image) for image in images], dim=1)
+    places = torch.cat([token_places(image, axes=3, number=number) for number, image in enumerate(images)])
     embeds = cond["embeds"]
     guided = getattr(denoiser.config, "guidance_embeds", False)
     exact, embed = (t + 1).float(), cast("nn.Module", denoiser.time_text_embed)
     with embed.register_forward_pre_hook(lambda _, rounded: (exact, *rounded[1:])):
         velocity = denoiser(
-            packed(noisy),
+            tokens,
             embeds,
             cond["pooled"],
             exact / TIMESTEPS,
-            places.flatten(0, 1),
+            places,
             torch.zeros(embeds.shape[1], 3, device=noisy.device),
-            torch.full((samples,), GUIDANCE, device=noisy.device) if guided else None,
+            torch.full((len(noisy),), GUIDANCE, device=noisy.device) if guided else None,
             return_dict=False,
         )[0]
-    return unpacked(velocity, height, width)
+    return unpacked(velocity[:, : packed(noisy).shape[1]], noisy)
+
+
+def with_controls(pipeline: Any, size: tuple[int, int], controls: Sequence[Tensor]) -> dict[str, Any]:
+    """What the edit pipeline needs besides: it changes a size to an area of its own, and a control image to one of its
+    sizes unless it comes as latents."""
+    if type(pipeline).__name__ != KONTEXT_PIPELINE:
+        return {}
+    return {"max_area": size[0] * size[1], "image": controls[0] if controls else None}
 
 
 def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """diffusers' pipeline of the base model, for generating images."""
-    from diffusers import FluxPipeline
+    import diffusers
 
     texts = _texts(folder, dtype, None, device)
-    pipeline = FluxPipeline(
+    kind = str(read_config(folder, "model_index.json").get("_class_name"))
+    pipeline = getattr(diffusers, KONTEXT_PIPELINE if kind == KONTEXT_PIPELINE else "FluxPipeline")(
         vae=drawing_vae(folder, dtype, device),
         text_encoder=texts.encoders[CLIP],
         text_encoder_2=texts.encoders[T5],
@@ -311,6 +332,8 @@ FAMILY = Family(
     text=TEXT,
     pipeline=PipelineSpec(
         class_name="FluxPipeline",
+        edit_class_names=(KONTEXT_PIPELINE,),
+        with_controls=with_controls,
         make=make_pipeline,
         sampling_defaults=sampling_defaults,
     ),

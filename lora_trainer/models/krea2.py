@@ -212,7 +212,7 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
     grid[..., 1] += torch.arange(rows, device=noisy.device)[:, None]
     grid[..., 2] += torch.arange(columns, device=noisy.device)
     velocity = denoiser(packed(noisy), text, (t + 1).float() / TIMESTEPS, places, mask, return_dict=False)[0]
-    return unpacked(velocity, height, width)
+    return unpacked(velocity, noisy)
 
 
 def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:

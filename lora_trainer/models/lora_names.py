@@ -34,6 +34,7 @@ def names_of(family: Family) -> Names:
         family.lora_files.prefixes,
         family.lora_files.layout,
         family.lora_files.also,
+        family.lora_files.like,
     )
 
 

@@ -197,7 +197,7 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
             [[(1, height // PATCH, width // PATCH)]] * samples,
             return_dict=False,
         )[0]
-    return unpacked(velocity, height, width)
+    return unpacked(velocity, noisy)
 
 
 def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:

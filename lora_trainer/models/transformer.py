@@ -79,17 +79,29 @@ def refuse_widths(folder: Path, what: str, expected: object, provided: object) -
 
 
 def packed(latents: Tensor) -> Tensor:
-    """[B, C, h, w] -> tokens [B, h * w / 4, 4 * C]: two by two neighboring places are one."""
+    """Latents [B, C, h, w] as tokens [B, h * w / 4, 4 C]: four neighboring places are one, row by row."""
     samples, channels, height, width = latents.shape
-    tiles = latents.view(samples, channels, height // PATCH, PATCH, width // PATCH, PATCH)
-    return tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    split = latents.view(samples, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+    return split.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
-def unpacked(tokens: Tensor, height: int, width: int) -> Tensor:
-    """The other way: [B, h * w / 4, 4 * C] -> [B, C, h, w]."""
-    samples, _, channels = tokens.shape
-    tiles = tokens.view(samples, height // PATCH, width // PATCH, channels // PATCH**2, PATCH, PATCH)
-    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(samples, -1, height, width)
+def unpacked(tokens: Tensor, latents: Tensor) -> Tensor:
+    """Tokens as latents of the same shape as `latents`: the other way of `packed`."""
+    samples, channels, height, width = latents.shape
+    split = tokens.reshape(samples, height // PATCH, width // PATCH, channels, PATCH, PATCH)
+    return split.permute(0, 3, 1, 4, 2, 5).reshape(latents.shape)
+
+
+def token_places(latents: Tensor, axes: int, number: int = 0) -> Tensor:
+    """The positions [h * w / 4, axes] of the tokens of latents: the image's number, row and column on the first axes."""
+    import torch
+
+    rows, columns = latents.shape[2] // PATCH, latents.shape[3] // PATCH
+    places = torch.zeros(rows, columns, axes, device=latents.device)
+    places[..., 0] = number
+    places[..., 1] += torch.arange(rows, device=latents.device)[:, None]
+    places[..., 2] += torch.arange(columns, device=latents.device)
+    return places.flatten(0, 1)
 
 
 def block_features(name: str, *, text_first: bool = False) -> Callable[[nn.Module], Mapping[str, FeatureBlock]]:

@@ -28,9 +28,9 @@ from lora_trainer.models.family import (
 )
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
 from lora_trainer.models.folder import check_components, fingerprint, read_config
-from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
+from lora_trainer.models.frozen import load_frozen
+from lora_trainer.models.qwen3 import QWEN, TOKENIZER, TOKENS, check_qwen3, load_qwen3, read_chat, refuse_clip_options
 from lora_trainer.models.transformer import PATCH, block_features, refuse_widths, transformer_config
-from lora_trainer.models.weighting import Tokens, tokens_of
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from lora_trainer.models.quantization.store import Narrow
 
-QWEN, TOKENIZER = "text_encoder", "tokenizer"
-TOKENS = 512  # of a caption, the chat's own among them
 SIDE = 128  # of the latents that the model was trained for
 TIMESTEPS = 1000
 TURBO_SHIFT = 3.0  # of its scheduler, where the base has 6
@@ -76,9 +74,7 @@ def describe(folder: Path) -> ModelFacts:
     channels, downscale = vae_facts(folder)
     read_flow_schedule(folder)
     check_components(folder, ("transformer", "vae", QWEN))
-    if not (folder / TOKENIZER / "tokenizer.json").is_file():
-        fix = f"Copy the tokenizer of the model, or of Qwen3, to {folder / TOKENIZER}."
-        raise UsageError(Problem(f"{folder / TOKENIZER / 'tokenizer.json'} is missing.", fix))
+    check_qwen3(folder)
     if config["in_channels"] != channels or config.get("siglip_feat_dim") is not None:
         message = f"{folder} takes more than noisy latents: a model for control or editing."
         raise UsageError(Problem(message, "Use the text-to-image base model."))
@@ -104,17 +100,8 @@ def is_turbo(folder: Path) -> bool:
 
 
 def check_text(folder: Path, options: TextOptions) -> None:
-    """Raise UsageError for CLIP's options: the model has no CLIP."""
-    rejected = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.chunks > 1 else None}
-    problems = [
-        Problem(
-            f"text_encoder.{name}={value}: Z-Image reads captions with a language model, not with CLIP.", "Remove it."
-        )
-        for name, value in rejected.items()
-        if value is not None
-    ]
-    if problems:
-        raise UsageError(problems)
+    """Raise UsageError for CLIP's options."""
+    refuse_clip_options("Z-Image", options)
 
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
@@ -146,10 +133,7 @@ def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /)
 
 def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _: Collection[str] = (), /) -> TextParts:
     """The language model, frozen, on the device, and its tokenizer."""
-    from transformers import Qwen2TokenizerFast, Qwen3Model
-
-    encoder = load_frozen(Qwen3Model, folder / QWEN, dtype, device)
-    return TextParts({QWEN: encoder}, {QWEN: load_tokenizer_folder(Qwen2TokenizerFast, folder / TOKENIZER)})
+    return load_qwen3(folder, dtype, device)
 
 
 def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
@@ -159,45 +143,10 @@ def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOpti
     """
     import torch
 
-    tokens, mask = read_chat(parts.tokenizers[QWEN], captions, options.t5_tokens or TOKENS, parts.device)
+    tokens, mask = read_chat(parts.tokenizers[QWEN], captions, options.t5_tokens or TOKENS, parts.device, thinking=True)
     output = parts.encoders[QWEN](input_ids=tokens.ids, attention_mask=mask, output_hidden_states=True)
     states = tokens.weigh(output.hidden_states[-2])
     return {"embeds": states.masked_fill(~mask[..., None], 0.0), "padding": torch.logical_not(mask)}
-
-
-def read_chat(tokenizer: Any, captions: Sequence[Caption], size: int, device: torch.device) -> tuple[Tokens, Tensor]:
-    """The captions as a user's chat messages, truncated to `size` tokens; and where there is text [B, size], bool."""
-    import torch
-
-    ids = torch.full((len(captions), size), tokenizer.pad_token_id)
-    here = torch.zeros(len(captions), size, dtype=torch.bool)
-    weights: list[Tensor | None] = []
-    for row, caption in enumerate(captions):
-        plain = isinstance(caption, str)
-        around = _chat(tokenizer, caption if isinstance(caption, str) else MARK)
-        parts = ((around, 1.0),) if plain else _between(around, cast("Any", caption))
-        tokens = tokens_of(tokenizer, parts)[:size]
-        ids[row, : len(tokens)] = torch.tensor([token for token, _ in tokens])
-        here[row, : len(tokens)] = True
-        factors = torch.ones(size)
-        factors[: len(tokens)] = torch.tensor([weight for _, weight in tokens])
-        weights.append(None if plain else factors.to(device))
-    return Tokens(ids.to(device), tuple(weights)), here.to(device)
-
-
-MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
-
-
-def _chat(tokenizer: Any, text: str) -> str:
-    """The chat with the text as the user's message, before the model's reply."""
-    chat = [{"role": "user", "content": text}]
-    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, enable_thinking=True))
-
-
-def _between(around: str, parts: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    """The weighted parts in place of the mark, with the rest of the chat around them."""
-    before, _, after = around.partition(MARK)
-    return ((before, 1.0), *parts, (after, 1.0))
 
 
 def make_denoiser(config: Mapping[str, Any]) -> nn.Module:

@@ -21,6 +21,7 @@ THROTTLED = 0.2  # of the samples
 MOSTLY_STEPS = 0.95  # of an interval, for one that is counted as steps alone
 BEHIND = 0.9  # of the median clock of the other GPUs
 OTHERS_GIB = 1.0
+RECENT_ROWS = 30  # of system.jsonl, in which the cause of an idle GPU is looked for while a run trains
 
 CauseName = Literal[
     "elsewhere", "data", "swap", "block_swap", "launches", "throttled", "slow_gpu", "other_programs", "unknown"
@@ -131,10 +132,8 @@ def time_elsewhere(means: Mapping[str, float]) -> list[IdleCause]:
 def waits(means: Mapping[str, float], setup: IdleSetup) -> list[IdleCause]:
     """For data, for memory that is swapped, or for the CPU that launches the work."""
     found = list[IdleCause]()
-    waited, limit = means.get("data_wait", 0.0), waiting_limit(cached=setup.cached)
-    if waited > limit:
-        what = f"steps wait {waited:.1%} of their time for data, more than {limit:.0%}"
-        found.append(IdleCause("data", what, *fix_of("data", setup)))
+    if (waited := means.get("data_wait", 0.0)) > waiting_limit(cached=setup.cached):
+        found.append(slow_data(waited, setup))
     if (moved := means.get("swap_mb_s", 0.0)) >= SWAPPING_MB_S:
         used = f"{means.get('system_memory', 0.0):.0%} in use"
         what = f"the system moves {moved:.0f} MB/s between memory and swap ({used})"
@@ -148,6 +147,12 @@ def waits(means: Mapping[str, float], setup: IdleSetup) -> list[IdleCause]:
         what = f"the CPU launches the GPU's work too slowly: the training thread uses {busy:.0%} of one core"
         found.append(IdleCause("launches", what, *fix_of("launches", setup)))
     return found
+
+
+def slow_data(waited: float, setup: IdleSetup) -> IdleCause:
+    """Steps that wait this share of their time for data, which is more than `waiting_limit`, and the fix."""
+    what = f"steps wait {waited:.1%} of their time for data, more than {waiting_limit(cached=setup.cached):.0%}"
+    return IdleCause("data", what, *fix_of("data", setup))
 
 
 def fix_of(name: CauseName, setup: IdleSetup) -> tuple[str, str]:

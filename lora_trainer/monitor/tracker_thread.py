@@ -42,8 +42,14 @@ class TrackerCall:
 class TrackerThread:
     """One tracker, opened and called by its own thread. After an error, which is reported once, calls do nothing."""
 
-    def __init__(self, title: str, open_tracker: Callable[[], Tracker], say: Callable[[str], None]) -> None:
-        self._title, self._open, self._say = title, open_tracker, say
+    def __init__(
+        self,
+        title: str,
+        open_tracker: Callable[[], Tracker],
+        say: Callable[[str], None],
+        abandon: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._title, self._open, self._say, self._abandon = title, open_tracker, say, abandon
         self._changed = threading.Condition()
         self._waiting: list[TrackerCall] = []
         self._stride = 1  # steps between the rows that are shown
@@ -76,6 +82,7 @@ class TrackerThread:
         with self._changed:
             waiting, self._failed, self._waiting = len(self._waiting), True, []
         self._say(f"{self._title} did not finish in time ({waiting} entries wait): its last entries may be missing")
+        self._abandon()
 
     def _make_room(self) -> None:
         self._stride *= 2
@@ -160,4 +167,7 @@ def open_thread(name: str, run: TrackedRun) -> TrackerThread:
         tracker: Tracker = import_module(f"lora_trainer.monitor.tracker_kinds.{name}").open_tracker(run)
         return tracker
 
-    return TrackerThread(TRACKERS[name].title, open_tracker, run.say)
+    def abandon() -> None:
+        getattr(import_module(f"lora_trainer.monitor.tracker_kinds.{name}"), "abandon", lambda: None)()
+
+    return TrackerThread(TRACKERS[name].title, open_tracker, run.say, abandon)

@@ -15,9 +15,9 @@ import torch
 from lora_trainer.core.launch import processes_here
 from lora_trainer.monitor.events import Kind
 from lora_trainer.monitor.gpu import GPU, open_gpus, spills
-from lora_trainer.monitor.idle import IdleSetup, causes_of, clocks_of, means_of
+from lora_trainer.monitor.idle import RECENT_ROWS, IdleSetup, causes_of, clocks_of, means_of, slow_data
 from lora_trainer.monitor.memory import CHECK_EVERY, GpuPool, MemoryWatch, gpu_pool, grows_in_place
-from lora_trainer.monitor.slowness import KNOWN, Pace, paced, waiting_limit
+from lora_trainer.monitor.slowness import KNOWN, Pace, paced
 from lora_trainer.monitor.system_sampler import SystemSampler
 
 FULL = 0.95  # of the GPU memory that may be used, above which it counts as full
@@ -28,8 +28,7 @@ GROW = (
     "Set memory.expandable_segments=true; if you set PYTORCH_ALLOC_CONF yourself, add expandable_segments:True to it."
 )
 CONTEXT_GIB = 0.7  # of a GPU, for a process besides torch's pool
-RECENT_ROWS = 30  # in which the cause of an idle GPU is looked for,
-LEAST_SECONDS = 120.0  # once they cover this time: compilation and the first steps are slower
+LEAST_SECONDS = 120.0  # of rows, before the cause of an idle GPU is looked for: the first steps are slower
 OFTEN = 0.5  # of an interval's samples that are throttled
 Say = Callable[[Kind, str], None]
 
@@ -137,10 +136,7 @@ class Watches:
         if change == "not_starved":
             return "starved", "steps no longer wait for their data"
         if change == "starved":
-            limit = waiting_limit(cached=self._setup.cached)
-            fix = "Put cache.dir on a faster disk" if self._setup.cached else "Set cache.latents=true"
-            message = f"steps wait {self.pace.waited_share:.1%} of their time for data, more than {limit:.0%}"
-            return "starved", f"{message}. {fix}, and check what else uses the CPU."
+            return "starved", str(slow_data(self.pace.waited_share, self._setup))
         usual = self.pace.usual_seconds
         return "slow", f"a step takes {seconds:.2f} s (usual {usual:.2f} s): {self._cause()}"
 

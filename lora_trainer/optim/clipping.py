@@ -43,4 +43,10 @@ def is_here(norm: Tensor) -> bool:
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    """The joint norm [] of all gradients, in fp32: torch's own would be rounded to bf16 where they are."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if any(gradient.dtype == torch.bfloat16 for gradient in gradients):
+        norms: Sequence[Tensor] = torch._foreach_norm(gradients, dtype=torch.float32)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+        return norm
+    return torch.nn.utils.get_total_norm(gradients)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.optim.layers import last_match
 from lora_trainer.optim.state_size import ROUNDING, Shape, factored, full_tensors, two_in_8_bits
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ class OptimizerSpec:
     waits_for_gpu: bool = False  # inside its step
     skips_nonfinite: bool = False  # by itself, on the device: it reads `found_inf`, as torch's fused ones do
     finds_learning_rate: bool = False  # `optimizer.learning_rate` is a factor on one that it finds
-    averages_weights: bool = False  # in place of an LR scheduler and of EMA
+    averages_weights: bool = False  # in place of an LR scheduler, of EMA and of SWA
+    has_momentum: bool = False  # `beta1` of its groups, which may change from step to step
+    updates_apart: bool = False  # each parameter by its own gradient and state alone, so some at a time can be updated
     eval_weight: Callable[[Optimizer, nn.Parameter], Tensor] | None = None
 
 
@@ -72,17 +75,23 @@ def grouped(
 ) -> list[tuple[float, float, list[nn.Parameter]]]:
     """(share of the learning rate, weight decay, parameters): the main group, then those of `other_lrs`.
 
-    Equal learning rates do not share a group: a checkpoint stores the groups, and they may change on resuming.
+    Each is split where layers have values of their own (`optimizer.layer_learning_rates`, `layer_weight_decay`). Equal
+    learning rates do not share a group: a checkpoint stores the groups, and they may change on resuming.
     """
     apart = {name for _, names in other_lrs for name in names}
     owned = [(config.learning_rate, parameters.keys() - apart), *other_lrs]
+    rates, decay_rates = config.layer_learning_rates, config.layer_weight_decay
     found: list[tuple[float, float, list[nn.Parameter]]] = []
     for lr, names in owned:
-        own = {name: each for name, each in parameters.items() if name in names}
-        decayed = [parameter for name, parameter in own.items() if decays(name, parameter)]
-        others = [parameter for name, parameter in own.items() if not decays(name, parameter)]
-        share = lr / config.learning_rate
-        found += [(share, decay, each) for each, decay in ((decayed, config.weight_decay), (others, 0.0)) if each]
+        for is_decayed in (True, False):
+            groups: dict[tuple[float, float], list[nn.Parameter]] = {}  # by factor and weight decay
+            for name, parameter in parameters.items():
+                if name in names and decays(name, parameter) == is_decayed:
+                    factor = rates.get(last_match(name, rates), 1.0)
+                    decay = decay_rates.get(last_match(name, decay_rates), config.weight_decay)
+                    groups.setdefault((factor, decay if is_decayed else 0.0), []).append(parameter)
+            share = lr / config.learning_rate
+            found += [(share * factor, decay, each) for (factor, decay), each in groups.items()]
     return found
 
 
@@ -153,10 +162,12 @@ def from_library(module: str, name: str, wanted: str) -> Callable[..., Optimizer
     return kind
 
 
-def set_lr(optimizer: Optimizer, lr: float, shares: Sequence[float] = ()) -> None:
-    """Set the learning rate of every group, or its share of it."""
+def set_lr(optimizer: Optimizer, lr: float, shares: Sequence[float] = (), beta1: float | None = None) -> None:
+    """Set the learning rate of every group, or its share of it; and beta1 where it changes from step to step."""
     for group, share in zip(optimizer.param_groups, shares or (1.0,) * len(optimizer.param_groups), strict=True):
         group["lr"] = lr * share
+        if beta1 is not None:
+            group["betas"] = (beta1, *group["betas"][1:])
 
 
 def schedule_free_weight(optimizer: Optimizer, parameter: nn.Parameter) -> Tensor:
@@ -174,19 +185,38 @@ def schedule_free_weight(optimizer: Optimizer, parameter: nn.Parameter) -> Tenso
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     # torch's fused AdamW counts its steps in a tensor for each parameter.
-    "adamw": OptimizerSpec(adamw, full_tensors(2, numbers=1), skips_nonfinite=True),
+    "adamw": OptimizerSpec(
+        adamw, full_tensors(2, numbers=1), skips_nonfinite=True, has_momentum=True, updates_apart=True
+    ),
     # bitsandbytes waits for the GPU after each parameter.
     "adamw8bit": OptimizerSpec(
-        adamw8bit, two_in_8_bits, library="bitsandbytes", has_8_bit_state=True, waits_for_gpu=True
+        adamw8bit,
+        two_in_8_bits,
+        library="bitsandbytes",
+        has_8_bit_state=True,
+        waits_for_gpu=True,
+        has_momentum=True,
+        updates_apart=True,
     ),
     "paged_adamw8bit": OptimizerSpec(
-        paged_adamw8bit, two_in_8_bits, library="bitsandbytes", has_8_bit_state=True, waits_for_gpu=True
+        paged_adamw8bit,
+        two_in_8_bits,
+        library="bitsandbytes",
+        has_8_bit_state=True,
+        waits_for_gpu=True,
+        has_momentum=True,
+        updates_apart=True,
     ),
-    "adafactor": OptimizerSpec(adafactor, factored, library="transformers"),
-    "lion": OptimizerSpec(lion, full_tensors(1), library="pytorch_optimizer"),
-    # Prodigy waits for the distance that it finds.
+    "adafactor": OptimizerSpec(adafactor, factored, library="transformers", updates_apart=True),
+    "lion": OptimizerSpec(lion, full_tensors(1), library="pytorch_optimizer", has_momentum=True, updates_apart=True),
+    # Prodigy waits for the distance that it finds, from all weights together.
     "prodigy": OptimizerSpec(
-        prodigy, full_tensors(4), library="pytorch_optimizer", waits_for_gpu=True, finds_learning_rate=True
+        prodigy,
+        full_tensors(4),
+        library="pytorch_optimizer",
+        waits_for_gpu=True,
+        finds_learning_rate=True,
+        has_momentum=True,
     ),
     "adamw_schedulefree": OptimizerSpec(
         schedule_free,

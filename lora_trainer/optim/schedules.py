@@ -1,11 +1,11 @@
-"""Learning rates as functions of the step: no state, so resuming needs none."""
+"""Learning rates and momentum as functions of the step: no state, so resuming needs none."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from lora_trainer.config.schema import LrSchedulerSection
+from lora_trainer.config.schema import Config, LrSchedulerSection, TrainSection
 
 # (share of the steps after the warm-up that are done, in [0, 1], settings) -> share of the peak learning rate
 Shape = Callable[[float, LrSchedulerSection], float]
@@ -42,7 +42,8 @@ SHAPES: dict[str, Shape] = {
     "one_cycle": cosine,
 }
 WARMUP_SHARE, ONE_CYCLE_WARMUP_SHARE = 0.03, 0.1
-ONE_CYCLE_START = 1.0 / 25.0  # of the peak learning rate, as in torch's OneCycleLR
+# Of the peak learning rate, as in torch's OneCycleLR: `div_factor` 25, and `final_div_factor` 1e4 below that.
+ONE_CYCLE_START, ONE_CYCLE_END = 1.0 / 25.0, 1.0 / 25.0 / 1e4
 
 
 def warmup_length(config: LrSchedulerSection, total_steps: int) -> int:
@@ -58,13 +59,57 @@ def lr_multiplier(config: LrSchedulerSection, step: int, total_steps: int) -> fl
 
     Rises over the warm-up, to 1 at its last step, then follows the shape over the remaining
     steps. The rise is a line whose first step is not 0; one_cycle's is half a cosine wave
-    from 1/25 (arXiv:1708.07120, in torch's form).
+    from 1/25, and it falls to 1/250,000 at the last step (arXiv:1708.07120, in torch's form).
     """
+    if config.name == "one_cycle":
+        rises, share = one_cycle_phase(config, step, total_steps)
+        start, end = (ONE_CYCLE_START, 1.0) if rises else (1.0, ONE_CYCLE_END)
+        return end + (start - end) * cosine(share, config)
     warmup = warmup_length(config, total_steps)
     if step < warmup:
-        risen = (step + 1) / warmup
-        if config.name == "one_cycle":
-            return ONE_CYCLE_START + (1.0 - ONE_CYCLE_START) * (1.0 - cosine(risen, config))
-        return risen
+        return (step + 1) / warmup
     progress = (step - warmup) / max(1, total_steps - warmup)
     return min(1.0, max(0.0, SHAPES[config.name](min(1.0, progress), config)))
+
+
+def one_cycle_phase(config: LrSchedulerSection, step: int, total_steps: int) -> tuple[bool, float]:
+    """Whether `step` is in the warm-up, where the learning rate rises, and the share of that phase in [0, 1].
+
+    As in torch's OneCycleLR the peak, at the last step of the warm-up, ends one phase and begins the other.
+    """
+    peak = warmup_length(config, total_steps) - 1
+    if step <= peak:
+        return True, step / peak if peak else 1.0
+    return False, min(1.0, (step - peak) / max(1, total_steps - 1 - peak))
+
+
+def momentum_at(config: LrSchedulerSection, step: int, total_steps: int) -> float | None:
+    """beta1 of `step`, counted from 0, with `lr_scheduler.cycle_momentum`; None without.
+
+    It falls while the learning rate rises and the reverse (arXiv:1803.09820; torch's `cycle_momentum`).
+    """
+    if not config.cycle_momentum:
+        return None
+    falls, share = one_cycle_phase(config, step, total_steps)
+    limits = config.max_momentum, config.base_momentum
+    start, end = limits if falls else reversed(limits)
+    return end + (start - end) * cosine(share, config)
+
+
+def first_swa_step(config: TrainSection, total_steps: int) -> int | None:
+    """The first step, counted from 0, whose weights SWA may average: as set, or that share of the steps; None without SWA."""
+    start = config.swa_start
+    return round(start * total_steps) if isinstance(start, float) else start
+
+
+def scheduled_lr(config: Config, step: int, total_steps: int, factor: float = 1.0) -> float:
+    """The learning rate of `step`, counted from 0: by the LR scheduler, times `factor`.
+
+    With SWA constant from its first step on: `train.swa_learning_rate`, or what the LR scheduler has there.
+    """
+    first, own = first_swa_step(config.train, total_steps), config.train.swa_learning_rate
+    if first is not None and step >= first:
+        if own is not None:
+            return own * factor
+        step = first
+    return config.optimizer.learning_rate * factor * lr_multiplier(config.lr_scheduler, step, total_steps)

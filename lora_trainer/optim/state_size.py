@@ -10,6 +10,7 @@ Shape = tuple[int, ...]
 FEWEST_IN_8_BITS = 4096  # bitsandbytes keeps smaller tensors in fp32
 BLOCK = 256  # elements that share one fp32 scale in 8-bit state
 NUMBER = 4  # bytes of a tensor of one number
+ROUNDED_AT_ONCE = 2**23  # weights that an update in bf16 has in fp32 at a time, with their gradients: 64 MiB
 ROUNDING = 512  # bytes, to which a GPU's allocator rounds every tensor
 
 

@@ -216,12 +216,14 @@ def what_is_safe(run: RunReport) -> list[str]:
 
 
 def resume_command(run: RunReport) -> str:
-    """The command that resumes the run, wherever its folder is now."""
+    """The command that resumes the run, wherever its folder is now; one without state starts anew from its weights."""
     place, command = run.folder.resolve(), "produce" if run.record.get("gates_enforced") else "train"
-    config = place / "config.toml"
+    config, kept = place / "config.toml", sorted(place.glob(f"weights/{place.name}-step-*.safetensors"))
     if config.is_file():
-        words = ["lora-trainer", command, "--config", str(config), "--output", str(place.parent), "--name", place.name]
-        return shlex.join([*words, "--resume"])
+        words = ["lora-trainer", command, "--config", str(config), "--output", str(place.parent), "--name"]
+        if mapping(mapping(run.record.get("config")).get("checkpoint")).get("save_state") is False and kept:
+            return shlex.join([*words, f"{place.name}-2", "--set", f"lora.network_weights={kept[-1]}"])
+        return shlex.join([*words, place.name, "--resume"])
     return "Run the same command again, with --resume."
 
 

@@ -75,7 +75,7 @@ def failures_of(records: Iterable[Mapping[str, Any]]) -> Failures:
     found, ended, unknown = dict[tuple[Whose, str], list[str]](), 0, 0
     for record in records:
         status, code = text(record.get("status")), whole(record.get("exit_code"))
-        if status == "waiting":
+        if status in ("waiting", "cancelled"):
             continue
         if status not in (*ENDED, "failed", "stopped"):
             unknown += 1

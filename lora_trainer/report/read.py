@@ -132,10 +132,10 @@ class RunReport:
         return mapping(self.record.get(name))
 
 
-def read_run(folder: Path) -> RunReport:
-    """Read a run's folder, wherever it lies. Raises UsageError when it holds no run."""
-    record = read_record(folder)
-    if not isinstance(record, dict):
+def read_run(folder: Path, record: dict[str, Any] | None = None) -> RunReport:
+    """Read a run's folder, wherever it lies; `record` is its run.json if it was read. Raises UsageError without a run."""
+    record = record or read_record(folder)
+    if record is None:
         raise UsageError(
             Problem(f"{folder} holds no run: there is no run.json.", "Give the folder OUTPUT/NAME of a run.")
         )

@@ -20,7 +20,7 @@ from lora_trainer.monitor.idle import (
 from lora_trainer.monitor.slowness import waiting_limit
 from lora_trainer.report.chart import short
 from lora_trainer.report.figures import waiting_share
-from lora_trainer.report.read import RunReport, mapping, number
+from lora_trainer.report.read import RunReport, mapping, number, text
 
 SECONDS_STALLED = 1.0
 IN_A_PROFILE = ("elsewhere", "data", "block_swap", "launches", "unknown")  # causes that a profile measures itself
@@ -47,8 +47,8 @@ def targets_of(run: RunReport) -> list[Target]:
     if on_gpu:
         utilization, memory = number(seen.get("gpu_utilization")), number(seen.get("memory"))
         busy = share("GPU utilization", utilization, over=BUSY)
-        why = str(seen.get("gpu_not_measured") or "No interval of run.system_every_seconds was full.")
-        found.append(replace(busy, aim=f"{busy.aim}, better {AIM:.0%}", about=why if utilization is None else ""))
+        about = why_not_measured(run) if utilization is None else ""
+        found.append(replace(busy, aim=f"{busy.aim}, better {AIM:.0%}", about=about))
         held = share("GPU memory, of what is allowed", memory, over=FULL_MEMORY)
         found.append(replace(held, about=larger_micro(setup_of(run)) if held.met is False else ""))
         found.append(share("CPU utilization", number(seen.get("cpu")), under=0.8))
@@ -68,6 +68,18 @@ def targets_of(run: RunReport) -> list[Target]:
     return [target for target in found if target.met is not None or (target.about and on_gpu)]
 
 
+def why_not_measured(run: RunReport) -> str:
+    """Why a run on a GPU has no GPU utilization."""
+    if recorded := text(run.part("seen").get("gpu_not_measured")):
+        return recorded
+    every = number(mapping(mapping(run.record.get("config")).get("run")).get("system_every_seconds"))
+    if every is None:
+        return "It was trained by an earlier version, which recorded no system.jsonl."
+    if every == 0:
+        return "run.system_every_seconds=0 measures nothing."
+    return f"No interval of run.system_every_seconds={every:g} was full."
+
+
 def caches_latents(run: RunReport) -> bool:
     """Whether the run's latents are cached, as they are by default."""
     return mapping(mapping(run.record.get("config")).get("cache")).get("latents") is not False
@@ -79,12 +91,12 @@ def seen_of(run: RunReport) -> dict[str, Any]:
 
 
 def setup_of(run: RunReport) -> IdleSetup:
-    """The settings that explain an idle GPU, as recorded; defaults where the record has none."""
+    """The settings that explain an idle GPU, as recorded; defaults where the record has none, as before its end."""
     recorded = run.part("setup")
-    default = IdleSetup()  # a damaged record has values of other kinds
+    default = IdleSetup(cached=caches_latents(run))  # a damaged record has values of other kinds
     kinds = {field.name: type(getattr(default, field.name) or 0) for field in fields(IdleSetup)}
     known = [name for name, kind in kinds.items() if isinstance(recorded.get(name), kind)]
-    return IdleSetup(**{name: recorded[name] for name in known})
+    return replace(default, **{name: recorded[name] for name in known})
 
 
 def idle_causes(run: RunReport, *, profiled: bool = False) -> list[tuple[IdleCause, str]]:

@@ -60,21 +60,17 @@ def advice_lines(folder: Path) -> list[str]:
     ]
 
 
-def write_comparison(folders: Sequence[Path], page: Path) -> Path:
+def write_comparison(folders: Sequence[Path], page: Path) -> Failures:
     """Write a page that lays several runs side by side; of more than MOST_COMPARED the newest, and why each failed.
 
-    Raises as `write_report` does.
+    Returns the failures of all runs, by cause, from their run.json. Raises as `write_report` does.
     """
-    started = {folder: number((read_record(folder) or {}).get("started")) or 0.0 for folder in folders}
-    newest = sorted(folders, key=started.__getitem__, reverse=True)[:MOST_COMPARED]
-    shown = [folder for folder in folders if folder in newest]
-    write_text(page, render_comparison([read_run(folder) for folder in shown], failures_in(folders)))
-    return page
-
-
-def failures_in(folders: Sequence[Path]) -> Failures:
-    """The failures of runs, by cause, from their run.json."""
-    return failures_of({"name": folder.resolve().name, **(read_record(folder) or {})} for folder in folders)
+    records = {folder: read_record(folder) or {} for folder in folders}  # once: a run that trains writes it again
+    newest = sorted(folders, key=lambda folder: number(records[folder].get("started")) or 0.0, reverse=True)
+    shown = [folder for folder in folders if folder in newest[:MOST_COMPARED]]
+    failures = failures_of({"name": folder.resolve().name, **records[folder]} for folder in folders)
+    write_text(page, render_comparison([read_run(folder, records[folder]) for folder in shown], failures))
+    return failures
 
 
 def render_run(run: RunReport) -> str:

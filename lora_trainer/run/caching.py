@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from lora_trainer.config.schema import Config
+from lora_trainer.core.conditioning import controls_of
 from lora_trainer.core.disk import free_bytes, size_words
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError, memory_may_run_out
 from lora_trainer.core.findings import counted
@@ -46,11 +47,10 @@ from lora_trainer.models.memory.phases import (
     encoding_bytes,
     images_at_once,
 )
-from lora_trainer.run.choices import Choices, usable_bytes
+from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.inputs import Inputs, caption_rules, measured_among, own_architecture, view_bytes
 from lora_trainer.run.reading import caches_texts
 
-LATENT_DTYPE = torch.float32  # mean and std of 4 x 64 x 64 are 128 KiB an image: cheap, and exact
 EncodeText = Callable[[Sequence[Caption]], Mapping[str, Tensor]]
 EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
 Say = Callable[[str], None]
@@ -100,7 +100,7 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
     texts = plan_texts(captioned_samples(inputs), (), folder, text_key, dtype)
     if not caches_texts(config, inputs.family):
         texts = replace(texts, items=(), keys=(), missing=(), reasons=())
-    return CachePlans(plan_latents(shown, folder, image_key, LATENT_DTYPE), texts)
+    return CachePlans(plan_latents(shown, folder, image_key, DTYPES[config.cache.latents_dtype]), texts)
 
 
 def measured(inputs: Inputs) -> list[int]:
@@ -186,7 +186,8 @@ def filling_lines(console: Console) -> Callable[[str, int, int], None]:
 
 def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:
     """Bytes that the missing entries will take on the disk."""
-    latents = sum(view_bytes(*plans.latents.items[index], inputs.facts) for index in plans.latents.missing)
+    itemsize = plans.latents.dtype.itemsize
+    latents = sum(view_bytes(*plans.latents.items[index], inputs.facts, itemsize) for index in plans.latents.missing)
     shapes = inputs.family.text.cond_shapes(own_architecture(inputs).denoiser).values()
     text = sum(math.prod(shape) for shape in shapes) * choices.encoder_dtype.itemsize
     missing = len(plans.latents.missing) + len(plans.texts.missing)
@@ -321,15 +322,17 @@ def measured_images(config: Config, inputs: Inputs, plans: CachePlans) -> RealIm
         if plans.texts.keys
         else [()] * len(indices)
     )
+    latents = [data.latents.read(key) for key in keys]
     encoded = [
         EncodedSample(
             id=samples[index].id,
-            latents=data.latents.read(key)["mean"],
+            latents=entry["mean"],
             cond={name: value for each in caption_keys for name, value in data.texts.read(each).items()},
             sizes=torch.tensor(size_row(samples[index], views[index][0]), dtype=torch.float32),
             caption=samples[index].caption,
+            controls=controls_of(entry),
         )
-        for index, key, caption_keys in zip(indices, keys, keyed, strict=True)
+        for index, entry, caption_keys in zip(indices, latents, keyed, strict=True)
     ]
     kept = sum(index < len(inputs.train) for index in indices)
     return RealImages(encoded[:kept], encoded[kept:])

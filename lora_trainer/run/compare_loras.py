@@ -30,7 +30,7 @@ from lora_trainer.run.choices import usable_bytes
 from lora_trainer.run.counting import COMPARED, counting
 from lora_trainer.run.kept_steps import RunFiles, kept_steps, run_files
 from lora_trainer.run.release import WEIGHTS
-from lora_trainer.run.sampling import BUILT_IN, drawing_of, parts_of, rows_for, run_drawing, sample_prompts
+from lora_trainer.run.sampling import BUILT_IN, drawing_of, parts_of, rows_for, run_drawing, sample_rows
 from lora_trainer.run.session import Session
 from lora_trainer.training.checkpoints.checkpoint import step_name
 
@@ -127,7 +127,7 @@ def compare_after_training(
     say = partial(session.console.print, markup=False)
     compute = Compute(choices.dtype, choices.device, usable_bytes(config, choices.device), say=say)
     try:
-        rows = rows_for(sample_prompts(config, inputs), [config.train.seed])
+        rows = sample_rows(config, inputs, [config.train.seed])
         model = NamedModel(inputs.family, inputs.facts.path, config.model.path or BUILT_IN, parts_of(config))
         grid, folder = Grid(rows, run_drawing(config, inputs)), session.folder / "samples"
         wanted = ComparedLoras(

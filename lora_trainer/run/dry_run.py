@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from lora_trainer.config.layers import DEFAULT, flattened
 from lora_trainer.config.toml import shown
+from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.report.record import read_record
 from lora_trainer.run.bases.find import describe_model
 from lora_trainer.run.caching import cache_folder, plan_caches
@@ -57,7 +58,7 @@ def show_plan(order: Order, inputs: Inputs) -> None:
         for line in (*choices.lines, *on_a_gpu(plan)):
             console.print(line)
     console.print(f"would write to {order.folder}")
-    room = room_of(order, plan, steps.total)
+    room = room_of(order, plan, steps)
     console.print(room.line)
     if room.problem:
         console.print(f"note: the run would be refused: {room.problem.fix}")
@@ -93,8 +94,8 @@ def on_a_gpu(plan: Plan) -> tuple[str, ...]:
     return (f"memory on a GPU: peak {peak}; `lora-trainer plan` shows the parts",)
 
 
-def room_of(order: Order, plan: Plan, total: int) -> Room:
+def room_of(order: Order, plan: Plan, steps: StepArithmetic) -> Room:
     """The disk space that the run's folder will need; a resumed run has part of it already."""
     newest = list_checkpoints(order.folder / "checkpoints")[:1] if order.resume else []
     done = step_of(newest[0]) if newest else 0
-    return room_for(order.config, order.folder, plan.demand.shapes, done, total)
+    return room_for(order.config, order.folder, plan.demand.shapes, done, steps.total, steps.steps_per_epoch)

@@ -17,6 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema.results import RunSection
 from lora_trainer.core.errors import SIGNALED, DatasetRefused, Problem
 from lora_trainer.core.interrupt import remembering
@@ -52,6 +55,14 @@ def wrong_commands(section: RunSection) -> list[Problem]:
             fix = "Use the path of a program; a shell's own commands need one: sh -c '…'."
             problems.append(Problem(f"run.{name}: there is no program {words[0]!r}.", fix))
     return problems
+
+
+def show_commands(resolved: Resolved, console: Console) -> None:
+    """Print the commands of the settings and where they are from: a config of somebody else may have one."""
+    for name in COMMANDS:
+        if (command := getattr(resolved.config.run, name)) is not None:
+            when = "finished" if name == "on_finish" else "failed"
+            console.print(f"command after a {when} run: {command} (run.{name}, from {resolved.origin[f'run.{name}']})")
 
 
 def words_of(command: str) -> list[str]:

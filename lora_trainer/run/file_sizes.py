@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from lora_trainer.config.schema import Config
 from lora_trainer.data.caches.ours import ROW_HEAD
@@ -12,7 +13,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import plan_plain, plan_views
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.optim.optimizers import optimizer_state_bytes
-from lora_trainer.run.inputs import measured_among, trained_framings, view_bytes
+from lora_trainer.run.inputs import LATENT_BYTES, measured_among, trained_framings, view_bytes
 from lora_trainer.run.reading import caches_texts
 
 LORA_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -34,6 +35,7 @@ def cache_bytes(
 ) -> int:
     """Bytes of both caches: each variant of an image and each text once, with those that losses are measured on."""
     samples, facts = (*train, *validation), architecture.facts
+    itemsize = LATENT_BYTES[config.cache.latents_dtype]
     if not samples:
         return 0
     framings, measured = trained_framings(config, facts), measured_among(train, validation)
@@ -44,7 +46,7 @@ def cache_bytes(
         for index in (range(len(samples)) if config.cache.latents else measured)
         for view in cached[index]
     )
-    shown = {(sample.content, sample.mask, view): (sample, view) for sample, view in pairs}
+    shown = {(sample.content, sample.mask, sample.controls, view): (sample, view) for sample, view in pairs}
     captioned = (*train, *(canonical(samples[index]) for index in measured))
     texts = {(text, sample.weighted) for sample in captioned for text in sample.texts} | {("", False)}
     if not caches_texts(config, family):
@@ -53,7 +55,7 @@ def cache_bytes(
     index = INDEX_LEAST + INDEXED * (len(shown) + len(texts))
     shards = 1 + len({(view.fit.bucket, sample.mask is None) for sample, view in shown.values()})
     return (
-        sum(view_bytes(sample, view, facts) for sample, view in shown.values())
+        sum(view_bytes(sample, view, facts, itemsize) for sample, view in shown.values())
         + CACHED_BYTES * values * len(texts)
         + ROW_HEAD * (len(shown) + len(texts))
         + SHARD_HEAD * shards
@@ -61,16 +63,22 @@ def cache_bytes(
     )
 
 
-def run_bytes(config: Config, shapes: Sequence[tuple[int, ...]], steps: int | None) -> int:
+def run_bytes(
+    config: Config, shapes: Sequence[tuple[int, ...]], steps: int | None, steps_per_epoch: int | None = None
+) -> int:
     """The most that a run's folder holds at once, without images; where `steps` is None, as many as fill it."""
     checkpoint = config.checkpoint
-    return highest_bytes(config, shapes, 0, 0, steps or (checkpoint.keep_last + 2) * max(1, checkpoint.every_n_steps))
+    total = steps or (checkpoint.keep_last + checkpoint.keep_best + 2) * max(1, checkpoint.every_n_steps)
+    return highest_bytes(config, shapes, 0, StepSpan(0, total, steps_per_epoch))
 
 
 def checkpoint_bytes(config: Config, shapes: Sequence[tuple[int, ...]]) -> int:
     """One checkpoint of an adapter of these shapes, without its headers."""
-    averaged = 2 if config.train.ema_decay is not None else 1
-    return 4 * sum(map(math.prod, shapes)) * averaged + optimizer_state_bytes(config.optimizer.name, shapes)
+    values, averaged = sum(map(math.prod, shapes)), config.train.averages_weights
+    own = 2 if config.optimizer.stochastic_rounding else 4
+    if not config.checkpoint.save_state:
+        return (4 if averaged else own) * values
+    return (own + (4 if averaged else 0)) * values + optimizer_state_bytes(config.optimizer.name, shapes)
 
 
 def lora_bytes(config: Config, shapes: Sequence[tuple[int, ...]]) -> int:
@@ -78,24 +86,51 @@ def lora_bytes(config: Config, shapes: Sequence[tuple[int, ...]]) -> int:
     return LORA_FILES * LORA_BYTES[config.checkpoint.export_dtype] * sum(map(math.prod, shapes))
 
 
-def highest_bytes(config: Config, shapes: Sequence[tuple[int, ...]], there: int, done: int, total: int) -> int:
-    """The most that a run's folder holds at once, with `there` checkpoints in it at step `done`.
+@dataclass(frozen=True)
+class StepSpan:
+    """The steps from `done` to `total` that a run still trains; `per_epoch` is None where no data tells it."""
 
-    Besides `keep_last` checkpoints there are the newest regular one and the one being written (the oldest is deleted
+    done: int
+    total: int
+    per_epoch: int | None = None
+
+    def occurrences(self, every: int) -> int:
+        """How often something that happens every `every` steps and at the end happens; 0 is only at the end."""
+        return occurrences(every, self.done, self.total)
+
+    def in_epochs(self, epochs: int | None) -> int:
+        """The same for an interval in epochs; none or 0 is never."""
+        return self.occurrences(epochs * self.per_epoch) if epochs and self.per_epoch else 0
+
+
+def highest_bytes(config: Config, shapes: Sequence[tuple[int, ...]], there: int, span: StepSpan) -> int:
+    """The most that a run's folder holds at once, with `there` checkpoints in it at the start of `span`.
+
+    Besides the checkpoints to keep there are the newest regular one and the one being written (the oldest is deleted
     once that is complete); and the best weights that each of them names, with those being written.
     """
-    checkpoint, tensors, left = config.checkpoint, len(shapes), max(0, total - done)
+    checkpoint, tensors, left = config.checkpoint, len(shapes), max(0, span.total - span.done)
     drawn = config.sample.every_n_steps  # a checkpoint is saved before images are generated
+    beside = span.occurrences(drawn) if drawn % checkpoint.every_n_steps else 0
+    written = there + span.occurrences(checkpoint.every_n_steps) + span.in_epochs(checkpoint.every_n_epochs) + beside
     most = checkpoint.keep_last + (2 if checkpoint.keep_last == 1 or drawn % checkpoint.every_n_steps else 1)
-    if checkpoint.every_n_epochs is None:
-        beside = occurrences(drawn, done, total) if drawn % checkpoint.every_n_steps else 0
-        most = min(most, there + occurrences(checkpoint.every_n_steps, done, total) + beside)
+    most += checkpoint.keep_best
+    if checkpoint.keep_every:
+        from_start = StepSpan(0, span.total, span.per_epoch)  # those of earlier sessions stay too
+        most += from_start.occurrences(checkpoint.keep_every * checkpoint.every_n_steps)
+        most += from_start.in_epochs(checkpoint.keep_every * (checkpoint.every_n_epochs or 0))
+    if checkpoint.every_n_epochs is None or span.per_epoch:
+        most = min(most, written)
     values = sum(map(math.prod, shapes))
-    best = min(most + 1, there + occurrences(config.validation.every_n_steps, done, total))
-    kept = occurrences(checkpoint.export_every_n_steps, done, total) if checkpoint.export_every_n_steps else 0
+    best_value = 2 if config.optimizer.stochastic_rounding and not config.train.averages_weights else 4
+    best = min(most + 1, there + span.occurrences(config.validation.every_n_steps))
+    exports = checkpoint.export_every_n_steps
+    kept = (span.occurrences(exports) if exports else 0) + span.in_epochs(checkpoint.export_every_n_epochs)
+    if checkpoint.export_keep_last:
+        kept = min(kept, checkpoint.export_keep_last + 1)  # the oldest is deleted once the newest is complete
     return (
         most * (checkpoint_bytes(config, shapes) + CHECKPOINT_HEAD + (5 * NAMED + 3 * STATE_OF) * tensors)
-        + best * (4 * values + NAMED * tensors)
+        + best * (best_value * values + NAMED * tensors)
         + (lora_bytes(config, shapes) + 2 * LORA_HEAD + 4 * NAMED * tensors)
         + kept * (lora_bytes(config, shapes) // LORA_FILES + LORA_HEAD + 2 * NAMED * tensors)
         + left * ROW

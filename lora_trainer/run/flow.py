@@ -57,7 +57,7 @@ from lora_trainer.run.compare_loras import compare_after_training
 from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
 from lora_trainer.run.file_sizes import lora_bytes
-from lora_trainer.run.inputs import Inputs, own_architecture, with_absolute_paths
+from lora_trainer.run.inputs import Inputs, named_controls, own_architecture, with_absolute_paths
 from lora_trainer.run.messages import model_lines, refuse_without_validation, show_captions, show_views
 from lora_trainer.run.order import Order
 from lora_trainer.run.plans.plan import gauge_of
@@ -83,6 +83,7 @@ from lora_trainer.run.uncached import fresh_latents
 from lora_trainer.run.verdict_images import keep_verdict_images
 from lora_trainer.training.build import build_step_context
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
+from lora_trainer.training.checkpoints.scratch import Scratch
 from lora_trainer.training.control import is_stopped_early, stop_reason
 from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.loop import train
@@ -94,6 +95,10 @@ from lora_trainer.training.step import StepContext
 from lora_trainer.training.texts import encode_validation_captions
 
 VALIDATION_TIMESTEPS = 8
+WITHOUT_STATE = (
+    "checkpoint.save_state=false: checkpoints hold weights alone, so this run cannot be resumed. When it ends, the LoRA of"
+    " its last step is in the folder weights, for a new run to start from (lora.network_weights)"
+)
 TIMED_ATTENTION = "timed_attention"  # in the record's hardware
 
 
@@ -136,7 +141,7 @@ def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerTh
         try:
             shapes = weight_shapes(run.context)
             done, total = start.state.step if start else 0, session.steps.total
-            room = room_for(session.config, order.folder, shapes, done, total)
+            room = room_for(session.config, order.folder, shapes, done, total, session.steps.steps_per_epoch)
             if room.problem is not None:
                 raise UsageError(room.problem)
             if room.scarce:
@@ -147,7 +152,10 @@ def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerTh
                 progress = step_line(order.console, total, done, order.watch)
                 state, interrupt = train(run, start, trackers, progress)
         except UserError:
-            if session.processes.is_main and (saved := newest_valid(run.checkpoints)[0]) is not None:
+            if (
+                session.processes.is_main
+                and (saved := newest_valid(run.checkpoints, weights_suffice=True)[0]) is not None
+            ):
                 with contextlib.suppress(OSError):  # the disk may refuse this too
                     write_record(order.folder, with_sample_counts(record, session, run, saved[1].state))
             raise
@@ -161,7 +169,7 @@ def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerTh
             training={key: value for key, value in asdict(state).items() if key != "base_losses"}
             | {"stopped_early": early},
             reason=stop_reason(session.config.safeguards, state.control) if early else None,
-            checkpoints=run.writer.summary(),
+            checkpoints=run.writer.summary(run.copier.writes),
             memory=memory_summary(session.choices.device),
             seen=means_of(read_lines(order.folder / SYSTEM)) | run.watches.summary(),
         )
@@ -186,6 +194,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
         f"steps: {session.steps.line}",
         *model_lines(config, inputs),
         *session.choices.lines,
+        *(() if config.checkpoint.save_state else (WITHOUT_STATE,)),
     ):
         console.print(line)
     show_captions(config, inputs, console, session.choices.encoder_dtype.itemsize)
@@ -294,6 +303,11 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
     def export(step: int, weights: Mapping[str, Tensor]) -> None:
         export_step(session, context.built.shapes, step, weights)
 
+    scratch, saved = None, config.checkpoint
+    if saved.scratch is not None and session.processes.is_main:
+        most = int(saved.scratch_limit_gb * 10**9)
+        scratch = Scratch(Path(saved.scratch).expanduser(), session.folder / "checkpoints", most, session.console.print)
+
     return Run(
         config=config,
         folder=session.folder,
@@ -320,6 +334,7 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         images=images,
         steering=session.order.steering,
         profiler=profiler,
+        scratch=scratch,
     )
 
 
@@ -332,7 +347,7 @@ def make_profiler(session: Session, context: StepContext) -> Profiler | None:
     with contextlib.suppress(Exception):  # then it is counted in what was recorded; no profile may end a run
         memory_model, flops = gauge_of(inputs.family, own_architecture(inputs), config), 0.0
         for bucket, count in counts.items():
-            area = bucket.width * bucket.height // inputs.facts.downscale**2
+            area = bucket.width * bucket.height // inputs.facts.downscale**2 * (1 + named_controls(config))
             sizes = Sizes(config.lora.rank, choices.micro, area, checkpointed=0)  # without what is recomputed
             flops += count * memory_model.footprint(sizes, choices.precision.value).flops / choices.micro
         tflop = None if config.trains_text else flops / sum(counts.values()) * choices.samples / 1e12

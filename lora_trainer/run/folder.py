@@ -93,6 +93,19 @@ def ended_early(order: Order, record: dict[str, Any]) -> bool:
     return bool(training.get("stopped_early")) and control.early_stopping and without_gain >= control.patience
 
 
+def wrong_scratch(scratch: str | None) -> list[Problem]:
+    """Why `checkpoint.scratch` cannot be used, before anything is loaded."""
+    if scratch is None:
+        return []
+    place = Path(scratch).expanduser()
+    if not place.is_dir():
+        fix = "Create it, name another such as /dev/shm, or remove checkpoint.scratch."
+        return [Problem(f"checkpoint.scratch: there is no folder {place}.", fix)]
+    if not os.access(place, os.W_OK):
+        return [Problem(f"checkpoint.scratch: {place} cannot be written to.", "Change its rights, or name another.")]
+    return []
+
+
 @contextlib.contextmanager
 def locked_folder(order: Order) -> Iterator[Callable[[], None]]:
     """The main process creates and locks the folder, which must still be as free as `claim` found it. Raises UsageError.

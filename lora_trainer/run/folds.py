@@ -195,7 +195,7 @@ def folds_of(folder: Path, run: RunFolder, record: Mapping[str, Any]) -> list[Fo
             "lr_scheduler": {"warmup_steps": warmup and round(warmup * share)},
             # The half that is kept out is only measured on: no step is chosen by it.
             "validation": {"every_n_steps": 0, "agreement": False},
-            "checkpoint": {"export_weights": "last", "export_every_n_steps": 0},
+            "checkpoint": {"export_weights": "last", "export_every_n_steps": 0, "export_every_n_epochs": 0},
             "sample": {"every_n_steps": 0},
             "gates": {"lora_check": "off", "compare": "off"},
         }

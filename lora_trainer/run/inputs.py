@@ -12,11 +12,12 @@ from typing import Any
 from lora_trainer.builtin import DATA_FOLDER
 from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError, gathering, known_as
-from lora_trainer.core.findings import Finding
+from lora_trainer.core.findings import Finding, counted
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.caches.claims import in_use
 from lora_trainer.data.captions import canonical, settled
+from lora_trainer.data.images.remote import is_url
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.split import MOST_COMPARED, split_validation
@@ -35,7 +36,7 @@ from lora_trainer.run.counting import counting
 from lora_trainer.run.reading import reading, refuse_lacking
 
 NAMES_SHOWN = 4  # of validation images
-LATENT_BYTES = 4  # of each number of the cached latents, as `caching.LATENT_DTYPE`, without importing torch
+LATENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}  # of each number of the cached latents
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ def data_in_use() -> Iterator[None]:
         yield
 
 
+def named_controls(config: Config) -> int:
+    """How many control images the settings name for each image."""
+    return max((len(each.control_images) + len(each.control_columns) for each in config.data.sources), default=0)
+
+
 @data_in_use()
 def list_data(config: Config, *, allow_missing_captions: bool | None = None) -> tuple[Manifest, tuple[Finding, ...]]:
     """The samples of the sources, with findings. Raises UsageError for bad sources."""
@@ -112,6 +118,7 @@ def with_absolute_paths(config: Config) -> Config:
             "gates": config.gates.model_copy(
                 update={"encoder": config.gates.encoder and absolute(config.gates.encoder)}
             ),
+            "checkpoint": config.checkpoint.model_copy(update={"scratch": absolute_file(config.checkpoint.scratch)}),
             "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve())}),
         }
     )
@@ -122,12 +129,14 @@ def absolute_file(path: str | None) -> str | None:
     return path and str(Path(path).expanduser().resolve())
 
 
-def _absolute(source: SourceSection) -> dict[str, str | None]:
+def _absolute(source: SourceSection) -> dict[str, str | tuple[str | None, ...] | None]:
     """The paths of a source that are set, from the root of the disk."""
     found = {"path": source.path, "captions_file": source.captions_file}
     if source.masks != "alpha":
         found["masks"] = source.masks
-    return {name: absolute_file(path) for name, path in found.items()}
+    controls = tuple(each if is_url(each) else absolute_file(each) for each in source.control_images)
+    places = {name: path if path and is_url(path) else absolute_file(path) for name, path in found.items()}
+    return {"control_images": controls} | places
 
 
 def read_model(
@@ -240,6 +249,10 @@ def read_data(
     """
     framings, text = trained_framings(config, facts), FAMILIES[facts.family].text
     manifest, findings = list_data(config)
+    refuse_controls(facts, max((len(sample.controls) for sample in manifest.samples), default=0))
+    if len({len(sample.controls) for sample in manifest.samples if not sample.regularization}) > 1:
+        message = "Some sources have control images and others have fewer: a step would mix them."
+        raise UsageError(Problem(message, "Give every source equally many, or train them apart."))
     manifest = replace(manifest, notes=(*manifest.notes, *notes_on(framings)))
     gate = DatasetGate(
         framings,
@@ -258,6 +271,19 @@ def read_data(
     if found := examine(report):
         report = check_dataset(manifest, (*findings, *found), gate, decode=decode)
     return manifest, replace(report, general=(*report.general, *_plan_findings(config, facts, report)))
+
+
+def refuse_controls(facts: ModelFacts, controls: int) -> None:
+    """Raise UsageError for more control images of a sample than the model reads."""
+    if controls > facts.most_controls:
+        takes = (
+            f"takes {counted(facts.most_controls, 'control image')}"
+            if facts.most_controls
+            else "takes no control images"
+        )
+        message = f"There {'is' if controls == 1 else 'are'} {counted(controls, 'control image')} for each image, and {facts.name} {takes}."
+        fix = "Remove the settings control_images and control_columns, or use an edit model such as FLUX.1 Kontext."
+        raise UsageError(Problem(message, fix))
 
 
 def validation_split(
@@ -349,20 +375,21 @@ def measured_among(train: Sequence[Sample], validation: Sequence[Sample]) -> lis
     return [*sorted(learned[content] for content in sorted(learned)[: MOST_COMPARED - len(kept)]), *kept]
 
 
-def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts) -> int:
+def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts, itemsize: int) -> int:
     """Bytes of all variants' latents with their masks, each once. `plan` is in the samples' order."""
     distinct = {
-        (sample.content, sample.mask, view): (sample, view)
+        (sample.content, sample.mask, sample.controls, view): (sample, view)
         for sample, views in zip(samples, plan.views, strict=True)
         for view in views
     }
-    return sum(view_bytes(sample, view, facts) for sample, view in distinct.values())
+    return sum(view_bytes(sample, view, facts, itemsize) for sample, view in distinct.values())
 
 
-def view_bytes(sample: Sample, view: View, facts: ModelFacts) -> int:
-    """Bytes of one variant's latents: mean, std and mask."""
+def view_bytes(sample: Sample, view: View, facts: ModelFacts, itemsize: int) -> int:
+    """Bytes of one variant's latents: mean, std, mask and control images, each number of `itemsize` bytes."""
     places = view.fit.bucket.width * view.fit.bucket.height // facts.downscale**2
-    return LATENT_BYTES * places * (2 * facts.latent_channels + (sample.mask is not None))
+    channels = facts.latent_channels * (2 + len(sample.controls))
+    return itemsize * places * (channels + (sample.mask is not None))
 
 
 def arithmetic(config: Config, train: tuple[Sample, ...], max_micro: int, processes: int) -> StepArithmetic:

@@ -108,15 +108,17 @@ def write_step(path: Path, step: int, weights: AdapterWeights, run: RunFiles, co
 
 
 def shown_weights_of(checkpoint: Path, config: Config) -> Mapping[str, Tensor] | None:
-    """The weights of a checkpoint that a run would export at its step: the EMA, or the masters.
+    """The weights of a checkpoint that a run would export at its step: their average, or the masters.
 
     None for a damaged one, and for a schedule-free optimizer, whose average is in its state only.
     """
-    if config.train.ema_decay is None and OPTIMIZERS[config.optimizer.name].eval_weight is not None:
-        return None
+    averaged = config.train.averages_weights
     try:
-        files = read_state(checkpoint)["files"]
-        name = ADAPTER if config.train.ema_decay is None else AVERAGE
+        document = read_state(checkpoint)
+        files, has_state = document["files"], document["optimizer"] is not None
+        if has_state and not averaged and OPTIMIZERS[config.optimizer.name].eval_weight is not None:
+            return None
+        name = AVERAGE if averaged and has_state else ADAPTER
         return read_sealed(checkpoint / name, name, files[name])
     except (OSError, DamagedFile, UsageError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -24,7 +24,7 @@ from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.monitor.progress import duration
 from lora_trainer.report.record import Record
-from lora_trainer.run.inputs import Inputs, caption_rules, latent_bytes, own_architecture
+from lora_trainer.run.inputs import LATENT_BYTES, Inputs, caption_rules, latent_bytes, own_architecture
 from lora_trainer.run.order import Order
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MOST_FINDINGS = 8
 # In the names of models distilled for few steps whose configs are those of their base.
-DISTILLED_NAMES = re.compile(r"turbo|lightning|schnell|(?<![a-z])(?:hyper|lcm|dmd2?)(?![a-z])", re.IGNORECASE)
+DISTILLED_NAMES = re.compile(r"turbo|lightning|schnell|(?<![a-z])(?:hyper|lcm|dmd2?|flash)(?![a-z])", re.IGNORECASE)
 CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
 SEVERITIES = ("error", "warning", "note")  # in the order of the lines at the end
 
@@ -61,7 +61,7 @@ def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
         scale = read_config(inputs.facts.path, "vae/config.json").get("scaling_factor")
         a_file = config.model.vae.endswith(".safetensors")
         assumed = f" (scaling_factor {scale} is this model's: the file has none and must be of the same family)"
-        lines.append(f"VAE: {config.model.vae}{assumed if a_file else ''}")
+        lines.append(f"VAE: {config.model.vae}{assumed if a_file and scale is not None else ''}")
     own = inputs.family.denoiser.make_process(inputs.facts.path)
     if own.prediction == "flow":
         facts, shift = inputs.facts, config.flow.shift
@@ -89,11 +89,15 @@ def refuse_without_validation(config: Config, inputs: Inputs) -> None:
         raise UsageError(Problem(f"validation.fold={config.validation.fold}: {reason}.", fix))
     problems = [
         Problem(
-            f"safeguards.{name} needs validation losses, and no images are kept for validation.",
-            f"Set validation.split=0.1, or remove safeguards.{name}.",
+            f"{name} needs validation losses, and no images are kept for validation.",
+            f"Set validation.split=0.1, or remove {name}.",
         )
-        for name in ("reduce_lr_on_plateau", "early_stopping")
-        if getattr(config.safeguards, name) and not inputs.validation
+        for name, is_set in {
+            "safeguards.reduce_lr_on_plateau": config.safeguards.reduce_lr_on_plateau,
+            "safeguards.early_stopping": config.safeguards.early_stopping,
+            "checkpoint.keep_best": config.checkpoint.keep_best > 0,
+        }.items()
+        if is_set and not inputs.validation
     ]
     watched = config.safeguards.early_stopping and config.safeguards.early_stopping_metric == "agreement"
     captions = [sample.caption for sample in inputs.validation]
@@ -150,7 +154,10 @@ def show_views(config: Config, inputs: Inputs, steps: StepArithmetic, console: C
         console.print(line)
     if plan.most == 1:
         return
-    size, limit = latent_bytes(inputs.train, plan, inputs.facts) / 1e9, config.cache.limit_gb
+    size, limit = (
+        latent_bytes(inputs.train, plan, inputs.facts, LATENT_BYTES[config.cache.latents_dtype]) / 1e9,
+        config.cache.limit_gb,
+    )
     storage = f"{in_gigabytes(size)} of latents on disk" if config.cache.latents else "encoded while training"
     console.print(f"variants: up to {plan.most} of each image, used in turn, {storage}")
     if config.cache.latents and size > limit / 2:
@@ -290,6 +297,9 @@ def describe_stop(order: Order, record: Record) -> str:
             f"stopped after training: {order.folder / lora} is complete and can be used. It has no score and no sample"
             f" images yet. To add them without training again: {again}"
         )
+    if not order.config.checkpoint.save_state:
+        kept = "its LoRA is in the folder weights, for a new run with lora.network_weights"
+        return f"stopped at step {record.steps}; it cannot be resumed (checkpoint.save_state=false): {kept}"
     return f"stopped at step {record.steps}; everything up to it is saved. To resume: {again}"
 
 

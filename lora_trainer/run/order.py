@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -14,6 +15,7 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.launch import is_main_process
+from lora_trainer.data.images.remote import is_url
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.console import Console as PlainConsole
@@ -96,7 +98,7 @@ def _holds(name: str) -> bool:
 
 def _name_of(source: str) -> str:
     """A run's name from its data: `cats-{000..009}.tar` makes `cats`."""
-    stem = Path(source).resolve().stem
+    stem = Path(urlsplit(source).path).stem if is_url(source) else Path(source).resolve().stem
     return re.sub(r"[-_. ]*\{[^{}]*\}", "", stem) or stem
 
 

@@ -36,7 +36,7 @@ from lora_trainer.models.family import Family
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.models.textual_inversion import to_embeddings
-from lora_trainer.optim.schedules import warmup_length
+from lora_trainer.optim.schedules import first_swa_step, warmup_length
 from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import Inputs, trained_framings
@@ -169,6 +169,7 @@ def training_facts(session: Session, name: str, trained: int, started: float) ->
         dropout=config.lora.dropout,
         rank_stabilized=config.lora.use_rslora,
         ema_decay=config.train.ema_decay,
+        swa_start=first_swa_step(config.train, steps.total),
         flow=flow_facts(process),
         **captions_read(config),
         **images_shown(config, inputs),
@@ -307,6 +308,10 @@ def export_step(
     weights = lora_weights(session.config, session.inputs.family, trained)
     _, diffusers = export_lora(session, session.folder / WEIGHTS, weights, facts, shapes)
     diffusers.unlink()
+    if keep := session.config.checkpoint.export_keep_last:
+        written = (session.folder / WEIGHTS).glob(f"{session.folder.name}-step-*.safetensors")
+        for path in sorted(written, key=lambda path: (len(path.name), path.name))[:-keep]:  # names count in six digits
+            path.unlink(missing_ok=True)
 
 
 def withdraw_after(folder: Path, step: int) -> None:

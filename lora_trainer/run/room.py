@@ -9,7 +9,7 @@ from pathlib import Path
 from lora_trainer.config.schema import Config
 from lora_trainer.core.disk import Patience, free_bytes, size_words
 from lora_trainer.core.errors import Problem
-from lora_trainer.run.file_sizes import highest_bytes
+from lora_trainer.run.file_sizes import StepSpan, highest_bytes
 from lora_trainer.run.order import Order
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, resume_hint
 
@@ -41,7 +41,10 @@ class Room:
             f"Checkpoints and the LoRA need {size_words(self.needed)}, "
             f"and the disk of {self.folder} has {size_words(self.free)} free."
         )
-        return Problem(message, "Free space there, name another disk with --output, or set checkpoint.keep_last lower.")
+        return Problem(
+            message,
+            "Free space there, name another disk with --output, or keep fewer checkpoints (checkpoint.keep_last, keep_every, keep_best).",
+        )
 
 
 def patience_of(order: Order) -> Patience:
@@ -52,14 +55,16 @@ def patience_of(order: Order) -> Patience:
     )
 
 
-def room_for(config: Config, folder: Path, shapes: Sequence[tuple[int, ...]], done: int, total: int) -> Room:
-    """Room for the steps from `done` to `total` of an adapter of these shapes.
+def room_for(
+    config: Config, folder: Path, shapes: Sequence[tuple[int, ...]], done: int, total: int, per_epoch: int | None = None
+) -> Room:
+    """Room for the steps from `done` to `total` of an adapter of these shapes, so many of them `per_epoch`.
 
     Images are not counted: a full disk costs a run its images and no more.
     """
     there = list_checkpoints(folder / "checkpoints")
     written = [*(folder / "checkpoints").rglob("*"), *folder.glob(f"{folder.name}*.safetensors")]
-    needed = highest_bytes(config, shapes, len(there), done, total) - _bytes(written)
+    needed = highest_bytes(config, shapes, len(there), StepSpan(done, total, per_epoch)) - _bytes(written)
     return Room(folder, max(0, needed), free_bytes(folder))
 
 

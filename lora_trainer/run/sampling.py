@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.grid import image_name
 from lora_trainer.core.io import read_json
 from lora_trainer.data.captions import TRIGGER
+from lora_trainer.data.sample import Sample
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.monitor.tracker_kinds.interface import ShownImage
 from lora_trainer.report.record import BEFORE_AFTER
@@ -87,13 +88,46 @@ def triggers(config: Config) -> tuple[str, ...]:
     return tuple(dict.fromkeys(trigger for trigger in named if trigger))
 
 
-def sample_prompts(config: Config, inputs: Inputs) -> list[str]:
-    """The prompts that are set, `[trigger]` replaced; else different captions of the data, validation ones first."""
-    if config.sample.prompts:
-        return [filled(prompt, triggers(config)) for prompt in config.sample.prompts]
+def sample_rows(config: Config, inputs: Inputs, seeds: Sequence[int]) -> list[ImageRequest]:
+    """The prompts that are set, `[trigger]` replaced; else different captions of the data, validation ones first. Each with
+    every seed, and of an edit model with control images: those that are set, else the data's."""
     samples = (*inputs.validation, *inputs.train)
     learned = [sample for sample in samples if not sample.regularization] or samples
-    return list(dict.fromkeys(sample.caption for sample in learned))[: config.sample.count]
+    of_captions = {sample.caption: sample for sample in reversed(learned)}
+    if not config.sample.prompts:
+        chosen = list(dict.fromkeys(sample.caption for sample in learned))[: config.sample.count]
+        rows = rows_for(chosen, list(seeds))
+        return [controlled(row, of_captions[row.prompt]) for row in rows]
+    prompts = list(dict.fromkeys(filled(prompt, triggers(config)) for prompt in config.sample.prompts))
+    rows = rows_for(prompts, list(seeds))
+    if config.sample.control_images:
+        return with_control_images(rows, config.sample.control_images)
+    return [replace(controlled(row, learned[prompts.index(row.prompt) % len(learned)]), target="") for row in rows]
+
+
+def controlled(row: ImageRequest, sample: Sample) -> ImageRequest:
+    """The row with a sample's control images and, as what they should become, the sample's own image."""
+    if not sample.controls:
+        return row
+    target = "" if sample.span else str(sample.path)  # an image inside of a tar is no file
+    return replace(row, controls=tuple(str(each.path) for each in sample.controls), target=target)
+
+
+def with_control_images(rows: Sequence[ImageRequest], files: Sequence[str]) -> list[ImageRequest]:
+    """The rows with their prompts' control images, equally many for each prompt, or the same for all.
+
+    Raises UsageError for files that are missing or do not share out evenly.
+    """
+    prompts = list(dict.fromkeys(row.prompt for row in rows))
+    places = [str(Path(file).expanduser().resolve()) for file in files]
+    if missing := [place for place in places if not Path(place).is_file()]:
+        raise UsageError(Problem(f"There is no control image {missing[0]}.", "Check sample.control_images."))
+    each, left = divmod(len(places), len(prompts))
+    if left and len(places) > 1:
+        message = f"sample.control_images holds {len(places)} files, and there are {len(prompts)} prompts."
+        raise UsageError(Problem(message, "Name equally many for each prompt, or one for all."))
+    own = {prompt: places[number * each : (number + 1) * each] or places for number, prompt in enumerate(prompts)}
+    return [replace(row, controls=tuple(own[row.prompt])) for row in rows]
 
 
 def run_drawing(config: Config, inputs: Inputs) -> Drawing:
@@ -122,7 +156,7 @@ def draw_comparison(
 
     config, inputs, choices = session.config, session.inputs, session.choices
     seeds = [config.train.seed + index for index in range(config.sample.num_images_per_prompt)]
-    rows = rows_for(sample_prompts(config, inputs), seeds)[:most]
+    rows = sample_rows(config, inputs, seeds)[:most]
     drawing, where = run_drawing(config, inputs), Where(session.folder / "samples", name)
     grid = Grid(rows, replace(drawing, strengths=drawing.strengths[:most]))
     model = NamedModel(inputs.family, inputs.facts.path, config.model.path or BUILT_IN, parts_of(config))

@@ -7,13 +7,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from lora_trainer.config.schema import Config
+from lora_trainer.config.toml import shown
+from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.data.caches.upkeep import keep_limit
 from lora_trainer.data.loader import CachedData
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.monitor.tracker_thread import TrackerThreads
+from lora_trainer.optim.schedules import first_swa_step
 from lora_trainer.report.record import read_record
 from lora_trainer.run.caching import CachePlans, fill_caches, plan_caches
 from lora_trainer.run.choices import Choices, cap_memory, choose
@@ -68,7 +72,22 @@ def open_session(order: Order, inputs: Inputs) -> Session:
         if not rounds_alike_anywhere():
             order.console.print(UNEVEN_PRODUCTS)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
+    refuse_unsuited(order.config, choices, steps.total)
     return Session(order, inputs, processes, choices, steps)
+
+
+def refuse_unsuited(config: Config, choices: Choices, total_steps: int) -> None:
+    """Raise UsageError for stochastic rounding of weights that are not bf16, and SWA that would average nothing."""
+    problems, first = [], first_swa_step(config.train, total_steps)
+    if config.optimizer.stochastic_rounding and choices.dtype != torch.bfloat16:
+        computed = str(choices.dtype).removeprefix("torch.")
+        message = f"optimizer.stochastic_rounding rounds bf16 weights, and this run computes in {computed} ({choices.precision.reason})."
+        problems.append(Problem(message, "Set memory.weight_dtype=bf16, or remove optimizer.stochastic_rounding."))
+    if first is not None and (left := max(0, total_steps - first)) < (every := config.train.swa_every_n_steps):
+        message = f"train.swa_start={shown(config.train.swa_start)} leaves {left} of {total_steps} steps, and SWA averages the weights of every {every}th."
+        problems.append(Problem(message, "Set train.swa_start lower, such as 0.75, or train.swa_every_n_steps lower."))
+    if problems:
+        raise UsageError(problems)
 
 
 def with_generated_images(session: Session) -> Session:

@@ -15,16 +15,18 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import sha256_file
 from lora_trainer.data.sample import Manifest
 from lora_trainer.models.folder import weights_digest
+from lora_trainer.optim.schedules import first_swa_step
 from lora_trainer.run.choices import Choices
 from lora_trainer.run.class_images import class_prompts, class_source
-from lora_trainer.run.inputs import Inputs, with_absolute_paths
-from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
+from lora_trainer.run.inputs import Inputs, arithmetic, with_absolute_paths
+from lora_trainer.training.checkpoints.checkpoint import WEIGHTS_ONLY, Checkpoint, newest_valid
 from lora_trainer.training.network_weights import lora_path
 
 TRAINED_TEXTS = "trained text encoders"
 # LoRA files by what they hold, whatever their path; runs before these settings had none.
 TRAINING_ADAPTER, STARTED_FROM = "training adapter", "LoRA that the run starts from"
 CLASS_PROMPTS, CLASS_IMAGES = "class prompts", "class images"
+SWA = "the first step of SWA"  # weights are counted from there
 
 
 def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str, Any]:
@@ -51,6 +53,7 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         "data": inputs.manifest.data_hash,
         CLASS_PROMPTS: list(class_prompts(config)),
         "precision": choices.precision.value,
+        SWA: first_swa_step(config.train, arithmetic(config, inputs.train, choices.micro, 1).total),
     }
 
 
@@ -84,11 +87,16 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
     Raises UsageError when all are damaged, since starting over would replace the run's files, and
     when settings changed that its weights or its order of samples depend on.
     """
-    found, damaged = newest_valid(folder / "checkpoints")
-    if found is None and damaged:
-        raise UsageError(all_damaged(folder, damaged))
-    for path, reason in damaged.items():
-        console.print(f"warning: {path.name} is damaged and skipped ({reason})")
+    found, passed_over = newest_valid(folder / "checkpoints")
+    if found is None and WEIGHTS_ONLY in passed_over.values():
+        raise UsageError(without_state(folder, passed_over))
+    if found is None and passed_over:
+        raise UsageError(all_damaged(folder, passed_over))
+    for path, reason in passed_over.items():
+        if reason == WEIGHTS_ONLY:
+            console.print(f"warning: {path.name} is skipped: {reason}. Its steps are trained again")
+        else:
+            console.print(f"warning: {path.name} is damaged and skipped ({reason})")
     if found is None:
         console.print("--resume: no checkpoint yet, starting at step 0")
         return None
@@ -98,6 +106,7 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
         TRAINING_ADAPTER: None,
         STARTED_FROM: None,
         CLASS_PROMPTS: [],
+        SWA: None,
         **checkpoint.settings,
     }  # older runs had none
     saved.pop(CLASS_IMAGES, None)  # they are compared when they exist
@@ -108,6 +117,17 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
         raise UsageError([differing(name, old, settings.get(name), folder, config) for name, old in changed.items()])
     console.print(f"resuming from {path.name} of {folder}")
     return checkpoint
+
+
+def without_state(folder: Path, passed_over: Mapping[Path, str]) -> Problem:
+    """Why a run of `checkpoint.save_state=false` cannot be resumed, and what can be done with its newest weights."""
+    newest = next(path for path, reason in passed_over.items() if reason == WEIGHTS_ONLY)
+    kept = sorted(folder.glob(f"weights/{folder.name}-step-*.safetensors"))
+    loras = [path for path in (folder / f"{folder.name}.safetensors", *reversed(kept)) if path.is_file()]
+    anew = "Start a new --name; it can be resumed without checkpoint.save_state=false."
+    if loras:
+        anew = f"To train on from its weights, start a new --name with --set lora.network_weights={loras[0]}."
+    return Problem(f"{folder} cannot be resumed: {newest.name} is its newest checkpoint, and {WEIGHTS_ONLY}.", anew)
 
 
 def all_damaged(folder: Path, damaged: Mapping[Path, str]) -> Problem:
@@ -129,6 +149,9 @@ def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Pr
     if name in (TRAINING_ADAPTER, STARTED_FROM):
         setting = "model.training_adapter" if name == TRAINING_ADAPTER else "lora.network_weights"
         return Problem(f"The {name} ({setting}) differs from the one at the start of the run.", fix)
+    if name == SWA:
+        message = f"The first step of SWA was {shown(old)} and is now {shown(new)} (train.swa_start)."
+        return Problem(message, f"Set train.swa_start={shown(old)}, or start a new --name.")
     if name == CLASS_PROMPTS:
         return Problem("The class images differ: data.num_class_images or data.class_prompts has changed.", fix)
     if name == CLASS_IMAGES:

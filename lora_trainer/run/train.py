@@ -43,7 +43,7 @@ from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, Status, lat
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import named_absolutely, on_stderr, silent
 from lora_trainer.run.differences import differences, find_differences
-from lora_trainer.run.ending_command import COMMANDS, then_command, wrong_commands
+from lora_trainer.run.ending_command import COMMANDS, show_commands, then_command, wrong_commands
 from lora_trainer.run.folder import (
     LOCK,
     asks_for_more,
@@ -53,6 +53,7 @@ from lora_trainer.run.folder import (
     is_finished,
     leave_as_found,
     locked_folder,
+    wrong_scratch,
 )
 from lora_trainer.run.inputs import (
     Inputs,
@@ -110,9 +111,14 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
         refuse_unmeasured(resolved.config.gates)
     if not dry_run:
         refuse_missing_attention(resolved)
-        if problems := [*missing_libraries(resolved.config.run.trackers), *wrong_commands(resolved.config.run)]:
+        if problems := [
+            *missing_libraries(resolved.config.run.trackers),
+            *wrong_commands(resolved.config.run),
+            *wrong_scratch(resolved.config.checkpoint.scratch),
+        ]:
             raise UsageError(problems)
     announce(resolved.config, console)
+    show_commands(resolved, console)
     found = None if dry_run else claim(order)
     if found is not None and is_finished(found) and not asks_for_more(order, found):
         return nothing_to_do(order, found)
@@ -237,16 +243,22 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
         from lora_trainer.run.flow import run_session
         from lora_trainer.run.room import patience_of
         from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
+        from lora_trainer.training.checkpoints.scratch import take_over
         from lora_trainer.training.determinism import only_deterministic
         from lora_trainer.training.processes import join_processes
 
     began, folder = time.monotonic(), order.folder
     set_allocator(expandable=order.config.memory.expandable_segments)  # before CUDA is initialized
     # All processes must find the folder free before one of them claims it.
-    join_processes(order.config.train.process_timeout_minutes).wait()
+    processes = join_processes(order.config.train.process_timeout_minutes)
+    processes.wait()
     # A signal ends only the session; the record is written before and after it.
     with locked_folder(order) as lock_again, patient(patience_of(order)) as patience, remembering():
         patience.keep(LOCK, lock_again)
+        if order.resume and is_main_process():
+            take = partial(take_over, folder / "checkpoints", order.console.print)
+            write_with_retry("what a killed session left in its scratch folder", folder, take)
+        processes.wait()  # all start from the same checkpoint
         previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
         record = first_record(order, inputs, previous or {})
         order = replace(order, differences=find_differences(order, previous or {}, record))

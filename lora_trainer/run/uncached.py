@@ -16,7 +16,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
 from lora_trainer.data.views import View, turn_of
 from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.run.caching import LATENT_DTYPE, in_halves
+from lora_trainer.run.caching import in_halves
 from lora_trainer.run.choices import Choices
 from lora_trainer.run.inputs import Inputs
 
@@ -38,7 +38,7 @@ def fresh_latents(config: Config, inputs: Inputs, choices: Choices, world: int) 
     encoders = inputs.family.load_encoders(inputs.facts.path, choices.encoder_dtype, device)
     encode = in_halves(patiently(encoders.encode_image, device), device)
     workers = max(1, usual_workers() // world) if config.cache.workers is None else config.cache.workers
-    return Fresh(shown, beside_training(encode, device), workers, LATENT_DTYPE)
+    return Fresh(shown, beside_training(encode, device), workers)
 
 
 def patiently(encode: EncodeImage, device: torch.device) -> EncodeImage:

@@ -6,7 +6,6 @@ pair has a new seed and other validation images, which no trial was measured on,
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.interrupt import stop_if_signalled
+from lora_trainer.core.intervals import FEWEST_VALUES, mean_interval
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_validation
 from lora_trainer.models import FAMILIES
@@ -30,9 +30,6 @@ from lora_trainer.training.steering import Steering
 
 FOLDER = "confirm"  # of the runs
 ARMS = ("best", "default")
-# 97.5 % quantiles of Student's t for 1 to 9 degrees of freedom: a 95 % interval over 2 to 10 pairs.
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-FEWEST_PAIRS, MOST_PAIRS = 2, len(T_QUANTILES) + 1
 SPLITS_TRIED = 1000  # split seeds, to find validation images that no trial was measured on
 
 
@@ -157,11 +154,10 @@ def compare_pairs(pairs: Sequence[ConfirmedPair], plan: SearchPlan, where: str) 
     """The mean gain of the pairs that have both results, with Student's 95 % interval."""
     gains = [pair.gain for pair in pairs if pair.gain is not None]
     of = f"of {counted(len(gains), 'pair')} with new seeds on {where}"
-    if len(gains) < FEWEST_PAIRS:
+    if len(gains) < FEWEST_VALUES:
         text = f"not confirmed: only {counted(len(gains), 'pair')} of {len(pairs)} has both results"
         return Confirmed("unmeasured", text, where, tuple(pairs))
-    mean = statistics.fmean(gains)
-    reach = T_QUANTILES[len(gains) - 2] * statistics.stdev(gains) / math.sqrt(len(gains))
+    mean, reach = mean_interval(gains)
     low, high = mean - reach, mean + reach
     usual = statistics.fmean(pair.default for pair in pairs if pair.gain is not None and pair.default is not None)
     what = "higher" if plan.maximizes else "lower"

@@ -172,9 +172,21 @@ def range_settings(order: RangeOrder, console: Console) -> Resolved:
     resolved = order.resolved
     sections: dict[str, dict[str, Any]] = {
         "run": {"output": str(order.folder), "name": RUN, "on_finish": None, "on_failure": None, "trackers": ()},
-        "train": {"max_steps": order.steps, "max_epochs": None, "max_hours": None, "ema_decay": None},
+        "train": {
+            "max_steps": order.steps,
+            "max_epochs": None,
+            "max_hours": None,
+            "ema_decay": None,
+            "swa_start": None,
+        },
+        "lr_scheduler": {"cycle_momentum": False},
         "validation": {"every_n_steps": max(1, order.steps // POINTS), "agreement": False},
-        "checkpoint": {"every_n_steps": order.steps, "every_n_epochs": None, "export_every_n_steps": 0},
+        "checkpoint": {
+            "every_n_steps": order.steps,
+            "every_n_epochs": None,
+            "export_every_n_steps": 0,
+            "export_every_n_epochs": 0,
+        },
         "safeguards": {"max_nonfinite_steps": order.steps, "early_stopping": False, "reduce_lr_on_plateau": False},
         "sample": {"every_n_steps": 0},
         "gates": {"lora_check": "off", "compare": "off"},

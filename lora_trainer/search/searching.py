@@ -20,6 +20,7 @@ from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import DONE, SIGNALED, TRAINING_FAILED, Problem, UsageError, gathering
 from lora_trainer.core.findings import counted
 from lora_trainer.core.interrupt import Stopped, listening, stop_if_signalled
+from lora_trainer.core.intervals import FEWEST_VALUES, MOST_VALUES
 from lora_trainer.core.launch import launched
 from lora_trainer.data.split import FEWEST_COMPARED
 from lora_trainer.models import FAMILIES
@@ -32,7 +33,7 @@ from lora_trainer.run.inputs import Inputs, read_inputs, with_absolute_paths
 from lora_trainer.run.messages import announce
 from lora_trainer.run.order import plain_console, run_folder
 from lora_trainer.run.train import refuse_data
-from lora_trainer.search.confirm import FEWEST_PAIRS, MOST_PAIRS, Confirmation, confirm
+from lora_trainer.search.confirm import Confirmation, confirm
 from lora_trainer.search.outcome import write_outcome
 from lora_trainer.search.search_page import write_page
 from lora_trainer.search.space import Space, describe, grid_of
@@ -141,8 +142,8 @@ def check_order(order: SearchOrder) -> int:
         problems.append(Problem(message, "Start it with lora-trainer search; --jobs trains several trials at once."))
     if order.confirmation is not None:
         pairs = order.confirmation.pairs
-        if not FEWEST_PAIRS <= pairs <= MOST_PAIRS:
-            message = f"--confirm is {pairs}, must be {FEWEST_PAIRS} to {MOST_PAIRS}."
+        if not FEWEST_VALUES <= pairs <= MOST_VALUES:
+            message = f"--confirm is {pairs}, must be {FEWEST_VALUES} to {MOST_VALUES}."
             problems.append(Problem(message, "Each pair trains two runs; 3 to 5 are usual."))
     folder = order.folder
     other = folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - {".lock", ".lock.held"})

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lora_trainer.adapters.adapter_kinds import add_adapter, denoiser_options
-from lora_trainer.adapters.ema import make_ema, shown_weights
+from lora_trainer.adapters.averages import make_average, shown_weights
 from lora_trainer.adapters.masters import make_adapter
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.config.schema import Config
@@ -24,7 +24,9 @@ from lora_trainer.models.memory.offload import offload_note, offloaded
 from lora_trainer.models.memory.phases import count_of, no_more
 from lora_trainer.models.quantization.store import counted_products, int8_products, make_quantizer
 from lora_trainer.optim.clipping import make_clip
+from lora_trainer.optim.layers import layer_notes
 from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer, shares_of
+from lora_trainer.optim.random_updates import make_bf16_step, make_gradient_noise
 from lora_trainer.training.attention import set_up_attention
 from lora_trainer.training.compiling import compile_if_enabled
 from lora_trainer.training.denoiser_layout import Layout
@@ -54,15 +56,18 @@ def build_step_context(
         config, family, facts, layout, processes, is_attention_requested=is_attention_requested
     )
     texts = build_texts(config, family, facts, dtype=dtype, device=device, checkpointed=built.checkpointed > 0)
-    adapter = make_adapter({**parameters, **(texts.parameters if texts else {})}, dtype)
+    is_rounded = config.optimizer.stochastic_rounding
+    adapter = make_adapter({**parameters, **(texts.parameters if texts else {})}, dtype, has_masters=not is_rounded)
     text_lrs = texts.lrs if texts else ()
     optimizer = make_optimizer(adapter.masters, config.optimizer, text_lrs)
-    average = make_ema(config, adapter)
+    average = make_average(config, adapter)
     process = trained_process(family.denoiser.make_process(facts.path), config, device)
     scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
     moves = config.memory.offload_activations and device.type == "cuda"
     size = f"{built.modules} modules, {adapter.size:,} trainable parameters"
-    line = f"LoRA: rank {config.lora.rank}, {size}{', text encoders included' if texts else ''}"
+    stored = ", in bf16 with stochastic rounding" if is_rounded else ""
+    line = f"LoRA: rank {config.lora.rank}, {size}{', text encoders included' if texts else ''}{stored}"
+    lines = (line, *layer_notes(adapter.masters, config.optimizer))
     if texts:
         built = replace(built, shapes={**built.shapes, **texts.shapes}, notes=(*texts.notes, *built.notes))
     return StepContext(
@@ -87,7 +92,9 @@ def build_step_context(
         world=processes.world,
         texts=texts,
         shares=shares_of(adapter.masters, config.optimizer, text_lrs),
-        built=replace(built, notes=(line, *built.notes)),
+        add_noise=make_gradient_noise(adapter.masters, config.optimizer, config.train.seed),
+        bf16_step=make_bf16_step(optimizer, adapter.masters, config.train.seed) if is_rounded else None,
+        built=replace(built, notes=(*lines, *built.notes)),
     )
 
 

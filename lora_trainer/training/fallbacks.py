@@ -15,6 +15,7 @@ from lora_trainer.core.errors import Problem, TrainingFailed, first_line, is_out
 from lora_trainer.core.randomness import position_key
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.compiled import Compiled, compiler_message
+from lora_trainer.optim.schedules import momentum_at
 from lora_trainer.training.compiling import WITHOUT, can_retry_without_compiling, disagreement, refuse_graph_break
 from lora_trainer.training.guard import with_guard
 from lora_trainer.training.micro_batch import MicroBatch
@@ -27,6 +28,7 @@ from lora_trainer.training.step import (
     OomDuringAllReduce,
     OomDuringUpdate,
     StepResult,
+    StepSettings,
     abort_step,
     changing_weights,
     train_step,
@@ -58,6 +60,8 @@ def step_with_fallbacks(
     """
     context, samples = run.context, run.feed.samples_in(state.step)
     compiled, fit = context.compiled, grow(run, state, reporter)
+    momentum = momentum_at(run.config.lr_scheduler, state.step, run.total_steps)
+    settings = StepSettings(lr, state.step, momentum, state.control.clip_scale)
     is_changed = fit != state.fit
     with stopping.step(state) as gradients_are_there:
         while True:
@@ -72,12 +76,11 @@ def step_with_fallbacks(
                         # process.
                         key = position_key(run.config.train.seed, "dropout", state.step, run.processes.rank)
                         torch.manual_seed(key % 2**32)
-                    clip_scale = state.control.clip_scale
                     guarded = with_guard(context, state)
-                    result = train_step(guarded, fitting, samples, lr, clip_scale, gradients_are_there)
+                    result = train_step(guarded, fitting, samples, settings, gradients_are_there)
                     if context.average is not None:
                         with changing_weights(), context.phase("ema"):
-                            context.average.update(context.adapter.masters, state.step)
+                            context.average.update(context.adapter.masters, state.step, run.total_steps)
             except Exception as error:  # noqa: BLE001  raised again where no fallback helps
                 failure = failure_of(error, compiled)
             # Out here nothing refers to the frames of the failed step.

@@ -47,7 +47,7 @@ def make_feed(
     copied = make_copier(context.device, context.dtype)
 
     def groups_of(refs: tuple[Ref, ...]) -> tuple[tuple[Ref, ...], ...]:
-        return split_micros(refs, lambda ref: data.bucket(ref, seed), micro)
+        return split_micros(refs, lambda ref: data.shape(ref, seed), micro)
 
     def own_groups(step: int) -> tuple[tuple[Ref, ...], ...]:
         return groups_of(share(plan.refs(step), processes.rank, processes.world))

@@ -35,7 +35,9 @@ class Due:
         return is_due(self.run.config.validation.every_n_steps, state.step) or at_the_end
 
     def export(self, state: TrainState) -> bool:
-        return is_due(self.run.config.checkpoint.export_every_n_steps, state.step)
+        section = self.run.config.checkpoint
+        epochs = section.export_every_n_epochs * self.run.feed.plan.steps_per_epoch
+        return is_due(section.export_every_n_steps, state.step) or is_due(epochs, state.step)
 
     def samples(self, state: TrainState) -> bool:
         """Not after the last step: those are drawn with the exported file."""
@@ -83,10 +85,10 @@ def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporte
 
     def checkpoint(state: TrainState) -> TrainState:
         if due.checkpoint(state):
-            # Drawing samples has ended runs: before it, all is on the disk.
-            wait = stopping.is_last(state) or due.samples(state)
+            # Drawing samples has ended runs: before it, all is on a disk.
+            last, wait = stopping.is_last(state), due.samples(state)
             with phase("checkpoint"):
-                save(run, state, reporter.flush, last=wait, held_up=seconds_of_check)
+                save(run, state, reporter.flush, last=last, wait=wait, held_up=seconds_of_check)
         return state
 
     def draw_samples(state: TrainState) -> TrainState:

@@ -49,6 +49,8 @@ def train(
         state = replace(state, control=replace(state.control, ended=""))
     with (
         line as show,
+        run.scratch or nullcontext(),
+        run.copier,
         run.writer,
         run.watches,
         listening() as interrupt,
@@ -95,6 +97,7 @@ def training_loop(
     while True:
         stand_by()  # while the disk refuses what was trained, nothing more is trained
         run.writer.check()
+        run.copier.check()
         started, lr = time.perf_counter(), lr_at(run, state, state.step)
         try:
             with stopping.waiting_for_data(), run.context.phase("data"):

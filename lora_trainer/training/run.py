@@ -15,7 +15,8 @@ from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.validation_loss import ValidationLoss
 from lora_trainer.monitor.idle import IdleSetup
 from lora_trainer.monitor.watches import Watches
-from lora_trainer.optim.schedules import lr_multiplier
+from lora_trainer.optim.schedules import scheduled_lr
+from lora_trainer.training.checkpoints.scratch import Scratch
 from lora_trainer.training.checkpoints.writer import Writer
 from lora_trainer.training.control import is_stopped_early
 from lora_trainer.training.feed import Feed
@@ -56,6 +57,8 @@ class Run:
     steering: Steering = field(default_factory=Steering)
     writer: Writer = field(default_factory=Writer)  # of checkpoints, in its own thread
     profiler: Profiler | None = None
+    scratch: Scratch | None = None  # where checkpoints are written first, in the main process
+    copier: Writer = field(default_factory=Writer)  # from there to the run's folder, in its own thread
 
     @cached_property
     def watches(self) -> Watches:
@@ -72,18 +75,17 @@ def lr_at(run: Run, state: TrainState, step: int) -> float:
     """The learning rate of `step`, counted from 0: the scheduled one, times the safeguards' factor."""
     if run.steering.lr is not None:
         return run.steering.lr(step) * state.rate_factor
-    return (
-        run.config.optimizer.learning_rate
-        * state.rate_factor
-        * lr_multiplier(run.config.lr_scheduler, step, run.total_steps)
-    )
+    return scheduled_lr(run.config, step, run.total_steps, state.rate_factor)
 
 
-def is_regular(run: Run, step: int) -> bool:
-    """Whether a regular checkpoint is due after `step` steps: every `every_n_steps`, or every `every_n_epochs`."""
+def is_regular(run: Run, step: int, nth: int = 1) -> bool:
+    """Whether a regular checkpoint is due after `step` steps: every `every_n_steps`, or every `every_n_epochs`.
+
+    With `nth` only the n-th ones of either interval.
+    """
     section, epochs = run.config.checkpoint, run.config.checkpoint.every_n_epochs
-    ends_epochs = epochs is not None and step % (epochs * run.feed.plan.steps_per_epoch) == 0
-    return step > 0 and (step % section.every_n_steps == 0 or ends_epochs)
+    ends_epochs = epochs is not None and step % (nth * epochs * run.feed.plan.steps_per_epoch) == 0
+    return step > 0 and (step % (nth * section.every_n_steps) == 0 or ends_epochs)
 
 
 def is_due(every: int, step: int) -> bool:

@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.adapters.ema import Ema, Shown
+from lora_trainer.adapters.averages import Average, Shown
 from lora_trainer.adapters.masters import Adapter
 from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.core.interrupt import abort_if_late, no_more_aborting
@@ -25,6 +26,7 @@ from lora_trainer.diffusion.process import Process
 from lora_trainer.models.compiled import Compiled
 from lora_trainer.optim.clipping import Clip
 from lora_trainer.optim.optimizers import set_lr
+from lora_trainer.optim.random_updates import AddNoise, TakeStep
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.step_phases import PhaseRange
 from lora_trainer.training.texts import TrainedTexts
@@ -53,6 +55,16 @@ class Built:
 
 
 @dataclass(frozen=True)
+class StepSettings:
+    """What differs from step to step: `step` is its number, counted from 0."""
+
+    lr: float
+    step: int = 0
+    momentum: float | None = None  # beta1, where it is cycled
+    clip_scale: float = 1.0  # factor on the clipping
+
+
+@dataclass(frozen=True)
 class StepContext:
     """What a step works on. `reduce` sums a tensor over all processes; None in a run of one.
 
@@ -65,7 +77,7 @@ class StepContext:
     process: Process
     loss: Loss
     adapter: Adapter
-    average: Ema | None
+    average: Average | None
     shown: Shown
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
@@ -83,6 +95,8 @@ class StepContext:
     shares: tuple[float, ...] = ()  # factor on the learning rate of each parameter group; empty: 1
     built: Built = Built()
     phase: PhaseRange = nullcontext  # a range around each phase, for a profile
+    add_noise: AddNoise | None = None  # to the gradients, after clipping
+    bf16_step: TakeStep | None = None  # in place of the optimizer's own, where weights are bf16 alone
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -113,7 +127,7 @@ class StepResult:
 
 
 class OomDuringUpdate(Exception):
-    """Memory ran out while weights, optimizer or EMA were changed: they are half changed."""
+    """Memory ran out while weights, optimizer or their average were changed: they are half changed."""
 
 
 class OomDuringAllReduce(Exception):
@@ -141,15 +155,14 @@ def train_step(
     context: StepContext,
     micro_batches: Iterable[MicroBatch],
     samples: int,
-    lr: float,
-    clip_scale: float = 1.0,
+    settings: StepSettings,
     gradients_are_there: Callable[[], None] = no_more_aborting,
 ) -> StepResult:
     """One update from the micro-batches of a step that has `samples` samples over all processes.
 
     The loss is the sum over samples divided by their number, so it does not depend on how the step is split. Gradients
-    are summed over processes here: a process with no sample in a short step still takes part. `clip_scale` is a factor
-    on the clipping. `gradients_are_there` is called when they are: until then the step can be aborted unchanged.
+    are summed over processes here: a process with no sample in a short step still takes part.
+    `gradients_are_there` is called when they are: until then the step can be aborted unchanged.
     """
     total = torch.zeros((), device=context.device)
     losses: tuple[Tensor, ...] = ()
@@ -173,8 +186,8 @@ def train_step(
         if context.reduce is not None:
             with context.phase("all_reduce"):
                 spread(context.reduce(flat), summed)
-        set_lr(context.optimizer, lr, context.shares)
-        norm, skipped = update(context, total, clip_scale)
+        set_lr(context.optimizer, settings.lr, context.shares, settings.momentum)
+        norm, skipped = update(context, total, settings)
     # A product, since the scaler changes its own in place; on the device, so that nothing waits.
     scale = context.scaler.scale(torch.ones((), device=context.device)) if context.scaler else None
     return StepResult(total, norm, losses, context.guard, skipped, samples, scale)
@@ -221,22 +234,28 @@ def spread(flat: Tensor, into: list[Tensor]) -> None:
         each.copy_(part.view_as(each))
 
 
-def update(context: StepContext, loss: Tensor, clip_scale: float) -> tuple[Tensor, bool]:
-    """Clip, step, copy the masters to the model. Returns the norm before clipping, and whether it was skipped."""
+def update(context: StepContext, loss: Tensor, settings: StepSettings) -> tuple[Tensor, bool]:
+    """Clip, add noise where it is set, step, copy the masters to the model.
+
+    Returns the norm before clipping, and whether the update was skipped. Noise comes after clipping, which would scale it.
+    """
     scaler, optimizer = context.scaler, context.optimizer
     with context.phase("clip"):
         if scaler is not None:
             scaler.unscale_(optimizer)
-        norm = context.clip(context.masters, clip_scale)
+        norm = context.clip(context.masters, settings.clip_scale)
+        if context.add_noise is not None:
+            context.add_noise(settings.step)
     if context.guard == "ahead" or context.optimizer_waits:
         context.await_gpu()
     # The scaler's own `step` would check gradients alone, and wait for the GPU.
     skipped = context.guard == "ahead" and not (math.isfinite(float(loss)) and math.isfinite(float(norm)))
     with changing_weights(), context.phase("optimizer"):
+        take = optimizer.step if context.bf16_step is None else partial(context.bf16_step, settings.step)
         if context.guard == "on_device":
-            step_if(optimizer, torch.isfinite(loss) & torch.isfinite(norm))
+            step_if(optimizer, torch.isfinite(loss) & torch.isfinite(norm), take)
         elif not skipped:
-            optimizer.step()
+            take()
         if scaler is not None:
             scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -244,14 +263,14 @@ def update(context: StepContext, loss: Tensor, clip_scale: float) -> tuple[Tenso
     return norm, skipped
 
 
-def step_if(optimizer: torch.optim.Optimizer, good: Tensor) -> None:
-    """Step where `good` [] is true, on the device, else change nothing. For torch's fused optimizers.
+def step_if(optimizer: torch.optim.Optimizer, good: Tensor, take: Callable[[], object]) -> None:
+    """Take a step where `good` [] is true, on the device, else change nothing. For torch's fused optimizers.
 
     They read `found_inf`, as torch's GradScaler sets it for an overflow.
     """
     optimizer.found_inf = (~good).float()  # type: ignore[attr-defined]
     try:
-        optimizer.step()
+        take()
     finally:
         del optimizer.found_inf  # type: ignore[attr-defined]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-PARAMETER = re.compile(r"\.(?:lora|lokr|hada|oft)_.*|\.[^.]*$")  # what follows the module's name
+from lora_trainer.optim.layers import layer_of
+
 AT_ONCE = 64  # tensors of earlier weights that are on the device at a time
 
 
@@ -43,7 +43,7 @@ class UpdateSizes:
         changed, whole = torch.cat(squares, dim=1).cpu().tolist()  # waits for the device, and so for the copies
         sums: dict[str, list[float]] = {}
         for name, change, size in zip(weights, changed, whole, strict=True):
-            both = sums.setdefault(PARAMETER.sub("", name), [0.0, 0.0])
+            both = sums.setdefault(layer_of(name), [0.0, 0.0])
             both[0] += change
             both[1] += size
         return {module: (change / size) ** 0.5 for module, (change, size) in sums.items() if size > 0}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lora_trainer.batch import queue
 from lora_trainer.core.errors import UsageError
+from lora_trainer.monitor.progress import Progress
 
 NONE = {"dataset": None, "lora": None}
 
@@ -26,7 +27,8 @@ def new_queue(folder: Path, *names: str) -> Path:
 
 
 def ended(path: Path, name: str, code: int = 0) -> None:
-    queue.finish(path, name, queue.Ending(code, None, NONE))
+    job = next(job for job in queue.read_jobs(path) if job.name == name)
+    assert queue.finish(path, job, queue.Ending(code, None, NONE)) is not None
 
 
 def statuses(path: Path) -> dict[str, str]:
@@ -116,13 +118,79 @@ def test_a_job_that_kills_every_process_fails(tmp_path):
 
 def test_a_silent_machine_is_dead(tmp_path, monkeypatch):
     path = new_queue(tmp_path, "one")
-    assert queue.claim(path, json.dumps(["elsewhere", 1, 1.0])) is not None
+    job = queue.claim(path, json.dumps(["elsewhere", 1, 1.0]))
+    assert job is not None
     queue.give_back_lost(path)
     assert statuses(path) == {"one": "running"}
-    queue.sign_of_life(path, "one")
+    queue.sign_of_life(path, job)
     monkeypatch.setattr(queue, "SILENT_SECONDS", -1.0)
     queue.give_back_lost(path)
     assert statuses(path) == {"one": "waiting"}
+
+
+def test_a_silent_process_that_comes_back_changes_nothing(tmp_path, monkeypatch):
+    """Another one took its job meanwhile, and then ended it."""
+    path = new_queue(tmp_path, "one")
+    silent = queue.claim(path, json.dumps(["elsewhere", 1, 1.0]))
+    assert silent is not None
+    monkeypatch.setattr(queue, "SILENT_SECONDS", -1.0)
+    other = queue.claim(path)
+    assert other is not None
+    assert (queue.read_claim(path, silent), queue.read_claim(path, other)) == ("lost", "held")
+    queue.report_progress(path, silent, Progress("training", 900, 1000))
+    (job,) = queue.read_jobs(path)
+    assert (job.step, job.attempts) == (None, 2)
+    assert queue.finish(path, silent, queue.Ending(5, "Out of memory.", NONE)) is None
+    assert statuses(path) == {"one": "running"}
+    assert queue.finish(path, other, queue.Ending(0, None, {"dataset": 1.0, "lora": 0.9})) == "done"
+    assert queue.finish(path, silent, queue.Ending(5, "Out of memory.", NONE)) is None
+    (job,) = queue.read_jobs(path)
+    assert (job.status, job.exit_code, job.reason, job.scores["lora"]) == ("done", 0, None, 0.9)
+
+
+def test_cancelled_jobs_are_not_claimed(tmp_path):
+    path = new_queue(tmp_path, "one", "two", "three", "four")
+    running, ended_first = queue.claim(path), queue.claim(path)
+    assert running is not None
+    assert ended_first is not None
+    ended(path, "two")
+    for _ in range(2):
+        queue.cancel(path, ["one", "two", "three"])
+    assert statuses(path) == {"one": "running", "two": "done", "three": "cancelled", "four": "waiting"}
+    assert queue.read_claim(path, running) == "cancelled"
+    assert queue.finish(path, running, queue.Ending(143, "stopped by a signal", NONE)) == "cancelled"
+    (job, *_) = queue.read_jobs(path)
+    assert (job.exit_code, job.reason) == (None, queue.CANCELLED)
+    last = queue.claim(path)
+    assert last is not None
+    assert last.name == "four"
+    assert queue.claim(path) is None
+    queue.put_back(path, ["one", "three"])
+    again = queue.claim(path)
+    assert again is not None
+    assert (again.name, again.attempts, queue.read_claim(path, again)) == ("one", 2, "held")
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, "done"), (4, "refused"), (143, "cancelled")])
+def test_a_job_that_ends_before_it_stops_keeps_its_end(code, status, tmp_path):
+    path = new_queue(tmp_path, "one")
+    job = queue.claim(path)
+    assert job is not None
+    queue.cancel(path, ["one"])
+    assert queue.finish(path, job, queue.Ending(code, None, NONE)) == status
+
+
+def test_a_cancelled_job_whose_process_died_is_cancelled(tmp_path, monkeypatch):
+    path = new_queue(tmp_path, "one", "two")
+    host, number, started = json.loads(queue.this_process())
+    assert queue.claim(path, json.dumps(["elsewhere", 1, 1.0])) is not None
+    queue.cancel(path, ["one"])
+    assert queue.claim(path, json.dumps([host, number, started - 1000])) is not None
+    queue.cancel(path, ["two"])
+    assert statuses(path) == {"one": "running", "two": "cancelled"}
+    monkeypatch.setattr(queue, "SILENT_SECONDS", -1.0)
+    queue.give_back_lost(path)
+    assert statuses(path) == {"one": "cancelled", "two": "cancelled"}
 
 
 def test_adding_jobs_again_keeps_their_status(tmp_path):

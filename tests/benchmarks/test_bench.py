@@ -217,14 +217,50 @@ def test_a_gpu_is_known_by_its_name(name, rate):
 
 def test_a_setting_is_shown_with_its_gain_and_cost(place, capsys):
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
-    extra = ["--compare", "memory.gradient_checkpointing=true", "--compare", "memory.weight_dtype=bf16"]
+    extra = ["--compare", "memory.gradient_checkpointing=true", "--compare", "memory.weight_dtype=bf16", "--seeds", "2"]
     rows = measured([arguments[0], "step", *arguments[1:], *extra], capsys)
     assert list(rows) == ["ours", "memory.gradient_checkpointing=true", "memory.weight_dtype=bf16"]
     exact, rounded = rows["memory.gradient_checkpointing=true"], rows["memory.weight_dtype=bf16"]
     assert (rows["ours"]["ratio"], rows["ours"]["loss_mean"], rows["ours"]["loss_most"]) == (1.0, 0.0, 0.0)
     assert exact["loss_most"] < 1e-4
+    assert abs(exact["loss_change"]) < 1e-4
     assert 1e-4 < rounded["loss_mean"] <= rounded["loss_most"] < 0.5
     assert rounded["peak_gib"] < exact["peak_gib"] < rows["ours"]["peak_gib"]
+
+
+@pytest.mark.slow
+def test_a_setting_that_loses_quality_fails(place, capsys):
+    """A learning rate that learns nothing, over several seeds; one that only recomputes loses nothing."""
+    arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
+    extra = ["--compare", "optimizer.learning_rate=1e-9", "--seeds", "3", "--steps", "40", "--json"]
+    assert main([arguments[0], "step", *arguments[1:], *extra]) == 5
+    output = capsys.readouterr()
+    (message,) = json.loads(output.out)["worse"]
+    assert message.startswith(
+        f"optimizer.learning_rate=1e-9 of {place.model.name} loses quality: the loss changes by +"
+    )
+    assert "95 % over 3 seeds" in message
+    assert "loses quality" in output.err
+
+
+def test_quality_is_judged_by_the_interval_over_seeds():
+    row = versus.VersusRow("a=1", "m", 1.0, 1.0, 1.0, 1.0)
+    base = [[1.0, 1.0, 0.5, 0.5], [1.0, 1.0, 0.6, 0.6], [1.0, 1.0, 0.4, 0.4]]
+
+    def judged(*factors: float) -> tuple[int, int]:
+        """Numbers of problems and notes of losses that are so much higher in the later half, seed by seed."""
+        pairs = [([9.0, 9.0, f * each[2], f * each[3]], each) for f, each in zip(factors, base, strict=True)]
+        lost, notes = versus.quality_of([versus.with_seeds(row, pairs)])
+        return len(lost), len(notes)
+
+    assert judged(1.05, 1.051, 1.049) == (1, 0)
+    assert judged(1.001, 1.0, 0.999) == (0, 0)
+    assert judged(0.8, 0.81, 0.79) == (0, 0), "better"
+    assert judged(1.05, 0.9, 1.2) == (0, 1), "the seeds do not decide it"
+    assert versus.quality_of([row]) == ([], []), "one seed has no interval"
+    spoiled = versus.with_seeds(row, [([1.0, 1.0, None, 0.5], base[0]), (base[1], base[1])])
+    (problem,) = versus.quality_of([spoiled])[0]
+    assert "the loss is not finite" in problem.message
 
 
 def test_the_best_settings_are_a_config_file(place, tmp_path, capsys):

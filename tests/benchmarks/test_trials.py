@@ -124,6 +124,18 @@ def test_optimizations_without_a_setting_are_measured_too(optimization, capsys):
     assert row["loss_mean"] is None
 
 
+@pytest.mark.slow
+def test_everything_together_is_measured_against_nothing(capsys):
+    document = measured("ablation", capsys, "--filter", "all together")
+    (row,) = document["rows"]
+    assert row["left_out"] is None
+    assert row["gain"] == pytest.approx(1 / row["ratio"])
+    assert row["claimed"] == "2-3 x, 40-50 % less memory"
+    assert 0.3 < row["memory_ratio"] < 0.95, "half the weights, and blocks that are recomputed"
+    assert 1e-5 < row["loss_mean"] <= row["loss_most"] < 0.2, "the same samples and noise, in bf16"
+    assert any(note.startswith("all together: all rows above in one process") for note in document["notes"])
+
+
 def test_measurements_that_need_a_gpu_are_named(capsys):
     document = measured("ablation", capsys, "--filter", "cuDNN")
     assert document["rows"][0]["seconds_median"] is None

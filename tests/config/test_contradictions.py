@@ -27,7 +27,36 @@ CLASHES = [
     ({"optimizer__name": "prodigy"}, {"optimizer__learning_rate": 1e-4}, 1.0),
     ({"optimizer__name": "adamw_schedulefree"}, {"lr_scheduler__name": "cosine"}, "constant_with_warmup"),
     ({"optimizer__name": "adamw_schedulefree"}, {"train__ema_decay": 0.99}, None),
+    ({"optimizer__name": "adamw_schedulefree"}, {"train__swa_start": 0.75}, None),
     ({"optimizer__name": "adamw_schedulefree"}, {"optimizer__beta1": 0.0}, 0.9),
+    ({"train__swa_start": 100}, {"train__ema_decay": 0.999}, None),
+    ({"train__ema_decay": 0.999}, {"train__swa_every_n_steps": 5}, 10),
+    ({}, {"train__swa_learning_rate": 1e-5}, None),
+    ({"lr_scheduler__name": "cosine"}, {"lr_scheduler__cycle_momentum": True}, False),
+    (
+        {"optimizer__name": "adafactor", "lr_scheduler__name": "one_cycle"},
+        {"lr_scheduler__cycle_momentum": True},
+        False,
+    ),
+    (
+        {"lr_scheduler__name": "one_cycle", "lr_scheduler__cycle_momentum": True},
+        {"optimizer__beta1": 0.8},
+        0.9,
+    ),
+    ({"lr_scheduler__name": "one_cycle"}, {"lr_scheduler__base_momentum": 0.8}, 0.85),
+    (
+        {"optimizer__name": "prodigy", "optimizer__learning_rate": 1.0},
+        {"optimizer__layer_learning_rates": {"mid_block.*": 0.5}},
+        {},
+    ),
+    (
+        {"optimizer__name": "prodigy", "optimizer__learning_rate": 1.0},
+        {"optimizer__stochastic_rounding": True},
+        False,
+    ),
+    ({"optimizer__name": "adamw_schedulefree"}, {"optimizer__stochastic_rounding": True}, False),
+    ({"memory__weight_dtype": "fp16"}, {"optimizer__stochastic_rounding": True}, False),
+    ({}, {"optimizer__gradient_noise_decay": 0.3}, 0.55),
     ({"optimizer__clip_value": 0.5}, {"optimizer__max_grad_norm": 2.0}, 0.0),
     ({}, {"captions__dropout": 1.0}, 0.0),
     ({}, {"captions__dropout_every_n_epochs": 1}, 0),
@@ -218,3 +247,19 @@ def test_flow_timesteps_are_refused_on_a_diffusion_model(settings):
     for prediction in ("epsilon", "v_prediction"):
         with pytest.raises(UsageError, match="timesteps can be chosen only for flow-matching"):
             suited(resolved, prediction)
+
+
+def test_momentum_does_not_cycle_above_its_maximum():
+    cycled = {"lr_scheduler__name": "one_cycle", "lr_scheduler__cycle_momentum": True}
+    with pytest.raises(UsageError, match=r"base_momentum = 0\.97 .*base_momentum=0\.97 is above .*max_momentum=0\.95"):
+        resolve([user(**cycled, lr_scheduler__base_momentum=0.97)])
+    with pytest.raises(UsageError, match=r"max_momentum = 0\.8 .*base_momentum=0\.85 is above .*max_momentum=0\.8"):
+        resolve([user(**cycled, lr_scheduler__max_momentum=0.8)])
+    assert resolve([user(**cycled, lr_scheduler__base_momentum=0.95)]).config.lr_scheduler.base_momentum == 0.95
+
+
+def test_a_factor_below_0_is_refused_with_its_pattern():
+    with pytest.raises(UsageError, match=r'layer_learning_rates = \{"mid_block\.\*" = -1\.0\} .* must be at least 0'):
+        resolve([user(optimizer__layer_learning_rates={"mid_block.*": -1.0})])
+    with pytest.raises(UsageError, match="must be a table such as"):
+        resolve([user(optimizer__layer_learning_rates=0.5)])

@@ -39,7 +39,7 @@ def test_every_problem_of_every_layer_is_reported_at_once() -> None:
         Layer("a.toml", {"optimizer": {"learning_rte": 1e-3}, "sampel": {"count": 1}}),
         Layer("--set", {"optimizer": {"learning_rate": 20}, "lora": {"rank": 1.5}}),
     )
-    assert "optimizer.learning_rte (from a.toml) is not a setting. Did you mean optimizer.learning_rate?" in text
+    assert "optimizer.learning_rte (from a.toml) is not a setting. Did you mean optimizer.learning_rate or" in text
     assert "sampel (from a.toml) is not a section. Did you mean sample?" in text
     assert "optimizer.learning_rate = 20 (from --set): must be at most 10." in text
     assert "lora.rank = 1.5 (from --set): must be a whole number." in text

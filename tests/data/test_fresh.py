@@ -14,6 +14,7 @@ from lora_trainer.core.errors import DatasetRefused, Problem, TrainingFailed
 from lora_trainer.data import fresh
 from lora_trainer.data.buckets import Bucket, ResizeCrop
 from lora_trainer.data.fresh import Fresh
+from lora_trainer.data.images.pixels import ShownView
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
 from lora_trainer.data.views import View
@@ -30,9 +31,9 @@ def encode(pixels: Tensor) -> tuple[Tensor, Tensor]:
     return pixels, pixels * 0 + 1
 
 
-def image(sample: Sample, view: View) -> tuple[Tensor, Tensor | None]:
+def image(sample: Sample, view: View) -> ShownView:
     mask = torch.full((1, 8, 8), 0.5) if int(sample.path.stem) % 2 else None
-    return torch.full((3, 8, 8), float(sample.path.stem)), mask
+    return ShownView(torch.full((3, 8, 8), float(sample.path.stem)), mask)
 
 
 @settings(max_examples=30)
@@ -53,7 +54,7 @@ def test_images_are_decoded_ahead_up_to_the_limit(monkeypatch):
     decoded: list[int] = []
     enough = threading.Semaphore(0)
 
-    def read(sample: Sample, view: View) -> tuple[Tensor, Tensor | None]:
+    def read(sample: Sample, view: View) -> ShownView:
         decoded.append(int(sample.path.stem))
         enough.release()
         return image(sample, view)
@@ -73,7 +74,7 @@ def test_images_are_decoded_ahead_up_to_the_limit(monkeypatch):
 
 
 def test_an_unreadable_image_is_reported_at_its_turn(monkeypatch):
-    def read(sample: Sample, view: View) -> tuple[Tensor, Tensor | None]:
+    def read(sample: Sample, view: View) -> ShownView:
         if sample.path.stem == "1":
             raise DatasetRefused(Problem(f"{sample.path} is gone.", "Bring it back."))
         return image(sample, view)

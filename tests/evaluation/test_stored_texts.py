@@ -21,7 +21,7 @@ PROMPTS = ["a red ring", "two blue squares", ""]
 GIB = 2**30
 
 
-@pytest.fixture(scope="module", params=["sd3", "flux", "z_image"])
+@pytest.fixture(scope="module", params=["sd3", "flux", "flux2", "chroma", "z_image"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model of a family stored in 16 bits, in a folder with the family's name."""
     folder = tmp_path_factory.mktemp("stored")
@@ -77,14 +77,14 @@ def test_small_encoders_are_dequantized_for_sampling(model: Path, dtype: torch.d
 
 def test_large_encoders_are_dequantized_layer_by_layer_for_sampling(model: Path, visited: list[str]) -> None:
     assert same(drawn_with(model, torch.float32), whole(model, torch.float32))
-    assert visited == ["Qwen3Model" if model.name == "z_image" else "T5EncoderModel"]
+    assert visited == ["Qwen3Model" if model.name in ("flux2", "z_image") else "T5EncoderModel"]
 
 
 def test_large_encoders_are_dequantized_layer_by_layer_for_captions(model: Path, visited: list[str]) -> None:
     family = FAMILIES[model.name]
     read = text_reader(family, family.describe(model), torch.float32, CPU, None)
     assert same([read([prompt]) for prompt in PROMPTS], whole(model, torch.float32))
-    assert len(visited) == {"sd3": 3, "flux": 2, "z_image": 1}[model.name]
+    assert len(visited) == {"sd3": 3, "flux": 2, "flux2": 1, "chroma": 1, "z_image": 1}[model.name]
 
 
 @pytest.mark.parametrize(("family", "in_turn"), [("sd15", False), ("sdxl", False), ("sd3", True), ("flux", True)])

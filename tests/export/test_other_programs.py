@@ -180,7 +180,17 @@ def test_a_kernel_between_two_of_one_pixel_is_multiplied_into_down(tmp_path: Pat
     assert torch.allclose(pair.delta(), expected, atol=1e-5)
 
 
-LINEAR = ("to_out.0", "net.0.proj", "net.2", "proj_out", "norm1.linear", "norm_out.linear", "feed_forward.w1")
+LINEAR = (
+    "to_out.0",
+    "net.0.proj",
+    "net.2",
+    "proj_out",
+    "norm1.linear",
+    "norm_out.linear",
+    "feed_forward.w1",
+    "modulation.linear",
+    "layer.out_proj",
+)
 TRANSFORMERS = [
     name for name, family in FAMILIES.items() if family.lora_files.layout and family.denoiser.component == "transformer"
 ]

@@ -35,6 +35,8 @@ HEADERS = {
         "sdxl": "sdxl_base_v1-0",
         "sd3": "sd3",
         "flux": "flux1",
+        "flux2": "flux2",
+        "chroma": "chroma",
         "z_image": "z_image",
         "qwen_image": "qwen_image",
         "krea2": "krea2",

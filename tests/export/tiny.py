@@ -8,11 +8,17 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    ChromaPipeline,
+    ChromaTransformer2DModel,
     DDIMScheduler,
     DiffusionPipeline,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
     Krea2Pipeline,
@@ -64,7 +70,7 @@ UNETS: dict[str, dict[str, Any]] = {
         "projection_class_embeddings_input_dim": 6 * 8 + 16,
     },
 }
-T5_WIDTH, POOLED = 64, 16
+T5_WIDTH, FLUX2_WIDTH, POOLED = 64, 16, 16
 # Flavors of the families with a transformer: their differences from the plain one.
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "sd3": {},
@@ -72,6 +78,10 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "sd3.5": {"qk_norm": "rms_norm", "dual_attention_layers": (0,)},
     "flux": {"guidance_embeds": True},
     "flux-schnell": {"guidance_embeds": False},
+    "flux-kontext": {"guidance_embeds": True},
+    "flux2": {},
+    "flux2-distilled": {},
+    "chroma": {},
     "z_image": {},
     "qwen_image": {},
     "krea2": {},
@@ -87,7 +97,8 @@ QWEN_SCHEDULE: dict[str, Any] = {
 }
 CHAT = (
     "{% for said in messages %}<|im_start|>{{ said.role }}\n{{ said.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 
 
@@ -138,9 +149,23 @@ def tiny_flow_pipeline(tokenizer: CLIPTokenizer, kind: str) -> DiffusionPipeline
     elif kind == "z_image":
         words = {"tokenizer": qwen_tokenizer(), "text_encoder": tiny_qwen()}
         pipeline = ZImagePipeline(**{**parts, **words}, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0))
+    elif kind == "chroma":
+        words = {"text_encoder": tiny_t5(), "tokenizer": t5_tokenizer()}
+        pipeline = ChromaPipeline(
+            **{**parts, **words}, scheduler=FlowMatchEulerDiscreteScheduler(use_beta_sigmas=False)
+        )
+    elif kind.startswith("flux2"):
+        pipeline = Flux2KleinPipeline(
+            vae=tiny_flux2_vae(),
+            transformer=parts["transformer"],
+            text_encoder=tiny_qwen(layers=36, width=FLUX2_WIDTH),
+            tokenizer=qwen_tokenizer(),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+            is_distilled=kind != "flux2",
+        )
     elif kind.startswith("flux"):
-        moving = {"use_dynamic_shifting": True} if kind == "flux" else {}
-        pipeline = FluxPipeline(
+        moving = {} if kind == "flux-schnell" else {"use_dynamic_shifting": True}
+        pipeline = (FluxKontextPipeline if kind == "flux-kontext" else FluxPipeline)(
             **parts,
             text_encoder=CLIPTextModel(text_config(tokenizer, POOLED)),
             text_encoder_2=tiny_t5(),
@@ -170,6 +195,10 @@ def tiny_transformer(kind: str) -> torch.nn.Module:
         sizes: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
         places = {"axes_dims": (4, 6, 6), "axes_lens": (1024, 256, 256)}
         return ZImageTransformer2DModel(**sizes, **places, cap_feat_dim=T5_WIDTH)
+    if kind.startswith("flux2"):
+        sizes = {"in_channels": 128, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16}
+        sizes |= {"num_attention_heads": 2, "joint_attention_dim": 3 * FLUX2_WIDTH, "axes_dims_rope": (4, 4, 4, 4)}
+        return Flux2Transformer2DModel(**sizes, timestep_guidance_channels=16, guidance_embeds=False)
     if kind == "qwen_image":
         heads = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
         return QwenImageTransformer2DModel(**heads, num_layers=2, joint_attention_dim=T5_WIDTH)
@@ -180,6 +209,9 @@ def tiny_transformer(kind: str) -> torch.nn.Module:
         text |= {"num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1, "timestep_embed_dim": 32}
         return Krea2Transformer2DModel(**heads, **text, num_layers=2, axes_dims_rope=(4, 6, 6))
     common: dict[str, Any] = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": T5_WIDTH}
+    if kind == "chroma":
+        layers = {"num_layers": 2, "num_single_layers": 2, "axes_dims_rope": (4, 6, 6)}
+        return ChromaTransformer2DModel(**common, **layers, approximator_hidden_dim=32, approximator_layers=1)
     if kind.startswith("flux"):
         layers = {"num_layers": 2, "num_single_layers": 2, "pooled_projection_dim": POOLED, "axes_dims_rope": (4, 6, 6)}
         return FluxTransformer2DModel(**common, **layers, **TRANSFORMERS[kind])
@@ -193,8 +225,8 @@ def tiny_t5() -> T5EncoderModel:
     return T5EncoderModel(T5Config(vocab_size=len(t5_tokenizer()), feed_forward_proj="gated-gelu", **sizes))
 
 
-def tiny_qwen() -> Qwen3Model:
-    sizes = {"hidden_size": T5_WIDTH, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 16}
+def tiny_qwen(layers: int = 3, width: int = T5_WIDTH) -> Qwen3Model:
+    sizes = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": layers, "head_dim": 16}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
     heads["rope_parameters"] = {"rope_type": "default", "rope_theta": 1000000.0}
     return Qwen3Model(Qwen3Config(vocab_size=len(qwen_tokenizer()), **sizes, **heads))
@@ -273,6 +305,14 @@ def tiny_vae(channels: int = 4, **more: Any) -> AutoencoderKL:
         sample_size=64,
         **more,
     )
+
+
+def tiny_flux2_vae() -> AutoencoderKLFlux2:
+    """With statistics of its batch norm that differ between channels and places."""
+    vae = AutoencoderKLFlux2(block_out_channels=(16, 16, 16, 16), layers_per_block=1, norm_num_groups=8, sample_size=64)
+    vae.bn.running_mean.uniform_(-0.2, 0.2)
+    vae.bn.running_var.uniform_(0.5, 2.0)
+    return vae
 
 
 def tiny_video_vae() -> AutoencoderKLQwenImage:

@@ -172,6 +172,12 @@ def test_one_weighting_of_kohyas_is_followed_and_none_for_a_flow(tmp_path: Path)
         ("a.json", toolkit_job("qwen_image:2512"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("krea2"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("flux", linear_timesteps=True), ("uniform", 1.0)),
+        ("a.json", toolkit_job("flux2_klein_4b"), ("logit_normal", 0.0, 1.0, 1.0)),
+        ("a.json", toolkit_job("chroma"), ("logit_normal", 0.0, 1.0, 1.0)),
+        ("o.json", one_trainer("CHROMA_1"), ("uniform", 1.0)),
+        ("s.json", tuner("flux2"), ("logit_normal", 0.0, 1.0, 3.0)),
+        ("o.json", one_trainer("FLUX_2"), ("uniform", 1.0)),
+        ("d.sh", script("flux2_klein"), ("uniform", 1.0)),
         ("s.json", tuner("flux"), ("logit_normal", 0.0, 1.0, 3.0)),
         ("s.json", tuner("z_image", flow_schedule_auto_shift=True), ("logit_normal", 0.0, 1.0, "resolution")),
         ("s.json", tuner("qwen_image"), ("logit_normal", 0.0, 1.0, 3.0)),
@@ -246,6 +252,11 @@ def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
     assert line_of(found["flux"], "guidance_scale")[0] == "changed", "3.5 there"
     assert "guidance_scale" not in {line.key for line in found["z_image"].lines}
     assert found["z_image"].config.lora.target_modules == "attention"
+    klein = imported_text(tmp_path, "d.sh", script("flux2_klein", "--guidance_scale=3.5"))
+    assert line_of(klein, "guidance_scale") == ("ignored", "as here")
+    transformer = tiny_transformer("flux2")
+    learned = target_modules(transformer, FAMILIES["flux2"].denoiser, klein.config.lora.target_modules)
+    assert len(learned) == 2 * 4 + 2 * 2, "no layers of the text in double blocks"
     krea2 = imported_text(tmp_path, "d.sh", script("krea2")).config
     assert (krea2.optimizer.learning_rate, krea2.lora.alpha) == (3e-4, 32.0)
     assert len(target_modules(tiny_transformer("krea2"), FAMILIES["krea2"].denoiser, krea2.lora.target_modules)) == 36
@@ -311,6 +322,8 @@ def test_learning_rate_of_t5_in_the_gui(keys: dict[str, object], rates: tuple[fl
         ("STABLE_DIFFUSION_XL_10_BASE", (1e-5, 2e-5)),
         ("STABLE_DIFFUSION_35", (1e-5, 2e-5, 3e-5)),
         ("FLUX_DEV_1", (1e-5, 2e-5)),
+        ("FLUX_2", ()),
+        ("CHROMA_1", ()),
         ("Z_IMAGE", ()),
         ("QWEN", ()),
         ("KREA_2", ()),
@@ -351,3 +364,21 @@ def test_bases(written: str, verdict: str, expected: str, tmp_path: Path) -> Non
     line = next(line for line in imported.lines if line.key == "pretrained_model_name_or_path")
     assert line.verdict == verdict
     assert expected in line.why
+
+
+def test_control_folders_of_ai_toolkit_become_control_images(tmp_path: Path) -> None:
+    text = """
+job: extension
+config:
+  name: edit
+  process:
+    - type: sd_trainer
+      model: {name_or_path: m, arch: flux_kontext, is_flux: true}
+      train: {steps: 10, batch_size: 1}
+      network: {type: lora, linear: 16, linear_alpha: 16}
+      datasets:
+        - {folder_path: after, control_path: [before, mask], control_path_1: depth}
+"""
+    config = imported_text(tmp_path, "edit.yaml", text).config
+    names = [Path(place).name for place in config.data.sources[0].control_images]
+    assert names == ["before", "mask", "depth"]

@@ -6,9 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.cli.main import main
+from lora_trainer.core.errors import UsageError
 from lora_trainer.importers.imported import Imported, import_file
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.published import public_architecture
+from lora_trainer.optim.layers import last_match, layer_notes
 
 
 def imported_text(folder: Path, name: str, text: str) -> Imported:
@@ -145,27 +151,49 @@ def test_diffusers_class_images_are_generated_where_the_folder_has_none(tmp_path
 @pytest.mark.parametrize(
     ("text", "every", "verdict"),
     [
-        ("save_every_n_epochs = 2", 2, "changed"),
-        ("save_every_n_epochs = 2\nsave_every_n_steps = 50", 2, "mapped"),
-        ("save_every_n_epochs = 0", None, "ignored"),
-        ("save_n_epoch_ratio = 4\nmax_train_epochs = 10", 2, "changed"),
-        ("save_n_epoch_ratio = 40\nmax_train_epochs = 10", 1, "changed"),
-        ("save_n_epoch_ratio = 4", None, "changed"),
+        ("save_every_n_epochs = 2", 2, "mapped"),
+        ("save_every_n_epochs = 0", 0, "ignored"),
+        ("save_n_epoch_ratio = 4\nmax_train_epochs = 10", 2, "mapped"),
+        ("save_n_epoch_ratio = 40\nmax_train_epochs = 10", 1, "mapped"),
+        ("save_n_epoch_ratio = 4", 0, "changed"),
     ],
 )
-def test_epochs_between_checkpoints_of_kohya(text: str, every: int | None, verdict: str, tmp_path: Path) -> None:
+def test_saved_files_of_kohya_by_epochs(text: str, every: int, verdict: str, tmp_path: Path) -> None:
+    """LoRA files: checkpoints to resume from keep their own interval."""
     imported = kohya_with(tmp_path, f"{text}\nsave_last_n_epochs = 3")
-    assert (imported.config.checkpoint.every_n_epochs, imported.config.checkpoint.keep_last) == (every, 3)
+    kept = imported.config.checkpoint
+    assert (kept.export_every_n_epochs, kept.export_keep_last) == (every, 3)
+    assert (kept.every_n_steps, kept.every_n_epochs, kept.keep_last) == (500, None, 2)
     assert verdict_of(imported, text.split(maxsplit=1)[0])[0] == verdict
 
 
+def test_saved_states_of_kohya_are_checkpoints(tmp_path: Path) -> None:
+    text = "save_every_n_steps = 50\nsave_last_n_steps = 150\nsave_state = true\nsave_last_n_steps_state = 100"
+    kept = kohya_with(tmp_path, text).config.checkpoint
+    assert (kept.export_every_n_steps, kept.export_keep_last) == (50, 3)
+    assert (kept.every_n_steps, kept.keep_last) == (50, 2)
+    kept = kohya_with(
+        tmp_path, "save_every_n_epochs = 2\nsave_state = true\nsave_last_n_epochs_state = 4"
+    ).config.checkpoint
+    assert (kept.every_n_epochs, kept.keep_last, kept.export_every_n_epochs) == (2, 4, 2)
+    imported = kohya_with(tmp_path, "save_state = true")
+    assert verdict_of(imported, "save_state") == (
+        "mapped",
+        "at the end alone there; here every checkpoint.every_n_steps too",
+    )
+    assert verdict_of(kohya_with(tmp_path, "save_last_n_steps = 9"), "save_last_n_steps")[0] == "ignored"
+
+
 @pytest.mark.parametrize(
-    ("unit", "steps", "epochs"), [("EPOCH", 500, 3), ("STEP", 3, None), ("MINUTE", 500, None), ("NEVER", 500, None)]
+    ("unit", "steps", "epochs"), [("EPOCH", 0, 3), ("STEP", 3, 0), ("MINUTE", 0, 0), ("NEVER", 0, 0)]
 )
 def test_save_intervals_of_onetrainer_follow_their_unit(unit: str, steps: int, epochs: int, tmp_path: Path) -> None:
-    for key in ("save_every", "backup_after"):
-        kept = one_trainer(tmp_path, **{key: 3, f"{key}_unit": unit}).config.checkpoint
-        assert (kept.every_n_steps, kept.every_n_epochs) == (steps, epochs)
+    """LoRA files and backups with state."""
+    kept = one_trainer(tmp_path, save_every=3, save_every_unit=unit).config.checkpoint
+    assert (kept.export_every_n_steps, kept.export_every_n_epochs) == (steps, epochs)
+    assert (kept.every_n_steps, kept.every_n_epochs) == (500, None)
+    kept = one_trainer(tmp_path, backup_after=3, backup_after_unit=unit).config.checkpoint
+    assert (kept.every_n_steps, kept.every_n_epochs) == (steps or 500, epochs or None)
 
 
 def test_simpletuner_saves_by_steps_and_by_epochs(tmp_path: Path) -> None:
@@ -294,3 +322,63 @@ def test_the_huber_schedule_of_kohya_is_reported_with_its_numbers(text: str, exp
     assert expected in why
     constant = kohya_with(tmp_path, "loss_type = 'huber'\nhuber_schedule = 'constant'")
     assert verdict_of(constant, "huber_schedule") == ("ignored", "means nothing here")
+
+
+def block_factors(folder: Path, arguments: list[str], more: str = "") -> dict[str, float]:
+    return dict(
+        kohya_with(folder, f"network_args = {json.dumps(arguments)}\n{more}").config.optimizer.layer_learning_rates
+    )
+
+
+def test_learning_rates_of_kohyas_blocks_are_those_of_its_places(tmp_path: Path) -> None:
+    """Of its `get_block_index`: a down block's place n is number 3 * block + n + 1, an up block's 3 * block + n."""
+    numbers = ",".join(str(place / 10) for place in range(12))
+    found = block_factors(tmp_path, [f"down_lr_weight={numbers}", "mid_lr_weight=0.5", "up_lr_weight=1,1,1,0.25"])
+    assert found == {
+        **{f"down_blocks.{block}.attentions.{n}.*": (3 * block + n + 1) / 10 for block in range(3) for n in range(2)},
+        "mid_block.*": 0.5,
+        "up_blocks.1.attentions.0.*": 0.25,
+    }
+    of_sdxl = block_factors(tmp_path, ["down_lr_weight=0,0,0,0,.2,.3,0,.5,.6", "block_lr_zero_threshold=0.25"])
+    assert of_sdxl == {
+        "down_blocks.1.attentions.0.*": 0.0,
+        "down_blocks.1.attentions.1.*": 0.3,
+        "down_blocks.2.attentions.0.*": 0.5,
+        "down_blocks.2.attentions.1.*": 0.6,
+    }
+    curve = block_factors(tmp_path, ["up_lr_weight=reverse_linear+.5", "conv_dim=8"])
+    assert curve["up_blocks.3.resnets.2.*"] == 0.5
+    assert curve["up_blocks.2.upsamplers.*"] == pytest.approx(0.5 + 3 / 11)
+    assert "up_blocks.0.attentions.0.*" not in curve
+    with pytest.raises(UsageError, match=r"down_lr_weight = .* is not a number"):
+        block_factors(tmp_path, ["down_lr_weight=heavy"])
+
+
+@pytest.mark.parametrize(("family", "side"), [("sd15", 12), ("sdxl", 9)])
+def test_every_pattern_of_kohyas_blocks_matches_layers_of_the_model(family: str, side: int, tmp_path: Path) -> None:
+    """A pattern without a layer would be refused; and each layer of a block has one."""
+    numbers, middle = ",".join(["0.5"] * side), ",".join(["0.5"] * (3 if family == "sdxl" else 1))
+    arguments = [f"down_lr_weight={numbers}", f"mid_lr_weight={middle}", f"up_lr_weight={numbers}"]
+    with torch.device("meta"):
+        unet = FAMILIES[family].denoiser.make(public_architecture(family).denoiser)
+    for more in ([], ["conv_dim=4"]):
+        config = kohya_with(tmp_path, f"network_args = {json.dumps([*arguments, *more])}").config
+        layers = target_modules(unet, FAMILIES[family].denoiser, config.lora.target_modules)
+        parameters = [f"{layer}.lora_A.default.weight" for layer in layers]
+        lines = layer_notes(parameters, config.optimizer)
+        assert all("x 0.5: " in line for line in lines)
+        assert all(last_match(name, config.optimizer.layer_learning_rates) for name in parameters)
+
+
+def test_stochastic_rounding_of_onetrainer_is_for_weights_in_bf16(tmp_path: Path) -> None:
+    def imported(name: str, lora: str) -> Imported:
+        optimizer = {"optimizer": name, "stochastic_rounding": True}
+        document = {"model_type": "STABLE_DIFFUSION_15", "training_method": "LORA", "base_model_name": "m"}
+        dtypes = {"lora_weight_dtype": lora, "train_dtype": "BFLOAT_16"}
+        return imported_text(tmp_path, "o.json", json.dumps(document | dtypes | {"optimizer": optimizer}))
+
+    assert imported("ADAMW", "BFLOAT_16").config.optimizer.stochastic_rounding
+    assert imported("ADAFACTOR", "BFLOAT_16").config.optimizer.stochastic_rounding
+    for each in (imported("ADAMW", "FLOAT_32"), imported("PRODIGY", "BFLOAT_16")):
+        assert not each.config.optimizer.stochastic_rounding
+    assert verdict_of(imported("PRODIGY", "BFLOAT_16"), "stochastic_rounding")[0] == "changed"

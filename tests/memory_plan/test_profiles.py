@@ -185,3 +185,15 @@ def test_only_the_published_architecture_has_a_memory_profile():
     without = {key: value for key, value in config.items() if key != "transformer_layers_per_block"}
     assert not is_published(replace(published, denoiser=without))
     assert stored_memory_model(published, ("*.attn2.to_k",)) is None
+
+
+@pytest.mark.parametrize("checkpointed", [0, 3])
+def test_a_control_image_takes_what_an_image_of_twice_the_area_does(checkpointed):
+    """So the plan counts it: `Demand.denoised_area`."""
+    family, published = FAMILIES["flux"], public_architecture("flux")
+    thin = replace(published, denoiser=family.denoiser.thin(published.denoiser))
+    subject = make_subject(family, thin, rank=16, targets="attention", dtype=torch.bfloat16)
+    whole = trace(subject, micro=1, height=64, width=128, checkpointed=checkpointed)
+    edited = trace(replace(subject, controls=1), micro=1, height=64, width=64, checkpointed=checkpointed)
+    assert 0.99 < edited.peak / whole.peak <= 1.0
+    assert sum(edited.flops) == sum(whole.flops)

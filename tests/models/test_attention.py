@@ -225,6 +225,18 @@ def flux() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, inputs | {"img_ids": torch.rand(9, 3), "txt_ids": torch.zeros(5, 3)}
 
 
+def flux2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from diffusers import Flux2Transformer2DModel
+
+    sizes = {"num_layers": 1, "num_single_layers": 2, "attention_head_dim": 8, "num_attention_heads": 2}
+    model = Flux2Transformer2DModel(
+        in_channels=4, joint_attention_dim=12, axes_dims_rope=(2, 2, 2, 2), guidance_embeds=False, **sizes
+    )
+    inputs = {"hidden_states": torch.randn(2, 9, 4), "encoder_hidden_states": torch.randn(2, 5, 12)}
+    inputs |= {"timestep": torch.tensor([0.1, 0.7]), "img_ids": torch.rand(9, 4), "txt_ids": torch.rand(5, 4)}
+    return model, inputs
+
+
 def sd3() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     from diffusers import SD3Transformer2DModel
 
@@ -302,7 +314,9 @@ def unet(family: str) -> tuple[nn.Module, dict[str, object]]:
     return model, inputs
 
 
-@pytest.mark.parametrize("make", [lambda: unet("sd15"), lambda: unet("sdxl"), sd3, flux, z_image, qwen_image, krea2])
+@pytest.mark.parametrize(
+    "make", [lambda: unet("sd15"), lambda: unet("sdxl"), sd3, flux, flux2, z_image, qwen_image, krea2]
+)
 def test_every_installed_backend_has_the_same_values_and_gradients(make):
     torch.manual_seed(0)
     model, args = make()

@@ -29,7 +29,7 @@ from lora_trainer.models.quantization import layers
 from lora_trainer.models.t5 import read_t5_tokens
 from lora_trainer.models.transformer import transformer_facts
 from lora_trainer.run.inputs import refuse_large
-from tests.export.tiny import T5_WIDTH, TRANSFORMERS, t5_tokenizer, tiny_pipeline
+from tests.export.tiny import T5_WIDTH, t5_tokenizer, tiny_pipeline
 
 CPU = torch.device("cpu")
 CAPTIONS = ["a red ring on a blue background", "", "ring " * 300]
@@ -38,7 +38,10 @@ TOKENS = {"flux": 512, "flux-schnell": 256}
 of_each_family = pytest.mark.parametrize("model", ["sd3", "flux"], indirect=True)
 
 
-@pytest.fixture(scope="module", params=[name for name in TRANSFORMERS if name.startswith(("sd3", "flux"))])
+@pytest.fixture(
+    scope="module",  # `tests/recipes/test_edit_pairs.py` has FLUX.1 Kontext's
+    params=["sd3", "sd3-without-t5", "sd3.5", "flux", "flux-schnell"],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of each kind, which is named by it."""
     folder = tmp_path_factory.mktemp("models")

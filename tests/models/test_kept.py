@@ -103,7 +103,9 @@ def test_a_pipeline_of_a_kept_base_model_generates_the_same_as_a_fresh_one(model
 
     def drawn(pipeline: Any) -> Any:
         generator = torch.Generator().manual_seed(3)
-        return pipeline("a ring", num_inference_steps=2, generator=generator, height=64, width=64, output_type="np")
+        return pipeline(
+            prompt="a ring", num_inference_steps=2, generator=generator, height=64, width=64, output_type="np"
+        )
 
     fresh = drawn(FAMILIES[model.name].pipeline.make(model, torch.float32, CPU)).images
     for _ in range(2):

@@ -29,6 +29,8 @@ PARAMETERS = {
     "sdxl": 2567,
     "sd3": 2243,
     "flux": 11901,
+    "flux2": 3876,
+    "chroma": 8900,
     "z_image": 6155,
     "qwen_image": 20430,
     "krea2": 12820,

@@ -21,7 +21,8 @@ from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.quantization.store import is_narrow, make_quantizer
-from lora_trainer.models.z_image import LAYOUT, read_chat
+from lora_trainer.models.qwen3 import read_chat
+from lora_trainer.models.z_image import LAYOUT
 from tests.export.tiny import qwen_tokenizer, random_lora, tiny_pipeline, tiny_transformer
 
 CPU = torch.device("cpu")
@@ -58,8 +59,8 @@ def test_text_is_encoded_as_the_pipeline_does(model):
 
 def test_prompt_weights_do_not_apply_to_the_chat_template():
     tokenizer = qwen_tokenizer()
-    plain, here = read_chat(tokenizer, ["a red ring"], 64, CPU)
-    weighed, same = read_chat(tokenizer, [(("a ", 1.0), ("red ring", 2.0))], 64, CPU)
+    plain, here = read_chat(tokenizer, ["a red ring"], 64, CPU, thinking=True)
+    weighed, same = read_chat(tokenizer, [(("a ", 1.0), ("red ring", 2.0))], 64, CPU, thinking=True)
     assert torch.equal(weighed.ids, plain.ids)
     assert torch.equal(here, same)
     assert plain.weights == (None,)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,92 @@ def without_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "wandb-data"))
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "wandb-cache"))
+
+
+HANGING = """
+import sys, threading, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+import json, os
+
+class Server(BaseHTTPRequestHandler):
+    "Knows a run, and never answers what is sent of it."
+    def log_message(self, *_): pass
+    def do_POST(self):
+        query = self.rfile.read(int(self.headers["content-length"] or 0)).decode(errors="replace")
+        if "graphql" not in self.path or "CreateRunFiles" in query:
+            time.sleep(600)
+        project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
+        bucket = {"id": "x", "name": "run", "displayName": "run", "historyLineCount": 0, "project": project}
+        viewer = {"id": "v", "entity": "e", "username": "u", "flags": "{}", "teams": {"edges": []}}
+        data = {"viewer": viewer} if "query Viewer" in query else {}
+        data = {"upsertBucket": {"bucket": bucket, "inserted": True}} if "UpsertBucket" in query else data
+        answer = json.dumps({"data": data}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ |= {"WANDB_API_KEY": "0123456789" * 4, "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}
+from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
+from lora_trainer.monitor.tracker_thread import TrackerThreads
+threads = TrackerThreads(["wandb"], TrackedRun("run", Path(sys.argv[1]), offline=False, wait_seconds=60, say=print))
+threads.call("scalars", "train", {"step": 1, "loss": 0.5})
+threads.settle(60)
+if sys.argv[2] == "hung":  # W&B itself does not answer, so that nothing ends the run
+    threads.call("text", 1, "a", "b")
+    from lora_trainer.monitor.tracker_kinds import wandb
+    wandb.WandbRun.text = lambda *_: time.sleep(600)
+threads.finish(RunEnding("stopped", 143))
+print(time.time())
+"""
+
+
+@installed("wandb")
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["hung", "slow"])
+def test_wandb_does_not_hold_up_the_end_of_the_process(how: str, tmp_path: Path, without_login: None) -> None:
+    """A server that takes nothing: after the run's own wait of 5 s nothing waits another 60."""
+    (tmp_path / "run").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING, str(tmp_path / "run"), how],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    ended = time.time()
+    assert done.returncode == 0, done.stderr
+    line, finished = done.stdout.splitlines()
+    assert line.startswith("W&B did not finish in time")
+    assert ended - float(finished) < 20
+    assert "Traceback" not in done.stderr
+    stored = next((tmp_path / "run" / "logs" / "wandb").glob("run-*/*.wandb")).read_bytes()
+    assert how == "hung" or b"train/loss" in stored
+
+
+@pytest.mark.skipif(shutil.which("sleep") is None, reason="a program to stand for W&B's")
+def test_the_process_of_wandb_is_ended_with_this_one_and_no_other(tmp_path: Path) -> None:
+    """A program of that name stands for it, and a hook that waits for it, as W&B's does."""
+    from lora_trainer.monitor.tracker_kinds.wandb import SERVICE
+
+    shutil.copy(shutil.which("sleep") or "", tmp_path / SERVICE)
+    program = f"""
+import atexit, subprocess, time
+from lora_trainer.monitor.tracker_kinds import wandb
+wandb.ENDING_SECONDS = 0.2
+service, other = (subprocess.Popen([name, "60"]) for name in ({str(tmp_path / SERVICE)!r}, "sleep"))
+atexit.register(lambda: (service.wait(), print(service.returncode, other.poll()), other.kill(), other.wait()))
+wandb.abandon()
+time.sleep(0.5)
+print(service.poll())
+"""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["None", "-9 None"], done.stderr
+    assert time.monotonic() - began < 40
 
 
 @installed("wandb")

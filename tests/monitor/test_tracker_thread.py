@@ -88,8 +88,9 @@ def test_a_tracker_that_fails_is_reported_once() -> None:
 def test_the_end_of_a_run_waits_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lora_trainer.monitor.tracker_kinds import tensorboard
 
-    hanging, lines = Slow(threading.Event()), list[str]()
+    hanging, lines, left = Slow(threading.Event()), list[str](), list[str]()
     monkeypatch.setattr(tensorboard, "open_tracker", lambda run: hanging)
+    monkeypatch.setattr(tensorboard, "abandon", lambda: left.append("tensorboard"), raising=False)
     run = TrackedRun("a", tmp_path, wait_seconds=0.1, say=lines.append)
     threads = TrackerThreads(["tensorboard"], run)
     trackers = Trackers(tmp_path, resume_step=-1, threads=threads)
@@ -97,6 +98,7 @@ def test_the_end_of_a_run_waits_only_so_long(tmp_path: Path, monkeypatch: pytest
     threads.finish(DONE)
     threads.finish(DONE)  # as when both the end and an error of it finish them
     assert [line.split(" (")[0] for line in lines] == ["TensorBoard did not finish in time"]
+    assert left == ["tensorboard"], "its library is given up, too"
     assert [each["step"] for each in read_lines(tmp_path / METRICS)] == [1, 2, 3]
     hanging.may.set()
 

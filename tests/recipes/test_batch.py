@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.batch import queue
+from lora_trainer.batch import queue, worker
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
+from lora_trainer.core.interrupt import signalled
 from lora_trainer.models import FAMILIES, kept
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training import fallbacks
@@ -292,6 +294,67 @@ def test_workers_take_the_jobs_of_a_queue_that_was_only_filled(night, capsys):
     assert "2 done" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+def test_jobs_are_cancelled_and_retried(night, monkeypatch, capsys):
+    """One that trains saves and stops, one that waits never begins, and the batch continues with the rest."""
+    monkeypatch.setattr(worker, "LOOK_SECONDS", 0.05)
+    output = str(night.output)
+
+    def cancel() -> None:
+        for _ in range(2):  # a second time changes nothing
+            assert main(["batch", "cancel", output, "ash", "birch"]) == 0
+        for _ in range(600):
+            if signalled():
+                return
+            time.sleep(0.05)
+        raise AssertionError("the worker did not see it")
+
+    with patched(Trackers, "steps", in_run("ash", 1, cancel)):
+        assert night.run() == 0, "what somebody cancels is no failure"
+    printed = capsys.readouterr().out
+    assert "ash: saves and stops within seconds, and is cancelled then" in printed
+    assert "birch: cancelled already" in printed
+    assert night.jobs("status") == {"ash": "cancelled", "birch": "cancelled", "cedar": "done"}
+    assert night.jobs("exit_code") == {"ash": None, "birch": None, "cedar": 0}
+    assert record(night.output / "ash")["status"] == "stopped"
+    assert (night.output / "ash" / "checkpoints" / "step-000001").is_dir()
+    assert night.run("--resume") == 0
+    assert night.jobs("status")["ash"] == "cancelled", "only a retry trains it"
+    assert main(["batch", "retry", output]) == 0
+    assert f"2 to run, by workers that run now, or by: lora-trainer batch work {output}" in capsys.readouterr().out
+    assert main(["batch", "retry", output, "cedar", "ash"]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == ["cedar: done already", "ash: waiting already"]
+    assert main(["batch", "work", output]) == 0
+    assert night.jobs("status") == {"ash": "done", "birch": "done", "cedar": "done"}
+    assert night.jobs("attempts") == {"ash": 2, "birch": 1, "cedar": 1}
+    assert [row["step"] for row in rows(night.output / "ash")] == [1, 2, 3]
+
+
+def test_cancel_and_retry_name_what_they_cannot_do(night, capsys):
+    path = night.output / queue.FILE
+    queue.open_queue(path)
+    queue.write_note(path, "root", str(night.root))
+    queue.enlist(path, {name: night.root / name for name in ("ash", "birch")})
+    refused, output = queue.claim(path), str(night.output)
+    assert refused is not None
+    queue.finish(path, refused, queue.Ending(4, "0.84 is below 0.90", {"dataset": 1.0, "lora": 0.84}, "refused"))
+    (night.output / "ash").mkdir()
+    (night.output / "ash" / "run.json").write_text("{}", encoding="utf-8")
+    for arguments, expected in (
+        (["cancel", output, "birhc", "oak"], "has no job birhc. Did you mean birch?"),
+        (["cancel", output], "No job is named. Cancel one or several of these: birch."),
+        (["retry", output, "oak"], "has no job oak. Known: ash, birch."),
+        (["retry", output, "ash"], "its training finished, and its LoRA was refused. Rename or delete"),
+        (["status", output, "ash"], "batch status takes no names of jobs: ash."),
+        (["cancel", str(night.root), "ash"], "contains no batch"),
+    ):
+        assert main(["batch", *arguments]) == 2, arguments
+        assert expected in " ".join(capsys.readouterr().err.split())
+    assert main(["batch", "retry", output]) == 0
+    assert f"ash: its LoRA was refused; delete {night.output / 'ash'} to train it again" in capsys.readouterr().out
+    assert night.jobs("status") == {"ash": "refused", "birch": "waiting"}
+
+
 def test_filling_a_queue_again_adds_new_folders_and_repeats_no_failure(night):
     (night.root / "ash" / "lora.toml").write_text("[lora]\nrang = 8\n", encoding="utf-8")
     shutil.rmtree(night.root / "cedar")
@@ -318,8 +381,6 @@ def test_wrong_arguments_of_a_worker(arguments, expected, capsys):
 
 
 def test_an_error_in_one_job_stops_no_other(night):
-    from lora_trainer.batch import worker
-
     true = worker.train
 
     def train(order: Any) -> Any:

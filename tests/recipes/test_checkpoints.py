@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 
 from lora_trainer.cli.main import main
-from lora_trainer.models import flux, z_image
+from lora_trainer.models import flux, flux2, z_image
 from lora_trainer.models.family import Architecture
 from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single import tokenizers, transformers, unet
-from tests.models.single.originals import flow_checkpoint, unet_checkpoint, write, z_image_checkpoint
-from tests.models.single.tiny import FLOWS, tiny_flow_pipeline, tiny_pipeline, tiny_z_image
+from tests.models.single.originals import flow_checkpoint, flux2_checkpoint, unet_checkpoint, write, z_image_checkpoint
+from tests.models.single.tiny import FLOWS, tiny_flow_pipeline, tiny_flux2, tiny_pipeline, tiny_z_image
 from tests.recipes.recipe import Bench, draw_images, exported, losses, record
 
 KINDS = {
@@ -26,6 +26,7 @@ KINDS = {
     "sdxl": "epsilon",
     "sd3.5": "flow",
     "flux-dev": "flow",
+    "flux2": "flow",
     "z_image": "flow",
 }
 
@@ -33,7 +34,10 @@ KINDS = {
 def benches_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Bench, Bench, dict[str, str]]:
     """The same model as a folder and as a checkpoint, and the settings for the checkpoint."""
     monkeypatch.setattr(tokenizers, "CLIP", folder / "words")
-    if kind == "z_image":
+    if kind == "flux2":
+        pipeline = tiny_flux2(folder / "words", distilled=True)
+        tensors = flux2_checkpoint(pipeline)
+    elif kind == "z_image":
         pipeline = tiny_z_image(folder / "words")
         tensors = z_image_checkpoint(pipeline)
     elif kind in FLOWS:
@@ -60,7 +64,7 @@ def smaller(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (unet, transformers):
         monkeypatch.setattr(module, "public_architecture", public)
-    for module in (flux, z_image):  # whose configs do not store it either
+    for module in (flux, flux2, z_image):  # whose configs do not store it either
         monkeypatch.setattr(module, "SIDE", 8)
     for path in (model / "unet" / "config.json", model / "transformer" / "config.json"):
         if path.exists() and "sample_size" in path.read_text(encoding="utf-8"):

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ import pytest
 from lora_trainer.cli.main import main
 from lora_trainer.doctor.during import during_lines
 from lora_trainer.doctor.run_facts import read_run_facts
+from lora_trainer.monitor.idle import IdleSetup, fix_of
 from lora_trainer.run.folder import locked
-from tests.doctor.planted import HEALTHY, REAL
+from tests.doctor.planted import HEALTHY, REAL, SAMPLE
 from tests.recipes.recipe import Bench, record
 
 
@@ -120,12 +122,17 @@ def test_a_run_that_is_in_trouble(cat: Path) -> None:
     rows = [json.loads(line) for line in (cat / "metrics.jsonl").read_text("utf-8").splitlines()]
     slow = [{**row, "seconds": 1.0, "data_seconds": 0.5} for row in rows]
     slow[-1] |= {"loss": None}
+    idle = {"seconds": 60.0, "gpu_utilization": 0.31, "gpu_memory": 0.42, "gpu_celsius": 57.0, "main_thread": 0.98}
+    gpus = [{"utilization": 0.6}, {"utilization": 0.02}]
+    system = [{"step": step, **idle, "gpus": gpus} for step in range(3)]
+    (cat / "system.jsonl").write_text("".join(json.dumps(row) + "\n" for row in system), encoding="utf-8")
     (cat / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in slow), encoding="utf-8")
     change(cat, status="running", hardware={"device": "cuda:0"})
     for path in sorted(cat.rglob("*"), reverse=True):
         os.utime(path, (hour, hour))
     with locked(cat):
-        found = {line.name: line for line in during_lines(read_run_facts(cat), HEALTHY)}
+        other = replace(SAMPLE, utilization=1.0)  # the first GPU of the machine, which is not the run's
+        found = {line.name: line for line in during_lines(read_run_facts(cat), replace(HEALTHY, sample=other))}
     assert {name for name, line in found.items() if line.level == "warning"} >= {
         "sign of life",
         "progress",
@@ -135,3 +142,6 @@ def test_a_run_that_is_in_trouble(cat: Path) -> None:
     assert "SIGTERM" in found["sign of life"].fix
     assert "not finite" in found["progress"].found
     assert "50.0%" in found["data"].found
+    assert found["data"].fix == fix_of("data", IdleSetup())[0]
+    assert found["GPU"].found.startswith("31% in use in the last 03:00, memory 42%, up to 57 degrees: the CPU launches")
+    assert found["GPU"].fix.startswith(fix_of("launches", IdleSetup())[0])

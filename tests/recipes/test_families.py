@@ -42,9 +42,12 @@ KINDS = {
     "sd3.5": "sd3",
     "flux-schnell": "flux",
     "krea2-turbo": "krea2",
+    "flux2-distilled": "flux2",
 }  # other flavors of a family
 AT_1024 = (
     "flux",
+    "flux2",
+    "chroma",
     "z_image",
     "qwen_image",
     "krea2",
@@ -118,7 +121,12 @@ def test_the_file_loads_whole_in_a_fresh_pipeline_and_leaves_the_base_unchanged(
 
     def image() -> torch.Tensor:
         drawn = pipeline(
-            "a ring", num_inference_steps=2, width=64, height=64, output_type="pt", generator=torch.manual_seed(1)
+            prompt="a ring",
+            num_inference_steps=2,
+            width=64,
+            height=64,
+            output_type="pt",
+            generator=torch.manual_seed(1),
         )
         return drawn.images[0]
 
@@ -144,6 +152,9 @@ def test_the_header_names_the_base_model_as_other_programs_do(trained):
         "sd3.5": ("sd3", "False", "stable-diffusion-3-5-medium/lora", None),
         "flux": ("flux1", "False", "flux-1-dev/lora", None),
         "flux-schnell": ("flux1", "False", "flux-1-schnell/lora", None),
+        "flux2": ("flux2", "False", "flux-2-klein-base/lora", None),
+        "flux2-distilled": ("flux2", "False", "flux-2-klein/lora", None),
+        "chroma": ("chroma", "False", "chroma/lora", None),
         "z_image": ("z_image", "False", "z-image-turbo/lora", None),
         "qwen_image": ("qwen_image", "False", "Qwen-Image/lora", None),
         "krea2": ("krea2", "False", "Krea-2/lora", None),

@@ -70,8 +70,9 @@ def test_noise_and_loss_options_change_the_first_loss(settings, finished, bench)
     assert losses(bench.folder("option"))[0] != losses(finished.folder("first"))[0]
 
 
-def test_the_ema_is_exported_and_validated_and_training_is_unchanged(finished, bench):
-    assert bench.run("first", train__ema_decay=0.5, checkpoint__every_n_steps=3, validation__every_n_steps=3) == 0
+@pytest.mark.parametrize("average", [{"train__ema_decay": 0.5}, {"train__swa_start": 2, "train__swa_every_n_steps": 1}])
+def test_the_average_is_exported_and_validated_and_training_is_unchanged(average, finished, bench):
+    assert bench.run("first", **average, checkpoint__every_n_steps=3, validation__every_n_steps=3) == 0
     assert losses(bench.folder("first")) == losses(finished.folder("first"))
     assert exported(bench.folder("first")) != exported(finished.folder("first"))
     validations = [rows(each.folder("first"), "validation.jsonl") for each in (bench, finished)]
@@ -98,6 +99,16 @@ def test_a_schedule_free_run_exports_its_averaged_weights(bench):
     with patched(flow, "choose_released", looking):
         assert bench.run("free", optimizer__name="adamw_schedulefree", checkpoint__export_weights="last") == 0
     assert_exported(bench.folder("free"), seen)
+
+
+def test_a_lora_kept_in_bf16_alone_is_exported_from_it(bench):
+    settings = {"memory__weight_dtype": "bf16", "optimizer__stochastic_rounding": "true"}
+    assert (
+        bench.run("rounded", steps=3, checkpoint__export_weights="last", checkpoint__every_n_steps=3, **settings) == 0
+    )
+    kept = load_file(bench.folder("rounded") / "checkpoints" / "step-000003" / "adapter.safetensors")
+    assert {value.dtype for value in kept.values()} == {torch.bfloat16}
+    assert_exported(bench.folder("rounded"), {name: value.float() for name, value in kept.items()})
 
 
 def assert_exported(folder: Path, expected: dict[str, torch.Tensor]) -> None:

@@ -77,10 +77,13 @@ def bytes_in(folder: Path, *endings: str) -> int:
     )
 
 
-@pytest.mark.parametrize("latents", ["true", "false"])
+@pytest.mark.parametrize("latents", ["true", "false", "bf16"])
 def test_the_disk_space_of_a_run_is_planned(bench: Bench, tmp_path, latents):
     """Caches within 5 %, never too small. The run folder briefly holds one checkpoint more than at the end."""
     settings = {"cache__dir": tmp_path / "cache", "cache__latents": latents, "lora__rank": 16}
+    if latents == "bf16":  # the LoRA too, with an average
+        settings |= {"cache__latents": "true", "cache__latents_dtype": "bf16", "memory__weight_dtype": "bf16"}
+        settings |= {"optimizer__stochastic_rounding": "true", "train__swa_start": 2, "train__swa_every_n_steps": 1}
     settings |= {"checkpoint__every_n_steps": 2, "checkpoint__keep_last": 2, "data__flip": "true"}
     settings |= {"captions__variants": 3, "captions__shuffle": "true"}
     assert bench.run("written", **settings) == 0

@@ -15,7 +15,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.run.inputs import Inputs, read_inputs
 from lora_trainer.run.messages import caption_lines, show_captions
 from lora_trainer.run.plans.plan import planned_data
-from lora_trainer.run.sampling import sample_prompts, triggers
+from lora_trainer.run.sampling import sample_rows, triggers
 from tests.recipes.recipe import draw_images
 
 
@@ -115,14 +115,14 @@ def test_trigger_words_of_sources_are_known_when_the_run_has_none(config: Config
         }
     )
     assert triggers(several) == ("sks", "zobo")
-    assert sample_prompts(several, inputs) == ["sks at sea"]
+    assert [row.prompt for row in sample_rows(several, inputs, [0])] == ["sks at sea"]
     assert triggers(several.model_copy(update={"captions": CaptionsSection(trigger_word="zobo")})) == ("zobo", "sks")
     assert triggers(several.model_copy(update={"data": config.data, "captions": CaptionsSection()})) == ()
 
 
 def test_the_trigger_word_is_inserted_into_prompts(config: Config, inputs: Inputs) -> None:
-    assert sample_prompts(config, inputs) == ["zobo at sea"]
+    assert [row.prompt for row in sample_rows(config, inputs, [0])] == ["zobo at sea"]
     unasked = config.model_copy(update={"sample": config.sample.model_copy(update={"prompts": (), "count": 99})})
-    assert set(sample_prompts(unasked, inputs)) == {
+    assert {row.prompt for row in sample_rows(unasked, inputs, [0])} == {
         sample.caption for sample in (*inputs.train, *inputs.validation) if not sample.regularization
     }

@@ -134,3 +134,15 @@ def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(
     assert "pip install 'lora-trainer[wandb]'" in capsys.readouterr().err
     assert main(["train", "--output", str(tmp_path), "--set", "run.trackers=wadb"]) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@posix
+def test_a_command_of_a_config_is_shown_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "theirs.toml"
+    config.write_text('[run]\non_failure = "echo gone"\n', "utf-8")
+    arguments = ["--config", str(config), "--output", str(tmp_path / "runs"), "--set", "run.on_finish=echo well"]
+    assert main(["train", *arguments, "--max-steps", "1", "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "command after a finished run: echo well (run.on_finish, from --set)" in output
+    assert f"command after a failed run: echo gone (run.on_failure, from --config {config})" in output
+    assert output.index("echo gone") < output.index("dataset: ")

@@ -54,9 +54,8 @@ def test_every_preset_fits_every_family() -> None:
         limit = float(tier.removesuffix("gb"))
         assert plan.demand.limit_gib == limit, (family, tier, goal)
         assert plan.fits, (family, tier, goal)
-        assert not plan.fit.swapped or family in ("sd3", "flux", "z_image", "qwen_image", "krea2"), (
-            "only the largest must visit"
-        )
+        largest = ("sd3", "flux", "chroma", "z_image", "qwen_image", "krea2")
+        assert not plan.fit.swapped or family in largest, "only the largest must visit"
         assert plan.fit.parts.peak <= LARGEST_SHARE * limit
         assert plan.fit.micro * plan.fit.accumulation >= plan.demand.samples
         assert (plan.demand.limit_gib - plan.fit.parts.peak) > 0
@@ -179,6 +178,9 @@ def test_parts_grow_with_what_they_depend_on() -> None:
     assert base.optimizer == pytest.approx(2 * one + steps_counted)
     averaged = parts_of(replace(SD15, averaged=True), 1, 0, "bf16")
     assert averaged.optimizer == pytest.approx(base.optimizer + one)
+    rounded = parts_of(replace(SD15, rounded=True), 1, 0, "bf16")
+    assert rounded.adapter == pytest.approx(base.adapter - one), "no fp32 masters"
+    assert rounded.optimizer == base.optimizer
     split = parts_of(replace(SD15, samples=4), 1, 0, "bf16")
     assert split.adapter > base.adapter, "gradients of the micro-batches before"
     assert split.tflop == pytest.approx(4 * base.tflop)

@@ -23,7 +23,16 @@ from lora_trainer.run.inputs import arithmetic
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text("utf-8")
 IMAGES = {"subject": 15, "style": 60, "concept": 500}
-HEADINGS = {"SD 1.5": "sd15", "SD 2": "sd2", "SDXL": "sdxl", "SD 3.5": "sd3", "FLUX.1": "flux", "Z-Image": "z_image"}
+HEADINGS = {
+    "SD 1.5": "sd15",
+    "SD 2": "sd2",
+    "SDXL": "sdxl",
+    "SD 3.5": "sd3",
+    "FLUX.1": "flux",
+    "FLUX.2 klein": "flux2",
+    "Chroma": "chroma",
+    "Z-Image": "z_image",
+}
 HEADINGS |= {"Qwen-Image": "qwen_image", "Krea 2": "krea2"}
 
 

@@ -254,7 +254,8 @@ def test_runs_are_compared_by_their_parts(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         recipe(tmp_path / name, "before_after", ["a cat"])
         page_of(tmp_path / name, "done", parts)
-    page = write_comparison([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html").read_text("utf-8")
+    write_comparison([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html")
+    page = (tmp_path / "both.html").read_text("utf-8")
     text = words_of(page)
     assert "May I use it? Yes, you can use it Not decided yet" in text
     assert "Diverse Do its images differ from each other? 0.96 passed 0.90 not decided" in text

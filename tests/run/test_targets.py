@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lora_trainer.cli.main import main
+from lora_trainer.report import write_comparison
 from lora_trainer.report.read import read_run
 from lora_trainer.report.targets import Target, targets_of
 from lora_trainer.report.write import render_run
@@ -70,3 +73,29 @@ def test_a_gpu_that_was_not_measured_is_named_with_the_reason(tmp_path):
     why = "a package is missing: pip install 'lora-trainer[gpu]'"
     found = targets(tmp_path, hardware={"device": "cuda:0"}, seen={"gpu_not_measured": why})["GPU utilization"]
     assert (found.seen, found.met, found.about) == ("", None, why)
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        ({}, "It was trained by an earlier version, which recorded no system.jsonl."),
+        ({"system_every_seconds": 0.0}, "run.system_every_seconds=0 measures nothing."),
+        ({"system_every_seconds": 10.0}, "No interval of run.system_every_seconds=10 was full."),
+    ],
+)
+def test_a_gpu_without_rows_is_explained_by_the_settings(run: dict[str, float], why: str, tmp_path: Path) -> None:
+    found = targets(tmp_path, hardware={"device": "cuda:0"}, seen={"utilisation": 0.9}, config={"run": run})
+    assert found["GPU utilization"].about == why
+
+
+def test_a_run_that_is_written_while_runs_are_compared_stays_itself(tmp_path: Path, monkeypatch) -> None:
+    """Its record is read once: the page and the count of failures agree."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        record = {"name": name, "status": "failed", "exit_code": 5, "reason": "Out of memory.", "started": 1.0}
+        (tmp_path / name / "run.json").write_text(json.dumps(record), "utf-8")
+    read, opened = Path.read_text, list[str]()
+    monkeypatch.setattr(Path, "read_text", lambda path, *a, **k: opened.append(path.name) or read(path, *a, **k))
+    failures = write_comparison([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html")
+    assert opened.count("run.json") == 2
+    assert failures.failed == 2

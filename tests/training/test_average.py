@@ -6,12 +6,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lora_trainer.adapters.ema import Ema, decay_at
+from lora_trainer.adapters.averages import Average, decay_at
 from lora_trainer.adapters.masters import make_adapter
+from lora_trainer.config.schema import TrainSection
+from lora_trainer.optim.schedules import first_swa_step
 
 
 def shares_of_steps(decay, total_steps):
@@ -44,13 +46,29 @@ def test_early_weights_hardly_count_at_the_end(decay, total_steps):
 
 def test_the_ema_follows_its_recursion():
     values, expected, masters = {"a": torch.zeros(3)}, 0.0, {"a": torch.zeros(3)}
-    average = Ema(values, 0.6)
+    average = Average(values, TrainSection(ema_decay=0.6))
     for step in range(30):
         masters["a"].fill_(float(step))
-        average.update(masters, step)
+        average.update(masters, step, 30)
         now = decay_at(0.6, step)
         expected = now * expected + (1 - now) * step
     assert average.values["a"].tolist() == pytest.approx([expected] * 3, rel=1e-6)
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 60), st.one_of(st.floats(0.05, 0.95), st.integers(1, 50)), st.integers(1, 12))
+def test_swa_is_the_mean_of_every_nth_weights_from_its_start(total, start, every):
+    """Until the first of them it is the newest weights."""
+    first = first_swa_step(TrainSection(swa_start=start), total)
+    average = Average({"a": torch.zeros(2)}, TrainSection(swa_start=start, swa_every_n_steps=every))
+    averaged: list[float] = []
+    for step in range(total):
+        value = float(step**2 % 17)
+        average.update({"a": torch.full((2,), value, dtype=torch.bfloat16)}, step, total)
+        if step >= first and (step - first + 1) % every == 0:
+            averaged.append(value)
+        expected = sum(averaged) / len(averaged) if averaged else value
+        assert average.values["a"].tolist() == pytest.approx([expected] * 2, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -63,6 +63,55 @@ CASES: dict[str, Case] = {
         "memory__weight_dtype": "bf16",
         "validation__every_n_steps": 2,
     },
+    "layers, bf16 alone": {
+        "optimizer__layer_learning_rates": {"down_blocks.*": 0.5, "*.to_k": 2.0},
+        "optimizer__layer_weight_decay": {"*.attn2.*": 0.2},
+        "optimizer__gradient_noise": 0.01,
+        "optimizer__gradient_noise_decay": 0.3,
+        "lr_scheduler__name": "one_cycle",
+        "lr_scheduler__cycle_momentum": True,
+        "lr_scheduler__base_momentum": 0.8,
+        "lr_scheduler__max_momentum": 0.9,
+        "lr_scheduler__warmup_steps": 3,
+        "optimizer__stochastic_rounding": True,
+        "memory__weight_dtype": "bf16",
+        "train__swa_start": 0.5,
+        "train__swa_every_n_steps": 2,
+    },
+    "SWA": {
+        "lr_scheduler__name": "cosine",
+        "train__swa_start": 0.4,
+        "train__swa_every_n_steps": 2,
+        "validation__every_n_steps": 1,
+    },
+    "bf16 alone": {
+        "optimizer__stochastic_rounding": True,
+        "memory__weight_dtype": "bf16",
+        "optimizer__gradient_noise": 0.01,
+        "train__swa_start": 2,
+        "train__swa_every_n_steps": 1,
+        "train__swa_learning_rate": 3e-3,
+        "train__effective_batch_size": 3,
+        "train__max_micro_batch_size": 1,
+        "validation__every_n_steps": 2,
+    },
+    "bf16 alone, 8 bits": {
+        "optimizer__stochastic_rounding": True,
+        "memory__weight_dtype": "bf16",
+        "optimizer__name": "adamw8bit",
+        "lora__rank": 128,
+        "train__ema_decay": 0.9,
+    },
+    "bf16 alone, adafactor": {
+        "optimizer__stochastic_rounding": True,
+        "memory__weight_dtype": "bf16",
+        "optimizer__name": "adafactor",
+    },
+    "bf16 alone, lion": {
+        "optimizer__stochastic_rounding": True,
+        "memory__weight_dtype": "bf16",
+        "optimizer__name": "lion",
+    },
     "fp16": {"memory__weight_dtype": "fp16", "lora__dropout": 0.1, "train__ema_decay": 0.9},
     "fp8": {"memory__weight_dtype": "fp8", "lora__target_modules": "attention+ff"},
     "int8": {"memory__weight_dtype": "int8", "lora__dropout": 0.1},
@@ -98,6 +147,19 @@ CASES: dict[str, Case] = {
         "data__resolution": 64,
         "memory__weight_dtype": "int8",
         "lora__target_modules": "attention+ff",
+    },
+    "flux2": {
+        "family": "flux2",
+        "data__resolution": 64,
+        "memory__gradient_checkpointing": "true",
+        "lora__target_modules": "attention+ff",
+        "captions__dropout": 0.3,
+    },
+    "chroma": {
+        "family": "chroma",
+        "data__resolution": 64,
+        "memory__gradient_checkpointing": "true",
+        "captions__dropout": 0.3,
     },
     "z_image": {
         "family": "z_image",
@@ -210,7 +272,18 @@ CASES: dict[str, Case] = {
     "uncached": {"cache__latents": False, "data__flip": True, "cache__workers": 2},
 }
 # test_exact_split resumes Lion with two processes; tests/recipes/test_families.py resumes every family.
-QUICK_CASES = ("plain", "adamw8bit", "schedule_free", "fp16", "split", "captions", "agreement", "texts", "words")
+QUICK_CASES = (
+    "plain",
+    "layers, bf16 alone",
+    "adamw8bit",
+    "schedule_free",
+    "fp16",
+    "split",
+    "captions",
+    "agreement",
+    "texts",
+    "words",
+)
 EVERY_CASE = [pytest.param(name, marks=() if name in QUICK_CASES else pytest.mark.slow) for name in CASES]
 
 

@@ -65,6 +65,13 @@ def later_ones_gone(runs: list[Run], step: int) -> None:
 PARTS: dict[str, dict[str, object]] = {
     "adamw": {"validation__every_n_steps": 2, "captions__shuffle": True, "captions__dropout": 0.3},
     "lion": {"optimizer__name": "lion", "train__ema_decay": 0.9, "memory__weight_dtype": "bf16"},
+    "random": {
+        "optimizer__stochastic_rounding": True,
+        "memory__weight_dtype": "bf16",
+        "optimizer__gradient_noise": 0.01,
+        "train__swa_start": 3,
+        "train__swa_every_n_steps": 1,
+    },
     "prodigy": {"optimizer__name": "prodigy", "optimizer__learning_rate": 1.0, "memory__weight_dtype": "fp16"},
     "schedule_free": {"optimizer__name": "adamw_schedulefree", "validation__every_n_steps": 2},
     "adafactor": {"optimizer__name": "adafactor", "lr_scheduler__name": "cosine"},

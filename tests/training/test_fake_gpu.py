@@ -37,7 +37,7 @@ from lora_trainer.training import build
 from lora_trainer.training.denoiser_layout import Layout
 from lora_trainer.training.micro_batch import make_micro_batch
 from lora_trainer.training.processes import Processes
-from lora_trainer.training.step import train_step
+from lora_trainer.training.step import StepSettings, train_step
 from tests.recipes.recipe import save_tiny_model
 
 GPU, CPU, BF16 = torch.device("meta"), torch.device("cpu"), torch.bfloat16
@@ -50,6 +50,8 @@ KINDS: dict[str, tuple[str, Precision, tuple[float, ...]]] = {
     "sd3.5": ("sd3", "int8", ()),
     "flux": ("flux", "bf16", (1e-4, 1e-4)),
     "flux-schnell": ("flux", "fp8", ()),
+    "flux2": ("flux2", "fp8", ()),
+    "chroma": ("chroma", "bf16", ()),
     "z_image": ("z_image", "fp8", ()),
     "qwen_image": ("qwen_image", "int8", ()),
     "krea2": ("krea2", "bf16", ()),
@@ -156,7 +158,7 @@ def test_a_step_mixes_no_devices(gpu: FakeGpu, kind: Kind) -> None:
     batch = a_batch(family, facts, text_embeddings_of(family, model))
     micro = make_micro_batch(batch, 0, 0, config.noise, context.process)
     gpu.reads.clear()
-    result = train_step(context, [micro], 2, 1e-4)
+    result = train_step(context, [micro], 2, StepSettings(1e-4))
     assert gpu.reads == []
     assert result.loss.device == result.grad_norm.device == GPU
     assert len(context.optimizer.state) == len(context.masters)

@@ -22,7 +22,7 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.optim.clipping import clip_by_norm, clip_by_value
 from lora_trainer.optim.optimizers import make_optimizer
 from lora_trainer.training.micro_batch import MicroBatch
-from lora_trainer.training.step import StepContext, backward, train_step
+from lora_trainer.training.step import StepContext, StepSettings, backward, train_step
 from tests.export.tiny import tiny_pipeline
 
 PROCESS = Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon")
@@ -114,7 +114,7 @@ def test_a_process_without_samples_still_takes_part(unet):
         return tensor
 
     context = make_step_context(unet, reduce=reduce)
-    result = train_step(context, [], samples=1, lr=1e-3)
+    result = train_step(context, [], 1, StepSettings(1e-3))
     assert len(seen) == 1
     assert float(seen[0].abs().sum()) == 0.0
     assert float(result.loss) == 0.0
@@ -152,7 +152,7 @@ def test_masks_split_and_stay_on_their_samples(unet):
 def test_training_lowers_the_loss(unet):
     context = make_step_context(unet)
     micro = random_micro(4)
-    losses = [float(train_step(context, [micro], 4, 1e-2).loss) for _ in range(12)]
+    losses = [float(train_step(context, [micro], 4, StepSettings(1e-2)).loss) for _ in range(12)]
     assert losses[-1] < 0.9 * losses[0]
 
 
@@ -175,7 +175,7 @@ def test_clipping_clips_and_reports_the_norm_before():
 def test_bf16_keeps_fp32_masters_that_small_updates_reach(unet):
     context = make_step_context(unet, torch.bfloat16)
     before = [master.clone() for master in context.masters]
-    train_step(context, [random_micro(2).to(context.device, torch.bfloat16)], 2, 1e-5)
+    train_step(context, [random_micro(2).to(context.device, torch.bfloat16)], 2, StepSettings(1e-5))
     masters, copies = context.adapter.masters, context.adapter.copies
     assert all(master.dtype == torch.float32 for master in masters.values())
     assert all(copy.dtype == torch.bfloat16 for copy in copies.values())
@@ -187,12 +187,12 @@ def test_fp16_overflow_is_skipped_and_the_scale_falls(unet):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=1000)
     context = make_step_context(unet, torch.float16, scaler=scaler)
     before = [master.clone() for master in context.masters]
-    result = train_step(context, [random_micro(2)], 2, 1e-2)
+    result = train_step(context, [random_micro(2)], 2, StepSettings(1e-2))
     assert result.skipped
     assert scaler.get_scale() == 2.0**29
     assert all(torch.equal(master, old) for master, old in zip(context.masters, before, strict=True))
     calm = with_scale(context, 2.0**4)
-    assert not train_step(calm, [random_micro(2)], 2, 1e-2).skipped
+    assert not train_step(calm, [random_micro(2)], 2, StepSettings(1e-2)).skipped
     assert any(not torch.equal(master, old) for master, old in zip(calm.masters, before, strict=True))
 
 

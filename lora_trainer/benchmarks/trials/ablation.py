@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure, figure, milliseconds
-from lora_trainer.benchmarks.trials.pair import Pair, fused_pair, measured_pair, saving_pair
+from lora_trainer.benchmarks.trials.pair import Pair, fused_pair, measured_pair, saving_pair, together_pair
 from lora_trainer.benchmarks.trials.steps import changed
 from lora_trainer.benchmarks.trials.sums import sums_pair
 from lora_trainer.core.errors import Problem, UsageError, UserError
@@ -17,7 +17,7 @@ from lora_trainer.training.processes import join_processes
 
 WARM_UP, STEPS, STEPS_ON_CPU = 10, 30, 10
 PLAIN = {"memory.gradient_checkpointing": False, "compile.enabled": False}
-SLOW = {"memory.weight_dtype": "fp32", "hardware.attention_backend": "math", "hardware.cudnn_benchmark": False}
+TOGETHER = "all together"
 ON_A_GPU = "needs a GPU"
 
 
@@ -58,18 +58,8 @@ OPTIMIZATIONS: tuple[Optimization, ...] = (
     Optimization("no sync while accumulating", "1.15-1.25 x", pair=sums_pair),
     Optimization("checkpointing", "-35 % memory for +34-48 % operations", {}, {"memory.gradient_checkpointing": True}),
     Optimization("background checkpoints", "+2 %", pair=saving_pair),
-    Optimization(
-        "all together",
-        "2-3 x, 40-50 % less memory",
-        SLOW,
-        {"memory.weight_dtype": "bf16", "hardware.attention_backend": "sdpa"},
-    ),
+    Optimization(TOGETHER, "2-3 x, 40-50 % less memory", pair=together_pair),
 )
-FASTEST = {
-    "compile.enabled": True,
-    "hardware.attention_backend": "fastest",
-    "hardware.cudnn_benchmark": True,
-}  # on a GPU
 
 
 @dataclass(frozen=True)
@@ -121,6 +111,11 @@ def measure(asked: RequestedMeasure) -> Report:
         notes.append("Each with the GPU for itself, one after the other.")
     else:
         notes.append("In turn, step by step. What holds on a CPU may not on a GPU.")
+    if any(row.name == TOGETHER and row.ratio is not None for row in rows):
+        apart = "the sums over processes, which need several" + (
+            "" if on_gpu else ", and compiled blocks, which need a GPU"
+        )
+        notes.append(f"{TOGETHER}: all rows above in one process against none of them, except {apart}.")
     rows = [AblationRow(**(vars(row) | {"model": row.model or model})) for row in rows]
     return Report(rows, ABOUT, notes, COLUMNS, first="optimization")
 
@@ -131,7 +126,7 @@ def row_of(option: Optimization, asked: RequestedMeasure, folder: Path, steps: i
         return AblationRow(option.name, "", option.claimed, left_out=option.why_not)
     folder.mkdir(parents=True)
     try:
-        pair = pair_of(option, asked, folder, steps, on_gpu=on_gpu)
+        pair = pair_of(option, asked, folder, steps)
     except UserError as error:
         if asked.only:
             raise
@@ -153,10 +148,9 @@ def row_of(option: Optimization, asked: RequestedMeasure, folder: Path, steps: i
     )
 
 
-def pair_of(option: Optimization, asked: RequestedMeasure, folder: Path, steps: int, *, on_gpu: bool) -> Pair:
+def pair_of(option: Optimization, asked: RequestedMeasure, folder: Path, steps: int) -> Pair:
     if option.pair is not None:
         return option.pair(asked, folder, steps)
-    fast = FASTEST if on_gpu and option.without is SLOW else {}
     without = changed(asked.resolved, PLAIN | dict(option.without))
-    with_it = changed(asked.resolved, PLAIN | dict(option.with_it) | fast)
+    with_it = changed(asked.resolved, PLAIN | dict(option.with_it))
     return measured_pair(without, with_it, folder, tiny=asked.tiny, warm_up=WARM_UP, steps=steps)

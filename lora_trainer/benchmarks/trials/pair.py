@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,20 +23,44 @@ from lora_trainer.benchmarks.trials.steps import (
     RATE,
     StepMemory,
     Steps,
+    changed,
+    held_on,
     inputs_of,
     loss_difference,
     own_way,
+    retries_of,
     take_steps,
 )
 from lora_trainer.config.layers import Resolved
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.training.checkpoints.save import copy_barrier, save, take, write
 from lora_trainer.training.checkpoints.writer import Buffers
+from lora_trainer.training.processes import join_processes
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 
 CPU = torch.device("cpu")
 EVERY = 5  # steps: far more often than any run saves, so that it can be seen
+FEWEST_ROUNDS = 3
+# Everything that `bench ablation` measures one at a time and that one process can have.
+NONE = {
+    "memory.weight_dtype": "fp32",
+    "memory.gradient_checkpointing": False,
+    "hardware.attention_backend": "math",
+    "hardware.cudnn_benchmark": False,
+    "compile.enabled": False,
+}
+ALL = {
+    "memory.weight_dtype": "bf16",
+    "memory.gradient_checkpointing": True,
+    "hardware.attention_backend": "sdpa",
+    "compile.enabled": False,
+}
+ALL_ON_A_GPU = ALL | {
+    "hardware.attention_backend": "fastest",
+    "hardware.cudnn_benchmark": True,
+    "compile.enabled": True,
+}
 
 
 @dataclass(frozen=True)
@@ -139,6 +164,61 @@ def saving_pair(asked: RequestedMeasure, folder: Path, steps: int) -> Pair:
                     rounds[how].append((time.perf_counter() - began) / EVERY)
     one, other = (Steps(tuple(seconds), (), StepMemory(), 0.0) for seconds in rounds.values())
     return Pair(subject.name, one, other)
+
+
+def together_pair(asked: RequestedMeasure, folder: Path, steps: int) -> Pair:
+    """All at once beside none: settings, the fused optimizer, and a checkpoint every fifth step in the background.
+
+    Seconds of a step over rounds of five; on a CPU in turn, on a GPU each with the GPU for itself. Raises UserError.
+    """
+    on_gpu = join_processes().device.type == "cuda"
+    sides = {"none": changed(asked.resolved, NONE), "all": changed(asked.resolved, ALL_ON_A_GPU if on_gpu else ALL)}
+    rounds, found = max(FEWEST_ROUNDS, steps // EVERY), dict[str, Steps]()
+    for names in (["none"], ["all"]) if on_gpu else (["none", "all"],):
+        subjects = {name: subject_as_asked(sides[name], folder / name, tiny=asked.tiny) for name in names}
+        model = next(iter(subjects.values())).name
+        found |= steps_with_checkpoints(subjects, rounds, folder)
+        del subjects
+        free_memory(join_processes().device)
+    return Pair(model, found["none"], found["all"])
+
+
+def steps_with_checkpoints(subjects: Mapping[str, BenchSubject], rounds: int, folder: Path) -> dict[str, Steps]:
+    """Steps in rounds of five with a checkpoint after each: of `all` in the background and with its own optimizer."""
+    losses: dict[str, list[Tensor]] = {name: [] for name in subjects}
+    seconds: dict[str, list[float]] = {name: [] for name in subjects}
+    inputs = {name: inputs_of(subject) for name, subject in subjects.items()}
+    ways = {name: own_way(subject.context, inputs[name]) for name, subject in subjects.items()}
+    device = next(iter(subjects.values())).context.device
+    for group in subjects["none"].context.optimizer.param_groups if "none" in subjects else ():
+        group |= {name: False for name in ("fused", "foreach") if name in group}  # of torch's own: tensor by tensor
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    retries = retries_of(device)
+    with ExitStack() as stack:
+        runs = {name: replace(subject.run, folder=folder / name) for name, subject in subjects.items()}
+        for run in runs.values():
+            run.folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(run.writer)
+        for number in range(1 + rounds):
+            for name in turns.in_turn(list(subjects), number):
+                synchronize(device)
+                began = time.perf_counter()
+                for step in range(EVERY):
+                    losses[name].append(ways[name](EVERY * number + step))
+                (save if name == "all" else in_the_loop)(runs[name], TrainState(step=EVERY * (number + 1)))
+                synchronize(device)
+                if number:  # the first warms
+                    seconds[name].append((time.perf_counter() - began) / EVERY)
+    return {
+        name: Steps(
+            tuple(seconds[name]),
+            tuple(map(float, losses[name][:FIRST])),
+            held_on(device, retries) if device.type == "cuda" else on_cpu(subject.context, inputs[name][0])[1],
+            0.0,
+        )
+        for name, subject in subjects.items()
+    }
 
 
 def in_the_loop(run: Run, state: TrainState) -> None:

@@ -25,7 +25,7 @@ from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.memory_plan.estimate import GIB
 from lora_trainer.memory_plan.trace import Account
 from lora_trainer.training.micro_batch import MicroBatch
-from lora_trainer.training.step import StepContext, train_step
+from lora_trainer.training.step import StepContext, StepSettings, train_step
 
 FIRST = 20  # steps whose losses are held against those of another way
 RATE = 1e-4  # large enough that the losses follow the weights
@@ -104,7 +104,7 @@ def own_way(
     def step(number: int) -> Tensor:
         micros = inputs[number % len(inputs)]
         samples = sum(len(micro.latents) for micro in micros) * context.world
-        return train_step(context, feed(micros), samples, rate).loss
+        return train_step(context, feed(micros), samples, StepSettings(rate)).loss
 
     return step
 

@@ -12,6 +12,7 @@ from lora_trainer.config.schema.types import (
     CropName,
     FamilyName,
     Flavor,
+    LatentsDtype,
     NotNegative,
     Positive,
     Section,
@@ -46,7 +47,7 @@ class ModelSection(Section):
     flavor: Flavor | None = setting(
         None,
         "fixed in effect",
-        "which of two models with the same architecture a checkpoint is, as with Z-Image and Krea 2",
+        "which of two models with the same architecture a checkpoint is: `base` or `turbo` of Z-Image and Krea 2, `base` or `distilled` of FLUX.2 klein, `dev` or `kontext` of FLUX.1",
     )
     training_adapter: str | None = setting(
         None,
@@ -136,7 +137,9 @@ class CaptionsSection(Section):
 class SourceSection(Section):
     """One folder or file of images, with what differs from `[data]` and `[captions]`."""
 
-    path: Annotated[str, Field(min_length=1)] = Field(description="folder or file")
+    path: Annotated[str, Field(min_length=1)] = Field(
+        description="folder, file, or address of tar shards such as `https://host/cats-{000..099}.tar`"
+    )
     repeats: Positive | None = Field(
         None,
         description="times each image is trained in an epoch; overrides the number in a folder's name; 0.5 trains half of them",
@@ -149,6 +152,13 @@ class SourceSection(Section):
     captions_file: str | None = Field(None, description="one file with all captions: JSONL, JSON, CSV, Parquet or text")
     masks: str | None = Field(
         None, description="where the loss counts: `alpha`, or a folder of gray images with the same names"
+    )
+    control_images: tuple[str, ...] = Field(
+        (),
+        description="folders of control images with the same names, for edit models such as FLUX.1 Kontext; each folder is one more control of every image",
+    )
+    control_columns: tuple[str, ...] = Field(
+        (), description="columns of the source's table that name control images, in place of folders or beside them"
     )
     resolutions: tuple[Side, ...] | None = Field(None, description="overrides `data.resolutions`")
     flip: bool | None = Field(None, description="overrides `data.flip`")
@@ -222,6 +232,9 @@ class CacheSection(Section):
         50.0, "changes nothing", "size on disk above which the least recently used entries are deleted"
     )
     latents: bool = setting(True, "changes rounding", "false encodes images while training, to save disk space")
+    latents_dtype: LatentsDtype = setting(
+        "fp32", "changes rounding", "precision of cached latents: `bf16` and `fp16` take half of the disk space"
+    )
     workers: CountOrZero | None = setting(
         None, "changes nothing", "threads that decode images; empty means one for each CPU, at most 8"
     )

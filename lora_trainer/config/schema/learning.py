@@ -64,9 +64,30 @@ class OptimizerSection(Section):
     weight_decay: NotNegative = setting(
         0.01, "fixed", "decoupled weight decay; none on biases, norms and learned tokens"
     )
+    layer_learning_rates: dict[str, NotNegative] = setting(
+        {},
+        "fixed",
+        'factors on the learning rate of layers, by patterns of their names: `{"mid_block.*" = 0.5}`; the last pattern that matches counts, 0 does not train a layer',
+    )
+    layer_weight_decay: dict[str, NotNegative] = setting(
+        {}, "fixed", "weight decay of layers, by patterns of their names, in place of `weight_decay`"
+    )
     max_grad_norm: NotNegative = setting(1.0, "changes training", "largest norm of the gradient; 0 means no clipping")
     clip_value: Positive | None = setting(
         None, "changes training", "largest value of a gradient's entry, instead of `max_grad_norm`; 0.5 is usual"
+    )
+    gradient_noise: NotNegative = setting(
+        0.0,
+        "changes training",
+        "Gaussian noise on the clipped gradient: its variance at step 0, eta in arXiv:1511.06807; 0 adds none",
+    )
+    gradient_noise_decay: NotNegative = setting(
+        0.55, "changes training", "gamma: the variance at step t is gradient_noise / (1 + t)^gamma"
+    )
+    stochastic_rounding: bool = setting(
+        False,
+        "fixed",
+        "keep the LoRA's weights in bf16 alone, without fp32 masters, and round each update up or down at random, so that small updates count on average",
     )
 
 
@@ -79,6 +100,17 @@ class LrSchedulerSection(Section):
     )
     cycles: Count = setting(3, "changes training", "cycles of `cosine_with_restarts`")
     power: Positive = setting(2.0, "changes training", "exponent of `polynomial`; 1 is `linear`")
+    cycle_momentum: bool = setting(
+        False,
+        "changes training",
+        "`one_cycle` also moves `optimizer.beta1`: down to `base_momentum` while the learning rate rises, then up again",
+    )
+    base_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(
+        0.85, "changes training", "beta1 at the peak of the learning rate, with `cycle_momentum`"
+    )
+    max_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(
+        0.95, "changes training", "beta1 at the first and the last step, with `cycle_momentum`"
+    )
 
 
 class NoiseSection(Section):
@@ -140,7 +172,7 @@ class LossSection(Section):
 
 
 class TrainSection(Section):
-    """Batch size, length of the run, seed, EMA."""
+    """Batch size, length of the run, seed, EMA or SWA."""
 
     effective_batch_size: Count = setting(
         1, "fixed", "samples in one optimizer step: micro-batch x gradient accumulation x processes"
@@ -170,6 +202,17 @@ class TrainSection(Section):
         "fixed",
         "EMA of the trained weights, which is then validated and exported; 0.999 is usual. It averages about 1 / (1 - decay) steps, at most a fifth of the steps so far, so 0.999 is reached at step 5000",
     )
+    swa_start: Annotated[float, Field(gt=0.0, lt=1.0)] | Count | None = setting(
+        None,
+        "fixed in effect",
+        "SWA (arXiv:1803.05407): from this step on, or from this share of the steps, the mean of the trained weights is what is validated and exported, in place of EMA; 0.75 is usual",
+    )
+    swa_every_n_steps: Count = setting(10, "fixed", "steps between two weights that SWA averages")
+    swa_learning_rate: Positive | None = setting(
+        None,
+        "changes training",
+        "constant learning rate from `swa_start` on; empty keeps the one that the LR scheduler has there",
+    )
     max_hours: Positive | None = setting(None, "changes nothing", "stop after this time, with everything saved")
     deterministic: bool = setting(
         False,
@@ -185,6 +228,11 @@ class TrainSection(Section):
         30.0, "changes nothing", "time without a sign of life after which another process of the run counts as lost"
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(42, "fixed", "seed of the run")
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether the run keeps an average of its weights, EMA or SWA, in fp32."""
+        return self.ema_decay is not None or self.swa_start is not None
 
 
 class SafeguardsSection(Section):

@@ -36,10 +36,37 @@ class CheckpointSection(Section):
     export_every_n_steps: CountOrZero = setting(
         0, "changes nothing", "steps between LoRA files kept in the folder `weights`; 0 means none"
     )
+    export_every_n_epochs: CountOrZero = setting(
+        0, "changes nothing", "epochs between LoRA files there, in addition; 0 means none"
+    )
+    export_keep_last: CountOrZero = setting(0, "changes nothing", "newest LoRA files to keep there; 0 keeps all")
     wait_minutes: NotNegative = setting(
         60.0, "changes nothing", "how long a run waits, paused, for space on a full disk before it stops"
     )
     keep_last: Count = setting(2, "changes nothing", "newest checkpoints to keep")
+    keep_every: CountOrZero = setting(
+        0, "changes nothing", "also keep every n-th checkpoint of its interval for good: 1 keeps all, 0 none"
+    )
+    keep_best: CountOrZero = setting(
+        0,
+        "changes nothing",
+        "also keep so many checkpoints with the lowest validation loss at their step; 0 keeps none",
+    )
+    save_state: bool = setting(
+        True,
+        "changes nothing",
+        "false writes checkpoints of the weights alone, which take a third of the space with AdamW; a run cannot be resumed from them",
+    )
+    scratch: Annotated[str, Field(min_length=1)] | None = setting(
+        None,
+        "changes nothing",
+        "fast folder, such as `/dev/shm` or one on NVMe, that checkpoints are written to first; they are copied to the run's folder in the background",
+    )
+    scratch_limit_gb: Positive = setting(
+        4.0,
+        "changes nothing",
+        "space that a run may take in `scratch`; what does not fit is written to the run's folder",
+    )
     export_weights: ExportWeightsName = setting(
         "best", "changes training", "weights to export: `best` has the lowest validation loss, `last` is the last step"
     )
@@ -80,6 +107,11 @@ class SampleSection(Section):
         500, "changes nothing", "steps between sample images; 0 means none while training"
     )
     prompts: tuple[str, ...] = setting((), "changes nothing", "prompts; empty means captions of the dataset")
+    control_images: tuple[str, ...] = setting(
+        (),
+        "changes nothing",
+        "control images of `sample.prompts` for edit models: those of the first prompt, then those of the second, as many for each as the model is trained with; empty means the dataset's",
+    )
     count: Count = setting(2, "changes nothing", "number of prompts taken from the dataset")
     num_inference_steps: Count | None = setting(
         None, "changes nothing", "sampler steps; empty means the model's usual number"

@@ -12,7 +12,7 @@ FamilyName = Annotated[str, one_of("model.family")]
 Blocks = Annotated[
     StrictBool | Literal["auto"] | Annotated[int, Field(ge=0)], Field(union_mode="left_to_right")
 ]  # all, none, as few as needed, a number: 1 is one block and not `true`
-Flavor = Literal["base", "turbo"]  # of models with the same architecture
+Flavor = Literal["base", "turbo", "distilled", "dev", "kontext"]  # of models with the same architecture
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "int8", "nf4"]
 OptimizerName = Annotated[str, one_of("optimizer.name")]
 SchedulerName = Literal["constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "one_cycle"]
@@ -21,6 +21,7 @@ LossName = Annotated[str, one_of("loss.type")]
 TrackerName = Annotated[str, one_of("run.trackers")]
 WeightingName = Annotated[str, one_of("loss.weighting")]
 ExportDtype = Literal["fp16", "bf16", "fp32"]
+LatentsDtype = Literal["fp32", "bf16", "fp16"]
 ExportWeightsName = Literal["best", "last"]
 LoraCheckName = Literal["full", "lite", "off"]
 UnresolvedName = Literal["refuse", "accept"]

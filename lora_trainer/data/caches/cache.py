@@ -26,7 +26,7 @@ from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.caches.explained import changed, recall, remember
 from lora_trainer.data.caches.filling import Progress, Work, build_missing, usual_workers
 from lora_trainer.data.caches.store import Shelf
-from lora_trainer.data.images.pixels import Shown, encode_shown, read_shown
+from lora_trainer.data.images.pixels import ShownView, encode_shown, read_shown
 from lora_trainer.data.prompt_weights import WeightedText, spoken
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
@@ -43,6 +43,7 @@ REASONS = {
     "weights": ("prompt weights changed", "prompt weights changed"),
     "size": ("size changed", "sizes changed"),
     "mask": ("mask changed", "masks changed"),
+    "controls": ("control image changed", "control images changed"),
     "encoder": ("new for this encoder", "new for this encoder"),
     "dtype": ("precision changed", "precision changed"),
 }
@@ -136,7 +137,9 @@ def plan_latents(
 
     def describe(index: int) -> tuple[str, Record]:
         sample, view = items[index]
-        return names[index], {
+        # Named only where there are any, so that the entries of all other images keep their keys.
+        controls = {"controls": " ".join(each.content for each in sample.controls)} if sample.controls else {}
+        return names[index], controls | {
             "content": sample.content,
             "size": _view_text(view),
             "mask": "none" if sample.mask is None else f"{sample.mask.content or 'alpha'} {MASKED}",
@@ -269,14 +272,14 @@ def fill_latents(
     a disk that refuses.
     """
 
-    def group(index: int) -> tuple[Bucket, bool]:
+    def group(index: int) -> tuple[Bucket, bool, int]:
         sample, view = plan.items[index]
-        return view.fit.bucket, sample.mask is not None
+        return view.fit.bucket, sample.mask is not None, len(sample.controls)
 
-    def prepare(index: int) -> Shown:
+    def prepare(index: int) -> ShownView:
         return read_shown(*plan.items[index])
 
-    def encode(places: list[int], prepared: list[Shown]) -> dict[str, Tensor]:
+    def encode(places: list[int], prepared: list[ShownView]) -> dict[str, Tensor]:
         del places
         return encode_shown(prepared, encode_image, plan.dtype)
 

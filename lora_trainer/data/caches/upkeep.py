@@ -30,7 +30,10 @@ from lora_trainer.data.caches.packing import pack, remove, rewrite
 from lora_trainer.data.caches.shards import is_foreign
 from lora_trainer.data.caches.store import KINDS, MARK, Shelf
 from lora_trainer.data.images.remembered import remembered, remembered_bytes
+from lora_trainer.data.images.remote import ENDING
 from lora_trainer.data.sources.parquet import UNPACKED, last_used, remove_unpacked
+from lora_trainer.data.sources.remote import FOLDER as REMOTE
+from lora_trainer.data.sources.remote import old_listings
 
 DEFAULT_LIMIT = 50 * 10**9  # bytes on disk
 ABANDONED_AFTER = 3600.0  # seconds until a half-written file may be removed although a run is using the cache
@@ -174,6 +177,8 @@ def cache_clean(folder: Path, limit: int = DEFAULT_LIMIT, *, verify: bool = Fals
         for blob, _, last in list(_unpacked(folder)):
             if since is None or last < since - CLOCK_STEP:
                 removed += remove_unpacked(blob) > 0
+        for listing in old_listings(folder, time.time() if since is None else since):
+            removed += _unlinked(listing) + _unlinked(listing.with_suffix(ENDING)) > 0
         places = folder / UNPACKED
         leavings += [path for path in named(places, IMAGES_INDEX) if not path.with_suffix(".images").exists()]
         for kind in KINDS:
@@ -297,7 +302,7 @@ def _unlinked(path: Path) -> int:
 def _bytes_in(folder: Path) -> int:
     """Bytes of what this keeps in order: a cache folder may hold other things too."""
     places: Iterable[Path] = (
-        path for place in (*KINDS, "index", UNPACKED, SETS) for path in (folder / place).rglob("*")
+        path for place in (*KINDS, "index", UNPACKED, REMOTE, SETS) for path in (folder / place).rglob("*")
     )
     total = remembered_bytes(folder)
     for path in places:

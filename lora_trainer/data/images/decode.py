@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from lora_trainer.data.images.measures import MEASURES, Seen, seen_broken, seen_from_json
 from lora_trainer.data.images.remembered import Remembered, remembered
-from lora_trainer.data.images.scan import lost
+from lora_trainer.data.images.remote import is_pointer
+from lora_trainer.data.images.scan import REMOTE_SECONDS, lost
 from lora_trainer.data.images.workers import Progress, Task, Ticker, run_tasks
 from lora_trainer.data.sample import Sample
 
@@ -61,7 +63,8 @@ def _decoded(samples: Sequence[Sample]) -> Iterator[tuple[Sample, str]]:
         start, length = (0, -1) if sample.span is None else (sample.span.offset, sample.span.size)
         path = os.path.abspath(sample.path if sample.span is None else sample.span.file)
         pixels = sample.width * sample.height
-        tasks.append(Task([path, start, length, sample.content], pixels, SECONDS + pixels / PIXELS_A_SECOND))
+        seconds = REMOTE_SECONDS if is_pointer(Path(path)) else SECONDS
+        tasks.append(Task([path, start, length, sample.content], pixels, seconds + pixels / PIXELS_A_SECOND))
     for number, result in run_tasks("seen", tasks):
         lone = result in ("crashed", "hung")
         yield samples[number], seen_broken(lost(result)).to_json() if lone else result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -14,10 +15,10 @@ from typing import Any
 from lora_trainer.data.images.images import BrokenImageError, header_of, opened, unreadable
 from lora_trainer.data.images.measures import Seen, measure, seen_broken
 from lora_trainer.data.images.remembered import Stamp, stamp_of
-from lora_trainer.data.images.spans import content_of, open_bytes, open_regular
+from lora_trainer.data.images.remote import is_pointer
+from lora_trainer.data.images.spans import READ_WHOLE, content_of, open_bytes, open_regular
 from lora_trainer.data.sample import Span
 
-READ_WHOLE = 2**24  # bytes; a larger file is read twice, for its header and for its hash
 MOST_BYTES = 2**32  # more than any image that can be trained on has
 STILL_WARM = 2.0  # seconds; a file written so lately may change again within its clock's step
 
@@ -35,7 +36,10 @@ class Facts:
 
 
 def read_facts(what: tuple[str, int, int]) -> dict[str, Any]:
-    """The worker's job: the facts of one place, with the stamp under which they may be kept."""
+    """The worker's job: the facts of one place, with the stamp under which they may be kept.
+
+    Those of a remote image come with its measures.
+    """
     name, start, length = what
     path = Path(name)
     span = None if length < 0 else Span(path, start, length)
@@ -46,7 +50,11 @@ def read_facts(what: tuple[str, int, int]) -> dict[str, Any]:
     # A write within the clock's step does not change the times.
     warm = time.time() - stamp.mtime / 1e9 < STILL_WARM
     values = [facts.width, facts.height, facts.format, facts.frames, facts.content, facts.bytes]
-    return {"facts": values, "stamp": None if warm else list(stamp)}
+    found: dict[str, Any] = {"facts": values, "stamp": None if warm else list(stamp)}
+    if span is not None and is_pointer(path):  # its bytes are here now, and measuring them later would fetch them again
+        with contextlib.suppress(BrokenImageError):
+            found["seen"] = _measured(path, span, facts.content).to_json()
+    return found
 
 
 def _facts_of(path: Path, span: Span | None) -> tuple[Facts, Stamp]:
@@ -70,8 +78,12 @@ def facts_in(file: io.FileIO, path: Path, span: Span | None) -> Facts:
         message = f"is a file of {size:,} bytes; the most is {MOST_BYTES:,}."
         raise BrokenImageError("too_large", message, "Scale it down or remove it.")
     if size <= READ_WHOLE:
-        file.seek(0 if span is None else span.offset)
-        data = file.read(size)
+        if span is not None and is_pointer(span.file):
+            with open_bytes(path, span) as remote:
+                data = remote.read(size)
+        else:
+            file.seek(0 if span is None else span.offset)
+            data = file.read(size)
         if span is not None and len(data) < size:
             message = f"ends after {len(data):,} of {size:,} bytes."
             raise BrokenImageError("unreadable", message, f"Replace {span.file.name}.")

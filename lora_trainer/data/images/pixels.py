@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,15 +11,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from lora_trainer.core.conditioning import CONTROL
 from lora_trainer.core.errors import DatasetRefused, Problem
+from lora_trainer.data.buckets import fit_to, has_other_shape
 from lora_trainer.data.images.images import BrokenImageError, load_alpha, load_rgb
 from lora_trainer.data.images.render import render, render_mask
 from lora_trainer.data.images.spans import content_of
-from lora_trainer.data.sample import Sample, Span
+from lora_trainer.data.sample import ControlImage, Sample, Span
 from lora_trainer.data.views import View
 
 Read = TypeVar("Read")
-Shown = tuple[Tensor, Tensor | None]  # pixels [3, H, W] and mask [1, H, W] of a view
+
+
+@dataclass(frozen=True)
+class ShownView:
+    """A view of a sample: its pixels [3, H, W], its mask [1, H, W] and its control images, each [3, H, W]."""
+
+    pixels: Tensor
+    mask: Tensor | None = None
+    controls: tuple[Tensor, ...] = ()
+
+
 EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -49,19 +62,37 @@ def read_mask(sample: Sample, view: View) -> Tensor | None:
     return torch.from_numpy(pixels).float()[None] / 255.0
 
 
-def read_shown(sample: Sample, view: View) -> Shown:
-    """Both of a view. Raises as `read_pixels`."""
-    return read_pixels(sample, view), read_mask(sample, view)
+def read_control(control: ControlImage, sample: Sample, view: View) -> Tensor:
+    """A control image [3, H, W] in its sample's view: cut, mirrored and recolored as the sample is; of another shape, its
+    middle. Raises as `read_pixels`."""
+    if has_other_shape((sample.width, sample.height), (control.width, control.height)):
+        view = replace(view, fit=fit_to(control.width, control.height, view.fit.bucket))
+    pixels = _unchanged(
+        lambda: render(load_rgb(control.path, control.span), view, sample.content),
+        control.path,
+        control.span,
+        control.content,
+    )
+    return torch.from_numpy(pixels).permute(2, 0, 1).float() / 127.5 - 1.0
 
 
-def encode_shown(shown: Sequence[Shown], encode_image: EncodeImage, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Views of one bucket, all with a mask or all without, as entries of a cache: each tensor [B, …].
+def read_shown(sample: Sample, view: View) -> ShownView:
+    """All that a view shows. Raises as `read_pixels`."""
+    controls = tuple(read_control(control, sample, view) for control in sample.controls)
+    return ShownView(read_pixels(sample, view), read_mask(sample, view), controls)
+
+
+def encode_shown(shown: Sequence[ShownView], encode_image: EncodeImage, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Views of one bucket, all with a mask or all without and with equally many controls, as entries of a cache: each
+    tensor [B, …]. Of a control image, `control_0`, the posterior's mean is kept alone.
 
     `encode_image` takes pixels [B, 3, H, W] and gives mean and spread, each [B, C, h, w].
     """
-    mean, spread = encode_image(torch.stack([pixels for pixels, _ in shown]))
+    mean, spread = encode_image(torch.stack([each.pixels for each in shown]))
     found = {"mean": mean.to(dtype), "spread": spread.to(dtype)}
-    if masks := [mask for _, mask in shown if mask is not None]:
+    for number, controls in enumerate(zip(*(each.controls for each in shown), strict=True)):
+        found[f"{CONTROL}{number}"] = encode_image(torch.stack(controls))[0].to(dtype)
+    if masks := [each.mask for each in shown if each.mask is not None]:
         # Each place of the latents takes the mean of what it covers.
         found["mask"] = adaptive_avg_pool2d(torch.stack(masks), (mean.shape[-2], mean.shape[-1])).to(dtype)
     return found

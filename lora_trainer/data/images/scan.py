@@ -14,12 +14,16 @@ from typing import Any
 
 from lora_trainer.data.images.images import BrokenImageError
 from lora_trainer.data.images.jobs import Facts
+from lora_trainer.data.images.measures import MEASURES
 from lora_trainer.data.images.remembered import FilePlace, Kept, Remembered, Stamp, remembered, stamp_of
+from lora_trainer.data.images.remote import is_pointer
 from lora_trainer.data.images.workers import Progress, Task, Ticker, run_tasks
 from lora_trainer.data.sample import Span
 
 KEEP_AT_ONCE = 4000  # headers written together
 HEADER_SECONDS = 30.0
+REMOTE_SECONDS = 300.0  # with repetitions of a connection that fails
+PIXELS_A_BYTE = 4  # of a JPEG, or fewer; a remote image is decoded too, and how large it is is not known before
 
 
 def read_headers(
@@ -51,18 +55,29 @@ def _read(
 ) -> None:
     """Read what is not remembered into `found`, and remember it."""
     fresh: dict[FilePlace, Kept] = {}
-    tasks = [Task([os.fsdecode(keys[number].path), *keys[number][1:]], seconds=HEADER_SECONDS) for number in left]
+    measured: dict[str, str] = {}
+    tasks = []
+    for number in left:
+        path = os.fsdecode(keys[number].path)
+        remote = is_pointer(Path(path))
+        seconds, pixels = (REMOTE_SECONDS, PIXELS_A_BYTE * keys[number].length) if remote else (HEADER_SECONDS, 0)
+        tasks.append(Task([path, *keys[number][1:]], pixels, seconds))
     for number, result in run_tasks("facts", tasks):
         place = left[number]
         found[place] = facts = facts_from(result)
         if isinstance(facts, Facts) and result["stamp"] is not None:
             values = (facts.content, facts.width, facts.height, facts.format, facts.frames)
             fresh[keys[place]] = Kept(Stamp(*result["stamp"]), *values)
+        if isinstance(facts, Facts) and "seen" in result:
+            measured[facts.content] = result["seen"]
         if len(fresh) >= KEEP_AT_ONCE:
             store.keep_headers(fresh)
+            store.keep_measures(measured, MEASURES)
             fresh.clear()
+            measured.clear()
         ticker.step()
     store.keep_headers(fresh)
+    store.keep_measures(measured, MEASURES)
 
 
 def _key(path: Path, span: Span | None) -> FilePlace:

@@ -8,7 +8,10 @@ import os
 import stat
 from pathlib import Path
 
+from lora_trainer.data.images.remote import is_pointer, open_remote
 from lora_trainer.data.sample import Span
+
+READ_WHOLE = 2**24  # bytes; what is larger is read piece by piece, and twice: for its header and for its hash
 
 
 class _Window(io.RawIOBase):
@@ -49,6 +52,8 @@ def open_bytes(path: Path, span: Span | None) -> io.BufferedReader:
     """A sample's bytes, to read: those of its file, or of its span of a larger one. Raises OSError."""
     if span is None:
         return io.BufferedReader(open_regular(path))
+    if is_pointer(span.file):
+        return open_remote(span.file, span.offset, span.size, READ_WHOLE)
     return io.BufferedReader(_Window(open_regular(span.file), span))
 
 

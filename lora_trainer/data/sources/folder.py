@@ -11,7 +11,7 @@ from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.sources.beside import caption_beside, caption_endings
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.listing import Listing
-from lora_trainer.data.sources.metadata import METADATA_NAMES, key_of, read_metadata
+from lora_trainer.data.sources.metadata import METADATA_NAMES, controls_in, key_of, read_metadata
 from lora_trainer.data.sources.rows import SourceRow
 
 FOREIGN_IMAGES = (".heic", ".heif", ".jxl", ".psd", ".svg", ".raw", ".cr2", ".nef", ".dng")
@@ -40,7 +40,7 @@ def read_folder(listing: Listing, request: SourceRequest, reading: SourceReading
     """All images of a listing in the order of their paths, with captions, repeats and weights."""
     root = listing.root
     images = _images_of(listing, request, reading)
-    rows = _rows_of(listing, images, reading)
+    rows = _rows_of(listing, images, request, reading)
     folders = {folder: _kohya_of(root, folder, reading) for folder in sorted({folder for folder, _ in images})}
     plain = [folder or "." for folder, named in folders.items() if named is None]
     if len(plain) not in (0, len(folders)) and request.section.repeats is None:
@@ -60,7 +60,10 @@ def read_folder(listing: Listing, request: SourceRequest, reading: SourceReading
         if caption is None:
             caption = row.text
         named = kohya[1] if kohya else None
-        found.append(FoundImage(path, caption, repeats, row.weight, instead=instead, folder_caption=named))
+        controls = controls_in(bases[folder], row.controls)
+        found.append(
+            FoundImage(path, caption, repeats, row.weight, instead=instead, folder_caption=named, controls=controls)
+        )
     _find_unused(listing, request, reading)
     return found
 
@@ -85,7 +88,9 @@ def _images_of(listing: Listing, request: SourceRequest, reading: SourceReading)
     return [(folder, name) for _, folder, name in sorted(found)]
 
 
-def _rows_of(listing: Listing, images: list[tuple[str, str]], reading: SourceReading) -> Mapping[str, SourceRow]:
+def _rows_of(
+    listing: Listing, images: list[tuple[str, str]], request: SourceRequest, reading: SourceReading
+) -> Mapping[str, SourceRow]:
     """The rows of the image folders' tables, by the image's key."""
     tables = [
         listing.path(folder, name)
@@ -98,7 +103,7 @@ def _rows_of(listing: Listing, images: list[tuple[str, str]], reading: SourceRea
     keys = {key_of(str(listing.path(folder, name))) for folder, name in images}
     rows: dict[str, SourceRow] = {}
     for table in tables:
-        rows.update(read_metadata(table, keys, reading))
+        rows.update(read_metadata(table, keys, reading, request.section.control_columns))
     return rows
 
 

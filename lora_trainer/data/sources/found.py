@@ -8,7 +8,7 @@ from pathlib import Path
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, Severity, printable
-from lora_trainer.data.sample import Mask, Span
+from lora_trainer.data.sample import ControlImage, Mask, Span
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class FoundImage:
     its folder's name.
 
     `instead` says what was found in place of a missing caption, `table` which table may hold it.
-    `weight` is as it was written, None where nobody wrote one. `mask` has no content yet.
+    `weight` is as it was written, None where nobody wrote one. `mask` and `controls` have no content yet.
     """
 
     path: Path
@@ -29,6 +29,7 @@ class FoundImage:
     instead: str = ""
     table: Path | None = None
     folder_caption: str | None = None
+    controls: tuple[ControlImage, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,17 +36,17 @@ class FolderNames:
         return (self._folder / str(name)).is_file()
 
 
-def list_folder(root: Path, reading: SourceReading, without: Path | None = None) -> Listing:
-    """Linked folders are followed once, so links in circles end; `without` is a folder to skip."""
+def list_folder(root: Path, reading: SourceReading, without: Iterable[Path | None] = ()) -> Listing:
+    """Linked folders are followed once, so links in circles end; `without` are folders to skip."""
     names: dict[str, tuple[str, ...]] = {}
     seen: set[tuple[int, int]] = set()
-    left_out = _identity(str(without)) if without is not None else None
+    left_out = {_identity(str(each)) for each in without}
     waiting = [""]
     while waiting:
         folder = waiting.pop()
         place = os.path.join(root, folder) if folder else str(root)
         identity = _identity(place)
-        if identity is None or identity in seen or (folder and identity == left_out):
+        if identity is None or identity in seen or (folder and identity in left_out):
             continue
         seen.add(identity)
         files, folders = [], []

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lora_trainer.data.buckets import has_other_shape
 from lora_trainer.data.images.images import BrokenImageError, opened
 from lora_trainer.data.sample import Mask, Sample, Span
-from lora_trainer.data.sources.folder import MASK_LABEL, is_image
+from lora_trainer.data.sources.folder import MASK_LABEL
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
-from lora_trainer.data.sources.listing import list_folder
+from lora_trainer.data.sources.pairs import find_partners
 
 ALPHA = "alpha"
-ASPECT_TOLERANCE = 0.02  # beyond what rounding a smaller mask's sides explains
 
 
 def masks_folder(request: SourceRequest) -> Path | None:
@@ -34,19 +33,12 @@ def with_masks(
         return [replace(each, mask=Mask(None)) for each in found]
     folder = masks_folder(request)
     if folder is None or not folder.is_dir():
-        message = f"There is no folder of masks {folder}."
+        message = f"There is no folder of masks {request.section.masks}."
         reading.problem(message, "Check data.sources.masks: a folder of gray images, or `alpha`.")
         return list(found)
-    listing = list_folder(folder, SourceReading())
-    masks: dict[str, Path] = {}
-    for inner, names in listing.names.items():
-        for name in filter(is_image, names):
-            masks[f"{inner}/{os.path.splitext(name)[0]}" if inner else os.path.splitext(name)[0]] = listing.path(
-                inner, name
-            )
-    below = [_inner(each, root) for each in found]
-    alone = Counter(place.rpartition("/")[2] for place in set(below))
-    paired = [_paired(each, place, alone, masks) for each, place in zip(found, below, strict=True)]
+    partners = find_partners(folder, found, root)
+    masks = (partners.of(each.path, (MASK_LABEL, "")) for each in found)
+    paired = [each if path is None else replace(each, mask=Mask(path)) for each, path in zip(found, masks, strict=True)]
     if found and not any(each.mask for each in paired):
         reading.problem(
             f"{folder} holds no mask of any of {len(found)} images.",
@@ -56,27 +48,6 @@ def with_masks(
         if each.mask is None:
             _missing(each.path, f"has no mask in {folder.name}", reading)
     return paired
-
-
-def _inner(found: FoundImage, root: Path) -> str:
-    """An image's path below the source or from where its file lies, its whole path elsewhere, without its ending."""
-    path = found.path
-    for base in (root, root.parent):
-        if path != base and path.is_relative_to(base):
-            path = path.relative_to(base)
-            break
-    return os.path.splitext(path.as_posix())[0]
-
-
-def _paired(found: FoundImage, inner: str, alone: Mapping[str, int], masks: Mapping[str, Path]) -> FoundImage:
-    """By its path below the source, else by its name alone where `alone` counts one image of it; never itself."""
-    stem = inner.rpartition("/")[2]
-    names = (inner, stem) if alone[stem] == 1 else (inner,)
-    for name in (each + label for each in names for label in (MASK_LABEL, "")):
-        path = masks.get(name)
-        if path is not None and path != found.path:
-            return replace(found, mask=Mask(path))
-    return found
 
 
 def _missing(path: Path, what: str, reading: SourceReading) -> None:
@@ -93,8 +64,7 @@ def has_transparency(path: Path, span: Span | None) -> bool:
 def judged_mask(sample: Sample, size: tuple[int, int], reading: SourceReading) -> Sample:
     """The sample with its mask file, whose `size` (width, height) must be of the image's shape."""
     width, height = size
-    stretch = width * sample.height / (height * sample.width)
-    if abs(stretch - 1.0) > ASPECT_TOLERANCE + 1.0 / min(width, height) and sample.mask is not None:
+    if has_other_shape((sample.width, sample.height), size) and sample.mask is not None:
         name = sample.mask.path.name if sample.mask.path else "its mask"
         message = f"is {sample.width}×{sample.height}, its mask {name} {width}×{height}: another shape."
         reading.find(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.core.bounded import TextError
+from lora_trainer.data.sample import ControlImage
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.rows import READERS, SourceRow, Table, read_table
 
@@ -21,9 +22,11 @@ def key_of(path: str) -> str:
     return path if path.isascii() else unicodedata.normalize("NFC", path)
 
 
-def read_metadata(path: Path, images: Iterable[str], reading: SourceReading) -> dict[str, SourceRow]:
+def read_metadata(
+    path: Path, images: Iterable[str], reading: SourceReading, controls: Sequence[str] = ()
+) -> dict[str, SourceRow]:
     """The rows of an image folder's table by the image's key; `images` are the keys of those that are there."""
-    table = table_or_finding(path, reading)
+    table = table_or_finding(path, reading, controls)
     if table is None:
         return {}
     known = set(images)
@@ -37,10 +40,11 @@ def read_metadata(path: Path, images: Iterable[str], reading: SourceReading) -> 
     return {key: row for key, row in rows.items() if key in known}
 
 
-def table_or_finding(path: Path, reading: SourceReading) -> Table | None:
-    """A table with its bad lines as one finding; None when it cannot be read at all."""
+def table_or_finding(path: Path, reading: SourceReading, controls: Sequence[str] = ()) -> Table | None:
+    """A table with its bad lines as one finding; None when it cannot be read at all. `controls` are the columns of
+    control images."""
     try:
-        table = read_table(path)
+        table = read_table(path, controls)
     except TextError as error:
         reading.find("bad_metadata", "error", f"{error}.", "Save it again, as UTF-8 text or Parquet.", path)
         return None
@@ -60,7 +64,7 @@ def with_captions_file(
         message = f"There is no table of captions {path}."
         reading.problem(message, f"Check data.sources.captions_file; it ends in {' '.join(READERS)}.")
         return list(found)
-    table = table_or_finding(path, reading)
+    table = table_or_finding(path, reading, request.section.control_columns)
     if table is None:
         return list(found)
     places = _places(found)
@@ -86,7 +90,7 @@ def with_captions_file(
         reading.find("absent_image", "warning", message, "Add them or remove the lines.", path)
     if len(rows) < len(found):
         reading.note(f"{path}: has captions of {len(rows)} of {len(found)} images; the others keep their own.")
-    return [_with_row(each, rows.get(place)) for place, each in enumerate(found)]
+    return [_with_row(each, rows.get(place), path.parent) for place, each in enumerate(found)]
 
 
 def _find_overruled(pairs: Sequence[tuple[SourceRow, SourceRow]], path: Path, reading: SourceReading) -> None:
@@ -99,14 +103,21 @@ def _find_overruled(pairs: Sequence[tuple[SourceRow, SourceRow]], path: Path, re
         reading.find("two_captions", "note", message, "Keep one line for each image.", path)
 
 
-def _with_row(found: FoundImage, row: SourceRow | None) -> FoundImage:
+def _with_row(found: FoundImage, row: SourceRow | None, folder: Path) -> FoundImage:
+    """The image with what a row of a table in `folder` sets."""
     if row is None:
         return found
     return replace(
         found,
         caption=found.caption if row.text is None else row.text,
         weight=found.weight if row.weight is None else row.weight,
+        controls=controls_in(folder, row.controls) or found.controls,
     )
+
+
+def controls_in(folder: Path, names: Sequence[str]) -> tuple[ControlImage, ...]:
+    """The control images that a row of a table in `folder` names."""
+    return tuple(ControlImage(Path(os.path.normpath(folder / name.replace("\\", "/")))) for name in names)
 
 
 def _places(found: Sequence[FoundImage]) -> Mapping[str, int]:

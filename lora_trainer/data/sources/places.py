@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lora_trainer.config.schema import SourceSection
+from lora_trainer.core.bounded import TextError, read_text
+from lora_trainer.data.images.remote import is_url, shown_place
 from lora_trainer.data.sources.found import SourceReading, SourceRequest
+from lora_trainer.data.sources.remote import MOST_INDEX_BYTES, names_in, remote_places, shards_named_by
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(\d{1,12})\.\.(\d{1,12})")
@@ -19,7 +22,13 @@ MOST_SHARDS = 100_000
 def places_of(request: SourceRequest, reading: SourceReading) -> tuple[Path, ...]:
     """The places of one source: `data-{000..009}.tar` is ten. Problems for those that are not there."""
     text = request.section.path
-    places = [place_from(word) for word in _expanded(text, reading)]
+    words = [shard for word in _expanded(text, reading) for shard in _shards_of(word, reading)]
+    if urls := [word for word in words if is_url(word)]:
+        pointers = iter(remote_places(urls, request, reading))
+        if reading.problems:
+            return ()
+        return tuple(next(pointers) if is_url(word) else place_from(word) for word in words)
+    places = [place_from(word) for word in words]
     missing = [place for place in places if not place.exists()]
     if len(missing) == 1 or (missing and len(missing) == len(places)):
         reading.problem(f"There is no folder or file {missing[0]}.", "Check the path of the data.")
@@ -29,10 +38,25 @@ def places_of(request: SourceRequest, reading: SourceReading) -> tuple[Path, ...
     return () if missing else tuple(places)
 
 
+def _shards_of(word: str, reading: SourceReading) -> list[str]:
+    """The shards that an index file names, a line each, from where it is itself; any other word is a place."""
+    if is_url(word):
+        return shards_named_by(word, reading)
+    place = place_from(word)
+    if place.suffix.lower() != ".txt" or not place.is_file():
+        return [word]
+    try:
+        names = names_in(read_text(place, MOST_INDEX_BYTES))
+    except TextError as error:
+        reading.problem(f"{place} {error}.", "An index of shards has one name in each line.")
+        return []
+    return [name if is_url(name) else str(place.parent / name) for name in names]
+
+
 def named_places(section: SourceSection) -> list[Path]:
-    """The places that a source names, whether they are there or not: its images, its table, its masks."""
-    named = [*_expanded(section.path, SourceReading()), section.captions_file, section.masks]
-    return [place_from(each) for each in named if each is not None and each != "alpha"]
+    """The places that a source names, whether they are there or not: its images, its table, its masks, its control images."""
+    named = [*_expanded(section.path, SourceReading()), section.captions_file, section.masks, *section.control_images]
+    return [place_from(each) for each in named if each is not None and each != "alpha" and not is_url(each)]
 
 
 def place_from(text: str | Path) -> Path:
@@ -71,8 +95,30 @@ def _choices(inner: str) -> Sequence[str]:
     return [str(number).zfill(len(match[1])) for number in numbers]
 
 
+def common_root(places: Sequence[Path]) -> Path:
+    """The place that images of these places are named from: the only one, or the folder around all."""
+    named = [shown_place(place) for place in places]
+    if len(named) == 1:
+        return named[0]
+    try:
+        return Path(os.path.commonpath([place.parent for place in named]))
+    except ValueError:  # on several drives, or here and on a server
+        return named[0].parent
+
+
 # Sources that differ in one of these make other samples of the same images.
-DIFFERING = ("resolutions", "flip", "color_variants", "crop", "default_caption", "captions_file", "masks", "captions")
+DIFFERING = (
+    "resolutions",
+    "flip",
+    "color_variants",
+    "crop",
+    "default_caption",
+    "captions_file",
+    "masks",
+    "captions",
+    "control_images",
+    "control_columns",
+)
 
 
 def find_overlaps(requests: Sequence[tuple[SourceRequest, Sequence[Path]]], reading: SourceReading) -> None:
@@ -83,11 +129,13 @@ def find_overlaps(requests: Sequence[tuple[SourceRequest, Sequence[Path]]], read
         for place in places:
             before = seen.setdefault(place.resolve(), [])
             if any(_alike(request, earlier) for earlier, _ in before):
-                reading.problem(f"{place} is named as data twice.", fix)
+                reading.problem(f"{shown_place(place)} is named as data twice.", fix)
             before.append((request, place))
     for real, those in seen.items():
         if len(those) > 1:
-            reading.note(f"{those[0][1]}: {len(those)} sources with settings of their own train each of its images.")
+            reading.note(
+                f"{shown_place(those[0][1])}: {len(those)} sources with settings of their own train each of its images."
+            )
         for outer in real.parents:
             if outer in seen:
                 message = f"Of the data {seen[outer][0][1]} and {those[0][1]} one contains the other."

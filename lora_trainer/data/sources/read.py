@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.data.images.images import IMAGE_ENDINGS
+from lora_trainer.data.images.remote import ENDING
 from lora_trainer.data.sources.beside import caption_beside
+from lora_trainer.data.sources.controls import control_folders, with_controls
 from lora_trainer.data.sources.folder import ending_of, is_image, no_images, read_folder
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.listing import FolderNames, Listing, list_folder
 from lora_trainer.data.sources.masks import masks_folder, with_masks
 from lora_trainer.data.sources.metadata import METADATA_NAMES, with_captions_file
+from lora_trainer.data.sources.places import common_root
+from lora_trainer.data.sources.remote import read_remote
 from lora_trainer.data.sources.table import read_table_source
 from lora_trainer.data.sources.tar import COMPRESSED_ENDINGS, read_tar
 
@@ -22,17 +25,17 @@ SHARDS = (".tar", ".parquet")
 
 
 def read_source(places: Sequence[Path], request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
-    """The images of one source, with captions of its `captions_file` and its masks."""
+    """The images of one source, with captions of its `captions_file`, its masks and its control images."""
     before = len(reading.problems)
     found = [each for place in places for each in _read_place(place, request, reading)]
     if not found:
         if places and len(reading.problems) == before:
             reading.problem(f"{request.section.path} holds no image that can be used.", _last_reason(reading))
         return []
-    root = places[0] if len(places) == 1 else Path(os.path.commonpath([place.parent for place in places]))
+    root = common_root(places)
     if request.section.captions_file is not None:
         found = with_captions_file(found, root, request, reading)
-    return with_masks(found, root, request, reading)
+    return with_controls(with_masks(found, root, request, reading), root, request, reading)
 
 
 def _last_reason(reading: SourceReading) -> str:
@@ -68,8 +71,8 @@ def _read_place(place: Path, request: SourceRequest, reading: SourceReading) -> 
 
 def _read_folder(place: Path, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """The images of a folder, then those in the tars and Parquet files below it."""
-    masks = masks_folder(request)
-    listing = list_folder(place, reading, without=masks if masks != place else None)
+    beside = (masks_folder(request), *control_folders(request))
+    listing = list_folder(place, reading, without=[each for each in beside if each not in (None, place)])
     found = _with_table(read_folder(listing, request, reading), listing)
     for path in _shards_of(listing):
         if path.suffix.lower() == ".tar" or _holds_images(path):
@@ -144,6 +147,7 @@ def _read_dataset_toml(path: Path, request: SourceRequest, reading: SourceReadin
 FILES: dict[str, Callable[[Path, SourceRequest, SourceReading], list[FoundImage]]] = {
     ".tar": read_tar,
     ".parquet": _read_parquet,
+    ENDING: read_remote,
     **dict.fromkeys((".jsonl", ".json", ".csv", ".tsv"), read_table_source),
     ".toml": _read_dataset_toml,
 }

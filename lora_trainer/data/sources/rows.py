@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,13 @@ TEXT_COLUMNS = ("text", "caption", "prompt", "tags")
 
 @dataclass(frozen=True)
 class SourceRow:
-    """One row of a table. `weight` is as it was written, of whatever type; None where there is none."""
+    """One row of a table. `weight` is as it was written, of whatever type; None where there is none. `controls` are the
+    files that the source's control columns name, up to the first empty one."""
 
     name: str
     text: str | None = None
     weight: object = None
+    controls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,12 @@ class Table:
     total: int
 
 
-def read_table(path: Path) -> Table:
-    """A table of captions, by the file's ending. Raises TextError."""
-    return READERS[path.suffix.lower()](path)
+def read_table(path: Path, controls: Sequence[str] = ()) -> Table:
+    """A table of captions, by the file's ending; `controls` are the columns of control images. Raises TextError."""
+    return READERS[path.suffix.lower()](path, controls)
 
 
-def row_of(value: object) -> SourceRow | None:
+def row_of(value: object, controls: Sequence[str] = ()) -> SourceRow | None:
     """A row of named columns; None when it names no file or its caption is no text."""
     if not isinstance(value, Mapping):
         return None
@@ -54,7 +57,8 @@ def row_of(value: object) -> SourceRow | None:
     text, weight = text_of(value), value.get("weight")
     if name is None or not isinstance(text, str | None):
         return None
-    return SourceRow(name, text, None if weight == "" else weight)
+    files = itertools.takewhile(lambda file: isinstance(file, str) and file, (value.get(key) for key in controls))
+    return SourceRow(name, text, None if weight == "" else weight, tuple(map(str, files)))
 
 
 def text_of(value: Mapping[str, Any]) -> object:
@@ -62,10 +66,10 @@ def text_of(value: Mapping[str, Any]) -> object:
     return next((value[key] for key in TEXT_COLUMNS if value.get(key) is not None), None)
 
 
-def _table(values: Iterator[object] | list[object]) -> Table:
+def _table(values: Iterator[object] | list[object], controls: Sequence[str] = ()) -> Table:
     rows, bad, total = [], [], 0
     for total, value in enumerate(values, start=1):
-        row = value if isinstance(value, SourceRow) else row_of(value)
+        row = value if isinstance(value, SourceRow) else row_of(value, controls)
         if row is None:
             bad.append(total)
         else:
@@ -78,13 +82,13 @@ def _lines(path: Path) -> list[str]:
     return read_text(path, MOST_TABLE_BYTES).rstrip("\r\n").split("\n")
 
 
-def read_jsonl(path: Path) -> Table:
+def read_jsonl(path: Path, controls: Sequence[str] = ()) -> Table:
     rows, bad, total = [], [], 0
     for total, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         try:
-            row = row_of(json.loads(line))
+            row = row_of(json.loads(line), controls)
         except (ValueError, RecursionError):
             row = None
         if row is None:
@@ -94,20 +98,20 @@ def read_jsonl(path: Path) -> Table:
     return Table(tuple(rows), tuple(bad), total)
 
 
-def read_json(path: Path) -> Table:
+def read_json(path: Path, controls: Sequence[str] = ()) -> Table:
     """A list of rows, or an object that gives each image's name its caption, or kohya's `caption` and `tags`."""
     try:
         document = json.loads(read_text(path, MOST_TABLE_BYTES))
     except (ValueError, RecursionError) as error:
         raise TextError(f"is not JSON ({str(error).split(chr(10))[0]})") from error
     if isinstance(document, list):
-        return _table(document)
+        return _table(document, controls)
     if not isinstance(document, dict):
         raise TextError("is JSON, but neither a list of rows nor an object of captions by name")
-    return _table([_named(name, value) for name, value in document.items()])
+    return _table([_named(name, value, controls) for name, value in document.items()])
 
 
-def _named(name: str, value: object) -> SourceRow | None:
+def _named(name: str, value: object, controls: Sequence[str]) -> SourceRow | None:
     if isinstance(value, str):
         return SourceRow(name, value)
     if not isinstance(value, Mapping):
@@ -119,10 +123,11 @@ def _named(name: str, value: object) -> SourceRow | None:
     if not all(isinstance(part, str) for part in parts):
         return None
     text = ", ".join(parts) if parts else value.get("text", value.get("prompt"))
-    return row_of({"file_name": name, "text": text, "weight": value.get("weight")})
+    own = {"file_name": name, "text": text, "weight": value.get("weight")}
+    return row_of({**{key: value.get(key) for key in controls}, **own}, controls)
 
 
-def read_csv(path: Path) -> Table:
+def read_csv(path: Path, controls: Sequence[str] = ()) -> Table:
     """Columns by their names in the first line; commas, semicolons or tabs, whichever that line has most of."""
     text = read_text(path, MOST_TABLE_BYTES)
     first = text.split("\n", 1)[0]
@@ -131,7 +136,7 @@ def read_csv(path: Path) -> Table:
     try:
         if not set(NAME_COLUMNS) & set(reader.fieldnames or ()):
             raise TextError(f"has no column file_name in its first line ({first.strip()[:80]})")
-        return _table(_numbers(row) for row in reader)
+        return _table((_numbers(row) for row in reader), controls)
     except csv.Error as error:
         raise TextError(f"is not CSV ({error})") from error
 
@@ -145,17 +150,17 @@ def _numbers(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def read_parquet(path: Path) -> Table:
+def read_parquet(path: Path, controls: Sequence[str] = ()) -> Table:
     """The columns that are wanted, of all rows."""
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(path) as file:
-            columns = [field.name for field in file.schema_arrow if _is_wanted(field.name, str(field.type))]
+            columns = [field.name for field in file.schema_arrow if _is_wanted(field.name, str(field.type), controls)]
             if not set(columns) & set(NAME_COLUMNS):
                 raise TextError(f"has no column file_name (its columns: {', '.join(file.schema_arrow.names)[:80]})")
-            return _table(rows_of_parquet(file, columns))
+            return _table(rows_of_parquet(file, columns), controls)
     except (OSError, ValueError, ArrowException) as error:
         raise TextError(f"is not Parquet that can be read ({str(error).split(chr(10))[0]})") from error
 
@@ -180,13 +185,16 @@ def rows_of_parquet(file: ParquetFile, columns: list[str]) -> Iterator[dict[str,
         yield from batch.to_pylist()
 
 
-def _is_wanted(name: str, kind: str) -> bool:
+def _is_wanted(name: str, kind: str, controls: Sequence[str]) -> bool:
     """Whether a Parquet column is one of ours; embedded images are read elsewhere."""
-    return name == "weight" or (name in (*NAME_COLUMNS, *TEXT_COLUMNS) and "string" in kind and "struct" not in kind)
+    return name == "weight" or (
+        name in (*NAME_COLUMNS, *TEXT_COLUMNS, *controls) and "string" in kind and "struct" not in kind
+    )
 
 
-def read_lines(path: Path) -> Table:
-    """One image a line: its name, a tab or `|`, its caption."""
+def read_lines(path: Path, controls: Sequence[str] = ()) -> Table:
+    """One image a line: its name, a tab or `|`, its caption. There are no columns of control images."""
+    del controls
     rows, bad, total = [], [], 0
     for total, line in enumerate(_lines(path), start=1):
         if not line.strip():
@@ -199,7 +207,7 @@ def read_lines(path: Path) -> Table:
     return Table(tuple(rows), tuple(bad), total)
 
 
-READERS: dict[str, Callable[[Path], Table]] = {
+READERS: dict[str, Callable[[Path, Sequence[str]], Table]] = {
     ".jsonl": read_jsonl,
     ".json": read_json,
     ".csv": read_csv,

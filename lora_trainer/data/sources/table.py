@@ -7,14 +7,14 @@ from pathlib import Path
 
 from lora_trainer.data.sources.beside import caption_beside
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
-from lora_trainer.data.sources.metadata import table_or_finding
+from lora_trainer.data.sources.metadata import controls_in, table_or_finding
 
 SHARES = ("//", "\\\\", "\\/", "/\\")  # of other machines: on Windows, opening one sends them the user's identity
 
 
 def read_table_source(path: Path, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """Its rows in order. A row without a caption may have one beside its image."""
-    table = table_or_finding(path, reading)
+    table = table_or_finding(path, reading, request.section.control_columns)
     if table is None:
         reading.problem(f"{path} cannot be read as a table of images.", "Columns: file_name and text, as UTF-8.")
         return []
@@ -22,13 +22,14 @@ def read_table_source(path: Path, request: SourceRequest, reading: SourceReading
     found, elsewhere = [], []
     outside, impossible = 0, []
     for row in table.rows:
-        if "://" in row.name or row.name.startswith(SHARES):
-            elsewhere.append(row.name)
+        if remote := [name for name in (row.name, *row.controls) if "://" in name or name.startswith(SHARES)]:
+            elsewhere.append(remote[0])
+            continue
+        if unnamed := [name for name in (row.name, *row.controls) if not _possible(name)]:
+            impossible.append(unnamed[0])
             continue
         image = Path(os.path.normpath(os.path.join(path.parent, row.name.replace("\\", "/"))))
-        if not _possible(row.name):
-            impossible.append(row.name)
-            continue
+        controls = controls_in(path.parent, row.controls)
         outside += not image.is_relative_to(path.parent)
         folder = str(image.parent)
         if folder not in names:
@@ -36,7 +37,16 @@ def read_table_source(path: Path, request: SourceRequest, reading: SourceReading
         caption, instead = row.text, ""
         if caption is None:
             caption, instead = caption_beside(image, names[folder], request, reading)
-        found.append(FoundImage(image, caption, request.repeats(), row.weight, instead=instead))
+        found.append(
+            FoundImage(
+                image,
+                caption,
+                request.repeats(),
+                row.weight,
+                instead=instead,
+                controls=controls,
+            )
+        )
     if elsewhere:
         message = f"{path} names {len(elsewhere)} images by their address (first: {elsewhere[0]})."
         reading.problem(message, "Fetch them first: nothing is downloaded here.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import posixpath
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,32 +35,84 @@ class _Group:
 
 def read_tar(path: Path, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """The images of one tar in the order of its members. Members before a damaged place are used."""
-    fix = "Unpack it (gunzip, or tar -xf) and name the plain tar or the folder: images are read in place."
     try:
         with open_bytes(path, None) as file:
-            start = file.read(8)
-            kind = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
-            if kind is not None:
-                reading.problem(f"{path} is compressed ({kind}).", fix)
-                return []
-            file.seek(0)
-            groups: dict[str, _Group] = {}
-            for name, span in _members(path, _Heads(file), reading):
-                _sort_in(groups, name, span)
-            mains = {stem: _key_of(stem, groups) for stem, group in groups.items() if group.images}
-            others = [stem for stem, key in mains.items() if key is None]
-            if others:
-                first = groups[others[0]].images[0][0]
-                reading.note(f"{path}: {len(others)} images beside another of their key are skipped (first: {first}).")
-            found = [
-                _found_of(path, groups[stem], key, file, request, reading)
-                for stem, key in mains.items()
-                if key is not None
-            ]
+            listing = list_tar(file, path.stat().st_size, path)
+
+            def read(span: Span) -> bytes:
+                file.seek(span.offset)
+                return file.read(span.size)
+
+            return images_of(listing, path, read, request, reading)
     except OSError as error:
         reading.problem(f"{path} cannot be read ({(error.strerror or str(error)).lower()}).", "Make it readable.")
         return []
-    return found
+
+
+@dataclass
+class TarListing:
+    """The regular members of a tar: cleaned name and span. `damage` says where it ends too early, empty if it does not."""
+
+    members: list[tuple[str, Span]] = field(default_factory=list)
+    damage: str = ""
+    links: int = 0  # and other members that are no plain files
+    texts: dict[int, bytes] = field(default_factory=dict)  # by their places
+    compressed: str = ""  # the kind, of one that cannot be read in place
+
+
+def list_tar(file: BinaryIO, size: int, place: Path, texts: Collection[str] = ()) -> TarListing:
+    """The members of a tar of `size` bytes, from its headers; their spans are of the file `place`. Raises OSError.
+
+    Short ones whose ending is in `texts` are read too, while the file is at their place.
+    """
+    start = file.read(8)
+    kind = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), "")
+    if kind:
+        return TarListing(compressed=kind)
+    file.seek(0)
+    listing, members = TarListing(), _Members(file, size)
+    for name, offset, length in members:
+        listing.members.append((name, Span(place, offset, length)))
+        if posixpath.splitext(name)[1].lower() in texts and length <= MOST_CAPTION_BYTES:
+            file.seek(offset)
+            listing.texts[offset] = file.read(length)
+    listing.links, listing.damage = members.links, members.reason
+    if not listing.damage:
+        file.seek(members.end)
+        if size == 0 or any(file.read(BLOCK)):  # it ends well at the file's end, or at a block of zeros
+            listing.damage = f"no header of a member at byte {members.end}"
+    return listing
+
+
+def images_of(
+    listing: TarListing,
+    path: Path,
+    read: Callable[[Span], bytes],
+    request: SourceRequest,
+    reading: SourceReading,
+) -> list[FoundImage]:
+    """The images of a tar called `path`, with the texts of their keys, which `read` returns."""
+    if listing.compressed:
+        fix = "Unpack it (gunzip, or tar -xf) and name the plain tar or the folder: images are read in place."
+        reading.problem(f"{path} is compressed ({listing.compressed}).", fix)
+        return []
+    if listing.damage:
+        count = len(listing.members)
+        message = f"is damaged ({listing.damage.splitlines()[0]}); only the {count} members before that are used."
+        reading.find("damaged_tar", "warning", message, "Make or download it again.", path)
+    if listing.links:
+        reading.note(f"{path}: {listing.links} links and other members that are no plain files are skipped.")
+    groups: dict[str, _Group] = {}
+    for name, span in listing.members:
+        _sort_in(groups, name, span)
+    mains = {stem: _key_of(stem, groups) for stem, group in groups.items() if group.images}
+    others = [stem for stem, key in mains.items() if key is None]
+    if others:
+        first = groups[others[0]].images[0][0]
+        reading.note(f"{path}: {len(others)} images beside another of their key are skipped (first: {first}).")
+    return [
+        _found_of(path, groups[stem], key, read, request, reading) for stem, key in mains.items() if key is not None
+    ]
 
 
 class _Heads:
@@ -75,53 +127,37 @@ class _Heads:
         return self._file.read(size)
 
 
-def _members(path: Path, file: _Heads, reading: SourceReading) -> Iterator[tuple[str, Span]]:
-    """(cleaned name, span) of each regular member; one finding where the tar is damaged."""
-    size = path.stat().st_size
-    links = count = end = 0
-    reason = ""
-    try:
-        with tarfile.open(fileobj=file, mode="r:", errorlevel=0) as tar:  # type: ignore[call-overload]
-            while (member := tar.next()) is not None:
-                tar.members = []  # a million of them need not stay
-                if member.size < 0 or tar.offset <= end:  # it would be read forever
-                    reason = f"a size of {member.size} bytes"
-                    break
-                end = tar.offset
-                if member.isdir():
-                    continue
-                if not member.isreg() or member.issparse():
-                    links += 1
-                    continue
-                if member.offset_data + member.size > size:
-                    reason = f"ends inside of {member.name!r}"
-                    break
-                # A path below the tar, whatever the name was: nothing is ever written by it.
-                parts = [part for part in member.name.replace("\\", "/").split("/") if part not in ("", ".", "..")]
-                name = "/".join(parts) if parts and not parts[-1].startswith(".") else ""
-                if name:
-                    count += 1
-                    yield name, Span(path, member.offset_data, member.size)
-            end = max(end, tar.offset)
-    except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
-        reason = str(error) or "unexpected end"
-    if not reason and not _ends_well(path, end, size):
-        reason = f"no header of a member at byte {end}"
-    if reason:
-        message = f"is damaged ({reason.splitlines()[0]}); only the {count} members before that are used."
-        reading.find("damaged_tar", "warning", message, "Make or download it again.", path)
-    if links:
-        reading.note(f"{path}: {links} links and other members that are no plain files are skipped.")
+class _Members:
+    """(cleaned name, offset, size) of each regular member; then `end`, `links`, and in `reason` what is damaged."""
 
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+        self.end, self.links, self.reason = 0, 0, ""
 
-def _ends_well(path: Path, end: int, size: int) -> bool:
-    """Whether the archive ends where reading stopped: at the file's end, or at a block of zeros."""
-    if size == 0:
-        return False
-    with open(path, "rb") as file:
-        file.seek(end)
-        block = file.read(BLOCK)
-    return not any(block)
+    def __iter__(self) -> Iterator[tuple[str, int, int]]:
+        try:
+            with tarfile.open(fileobj=_Heads(self._file), mode="r:", errorlevel=0) as tar:  # type: ignore[call-overload]
+                while (member := tar.next()) is not None:
+                    tar.members = []  # a million of them need not stay
+                    if member.size < 0 or tar.offset <= self.end:  # it would be read forever
+                        self.reason = f"a size of {member.size} bytes"
+                        break
+                    self.end = tar.offset
+                    if member.isdir():
+                        continue
+                    if not member.isreg() or member.issparse():
+                        self.links += 1
+                        continue
+                    if member.offset_data + member.size > self._size:
+                        self.reason = f"ends inside of {member.name!r}"
+                        break
+                    # A path below the tar, whatever the name was: nothing is ever written by it.
+                    parts = [part for part in member.name.replace("\\", "/").split("/") if part not in ("", ".", "..")]
+                    if parts and not parts[-1].startswith("."):
+                        yield "/".join(parts), member.offset_data, member.size
+                self.end = max(self.end, tar.offset)
+        except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
+            self.reason = str(error) or "unexpected end"
 
 
 def _sort_in(groups: dict[str, _Group], name: str, span: Span) -> None:
@@ -142,7 +178,12 @@ def _key_of(stem: str, groups: dict[str, _Group]) -> _Group | None:
 
 
 def _found_of(
-    path: Path, group: _Group, key: _Group, file: BinaryIO, request: SourceRequest, reading: SourceReading
+    path: Path,
+    group: _Group,
+    key: _Group,
+    read: Callable[[Span], bytes],
+    request: SourceRequest,
+    reading: SourceReading,
 ) -> FoundImage:
     """The sample of a group, with the texts of its key where it has none of its own."""
     name, span = group.images[0]
@@ -151,10 +192,10 @@ def _found_of(
         message = f"shares its key with {len(group.images) - 1} more images of {path.name}; only it is used."
         reading.find("two_images", "warning", message, "Give each image a key of its own.", image)
     texts = key.texts | group.texts
-    caption, instead = _text_beside(image, texts, file, request, reading)
+    caption, instead = _text_beside(image, texts, read, request, reading)
     weight: object = None
     if ".json" in texts:
-        described = _described(image, texts[".json"], file, reading)
+        described = _described(image, texts[".json"], read, reading)
         text, weight = text_of(described), described.get("weight")
         if caption is None and isinstance(text, str):
             caption = text
@@ -162,7 +203,7 @@ def _found_of(
 
 
 def _text_beside(
-    image: Path, texts: dict[str, Span], file: BinaryIO, request: SourceRequest, reading: SourceReading
+    image: Path, texts: dict[str, Span], read: Callable[[Span], bytes], request: SourceRequest, reading: SourceReading
 ) -> tuple[str | None, str]:
     """(caption, what was found instead)."""
     ending = next((ending for ending in caption_endings(request) if ending in texts), None)
@@ -170,7 +211,7 @@ def _text_beside(
         other = next((ending for ending in CAPTION_ENDINGS if ending in texts), "")
         return None, f"{image.stem}{other}" if other else ""
     try:
-        return decode(_read(file, texts[ending])), ""
+        return decode(_read(read, texts[ending])), ""
     except TextError as error:
         message = f"has a caption that {error} ({image.stem}{ending})."
         reading.find("unreadable_caption", "error", message, "Save it as a short UTF-8 text.", image)
@@ -178,10 +219,10 @@ def _text_beside(
         return None, ""
 
 
-def _described(image: Path, span: Span, file: BinaryIO, reading: SourceReading) -> dict[str, Any]:
+def _described(image: Path, span: Span, read: Callable[[Span], bytes], reading: SourceReading) -> dict[str, Any]:
     """The JSON beside an image; a finding and nothing when it is none."""
     try:
-        value = json.loads(_read(file, span))
+        value = json.loads(_read(read, span))
     except (TextError, ValueError, RecursionError):
         value = None
     if isinstance(value, dict):
@@ -191,8 +232,7 @@ def _described(image: Path, span: Span, file: BinaryIO, reading: SourceReading) 
     return {}
 
 
-def _read(file: BinaryIO, span: Span) -> bytes:
+def _read(read: Callable[[Span], bytes], span: Span) -> bytes:
     if span.size > MOST_CAPTION_BYTES:
         raise TextError(f"is larger than {MOST_CAPTION_BYTES >> 20} MiB")
-    file.seek(span.offset)
-    return file.read(span.size)
+    return read(span)

@@ -97,7 +97,10 @@ class JointProcessor(_Processor):
 
 
 class RotaryProcessor(_Processor):
-    """A transformer's with rotary positions (arXiv:2104.09864), the text first; it may be part of `hidden_states`."""
+    """A transformer's with rotary positions (arXiv:2104.09864), the text first; it may be part of `hidden_states`.
+
+    A mask [B, 1, L, L] is one that torch's own choice alone can take.
+    """
 
     def __call__(
         self,
@@ -109,7 +112,9 @@ class RotaryProcessor(_Processor):
     ) -> Tensor | tuple[Tensor, Tensor]:
         from diffusers.models.embeddings import apply_rotary_emb
 
-        _refuse_mask(attention_mask)
+        if attention_mask is not None:
+            usual = self.usual(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+            return cast("Tensor | tuple[Tensor, Tensor]", usual)
         parts = _own(attn, hidden_states, hidden_states)
         if encoder_hidden_states is not None:
             text = _added(attn, encoder_hidden_states)
@@ -144,6 +149,31 @@ class StreamProcessor(_Processor):
         if freqs_cis is not None:
             query, key = _turned(query, freqs_cis), _turned(key, freqs_cis)
         return cast("Tensor", _out(attn, self.mixed(query, key, value)))
+
+
+class ParallelProcessor(_Processor):
+    """A block's whose attention and feed-forward part share a layer on the way in and one on the way out
+    (arXiv:2302.05442), with rotary positions."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        _refuse_mask(attention_mask)
+        shared = attn.to_qkv_mlp_proj(hidden_states)
+        attending = 3 * attn.inner_dim
+        queries, inner = shared.split((attending, shared.shape[-1] - attending), dim=-1)
+        query, key, value = queries.chunk(3, dim=-1)
+        query, key, value = _heads(attn, query, key, value, attn.norm_q, attn.norm_k)
+        if image_rotary_emb is not None:
+            query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
+        mixed = torch.cat([self.mixed(query, key, value), attn.mlp_act_fn(inner)], dim=-1)
+        return cast("Tensor", attn.to_out(mixed))
 
 
 class TwoStreamProcessor(_Processor):
@@ -212,6 +242,8 @@ PROCESSORS: dict[str, type[_Processor]] = {
     "AttnProcessor2_0": CrossProcessor,
     "JointAttnProcessor2_0": JointProcessor,
     "FluxAttnProcessor": RotaryProcessor,
+    "Flux2AttnProcessor": RotaryProcessor,
+    "Flux2ParallelSelfAttnProcessor": ParallelProcessor,
     "ZSingleStreamAttnProcessor": StreamProcessor,
     "QwenDoubleStreamAttnProcessor2_0": TwoStreamProcessor,
     "Krea2AttnProcessor": GatedProcessor,

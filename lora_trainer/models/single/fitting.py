@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.tensorfile import read_tensor_header
-from lora_trainer.models.autoencoder import USUAL, VIDEO
+from lora_trainer.models.autoencoder import CHANNELS, USUAL, VIDEO
 from lora_trainer.models.folder import read_config, refuse_quantized
 from lora_trainer.models.single.stored import Stored
 from lora_trainer.models.single.texts import TEXTS, kind_of_file
@@ -22,15 +22,19 @@ def check_vae(own: Mapping[str, Any], other: Mapping[str, Any], named: Path) -> 
 
     Both are configs. Differences that configs do not show, such as other latents of the same shape, are not noticed.
     """
-    facts: list[tuple[str, str, object]] = [("latent channels", "latent_channels", 4)]
+    facts: list[tuple[str, str, object]] = [
+        ("the class", "_class_name", USUAL),
+        ("latent channels", "latent_channels", 4),
+    ]
     facts += [("a scaling_factor of", "scaling_factor", USUAL_SCALE), ("a shift_factor of", "shift_factor", None)]
-    kinds = [config.get("_class_name", USUAL) for config in (own, other)]
-    if kinds[0] != kinds[1]:
-        message = f"model.vae: {named} is an {kinds[1]}, and the model's own an {kinds[0]}."
-        raise UsageError(Problem(message, "Name a VAE of the same family, or remove model.vae."))
-    if VIDEO in kinds:
-        facts = [("latent channels", "z_dim", 16)]
-        facts += [(f"a {name} of", name, None) for name in ("latents_mean", "latents_std")]
+    kinds = {config.get("_class_name", USUAL) for config in (own, other)}
+    if VIDEO in kinds:  # whose numbers have other names; those of another class say nothing
+        own_facts = [
+            ("latent channels", "z_dim", 16),
+            ("a mean of", "latents_mean", None),
+            ("a deviation of", "latents_std", None),
+        ]
+        facts = [facts[0], *(own_facts if len(kinds) == 1 else ())]
     problems = []
     for words, key, usual in facts:
         ours, theirs = own.get(key, usual), other.get(key, usual)
@@ -59,8 +63,9 @@ def vae_folder(named: Path) -> Path:
     config = read_config(folder, "config.json")
     usual = USUAL if "block_out_channels" in config else config.get("model_type", "part of another kind")
     kind = config.get("_class_name", usual)
-    if kind not in (USUAL, VIDEO):
-        raise UsageError(Problem(f"{folder} is a {str(kind)[:80]}, not an {USUAL}.", "Name a VAE with model.vae."))
+    if kind not in CHANNELS:
+        message = f"{folder} is a {str(kind)[:80]}, not an {' or an '.join(CHANNELS)}."
+        raise UsageError(Problem(message, "Name a VAE with model.vae."))
     return folder
 
 

@@ -148,9 +148,9 @@ def _from_checkpoint(checkpoint: SingleFile, replacement: dict[str, Path | None]
     for name, component in components.items():
         _write_part(component, target / name)
     write_json(target / "scheduler" / "scheduler_config.json", _scheduler(checkpoint, published))
-    of_variant = published.get("model_index_of", {}).get(checkpoint.variant, {})
     absent = {name: [None, None] for text in set(TEXTS[family]) - set(texts) for name in (text, tokenizer_of(text))}
-    write_json(target / "model_index.json", published["model_index"] | of_variant | absent)
+    own = published.get("model_index_of", {}).get(checkpoint.variant, {})
+    write_json(target / "model_index.json", published["model_index"] | own | absent)
 
 
 def _published(family: str) -> dict[str, Any]:

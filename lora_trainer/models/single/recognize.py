@@ -21,7 +21,13 @@ SD2_TEXT_WIDTH, REFINER_TEXT_WIDTH = 1024, 1280
 UNUSUAL_CHANNELS = {5: "a depth model", 7: "an upscaler", 8: "a model of instructions", 9: "an inpainting model"}
 # This norm spreads more in 2.x models that predict velocity than in those that predict noise (ComfyUI uses it, too).
 SD2_NORM, SD2_SPREAD = "output_blocks.11.1.transformer_blocks.0.norm1.bias", 0.09
-OF_ONE_FORM = {"z_image": ("base", "turbo"), "krea2": ("base", "turbo")}  # models of a family with the same keys
+KONTEXT = "kontext"
+# Models with the same keys, by the family and the variant that is assumed where the user says nothing.
+OF_ONE_FORM = {
+    **dict.fromkeys((("z_image", "turbo"), ("krea2", "base"), ("krea2", "turbo")), ("base", "turbo")),
+    **dict.fromkeys((("flux", "dev"), ("flux", KONTEXT)), ("dev", KONTEXT)),
+    **dict.fromkeys((("flux2", "base"), ("flux2", "distilled")), ("base", "distilled")),
+}
 FIRST_OF_FLUX = 64  # input channels of the plain model: 16 of latents, of four places
 # Ends of names, and what such a file is. The first that is found counts.
 OTHER_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -95,7 +101,7 @@ def _of_variant(found: SingleFile, variant: str | None) -> SingleFile:
     """The checkpoint with the user's variant. Raises UsageError where keys decide, or its family has no such model."""
     if variant is None:
         return found
-    variants = OF_ONE_FORM.get(found.family, ())
+    variants = OF_ONE_FORM.get((found.family, found.variant), ())
     if variant not in variants:
         message = f"model.flavor = {variant}: the keys of {found.file} already decide it."
         if variants:
@@ -125,7 +131,7 @@ def _unknown(file: Path, names: list[str]) -> Problem:
         if any(name.endswith(endings) for name in names):
             return Problem(f"{file} is {kind}, no base model.", fix)
     seen = ", ".join(sorted(names)[:3])[:200] or "nothing"
-    families = "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1, Z-Image, Qwen-Image and Krea 2"
+    families = "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1, FLUX.2 klein, Chroma, Z-Image, Qwen-Image and Krea 2"
     return Problem(f"{file} is of no known architecture: it holds {seen}.", f"What can be read: {families}.")
 
 
@@ -199,12 +205,13 @@ def _sd3(found: SingleFile) -> SingleFile:
 
 def _flux(found: SingleFile) -> SingleFile:
     stored = found.denoiser
-    for name, kind in (
-        ("distilled_guidance_layer.in_proj.bias", "Chroma"),
-        ("single_stream_modulation.lin.weight", "FLUX.2"),
-    ):
-        if name in stored.shapes:
-            raise UsageError(Problem(f"{found.file} is a {kind} model, which cannot be trained yet.", USE_BASE))
+    if "single_stream_modulation.lin.weight" in stored.shapes:
+        return _flux2(found)
+    if "distilled_guidance_layer.in_proj.bias" in stored.shapes and "txt_in.weight" in stored.shapes:
+        if "img_in.weight" not in stored.shapes or stored.side("img_in.weight", 1) != FIRST_OF_FLUX:
+            message = f"{found.file} is a Chroma model that takes pixels (Radiance), or more than noisy latents."
+            raise UsageError(Problem(message, "Use Chroma1-Base or Chroma1-HD."))
+        return SingleFile(found.file, "chroma", stored, found.header)
     if "txt_in.weight" not in stored.shapes or "vector_in.in_layer.weight" not in stored.shapes:
         message = f"{found.file} has FLUX.1's blocks but another text input."
         raise UsageError(Problem(message, USE_BASE))
@@ -213,7 +220,26 @@ def _flux(found: SingleFile) -> SingleFile:
         message = f"{found.file} is a Fill or Control model: {channels} input channels in place of {FIRST_OF_FLUX}."
         raise UsageError(Problem(message, "Use FLUX.1 dev or schnell."))
     variant = "dev" if "guidance_in.in_layer.weight" in stored.shapes else "schnell"
+    if variant == "dev" and KONTEXT in found.file.name.lower():  # as in the published file's name
+        variant = KONTEXT
     return SingleFile(found.file, "flux", stored, found.header, variant=variant)
+
+
+def _flux2(found: SingleFile) -> SingleFile:
+    stored, name = found.denoiser, found.file.name.lower()
+    if "guidance_in.in_layer.weight" in stored.shapes:
+        message = f"{found.file} is FLUX.2 dev, whose text encoder (Mistral Small 3.1) is not supported."
+        raise UsageError(Problem(message, "Use FLUX.2 klein, base or distilled, of 4 or 9 billion weights."))
+    variant = "base" if "base" in name else "distilled"  # as in the published files' names
+    note = f"{found.file.name} is assumed to be distilled (4 steps, no guidance): FLUX.2 klein and its base have the same keys."
+    return SingleFile(
+        found.file,
+        "flux2",
+        stored,
+        found.header,
+        variant=variant,
+        note="" if variant == "base" or "klein" in name else f"{note} If it is the base, set model.flavor=base.",
+    )
 
 
 def _z_image(found: SingleFile) -> SingleFile:

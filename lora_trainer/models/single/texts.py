@@ -31,6 +31,8 @@ TEXTS: dict[str, dict[str, tuple[str, str]]] = {
         "text_encoder_3": ("t5", T5),
     },
     "flux": {"text_encoder": ("clip_l", CLIP_L), "text_encoder_2": ("t5", T5)},
+    "chroma": {"text_encoder": ("t5", T5)},
+    "flux2": {"text_encoder": ("qwen3", QWEN)},
     "z_image": {"text_encoder": ("qwen3", QWEN)},
     "qwen_image": {"text_encoder": ("qwen2_5_vl", "text_encoders.qwen25_7b.transformer.")},
     "krea2": {"text_encoder": ("qwen3_vl", "text_encoders.qwen3vl_4b.transformer.")},

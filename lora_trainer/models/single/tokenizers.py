@@ -28,21 +28,27 @@ REPOSITORIES = {
     "t5": (
         ("black-forest-labs/FLUX.1-dev", "tokenizer_2"),
         ("black-forest-labs/FLUX.1-schnell", "tokenizer_2"),
+        ("lodestones/Chroma1-HD", "tokenizer"),
+        ("lodestones/Chroma1-Base", "tokenizer"),
         ("stabilityai/stable-diffusion-3.5-medium", "tokenizer_3"),
         ("stabilityai/stable-diffusion-3.5-large", "tokenizer_3"),
         ("stabilityai/stable-diffusion-3-medium-diffusers", "tokenizer_3"),
     ),
     "qwen2_5_vl": tuple((f"Qwen/Qwen-Image{name}", "tokenizer") for name in ("", "-2512", "-Edit-2511", "-Edit-2509")),
     "qwen3_vl": (("krea/Krea-2-Raw", "tokenizer"), ("krea/Krea-2-Turbo", "tokenizer")),
-    "qwen3": (("Tongyi-MAI/Z-Image-Turbo", "tokenizer"), ("Tongyi-MAI/Z-Image", "tokenizer")),
+    "qwen3": (
+        ("Tongyi-MAI/Z-Image-Turbo", "tokenizer"),
+        ("Tongyi-MAI/Z-Image", "tokenizer"),
+        *((f"black-forest-labs/FLUX.2-klein-{kind}", "tokenizer") for kind in ("base-4B", "4B", "base-9B", "9B")),
+    ),
 }
 LACK_TOKENIZER = tuple(REPOSITORIES)  # kinds whose tokenizer does not come with the package
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".index.json")
 ORIGINS = {
-    "qwen2_5_vl": ("Qwen2.5-VL", "any Qwen-Image folder has one"),
     "t5": ("T5", "any FLUX.1 or SD3 folder has one"),
+    "qwen3": ("Qwen3", "any Z-Image or FLUX.2 klein folder has one"),
+    "qwen2_5_vl": ("Qwen2.5-VL", "any Qwen-Image folder has one"),
     "qwen3_vl": ("Qwen3-VL", "any Krea 2 folder has one"),
-    "qwen3": ("Qwen3", "any Z-Image folder has one"),
 }
 
 

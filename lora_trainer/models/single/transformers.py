@@ -1,4 +1,4 @@
-"""Transformers of the original layouts: SD3, FLUX.1, Z-Image, Qwen-Image and Krea 2, by their families' own tables of names."""
+"""Transformers of the original layouts: SD3, FLUX.1, FLUX.2, Chroma, Z-Image, Qwen-Image and Krea 2, by their families' tables."""
 
 from __future__ import annotations
 
@@ -89,6 +89,45 @@ def flux_part(stored: Stored) -> Part:
     return Part(config, by_layout(stored, (*FAMILIES["flux"].lora_files.layout, *FLUX_REST)))
 
 
+CHROMA_REST: Layout = (
+    *FLUX_REST,
+    *(
+        Rule("distilled_guidance_layer.norms.{}.weight", f"distilled_guidance_layer.norms.{{}}.{leaf}")
+        for leaf in ("scale", "weight")
+    ),
+)
+
+
+def chroma_part(stored: Stored) -> Part:
+    """Config and places of Chroma's transformer."""
+    config = dict(public_architecture("chroma").denoiser) | {
+        "_class_name": "ChromaTransformer2DModel",
+        "in_channels": stored.side("img_in.weight", 1),
+        "num_layers": stored.count("double_blocks."),
+        "num_single_layers": stored.count("single_blocks."),
+        "num_attention_heads": stored.side("img_in.weight", 0) // 128,
+        "joint_attention_dim": stored.side("txt_in.weight", 1),
+        "approximator_num_channels": stored.side("distilled_guidance_layer.in_proj.weight", 1),
+        "approximator_hidden_dim": stored.side("distilled_guidance_layer.in_proj.weight", 0),
+        "approximator_layers": stored.count("distilled_guidance_layer.layers."),
+    }
+    return Part(config, by_layout(stored, (*FAMILIES["chroma"].lora_files.layout, *CHROMA_REST)))
+
+
+def flux2_part(stored: Stored) -> Part:
+    """Config and places of FLUX.2 klein's transformer: 4 or 9 billion weights by its form."""
+    config = dict(public_architecture("flux2").denoiser) | {
+        "_class_name": "Flux2Transformer2DModel",
+        "in_channels": stored.side("img_in.weight", 1),
+        "num_layers": stored.count("double_blocks."),
+        "num_single_layers": stored.count("single_blocks."),
+        "num_attention_heads": stored.side("img_in.weight", 0) // 128,
+        "joint_attention_dim": stored.side("txt_in.weight", 1),
+        "timestep_guidance_channels": stored.side("time_in.in_layer.weight", 1),
+    }
+    return Part(config, by_layout(stored, (*FAMILIES["flux2"].lora_files.layout, *FLUX_REST)))
+
+
 Z_IMAGE_REST: Layout = tuple(Rule(name, name) for name in ("x_pad_token", "cap_pad_token"))
 UNUSED_OF_Z_IMAGE = ("norm_final.weight",)  # which the first code keeps and never uses
 
@@ -166,6 +205,8 @@ def krea2_part(stored: Stored) -> Part:
 TRANSFORMERS: dict[str, Callable[[Stored], Part]] = {
     "sd3": sd3_part,
     "flux": flux_part,
+    "flux2": flux2_part,
+    "chroma": chroma_part,
     "z_image": z_image_part,
     "qwen_image": qwen_image_part,
     "krea2": krea2_part,

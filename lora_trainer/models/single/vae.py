@@ -10,6 +10,12 @@ from lora_trainer.models.single.stored import Part, Stored, renamed
 
 ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
 LINEAR = tuple(f".{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0", "query", "key", "value", "proj_attn"))
+WITHIN = {
+    "encoder.quant_conv.": "quant_conv.",
+    "decoder.post_quant_conv.": "post_quant_conv.",
+}  # in FLUX.2's first code
+OWN = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
+STATISTICS = "bn."  # of FLUX.2's latents
 MIDDLE = re.compile(r"(encoder|decoder)\.mid\.(?:block_([12])|attn_1)\.(.+)")
 LEVEL = re.compile(r"(encoder|decoder)\.(down|up)\.(\d+)\.(?:block\.(\d+)|(?:down|up)sample)\.(.+)")
 ENDS = re.compile(r"(?:(encoder|decoder)\.(conv_in|conv_out|norm_out)|((?:post_)?quant_conv))\.(weight|bias)")
@@ -21,8 +27,10 @@ def vae_part(stored: Stored, published: Mapping[str, Any]) -> Part:
     levels = stored.count("encoder.down_blocks." if own else "encoder.down.")
 
     def rename(name: str) -> str | None:
-        if own:
-            return name if name.startswith(("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")) else None
+        if own or name.startswith(STATISTICS):
+            return name if name.startswith((*OWN, STATISTICS)) else None
+        for within, outside in WITHIN.items():
+            name = name.replace(within, outside) if name.startswith(within) else name
         if matched := MIDDLE.fullmatch(name):
             side, block, leaf = matched.groups()
             if block:
@@ -43,14 +51,14 @@ def vae_part(stored: Stored, published: Mapping[str, Any]) -> Part:
     first = "encoder.down_blocks.{}.resnets.0.conv1.weight" if own else "encoder.down.{}.block.0.conv1.weight"
     config = {
         **published,
-        "_class_name": "AutoencoderKL",
+        "_class_name": published.get("_class_name", "AutoencoderKL"),
         "block_out_channels": [stored.side(first.format(level), 0) for level in range(levels)],
         "layers_per_block": stored.count("encoder.down_blocks.0.resnets." if own else "encoder.down.0.block."),
         "down_block_types": ["DownEncoderBlock2D"] * levels,
         "up_block_types": ["UpDecoderBlock2D"] * levels,
         "latent_channels": stored.side("decoder.conv_in.weight", 1),
-        "use_quant_conv": "quant_conv.weight" in stored.shapes,
-        "use_post_quant_conv": "post_quant_conv.weight" in stored.shapes,
+        "use_quant_conv": any(name.endswith("quant_conv.weight") and "post" not in name for name in stored.shapes),
+        "use_post_quant_conv": any(name.endswith("post_quant_conv.weight") for name in stored.shapes),
     }
     return Part(config, renamed(stored, rename, squeezed=LINEAR))
 

@@ -1,7 +1,8 @@
 """The trackers that `run.trackers` can name: a file of this folder each, and a line of this table. No torch.
 
 A file has a function `open_tracker(run: TrackedRun) -> Tracker` (`interface.py`). It is imported when a run uses it, and
-its library with it.
+its library with it. It may have a function `abandon()`, called when the run ends without its tracker: what its library
+does at the end of the process must not take longer than the run waited.
 """
 
 from __future__ import annotations

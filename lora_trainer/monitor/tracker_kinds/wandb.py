@@ -6,10 +6,15 @@ import html
 import netrc
 import os
 import re
+import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
+
+import psutil
 
 from lora_trainer.core.errors import first_line
 from lora_trainer.core.io import read_json, write_json
@@ -17,6 +22,8 @@ from lora_trainer.monitor.tracker_kinds.interface import RunEnding, ShownImage, 
 
 FOLDER, ID_FILE = "logs", "wandb.json"
 INIT_SECONDS = 30.0
+SERVICE = "wandb-core"
+ENDING_SECONDS = 3.0  # that W&B's process has to close its files
 SERVER = "https://api.wandb.ai"
 
 
@@ -24,6 +31,24 @@ def open_tracker(run: TrackedRun) -> Tracker:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of its own errors, to its makers
     mode = os.environ.get("WANDB_MODE") or ("online" if is_logged_in() else "offline")
     return WandbRun(run, "offline" if run.offline else mode)
+
+
+def abandon() -> None:
+    """The run waits for W&B no more. W&B's hook at the end of this process would, as long as its own process works."""
+    threading.Thread(target=end_service, name="end of W&B", daemon=True).start()
+
+
+def end_service() -> None:
+    """When this process ends, let W&B's close its files for `ENDING_SECONDS`, then end it.
+
+    What it wrote is in the run's `logs/wandb`, for `wandb sync`; it writes in blocks, so the last entries may be missing.
+    """
+    threading.main_thread().join()  # over before the hooks run
+    time.sleep(ENDING_SECONDS)
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if child.name().startswith(SERVICE):
+                child.kill()
 
 
 def is_logged_in() -> bool:

@@ -45,10 +45,10 @@ def plan_phases(
     pixels = demand.area * demand.downscale**2
     together = images_at_once(images, pixels, ENCODED_IN, costs, usable)
     itemsize, denoiser = 4 if fit.precision == "fp32" else 2, denoiser_bytes(demand, fit)
-    places = max(demand.area, (facts.resolution // facts.downscale) ** 2)
+    places = max(demand.denoised_area, (facts.resolution // facts.downscale) ** 2)
     gate = place_gate(denoiser, places, itemsize, costs, usable)
     encoders = itemsize * (sum(costs.text_encoders) + costs.autoencoder)
-    drawing = place_drawing(denoiser, encoders, demand.area, pixels, itemsize, itemsize, costs, usable)
+    drawing = place_drawing(denoiser, encoders, demand.denoised_area, pixels, itemsize, itemsize, costs, usable)
     trained = f"micro-batch {fit.micro}, {fit.checkpointed} of {fit.blocks} blocks checkpointed, {fit.precision}"
     if fit.swapped:
         trained += f", {fit.swapped} of {fit.swappable} blocks swapped"

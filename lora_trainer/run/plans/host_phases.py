@@ -61,10 +61,10 @@ def host_phases(
         return {"cache": 0.0, "train": host_of(demand, fit).most, "validate": loaded, "draw": loaded}
     dtype, width, parts = NAMES.get(own, "BF16"), FP32 if own == "fp32" else 2, fit.parts
     step = parts.activations * width / (FP32 if fit.precision == "fp32" else 2)
-    places = max(demand.area, (facts.resolution // facts.downscale) ** 2)
+    places = max(demand.denoised_area, (facts.resolution // facts.downscale) ** 2)
     pixels = demand.area * demand.downscale**2
     drawing = drawn_on_a_cpu(pixels, FP32, costs) * max(
-        prediction_bytes(demand.area, width, costs), decoding_bytes(pixels, width, costs)
+        prediction_bytes(demand.denoised_area, width, costs), decoding_bytes(pixels, width, costs)
     )
     whole = width * sum(values for _, values in base.others)
     visiting = width * costs.layer if widened_in_turn(whole) else whole

@@ -47,6 +47,7 @@ from lora_trainer.run.inputs import (
     caption_rules,
     class_image_side,
     list_data,
+    named_controls,
     read_architecture,
     read_model,
     trained_framings,
@@ -173,7 +174,8 @@ def make_plan(
         demand = storable_here(demand)
     fit = choose_fit(demand)
     train, validation = planned_data(config, architecture.facts) if data is None else data
-    steps = arithmetic(config, train, fit.micro, 1).total if train else config.train.max_steps
+    counted = arithmetic(config, train, fit.micro, 1) if train else None
+    steps = counted.total if counted else config.train.max_steps
     cached = cache_bytes(config, family, architecture, train, validation)
     return Plan(
         family=family.name,
@@ -181,7 +183,7 @@ def make_plan(
         demand=demand,
         fit=fit,
         steps=steps,
-        disk_gib=(cached + run_bytes(config, demand.shapes, steps)) / GIB,
+        disk_gib=(cached + run_bytes(config, demand.shapes, steps, counted.steps_per_epoch if counted else None)) / GIB,
         phases=phases_of(resolved, demand, fit, family, architecture.facts),
         advice=(
             *too_small(config, architecture.facts, (*train, *validation)),
@@ -248,11 +250,13 @@ def make_demand(
         recompute=config.memory.checkpointing_mode,
         offloaded=config.memory.offload_activations,
         optimizer=config.optimizer.name,
-        averaged=config.train.ema_decay is not None,
+        averaged=config.train.averages_weights,
+        rounded=config.optimizer.stochastic_rounding,
         limit_gib=limit_gib,
         encoder=(0, 0) if config.cache.latents else encoding_bytes(costs_of(facts)),
         others=partial(other_peaks, facts=facts, images=config.cache.batch_size, without=family.text.options.without),
         texts=text_sizes(config, family, facts),
+        controls=named_controls(config),
     )
 
 

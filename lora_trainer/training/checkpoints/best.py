@@ -35,11 +35,12 @@ def save_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
         ) from error
 
 
-def write_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
-    """The same, but raises OSError, and DamagedFile where the file reads back otherwise."""
+def write_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> Path:
+    """The same, but raises OSError, and DamagedFile where the file reads back otherwise; returns its path."""
     path = best_path(folder, step)
     with atomic_path(path) as temporary:
         verify_sealed(temporary, path.name, write_sealed(temporary, weights, path.name))
+    return path
 
 
 def read_best(folder: Path, step: int) -> dict[str, Tensor] | None:

@@ -15,17 +15,18 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
-from lora_trainer.core.io import flush_folder, rename_over
+from lora_trainer.core.io import flush_file, flush_folder, rename_over
 from lora_trainer.export.tensor_file import DamagedFile, read_sealed, verify_sealed, write_sealed
 from lora_trainer.training.state import TrainState
 
-VERSION = 7  # 6 had no end by a search; 5 had no losses before training; 4 and 3 had other names; 2 and 1 had no checksums, and 1 no average
+VERSION = 8  # 7 always had the optimizer's state; 6 had no end by a search; 5 had no losses before training; 4 and 3 had other names; 2 and 1 had no checksums, and 1 no average
 ADAPTER, OPTIMIZER, STATE = "adapter.safetensors", "optimizer.safetensors", "state.json"
 AVERAGE = "average.safetensors"
 FINISHED = re.compile(r"(?P<name>step-[0-9]+)|\.(?P<aside>step-[0-9]+)\.old")
@@ -40,13 +41,29 @@ class Damaged(UsageError):
     """A checkpoint that has changed since it was written, or is missing."""
 
 
+WEIGHTS_ONLY = "it holds weights without the optimizer's state (checkpoint.save_state=false)"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the `last`, those of steps to keep `for_good`, and the `best` by validation loss."""
+
+    last: int
+    regular: Callable[[int], bool]  # a step at the interval, which a run rolls back to
+    for_good: Callable[[int], bool] = lambda step: False
+    best: int = 0
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a resumed run starts from. `optimizer` is a torch state dict."""
+    """What a resumed run starts from. `optimizer` is a torch state dict.
+
+    Without it (`checkpoint.save_state=false`) nothing can be resumed, and `adapter` holds the weights that would be exported.
+    """
 
     state: TrainState
     adapter: dict[str, Tensor]
-    optimizer: dict[str, Any]
+    optimizer: dict[str, Any] | None
     scaler: dict[str, Any] | None
     settings: dict[str, Any]
     average: dict[str, Tensor] | None = None  # of the adapter, where the run keeps one
@@ -110,13 +127,34 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """The same, but raises OSError, and DamagedFile where it reads back otherwise. Leaves nothing incomplete."""
     target = folder / step_name(checkpoint.state.step)
+    put_in_place(target, partial(write_parts, checkpoint=checkpoint))
+    return target
+
+
+def copy_checkpoint(source: Path, folder: Path) -> None:
+    """Copy a checkpoint into another folder, as `write_checkpoint` writes one: whole or not at all. Raises the same."""
+
+    def copy_parts(hidden: Path) -> None:
+        names = {*read_state(source)["files"], STATE}
+        if foreign := names - {ADAPTER, OPTIMIZER, AVERAGE, STATE}:
+            raise DamagedFile(f"{STATE} names {min(foreign)[:80]!r}, which is no file of a checkpoint")
+        for name in names:
+            shutil.copyfile(source / name, hidden / name)
+            flush_file(hidden / name)
+
+    put_in_place(folder / source.name, copy_parts)
+
+
+def put_in_place(target: Path, fill: Callable[[Path], None]) -> None:
+    """Make a checkpoint's folder: `fill` a hidden one, verify its digests, and give it its name. Raises OSError, DamagedFile."""
+    folder = target.parent
     hidden, aside = folder / f".{target.name}.part", aside_of(target)
     folder.mkdir(parents=True, exist_ok=True)
     put_back(folder)
     shutil.rmtree(hidden, ignore_errors=True)
     try:
         hidden.mkdir()
-        write_parts(hidden, checkpoint)
+        fill(hidden)
         flush_folder(hidden)
         for name, digest in read_state(hidden)["files"].items():
             verify_sealed(hidden / name, name, digest)
@@ -131,7 +169,6 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         shutil.rmtree(hidden, ignore_errors=True)
     with contextlib.suppress(OSError):
         remove(aside)
-    return target
 
 
 def remove(checkpoint: Path) -> None:
@@ -167,14 +204,20 @@ def put_back(folder: Path) -> None:
 
 def resume_hint(folder: Path) -> str:
     """What is on the disk and how to resume, for an error message."""
-    newest, _ = newest_valid(folder)
-    return f"{newest[0]} is safe: --resume continues from there." if newest else "Nothing had been saved yet."
+    newest, passed_over = newest_valid(folder)
+    if newest is not None:
+        return f"{newest[0]} is safe: --resume continues from there."
+    weights = next((path for path, why in passed_over.items() if why == WEIGHTS_ONLY), None)
+    return (
+        f"{weights} is safe: it holds weights, to use but not to resume." if weights else "Nothing had been saved yet."
+    )
 
 
 def write_parts(folder: Path, checkpoint: Checkpoint) -> None:
     """Write the files of a checkpoint, each flushed. `state.json` names the others with their digests."""
-    tensors, rest = flatten(checkpoint.optimizer)
-    parts = {ADAPTER: checkpoint.adapter, OPTIMIZER: tensors}
+    parts, rest = {ADAPTER: checkpoint.adapter}, None
+    if checkpoint.optimizer is not None:
+        parts[OPTIMIZER], rest = flatten(checkpoint.optimizer)
     if checkpoint.average is not None:
         parts[AVERAGE] = checkpoint.average
     document = {
@@ -241,7 +284,7 @@ def read_parts(folder: Path, name: str) -> Checkpoint:
         return Checkpoint(
             state=state,
             adapter=parts[ADAPTER],
-            optimizer=unflatten(document["optimizer"], parts[OPTIMIZER]),
+            optimizer=None if document["optimizer"] is None else unflatten(document["optimizer"], parts[OPTIMIZER]),
             scaler=document["scaler"],
             settings=document["settings"],
             average=parts.get(AVERAGE),
@@ -275,34 +318,54 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_valid(
-    folder: Path, wanted: Callable[[int], bool] = lambda step: True
+    folder: Path, wanted: Callable[[int], bool] = lambda step: True, *, weights_suffice: bool = False
 ) -> tuple[tuple[Path, Checkpoint] | None, dict[Path, str]]:
-    """The newest checkpoint of a wanted step that reads back whole, and the damaged ones passed over, with reasons.
+    """The newest checkpoint of a wanted step that can be resumed, and those passed over, with reasons.
 
-    Raises NewerVersion for one that is newer and not damaged, but of a version that cannot be read here.
+    Passed over are damaged ones, and those without the optimizer's state unless `weights_suffice`. Raises NewerVersion
+    for one that is newer and not damaged, but of a version that cannot be read here.
     """
-    damaged: dict[Path, str] = {}
+    passed_over: dict[Path, str] = {}
     for path in filter(lambda path: wanted(step_of(path)), list_checkpoints(folder)):
         try:
-            return (path, read_checkpoint(path)), damaged
+            found = read_checkpoint(path)
         except Damaged as error:
-            damaged[path] = reason(error.__cause__)
-    return None, damaged
+            passed_over[path] = reason(error.__cause__)
+            continue
+        if found.optimizer is not None or weights_suffice:
+            return (path, found), passed_over
+        passed_over[path] = WEIGHTS_ONLY
+    return None, passed_over
 
 
-def prune(folder: Path, keep_last: int, newest: int, regular: Callable[[int], bool]) -> None:
-    """Delete all but the last `keep_last` checkpoints up to step `newest`, which was just written.
+def prune(folder: Path, keep: Keep, newest: int) -> None:
+    """Delete all checkpoints but those to `keep` up to step `newest`, which was just written.
 
-    The newest one of a `regular` step is kept too: a run rolls back to it, wherever it was stopped since. Later ones
+    The newest one of a regular step is kept too: a run rolls back to it, wherever it was stopped since. Later ones
     are deleted: a run that rolled back to this step could not read them.
     """
     there = list_checkpoints(folder)
     earlier = [path for path in there if step_of(path) <= newest]
-    kept = {*earlier[:keep_last], *[path for path in earlier if regular(step_of(path))][:1]}
+    kept = {*earlier[: keep.last], *[path for path in earlier if keep.regular(step_of(path))][:1]}
+    kept |= {path for path in earlier if keep.for_good(step_of(path))}
+    if keep.best:
+        losses = {path: val_loss_of(path) for path in earlier}
+        ranked = sorted((loss, -step_of(path), path) for path, loss in losses.items() if math.isfinite(loss))
+        kept |= {path for _, _, path in ranked[: keep.best]}
     for path in there:
         if path not in kept:
             with contextlib.suppress(OSError):
                 remove(path)
+
+
+def val_loss_of(checkpoint: Path) -> float:
+    """The validation loss of a checkpoint's own step, weighted as the training loss; infinite where it has none."""
+    try:
+        state = read_state(checkpoint)["state"]
+        loss = float(state["weighted_val_loss"]) if state["validated_step"] == step_of(checkpoint) else math.inf
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, NewerVersion):
+        return math.inf
+    return loss if math.isfinite(loss) else math.inf
 
 
 def drop_after(folder: Path, step: int) -> None:

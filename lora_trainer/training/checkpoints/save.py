@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lora_trainer.core.disk import write_with_retry
+from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.io import flush_folder
-from lora_trainer.training.checkpoints.best import drop_best_after, prune_best, save_best
+from lora_trainer.export.tensor_file import DamagedFile
+from lora_trainer.optim.random_updates import seen_in_fp32
+from lora_trainer.training.checkpoints.best import drop_best_after, prune_best, save_best, write_best
 from lora_trainer.training.checkpoints.checkpoint import (
     Checkpoint,
+    Keep,
+    copy_checkpoint,
     drop_after,
     flatten,
     newest_valid,
     prune,
+    remove,
+    resume_hint,
     save_checkpoint,
     unflatten,
+    write_checkpoint,
 )
+from lora_trainer.training.checkpoints.scratch import copy_best
 from lora_trainer.training.checkpoints.writer import Buffers
 from lora_trainer.training.run import Run, is_regular
 from lora_trainer.training.state import TrainState
@@ -33,9 +44,12 @@ def nothing() -> None:
 def take(run: Run, state: TrainState, buffers: Buffers | None = None) -> Checkpoint:
     """The checkpoint of this state: copies on the CPU, in `buffers` where they fit.
 
+    One to write, into `buffers`, has weights alone where `checkpoint.save_state` is false.
     Copies from a GPU are still being made: `copy_barrier` waits for them.
     """
     context, into = run.context, {} if buffers is None else buffers
+    if not run.config.checkpoint.save_state and buffers is not None:
+        return Checkpoint(state, copy_to_cpu(context.shown(), into, "adapter"), None, None, run.settings)
     tensors, rest = flatten(context.optimizer.state_dict(), "optimizer")
     average = context.average.values if context.average else None
     return Checkpoint(
@@ -75,20 +89,23 @@ def save(
     before: Callable[[], None] = nothing,
     *,
     last: bool = False,
+    wait: bool = False,
     held_up: float = 0.0,
 ) -> None:
     """Queue a checkpoint for writing and prune old ones (main process only; all have the same weights).
 
-    `before` is called in the writer's thread. With `last` all is on the disk on return. `held_up` are the seconds that
-    the loop has already lost to this checkpoint.
+    `before` is called in the writer's thread. With `last` all is in the run's folder on return, with `wait` there or in
+    the scratch folder. `held_up` are the seconds that the loop has already lost to this checkpoint.
     """
     if not run.processes.is_main:
         return
-    began = time.perf_counter() - held_up
-    if last or not is_regular(run, state.step):
+    began, section = time.perf_counter() - held_up, run.config.checkpoint
+    if last or wait or not is_regular(run, state.step):
         run.writer.settle()  # an extra one must not replace a regular one, which the run rolls back to
-    elif run.config.safeguards.on_nonfinite == "rollback" and run.writer.waits("checkpoint"):
-        run.writer.settle()  # which older checkpoints there are to roll back to must not depend on the disk's speed
+    elif (
+        run.config.safeguards.on_nonfinite == "rollback" or section.keep_every or section.keep_best
+    ) and run.writer.waits("checkpoint"):
+        run.writer.settle()  # which checkpoints there are to roll back to, or to keep, must not depend on the disk's speed
     buffers = run.writer.buffers("checkpoint")
     checkpoint, ready = take(run, state, buffers), copy_barrier(run)
 
@@ -99,17 +116,56 @@ def save(
 
     run.writer.put("checkpoint", write_item, buffers)
     run.writer.stalls.append(time.perf_counter() - began)
-    if last:
+    if last and not section.save_state:
+        keep_weights(run, state.step)  # what can be used of a run that cannot be resumed, if this is its end
+    if last or wait:
         run.writer.settle()
+    if last:
+        run.copier.settle()
 
 
 def write(run: Run, checkpoint: Checkpoint, size: int) -> None:
-    """Write a checkpoint of `size` bytes, and delete those that it makes superfluous."""
-    state, keep = checkpoint.state, run.config.checkpoint.keep_last
-    write_file = partial(save_checkpoint, run.checkpoints, checkpoint)
-    write_with_retry(f"the checkpoint of step {state.step}", run.folder, write_file, size)
-    prune(run.checkpoints, keep, state.step, partial(is_regular, run))
+    """Write a checkpoint of `size` bytes, into the scratch folder where it fits, and delete those that it makes superfluous."""
+    state, what = checkpoint.state, f"the checkpoint of step {checkpoint.state.step}"
+    fast = None
+    if run.scratch is not None:
+        fast = run.scratch.write(size, lambda folder: write_checkpoint(folder, checkpoint), run.copier.settle)
+    if fast is None:
+        run.copier.settle()  # older ones first
+        write_with_retry(what, run.folder, partial(save_checkpoint, run.checkpoints, checkpoint), size)
+        tidy(run, state)
+        return
+
+    def copy() -> None:
+        copy_out(run, what, fast, partial(copy_checkpoint, fast, run.checkpoints), size)
+        tidy(run, state)
+        remove(fast)
+
+    run.copier.put("copy", copy, {})
+
+
+def tidy(run: Run, state: TrainState) -> None:
+    """Delete what the checkpoint of `state`, which is complete in the run's folder, makes superfluous."""
+    section = run.config.checkpoint
+    keep = Keep(section.keep_last, partial(is_regular, run), best=section.keep_best)
+    if section.keep_every:
+        keep = replace(keep, for_good=partial(is_regular, run, nth=section.keep_every))
+    prune(run.checkpoints, keep, state.step)
     prune_best(run.checkpoints, state.step, state.best_step)
+
+
+def copy_out(run: Run, what: str, source: Path, copy: Callable[[], None], size: int) -> None:
+    """Copy from the scratch folder to the run's, once its disk accepts it. Raises TrainingFailed."""
+
+    def attempt() -> None:
+        try:
+            copy()
+        except (OSError, DamagedFile) as error:
+            message = f"{what[:1].upper()}{what[1:]} could not be copied from {source.parent} ({error})."
+            fix = f"{resume_hint(run.checkpoints)} It stays in {source.parent}, where --resume finds it."
+            raise TrainingFailed(Problem(message, fix)) from error
+
+    write_with_retry(what, run.folder, attempt, size)
 
 
 def keep_best(run: Run, step: int) -> None:
@@ -119,10 +175,24 @@ def keep_best(run: Run, step: int) -> None:
     buffers = run.writer.buffers("best")
     weights, ready = copy_to_cpu(run.context.shown(), buffers), copy_barrier(run)
 
+    what = f"the file of the best weights, of step {step},"
+
     def write_item() -> None:
         ready()
-        file = partial(save_best, run.checkpoints, step, weights)
-        write_with_retry(f"the file of the best weights, of step {step},", run.folder, file, bytes_of(buffers))
+        size = bytes_of(buffers)
+        fast = None
+        if run.scratch is not None:
+            fast = run.scratch.write(size, lambda folder: write_best(folder, step, weights), run.copier.settle)
+        if fast is None:
+            run.copier.settle()
+            write_with_retry(what, run.folder, partial(save_best, run.checkpoints, step, weights), size)
+            return
+
+        def copy() -> None:
+            copy_out(run, what, fast, partial(copy_best, fast, run.checkpoints), size)
+            fast.unlink()
+
+        run.copier.put("copy", copy, {})
 
     run.writer.put("best", write_item, buffers)
 
@@ -150,18 +220,20 @@ def save_alone(run: Run, state: TrainState) -> None:
 
 
 def settle(run: Run) -> None:
-    """Return when everything queued is on the disk, in every process."""
+    """Return when everything queued is in the run's folder, in every process."""
     run.writer.settle()
+    run.copier.settle()
     run.processes.wait()
 
 
 def restore(run: Run, start: Checkpoint) -> TrainState:
-    """Restore weights, EMA, optimizer and scaler from a checkpoint."""
+    """Restore weights, their average, optimizer and scaler from a checkpoint."""
     context = run.context
     context.adapter.load(start.adapter)
     if context.average and start.average:
         context.average.load(start.average)
-    with torch.no_grad():
+    assert start.optimizer is not None
+    with torch.no_grad(), seen_in_fp32(context.adapter.masters):
         context.optimizer.load_state_dict(start.optimizer)
     if context.scaler and start.scaler:
         context.scaler.load_state_dict(start.scaler)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-Kind = Literal["checkpoint", "best", "weights"]
+Kind = Literal["checkpoint", "best", "weights", "copy"]
 Buffers = dict[str, Tensor]  # copies of tensors, by name; reused for the next ones
 
 
@@ -29,7 +29,7 @@ class Item:
 def still_wanted(waiting: Sequence[Item]) -> list[Item]:
     """The waiting items that are still to be written: the newest checkpoint, and best weights that it may name.
 
-    LoRA files that are never pruned always are. So at most one checkpoint waits, with one file of best weights before
+    LoRA files, and copies from the scratch folder, always are. So at most one checkpoint waits, with one file of best weights before
     it and one after it.
     """
     wanted: list[Item] = []
@@ -40,7 +40,7 @@ def still_wanted(waiting: Sequence[Item]) -> list[Item]:
         if item.kind == "best" and later[-1:] == ["best"]:
             continue
         wanted.insert(0, item)
-        if item.kind != "weights":
+        if item.kind in ("checkpoint", "best"):
             later.append(item.kind)
     return wanted
 
@@ -121,11 +121,15 @@ class Writer:
             self._changed.wait_for(lambda: not self._waiting and not self._busy)
         self.check()
 
-    def summary(self) -> dict[str, Any]:
-        """Numbers and seconds of checkpoints, for the run's record; empty where none was written."""
+    def summary(self, copies: Sequence[float] = ()) -> dict[str, Any]:
+        """Numbers and seconds of checkpoints, for the run's record; empty where none was written.
+
+        `copies` are the seconds that each copy from the scratch folder took, best weights included.
+        """
         if not self.writes:
             return {}
-        return {
+        copied = {"copied": len(copies), "copy_seconds": middle_and_most(copies)} if copies else {}
+        return copied | {
             "written": len(self.writes),
             "replaced": self.replaced,
             "stall_seconds": middle_and_most(self.stalls),
@@ -148,7 +152,7 @@ class Writer:
             with self._changed:
                 if error is not None:
                     self._error, self._waiting = error, []  # a disk that refuses one refuses the others
-                elif item.kind == "checkpoint":
+                elif item.kind in ("checkpoint", "copy"):
                     self.writes.append(time.perf_counter() - began)
                 self._free.setdefault(item.kind, []).append(item.buffers)
                 self._busy = False

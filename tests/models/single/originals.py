@@ -10,8 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lora_trainer.export.layout import rule_of
+from lora_trainer.export.layout import Layout, rule_of
+from lora_trainer.models.chroma import LAYOUT as CHROMA
+from lora_trainer.models.flux2 import LAYOUT as FLUX2
 from lora_trainer.models.krea2 import LAYOUT as KREA2
+from lora_trainer.models.single.transformers import CHROMA_REST, FLUX_REST
 from lora_trainer.models.z_image import LAYOUT as Z_IMAGE
 
 Tensors = dict[str, Tensor]
@@ -234,6 +237,39 @@ def flow_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
     return joined(parts)
 
 
+def flux2_original(transformer: Any) -> Tensors:
+    return _by_rules(transformer, FLUX2, FLUX_REST)
+
+
+def chroma_original(transformer: Any) -> Tensors:
+    return _by_rules(transformer, CHROMA, CHROMA_REST)
+
+
+def _by_rules(transformer: Any, layout: Layout, rest: Layout) -> Tensors:
+    parts: dict[str, dict[int, Tensor]] = {}
+    for name, weight in transformer.state_dict().items():
+        module, _, leaf = name.rpartition(".")
+        ruled = rule_of(layout, module)
+        if ruled is None:
+            parts[rule_of(rest, name)[1]] = {0: weight}  # type: ignore[index]
+        else:
+            value = halves_swapped(weight) if ruled[0].swapped else weight
+            parts.setdefault(f"{ruled[1]}.{leaf}", {})[ruled[0].part] = value
+    return {name: torch.cat([tensors[part] for part in sorted(tensors)]) for name, tensors in parts.items()}
+
+
+def flux2_vae(vae: Any) -> Tensors:
+    """By the first code's names: each of the two outer convolutions is inside of its half."""
+    statistics = {name: each for name, each in vae.state_dict().items() if name.startswith("bn.")}
+    names = {"quant_conv.": "encoder.quant_conv.", "post_quant_conv.": "decoder.post_quant_conv."}
+    found = vae_original(vae)
+    for name in list(found):
+        for ours, theirs in names.items():
+            if name.startswith(ours):
+                found[name.replace(ours, theirs)] = found.pop(name)
+    return found | statistics
+
+
 def z_image_original(transformer: Any) -> Tensors:
     parts: dict[str, dict[int, Tensor]] = {"norm_final.weight": {0: torch.ones(4)}}
     for name, weight in transformer.state_dict().items():
@@ -244,6 +280,26 @@ def z_image_original(transformer: Any) -> Tensors:
         else:
             parts.setdefault(f"{ruled[1]}.{leaf}", {})[ruled[0].part] = weight
     return {name: torch.cat([tensors[part] for part in sorted(tensors)]) for name, tensors in parts.items()}
+
+
+def flux2_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
+    """As `flow_checkpoint`."""
+    transformer = flux2_original(pipeline.transformer)
+    if bare:
+        return transformer
+    texts = {f"model.{name}": each for name, each in pipeline.text_encoder.state_dict().items()}
+    prefix = "text_encoders.qwen3_4b.transformer."
+    return joined({"model.diffusion_model.": transformer, "vae.": flux2_vae(pipeline.vae), prefix: texts})
+
+
+def chroma_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
+    """As `flow_checkpoint`."""
+    transformer = chroma_original(pipeline.transformer)
+    if bare:
+        return transformer
+    texts = {name: each.clone() for name, each in pipeline.text_encoder.state_dict().items()}
+    prefix = "text_encoders.t5xxl.transformer."
+    return joined({"model.diffusion_model.": transformer, "vae.": vae_original(pipeline.vae), prefix: texts})
 
 
 def z_image_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
@@ -358,6 +414,8 @@ def _swapped(rest: str, names: Mapping[str, str]) -> str:
 def _by_prefix(state: Tensors, names: Mapping[str, str], inner: Callable[[str], str]) -> Tensors:
     found = {}
     for name, tensor in state.items():
+        if name.startswith("bn."):  # FLUX.2's statistics
+            continue
         longest = max((prefix for prefix in names if name.startswith(prefix + ".")), key=len)
         found[f"{names[longest]}.{inner(name[len(longest) + 1 :])}"] = tensor.clone()
     return found

@@ -73,7 +73,12 @@ OTHERS = {
     "makes videos": {**UNET, "model.diffusion_model.input_blocks.1.0.time_stack.in_layers.0.weight": [4]},
     "has a noise schedule that is not supported (edm_mean)": {**UNET, "edm_mean": [4]},
     "a Fill or Control model: 384 input channels": {**FLUX, "img_in.weight": [2, 384]},
-    "a Chroma model": {**FLUX, "distilled_guidance_layer.in_proj.bias": [2]},
+    "a Chroma model that takes pixels": {**FLUX, "img_in.weight": [2, 3], "distilled_guidance_layer.in_proj.bias": [2]},
+    "is FLUX.2 dev": {
+        **FLUX,
+        "single_stream_modulation.lin.weight": [6, 2],
+        "guidance_in.in_layer.weight": [2, 8],
+    },
     "quantized (bitsandbytes in 4 bits": {**FLUX, "img_in.weight.quant_state.bitsandbytes__nf4": [4]},
     "quantized (fp8 with scales": {**FLUX, "scaled_fp8": [4]},
     "quantized (fp8 with scales;": {**UNET, "model.diffusion_model.input_blocks.0.0.scale_weight": [4]},

@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    ChromaPipeline,
+    ChromaTransformer2DModel,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     Krea2Pipeline,
@@ -41,7 +46,7 @@ from transformers import (
 
 from builtin_base.architecture import make_tokenizer
 from lora_trainer.models.published import public_architecture
-from tests.export.tiny import QWEN_SCHEDULE, T5_WIDTH, qwen_tokenizer, t5_tokenizer, tiny_qwen
+from tests.export.tiny import FLUX2_WIDTH, QWEN_SCHEDULE, T5_WIDTH, qwen_tokenizer, t5_tokenizer, tiny_qwen
 
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 UNETS: dict[str, dict[str, Any]] = {
@@ -176,6 +181,34 @@ def tiny_flow_pipeline(folder: Path, kind: str) -> Any:
         tokenizer_2=second_words,
         tokenizer_3=words,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+
+
+def tiny_chroma(folder: Path) -> Any:
+    """With published head sizes, which no file stores."""
+    flux = tiny_flow_pipeline(folder, "flux-schnell")
+    sizes = {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 1, "joint_attention_dim": 256}
+    return ChromaPipeline(
+        vae=flux.vae,
+        text_encoder=flux.text_encoder_2,
+        tokenizer=flux.tokenizer_2,
+        transformer=ChromaTransformer2DModel(**sizes, approximator_hidden_dim=64, approximator_layers=2),
+        scheduler=flux.scheduler,
+    )
+
+
+def tiny_flux2(folder: Path, *, distilled: bool = False) -> Any:
+    """With published head sizes, which no file stores."""
+    make_tokenizer(folder)  # of CLIP, for the package
+    sizes = {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 1, "joint_attention_dim": 3 * FLUX2_WIDTH}
+    vae = {"block_out_channels": (32, 32), "down_block_types": ("DownEncoderBlock2D",) * 2, "layers_per_block": 2}
+    return Flux2KleinPipeline(
+        vae=AutoencoderKLFlux2(**vae, up_block_types=("UpDecoderBlock2D",) * 2),
+        text_encoder=tiny_qwen(layers=27, width=FLUX2_WIDTH),
+        tokenizer=qwen_tokenizer(),
+        transformer=Flux2Transformer2DModel(**{**public_architecture("flux2").denoiser, **sizes}),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        is_distilled=distilled,
     )
 
 

@@ -22,6 +22,7 @@ from lora_trainer.training.checkpoints import checkpoint
 from lora_trainer.training.checkpoints.best import best_path, read_best, save_best
 from lora_trainer.training.checkpoints.checkpoint import (
     Checkpoint,
+    Keep,
     flatten,
     list_checkpoints,
     newest_valid,
@@ -167,7 +168,7 @@ def test_a_newer_version_is_refused_with_a_reason_and_not_skipped(tmp_path):
     document = json.loads((newer / "state.json").read_text())
     del document["sha256"]
     (newer / "state.json").write_bytes(sealed_text(document | {"version": 99}))
-    with pytest.raises(UsageError, match="version 99, and this program reads up to 7"):
+    with pytest.raises(UsageError, match="version 99, and this program reads up to 8"):
         newest_valid(tmp_path)
 
 
@@ -230,7 +231,7 @@ def test_pruning_keeps_the_newest(tmp_path):
     optimizer, _ = trained_optimizer("adamw")
     for step in (1, 2, 10):
         save_checkpoint(tmp_path, checkpoint_of(optimizer, step))
-    prune(tmp_path, 2, newest=10, regular=lambda step: False)
+    prune(tmp_path, Keep(2, lambda step: False), newest=10)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000010", "step-000002"]
 
 
@@ -239,7 +240,7 @@ def test_pruning_never_deletes_the_checkpoint_just_written(tmp_path):
     optimizer, _ = trained_optimizer("adamw")
     for step in (50, 100, 500, 1000):
         save_checkpoint(tmp_path, checkpoint_of(optimizer, step))
-    prune(tmp_path, 1, newest=100, regular=lambda step: False)
+    prune(tmp_path, Keep(1, lambda step: False), newest=100)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000100"]
 
 
@@ -269,7 +270,7 @@ def test_a_kill_while_pruning_leaves_no_partial_checkpoint(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "unlink", unlink)
     with pytest.raises(KeyboardInterrupt):
-        prune(tmp_path, 2, newest=3, regular=lambda step: False)
+        prune(tmp_path, Keep(2, lambda step: False), newest=3)
     monkeypatch.undo()
     assert removed
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000003", "step-000002"]

@@ -1,0 +1,219 @@
+"""`bench challenge`: a production run held against three aims: seconds a step, peak memory, and the score of its LoRA.
+
+Time and memory are of one sample a step, planned for 5 GB, at the model's own resolution: of the models in challenge.toml,
+or of the family that is set. On a GPU the step is measured, with random weights; without one it is predicted: its operations, at the
+rate of a GPU and the share of that rate that other programs are known to reach. The score is that of a whole
+`produce`: of the model and data that are named, or of the built-in ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_trainer.benchmarks.device import device_name
+from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure, tenths
+from lora_trainer.benchmarks.trials.row import Asking, Spec, TableRow, child, laid
+from lora_trainer.benchmarks.trials.steps import changed, layers_of
+from lora_trainer.benchmarks.trials.table import in_child, row_of_document
+from lora_trainer.config.layers import Layer, Resolved
+from lora_trainer.config.presets import preset_layers
+from lora_trainer.config.toml import EMPTY
+from lora_trainer.core.errors import LoraRefused, Problem, UsageError
+from lora_trainer.core.gpu_rates import GPU_TFLOPS
+from lora_trainer.memory_plan.estimate import CONTEXT_GIB, GIB
+from lora_trainer.models.published import public_architecture
+from lora_trainer.monitor.trackers import METRICS, read_lines
+from lora_trainer.report.record import read_record
+from lora_trainer.run.order import make_order, plain_console
+from lora_trainer.run.plans.plan import make_plan
+from lora_trainer.run.settings import settle
+from lora_trainer.run.train import train
+
+SECONDS, GIGABYTES, SCORE = 2.0, 5.0, 0.9  # gigabytes of 1e9 bytes
+LIMIT_GIB = GIGABYTES * 1e9 / GIB
+DEMO_PRESET = "12gb"  # of the built-in run, where no preset is named
+STEP_ROW_SECONDS = 600.0
+PREDICTED, MEASURED = "predicted", "measured"
+FAMILY_PRESET = "family preset"
+
+
+@dataclass(frozen=True)
+class SpeedRecord:
+    """What share of a GPU's rate a public record reaches: its operations over its time, over the rate."""
+
+    gpu: str
+    share: float
+    source: str
+
+
+ASSUMED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+RECORDS = tuple(SpeedRecord(**record) for record in ASSUMED["record"])
+
+
+@dataclass(frozen=True)
+class ChallengeRow:
+    """One aim. `ratio` is at most 1 where it is reached: `found` over `aim`, of a score `aim` over `found`.
+
+    `found` is None where it could not be measured; `reason` says what it rests on, or why not.
+    """
+
+    name: str
+    model: str
+    aim: float
+    found: float | None
+    unit: str
+    how: str
+    reached: bool | None
+    ratio: float | None
+    reason: str
+    seconds_median: float | None = None
+    seconds_p10: float | None = None
+    seconds_p90: float | None = None
+
+
+def aimed(name: str, model: str, found: float | None, how: str, reason: str, **seconds: float | None) -> ChallengeRow:
+    """The row of an aim: `name` begins with `step` (seconds), `peak` (GB) or `score`."""
+    kind = name.partition(",")[0]
+    aim, unit = {"step": (SECONDS, "s"), "peak": (GIGABYTES, "GB"), "score": (SCORE, "")}[kind]
+    if found is None:
+        return ChallengeRow(name, model, aim, None, unit, how, None, None, reason, **seconds)
+    ratio = (aim / found if found else float("inf")) if kind == "score" else found / aim
+    return ChallengeRow(name, model, aim, found, unit, how, ratio < 1, ratio, reason, **seconds)
+
+
+def measure(asked: RequestedMeasure) -> Report:
+    """The rows of each model, then the production run's. Raises UserError."""
+    config = asked.resolved.config
+    families = () if config.model.path else (config.model.family,) if config.model.family else ASSUMED["models"]
+    rows: list[ChallengeRow] = []
+    on_gpu = torch.cuda.is_available()
+    wanted = [name for name in ("step", "peak", "score") if asked.only is None or asked.only in name]
+    if not wanted:
+        raise UsageError(Problem(f"No row has {asked.only!r} in its name.", "Rows: step, peak, score."))
+    if wanted != ["score"]:
+        for family in families:
+            settings = challenge_settings(asked.resolved, family)
+            rows += measured_step(family, settings, asked.steps) if on_gpu else predicted_step(family, settings)
+    if "score" in wanted:
+        rows += production_run(asked)
+    rows = [row for row in rows if row.name.partition(",")[0] in wanted]
+    reasons = dict.fromkeys(f"{row.name}: {row.reason}" for row in rows if row.reason)
+    missed = [f"{row.name} of {row.model}" for row in rows if row.reached is False]
+    verdict = f"Not reached: {'; '.join(missed)}." if missed else "Every aim that could be judged is reached."
+    return Report(rows, ABOUT, [*reasons, verdict], COLUMNS, first="what")
+
+
+def challenge_settings(resolved: Resolved, family: str) -> dict[str, Any]:
+    """The family at its own resolution in 5 GB, one sample a step, over which your settings win.
+
+    Those of the built-in model's preset are left out.
+    """
+    own = {
+        f"{section}.{key}": value
+        for origin, sections in layers_of(resolved).items()
+        if not origin.startswith(FAMILY_PRESET)
+        for section, values in sections.items()
+        for key, value in values.items()
+    }
+    limit = min(LIMIT_GIB, resolved.config.memory.limit_gib or LIMIT_GIB)
+    usual = {"data.resolution": public_architecture(family).facts.resolution, "train.effective_batch_size": 1}
+    return {**usual, **own, "model.family": family, "memory.limit_gib": limit}
+
+
+def predicted_step(family: str, settings: Mapping[str, Any]) -> list[ChallengeRow]:
+    """Time on the GPUs of which a record is known, and the highest peak of all phases of a run, by the plan."""
+    plan = make_plan(laid(settings), data=((), ()))
+    fit, model = plan.fit, f"{family}, {plan.demand.resolution} px"
+    tflop = fit.parts.tflop
+    rows = []
+    for record in RECORDS:
+        rate = GPU_TFLOPS[record.gpu] * record.share
+        seconds = tflop / rate
+        reason = (
+            f"assumed are {GPU_TFLOPS[record.gpu]:g} TFLOP/s, of which {record.share:.0%} are reached ({record.source})"
+        )
+        name = f"step, {record.gpu}"
+        rows.append(aimed(name, model, seconds, PREDICTED, reason, seconds_median=seconds))
+    phase = max(plan.phases, key=lambda name: plan.phases[name].peak_gib)
+    chosen = f"{fit.precision} weights, {fit.checkpointed} of {fit.blocks} blocks recomputed, {fit.swapped} swapped"
+    reason = " ".join((f"of {family}: {chosen}; the phase that holds most is {phase}", *plan.shortages))
+    rows.append(aimed("peak", model, plan.phases[phase].peak_gib * GIB / 1e9, PREDICTED, reason))
+    return rows
+
+
+def measured_step(family: str, settings: Mapping[str, Any], steps: int | None) -> list[ChallengeRow]:
+    """Time and memory of the trainer's own step on this GPU, in a process of its own, held to 5 GB."""
+    spec = Spec("step", family, dict(settings), cap_gib=settings["memory.limit_gib"], seconds=STEP_ROW_SECONDS)
+    asking = Asking(steps=steps or Asking.steps)
+    with tempfile.TemporaryDirectory() as folder:
+        found = in_child(child, (spec, asking), Path(folder) / "row.json", spec.seconds)
+    row = row_of_document(found | {"name": spec.name, "model": found.get("model", family)})
+    return step_rows(row, device_name())
+
+
+def step_rows(row: TableRow, device: str) -> list[ChallengeRow]:
+    """The aims of a measured step; what torch's allocator does not see of the peak is the plan's constant."""
+    name, model = f"step, {device}", f"{row.model}, {row.precision}, {row.checkpointed} blocks recomputed"
+    if row.failed is not None or row.seconds_median is None:
+        return [aimed(each, row.model, None, MEASURED, row.failed or "not measured") for each in (name, "peak")]
+    seconds = {"seconds_median": row.seconds_median, "seconds_p10": row.seconds_p10, "seconds_p90": row.seconds_p90}
+    held = row.reserved_gib if row.reserved_gib is not None else row.peak_gib
+    peak = None if held is None else (held + CONTEXT_GIB) * GIB / 1e9
+    reason = f"{CONTEXT_GIB:g} GiB for the CUDA context are added to what torch's allocator held; of the training alone"
+    return [
+        aimed(name, model, row.seconds_median, MEASURED, "", **seconds),
+        aimed("peak", model, peak, MEASURED, reason),
+    ]
+
+
+def production_run(asked: RequestedMeasure) -> list[ChallengeRow]:
+    """A whole `produce`, and what its record says: its steps' median time, its memory, and its LoRA's score."""
+    resolved = asked.resolved
+    config = resolved.config
+    layers = [Layer(name, values) for name, values in layers_of(resolved).items() if not name.startswith(FAMILY_PRESET)]
+    if config.model.path is None:  # a family alone has no weights
+        layers.append(Layer("bench challenge", {"model": {"family": EMPTY}}))
+        presets = [] if any(name.startswith("preset") for name in layers_of(resolved)) else [DEMO_PRESET]
+        resolved = settle(preset_layers(presets).layers, layers)
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {"run.output": folder, "run.name": "challenge"}
+        resolved = changed(resolved, settings | ({"train.max_steps": asked.steps} if asked.steps else {}))
+        order = make_order(resolved, enforce_gates=True, console=plain_console(stderr=True))
+        with suppress(LoraRefused):  # its score is in the record too
+            train(order)
+        record, steps = read_record(order.folder) or {}, read_lines(order.folder / METRICS)
+    times = [float(step["seconds"]) for step in steps]
+    low, high = tenths(times) if len(times) > 1 else (None, None)
+    median = statistics.median(times) if times else None
+    memory, model = record.get("memory") or {}, config.model.path or "built-in base model"
+    held = memory["held_gib"] + CONTEXT_GIB if "held_gib" in memory else memory.get("peak_gib")
+    peak, where = None if held is None else held * GIB / 1e9, "of the GPU" if "held_gib" in memory else "of RAM"
+    ended = f"one whole produce on {device_name()} ended as {record.get('status')} after {record.get('steps')} steps"
+    seconds = {"seconds_median": median, "seconds_p10": low, "seconds_p90": high}
+    return [
+        aimed(f"step, {device_name()}", model, median, MEASURED, ended, **seconds),
+        aimed("peak", model, peak, MEASURED, f"{where}; {ended}"),
+        aimed("score", model, (record.get("scores") or {}).get("lora"), MEASURED, f"{ended}; its files are not kept"),
+    ]
+
+
+COLUMNS: tuple[Column, ...] = (
+    ("aim", lambda row: f"{'over' if row.name == 'score' else 'under'} {row.aim:g} {row.unit}".rstrip()),
+    ("found", lambda row: "not measured" if row.found is None else f"{row.found:.2f} {row.unit}".rstrip()),
+    ("how", lambda row: row.how),
+    ("reached", lambda row: "" if row.reached is None else "yes" if row.reached else "no"),
+)
+ABOUT = {
+    "peak": "the most that a GPU holds, with its context, or without a GPU this process in RAM; GB of 1e9 bytes",
+    "score": "of the LoRA, by its gate",
+    "found": "predicted: operations over the assumed share of the GPU's rate; unpacking quantized weights is not counted",
+}

@@ -1,0 +1,96 @@
+"""Control images of edit models: images of the same name in folders of their own, or columns of the source's table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lora_trainer.data.buckets import has_other_shape
+from lora_trainer.data.images.images import BrokenImageError
+from lora_trainer.data.images.jobs import Facts
+from lora_trainer.data.sample import ControlImage, Sample, Span
+from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
+from lora_trainer.data.sources.pairs import find_partners
+
+FIX = "Add it, or remove the image."
+
+
+def control_folders(request: SourceRequest) -> tuple[Path, ...]:
+    """The folders of control images, from the root of the disk."""
+    return tuple(Path(os.path.abspath(Path(each).expanduser())) for each in request.section.control_images)
+
+
+def with_controls(
+    found: Sequence[FoundImage], root: Path, request: SourceRequest, reading: SourceReading
+) -> list[FoundImage]:
+    """Each image with its control images, those of folders before those of columns. An image that lacks one is left out:
+    a LoRA that is trained on whole pairs and on bare images learns to ignore its controls."""
+    folders, wanted = control_folders(request), len(request.section.control_columns)
+    for named, folder in zip(request.section.control_images, folders, strict=True):
+        if not folder.is_dir():
+            message = f"There is no folder of control images {named}."
+            reading.problem(message, "Name a folder of this machine in data.sources.control_images.")
+    if not (folders or wanted) or any(not folder.is_dir() for folder in folders):
+        return list(found)
+    partners = [find_partners(folder, found, root) for folder in folders]
+    paired = []
+    for each in found:
+        paths = [partner.of(each.path) for partner in partners]
+        lacking = [folder.name for folder, path in zip(folders, paths, strict=True) if path is None]
+        if len(each.controls) < wanted:
+            lacking.append(f"column {request.section.control_columns[len(each.controls)]}")
+        if lacking:
+            message = f"has no control image in {', '.join(lacking)}."
+            reading.find("missing_control", "error", message, FIX, each.path)
+            continue
+        own = tuple(ControlImage(path) for path in paths if path is not None)
+        paired.append(replace(each, controls=(*own, *each.controls)))
+    if found and not paired:
+        where = ", ".join((*(str(folder) for folder in folders), *request.section.control_columns))
+        message = f"No image of {request.section.path} has all of its control images ({where})."
+        reading.problem(message, f"A control image has its image's name: {found[0].path.stem}.png.")
+    return paired
+
+
+def judged_controls(
+    sample: Sample,
+    controls: Sequence[ControlImage],
+    facts: Mapping[tuple[Path, Span | None], Facts | BrokenImageError],
+    reading: SourceReading,
+) -> Sample | None:
+    """The sample with its control images as their headers describe them; None where one cannot be read."""
+    judged = []
+    for each in controls:
+        read = facts[each.path, each.span]
+        if isinstance(read, BrokenImageError):
+            message = f"has a control image that cannot be used: {each.path.name} {read.message}"
+            reading.find("unreadable_control", "error", message, read.fix, sample.path)
+            return None
+        control = ControlImage(each.path, each.span, read.content, read.width, read.height)
+        if read.content == sample.content:
+            message = (
+                f"is its own control image ({each.path.name} has the same bytes): a LoRA learns to change nothing."
+            )
+            reading.find("identical_control", "error", message, "Replace one of them by the edited image.", sample.path)
+            return None
+        if has_other_shape((sample.width, sample.height), (read.width, read.height)):
+            message = (
+                f"is {sample.width}×{sample.height}, its control image {each.path.name} {read.width}×{read.height}: "
+                "the middle of the control image is used."
+            )
+            fix = "Crop both alike, unless the control is a reference of another shape."
+            reading.find("control_differs", "note", message, fix, sample.path)
+        judged.append(control)
+    return replace(sample, controls=tuple(judged))
+
+
+def find_swapped(samples: Sequence[Sample], reading: SourceReading) -> None:
+    """An error for each image that is another's control image: its pair is the wrong way round, or mixed up."""
+    names = {control.content: control.path for sample in samples for control in sample.controls}
+    for sample in samples:
+        if sample.controls and sample.content in names:
+            message = f"is an edited image here and a control image elsewhere ({names[sample.content].name})."
+            fix = "Swap the pair, or remove it: every pair must change images in the same direction."
+            reading.find("swapped_control", "error", message, fix, sample.path)

@@ -1,0 +1,277 @@
+"""FLUX.2 klein: FLUX.1's kind of blocks with one modulation for all, on the latents of a VAE of its own.
+
+Four models: 4 and 9 billion weights, each as a base (50 steps, guidance) and distilled (4 steps, none). Their text encoder
+is Qwen3 with the caption as a chat message: the states after a quarter, a half and three quarters of its layers, side by
+side. Padding is read like text. FLUX.2 dev reads captions with another language model and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.export.layout import Rule, fused
+from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype, vae_facts
+from lora_trainer.models.encoders import encoders_from
+from lora_trainer.models.family import (
+    PLAIN,
+    Caption,
+    DenoiserSpec,
+    Family,
+    LoraFileSpec,
+    ModelFacts,
+    PipelineSpec,
+    SamplingDefaults,
+    TextOptions,
+    TextParts,
+    TextSpec,
+)
+from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
+from lora_trainer.models.folder import check_components, fingerprint, read_config
+from lora_trainer.models.frozen import load_frozen
+from lora_trainer.models.qwen3 import (
+    QWEN,
+    TOKENIZER,
+    TOKENS,
+    check_qwen3,
+    load_qwen3,
+    read_chat,
+    refuse_clip_options,
+)
+from lora_trainer.models.transformer import (
+    PATCH,
+    STREAMS,
+    block_features,
+    packed,
+    refuse_widths,
+    token_places,
+    transformer_config,
+    unpacked,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from lora_trainer.models.quantization.store import Narrow
+
+VAE = "AutoencoderKLFlux2"
+STATES = (9, 18, 27)  # of the language model's 36 layers, whose outputs are read
+SIZES = {7680: "4b", 12288: "9b"}  # by the width of the text
+SIDE = 128  # of the latents that the model was made for
+TIMESTEPS = 1000
+THINNER_HEADS, FEWER_LAYERS = 8, 5
+THINNESS = "an eighth of its width and a fifth of its layers"
+# A single block has one layer for queries, keys, values and its feed-forward part, and one on the way out.
+ATTENTION = (
+    *(f"transformer_blocks.*.attn.{name}" for name in STREAMS),
+    *(f"single_transformer_blocks.*.attn.{name}" for name in ("to_qkv_mlp_proj", "to_out")),
+)
+FEED_FORWARD = tuple(
+    f"transformer_blocks.*.{part}.{name}" for part in ("ff", "ff_context") for name in ("linear_in", "linear_out")
+)
+MODULATIONS = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
+
+LAYOUT = (
+    *fused("double_blocks.{}.img_attn.qkv", *(f"transformer_blocks.{{}}.attn.{name}" for name in STREAMS[:3])),
+    *fused("double_blocks.{}.txt_attn.qkv", *(f"transformer_blocks.{{}}.attn.{name}" for name in STREAMS[4:7])),
+    Rule("transformer_blocks.{}.attn.to_out.0", "double_blocks.{}.img_attn.proj"),
+    Rule("transformer_blocks.{}.attn.to_add_out", "double_blocks.{}.txt_attn.proj"),
+    Rule("transformer_blocks.{}.ff.linear_in", "double_blocks.{}.img_mlp.0", ratio=6.0),
+    Rule("transformer_blocks.{}.ff.linear_out", "double_blocks.{}.img_mlp.2", ratio=1 / 3),
+    Rule("transformer_blocks.{}.ff_context.linear_in", "double_blocks.{}.txt_mlp.0", ratio=6.0),
+    Rule("transformer_blocks.{}.ff_context.linear_out", "double_blocks.{}.txt_mlp.2", ratio=1 / 3),
+    Rule("single_transformer_blocks.{}.attn.to_qkv_mlp_proj", "single_blocks.{}.linear1", ratio=9.0),
+    Rule("single_transformer_blocks.{}.attn.to_out", "single_blocks.{}.linear2", ratio=1 / 4),
+    Rule("x_embedder", "img_in"),
+    Rule("context_embedder", "txt_in"),
+    Rule("time_guidance_embed.timestep_embedder.linear_1", "time_in.in_layer"),
+    Rule("time_guidance_embed.timestep_embedder.linear_2", "time_in.out_layer"),
+    *(Rule(f"{name}.linear", f"{name}.lin") for name in MODULATIONS),
+    Rule("norm_out.linear", "final_layer.adaLN_modulation.1", swapped=True),
+    Rule("proj_out", "final_layer.linear"),
+)
+
+
+def describe(folder: Path) -> ModelFacts:
+    """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
+    config = transformer_config(folder, "Flux2Transformer2DModel", ("in_channels", "joint_attention_dim"))
+    channels, downscale = vae_facts(folder, VAE)
+    read_flow_schedule(folder)
+    check_components(folder, ("transformer", "vae", QWEN))
+    check_qwen3(folder)
+    if config["in_channels"] != PATCH * PATCH * channels or config.get("guidance_embeds"):
+        message = f"{folder}: its transformer has other inputs than that of FLUX.2 klein."
+        raise UsageError(Problem(message, "Use FLUX.2 klein, base or distilled, of 4 or 9 billion weights."))
+    qwen = read_config(folder, f"{QWEN}/config.json")
+    if (layers := qwen.get("num_hidden_layers", 0)) < STATES[-1]:
+        message = f"{folder}/{QWEN} has {layers} layers; the states after {', '.join(map(str, STATES))} are read."
+        raise UsageError(Problem(message, "Use the text encoder that the model came with."))
+    refuse_widths(folder, "text", config["joint_attention_dim"], len(STATES) * qwen.get("hidden_size", 0))
+    distilled, size = is_distilled(folder), SIZES.get(config["joint_attention_dim"], "")
+    return ModelFacts(
+        path=folder,
+        family="flux2",
+        resolution=SIDE * downscale,
+        latent_channels=channels,
+        downscale=downscale,
+        pixel_step=downscale * PATCH,
+        prediction="flow",
+        caption_tokens=TOKENS,
+        variant="-".join(part for part in ("klein", "" if distilled else "base", size) if part),
+        distilled_from="-".join(part for part in ("FLUX.2-klein-base", size.upper()) if part) if distilled else "",
+    )
+
+
+def is_distilled(folder: Path) -> bool:
+    """Whether it samples in four steps without guidance. Only the pipeline's own config says so."""
+    return bool(read_config(folder, "model_index.json").get("is_distilled"))
+
+
+def check_text(folder: Path, options: TextOptions) -> None:
+    """Raise UsageError for CLIP's options."""
+    refuse_clip_options("FLUX.2", options)
+
+
+def sampling_defaults(folder: Path) -> SamplingDefaults:
+    return SamplingDefaults(steps=4, guided=False, negative=False) if is_distilled(folder) else SamplingDefaults(50)
+
+
+def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
+    """Names of the image and the text encoders' weights, without loading them."""
+    image = f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}"
+    return image, f"{fingerprint(folder, QWEN, TOKENIZER)}-{dtype}-{STATES}{text.key}"
+
+
+def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _: Collection[str] = (), /) -> TextParts:
+    """The language model, frozen, on the device, as far as its states are read, and its tokenizer."""
+    return load_qwen3(folder, dtype, device, layers=STATES[-1])
+
+
+def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
+    """B captions -> `embeds` [B, T, 3 D]: three states of each token side by side, those of padding among them."""
+    import torch
+
+    size = options.t5_tokens or TOKENS
+    tokens, mask = read_chat(parts.tokenizers[QWEN], captions, size, parts.device, thinking=False)
+    output = parts.encoders[QWEN](input_ids=tokens.ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
+    return {"embeds": tokens.weigh(torch.cat([output.hidden_states[layer] for layer in STATES], dim=-1))}
+
+
+def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
+    """The transformer with random weights, on torch's current default device."""
+    from diffusers import Flux2Transformer2DModel
+
+    return cast("nn.Module", Flux2Transformer2DModel.from_config(dict(config)))
+
+
+def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
+    """The transformer, frozen, on the device."""
+    from diffusers import Flux2Transformer2DModel
+
+    return cast("nn.Module", load_frozen(Flux2Transformer2DModel, folder / "transformer", dtype, device, narrow))
+
+
+def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+    """The velocity [B, 32, h, w] at t [B] under cond["embeds"] [B, T, 7680 or 12288].
+
+    Four neighboring places of the latents are one token; the position of each is its row and column, and that of a
+    caption's token is its number, on another axis. The module rounds a time to the precision of the latents before it
+    embeds it, in bf16 by up to 3 of 1000 timesteps, so its embedding gets the exact one.
+    """
+    import torch
+
+    embeds = cond["embeds"]
+    words = torch.zeros(embeds.shape[1], 4, device=noisy.device)
+    words[:, 3] = torch.arange(embeds.shape[1], device=noisy.device)
+    exact, embed = (t + 1).float(), cast("Any", denoiser.time_guidance_embed).time_proj
+    with embed.register_forward_pre_hook(lambda *_: (exact,)):
+        velocity = denoiser(
+            packed(noisy), embeds, exact / TIMESTEPS, token_places(noisy, axes=4), words, return_dict=False
+        )[0]
+    return unpacked(velocity, noisy)
+
+
+def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """diffusers' pipeline of the base model, for generating images."""
+    from diffusers import Flux2KleinPipeline
+
+    texts = load_texts(folder, None, device)
+    pipeline = Flux2KleinPipeline(
+        vae=drawing_vae(folder, dtype, device),
+        text_encoder=texts.encoders[QWEN],
+        tokenizer=texts.tokenizers[QWEN],
+        transformer=load_transformer(folder, dtype, device),
+        scheduler=make_scheduler(folder),
+        is_distilled=is_distilled(folder),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
+    return {"embeds": (text.t5_tokens or TOKENS, int(config["joint_attention_dim"]))}
+
+
+def thin(config: Mapping[str, Any]) -> dict[str, Any]:
+    """An eighth of the heads, each of the same size, and a fifth of the layers of each kind."""
+    return {
+        **config,
+        "num_attention_heads": max(1, int(config["num_attention_heads"]) // THINNER_HEADS),
+        **{kind: max(1, int(config[kind]) // FEWER_LAYERS) for kind in ("num_layers", "num_single_layers")},
+    }
+
+
+def base_names(facts: ModelFacts) -> tuple[str, str]:
+    return "flux2", f"flux-2-{facts.variant}/lora"
+
+
+TEXT = TextSpec(
+    load=load_texts,
+    encode=encode_text,
+    shapes=cond_shapes,
+    check=check_text,
+)
+FAMILY = Family(
+    name="flux2",
+    read_facts=describe,
+    denoiser=DenoiserSpec(
+        component="transformer",
+        load=load_transformer,
+        make=make_denoiser,
+        make_process=make_process,
+        predict=predict,
+        features=block_features("transformer_blocks"),
+        lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
+        thin=thin,
+        thinness=THINNESS,
+    ),
+    encoders=encoders_from(load_whole_image_encoder, TEXT, encoder_keys),
+    text=TEXT,
+    pipeline=PipelineSpec(
+        class_name="Flux2KleinPipeline",
+        make=make_pipeline,
+        sampling_defaults=sampling_defaults,
+    ),
+    lora_files=LoraFileSpec(
+        base_names=base_names,
+        prefixes={"transformer": "lora_unet"},
+        layout=LAYOUT,
+        readers=(
+            "diffusers: kohya",
+            "diffusers: original",
+            "ComfyUI: kohya",
+            "ComfyUI: original",
+            "ComfyUI: original, kohya's halves",
+            "ComfyUI: diffusers",
+            "ComfyUI: diffusers, kohya's halves",
+            "ComfyUI: OneTrainer",
+            "ComfyUI: LyCORIS",
+            "ComfyUI: no prefix",
+        ),
+        # Of these diffusers reads the last one by the original's name with its halves in the wrong order.
+        passed_over={"diffusers": (*MODULATIONS, "norm_out.")},
+    ),
+)

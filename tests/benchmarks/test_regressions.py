@@ -1,0 +1,188 @@
+"""`make regressions`: each kind of regression, planted, fails the command; noise does not, and is not passed silently."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from check_regressions import BASELINE, GOLDEN, PARTS, RATIOS, TOLERANCE, compare_ratios, describe_machine, main
+from lora_trainer.benchmarks import bench, bench_cache, turns
+from lora_trainer.data.caches.store import Store
+from lora_trainer.diffusion import loss
+from lora_trainer.memory_plan import estimate
+from lora_trainer.training import fallbacks
+
+CACHE = {"cache: ours over mapped": [1.15, 1.14, 1.16], "cache: ours_first over mapped": [4.2, 4.1, 4.3]}
+CACHE |= {"cache: ours over file_each": [0.2, 0.19, 0.21]}
+
+
+def stored() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(BASELINE.read_text("utf-8"))
+    return found
+
+
+@pytest.fixture
+def baseline(tmp_path: Path) -> Path:
+    """The stored one as if it were of this machine, with ratios of the cache that anything here is better than."""
+    path = tmp_path / "baseline.json"
+    easy = {name: [100 * each for each in ratios] for name, ratios in CACHE.items()}
+    path.write_text(json.dumps(stored() | {"measured": describe_machine(), "speed": easy}), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_cache, "ENTRIES", 16)
+
+
+def test_the_stored_baseline_has_every_part_and_states_its_origin() -> None:
+    document = stored()
+    assert set(document) == {"measured", *PARTS}
+    assert set(document["measured"]) == {"device", "cpu", "cores", "versions", "commit"}
+    assert set(document["losses"]) == set(GOLDEN)
+    assert {name.partition(":")[0] for name in document["speed"]} == set(RATIOS)
+    assert all(len(ratios) >= 2 for ratios in document["speed"].values())
+
+
+def test_the_memory_plans_are_those_of_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--only", "memory"]) == 0
+    assert "plans: at most +0.0% of memory and operations" in capsys.readouterr().out
+
+
+def test_a_bigger_plan_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Planted: what a process holds beside the allocator. Small GPUs recompute more, or nothing fits."""
+    monkeypatch.setattr(estimate, "CONTEXT_GIB", estimate.CONTEXT_GIB + 5.4)
+    assert main(["--only", "memory"]) == 5
+    output = capsys.readouterr().out
+    assert "worse         plan of sd15, 24gb speed: 11.05 GiB where it was 5.65, +95.5%" in output
+    assert "TFLOP a step where it was" in output, "more is recomputed"
+    assert "worse         plan of sdxl, 6gb speed: does not fit any more" in output
+
+
+@pytest.mark.usefixtures("few_entries")
+@pytest.mark.slow  # the clock decides, and a busy machine leaves it open
+def test_slower_reading_fails(
+    baseline: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--only", "speed", "--filter", "cache", "--repeats", "3", "--steps", "2", "--baseline", str(baseline)]
+    assert main(arguments) == 0
+    read = Store.read
+
+    def slow(store: Store, *arguments: Any) -> Any:
+        time.sleep(0.01)
+        return read(store, *arguments)
+
+    monkeypatch.setattr(Store, "read", slow)
+    assert main(arguments) == 5
+    output = capsys.readouterr().out
+    assert "worse         cache: ours over mapped: " in output
+    assert output.splitlines()[-1].startswith("regressions: ")
+
+
+@pytest.mark.slow
+def test_a_slower_step_fails(
+    baseline: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Planted: a sleep in the step of the trainer's own loop, as long as the step."""
+    for module, name in ((bench, "WARM_UP"), (turns, "WARM_UP"), (bench, "SPLIT_STEPS"), (bench, "PEAK_STEPS")):
+        monkeypatch.setattr(module, name, 1)
+    document = json.loads(baseline.read_text("utf-8")) | {"speed": stored()["speed"]}
+    baseline.write_text(json.dumps(document), encoding="utf-8")
+    true = fallbacks.train_step
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(1.0)
+        return true(*arguments)
+
+    monkeypatch.setattr(fallbacks, "train_step", slow)
+    arguments = ["--only", "speed", "--filter", "step", "--repeats", "3", "--steps", "3", "--baseline", str(baseline)]
+    assert main(arguments) == 5
+    output = capsys.readouterr().out
+    assert "worse         step: ours over bare: " in output
+    assert "worse         step: ours over usual: " in output
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "code"),
+    [
+        ("tiny sdxl", 1.0 + 10 * TOLERANCE, 5),
+        pytest.param("built-in base model", 1.0 + 3 * TOLERANCE, 5, marks=pytest.mark.slow),
+        pytest.param("tiny sd3", 1.0, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_changed_loss_fails(
+    name: str, factor: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Planted: an error measure that is a little larger."""
+    mse = loss.ERRORS["mse"]
+    monkeypatch.setitem(loss.ERRORS, "mse", lambda *arguments: scaled(mse(*arguments), factor))
+    assert main(["--only", "losses", "--filter", name]) == code
+    assert f"{'worse' if code else 'ok':12}  losses of {name}: at most " in capsys.readouterr().out
+
+
+def scaled(error: Any, factor: float) -> Any:
+    """The error measure, scaled."""
+    return lambda *arguments: factor * error(*arguments)
+
+
+def test_what_is_missing_is_inconclusive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "old.json"
+    document = stored()
+    document["memory"].pop("flux")
+    path.write_text(json.dumps(document), encoding="utf-8")
+    assert main(["--only", "memory", "--baseline", str(path)]) == 0
+    assert "inconclusive  plan of flux, 6gb speed: not in the baseline" in capsys.readouterr().out
+    assert main(["--only", "memory", "--baseline", str(path), "--strict"]) == 5
+    assert main(["--only", "memory", "--baseline", str(tmp_path / "none.json")]) == 2
+
+
+def test_an_update_keeps_the_parts_that_are_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "base.json"
+    path.write_text(json.dumps({"losses": {"a": 1}, "memory": {}}), encoding="utf-8")
+    assert main(["--update", "--only", "memory", "--baseline", str(path)]) == 0
+    written = json.loads(path.read_text("utf-8"))
+    assert written["losses"] == {"a": 1}
+    assert written["memory"] == stored()["memory"]
+    assert written["measured"]["commit"]
+    assert main(["--only", "memory", "--baseline", str(path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("now", "same", "verdict"),
+    [
+        ([1.00, 1.01, 0.99, 1.0], True, "ok"),
+        ([1.20, 1.21, 1.19, 1.2], True, "worse"),
+        ([1.20, 1.21, 1.19, 1.2], False, "inconclusive"),  # on another CPU
+        ([1.40, 1.41, 1.39, 1.4], False, "worse"),
+        ([1.20, 1.90, 0.80, 1.2], True, "inconclusive"),  # too noisy to tell
+        ([1.05, 1.06, 1.04, 1.05], True, "inconclusive"),
+        ([0.50, 0.51, 0.49, 0.5], True, "ok"),
+        ([1.2], True, "inconclusive"),
+    ],
+)
+def test_the_interval_decides(now: list[float], same: bool, verdict: str) -> None:
+    assert compare_ratios("x", [1.0, 1.01, 0.99, 1.0], now, same).verdict == verdict
+
+
+@given(
+    ratios=st.lists(st.floats(0.2, 5.0), min_size=2, max_size=8),
+    factor=st.floats(0.2, 5.0),
+    unit=st.sampled_from([0.125, 0.5, 2.0, 8.0]),
+)
+def test_only_a_larger_ratio_can_be_worse(ratios: list[float], factor: float, unit: float) -> None:
+    """Whatever its unit; and what is worse stays worse when it grows."""
+    now = [factor * ratio for ratio in ratios]
+    found = compare_ratios("x", ratios, now, same=True).verdict
+    assert factor > 1.05 - 1e-9 or found != "worse"
+    if found == "worse":
+        assert compare_ratios("x", ratios, [2 * each for each in now], same=True).verdict == "worse"
+    if abs(math.log(factor / 1.05)) > 1e-6:
+        pair = [unit * each for each in ratios], [unit * each for each in now]
+        assert {compare_ratios("x", *pair, same=True).verdict, found} != {"ok", "worse"}

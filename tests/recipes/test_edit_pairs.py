@@ -1,0 +1,248 @@
+"""Edit pairs: control images become further tokens of the step, of the caches and of the samples."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FluxKontextPipeline
+from PIL import Image, ImageDraw
+
+from lora_trainer.cli.main import main
+from lora_trainer.config.schema import SourceSection
+from lora_trainer.core.errors import UsageError
+from lora_trainer.data.images.pixels import read_shown
+from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.sample import ControlImage
+from lora_trainer.data.views import Framing, views_of
+from lora_trainer.models import FAMILIES
+from tests.recipes.recipe import COLORS, Bench, exported, losses, record, save_tiny_model
+
+FLUX = FAMILIES["flux"]
+AT_64 = {"data__resolution": 64, "lora__alpha": 4}
+CPU = torch.device("cpu")
+
+
+def draw_pairs(folder: Path, count: int = 6, shift: int = 0) -> Path:
+    """`after` has a ring on the background that `before` shows bare; two shapes."""
+    for index in range(count):
+        size = ((96, 96), (120, 72))[index % 2]
+        image = Image.new("RGB", size, COLORS[(index + shift) % len(COLORS)])
+        ImageDraw.Draw(image).line((0, 0, size[0], index * 5), fill="black", width=4)
+        for name in ("before", "after"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            if name == "after":
+                ImageDraw.Draw(image).ellipse((20 + index, 20, 50, 50), fill="white", outline="black")
+            image.save(folder / name / f"{index}.png")
+        (folder / "after" / f"{index}.txt").write_text(f"add a ring, number {index}", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("kontext"), "flux-kontext")
+
+
+@pytest.fixture
+def bench(model: Path, tmp_path: Path) -> Bench:
+    pairs = draw_pairs(tmp_path / "pairs")
+    return Bench(model, pairs / "after", tmp_path / "runs", tmp_path / "cache")
+
+
+def with_before(bench: Bench, before: Path | None = None) -> tuple[str, ...]:
+    """The flags of a run on pairs, in a config file, since a table of sources is no flag."""
+    path = bench.output.parent / "pairs.toml"
+    controls = before or bench.data.parent / "before"
+    path.write_text(f'[[data.sources]]\npath = "{bench.data}"\ncontrol_images = ["{controls}"]\n', encoding="utf-8")
+    return "--config", str(path)
+
+
+def run_pairs(bench: Bench, name: str, *extra: str, before: Path | None = None, **settings: object) -> int:
+    arguments = bench.arguments(name, *with_before(bench, before), *extra, **AT_64, **settings)
+    at = arguments.index("--data")
+    return main([*arguments[:at], *arguments[at + 2 :]])
+
+
+def test_the_step_reads_the_control_and_resumes_exactly(bench):
+    assert run_pairs(bench, "whole", steps=4, checkpoint__every_n_steps=2) == 0
+    assert run_pairs(bench, "part", steps=2, checkpoint__every_n_steps=2) == 0
+    assert run_pairs(bench, "part", "--resume", steps=4, checkpoint__every_n_steps=2) == 0
+    assert losses(bench.folder("part")) == losses(bench.folder("whole"))
+    assert exported(bench.folder("whole"))["kohya"] == exported(bench.folder("part"))["kohya"]
+    # The same targets, captions and noise with other controls: another loss from the first step on.
+    others = draw_pairs(bench.data.parent / "others", shift=3) / "before"
+    assert run_pairs(bench, "other", steps=1, before=others) == 0
+    assert losses(bench.folder("other"))[0] != losses(bench.folder("whole"))[0]
+    # Without a cache of latents the controls are encoded with the images.
+    assert run_pairs(bench, "fresh", steps=1, cache__latents="false") == 0
+    assert losses(bench.folder("fresh"))[0] == pytest.approx(losses(bench.folder("whole"))[0], rel=1e-5)
+    header = json.loads((bench.folder("whole") / "run.json").read_text())
+    assert header["config"]["data"]["sources"][0]["control_images"]
+
+
+def test_regularization_images_without_controls_train_beside_pairs(bench):
+    """They share steps, never micro-batches: neither loses its controls or needs some."""
+    plain = draw_pairs(bench.data.parent / "plain") / "after"
+    path = bench.output.parent / "mixed.toml"
+    pairs = f'[[data.sources]]\npath = "{bench.data}"\ncontrol_images = ["{bench.data.parent / "before"}"]\n'
+    path.write_text(f'{pairs}[[data.sources]]\npath = "{plain}"\nis_reg = true\n', encoding="utf-8")
+    losses_of = {}
+    for name, micro in (("split", "1"), ("whole", "8")):
+        settings = {**AT_64, "train__effective_batch_size": "8", "train__max_micro_batch_size": micro}
+        arguments = bench.arguments(name, "--config", str(path), steps=2, **settings)
+        at = arguments.index("--data")
+        assert main([*arguments[:at], *arguments[at + 2 :]]) == 0
+        losses_of[name] = losses(bench.folder(name))
+    assert losses_of["whole"] == pytest.approx(losses_of["split"], rel=1e-4)
+
+
+def test_a_changed_control_is_encoded_again(bench, capsys):
+    assert run_pairs(bench, "one", steps=1) == 0
+    Image.new("RGB", (96, 96), "teal").save(bench.data.parent / "before" / "0.png")
+    capsys.readouterr()
+    assert run_pairs(bench, "two", steps=1) == 0
+    assert "encoding 1 (1 control image changed)" in capsys.readouterr().out
+    assert record(bench.folder("one"))["data_hash"] != record(bench.folder("two"))["data_hash"]
+
+
+def broken_missing(pairs: Path) -> None:
+    (pairs / "before" / "1.png").unlink()
+
+
+def broken_copy(pairs: Path) -> None:
+    shutil.copy(pairs / "after" / "1.png", pairs / "before" / "1.png")
+
+
+def broken_file(pairs: Path) -> None:
+    (pairs / "before" / "1.png").write_bytes(b"no image")
+
+
+def broken_swapped(pairs: Path) -> None:
+    shutil.copy(pairs / "after" / "0.png", pairs / "before" / "1.png")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [
+        (broken_missing, "missing_control"),
+        (broken_copy, "identical_control"),
+        (broken_file, "unreadable_control"),
+        (broken_swapped, "swapped_control"),
+    ],
+)
+def test_the_gate_names_a_bad_pair(bench, capsys, spoil: Callable[[Path], None], code):
+    spoil(bench.data.parent)
+    flags = with_before(bench)
+    assert main(["check", *flags, "--json", "--set", "data.resolution=64"]) in (0, 3)
+    found = json.loads(capsys.readouterr().out)
+    codes = {finding["code"]: finding for file in found["files"] for finding in file["findings"]}
+    assert codes[code]["severity"] == "error"
+    assert codes[code]["fix"]
+
+
+def test_a_control_of_another_shape_is_noted_and_its_middle_used(bench):
+    Image.new("RGB", (200, 60), "navy").save(bench.data.parent / "before" / "0.png")
+    section = SourceSection(path=str(bench.data), control_images=(str(bench.data.parent / "before"),))
+    manifest, findings = read_manifest([section])
+    assert [(each.code, each.severity) for each in findings] == [("control_differs", "note")]
+    framing = Framing((64,), 16, flip=True)
+    first = manifest.samples[0]
+    for view in views_of(first, framing):
+        shown = read_shown(first, view)
+        assert shown.controls[0].shape == shown.pixels.shape
+
+
+def test_a_control_is_cut_and_mirrored_as_its_image(bench):
+    sample = read_manifest([bench.data])[0].samples[0]
+    itself = replace(sample, controls=(ControlImage(sample.path, None, sample.content, sample.width, sample.height),))
+    for view in views_of(itself, Framing((64,), 16, crops=3, flip=True, colors=1)):
+        shown = read_shown(itself, view)
+        assert torch.equal(shown.controls[0], shown.pixels)
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "list.jsonl"])
+def test_columns_of_a_table_name_controls(bench, name):
+    rows = [
+        {"file_name": f"{index}.png", "text": f"row {index}", "source": f"../before/{index}.png"} for index in range(6)
+    ]
+    if name.endswith(".csv"):
+        text = "file_name,text,source\n" + "".join(",".join(row.values()) + "\n" for row in rows)
+    else:
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+    (bench.data / name).write_text(text, encoding="utf-8")
+    source = bench.data if name.startswith("metadata") else bench.data / name
+    manifest, findings = read_manifest([SourceSection(path=str(source), control_columns=("source",))])
+    assert not findings
+    assert [each.controls[0].path.name for each in manifest.samples] == [each.path.name for each in manifest.samples]
+    captions = SourceSection(
+        path=str(bench.data), captions_file=str(bench.data / name), control_columns=("source",), default_caption="a"
+    )
+    assert [each.controls for each in read_manifest([captions])[0].samples] == [
+        each.controls for each in manifest.samples
+    ]
+    with pytest.raises(UsageError, match="has all of its control images"):
+        read_manifest([SourceSection(path=str(source), control_columns=("source", "second"))])
+
+
+def test_models_that_edit_nothing_refuse_controls(bench, tmp_path, capsys):
+    plain = replace(bench, model=save_tiny_model(tmp_path / "plain", "flux"))
+    assert run_pairs(plain, "cat", steps=1) == 2
+    assert "takes no control images" in capsys.readouterr().err
+
+
+def test_predictions_are_the_pipelines(model):
+    """At every step of generating an image, with a control image of another size."""
+    pipeline = FLUX.pipeline.make(model, torch.float32, CPU)
+    assert isinstance(pipeline, FluxKontextPipeline)
+    text = FLUX.load_encoders(model, torch.float32, CPU).encode_text(["add a ring"])
+    control = torch.randn(1, 16, 8, 6, generator=torch.Generator().manual_seed(0))
+    steps, step = [], pipeline.scheduler.step
+
+    def watch(velocity, t, latents, **rest):
+        steps.append((velocity, t, latents))
+        return step(velocity, t, latents, **rest)
+
+    pipeline.scheduler.step = watch
+    size = (64, 64)
+    pipeline(
+        **FLUX.pipeline.prompted(text, None),
+        **FLUX.pipeline.with_controls(pipeline, size, [control]),
+        width=64,
+        height=64,
+        num_inference_steps=3,
+        guidance_scale=1.0,
+        generator=[torch.Generator().manual_seed(0)],
+    )
+    for velocity, t, latents in steps:
+        noisy, wanted = (
+            pipeline._unpack_latents(each, 64, 64, pipeline.vae_scale_factor) for each in (latents, velocity)
+        )
+        with torch.no_grad():
+            found = FLUX.denoiser.predict(
+                pipeline.transformer, noisy, t.expand(1) - 1, {**text, "control_0": control}, torch.zeros(1, 6)
+            )
+        torch.testing.assert_close(found, wanted)
+
+
+def test_samples_show_control_target_base_and_lora(bench):
+    assert run_pairs(bench, "cat", steps=1) == 0
+    lora, before = bench.folder("cat") / "cat.safetensors", bench.data.parent / "before"
+    flags = ["--model", str(bench.model), "--size", "64x64", "--num-inference-steps", "2", "--prompt", "add a ring"]
+    assert main(["sample", str(lora), *flags, "--control-image", str(before / "0.png")]) == 0
+    drawn = bench.folder("cat") / "samples"
+    recipe = json.loads(next(drawn.glob("*.json")).read_text())
+    assert recipe["images"][0]["controls"] == [str(before / "0.png")]
+    first = Image.open(next(drawn.glob("*_00_with.png"))).tobytes()
+    assert (
+        main(["sample", str(lora), *flags, "--control-image", str(before / "1.png"), "--output", str(drawn / "b")]) == 0
+    )
+    assert Image.open(next((drawn / "b").glob("*_00_with.png"))).tobytes() != first
+    again = ["sample", str(lora), "--recipe", str(next(drawn.glob("*.json"))), "--output", str(drawn / "again")]
+    assert main(again) == 0
+    assert Image.open(next((drawn / "again").glob("*_00_with.png"))).tobytes() == first
+    assert main(["sample", str(lora), *flags, "--control-image", "nowhere.png"]) == 2
