@@ -24,6 +24,7 @@ HEADER = {  # keys of a header that are shown, and their names
     "ss_output_name": "name",
     "ss_base_model_version": "base model version",
     "ss_sd_model_name": "base model",
+    "lora_trainer.base_model_form": "base stored as",
     "modelspec.architecture": "architecture",
     "modelspec.prediction_type": "prediction",
     "modelspec.trigger_phrase": "trigger word",

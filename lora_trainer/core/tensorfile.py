@@ -22,6 +22,7 @@ SHOWN_OF_NAME = 80  # characters in a message
 PICKLE_BEGINNINGS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 BEGINNING = 64  # bytes after the first eight, enough to recognize a web page
 METADATA = "__metadata__"
+GGUF = b"GGUF"
 NO_TENSORS = "is not a safetensors file"
 AGAIN = "Copy or download it again."
 # Other files that are often named like a model: their first bytes, what they are, the fix.
@@ -30,7 +31,7 @@ OTHERS = (
     (b"\xff\xd8\xff", "is an image (JPEG)", "Name a .safetensors file."),
     (b"RIFF", "is an image or sound (RIFF)", "Name a .safetensors file."),
     (b"GIF8", "is an image (GIF)", "Name a .safetensors file."),
-    (b"GGUF", "is a GGUF file", "Name the model as .safetensors: GGUF is not read."),
+    (GGUF, "is a GGUF file", "GGUF is read as a base model (--model); here, name a .safetensors file."),
     (b"version ", "is a Git LFS pointer, not the file itself", "Fetch the file: git lfs pull."),
     (b"%PDF", "is a PDF", "Name a .safetensors file."),
     (b"\x1f\x8b", "is packed (gzip)", "Unpack it first."),
@@ -68,10 +69,20 @@ def read_tensor_header(path: Path) -> dict[str, Any]:
 
 
 def data_begins(path: Path) -> int:
-    """The byte at which the tensors' data of a valid file begins."""
+    """The byte from which a valid file's `data_offsets` are counted: the first, in a GGUF file."""
+    if is_gguf(path):
+        return 0
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
     return 8 + int(length)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as GGUF does; False for what cannot be opened, such as a pipe."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(GGUF)) == GGUF
 
 
 def _other_file(beginning: bytes, more: bytes) -> tuple[str, str] | None:

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from safetensors.torch import save
 from torch import Tensor
 
-from lora_trainer.export.keys import OWN_VERSION, T5_TOKENS, WITHOUT
+from lora_trainer.export.keys import BASE_FORM, OWN_VERSION, T5_TOKENS, WITHOUT
 from lora_trainer.export.weights import LoraPair, LoraWeights
 
 PLAIN_TOKENS = 75  # the default, which programs do not record
@@ -59,6 +59,7 @@ class TrainingFacts:
     started: float
     finished: float
     version: str  # lora_trainer's
+    base_form: str = ""  # the quantized form that the base model was stored in
     prediction: str = "epsilon"
     warmup_steps: int = 0
     mixed_precision: str = "no"
@@ -151,6 +152,8 @@ def header(facts: TrainingFacts, weights: LoraWeights) -> dict[str, str]:
         "lora_trainer.ema_decay": facts.ema_decay,
         "lora_trainer.validation_images": facts.validation_images,
     }
+    if facts.base_form:
+        values[BASE_FORM] = facts.base_form
     if facts.t5_tokens is not None:
         values[T5_TOKENS] = facts.t5_tokens
     if facts.swa_start is not None:

@@ -49,6 +49,7 @@ class ModelFacts:
     named: str = ""  # what people call the model, where that is not its folder
     whole: bool = True  # false where its configs alone are here
     most_controls: int = 0  # control images of a sample, which an edit model reads beside the caption
+    form: str = ""  # in which quantized form a checkpoint is stored, for people; empty where in none
 
     @property
     def name(self) -> str:

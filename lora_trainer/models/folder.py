@@ -12,6 +12,7 @@ from typing import Any
 from lora_trainer.core.bounded import TextError, read_json_object
 from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.gguf_file import PACKED_TYPES
 from lora_trainer.core.tensorfile import METADATA, elements, read_tensor_header
 from lora_trainer.models.places import (
     WEIGHTS,
@@ -27,8 +28,10 @@ from lora_trainer.models.weight_files import weights_of
 MOST_CONFIG_BYTES = 1 << 24  # those of models with a hundred thousand labels have five megabytes
 LARGEST_NUMBER = 10**8  # in a config; the largest honest ones are sizes of vocabularies
 COPY = "Copy or download the model again."
-UNQUANTISED = "Get it in float16, bfloat16, float32 or plain float8; memory.weight_dtype narrows it."
-READ = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+UNQUANTISED = (
+    "Get it in float16, bfloat16, float32, float8, ComfyUI's fp8 or int8, or as GGUF; memory.weight_dtype narrows it."
+)
+READ = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", *PACKED_TYPES)
 # Ends of the names of scales and the like: without them the stored weights are another model.
 QUANTIZED = (
     (".bitsandbytes__nf4", "bitsandbytes in 4 bits"),
@@ -203,8 +206,8 @@ def check_part(folder: Path) -> int:
     other files than these, fetch code or run it: an index that leads elsewhere, an adapter, a config with code of its own.
     """
     if laid_out := is_laid_out(folder):
-        stored = stored_weights(read_places(folder))
-        refuse_quantized(folder, {name: entry["dtype"] for name, entry in stored.items()})
+        stored = stored_weights(places := read_places(folder))
+        refuse_quantized(folder, {name: stored[name]["dtype"] for name in stored if places[name].scaled is None})
     elif not (files := sorted(folder.glob("*.safetensors"))) and not _CONFIGS_ALONE.get():
         _first_of_weights(folder)  # raises, naming what is there in place of weights
     if (adapter := folder / "adapter_config.json").exists():

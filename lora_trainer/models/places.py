@@ -23,8 +23,9 @@ from typing import Any
 from lora_trainer.core.bounded import TextError, read_json_object
 from lora_trainer.core.digests import remembered_digest
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.gguf_file import read_weights_header
 from lora_trainer.core.io import user_cache_folder, write_json
-from lora_trainer.core.tensorfile import METADATA, data_begins, read_tensor_header
+from lora_trainer.core.tensorfile import METADATA, data_begins
 
 WEIGHTS = "weights.json"
 VERSION = 1
@@ -36,9 +37,23 @@ KEPT_DAYS = 90  # unused folders are kept so long
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """How a weight of 8 bits is dequantized: as numbers of type `form`, each times the scale under `key` in its file.
+
+    The scale is one number, or one for each row. In `rotated` columns at a time the rows were turned by a Hadamard
+    matrix before they were rounded (0: they were not), and are turned back.
+    """
+
+    form: str
+    key: str
+    rotated: int = 0
+
+
+@dataclass(frozen=True)
 class Place:
     """One weight in a file. What is stored there is cut to `rows` (pairs of first and last but one, all where none),
-    in that order, then loses its sides of 1 at the end (`squeezed`), then its two sides change places (`transposed`).
+    in that order, dequantized (`scaled`; GGUF's types show it by themselves), then loses its sides of 1 at the end
+    (`squeezed`), then its two sides change places (`transposed`).
 
     `middle` (stored, kept) is for loading alone, and is in no table: of a square of positions [1, stored x stored, D]
     only the middle [1, kept x kept, D] is read.
@@ -50,6 +65,7 @@ class Place:
     squeezed: bool = False
     transposed: bool = False
     middle: tuple[int, int] | None = None
+    scaled: Scaled | None = None
 
     def shape(self, stored: Iterable[int]) -> tuple[int, ...]:
         """The weight's shape, of what is stored. Raises ValueError for rows that are not there."""
@@ -134,7 +150,10 @@ def write_places(folder: Path, places: Mapping[str, Place]) -> None:
     files = sorted({place.file for place in places.values()})
     numbers = {file: number for number, file in enumerate(files)}
     rows = {
-        name: [numbers[place.file], place.key, [list(each) for each in place.rows], place.squeezed, place.transposed]
+        name: [
+            *(numbers[place.file], place.key, [list(each) for each in place.rows], place.squeezed, place.transposed),
+            *_scaled_row(place),
+        ]
         for name, place in places.items()
     }
     listed = [[os.path.abspath(file), *_state(file)] for file in files]
@@ -152,15 +171,25 @@ def read_places(folder: Path) -> dict[str, Place]:
         listed = [(Path(path), (int(size), int(changed))) for path, size, changed in document["files"]]
         places = {
             str(name): Place(
-                listed[number][0], str(key), tuple((int(a), int(b)) for a, b in rows), squeezed, transposed
+                listed[number][0],
+                str(key),
+                tuple((int(a), int(b)) for a, b in rows),
+                squeezed,
+                transposed,
+                scaled=Scaled(str(scaled[0]), str(scaled[1]), int(scaled[2])) if scaled else None,
             )
-            for name, (number, key, rows, squeezed, transposed) in document["weights"].items()
+            for name, (number, key, rows, squeezed, transposed, *scaled) in document["weights"].items()
         }
     except (TextError, ValueError, KeyError, TypeError, IndexError) as error:
         raise UsageError(Problem(f"{table} is damaged.", f"Delete {folder.parent}; it is made anew.")) from error
     if problems := [problem for path, state in listed if (problem := _changed(path, state))]:
         raise UsageError(problems)
     return places
+
+
+def _scaled_row(place: Place) -> list[Any]:
+    """What a table and a digest have of a weight with a scale, and nothing of others."""
+    return [] if place.scaled is None else [place.scaled.form, place.scaled.key, place.scaled.rotated]
 
 
 def _state(path: Path) -> tuple[int, int]:
@@ -178,7 +207,7 @@ def _changed(path: Path, state: tuple[int, int]) -> Problem | None:
 
 
 def stored_weights(places: Mapping[str, Place]) -> dict[str, dict[str, Any]]:
-    """What each weight is stored as: the header's entry, with `shape` as the model has it.
+    """What each weight is stored as: the header's entry, with `shape` as the model has it, and where its scale lies.
 
     Raises UsageError for files that are damaged or lack a weight.
     """
@@ -192,6 +221,10 @@ def stored_weights(places: Mapping[str, Place]) -> dict[str, dict[str, Any]]:
             found[name] = {**entry, "shape": place.shape(entry["shape"])}
         except ValueError as error:
             raise UsageError(Problem(f"{place.file}: {error}.", "Copy it again.")) from error
+        if place.scaled is not None:
+            if (scale := headers[place.file].get(place.scaled.key)) is None:
+                raise UsageError(Problem(f"{place.file} lacks {place.scaled.key[:SHOWN_OF_NAME]!r}.", "Copy it again."))
+            found[name] |= {"scale_offsets": scale["data_offsets"]}
     return found
 
 
@@ -200,12 +233,12 @@ def _header_of(file: Path) -> Mapping[str, Any]:
     try:
         return _read_once(file, _state(file))
     except OSError:
-        return read_tensor_header(file)  # which raises a clear error
+        return read_weights_header(file)  # which raises a clear error
 
 
 @lru_cache(maxsize=4)
 def _read_once(file: Path, _: tuple[int, int]) -> Mapping[str, Any]:
-    return read_tensor_header(file)
+    return read_weights_header(file)
 
 
 def numbers_of(stored: Mapping[str, Mapping[str, Any]]) -> int:
@@ -217,13 +250,17 @@ def places_digest(places: Mapping[str, Place]) -> str:
     """A hash of the weights themselves, whatever file they are in; remembered while the files are unchanged."""
     stored = stored_weights(places)
     rows = [
-        [name, entry["dtype"], list(entry["shape"]), place.key, [*place.rows], place.squeezed, place.transposed]
+        [
+            *(name, entry["dtype"], list(entry["shape"]), place.key, [*place.rows], place.squeezed, place.transposed),
+            *_scaled_row(place),
+        ]
         for name, place, entry in ((name, places[name], stored[name]) for name in sorted(places))
     ]
     files = sorted({place.file for place in places.values()})
     digests = []
     for file in files:
         own = [(name, stored[name]["data_offsets"]) for name in sorted(places) if places[name].file == file]
+        own += [(name, stored[name]["scale_offsets"]) for name, _ in own if "scale_offsets" in stored[name]]
         key = hashlib.sha256(repr((own, rows)).encode("utf-8", "surrogatepass")).hexdigest()
         digests.append(remembered_digest(file, key, lambda path, own=own: _hashed(path, own)))  # type: ignore[misc]
     names = [[*row[:3], *row[4:]] for row in rows]

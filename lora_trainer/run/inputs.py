@@ -184,7 +184,7 @@ def read_model(
         problems.append(Problem(message, "Leave the negative prompt empty with this model."))
     if problems:
         raise UsageError(problems)
-    return family, replace(facts, named=base.named, whole=base.whole)
+    return family, replace(facts, named=base.named, whole=base.whole, form=base.form)
 
 
 def _described(families: Sequence[Family], folder: Path, problems: list[Problem]) -> ModelFacts | None:

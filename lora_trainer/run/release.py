@@ -141,6 +141,7 @@ def training_facts(session: Session, name: str, trained: int, started: float) ->
         base_version=base_version,
         architecture=architecture,
         base_name=inputs.facts.name,
+        base_form=inputs.facts.form,
         alpha=denoiser_options(config).alpha,
         targets=targets if isinstance(targets, str) else ", ".join(targets),
         resolution=(inputs.resolution, inputs.resolution),

@@ -10,15 +10,24 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 
 from lora_trainer.cli.main import main
 from lora_trainer.models import flux, flux2, z_image
 from lora_trainer.models.family import Architecture
 from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single import tokenizers, transformers, unet
-from tests.models.single.originals import flow_checkpoint, flux2_checkpoint, unet_checkpoint, write, z_image_checkpoint
+from tests.models.single.originals import (
+    flow_checkpoint,
+    flux2_checkpoint,
+    joined,
+    unet_checkpoint,
+    write,
+    z_image_checkpoint,
+)
+from tests.models.single.quantized import comfy, gguf_of
 from tests.models.single.tiny import FLOWS, tiny_flow_pipeline, tiny_flux2, tiny_pipeline, tiny_z_image
-from tests.recipes.recipe import Bench, draw_images, exported, losses, record
+from tests.recipes.recipe import Bench, draw_images, exported, header_of, losses, record
 
 KINDS = {
     "sd15": "epsilon",
@@ -90,6 +99,40 @@ def test_a_checkpoint_trains_like_its_folder(kind: str, tmp_path: Path, monkeypa
         other = plain.folder("single") / image.relative_to(plain.folder("folder"))
         with Image.open(image) as one, Image.open(other) as two:
             assert one.tobytes() == two.tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.exact
+@pytest.mark.parametrize("stored", ["fp8 scaled", "Q8_0"])
+def test_a_quantized_checkpoint_trains_as_the_model_that_it_stands_for(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And its LoRA says on what it was trained."""
+    plain, single, more = benches_of("flux-dev", tmp_path, monkeypatch)
+    whole = load_file(single.model)
+    begin = "model.diffusion_model."
+    own = {name.removeprefix(begin): each for name, each in whole.items() if name.startswith(begin)}
+    if stored == "Q8_0":
+        pytest.importorskip("gguf", reason="pip install 'lora-trainer[gguf]'")
+        file, meant = gguf_of(own, stored, tmp_path / "small.gguf")
+        more |= {"model__vae": str(plain.model)}
+        whole = {}
+    else:
+        tensors, meant = comfy(own)
+        others = {name: each for name, each in whole.items() if not name.startswith(begin)}
+        file = write(joined({begin: tensors, "": others}), tmp_path / "small.safetensors")
+        whole = others
+    other = write(joined({begin: meant, "": whole}), tmp_path / "meant.safetensors")
+    for name, model in (("quantized", file), ("plain", other)):
+        assert replace(single, model=model).run(name, steps=3, data__resolution=64, **more) == 0
+    assert losses(plain.folder("quantized")) == losses(plain.folder("plain"))
+    lora = plain.folder("quantized") / "quantized.safetensors"
+    form = "fp8 e4m3 with scales" if stored == "fp8 scaled" else "GGUF Q8_0, F32"
+    assert header_of(lora)["lora_trainer.base_model_form"] == form
+    assert "lora_trainer.base_model_form" not in header_of(plain.folder("plain") / "plain.safetensors")
+    assert f"is stored as {form}: it is dequantized layer by layer while it loads" in capsys.readouterr().err
+    assert main(["inspect", str(lora)]) == 0
+    assert form in capsys.readouterr().out
 
 
 @pytest.mark.slow

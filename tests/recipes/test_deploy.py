@@ -124,7 +124,7 @@ def test_the_image_installs_the_extra_for_gpus_by_default(checkout: Path) -> Non
     project = tomllib.loads((checkout / "pyproject.toml").read_text("utf-8"))["project"]
     names = {re.match(r"[\w-]+", each)[0] for each in project["optional-dependencies"]["gpu"]}  # type: ignore[index]
     extras = [set(rest.partition("=")[2].strip('"').split()) for _, rest in instructions(checkout) if "EXTRAS=" in rest]
-    assert extras == [names, {"bitsandbytes"}], "CUDA, CPU"
+    assert extras == [names | {"gguf"}, {"bitsandbytes", "gguf"}], "CUDA, CPU"
     steps = instructions(checkout)
     assert ("ARG", "DEVICE=cuda") in steps
     assert {"build AS torch-cuda", "build AS torch-cpu", "torch-${DEVICE} AS package"} <= {rest for _, rest in steps}

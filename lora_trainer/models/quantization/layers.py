@@ -6,21 +6,20 @@ file that was read last, beside the quantized model.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lora_trainer.models.places import Place
+from lora_trainer.models.quantization.eight_bits import SCALE
 from lora_trainer.models.quantization.store import Narrow
+from lora_trainer.models.quantization.stored_forms import USUAL, WeightReader
 
-READ_AT_ONCE = (
-    64 << 20
-)  # bytes, after which a file is opened anew, since what was read of a mapped file stays in memory
+KEPT_AS = {"F8_E4M3": torch.uint8, "I8": torch.int8}  # what layers of 8 bits hold of a file's form
 
 
 def fill_layers(
@@ -34,23 +33,26 @@ def fill_layers(
     """Load the frozen weights of a model on the meta device, each from the file that `places` names.
 
     Numbers take `dtype`, those of modules named as in `wide` fp32; without `dtype` they are as they are stored. Where
-    they have it already, on a CPU, and are not quantized, they stay in the mapped file. A weight that modules share
+    they have it already, on a CPU, and are not quantized, they stay in the mapped file. Weights that the file has
+    quantized are dequantized one by one, or keep their bits where `narrow` has the same form. A weight that modules share
     is read once. Raises ValueError for a weight of another shape or that is no floating point. Weights that no file holds
     stay on the meta device.
     """
     with ExitStack() as stack:
         # Copied first: tensors that are not quantized, such as norms, would keep the whole file mapped.
-        read = _reader(places, stack, device, copy=narrow is not None)
+        reader = WeightReader(places, stack, device, copy=narrow is not None)
         tied, put = _tied(model), dict[int, nn.Parameter]()
         for prefix, module in list(model.named_modules()):
             kept = dtype if set(wide).isdisjoint(prefix.split(".")) else torch.float32
+            if narrow is not None:
+                _keep_bits(module, prefix, reader, narrow, kept, tied)
             for name, own in list(_own(module)):
                 full = f"{prefix}.{name}" if prefix else name
                 if id(own) in put:
                     setattr(module, name, put[id(own)])
-                if full not in places or id(own) in put:
+                if full not in places or id(own) in put or not own.is_meta:
                     continue
-                found = read(full, kept)
+                found = reader.read(full, kept)
                 if found.ndim == 1 and found.numel() == own.numel():
                     found = found.view(own.shape)  # a table that an original layout stores as one row
                 if found.shape != own.shape:
@@ -118,50 +120,35 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def _moved(found: Tensor, device: torch.device, dtype: torch.dtype | None, *, copy: bool) -> Tensor:
-    return found.to(device, dtype if found.is_floating_point() else None, copy=copy)
+def _keep_bits(
+    module: nn.Module,
+    prefix: str,
+    reader: WeightReader,
+    narrow: Narrow,
+    dtype: torch.dtype | None,
+    tied: Collection[int],
+) -> None:
+    """Store a layer on the meta device as its file does, where `narrow` would store it in the same form.
 
-
-def _cut(found: Tensor, place: Place) -> Tensor:
-    """The weight at a place in a stored tensor; a view where possible."""
-    if place.rows:
-        row_parts = [found[begin:end] for begin, end in place.rows]
-        found = row_parts[0] if len(row_parts) == 1 else torch.cat(row_parts)
-    if place.middle is not None:
-        side, kept = place.middle
-        inner = slice((side - kept) // 2, (side + kept) // 2)
-        found = found.unflatten(1, (side, side))[:, inner, inner].flatten(1, 2)
-    while place.squeezed and found.ndim > 2 and found.shape[-1] == 1:
-        found = found.squeeze(-1)
-    return found.t().contiguous() if place.transposed else found
-
-
-def _reader(
-    places: Mapping[str, Place], stack: ExitStack, device: torch.device, *, copy: bool
-) -> Callable[[str, torch.dtype | None], Tensor]:
-    """A function from names and types to tensors on the device, with little memory beside them.
-
-    A file with a tensor that stays mapped remains open: it would be mapped a second time otherwise.
+    The bits stay, and the scale is rounded to the precision that quantized layers keep theirs in. Raises ValueError.
     """
-    from safetensors import safe_open
-
-    opened: dict[Path, Any] = {}
-    since, stays = 0, False
-
-    def read(name: str, dtype: torch.dtype | None) -> Tensor:
-        nonlocal since, stays
-        place = places[name]
-        path = place.file
-        if since > READ_AT_ONCE and not stays:
-            stack.pop_all().close()
-            opened.clear()
-            since = 0
-        if path not in opened:
-            opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-        found: Tensor = opened[path].get_tensor(place.key)
-        tensor = _moved(_cut(found, place), device, dtype, copy=copy)
-        since += found.nbytes
-        stays = stays or tensor.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
-        return tensor
-
-    return read
+    name = f"{prefix}.weight"
+    place, own = reader.places.get(name), getattr(module, "weight", None)
+    if place is None or place.scaled is None or not isinstance(own, Tensor) or id(own) in tied:
+        return
+    if place.scaled.form not in KEPT_AS or place.scaled.rotated or place.transposed:
+        return
+    trial = copy.deepcopy(module)
+    trial.weight = nn.Parameter(torch.empty_like(own, dtype=dtype or USUAL), requires_grad=False)
+    narrow(trial)
+    if KEPT_AS[place.scaled.form] != trial.weight.dtype:
+        return
+    weight, scale = reader.bits(name)
+    if weight.shape != own.shape:
+        raise ValueError(f"{name} has shape {[*weight.shape]} in place of {[*own.shape]}")
+    module.weight = nn.Parameter(torch.empty_like(own, dtype=dtype or USUAL), requires_grad=False)
+    narrow(module)
+    module.weight = nn.Parameter(weight.view(trial.weight.dtype), requires_grad=False)
+    empty = module.get_buffer(SCALE)
+    by_row = scale.view(-1, *[1] * (empty.ndim - 1)).expand(empty.shape)
+    module.register_buffer(SCALE, by_row.to(empty.dtype, copy=True), persistent=False)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.tensorfile import read_tensor_header
+from lora_trainer.core.gguf_file import read_weights_header
 from lora_trainer.models.autoencoder import CHANNELS, USUAL, VIDEO
-from lora_trainer.models.folder import read_config, refuse_quantized
-from lora_trainer.models.single.stored import Stored
+from lora_trainer.models.folder import read_config
+from lora_trainer.models.single.stored import Stored, refuse_not_read
 from lora_trainer.models.single.texts import TEXTS, kind_of_file
 
 SHOWN = 6  # names in a message
@@ -83,7 +83,7 @@ def find_text_parts(named: Path, wanted: set[str], family: str) -> dict[str, Pat
         for path in (named.iterdir() if named.is_dir() else ())
         if path.is_dir() and path.name.startswith(("text_encoder", "tokenizer"))
     }
-    files = [named] if named.is_file() else sorted(named.glob("*.safetensors"))
+    files = [named] if named.is_file() else sorted([*named.glob("*.safetensors"), *named.glob("*.gguf")])
     sought = {name: TEXTS[family][name][0] for name in sorted(wanted - set(there)) if name in TEXTS.get(family, {})}
     held = [*sorted(there), *(file.name for file in files)]
     if not held:
@@ -107,14 +107,14 @@ def _single_files(files: Sequence[Path], sought: Mapping[str, str]) -> dict[str,
     problems: list[Problem] = []
     for file in files if sought else ():
         try:
-            stored = Stored.of(file, read_tensor_header(file), "")
+            stored = Stored.of(file, read_weights_header(file), "")
             names = [
                 name
                 for name, kind in sought.items()
                 if kind_of_file(stored) == kind.removeprefix("open_").removesuffix("_projected")
             ]
             if names:
-                refuse_quantized(file, stored.types)
+                refuse_not_read(stored)
         except UsageError as error:
             problems.extend(error.problems)
             continue

@@ -14,22 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.gguf_file import read_weights_header
 from lora_trainer.core.io import write_json
-from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.folder import (
     check_part,
-    how_quantized,
     places_of_weights,
     read_config,
-    refuse_quantized,
     tokenizer_of,
     weights_are_here,
 )
 from lora_trainer.models.places import laid_out_models, prune_laid_out, write_places
 from lora_trainer.models.single.fitting import check_vae
 from lora_trainer.models.single.recognize import SingleFile, recognize
-from lora_trainer.models.single.stored import Part, Stored
+from lora_trainer.models.single.stored import Part, Stored, refuse_not_read
 from lora_trainer.models.single.texts import MAY_LACK, TEXTS, text_part
 from lora_trainer.models.single.tokenizers import LACK_TOKENIZER, copy_small, copy_tokenizer
 from lora_trainer.models.single.transformers import TRANSFORMERS
@@ -95,8 +93,8 @@ def lacking_parts(base: Path | SingleFile) -> set[str]:
 
 
 def _is_usable(stored: Stored) -> bool:
-    """Whether there is such a part and it is not quantized."""
-    return bool(stored.shapes) and not how_quantized(stored.types)
+    """Whether there is such a part in a form that is read."""
+    return bool(stored.shapes) and not stored.not_read
 
 
 def _key(base: Path, variant: str, parts: Parts) -> str:
@@ -182,13 +180,13 @@ def _text_part(checkpoint: SingleFile, name: str, kind: str, prefix: str, replac
     if replacement is not None and replacement.is_dir():
         return replacement
     if replacement is not None:
-        return text_part(kind, Stored.of(replacement, read_tensor_header(replacement), ""))
+        return text_part(kind, Stored.of(replacement, read_weights_header(replacement), ""))
     stored = checkpoint.part(prefix)
     if not _is_usable(stored):
         may = ", or set model.without_t5" if MAY_LACK.get(checkpoint.family) == name else ""
         message = f"{checkpoint.file} holds no {name} ({prefix}…)."
         if stored.shapes:
-            message = f"{checkpoint.file} holds {name} quantized ({how_quantized(stored.types)})."
+            message = f"{checkpoint.file} holds {name} quantized ({stored.not_read})."
         fix = f"Name a folder that holds {name}/, or its .safetensors file, with model.text_encoders{may}."
         raise UsageError(Problem(message, fix))
     return text_part(kind, stored)
@@ -203,7 +201,7 @@ def _vae(checkpoint: SingleFile, published: Mapping[str, Any], replacement: Path
     if stored is None or own is None:
         message = f"{checkpoint.file} holds no VAE."
         raise UsageError(Problem(message, "Name one with model.vae: its folder, or its .safetensors file."))
-    refuse_quantized(stored.file, stored.types)
+    refuse_not_read(stored)
     return own
 
 
@@ -223,13 +221,13 @@ def vae_of_file(file: Path, published: Mapping[str, Any]) -> Part:
 
     Raises UsageError for other files.
     """
-    header = read_tensor_header(file)
+    header = read_weights_header(file)
     with contextlib.suppress(UsageError):
         published = _published(recognize(file).family)["vae"]
     for prefix in (*VAE_PREFIXES, ""):
         stored = Stored.of(file, header, prefix)
         if "encoder.conv_in.weight" in stored.shapes or is_video_vae(stored):
-            refuse_quantized(file, stored.types)
+            refuse_not_read(stored)
             return _vae_part(stored, published)
     raise UsageError(Problem(f"{file} is no VAE.", "Name one with model.vae."))
 
@@ -264,7 +262,7 @@ def _from_folder(base: Path, replacement: dict[str, Path | None], target: Path) 
         if name == "vae" and name in added:
             part = _replaced_vae(replacement["vae"] or base / name, read_config(base, "vae/config.json"))
         elif name in kinds and isinstance(part, Path) and part.is_file():
-            part = text_part(kinds[name][0], Stored.of(part, read_tensor_header(part), ""))
+            part = text_part(kinds[name][0], Stored.of(part, read_weights_header(part), ""))
         if isinstance(part, Path) and not (part / "config.json").exists():
             copy_small(part, target / name)  # a tokenizer or the scheduler
         else:

@@ -1,4 +1,4 @@
-"""Recognize a `.safetensors` file by its header: a model's family and variant, or why it is no base model. No torch."""
+"""Recognize a `.safetensors` or GGUF file by its header: a model's family and variant, or why it is no base model. No torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.tensorfile import METADATA, data_begins, read_tensor_header
+from lora_trainer.core.gguf_file import read_weights_header
+from lora_trainer.core.tensorfile import METADATA, data_begins
 from lora_trainer.models.folder import refuse_quantized
-from lora_trainer.models.single.stored import Stored
+from lora_trainer.models.single.scaled import values_of_formats
+from lora_trainer.models.single.stored import Stored, refuse_not_read, stored_form
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 USE_BASE = "Name a base model with --model: a checkpoint, a folder in diffusers' layout or a hub id."
@@ -28,6 +30,7 @@ OF_ONE_FORM = {
     **dict.fromkeys((("flux", "dev"), ("flux", KONTEXT)), ("dev", KONTEXT)),
     **dict.fromkeys((("flux2", "base"), ("flux2", "distilled")), ("base", "distilled")),
 }
+MOST_SPANS = 64  # of formats; they lie together in files that safetensors wrote
 FIRST_OF_FLUX = 64  # input channels of the plain model: 16 of latents, of four places
 # Ends of names, and what such a file is. The first that is found counts.
 OTHER_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -70,6 +73,7 @@ class SingleFile:
     zero_terminal: bool = False  # the last step of the schedule holds no signal
     variant: str = ""  # which of the models of one form, where that is another schedule
     note: str = ""  # an assumption that the file does not confirm, and the fix if it is wrong
+    form: str = ""  # in which quantized form the denoiser is stored, for people
 
     def part(self, prefix: str) -> Stored:
         """The tensors of one part."""
@@ -82,7 +86,7 @@ def recognize(file: Path, variant: str | None = None) -> SingleFile:
     Raises UsageError for a file that is damaged or a pickle, for models that cannot be trained, and for files that
     hold something else, naming what.
     """
-    header = read_tensor_header(file)
+    header = read_weights_header(file)
     names = [name for name in header if name != METADATA]
     for endings, kind in OTHER_KINDS:
         if any(name.endswith(endings) for name in names):
@@ -91,8 +95,9 @@ def recognize(file: Path, variant: str | None = None) -> SingleFile:
         for first, known in KNOWN.items():
             if prefix + first in header:
                 denoiser = Stored.of(file, header, prefix) if prefix else _own(Stored.of(file, header, prefix))
-                refuse_quantized(file, denoiser.types)
-                return _of_variant(known(SingleFile(file, "", denoiser, header)), variant)
+                refuse_not_read(denoiser)
+                found = replace(known(SingleFile(file, "", denoiser, header)), form=stored_form(denoiser))
+                return _of_variant(found, variant)
     refuse_quantized(file, {name: header[name]["dtype"] for name in names})
     raise UsageError(_unknown(file, names))
 
@@ -111,15 +116,21 @@ def _of_variant(found: SingleFile, variant: str | None) -> SingleFile:
 
 
 def values_read(header: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Spans in a file's data of the few numbers that `recognize` reads besides the header: first byte, byte after the last."""
-    return [tuple(entry["data_offsets"]) for name, entry in header.items() if name.endswith(SD2_NORM)]
+    """Spans in a file's data of the few values that `recognize` reads besides the header: first byte, byte after the last."""
+    numbers = [tuple(entry["data_offsets"]) for name, entry in header.items() if name.endswith(SD2_NORM)]
+    return [*numbers, *values_of_formats(header)[:MOST_SPANS]]
 
 
 def _own(denoiser: Stored) -> Stored:
     """The tensors of a bare transformer's file that belong to no other part."""
     others = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.", "model_ema.")
     shapes = {name: shape for name, shape in denoiser.shapes.items() if not name.startswith(others)}
-    return Stored(denoiser.file, "", shapes, {name: denoiser.types[name] for name in shapes})
+    return replace(
+        denoiser,
+        shapes=shapes,
+        types={name: kind for name, kind in denoiser.types.items() if name in shapes},
+        scaled={name: how for name, how in denoiser.scaled.items() if name in shapes},
+    )
 
 
 def _unknown(file: Path, names: list[str]) -> Problem:

@@ -2,45 +2,60 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.tensorfile import METADATA
+from lora_trainer.core.tensorfile import METADATA, is_gguf
 from lora_trainer.export.layout import Layout, Rule
-from lora_trainer.models.places import Place
+from lora_trainer.models.folder import UNQUANTISED, how_quantized
+from lora_trainer.models.places import Place, Scaled
+from lora_trainer.models.single.scaled import scaled_weights
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 COUNTED = re.compile(r"\d{1,3}(?=\.)", re.ASCII)  # no model has a thousand layers
+FORMS_SHOWN = {"F8_E4M3": "fp8 e4m3", "F8_E5M2": "fp8 e5m2", "I8": "int8", "BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 SHOWN = 3  # names in a message
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Shapes of a part's tensors by their names without the part's `prefix`; `types` of those that are stored."""
+    """Shapes of a part's tensors by their names without the part's `prefix`; `types` of those that are stored as they are,
+    and how others are dequantized (`scaled`). `unread`: why some have a form that is not read.
+    """
 
     file: Path
     prefix: str
     shapes: Mapping[str, tuple[int, ...]]
     types: Mapping[str, str] = field(default_factory=dict)
+    scaled: Mapping[str, Scaled] = field(default_factory=dict)
+    unread: str = ""
 
     @classmethod
     def of(cls, file: Path, header: Mapping[str, Any], prefix: str) -> Stored:
-        """The tensors whose names begin with the prefix."""
+        """The tensors whose names begin with the prefix, without those that only scale others."""
+        found = scaled_weights(file, header, prefix)
         own = {
             name.removeprefix(prefix): entry
             for name, entry in header.items()
-            if name.startswith(prefix) and name != METADATA
+            if name.startswith(prefix) and name != METADATA and name.removeprefix(prefix) not in found.companions
         }
         shapes = {name: tuple(entry["shape"]) for name, entry in own.items()}
-        return cls(file, prefix, shapes, {name: entry["dtype"] for name, entry in own.items()})
+        types = {name: entry["dtype"] for name, entry in own.items() if name not in found.scaled}
+        return cls(file, prefix, shapes, types, found.scaled, found.unread)
+
+    @property
+    def not_read(self) -> str:
+        """How these tensors are quantized, where that form is not read."""
+        return self.unread or how_quantized(self.types)
 
     def place(self, name: str, **how: Any) -> Place:
-        return Place(self.file, self.prefix + name, **how)
+        return Place(self.file, self.prefix + name, **how, scaled=self.scaled.get(name))
 
     def count(self, before: str) -> int:
         """How many numbered modules follow `before`: 24 where `layers.23.…` is the last of `layers.`."""
@@ -75,6 +90,17 @@ def renamed(stored: Stored, rename: Callable[[str], str | None], squeezed: Colle
     return found
 
 
+def stored_form(stored: Stored) -> str:
+    """In which quantized form a part is stored, most numbers first: `GGUF Q4_K, F16`; empty where it is in none."""
+    if is_gguf(stored.file):
+        numbers: Counter[str] = Counter()
+        for name, kind in stored.types.items():
+            numbers[kind] += math.prod(stored.shapes[name])
+        return f"GGUF {', '.join(kind for kind, _ in numbers.most_common())}"
+    forms = Counter(FORMS_SHOWN[how.form] + " rotated" * bool(how.rotated) for how in stored.scaled.values())
+    return f"{', '.join(form for form, _ in forms.most_common())} with scales" if forms else ""
+
+
 def by_layout(stored: Stored, layout: Layout, known: Iterable[str] = ()) -> dict[str, Place]:
     """Places by diffusers' names, as a table of rules pairs them. Rules are of modules, or of whole names of tensors.
 
@@ -96,6 +122,12 @@ def by_layout(stored: Stored, layout: Layout, known: Iterable[str] = ()) -> dict
     if unknown:
         refuse_unknown(stored, unknown)
     return found
+
+
+def refuse_not_read(stored: Stored) -> None:
+    """Raise UsageError for tensors of a quantized form that is not read."""
+    if how := stored.not_read:
+        raise UsageError(Problem(f"{stored.file} is quantized ({how}).", UNQUANTISED))
 
 
 def refuse_sides(stored: Stored, name: str) -> NoReturn:

@@ -12,9 +12,8 @@ from typing import Any
 
 from lora_trainer.core.io import atomic_path
 from lora_trainer.export.layout import Layout, Rule, fused
-from lora_trainer.models.folder import refuse_quantized
 from lora_trainer.models.places import Place, laid_out_models
-from lora_trainer.models.single.stored import Part, Stored, by_layout, refuse_sides, renamed
+from lora_trainer.models.single.stored import Part, Stored, by_layout, refuse_not_read, refuse_sides, renamed
 
 CLIP_L, CLIP_G, T5, QWEN = (f"text_encoders.{name}.transformer." for name in ("clip_l", "clip_g", "t5xxl", "qwen3_4b"))
 # Prefix and kind of each text encoder in a checkpoint of a family.
@@ -85,7 +84,7 @@ WIDEST = 8192  # channels of a CLIP; published ones have up to 1280
 
 def text_part(kind: str, stored: Stored) -> Part:
     """Config and places of a text encoder of a kind. Raises UsageError for one that is quantized, or damaged."""
-    refuse_quantized(stored.file, stored.types)
+    refuse_not_read(stored)
     if kind == "t5":
         return t5_part(stored)
     if kind == "qwen3":

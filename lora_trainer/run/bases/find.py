@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -20,6 +21,7 @@ from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.core.findings import printable_lines
+from lora_trainer.core.gguf_file import PACKED_TYPES
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models.folder import EXPECTED, without_weights
 from lora_trainer.run.bases.hub_files import INDEX
@@ -35,7 +37,8 @@ class Base:
 
     `commit` is that of a model of a hub; `pinned` has other settings that name a hub's models, with their commits.
     One that is not `whole` has only its configs here, a checkpoint only its header.
-    `note` is what was assumed of a checkpoint. `places` maps paths to names for people.
+    `note` is what was assumed of a checkpoint, and `form` in which quantized form it is stored. `places` maps paths to
+    names for people.
     """
 
     folder: Path
@@ -43,6 +46,7 @@ class Base:
     commit: str | None = None
     whole: bool = True
     note: str = ""
+    form: str = ""
     pinned: Mapping[str, str] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,11 +92,20 @@ def find_base(
             from lora_trainer.models.single.recognize import recognize
 
             checkpoint = recognize(base.folder, model.flavor)
+            form = (
+                f"{base.folder.name} is stored as {checkpoint.form}: it is dequantized layer by layer while it loads."
+            )
+            notes = (checkpoint.note, form if checkpoint.form else "")
+            base = replace(base, note=" ".join(filter(None, notes)), form=checkpoint.form)
+            packed = [kind for kind in checkpoint.denoiser.types.values() if kind in PACKED_TYPES]
+            if weights and packed and importlib.util.find_spec("gguf") is None:
+                message = f"{base.folder} holds {packed[0]}, which the package gguf dequantizes; it is not installed."
+                raise UsageError(Problem(message, "pip install 'lora-trainer[gguf]'"))
         replaced = find_parts(model, checkpoint or base.folder, places, offline=offline, weights=weights, say=say)
         if base.commit is None and checkpoint is None:  # a hub's model is already checked
             refuse_missing(base.folder, replaced.parts)
     whole = base.whole and replaced.whole
-    base = replace(base, whole=whole, pinned=replaced.pinned, places=places, note=checkpoint.note if checkpoint else "")
+    base = replace(base, whole=whole, pinned=replaced.pinned, places=places)
     if not replaced.parts and checkpoint is None:
         return base
     from lora_trainer.models.single.lay_out import lay_out
@@ -150,7 +163,7 @@ def is_builtin(model: ModelSection) -> bool:
 def _no_base(folder: Path, origin: str) -> Problem:
     """Why a folder is not a base model."""
     files = sorted(path.name for path in folder.iterdir())
-    checkpoints = [name for name in files if name.endswith(".safetensors")]
+    checkpoints = [name for name in files if name.endswith((".safetensors", ".gguf"))]
     if "adapter_config.json" in files or "pytorch_lora_weights.safetensors" in files:
         return Problem(f"{folder} holds a LoRA, not a model to train on.", f"Set {origin} to the LoRA's base model.")
     if "config.json" in files:
@@ -178,5 +191,5 @@ def _no_model(text: str, origin: str) -> Problem:
         message = f"There is no model at {text}; the folder {parts[0]} exists, so this is not an id of a hub."
         return Problem(message, f"Check {origin}.")
     where = "" if path.is_absolute() else f" (looked for in {Path.cwd()})"
-    fix = f"Check {origin}. A base model is a folder, a .safetensors file, or owner/name of a hub."
+    fix = f"Check {origin}. A base model is a folder, a .safetensors or .gguf file, or owner/name of a hub."
     return Problem(f"There is no model at {text}{where}.", fix)

@@ -18,7 +18,7 @@ from lora_trainer.core.tensorfile import LARGEST_HEADER, read_tensor_header
 from lora_trainer.models.single.recognize import values_read
 
 MOST_SKIPPED = 1 << 27  # bytes, of a server that begins each answer at the beginning of the file
-MOST_VALUES = 1 << 16  # bytes of a tensor that is read to tell variants apart
+MOST_VALUES = 1 << 18  # bytes of a tensor, or of all layers' formats, that are read to tell variants apart
 WAIT = 20.0  # seconds for an answer
 
 ReadRange = Callable[[int, int], bytes]

@@ -17,8 +17,8 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.kept import keep_loaded
 from lora_trainer.models.places import Place
-from lora_trainer.models.quantization import layers
-from lora_trainer.models.quantization.layers import fill_layers
+from lora_trainer.models.quantization import stored_forms
+from lora_trainer.models.quantization.layers import fill_layers, fill_the_rest
 from lora_trainer.models.quantization.store import is_narrow, make_quantizer, store_layers
 from lora_trainer.models.sd15 import FAMILY
 from tests.export.tiny import tiny_pipeline
@@ -169,7 +169,7 @@ def test_memory_holds_the_quantized_model_and_a_few_layers(tmp_path: Path, monke
     megabyte, count = 1 << 20, 40
     path = tmp_path / "toy.safetensors"
     save_file({f"layers.{index}.weight": torch.ones(1448, 1448) for index in range(count)}, path)
-    monkeypatch.setattr(layers, "READ_AT_ONCE", 16 * megabyte)
+    monkeypatch.setattr(stored_forms, "READ_AT_ONCE", 16 * megabyte)
     with torch.device("meta"):
         toy = Toy(count)
     process, seen = psutil.Process(), list[int]()
@@ -186,7 +186,7 @@ def test_memory_holds_the_quantized_model_and_a_few_layers(tmp_path: Path, monke
     assert 80 * megabyte < narrow_size < 84 * megabyte
     # The last read, one layer, and malloc fragmentation; unquantized the model has 160 MB, its file 320.
     assert max(seen) < narrow_size + 90 * megabyte
-    layers.fill_the_rest(toy, lambda: Toy(count), CPU)
+    fill_the_rest(toy, lambda: Toy(count), CPU)
     assert toy.get_buffer("places").tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -197,7 +197,7 @@ def test_a_file_is_mapped_once_however_large(tmp_path: Path, monkeypatch: pytest
     with torch.device("meta"):
         toy = nn.Sequential(*(nn.Linear(1448, 1448) for _ in range(40)))
     save_file({name: torch.ones(each.shape, dtype=torch.bfloat16) for name, each in toy.state_dict().items()}, path)
-    monkeypatch.setattr(layers, "READ_AT_ONCE", 16 << 20)
+    monkeypatch.setattr(stored_forms, "READ_AT_ONCE", 16 << 20)
     process = psutil.Process()
     before = process.memory_info().vms
     fill_layers(

@@ -29,6 +29,7 @@ from lora_trainer.models.single.stored import Stored
 from lora_trainer.models.single.texts import BIAS
 from lora_trainer.models.single.transformers import flux_part
 from tests.models.single.originals import flow_checkpoint, flux_original, unet_checkpoint, write
+from tests.models.single.quantized import as_bytes
 from tests.models.single.tiny import FLOWS, tiny_flow_pipeline, tiny_pipeline
 
 CPU = torch.device("cpu")
@@ -234,7 +235,7 @@ def test_a_missing_weight_is_named_with_its_file(tmp_path: Path, monkeypatch: py
 def test_a_quantized_text_encoder_counts_as_missing_and_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in SD3.5 files with T5 in float8 with scales: without the scales it would be another encoder."""
+    """In a form that is not read; float8 with scales, as in SD3.5 files, is read."""
     pipeline = tiny_flow_pipeline(tmp_path / "words", "sd3")
     monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
     pipeline.save_pretrained(tmp_path / "folder")
@@ -245,12 +246,23 @@ def test_a_quantized_text_encoder_counts_as_missing_and_is_replaced(
     for name in [name for name in tensors if name.startswith("text_encoders.t5xxl.") and tensors[name].ndim == 2]:
         tensors[f"{name.removesuffix('.weight')}.scale_weight"] = torch.tensor(0.5)
         tensors[name] = (tensors[name] * 2).to(torch.float8_e4m3fn)
+        tensors[f"{name.removesuffix('.weight')}.comfy_quant"] = as_bytes({"format": "mxfp8"})
     scaled = recognize(write(tensors, tmp_path / "scaled.safetensors"))
     assert lacking_parts(scaled) == {"text_encoder_3", "tokenizer_3"}
-    with pytest.raises(UsageError, match=r"holds text_encoder_3 quantized \(fp8 with scales.*model.without_t5"):
+    with pytest.raises(UsageError, match=r"holds text_encoder_3 quantized \(.*format 'mxfp8'.*model.without_t5"):
         lay_out(scaled, {"tokenizer_3": tmp_path / "folder" / "tokenizer_3"})
     replaced = {part: tmp_path / "folder" / part for part in ("text_encoder_3", "tokenizer_3")}
     read, expected = both(FAMILIES["sd3"].load_encoders, plain, lay_out(scaled, replaced))
+    same(read.encode_text(["a ring"]), expected.encode_text(["a ring"]))
+    known = {name: each for name, each in tensors.items() if not name.endswith(".comfy_quant")}
+    meant = {
+        name: each.float() * 0.5 if name.startswith("text_encoders.t5xxl.") and each.ndim == 2 else each
+        for name, each in known.items()
+        if not name.endswith(".scale_weight")
+    }
+    files = (write(each, tmp_path / f"{number}.safetensors") for number, each in enumerate((known, meant)))
+    words = {"tokenizer_3": tmp_path / "folder" / "tokenizer_3"}
+    read, expected = both(FAMILIES["sd3"].load_encoders, *(lay_out(file, words) for file in files))
     same(read.encode_text(["a ring"]), expected.encode_text(["a ring"]))
 
 

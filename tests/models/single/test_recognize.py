@@ -80,9 +80,9 @@ OTHERS = {
         "guidance_in.in_layer.weight": [2, 8],
     },
     "quantized (bitsandbytes in 4 bits": {**FLUX, "img_in.weight.quant_state.bitsandbytes__nf4": [4]},
-    "quantized (fp8 with scales": {**FLUX, "scaled_fp8": [4]},
-    "quantized (fp8 with scales;": {**UNET, "model.diffusion_model.input_blocks.0.0.scale_weight": [4]},
-    "quantized (another program's form": {**FLUX, "img_in.comfy_quant": [4]},
+    "quantized (input_blocks.0.0 has a scale of F16 [4]": {**UNET, "model.diffusion_model.input_blocks.0.0.scale_weight": [4]},
+    "quantized (img_in.comfy_quant is no JSON": {**FLUX, "img_in.comfy_quant": [4]},
+    "quantized (fp8 with scales": {**FLUX, "img_in.weight_scale_inv": [4]},
     "an unCLIP model": {
         **UNET,
         "model.diffusion_model.label_emb.0.0.weight": [8, 2048],

@@ -12,12 +12,15 @@ from torch import Tensor
 
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.core.tensorfile import read_tensor_header
+from lora_trainer.core.gguf_file import TEXTS, read_weights_header
 from lora_trainer.models import FAMILIES, places
 from lora_trainer.models.single import recognize as recognize_file
 from lora_trainer.models.single import tokenizers
+from lora_trainer.models.single.stored import Stored
+from lora_trainer.models.single.texts import kind_of_file
 from lora_trainer.run.bases.find import find_base
 from tests.models.single.originals import Tensors, flow_checkpoint, write
+from tests.models.single.quantized import gguf_of, write_gguf
 from tests.models.single.tiny import tiny_flow_pipeline
 
 CPU = torch.device("cpu")
@@ -76,10 +79,68 @@ def test_files_are_the_encoders_of_a_folder(model_files: Path, files: Path) -> N
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_a_scaled_file_is_the_encoder_that_it_stands_for(model_files: Path, files: Path) -> None:
+    """As t5xxl_fp8_e4m3fn_scaled in ComfyUI's folder of text encoders."""
+    path = files / "t5xxl.safetensors"
+    tensors = scaled(load_file(path))
+    write(tensors, path)
+    one = encoded(laid_out(model_files, files))
+    meant = {name: each.float() * 0.5 if each.ndim == 2 else each for name, each in tensors.items()}
+    write({name: each for name, each in meant.items() if not name.endswith(".scale_weight")}, path)
+    two = encoded(laid_out(model_files, files))
+    assert all(torch.equal(one[name], two[name]) for name in two)
+
+
+def test_t5_in_gguf_is_the_encoder_that_it_stands_for(model_files: Path, files: Path) -> None:
+    """By llama.cpp's names, as files of city96/t5-v1_1-xxl-encoder-gguf have them."""
+    pytest.importorskip("gguf", reason="pip install 'lora-trainer[gguf]'")
+    path = files / "t5xxl.safetensors"
+    tensors = {name: each for name, each in load_file(path).items() if "embed_tokens" not in name}
+    ours = {f".{ours}.": f".{theirs}." for theirs, ours in TEXTS["t5"][1].items()}
+    ends = {ours: theirs for theirs, ours in TEXTS["t5"][2].items()}
+    theirs: Tensors = {}
+    for name, each in tensors.items():
+        found = next((end for end in ours if end in name), "")
+        renamed = name.replace(found, ours.get(found, "")) if found else ends[name]
+        theirs[renamed.replace("encoder.block.", "enc.blk.")] = each
+    file, meant = gguf_of(theirs, "Q8_0", files / "t5.gguf", "t5encoder")
+    path.unlink()
+    assert {"enc.blk.1.attn_q.weight", "enc.blk.0.attn_rel_b.weight", "token_embd.weight"} <= theirs.keys()
+    header = read_weights_header(file)
+    assert tensors.keys() == header.keys() - {"__metadata__"}
+    assert header["shared.weight"]["dtype"] == "Q8_0"
+    one = encoded(laid_out(model_files, files))
+    file.unlink()
+    write(dict(zip(tensors, meant.values(), strict=True)), path)
+    two = encoded(laid_out(model_files, files))
+    assert all(torch.equal(one[name], two[name]) for name in two)
+
+
+def test_qwen3_in_gguf_has_the_names_of_transformers(tmp_path: Path) -> None:
+    begin = "blk.0."
+    names = ("attn_q", "attn_output", "attn_k_norm", "attn_q_norm", "attn_norm", "ffn_norm", "ffn_gate", "ffn_down")
+    parts = {f"{begin}{name}.weight": ("F16", [4, 8], bytes(64)) for name in names}
+    parts |= {f"{name}.weight": ("F16", [4, 8], bytes(64)) for name in ("token_embd", "output_norm")}
+    file = write_gguf(tmp_path / "qwen.gguf", parts, "qwen3")
+    header = read_weights_header(file)
+    layer = "model.layers.0"
+    attention = {f"{layer}.self_attn.{name}.weight" for name in ("q_proj", "o_proj", "k_norm", "q_norm")}
+    norms = {f"{layer}.{name}_layernorm.weight" for name in ("input", "post_attention")}
+    others = {f"{layer}.mlp.{name}_proj.weight" for name in ("gate", "down")} | {
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+    }
+    assert header.keys() - {"__metadata__"} == attention | norms | others
+    assert kind_of_file(Stored.of(file, header, "")) == "qwen3"
+
+
 def test_a_quantized_or_damaged_file_is_the_reason_without_another(model_files: Path, files: Path) -> None:
     path = files / "t5xxl.safetensors"
-    write(scaled(load_file(path)), path)
-    with pytest.raises(UsageError, match=r"t5xxl\.safetensors is quantized \(fp8 with scales"):
+    shape = {"encoder.block.0.layer.0.SelfAttention.q.scale_weight": torch.ones(3)}
+    write(scaled(load_file(path)) | shape, path)
+    with pytest.raises(
+        UsageError, match=r"t5xxl\.safetensors is quantized \(.*SelfAttention\.q has a scale of F32 \[3\]"
+    ):
         laid_out(model_files, files)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UsageError, match=r"t5xxl\.safetensors is cut off"):
@@ -118,10 +179,10 @@ def test_a_checkpoint_s_header_is_read_once(model_files: Path, files: Path, monk
 
     def counted(path: Path) -> dict[str, object]:
         read.append(path)
-        return read_tensor_header(path)
+        return read_weights_header(path)
 
     for module in (recognize_file, places):
-        monkeypatch.setattr(module, "read_tensor_header", counted)
+        monkeypatch.setattr(module, "read_weights_header", counted)
     places._read_once.cache_clear()
     found = laid_out(model_files, files)
     assert read == [model_files / "flux.safetensors"]

@@ -1,0 +1,138 @@
+"""Headers of published files, from sources of their own: recognized, and every key read exactly once.
+
+The other tests turn diffusers' models into the original layout by our own tables. These lists come from the models' first
+code or from listings of the files; each names its source. Nothing is stored in a file but its header.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import struct
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, SD3Transformer2DModel
+
+from lora_trainer.core.tensorfile import BITS, data_begins, read_tensor_header
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.places import Place, stored_weights
+from lora_trainer.models.single.lay_out import vae_of_file
+from lora_trainer.models.single.recognize import recognize
+from lora_trainer.models.single.stored import Part, Stored
+from lora_trainer.models.single.transformers import TRANSFORMERS
+from lora_trainer.models.single.unet import unet_part
+from lora_trainer.models.single.vae import vae_part
+
+HEADERS = Path(__file__).parent / "published_headers"
+RANGE = re.compile(r"\{([\d,-]+)\}")
+Listed = dict[str, tuple[list[int], str]]
+
+
+def listed(name: str) -> Listed:
+    """Shape and type of each tensor. A line has a name, whose numbers may be ranges, and both."""
+    found: Listed = {}
+    for line in (HEADERS / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        pattern, shape, dtype = line.split()
+        parts = RANGE.split(pattern)
+        choices = [numbers(part) if index % 2 else [part] for index, part in enumerate(parts)]
+        for each in itertools.product(*choices):
+            found["".join(each)] = ([int(side) for side in shape.split("x")], dtype)
+    return found
+
+
+def numbers(ranges: str) -> list[str]:
+    """`0-2,5` as 0, 1, 2, 5."""
+    pairs = [each.partition("-")[::2] for each in ranges.split(",")]
+    return [str(number) for first, last in pairs for number in range(int(first), int(last or first) + 1)]
+
+
+def sparse(path: Path, tensors: Listed, values: bytes = b"") -> Path:
+    """A file with this header, and zeros as its data; each `comfy_quant` holds the `values`."""
+    header, end = {}, 0
+    for name, (shape, dtype) in tensors.items():
+        begin, end = end, end + math.prod(shape) * BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + end)
+    with open(path, "r+b") as file:
+        for name, entry in header.items():
+            if name.endswith(".comfy_quant"):
+                file.seek(data_begins(path) + entry["data_offsets"][0])
+                file.write(values)
+    return path
+
+
+DENOISERS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "flux-dev": ("flux", "dev", 780, {"guidance_embeds": True, "num_layers": 19, "num_single_layers": 38}),
+    "flux-schnell": ("flux", "schnell", 776, {"guidance_embeds": False, "num_layers": 19}),
+    "flux-dev-int8-convrot": ("flux", "dev", 1312, {"guidance_embeds": True, "joint_attention_dim": 4096}),
+    "sd3.5-medium": ("sd3", "", 665, {"dual_attention_layers": [*range(13)], "qk_norm": "rms_norm", "num_layers": 24}),
+    "sd15": ("sd15", "", 686, {"block_out_channels": [320, 640, 1280, 1280], "cross_attention_dim": 768}),
+    "sdxl": ("sdxl", "", 1680, {"transformer_layers_per_block": [1, 2, 10], "projection_class_embeddings_input_dim": 2816}),
+    "z-image-turbo": ("z_image", "turbo", 453, {"n_layers": 30, "n_refiner_layers": 2, "cap_feat_dim": 2560, "dim": 3840}),
+    "z-image-turbo-fp8-scaled": ("z_image", "turbo", 662, {"n_layers": 30, "n_heads": 30}),
+}  # fmt: skip
+FORMS = {"flux-dev-int8-convrot": "int8 rotated with scales", "z-image-turbo-fp8-scaled": "fp8 e4m3 with scales"}
+CONVROT = b'{"format": "int8_tensorwise", "per_row": true, "convrot": true, "convrot_groupsize": 256}'
+
+
+@pytest.mark.parametrize("name", DENOISERS)
+def test_every_key_of_a_published_denoiser_is_read_once(name: str, tmp_path: Path) -> None:
+    family, variant, count, facts = DENOISERS[name]
+    tensors = listed(name)
+    assert len(tensors) == count
+    file = sparse(tmp_path / "turbo.safetensors", tensors, CONVROT)
+    found = recognize(file)
+    assert (found.family, found.variant, found.form) == (family, variant, FORMS.get(name, ""))
+    part = TRANSFORMERS[family](found.denoiser) if family in TRANSFORMERS else unet_part(found.denoiser, family)
+    assert facts.items() <= {key: value for key, value in part.config.items() if key in facts}.items()
+    with torch.device("meta"):
+        # SD3's own `make` keeps the middle of the positions alone.
+        make = SD3Transformer2DModel.from_config if family == "sd3" else FAMILIES[family].denoiser.make
+        model = make(dict(part.config))
+    covered(part, tensors, model)
+    scaled = [place.scaled for place in part.places.values() if place.scaled is not None]
+    assert all(each.rotated == (256 if each.form == "I8" else 0) for each in scaled)
+    assert bool(scaled) == (name in FORMS)
+
+
+@pytest.mark.parametrize(("name", "channels"), [("vae", 4), ("flux-ae", 16)])
+def test_every_key_of_a_published_vae_is_read_once(name: str, channels: int, tmp_path: Path) -> None:
+    tensors = listed(name)
+    file = sparse(tmp_path / "vae.safetensors", tensors)
+    part = vae_of_file(file, {})
+    assert part.config["latent_channels"] == channels
+    assert part.config["block_out_channels"] == [128, 256, 512, 512]
+    with torch.device("meta"):
+        model = AutoencoderKL.from_config(dict(part.config))
+    covered(part, tensors, model)
+    prefix = "first_stage_model." if name == "vae" else ""
+    assert vae_part(Stored.of(file, read_tensor_header(file), prefix), {}).places == part.places
+
+
+def covered(part: Part, tensors: Listed, model: torch.nn.Module) -> None:
+    """Each weight of diffusers' model has its shape, and each row of each stored tensor is in one weight."""
+    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    assert {key: tuple(entry["shape"]) for key, entry in stored_weights(part.places).items()} == shapes
+    read: dict[str, list[Place]] = defaultdict(list)
+    for place in part.places.values():
+        read[place.key].append(place)
+    scales = {place.scaled.key for place in part.places.values() if place.scaled is not None}
+    companions = scales | {key for key in tensors if key.endswith((".comfy_quant", "scaled_fp8"))}
+    assert read.keys() | companions == tensors.keys()
+    assert not read.keys() & companions
+    for key, places in read.items():
+        rows = tensors[key][0][0] if tensors[key][0] else 1
+        spans = sorted(span for place in places for span in place.rows or ((0, rows),))
+        assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])], key
+        assert spans[-1][1] == rows, key
