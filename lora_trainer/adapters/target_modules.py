@@ -23,7 +23,7 @@ def target_modules(denoiser: nn.Module, spec: DenoiserSpec, targets: str | tuple
     A value is `attention`, `attention+ff`, or patterns (`*.attn2.to_k`) of linear and convolution modules. Modules whose
     output is unused are skipped.
     """
-    unread = unread_modules(denoiser)
+    unread = unread_modules(denoiser) | set(spec.unread(denoiser))
     adaptable = [name for name in matching_modules(denoiser, ("*",)) if name not in unread]
     named = spec.lora_targets.get(targets) if isinstance(targets, str) else None
     patterns = named or ((targets,) if isinstance(targets, str) else targets)

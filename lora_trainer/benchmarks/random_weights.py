@@ -13,6 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
+from lora_trainer.models.frozen import widen_kept
 from lora_trainer.models.quantization.store import Narrow
 
 NUMBERS = 2**20 + 7  # no width of a model divides it
@@ -39,7 +40,8 @@ def with_random_weights(
             place = (place + empty.numel()) % NUMBERS
         if narrow is not None:
             narrow(layer)
-    return module.to(device).eval()
+    widen_kept(module, dtype)
+    return nn.Module.to(module, device).eval()
 
 
 def filled(name: str, empty: Tensor, drawn: Tensor, place: int, dtype: torch.dtype) -> Tensor:

@@ -65,17 +65,18 @@ def image_features(
             clean = image.float().to(device)[None]
             predict(process.add_noise(clean, noise, t).to(dtype), t, cond, sizes.to(device)[None])
             for name, block in blocks.items():
-                states = as_image(outputs[name], image.shape[-2], image.shape[-1], block.patch)
+                states = as_image(outputs[name], image.shape[-2], image.shape[-1], block)
                 rows[name].append(adaptive_avg_pool2d(states.float(), block.grid).flatten().cpu())
             rows[LATENTS].append(adaptive_avg_pool2d(clean, LATENT_GRID).flatten().cpu())
     return {name: torch.stack(each) for name, each in rows.items()}
 
 
-def as_image(output: Tensor, height: int, width: int, patch: int) -> Tensor:
-    """A block's output for latents of a size as [1, C, rows, columns]; tokens of a caption may follow the image's."""
+def as_image(output: Tensor, height: int, width: int, block: FeatureBlock) -> Tensor:
+    """A block's output for latents of a size as [1, C, rows, columns], without the tokens of a caption."""
     if output.ndim == 4:
         return output
-    rows, columns = height // patch, width // patch
-    tokens: Tensor = output[:, : rows * columns].transpose(1, 2)
+    rows, columns = height // block.patch, width // block.patch
+    own = slice(-rows * columns, None) if block.text_first else slice(rows * columns)
+    tokens: Tensor = output[:, own].transpose(1, 2)
     image: Tensor = tokens.unflatten(2, (rows, columns))
     return image

@@ -12,6 +12,7 @@ from torch import nn
 from lora_trainer.core.errors import memory_may_run_out
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.models.autoencoder import decode_in_tiles
 from lora_trainer.models.drawing import texts_of
 from lora_trainer.models.encoders import offload_layers, widen
 from lora_trainer.models.family import Family
@@ -107,9 +108,7 @@ def keep(module: nn.Module, device: torch.device, resident: int | None) -> None:
 
 def tile(vae: Any) -> None:
     """Decode images in overlapping parts. That changes them a little, so it is the last resort."""
-    vae.enable_tiling()
-    vae.tile_sample_min_size = TILE
-    vae.tile_latent_min_size = TILE // 2 ** (len(vae.config.block_out_channels) - 1)
+    decode_in_tiles(vae, TILE)
 
 
 def with_less(attempt: Callable[[Compute], Result], compute: Compute) -> Result:

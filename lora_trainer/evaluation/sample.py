@@ -176,7 +176,7 @@ def draw(
             **family.pipeline.with_controls(pipeline, drawing.size, encode_controls(pipeline, chosen, drawing.size)),
             generator=[torch.Generator("cpu").manual_seed(row.seed) for row in chosen],
             num_inference_steps=drawing.steps,
-            guidance_scale=guidance,
+            **{family.pipeline.guidance: guidance},
             width=width,
             height=height,
         ).images

@@ -145,7 +145,8 @@ def _style(keys: Sequence[str], found: Collected) -> str:
     if found.form == "old":
         return _old_style(keys)
     ours = any(place.modules[0].startswith("transformer.") and not place.rules for place in found.names.values())
-    theirs = not ours and any(place.rules for place in found.names.values())
+    rules = [rule for place in found.names.values() for rule in place.rules]
+    theirs = not ours and any(rule.ours != rule.original for rule in rules)
     if any(PEFT in key for key in keys):
         outside = all(key.startswith(PEFT) for key in keys)
         return f"peft, original names{_halves(found)}" if outside and theirs else "peft" if outside else "peft inside"

@@ -176,9 +176,9 @@ def _shaped(sides: Mapping[str, tuple[int, int]], family: Names) -> bool:
 
 
 def _match(rest: str, family: Names) -> int:
-    """Whether the family knows a name; the original's weigh more, since families share diffusers' names."""
-    if _original(family, rest):
-        return ORIGINAL
+    """Whether the family knows a name; the original's weigh more, where they differ from diffusers', which families share."""
+    if found := _original(family, rest):
+        return ORIGINAL if any(rule.ours != rule.original for rule in found[0]) else 1
     return 1 if _ours(family, rest) else 0
 
 

@@ -71,6 +71,8 @@ FAMILIES = (
     "flux2_klein_9b",
     "chroma",
     "zimage",
+    "qwen_image",
+    "krea2",
 )
 
 

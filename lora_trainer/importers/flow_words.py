@@ -160,7 +160,7 @@ KOHYA: Mapping[str, KeyRule] = {
 }
 
 
-SIMPLETUNER_FLOWS = ("sd3", "flux", "flux2", "chroma", "z_image")
+SIMPLETUNER_FLOWS = ("sd3", "flux", "flux2", "chroma", "z_image", "qwen_image")
 SIMPLETUNER_DEFAULTS: Mapping[str, Any] = {"flow_schedule_shift": 3.0}
 
 
@@ -204,7 +204,16 @@ SIMPLETUNER: Mapping[str, KeyRule] = {
     "flux_guidance_mode": lacking(NO_GUIDANCE, off=("constant",)),
     "flux_guidance_value": lacking(NO_GUIDANCE, off=(1, 1.0)),
 }
-ONETRAINER_FLOWS = ("STABLE_DIFFUSION_3", "STABLE_DIFFUSION_35", "FLUX_DEV_1", "FLUX_2", "CHROMA_1", "Z_IMAGE")
+ONETRAINER_FLOWS = (
+    "STABLE_DIFFUSION_3",
+    "STABLE_DIFFUSION_35",
+    "FLUX_DEV_1",
+    "FLUX_2",
+    "CHROMA_1",
+    "Z_IMAGE",
+    "QWEN",
+    "KREA_2",
+)
 
 
 def is_onetrainer_flow(around: Around | Mapping[str, Any]) -> bool:
@@ -247,7 +256,18 @@ ONETRAINER: Mapping[str, KeyRule] = {
     **{key: by(_onetrainer_number, ALL) for key in ("noising_weight", "noising_bias", "timestep_shift")},
     "dynamic_timestep_shifting": by(_onetrainer_switch, ALL),
 }
-AITOOLKIT_FLOWS = ("flux", "flux2", "flux2_klein_4b", "flux2_klein_9b", "chroma", "sd3", "flex1", "zimage")
+AITOOLKIT_FLOWS = (
+    "flux",
+    "flux2",
+    "flux2_klein_4b",
+    "flux2_klein_9b",
+    "chroma",
+    "sd3",
+    "flex1",
+    "zimage",
+    "qwen_image",
+    "krea2",
+)
 AITOOLKIT_DEFAULTS: Mapping[str, Any] = {"train.timestep_type": "sigmoid"}
 
 
@@ -288,6 +308,8 @@ DIFFUSERS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "flux2": {**OF_ITS_FLOWS, "weighting_scheme": "none"},  # before the name that it begins with
     "flux": {**OF_ITS_FLOWS, "weighting_scheme": "none", "guidance_scale": 3.5},
     "z_image": {**OF_ITS_FLOWS, "weighting_scheme": "none"},
+    "qwen_image": {**OF_ITS_FLOWS, "weighting_scheme": "none"},
+    "krea2": {**OF_ITS_FLOWS, "weighting_scheme": "none", "learning_rate": 3e-4, "rank": 32, "lora_alpha": 32},
 }
 ATTENTION = tuple(f"*.attn.{name}" for name in ("to_[qkv]", "to_out.0", "add_[qkv]_proj", "to_add_out"))
 DIFFUSERS_TARGETS: Mapping[str, Any] = {
@@ -297,11 +319,17 @@ DIFFUSERS_TARGETS: Mapping[str, Any] = {
         *(f"single_transformer_blocks.*.attn.{name}" for name in ("to_qkv_mlp_proj", "to_out")),
     ],
     "flux": [*ATTENTION, *(f"*.{part}.net.{layer}" for part in ("ff", "ff_context") for layer in ("0.proj", "2"))],
+    "qwen_image": list(ATTENTION[:2]),
+    "krea2": [
+        *(f"*.attn.{name}" for name in ("to_[qkv]", "to_out.0", "to_gate")),
+        *("*.ff.up", "*.ff.down", "img_in", "final_layer.linear", "text_fusion.projector"),
+        *("txt_in.linear_[12]", "time_embed.linear_[12]", "time_mod_proj"),
+    ],
 }
 
 
 def diffusers_family(script: str) -> str:
-    """`sd3`, `flux`, `flux2`, `z_image`, or nothing for a script of diffusion models."""
+    """The family of a script for flow matching, or nothing for one of diffusion models."""
     return next((name for name in DIFFUSERS_DEFAULTS if name in script), "")
 
 

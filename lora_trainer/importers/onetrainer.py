@@ -179,7 +179,7 @@ def _texts(value: Any, around: Around) -> Took:
 def texts_of(around: Around) -> tuple[str, ...]:
     """The text encoders of the model: a file has switches of four, on unless they were turned off."""
     model = str(around["model_type"] or "").upper()
-    if model in ("FLUX_2", "CHROMA_1", "Z_IMAGE"):
+    if model in ("FLUX_2", "CHROMA_1", "Z_IMAGE", "QWEN", "KREA_2"):
         return ()
     one = model.startswith(FAMILIES[:3])
     return ENCODERS[: 1 if one else 3 if "DIFFUSION_3" in model else 2]

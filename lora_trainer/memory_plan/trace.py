@@ -30,6 +30,7 @@ from lora_trainer.core.conditioning import CONTROL
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Prediction, Process
 from lora_trainer.models.family import Architecture, Family
+from lora_trainer.models.frozen import widen_kept
 from lora_trainer.models.memory.block_swap import freed_by_swapping
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.offload import AHEAD, Offload
@@ -120,6 +121,7 @@ def make_subject(
     with META:
         denoiser = family.denoiser.make(architecture.denoiser).requires_grad_(False)
         nn.Module.to(denoiser, dtype)  # not diffusers' own, which warns
+        widen_kept(denoiser, dtype)
         names = target_modules(denoiser, family.denoiser, targets)
         parameters = ADAPTERS[kind].load().inject(denoiser, names, AdapterOptions(rank, float(rank)), 0)
         if quantize := make_quantizer(stored, products=products):

@@ -1,4 +1,8 @@
-"""The VAE of every family: facts from its config, and images to scaled latents."""
+"""The VAE of every family: facts from its config, and images to scaled latents.
+
+Two classes: AutoencoderKL, whose latents have one scale and shift, and Qwen-Image's, a video VAE of one frame whose
+channels have a mean and a deviation each.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +20,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_LEVELS, MOST_CHANNELS = 8, 1024
-USUAL = "AutoencoderKL"
-CHANNELS = {USUAL: 4, "AutoencoderKLFlux2": 32}  # the classes that are known, and their latents where a config has none
+USUAL, VIDEO = "AutoencoderKL", "AutoencoderKLQwenImage"
+# The classes that are known, and their latents where a config has none.
+CHANNELS = {USUAL: 4, "AutoencoderKLFlux2": 32, VIDEO: 16}
 
 
 def vae_facts(folder: Path, kind: str = USUAL) -> tuple[int, int]:
     """(channels of the latents, pixels per latent along a side), from the config. Raises UsageError.
 
-    Refuses other classes than `kind`, a shift of each channel by itself, and a scale that is no number above 0.
+    Refuses another class than `kind`, numbers that make nothing of an image, and for all but Qwen-Image's a shift of each
+    channel by itself.
     """
     if (found := vae_class(folder / "vae")) != kind:
         message = f"{folder}/vae is a {found[:80]}, not an {kind}."
         raise UsageError(Problem(message, "Name another VAE with model.vae, or another model."))
+    if kind == VIDEO:
+        return _video_facts(folder)
     vae = read_config(folder, "vae/config.json", ("block_out_channels",))
     scale = vae.get("scaling_factor", 1.0)
     if not isinstance(scale, int | float) or not 0 < scale < math.inf:
@@ -48,6 +56,20 @@ def vae_facts(folder: Path, kind: str = USUAL) -> tuple[int, int]:
 def vae_class(folder: Path) -> str:
     """The name of diffusers' class of a VAE's folder."""
     return str(read_config(folder, "config.json").get("_class_name", USUAL))
+
+
+def _video_facts(folder: Path) -> tuple[int, int]:
+    """The same of Qwen-Image's VAE, with a mean and a deviation for each channel."""
+    path, needs = folder / "vae/config.json", ("z_dim", "dim_mult", "latents_mean", "latents_std")
+    vae = read_config(folder, "vae/config.json", needs)
+    channels = whole_number(path, vae, "z_dim", 1, MOST_CHANNELS)
+    for key, least in (("latents_mean", -math.inf), ("latents_std", 0.0)):
+        values = vae[key] if isinstance(vae[key], list) else []
+        right = [each for each in values if isinstance(each, int | float) and least < each < math.inf]
+        if not len(values) == len(right) == channels:
+            message = f"{path}: {key} has {len(right)} usable numbers; {channels} are needed, one for each channel."
+            raise UsageError(Problem(message, COPY))
+    return channels, 2 ** (levels(folder / "vae", {"block_out_channels": vae["dim_mult"]}) - 1)
 
 
 def levels(folder: Path, config: Mapping[str, Any]) -> int:
@@ -94,6 +116,8 @@ def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Te
     """
     import torch
 
+    if type(vae).__name__ == VIDEO:
+        return _video_encoder(vae, device)
     statistics = latent_statistics(vae)
 
     @torch.no_grad()
@@ -110,6 +134,8 @@ def image_decoder(vae: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
     """Scaled latents [B, C, h, w] -> pixels [B, 3, H, W], fp32, about -1 to 1: the other way of `image_encoder`."""
     import torch
 
+    if type(vae).__name__ == VIDEO:
+        return _video_decoder(vae, device)
     statistics = latent_statistics(vae)
 
     @torch.no_grad()
@@ -150,6 +176,56 @@ def latent_statistics(vae: Any) -> Callable[[Tensor], tuple[float, float] | tupl
     if not math.isfinite(shift):
         raise UsageError(Problem(f"The VAE's shift_factor is {shift}.", COPY))
     return lambda latents: (shift, scale)
+
+
+def _video_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """`image_encoder` of a video VAE: an image is one frame [B, 3, 1, H, W]. Scaled latents are (z - mean) / deviation."""
+    import torch
+
+    mean, deviation = _of_channels(vae, device)
+
+    @torch.no_grad()
+    def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
+        posterior = vae.encode(pixels.to(device, vae.dtype).unsqueeze(2)).latent_dist
+        found, spread = (value.squeeze(2).float() for value in (posterior.mean, posterior.std))
+        return (found - mean) / deviation, spread / deviation
+
+    return encode_image
+
+
+def _video_decoder(vae: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """`image_decoder` of a video VAE."""
+    import torch
+
+    mean, deviation = _of_channels(vae, device)
+
+    @torch.no_grad()
+    def decode_image(latents: Tensor) -> Tensor:
+        frames = (latents.to(device).float() * deviation + mean).unsqueeze(2)
+        pixels: Tensor = vae.decode(frames, return_dict=False)[0]
+        return pixels.squeeze(2).float()
+
+    return decode_image
+
+
+def _of_channels(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel of the latents [C, 1, 1]."""
+    import torch
+
+    values = (torch.tensor(vae.config[key], device=device) for key in ("latents_mean", "latents_std"))
+    mean, deviation = (value[:, None, None] for value in values)
+    return mean, deviation
+
+
+def decode_in_tiles(vae: Any, side: int) -> None:
+    """Make a VAE decode images in overlapping parts of `side` pixels. That changes them a little."""
+    if type(vae).__name__ == VIDEO:
+        stride = side * 3 // 4  # as the class's own 192 of 256
+        vae.enable_tiling(side, side, stride, stride)
+        return
+    vae.enable_tiling()
+    vae.tile_sample_min_size = side
+    vae.tile_latent_min_size = side // 2 ** (len(vae.config.block_out_channels) - 1)
 
 
 def load_whole_image_encoder(

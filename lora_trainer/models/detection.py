@@ -20,6 +20,9 @@ def detect_family(folder: Path, origin: str = "--model") -> str:
     for name, family in FAMILIES.items():
         if pipeline in (family.pipeline.class_name, *family.pipeline.edit_class_names) and family.recognizes(folder):
             return name
+        if what := family.pipeline.refused.get(pipeline):
+            message = f"{folder} is {what} ({pipeline}), which cannot be trained yet."
+            raise UsageError(Problem(message, f"Use a base model of {name} that makes images from text."))
     known = ", ".join(
         dict.fromkeys(
             kind for each in FAMILIES.values() for kind in (each.pipeline.class_name, *each.pipeline.edit_class_names)

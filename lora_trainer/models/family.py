@@ -194,12 +194,14 @@ class LoadDenoiser(Protocol):
 class FeatureBlock:
     """A module whose output describes an image, averaged over `grid` x `grid` cells.
 
-    The output is a tensor [B, C, h, w], or tokens [B, n, C] with the image's first, each of `patch` x `patch` latents.
+    The output is a tensor [B, C, h, w], or tokens [B, n, C], each of `patch` x `patch` latents: the image's first, or
+    with `text_first` the image's last.
     """
 
     module: nn.Module
     grid: int = 1
     patch: int = 1
+    text_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,8 @@ class DenoiserSpec:
     the embeddings have the latents of control images beside them (`core/conditioning.py`), each [B, C, h, w] of its own size.
     `features` takes the denoiser and returns the blocks whose outputs tell images apart, by a name of their own.
     `lora_targets` maps `attention` and `attention+ff` to patterns of module names. `thin` takes a config and returns
-    one of the same kinds of blocks with a few percent of the weights, as `thinness` describes.
+    one of the same kinds of blocks with a few percent of the weights, as `thinness` describes. `unread` takes the
+    denoiser and returns the modules whose output nothing reads, besides those that attention itself shows.
     """
 
     component: str
@@ -225,6 +228,7 @@ class DenoiserSpec:
     lora_targets: Mapping[str, tuple[str, ...]]
     thin: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     thinness: str
+    unread: Callable[[nn.Module], Collection[str]] = lambda denoiser: ()
 
 
 @dataclass(frozen=True)
@@ -303,6 +307,8 @@ class PipelineSpec:
     `prompted` takes the text embeddings of prompts and of negative prompts, and returns the pipeline's arguments.
     `with_controls` takes the pipeline, the width and height of images and their control images, each as scaled latents
     [B, C, h, w], and returns what else is passed.
+    `guidance` is the name of its argument for the guidance scale. `refused` are classes of models made from the
+    family's, which cannot be trained, and what each is.
     """
 
     class_name: str
@@ -311,6 +317,8 @@ class PipelineSpec:
     prompted: Callable[[Mapping[str, Tensor], Mapping[str, Tensor] | None], dict[str, Any]] = prompt_embeds
     edit_class_names: tuple[str, ...] = ()
     with_controls: Callable[[Any, tuple[int, int], Sequence[Tensor]], dict[str, Any]] = no_controls
+    guidance: str = "guidance_scale"
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

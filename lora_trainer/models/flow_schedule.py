@@ -21,7 +21,6 @@ MOST_STEPS, MOST_TOKENS, LARGEST_SHIFT = 100_000, 1 << 20, 100.0
 # Options that sample at other times than a plain rectified flow with a shift; each is off where it is not named.
 OTHER_TIMES = (
     "invert_sigmas",
-    "shift_terminal",
     "use_karras_sigmas",
     "use_exponential_sigmas",
     "stochastic_sampling",
@@ -33,7 +32,8 @@ class FlowSchedule:
     """A rectified flow (arXiv:2403.03206) and how far its times are shifted towards noise while sampling.
 
     `shift` is the factor for every size of image. Where `dynamic` is true, it is exp(mu) instead, and mu is linear from
-    `base_shift` at `base_tokens` tokens of an image to `max_shift` at `max_tokens`.
+    `base_shift` at `base_tokens` tokens of an image to `max_shift` at `max_tokens`. `terminal` is the last time that is
+    sampled: shifted times are stretched to end there; 0 where they are not. Training does not use it.
     """
 
     steps: int
@@ -43,6 +43,7 @@ class FlowSchedule:
     max_shift: float
     base_tokens: int
     max_tokens: int
+    terminal: float = 0.0
 
 
 def read_flow_schedule(folder: Path) -> FlowSchedule:
@@ -59,6 +60,7 @@ def read_flow_schedule(folder: Path) -> FlowSchedule:
         max_shift=float(config.get("max_shift", 1.15)),
         base_tokens=whole_number(path, {"base_image_seq_len": 256, **config}, "base_image_seq_len", 1, MOST_TOKENS),
         max_tokens=whole_number(path, {"max_image_seq_len": 4096, **config}, "max_image_seq_len", 1, MOST_TOKENS),
+        terminal=float(config.get("shift_terminal") or 0.0),
     )
 
 
@@ -80,6 +82,9 @@ def _problems(config: Mapping[str, Any], path: Path) -> list[Problem]:
         if not isinstance(value, int | float) or not least < value <= LARGEST_SHIFT:
             message = f"{path}: {key} is {value!r}; above {least:g}, up to {LARGEST_SHIFT:g} is meant."
             problems.append(Problem(message, COPY))
+    terminal = config.get("shift_terminal") or 0.0
+    if not isinstance(terminal, int | float) or not 0 <= terminal < 1:
+        problems.append(Problem(f"{path}: shift_terminal is {terminal!r}; 0 to below 1 is meant.", COPY))
     if config.get("base_image_seq_len", 256) == config.get("max_image_seq_len", 4096):
         problems.append(Problem(f"{path}: base_image_seq_len and max_image_seq_len are the same.", COPY))
     return problems
@@ -108,4 +113,5 @@ def make_scheduler(folder: Path) -> FlowMatchEulerDiscreteScheduler:
         max_shift=flow.max_shift,
         base_image_seq_len=flow.base_tokens,
         max_image_seq_len=flow.max_tokens,
+        shift_terminal=flow.terminal or None,
     )

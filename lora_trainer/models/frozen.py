@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Tied weights are once in a file and twice in a model.
 MOST_TIMES_STORED = 2
 # Parts of names that transformers has put into its modules' names, or taken out, since files were written.
-PREFIXES = ("text_model", "model")
+PREFIXES = ("text_model", "model", "model.language_model", "language_model.model", "language_model")
 SHOWN_OF_REASON = 200  # characters
 
 
@@ -80,10 +80,21 @@ def _as_named(model: nn.Module, places: Mapping[str, Place]) -> dict[str, Place]
 
 
 def kept_wide(kind: Any, dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Names of modules that their library keeps in fp32 where the rest is fp16, since they overflow."""
+    """Names of modules that their library keeps in fp32: where the rest is fp16, since they overflow; diffusers in bf16, too."""
     import torch
 
-    return tuple(getattr(kind, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else ()
+    kept = dtype == torch.float16 or (dtype == torch.bfloat16 and hasattr(kind, "load_config"))
+    return tuple(getattr(kind, "_keep_in_fp32_modules", None) or ()) if kept else ()
+
+
+def widen_kept(module: nn.Module, dtype: torch.dtype) -> None:
+    """Put back in fp32 what its library keeps so, of a module that was cast to `dtype` as a whole."""
+    import torch
+
+    wide = set(kept_wide(type(module), dtype))
+    for path, part in module.named_modules() if wide else ():
+        if not wide.isdisjoint(path.split(".")):
+            torch.nn.Module.to(part, torch.float32)
 
 
 def load_tokenizer_folder(kind: Any, folder: Path) -> Any:

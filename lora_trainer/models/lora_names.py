@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from lora_trainer.export.convert import Converted, Form
     from lora_trainer.export.inspection import Inspected
     from lora_trainer.export.weights import LoraWeights
+
+
+NUMBERED_BLOCK = re.compile(r"(\w+\.\w+)\.(\d+)\.")  # `transformer.single_transformer_blocks`, and its number
 
 
 def names_of(family: Family) -> Names:
@@ -129,20 +133,23 @@ def _by_header(weights: LoraWeights) -> str | None:
 
 
 def _by_shape(weights: LoraWeights) -> str | None:
-    """The transformer's family whose published models have all of the modules in these shapes; None where several do."""
+    """The transformer's family whose published models have all of the modules in these shapes; None where several do.
+
+    Of several, it is the one whose last blocks the file has: LoRAs train all blocks, and families share names and widths.
+    """
     rests = [module.partition(".")[2] for module in weights.modules if module.startswith("transformer.")]
-    fitting = [
-        name
+    fitting = {
+        name: max(_fit(weights, family, config) for config in public_forms(name))
         for name, family in FAMILIES.items()
-        if rests
-        and family.lora_files.layout
-        and all(rule_of(family.lora_files.layout, rest) for rest in rests)
-        and any(_fits(weights, family, config) for config in public_forms(name))
-    ]
-    return fitting[0] if len(fitting) == 1 else None
+        if rests and family.lora_files.layout and all(rule_of(family.lora_files.layout, rest) for rest in rests)
+    }
+    best = max(fitting.values(), default=0)
+    found = [name for name, fit in fitting.items() if fit == best > 0]
+    return found[0] if len(found) == 1 else None
 
 
-def _fits(weights: LoraWeights, family: Family, config: Mapping[str, Any]) -> bool:
+def _fit(weights: LoraWeights, family: Family, config: Mapping[str, Any]) -> int:
+    """0 where a module is not in the model, or has another shape there; 2 where the model's last blocks are trained."""
     import torch
 
     from lora_trainer.export.weights import check_keys, shapes_of
@@ -150,7 +157,19 @@ def _fits(weights: LoraWeights, family: Family, config: Mapping[str, Any]) -> bo
     with torch.device("meta"):
         shapes = shapes_of({family.denoiser.component: family.denoiser.make(config)})
     modules = {name: pair for name, pair in weights.modules.items() if name.startswith(f"{family.denoiser.component}.")}
-    return not check_keys(replace(weights, modules=modules), shapes)
+    if check_keys(replace(weights, modules=modules), shapes):
+        return 0
+    trained, there = (_last_blocks(names) for names in (modules, shapes))
+    return 2 if all(there[name] == last for name, last in trained.items()) else 1
+
+
+def _last_blocks(names: Iterable[str]) -> dict[str, int]:
+    """The highest number in each list of blocks that has any of the modules."""
+    found: dict[str, int] = {}
+    for name in names:
+        if match := NUMBERED_BLOCK.match(name):
+            found[match[1]] = max(found.get(match[1], 0), int(match[2]))
+    return found
 
 
 def _by_text(weights: LoraWeights) -> str | None:

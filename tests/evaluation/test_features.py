@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import Identity
 
 from lora_trainer.evaluation.features import as_image, image_features
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import FeatureBlock
 from tests.export.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")
@@ -49,5 +51,7 @@ def test_each_family_describes_an_image_the_same_whatever_the_batch(name: str, t
 def test_tokens_of_an_image_become_rows_and_columns_and_those_of_a_caption_are_left_out() -> None:
     image = torch.arange(2 * 3 * 5.0).reshape(1, 5, 2, 3)
     tokens = torch.cat([image.flatten(2).transpose(1, 2), torch.full((1, 4, 5), -1.0)], dim=1)
-    assert torch.equal(as_image(tokens, 4, 6, 2), image)
-    assert as_image(image, 4, 6, 2) is image
+    assert torch.equal(as_image(tokens, 4, 6, FeatureBlock(Identity(), 1, 2)), image)
+    last = FeatureBlock(Identity(), 1, 2, text_first=True)
+    assert torch.equal(as_image(tokens.flip(1), 4, 6, last), image.flip(2, 3))
+    assert as_image(image, 4, 6, last) is image

@@ -38,9 +38,9 @@ def attention(width: int, blocks: int, *more: str) -> LoraWeights:
     [
         (1536, 24, (), "sd3"),  # 3.0 and 3.5 medium
         (2432, 38, (), "sd3"),  # 3.5 large
-        (3072, 60, (), None),  # Qwen-Image's, which is neither
+        (3072, 60, (), "qwen_image"),
         (64, 2, (), None),
-        (1536, 24, ("img_mod.1",), None),
+        (1536, 24, ("other_mod.1",), None),
     ],
 )
 def test_keys_that_families_share_are_distinguished_by_shapes(

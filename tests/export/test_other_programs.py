@@ -252,8 +252,9 @@ def test_convert_there_and_back_gives_the_same_file(family: str, tmp_path: Path)
     "style", ["diffusion_model.{}", "lora_transformer_{}", "transformer.{}", "base_model.model.{}"]
 )
 def test_names_of_transformers(family: str, style: str, tmp_path: Path) -> None:
-    """A pair trained on a fused layer, with original names, is shared; diffusers' names are kept."""
-    module = next(rule.ours.format(3) for rule in FAMILIES[family].lora_files.layout if rule.part == 1)
+    """A pair trained on a fused layer, where there is one, with original names, is shared; diffusers' names are kept."""
+    layout = FAMILIES[family].lora_files.layout
+    module = next((rule for rule in layout if rule.part == 1), layout[0]).ours.format(3)
     found = rule_of(FAMILIES[family].lora_files.layout, module)
     assert found is not None
     rule, original = found

@@ -38,6 +38,8 @@ HEADERS = {
         "flux2": "flux2",
         "chroma": "chroma",
         "z_image": "z_image",
+        "qwen_image": "qwen_image",
+        "krea2": "krea2",
     }.items()
 }
 # Alpha over rank: powers of two, others, and what rank-stabilized LoRA makes of alpha 2.

@@ -9,6 +9,7 @@ import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
     ChromaPipeline,
     ChromaTransformer2DModel,
     DDIMScheduler,
@@ -20,6 +21,10 @@ from diffusers import (
     FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
+    Krea2Pipeline,
+    Krea2Transformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
@@ -34,9 +39,13 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLModel,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
@@ -74,6 +83,17 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "flux2-distilled": {},
     "chroma": {},
     "z_image": {},
+    "qwen_image": {},
+    "krea2": {},
+    "krea2-turbo": {},
+}
+# As published: by the size of the image, and never quite to the end.
+QWEN_SCHEDULE: dict[str, Any] = {
+    "use_dynamic_shifting": True,
+    "base_shift": 0.5,
+    "max_shift": 0.9,
+    "max_image_seq_len": 8192,
+    "shift_terminal": 0.02,
 }
 CHAT = (
     "{% for said in messages %}<|im_start|>{{ said.role }}\n{{ said.content }}<|im_end|>\n{% endfor %}"
@@ -116,7 +136,17 @@ def tiny_flow_pipeline(tokenizer: CLIPTokenizer, kind: str) -> DiffusionPipeline
         "transformer": tiny_transformer(kind),
         "tokenizer": tokenizer,
     }
-    if kind == "z_image":
+    if kind == "qwen_image":
+        words: dict[str, Any] = {"tokenizer": qwen_tokenizer(), "text_encoder": tiny_qwen_vl(), "vae": tiny_video_vae()}
+        pipeline = QwenImagePipeline(**{**parts, **words}, scheduler=FlowMatchEulerDiscreteScheduler(**QWEN_SCHEDULE))
+    elif kind.startswith("krea2"):
+        words = {"tokenizer": qwen_tokenizer(), "text_encoder": tiny_qwen3_vl(), "vae": tiny_video_vae()}
+        scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_image_seq_len=6400)
+        turbo = kind == "krea2-turbo"
+        pipeline = Krea2Pipeline(
+            **{**parts, **words}, scheduler=scheduler, text_encoder_select_layers=(2, 5), is_distilled=turbo
+        )
+    elif kind == "z_image":
         words = {"tokenizer": qwen_tokenizer(), "text_encoder": tiny_qwen()}
         pipeline = ZImagePipeline(**{**parts, **words}, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0))
     elif kind == "chroma":
@@ -169,6 +199,15 @@ def tiny_transformer(kind: str) -> torch.nn.Module:
         sizes = {"in_channels": 128, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16}
         sizes |= {"num_attention_heads": 2, "joint_attention_dim": 3 * FLUX2_WIDTH, "axes_dims_rope": (4, 4, 4, 4)}
         return Flux2Transformer2DModel(**sizes, timestep_guidance_channels=16, guidance_embeds=False)
+    if kind == "qwen_image":
+        heads = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
+        return QwenImageTransformer2DModel(**heads, num_layers=2, joint_attention_dim=T5_WIDTH)
+    if kind.startswith("krea2"):
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_head_dim": 16, "intermediate_size": 48}
+        text = {"text_hidden_dim": T5_WIDTH, "num_text_layers": 2, "text_intermediate_size": 48}
+        text |= {"text_num_attention_heads": 2, "text_num_key_value_heads": 2}
+        text |= {"num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1, "timestep_embed_dim": 32}
+        return Krea2Transformer2DModel(**heads, **text, num_layers=2, axes_dims_rope=(4, 6, 6))
     common: dict[str, Any] = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": T5_WIDTH}
     if kind == "chroma":
         layers = {"num_layers": 2, "num_single_layers": 2, "axes_dims_rope": (4, 6, 6)}
@@ -191,6 +230,26 @@ def tiny_qwen(layers: int = 3, width: int = T5_WIDTH) -> Qwen3Model:
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
     heads["rope_parameters"] = {"rope_type": "default", "rope_theta": 1000000.0}
     return Qwen3Model(Qwen3Config(vocab_size=len(qwen_tokenizer()), **sizes, **heads))
+
+
+def tiny_qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
+    """With the half that sees images, as published."""
+    sizes = {"hidden_size": T5_WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    places = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1000000.0}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": T5_WIDTH}
+    text = {**sizes, "num_key_value_heads": 1, "vocab_size": len(qwen_tokenizer()), "rope_parameters": places}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).eval()
+
+
+def tiny_qwen3_vl() -> Qwen3VLModel:
+    """Of whose six layers two are read."""
+    sizes = {"hidden_size": T5_WIDTH, "intermediate_size": 64, "num_hidden_layers": 6, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(qwen_tokenizer())}
+    places = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 5000000.0}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": T5_WIDTH}
+    text = {**sizes, **heads, "rope_parameters": places}
+    config = Qwen3VLConfig(text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]})
+    return Qwen3VLModel(config).eval()
 
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
@@ -254,6 +313,11 @@ def tiny_flux2_vae() -> AutoencoderKLFlux2:
     vae.bn.running_mean.uniform_(-0.2, 0.2)
     vae.bn.running_var.uniform_(0.5, 2.0)
     return vae
+
+
+def tiny_video_vae() -> AutoencoderKLQwenImage:
+    """Of Qwen-Image, with its published mean and deviation of each channel."""
+    return AutoencoderKLQwenImage(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
 
 
 def random_lora(

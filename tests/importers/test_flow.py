@@ -169,6 +169,8 @@ def test_one_weighting_of_kohyas_is_followed_and_none_for_a_flow(tmp_path: Path)
     [
         ("a.json", toolkit_job("flux"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("zimage"), ("logit_normal", 0.0, 1.0, 1.0)),
+        ("a.json", toolkit_job("qwen_image:2512"), ("logit_normal", 0.0, 1.0, 1.0)),
+        ("a.json", toolkit_job("krea2"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("flux", linear_timesteps=True), ("uniform", 1.0)),
         ("a.json", toolkit_job("flux2_klein_4b"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("chroma"), ("logit_normal", 0.0, 1.0, 1.0)),
@@ -178,9 +180,14 @@ def test_one_weighting_of_kohyas_is_followed_and_none_for_a_flow(tmp_path: Path)
         ("d.sh", script("flux2_klein"), ("uniform", 1.0)),
         ("s.json", tuner("flux"), ("logit_normal", 0.0, 1.0, 3.0)),
         ("s.json", tuner("z_image", flow_schedule_auto_shift=True), ("logit_normal", 0.0, 1.0, "resolution")),
+        ("s.json", tuner("qwen_image"), ("logit_normal", 0.0, 1.0, 3.0)),
         ("o.json", one_trainer("Z_IMAGE"), ("uniform", 1.0)),
+        ("o.json", one_trainer("QWEN"), ("uniform", 1.0)),
+        ("o.json", one_trainer("KREA_2"), ("uniform", 1.0)),
         ("d.sh", script("sd3"), ("logit_normal", 0.0, 1.0, "model")),
         ("d.sh", script("z_image"), ("uniform", "model")),
+        ("d.sh", script("qwen_image"), ("uniform", "model")),
+        ("d.sh", script("krea2"), ("uniform", "model")),
     ],
 )
 def test_default_timestep_sampling_of_each_program(
@@ -250,6 +257,12 @@ def test_other_defaults_of_diffusers_scripts_for_flows(tmp_path: Path) -> None:
     transformer = tiny_transformer("flux2")
     learned = target_modules(transformer, FAMILIES["flux2"].denoiser, klein.config.lora.target_modules)
     assert len(learned) == 2 * 4 + 2 * 2, "no layers of the text in double blocks"
+    krea2 = imported_text(tmp_path, "d.sh", script("krea2")).config
+    assert (krea2.optimizer.learning_rate, krea2.lora.alpha) == (3e-4, 32.0)
+    assert len(target_modules(tiny_transformer("krea2"), FAMILIES["krea2"].denoiser, krea2.lora.target_modules)) == 36
+    streams = imported_text(tmp_path, "d.sh", script("qwen_image")).config.lora.target_modules
+    learned = target_modules(tiny_transformer("qwen_image"), FAMILIES["qwen_image"].denoiser, streams)
+    assert {name.partition(".attn.")[2] for name in learned} == {"to_q", "to_k", "to_v", "to_out.0"}
     transformer = tiny_transformer("flux")
     learned = target_modules(transformer, FAMILIES["flux"].denoiser, found["flux"].config.lora.target_modules)
     suffixes = "attn.to_k attn.to_q attn.to_v attn.to_out.0 attn.add_k_proj attn.add_q_proj attn.add_v_proj".split()
@@ -312,6 +325,8 @@ def test_learning_rate_of_t5_in_the_gui(keys: dict[str, object], rates: tuple[fl
         ("FLUX_2", ()),
         ("CHROMA_1", ()),
         ("Z_IMAGE", ()),
+        ("QWEN", ()),
+        ("KREA_2", ()),
     ],
 )
 def test_learning_rates_of_onetrainers_text_encoders(model: str, rates: tuple[float, ...], tmp_path: Path) -> None:

@@ -277,12 +277,31 @@ def z_image(lengths: tuple[int, int] = (5, 5)) -> tuple[nn.Module, dict[str, obj
     return model, {"x": images, "t": torch.tensor([0.1, 0.7]), "cap_feats": [torch.randn(n, 12) for n in lengths]}
 
 
-def test_sequences_of_other_lengths_are_masked_with_every_backend():
-    model, args = z_image((5, 40))
+def qwen_image(lengths: tuple[int, int] = (5, 5)) -> tuple[nn.Module, dict[str, object]]:
+    model, longest = tiny_transformer("qwen_image"), max(lengths)
+    inputs: dict[str, object] = {"hidden_states": torch.randn(2, 12, 64), "timestep": torch.tensor([0.1, 0.7])}
+    inputs |= {"encoder_hidden_states": torch.randn(2, longest, 64), "img_shapes": [[(1, 4, 3)]] * 2}
+    if len(set(lengths)) > 1:
+        inputs["encoder_hidden_states_mask"] = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    return model, inputs
+
+
+def krea2(lengths: tuple[int, int] = (5, 5)) -> tuple[nn.Module, dict[str, object]]:
+    model, longest = tiny_transformer("krea2"), max(lengths)
+    inputs: dict[str, object] = {"hidden_states": torch.randn(2, 12, 64), "timestep": torch.tensor([0.1, 0.7])}
+    inputs |= {"encoder_hidden_states": torch.randn(2, longest, 2, 64), "position_ids": torch.rand(longest + 12, 3)}
+    if len(set(lengths)) > 1:
+        inputs["encoder_attention_mask"] = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    return model, inputs
+
+
+@pytest.mark.parametrize("make", [z_image, qwen_image, krea2])
+def test_sequences_of_other_lengths_are_masked_with_every_backend(make):
+    model, args = make((5, 40))
     install_attention(model, "sdpa")
-    usual = torch.stack(model(**args, return_dict=False)[0])
+    usual = torch.stack([*model(**args, return_dict=False)[0]])
     install_attention(model, "math")
-    assert torch.allclose(torch.stack(model(**args, return_dict=False)[0]), usual, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(torch.stack([*model(**args, return_dict=False)[0]]), usual, rtol=1e-4, atol=1e-5)
 
 
 def unet(family: str) -> tuple[nn.Module, dict[str, object]]:
@@ -295,18 +314,23 @@ def unet(family: str) -> tuple[nn.Module, dict[str, object]]:
     return model, inputs
 
 
-@pytest.mark.parametrize("make", [lambda: unet("sd15"), lambda: unet("sdxl"), sd3, flux, flux2, z_image])
+@pytest.mark.parametrize(
+    "make", [lambda: unet("sd15"), lambda: unet("sdxl"), sd3, flux, flux2, z_image, qwen_image, krea2]
+)
 def test_every_installed_backend_has_the_same_values_and_gradients(make):
     torch.manual_seed(0)
     model, args = make()
-    model.double()
+    rtol, atol = (1e-4, 1e-5) if make is krea2 else (1e-9, 1e-11)  # Krea 2 computes its norms in fp32
+    wide = torch.Tensor.float if make is krea2 else torch.Tensor.double
+    model.to(wide(torch.zeros(1)).dtype)
     args = {
-        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        name: wide(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for name, value in args.items()
     }
-    args |= {name: [each.double() for each in value] for name, value in args.items() if isinstance(value, list)}
+    lists = {name: value for name, value in args.items() if isinstance(value, list) and name != "img_shapes"}
+    args |= {name: [wide(each) for each in value] for name, value in lists.items()}
     if "added_cond_kwargs" in args:
-        args["added_cond_kwargs"] = {name: value.double() for name, value in args["added_cond_kwargs"].items()}
+        args["added_cond_kwargs"] = {name: wide(value) for name, value in args["added_cond_kwargs"].items()}
     found = {}
     for name in ("sdpa", "math", "flash", "sdpa"):
         install_attention(model, name)
@@ -318,7 +342,7 @@ def test_every_installed_backend_has_the_same_values_and_gradients(make):
         found.setdefault(name, []).append((out.detach(), gradients))
     (usual, again), (written,), (pinned,) = found["sdpa"], found["math"], found["flash"]
     for one, other in ((usual, written), (usual, pinned)):
-        assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-11) for a, b in zip(one, other, strict=True))
+        assert all(torch.allclose(a, b, rtol=rtol, atol=atol) for a, b in zip(one, other, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(usual, again, strict=True)), "diffusers' own is back"
 
 

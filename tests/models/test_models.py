@@ -32,6 +32,8 @@ PARAMETERS = {
     "flux2": 3876,
     "chroma": 8900,
     "z_image": 6155,
+    "qwen_image": 20430,
+    "krea2": 12820,
 }  # millions, as published
 
 

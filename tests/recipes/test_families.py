@@ -41,6 +41,7 @@ KINDS = {
     "sd3-without-t5": "sd3",
     "sd3.5": "sd3",
     "flux-schnell": "flux",
+    "krea2-turbo": "krea2",
     "flux2-distilled": "flux2",
 }  # other flavors of a family
 AT_1024 = (
@@ -48,6 +49,8 @@ AT_1024 = (
     "flux2",
     "chroma",
     "z_image",
+    "qwen_image",
+    "krea2",
 )  # the gate's pixels for them, as no config sets fewer: ten times as slow
 
 
@@ -153,6 +156,9 @@ def test_the_header_names_the_base_model_as_other_programs_do(trained):
         "flux2-distilled": ("flux2", "False", "flux-2-klein/lora", None),
         "chroma": ("chroma", "False", "chroma/lora", None),
         "z_image": ("z_image", "False", "z-image-turbo/lora", None),
+        "qwen_image": ("qwen_image", "False", "Qwen-Image/lora", None),
+        "krea2": ("krea2", "False", "Krea-2/lora", None),
+        "krea2-turbo": ("krea2", "False", "Krea-2/lora", None),
     }
     keys = ("ss_base_model_version", "ss_v2", "modelspec.architecture", "modelspec.prediction_type")
     header = header_of(trained.folder("cat") / "cat.safetensors")

@@ -167,6 +167,18 @@ CASES: dict[str, Case] = {
         "lora__target_modules": "attention+ff",
         "captions__dropout": 0.3,
     },
+    "qwen_image": {
+        "family": "qwen_image",
+        "data__resolution": 64,
+        "lora__target_modules": "attention+ff",
+        "captions__dropout": 0.3,
+    },
+    "krea2": {
+        "family": "krea2",
+        "data__resolution": 64,
+        "lora__target_modules": "attention+ff",
+        "captions__dropout": 0.3,
+    },
     "noise": {
         "noise__offset": 0.1,
         "noise__multires_iterations": 3,

@@ -47,7 +47,7 @@ class ModelSection(Section):
     flavor: Flavor | None = setting(
         None,
         "fixed in effect",
-        "which of two models with the same architecture a checkpoint is: `base` or `turbo` of Z-Image, `base` or `distilled` of FLUX.2 klein, `dev` or `kontext` of FLUX.1",
+        "which of two models with the same architecture a checkpoint is: `base` or `turbo` of Z-Image and Krea 2, `base` or `distilled` of FLUX.2 klein, `dev` or `kontext` of FLUX.1",
     )
     training_adapter: str | None = setting(
         None,

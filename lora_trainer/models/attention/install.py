@@ -176,8 +176,68 @@ class ParallelProcessor(_Processor):
         return cast("Tensor", attn.to_out(mixed))
 
 
+class TwoStreamProcessor(_Processor):
+    """A transformer's with two streams of tokens, the text first in their attention, and complex rotary positions of each.
+
+    Captions of other lengths in one batch come with a mask [B, L], which torch's own choice alone can take.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_hidden_states_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if encoder_hidden_states is None or encoder_hidden_states_mask is not None or image_rotary_emb is None:
+            seen = encoder_hidden_states, encoder_hidden_states_mask, attention_mask, image_rotary_emb
+            return cast("tuple[Tensor, Tensor]", self.usual(attn, hidden_states, *seen))
+        streams = _added(attn, encoder_hidden_states), _own(attn, hidden_states, hidden_states)
+        turns = image_rotary_emb[1], image_rotary_emb[0]
+        turned = [
+            (_turned(query, own[None]), _turned(key, own[None]), value)
+            for (query, key, value), own in zip(streams, turns, strict=True)
+        ]
+        query, key, value = (torch.cat(pair, dim=2) for pair in zip(*turned, strict=True))
+        lengths = encoder_hidden_states.shape[1], hidden_states.shape[1]
+        words, images = self.mixed(query, key, value).split(lengths, dim=1)
+        return _out(attn, images), attn.to_add_out(words.contiguous())
+
+
+class GatedProcessor(_Processor):
+    """A transformer's with fewer keys than queries, rotary positions, and a gate after attention, the text first.
+
+    Captions of other lengths in one batch come with a mask, which torch's own choice alone can take.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        if attention_mask is not None:
+            return cast("Tensor", self.usual(attn, hidden_states, attention_mask, image_rotary_emb))
+        layers = attn.to_q, attn.to_k, attn.to_v
+        query, key, value = (
+            layer(hidden_states).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2) for layer in layers
+        )
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        if image_rotary_emb is not None:
+            query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
+        shared = attn.num_heads // attn.num_kv_heads
+        key, value = (part.repeat_interleave(shared, dim=1) if shared > 1 else part for part in (key, value))
+        mixed = self.mixed(query, key, value) * torch.sigmoid(attn.to_gate(hidden_states))
+        return cast("Tensor", attn.to_out[0](mixed))
+
+
 # By the name of diffusers' own, since importing its classes costs seconds.
-PROCESSORS: dict[str, type[CrossProcessor | JointProcessor | RotaryProcessor | StreamProcessor | ParallelProcessor]] = {
+PROCESSORS: dict[str, type[_Processor]] = {
     "AttnProcessor": CrossProcessor,
     "AttnProcessor2_0": CrossProcessor,
     "JointAttnProcessor2_0": JointProcessor,
@@ -185,6 +245,8 @@ PROCESSORS: dict[str, type[CrossProcessor | JointProcessor | RotaryProcessor | S
     "Flux2AttnProcessor": RotaryProcessor,
     "Flux2ParallelSelfAttnProcessor": ParallelProcessor,
     "ZSingleStreamAttnProcessor": StreamProcessor,
+    "QwenDoubleStreamAttnProcessor2_0": TwoStreamProcessor,
+    "Krea2AttnProcessor": GatedProcessor,
 }
 
 

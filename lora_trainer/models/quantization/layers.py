@@ -53,6 +53,8 @@ def fill_layers(
                 if full not in places or id(own) in put or not own.is_meta:
                     continue
                 found = reader.read(full, kept)
+                if found.ndim == 1 and found.numel() == own.numel():
+                    found = found.view(own.shape)  # a table that an original layout stores as one row
                 if found.shape != own.shape:
                     raise ValueError(f"{full} has shape {[*found.shape]} in place of {[*own.shape]}")
                 if own.is_floating_point() and not found.is_floating_point():
@@ -78,17 +80,29 @@ def place_layers(model: nn.Module, device: torch.device, narrow: Narrow | None) 
 
 
 def fill_the_rest(model: nn.Module, make: Callable[[], nn.Module], device: torch.device) -> None:
-    """Fill buffers that no file holds with the values that the model's own code computes."""
+    """Fill buffers that no file holds with the values that the model's own code computes.
+
+    So are tensors that are plain attributes, as Qwen-Image's tables of positions; they stay on the CPU.
+    """
     lacking = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if not lacking:
+    plain = [
+        (owner, name)
+        for owner, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and value.is_meta
+    ]
+    if not lacking and not plain:
         return
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        buffers = dict(make().named_buffers())
+        made = make()
+    buffers = dict(made.named_buffers())
     for name in lacking:
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, buffers[name].to(device))
+    for owner, name in plain:
+        setattr(model.get_submodule(owner), name, getattr(made.get_submodule(owner), name))
 
 
 def _tied(model: nn.Module) -> dict[int, nn.Parameter]:

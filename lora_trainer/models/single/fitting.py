@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.gguf_file import read_weights_header
-from lora_trainer.models.autoencoder import CHANNELS, USUAL
+from lora_trainer.models.autoencoder import CHANNELS, USUAL, VIDEO
 from lora_trainer.models.folder import read_config
 from lora_trainer.models.single.stored import Stored, refuse_not_read
 from lora_trainer.models.single.texts import TEXTS, kind_of_file
@@ -22,17 +22,24 @@ def check_vae(own: Mapping[str, Any], other: Mapping[str, Any], named: Path) -> 
 
     Both are configs. Differences that configs do not show, such as other latents of the same shape, are not noticed.
     """
-    facts = (
+    facts: list[tuple[str, str, object]] = [
         ("the class", "_class_name", USUAL),
         ("latent channels", "latent_channels", 4),
-        ("a scaling_factor of", "scaling_factor", USUAL_SCALE),
-        ("a shift_factor of", "shift_factor", None),
-    )
+    ]
+    facts += [("a scaling_factor of", "scaling_factor", USUAL_SCALE), ("a shift_factor of", "shift_factor", None)]
+    kinds = {config.get("_class_name", USUAL) for config in (own, other)}
+    if VIDEO in kinds:  # whose numbers have other names; those of another class say nothing
+        own_facts = [
+            ("latent channels", "z_dim", 16),
+            ("a mean of", "latents_mean", None),
+            ("a deviation of", "latents_std", None),
+        ]
+        facts = [facts[0], *(own_facts if len(kinds) == 1 else ())]
     problems = []
     for words, key, usual in facts:
         ours, theirs = own.get(key, usual), other.get(key, usual)
         if (ours or 0) != (theirs or 0):
-            difference = f"{theirs} {words}" if key == "latent_channels" else f"{words} {theirs}"
+            difference = f"{theirs} {words}" if words == "latent channels" else f"{words} {theirs}"
             message = f"model.vae: {named} has {difference}, and the model's own has {ours}."
             problems.append(Problem(message, "Name a VAE of the same family, or remove model.vae."))
     levels, theirs = (len(config.get("block_out_channels", ())) for config in (own, other))

@@ -33,6 +33,7 @@ from lora_trainer.models.single.tokenizers import LACK_TOKENIZER, copy_small, co
 from lora_trainer.models.single.transformers import TRANSFORMERS
 from lora_trainer.models.single.unet import unet_part
 from lora_trainer.models.single.vae import vae_part
+from lora_trainer.models.single.video_vae import is_video_vae, video_vae_part
 
 VERSION = 4  # of the layout; raise it when the same file becomes another folder
 SHOWN_OF_NAME = 40
@@ -194,7 +195,7 @@ def _text_part(checkpoint: SingleFile, name: str, kind: str, prefix: str, replac
 def _vae(checkpoint: SingleFile, published: Mapping[str, Any], replacement: Path | None) -> Part | Path:
     """The replacement VAE, where it fits, else the checkpoint's own. Raises UsageError."""
     stored = next((part for prefix in VAE_PREFIXES if (part := checkpoint.part(prefix)).shapes), None)
-    own = None if stored is None else vae_part(stored, published)
+    own = None if stored is None else _vae_part(stored, published)
     if replacement is not None:
         return _replaced_vae(replacement, published if own is None else own.config)
     if stored is None or own is None:
@@ -202,6 +203,10 @@ def _vae(checkpoint: SingleFile, published: Mapping[str, Any], replacement: Path
         raise UsageError(Problem(message, "Name one with model.vae: its folder, or its .safetensors file."))
     refuse_not_read(stored)
     return own
+
+
+def _vae_part(stored: Stored, published: Mapping[str, Any]) -> Part:
+    return video_vae_part(stored, published) if is_video_vae(stored) else vae_part(stored, published)
 
 
 def _replaced_vae(replacement: Path, own: Mapping[str, Any]) -> Part | Path:
@@ -221,9 +226,9 @@ def vae_of_file(file: Path, published: Mapping[str, Any]) -> Part:
         published = _published(recognize(file).family)["vae"]
     for prefix in (*VAE_PREFIXES, ""):
         stored = Stored.of(file, header, prefix)
-        if "encoder.conv_in.weight" in stored.shapes:
+        if "encoder.conv_in.weight" in stored.shapes or is_video_vae(stored):
             refuse_not_read(stored)
-            return vae_part(stored, published)
+            return _vae_part(stored, published)
     raise UsageError(Problem(f"{file} is no VAE.", "Name one with model.vae."))
 
 

@@ -26,7 +26,7 @@ SD2_NORM, SD2_SPREAD = "output_blocks.11.1.transformer_blocks.0.norm1.bias", 0.0
 KONTEXT = "kontext"
 # Models with the same keys, by the family and the variant that is assumed where the user says nothing.
 OF_ONE_FORM = {
-    ("z_image", "turbo"): ("base", "turbo"),
+    **dict.fromkeys((("z_image", "turbo"), ("krea2", "base"), ("krea2", "turbo")), ("base", "turbo")),
     **dict.fromkeys((("flux", "dev"), ("flux", KONTEXT)), ("dev", KONTEXT)),
     **dict.fromkeys((("flux2", "base"), ("flux2", "distilled")), ("base", "distilled")),
 }
@@ -52,7 +52,7 @@ DIFFUSERS = (
     "all_x_embedder.2-1.weight",
 )
 LATER_KINDS = (
-    (("encoder.conv_in.weight", "decoder.conv_in.weight"), "a VAE", "Name it as model.vae, beside a base model."),
+    (("encoder.conv_in.weight", "decoder.conv_in.weight", "decoder.head.0.gamma"), "a VAE", "Name it as model.vae, beside a base model."),
     (
         ("token_embedding.weight", "text_model.final_layer_norm.weight", "layer.0.SelfAttention.q.weight", "embed_tokens.weight"),
         "a text encoder",
@@ -142,7 +142,7 @@ def _unknown(file: Path, names: list[str]) -> Problem:
         if any(name.endswith(endings) for name in names):
             return Problem(f"{file} is {kind}, no base model.", fix)
     seen = ", ".join(sorted(names)[:3])[:200] or "nothing"
-    families = "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1, FLUX.2 klein, Chroma and Z-Image"
+    families = "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1, FLUX.2 klein, Chroma, Z-Image, Qwen-Image and Krea 2"
     return Problem(f"{file} is of no known architecture: it holds {seen}.", f"What can be read: {families}.")
 
 
@@ -269,9 +269,36 @@ def _z_image(found: SingleFile) -> SingleFile:
     )
 
 
+def _qwen_image(found: SingleFile) -> SingleFile:
+    """Models that edit have the same keys but for 2511's mark, so the file's name counts as well."""
+    stored, name = found.denoiser, found.file.name.lower()
+    others = {
+        "edits images": "__index_timestep_zero__" in stored.shapes or "edit" in name,
+        "makes images in layers": "time_text_embed.addition_t_embedding.weight" in stored.shapes,
+        "is Qwen-Image 2.1": "transformer_blocks.0.attn.to_q.weight" not in stored.shapes
+        or "transformer_blocks.0.attn.add_q_proj.weight" not in stored.shapes,
+    }
+    if what := next((what for what, is_so in others.items() if is_so), None):
+        message = f"{found.file} {what} by its keys or name, which cannot be trained yet."
+        raise UsageError(Problem(message, "Use Qwen-Image or Qwen-Image 2512, which make images from text."))
+    return SingleFile(found.file, "qwen_image", stored, found.header)
+
+
+def _krea2(found: SingleFile) -> SingleFile:
+    name = found.file.name.lower()  # published as raw.safetensors and turbo.safetensors
+    note = (
+        f"{found.file.name} is assumed to be Krea 2 Raw (28 steps, guidance): Raw and Turbo have the same keys. "
+        "If it is Turbo, set model.flavor=turbo."
+    )
+    variant, is_named = "turbo" if "turbo" in name else "base", any(word in name for word in ("turbo", "raw", "base"))
+    return SingleFile(found.file, "krea2", found.denoiser, found.header, variant=variant, note="" if is_named else note)
+
+
 KNOWN: dict[str, Callable[[SingleFile], SingleFile]] = {
     "input_blocks.0.0.weight": _unet,
     "joint_blocks.0.x_block.attn.qkv.weight": _sd3,
     "double_blocks.0.img_attn.qkv.weight": _flux,
     "cap_pad_token": _z_image,
+    "txt_norm.weight": _qwen_image,
+    "txtfusion.projector.weight": _krea2,
 }

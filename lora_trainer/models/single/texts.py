@@ -1,4 +1,4 @@
-"""Text encoders of checkpoints: CLIP by transformers' names or by OpenCLIP's, T5, and Qwen3."""
+"""Text encoders of checkpoints: CLIP by transformers' names or by OpenCLIP's, T5, Qwen3, Qwen2.5-VL and Qwen3-VL."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ TEXTS: dict[str, dict[str, tuple[str, str]]] = {
     "chroma": {"text_encoder": ("t5", T5)},
     "flux2": {"text_encoder": ("qwen3", QWEN)},
     "z_image": {"text_encoder": ("qwen3", QWEN)},
+    "qwen_image": {"text_encoder": ("qwen2_5_vl", "text_encoders.qwen25_7b.transformer.")},
+    "krea2": {"text_encoder": ("qwen3_vl", "text_encoders.qwen3vl_4b.transformer.")},
 }
 MAY_LACK = {"sd3": "text_encoder_3"}  # optional in the family
 HEAD = 64  # channels, in every published CLIP and T5
@@ -68,7 +70,13 @@ OPEN_CLIP: Layout = (
     Rule(PROJECTION, "text_projection"),
 )
 LAYERS_OF_H = 24  # the CLIP of 2.x, between the two others
-QWEN_NORM = "layers.0.self_attn.q_norm.weight"
+QWEN_NORM, QWEN2_BIAS = "layers.0.self_attn.q_norm.weight", "layers.0.self_attn.q_proj.bias"
+QWEN_HEAD = 128  # channels, in every published one of both
+ROPES = {
+    "qwen2_5_vl": {"mrope_section": [16, 24, 24], "rope_theta": 1000000.0},
+    "qwen3_vl": {"mrope_section": [24, 20, 20], "rope_theta": 5000000.0, "mrope_interleaved": True},
+}
+BEFORE_LAYERS = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")  # over the years
 NOT_WEIGHTS = ("logit_scale", "attn_mask", "position_ids")
 TEXT_MODEL = ("embeddings.", "encoder.", "final_layer_norm.")  # of CLIP, whose other half reads images
 WIDEST = 8192  # channels of a CLIP; published ones have up to 1280
@@ -81,6 +89,8 @@ def text_part(kind: str, stored: Stored) -> Part:
         return t5_part(stored)
     if kind == "qwen3":
         return qwen_part(stored)
+    if kind in ROPES:
+        return qwen_vl_part(stored, kind)
     if any(name.startswith("transformer.resblocks.") for name in stored.shapes):
         return open_clip_part(stored, projected=kind != "open_clip_h")
     activation = "quick_gelu" if kind.startswith("clip_l") else "gelu"
@@ -89,11 +99,13 @@ def text_part(kind: str, stored: Stored) -> Part:
 
 
 def kind_of_file(stored: Stored) -> str | None:
-    """The kind of a text encoder in a file of its own, as ComfyUI keeps them: `clip_l`, `clip_g`, `t5` or `qwen3`."""
+    """The kind of a text encoder in a file of its own, as ComfyUI keeps them: `clip_l`, `clip_g`, `t5`, `qwen3`, `qwen3_vl` or `qwen2_5_vl`."""
     if BIAS in stored.shapes:
         return "t5"
-    if any(name.removeprefix("model.") == QWEN_NORM for name in stored.shapes):
-        return "qwen3"
+    if any(f"{begin}{QWEN_NORM}" in stored.shapes for begin in BEFORE_LAYERS):
+        return "qwen3_vl" if any("visual." in name for name in stored.shapes) else "qwen3"
+    if any(f"{begin}{QWEN2_BIAS}" in stored.shapes for begin in BEFORE_LAYERS):
+        return "qwen2_5_vl"
     layers = max(stored.count("text_model.encoder.layers."), stored.count("transformer.resblocks."))
     if not layers:
         return None
@@ -241,3 +253,35 @@ def qwen_part(stored: Stored) -> Part:
         "vocab_size": stored.side(f"{begin}embed_tokens.weight", 0),
     }
     return Part(config, places)
+
+
+def qwen_vl_part(stored: Stored, kind: str) -> Part:
+    """The language model of Qwen2.5-VL or Qwen3-VL, by transformers' names of any version; what sees images is skipped."""
+    mark = QWEN2_BIAS if kind == "qwen2_5_vl" else QWEN_NORM
+    begin = next((each for each in BEFORE_LAYERS if f"{each}{mark}" in stored.shapes), "")
+    parts = ("embed_tokens.", "layers.", "norm.")
+
+    def rename(name: str) -> str | None:
+        own = name.removeprefix(begin)
+        return own if name.startswith(begin) and own.startswith(parts) else None
+
+    attention = f"{begin}layers.0.self_attn"
+    config = {
+        "hidden_act": "silu",
+        "hidden_size": stored.side(f"{begin}embed_tokens.weight", 1),
+        "intermediate_size": stored.side(f"{begin}layers.0.mlp.gate_proj.weight", 0),
+        "max_position_embeddings": 128000,
+        "num_attention_heads": max(1, stored.side(f"{attention}.q_proj.weight", 0) // QWEN_HEAD),
+        "num_hidden_layers": stored.count(f"{begin}layers."),
+        "num_key_value_heads": max(1, stored.side(f"{attention}.k_proj.weight", 0) // QWEN_HEAD),
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_type": "default", **ROPES[kind]},
+        **({"use_sliding_window": False} if kind == "qwen2_5_vl" else {"head_dim": QWEN_HEAD}),
+        "vocab_size": stored.side(f"{begin}embed_tokens.weight", 0),
+    }
+    whole = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration" if kind == "qwen2_5_vl" else "Qwen3VLModel"],
+        "model_type": kind,
+        "text_config": {**config, "model_type": f"{kind}_text"},
+    }
+    return Part(whole, renamed(stored, rename))

@@ -23,7 +23,7 @@ END, FIRST = (
     "!",
 )  # padding of short captions; OpenCLIP's models were trained with the latter
 FILLED_WITH = {"open_clip_h": FIRST, "open_clip_g": FIRST, "clip_g": FIRST}
-# Models of a hub, often downloaded already, that have the tokenizer of a kind as a `tokenizer.json`.
+# Models of a hub, often downloaded already, that have the tokenizer of a kind.
 REPOSITORIES = {
     "t5": (
         ("black-forest-labs/FLUX.1-dev", "tokenizer_2"),
@@ -34,6 +34,8 @@ REPOSITORIES = {
         ("stabilityai/stable-diffusion-3.5-large", "tokenizer_3"),
         ("stabilityai/stable-diffusion-3-medium-diffusers", "tokenizer_3"),
     ),
+    "qwen2_5_vl": tuple((f"Qwen/Qwen-Image{name}", "tokenizer") for name in ("", "-2512", "-Edit-2511", "-Edit-2509")),
+    "qwen3_vl": (("krea/Krea-2-Raw", "tokenizer"), ("krea/Krea-2-Turbo", "tokenizer")),
     "qwen3": (
         ("Tongyi-MAI/Z-Image-Turbo", "tokenizer"),
         ("Tongyi-MAI/Z-Image", "tokenizer"),
@@ -45,6 +47,8 @@ WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack",
 ORIGINS = {
     "t5": ("T5", "any FLUX.1 or SD3 folder has one"),
     "qwen3": ("Qwen3", "any Z-Image or FLUX.2 klein folder has one"),
+    "qwen2_5_vl": ("Qwen2.5-VL", "any Qwen-Image folder has one"),
+    "qwen3_vl": ("Qwen3-VL", "any Krea 2 folder has one"),
 }
 
 
@@ -110,6 +114,7 @@ def _on_this_computer(kind: str) -> Path | None:
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     for name, folder in REPOSITORIES[kind]:
         snapshots = hub / f"models--{name.replace('/', '--')}" / "snapshots"
-        if found := sorted(snapshots.glob(f"*/{folder}/tokenizer.json")):
-            return found[-1].parent
+        for vocabulary in ("tokenizer.json", "merges.txt"):
+            if found := sorted(snapshots.glob(f"*/{folder}/{vocabulary}")):
+                return found[-1].parent
     return None

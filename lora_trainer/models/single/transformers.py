@@ -1,4 +1,4 @@
-"""Transformers of the original layouts: SD3, FLUX.1, FLUX.2, Chroma and Z-Image, by their families' own tables of names."""
+"""Transformers of the original layouts: SD3, FLUX.1, FLUX.2, Chroma, Z-Image, Qwen-Image and Krea 2, by their families' tables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from lora_trainer.export.layout import Layout, Rule
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.krea2 import BLOCKS as KREA2_BLOCKS
 from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single.stored import Part, Stored, by_layout
 
@@ -147,10 +148,66 @@ def z_image_part(stored: Stored) -> Part:
     return Part(config, by_layout(stored, (*FAMILIES["z_image"].lora_files.layout, *Z_IMAGE_REST), UNUSED_OF_Z_IMAGE))
 
 
+def qwen_image_part(stored: Stored) -> Part:
+    """Config and places of Qwen-Image's transformer, whose original names are diffusers'."""
+    config = dict(public_architecture("qwen_image").denoiser) | {
+        "_class_name": "QwenImageTransformer2DModel",
+        "in_channels": stored.side("img_in.weight", 1),
+        "out_channels": stored.side("proj_out.weight", 0) // PLACES_OF_A_TOKEN,
+        "num_layers": stored.count("transformer_blocks."),
+        "num_attention_heads": stored.side("img_in.weight", 0) // 128,
+        "joint_attention_dim": stored.side("txt_in.weight", 1),
+    }
+    return Part(config, by_layout(stored, FAMILIES["qwen_image"].lora_files.layout))
+
+
+KREA2_REST: Layout = (
+    *(
+        Rule(f"{ours}.{{}}.{name}.weight", f"{theirs}.{{}}.{other}.scale")
+        for ours, theirs in KREA2_BLOCKS.items()
+        for name, other in (
+            ("attn.norm_q", "attn.qknorm.qnorm"),
+            ("attn.norm_k", "attn.qknorm.knorm"),
+            ("norm1", "prenorm"),
+            ("norm2", "postnorm"),
+        )
+    ),
+    Rule("transformer_blocks.{}.scale_shift_table", "blocks.{}.mod.lin"),
+    Rule("final_layer.scale_shift_table", "last.modulation.lin"),
+    Rule("final_layer.norm.weight", "last.norm.scale"),
+    Rule("txt_in.norm.weight", "txtmlp.0.scale"),
+)
+KREA2_HEAD = 128  # channels
+
+
+def krea2_part(stored: Stored) -> Part:
+    """Config and places of Krea 2's transformer."""
+    text = "txtfusion.layerwise_blocks"
+    config = dict(public_architecture("krea2").denoiser) | {
+        "_class_name": "Krea2Transformer2DModel",
+        "in_channels": stored.side("first.weight", 1),
+        "num_layers": stored.count("blocks."),
+        "num_attention_heads": stored.side("blocks.0.attn.wq.weight", 0) // KREA2_HEAD,
+        "num_key_value_heads": stored.side("blocks.0.attn.wk.weight", 0) // KREA2_HEAD,
+        "intermediate_size": stored.side("blocks.0.mlp.up.weight", 0),
+        "timestep_embed_dim": stored.side("tmlp.0.weight", 1),
+        "text_hidden_dim": stored.side("txtmlp.1.weight", 1),
+        "num_text_layers": stored.side("txtfusion.projector.weight", 1),
+        "text_num_attention_heads": stored.side(f"{text}.0.attn.wq.weight", 0) // KREA2_HEAD,
+        "text_num_key_value_heads": stored.side(f"{text}.0.attn.wk.weight", 0) // KREA2_HEAD,
+        "text_intermediate_size": stored.side(f"{text}.0.mlp.up.weight", 0),
+        "num_layerwise_text_blocks": stored.count(f"{text}."),
+        "num_refiner_text_blocks": stored.count("txtfusion.refiner_blocks."),
+    }
+    return Part(config, by_layout(stored, (*FAMILIES["krea2"].lora_files.layout, *KREA2_REST)))
+
+
 TRANSFORMERS: dict[str, Callable[[Stored], Part]] = {
     "sd3": sd3_part,
     "flux": flux_part,
     "flux2": flux2_part,
     "chroma": chroma_part,
     "z_image": z_image_part,
+    "qwen_image": qwen_image_part,
+    "krea2": krea2_part,
 }

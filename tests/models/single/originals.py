@@ -13,6 +13,7 @@ from torch import Tensor
 from lora_trainer.export.layout import Layout, rule_of
 from lora_trainer.models.chroma import LAYOUT as CHROMA
 from lora_trainer.models.flux2 import LAYOUT as FLUX2
+from lora_trainer.models.krea2 import LAYOUT as KREA2
 from lora_trainer.models.single.transformers import CHROMA_REST, FLUX_REST
 from lora_trainer.models.z_image import LAYOUT as Z_IMAGE
 
@@ -313,6 +314,85 @@ def z_image_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
             "text_encoders.qwen3_4b.transformer.": {
                 f"model.{name}": each for name, each in pipeline.text_encoder.state_dict().items()
             },
+        }
+    )
+
+
+def video_vae_original(vae: Any) -> Tensors:
+    """By the names of Wan's first code, whose decoder counts residual blocks and upsampling of all levels together."""
+    inner = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6"}
+    inner["conv_shortcut"] = "shortcut"
+    names: dict[str, str] = {"quant_conv": "conv1", "post_quant_conv": "conv2"}
+    for side in ("encoder", "decoder"):
+        names |= {f"{side}.conv_in": f"{side}.conv1", f"{side}.norm_out": f"{side}.head.0"}
+        names |= {f"{side}.conv_out": f"{side}.head.2", f"{side}.mid_block.attentions.0": f"{side}.middle.1"}
+        names |= {f"{side}.mid_block.resnets.{number}": f"{side}.middle.{2 * number}" for number in (0, 1)}
+    names |= {f"encoder.down_blocks.{number}": f"encoder.downsamples.{number}" for number in range(32)}
+    of_level = vae.config.num_res_blocks + 2
+    for level in range(len(vae.config.dim_mult)):
+        block, first = f"decoder.up_blocks.{level}", of_level * level
+        names |= {f"{block}.resnets.{n}": f"decoder.upsamples.{first + n}" for n in range(of_level - 1)}
+        names[f"{block}.upsamplers.0"] = f"decoder.upsamples.{first + of_level - 1}"
+    return _by_prefix(vae.state_dict(), names, lambda rest: _swapped(rest, inner))
+
+
+def qwen_image_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
+    """As `flow_checkpoint`; the text encoder with the half that sees images, by the names of its first version."""
+    transformer = dict(pipeline.transformer.state_dict())
+    if bare:
+        return transformer
+    text = {
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): each.clone()
+        for name, each in pipeline.text_encoder.state_dict().items()
+    }
+    return joined(
+        {
+            "model.diffusion_model.": transformer,
+            "vae.": video_vae_original(pipeline.vae),
+            "text_encoders.qwen25_7b.transformer.": text,
+        }
+    )
+
+
+def krea2_original(transformer: Any) -> Tensors:
+    """The transformer by its first code's names, tables of the blocks in one row."""
+    norms = {
+        "attn.norm_q": "attn.qknorm.qnorm",
+        "attn.norm_k": "attn.qknorm.knorm",
+        "norm1": "prenorm",
+        "norm2": "postnorm",
+    }
+    outside = {"final_layer.scale_shift_table": "last.modulation.lin", "final_layer.norm.weight": "last.norm.scale"}
+    outside["txt_in.norm.weight"] = "txtmlp.0.scale"
+    found: Tensors = {}
+    for name, weight in transformer.state_dict().items():
+        module, _, leaf = name.rpartition(".")
+        if name in outside:
+            found[outside[name]] = weight
+        elif leaf == "scale_shift_table":
+            found[module.replace("transformer_blocks", "blocks") + ".mod.lin"] = weight.flatten()
+        elif ruled := rule_of(KREA2, module):
+            found[f"{ruled[1]}.{leaf}"] = weight
+        else:
+            block, norm = next(
+                (module.removesuffix(f".{end}"), own) for end, own in norms.items() if module.endswith(end)
+            )
+            block = block.replace("transformer_blocks", "blocks").replace("text_fusion", "txtfusion")
+            found[f"{block}.{norm}.scale"] = weight
+    return found
+
+
+def krea2_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
+    """As `qwen_image_checkpoint`."""
+    transformer = krea2_original(pipeline.transformer)
+    if bare:
+        return transformer
+    text = {f"model.{name}": each.clone() for name, each in pipeline.text_encoder.state_dict().items()}
+    return joined(
+        {
+            "model.diffusion_model.": transformer,
+            "vae.": video_vae_original(pipeline.vae),
+            "text_encoders.qwen3vl_4b.transformer.": text,
         }
     )
 

@@ -9,6 +9,7 @@ import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
     ChromaPipeline,
     ChromaTransformer2DModel,
     EulerDiscreteScheduler,
@@ -17,7 +18,11 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    Krea2Pipeline,
+    Krea2Transformer2DModel,
     PNDMScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
@@ -31,13 +36,17 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLModel,
     T5Config,
     T5EncoderModel,
 )
 
 from builtin_base.architecture import make_tokenizer
 from lora_trainer.models.published import public_architecture
-from tests.export.tiny import FLUX2_WIDTH, T5_WIDTH, qwen_tokenizer, t5_tokenizer, tiny_qwen
+from tests.export.tiny import FLUX2_WIDTH, QWEN_SCHEDULE, T5_WIDTH, qwen_tokenizer, t5_tokenizer, tiny_qwen
 
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 UNETS: dict[str, dict[str, Any]] = {
@@ -213,4 +222,47 @@ def tiny_z_image(folder: Path) -> Any:
         tokenizer=qwen_tokenizer(),
         transformer=ZImageTransformer2DModel(**{**public_architecture("z_image").denoiser, **sizes}),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+
+
+def tiny_qwen_image() -> Any:
+    """With published positions and head sizes, which no file stores."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
+    places = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1000000.0}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 128}
+    text = {**sizes, "num_key_value_heads": 1, "vocab_size": len(qwen_tokenizer()), "rope_parameters": places}
+    text["rms_norm_eps"] = 1e-6
+    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+    return QwenImagePipeline(
+        vae=AutoencoderKLQwenImage(base_dim=4),
+        text_encoder=encoder.eval(),
+        tokenizer=qwen_tokenizer(),
+        transformer=QwenImageTransformer2DModel(num_attention_heads=1, num_layers=2, joint_attention_dim=128),
+        scheduler=FlowMatchEulerDiscreteScheduler(**QWEN_SCHEDULE),
+    )
+
+
+def tiny_krea2(*, turbo: bool = False) -> Any:
+    """As `tiny_qwen_image`; 36 layers of text, of which twelve are read."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 16, "num_hidden_layers": 36, "num_attention_heads": 1}
+    places = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_theta": 5000000.0}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 128}
+    text = {**sizes, "num_key_value_heads": 1, "vocab_size": len(qwen_tokenizer()), "rope_parameters": places}
+    encoder = Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]}))
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    own = {"text_hidden_dim": 128, "text_num_attention_heads": 1, "text_num_key_value_heads": 1}
+    own |= {"text_intermediate_size": 64, "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1}
+    transformer = Krea2Transformer2DModel(**heads, **own, num_layers=2)
+    for name, each in transformer.named_parameters():
+        if name.endswith("scale_shift_table"):  # zeros at the start
+            torch.nn.init.normal_(each)
+    return Krea2Pipeline(
+        vae=AutoencoderKLQwenImage(base_dim=4),
+        text_encoder=encoder.eval(),
+        tokenizer=qwen_tokenizer(),
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_image_seq_len=6400),
+        is_distilled=turbo,
     )

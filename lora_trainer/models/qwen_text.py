@@ -1,0 +1,98 @@
+"""What the families with a Qwen-VL text encoder share: its prompt template, its weights without the half that sees images,
+and captions of different lengths in one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.folder import read_config
+from lora_trainer.models.weighting import Tokens, tokens_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from lora_trainer.models.family import Caption, TextOptions
+
+BEFORE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
+    "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+)
+AFTER = "<|im_end|>\n<|im_start|>assistant\n"
+CUT = 34  # tokens of the system message, whose states are not read
+VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise UsageError where the folder of a tokenizer holds no vocabulary."""
+    if not any(all((folder / name).is_file() for name in names) for names in VOCABULARIES):
+        message = f"{folder} holds neither tokenizer.json nor vocab.json with merges.txt."
+        raise UsageError(Problem(message, f"Copy the tokenizer of the model to {folder}."))
+
+
+def text_config(folder: Path) -> Mapping[str, Any]:
+    """The part of a Qwen-VL config that is about text, which the first ones have among all others. Raises UsageError."""
+    config = read_config(folder, "config.json")
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def refuse_clip_options(options: TextOptions, model: str) -> None:
+    """Raise UsageError for CLIP's options: such a model has no CLIP."""
+    rejected = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.chunks > 1 else None}
+    problems = [
+        Problem(f"text_encoder.{name}={value}: {model} reads captions with a language model, not CLIP.", "Remove it.")
+        for name, value in rejected.items()
+        if value is not None
+    ]
+    if problems:
+        raise UsageError(problems)
+
+
+def read_template(
+    tokenizer: Any, captions: Sequence[Caption], size: int, device: torch.device, *, whole_end: bool = False
+) -> tuple[Tokens, Tensor]:
+    """The captions in the template, truncated and padded to `size` tokens after the system message; and where there is
+    text [B, CUT + size], bool. Weights are those of the tokens after the system message.
+
+    `whole_end`: the end of the template is tokenized by itself, and never truncated.
+    """
+    import torch
+
+    end = tokens_of(tokenizer, AFTER) if whole_end else []
+    whole = CUT + size
+    room = max(0, whole - len(end))
+    ids = torch.full((len(captions), whole), tokenizer.pad_token_id)
+    here = torch.zeros(len(captions), whole, dtype=torch.bool)
+    weights: list[Tensor | None] = []
+    for row, caption in enumerate(captions):
+        after = "" if whole_end else AFTER
+        plain = isinstance(caption, str)
+        parts = f"{BEFORE}{caption}{after}" if isinstance(caption, str) else ((BEFORE, 1.0), *caption, (after, 1.0))
+        tokens = [*tokens_of(tokenizer, parts)[:room], *end]
+        ids[row, : len(tokens)] = torch.tensor([token for token, _ in tokens])
+        here[row, : len(tokens)] = True
+        factors = torch.ones(whole)
+        factors[: len(tokens)] = torch.tensor([weight for _, weight in tokens])
+        weights.append(None if plain else factors[CUT:].to(device))
+    return Tokens(ids.to(device), tuple(weights)), here.to(device)
+
+
+def as_long_as_needed(embeds: Tensor, padding: Tensor) -> tuple[Tensor, Tensor | None]:
+    """States [B, T, ...] up to the longest caption of the batch, and where there is text [B, n]; None where all of it is.
+
+    Without a mask every attention backend can be used. `padding` on the CPU spares a wait for the GPU.
+    """
+    import torch
+
+    if padding.is_meta:
+        return embeds, None
+    here = padding < 0.5
+    ends = torch.where(here, torch.arange(1, here.shape[1] + 1, device=here.device), 0)
+    longest = max(1, int(ends.max()))
+    here = here[:, :longest]
+    return embeds[:, :longest], None if bool(here.all()) else here.to(embeds.device)

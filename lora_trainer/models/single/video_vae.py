@@ -1,0 +1,87 @@
+"""Qwen-Image's VAE in a file of its own or a checkpoint: by the names of Wan's first code, or by diffusers'."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lora_trainer.models.autoencoder import VIDEO
+from lora_trainer.models.single.stored import Part, Stored, renamed
+
+FIRST = ("encoder.conv1.weight", "encoder.conv_in.weight")  # of both namings, with five axes
+PARTS = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
+OUTSIDE = {
+    "conv1": "quant_conv",
+    "conv2": "post_quant_conv",
+    **{f"{side}.conv1": f"{side}.conv_in" for side in ("encoder", "decoder")},
+    **{f"{side}.head.0": f"{side}.norm_out" for side in ("encoder", "decoder")},
+    **{f"{side}.head.2": f"{side}.conv_out" for side in ("encoder", "decoder")},
+}
+IN_BLOCK = {
+    "residual.0": "norm1",
+    "residual.2": "conv1",
+    "residual.3": "norm2",
+    "residual.6": "conv2",
+    "shortcut": "conv_shortcut",
+}
+MIDDLE = {"0": "resnets.0", "1": "attentions.0", "2": "resnets.1"}
+NUMBERED = re.compile(r"(encoder|decoder)\.(downsamples|upsamples|middle)\.(\d+)\.(.+)\.(weight|bias|gamma)")
+RESAMPLE = "resample.1.weight"
+
+
+def is_video_vae(stored: Stored) -> bool:
+    """Whether the file's first convolution is over time, too."""
+    return any(len(stored.shapes.get(name, ())) == len("OITHW") for name in FIRST)
+
+
+def video_vae_part(stored: Stored, published: Mapping[str, Any]) -> Part:
+    """Config and places of the VAE: the `published` mean and deviation of each channel, and its form as the file has it."""
+    ours = FIRST[1] in stored.shapes
+    first = next((n for n in range(len(stored.shapes)) if f"decoder.upsamples.{n}.{RESAMPLE}" in stored.shapes), 0)
+
+    def rename(name: str) -> str | None:
+        return (name if name.startswith(PARTS) else None) if ours else _renamed(name, first + 1)
+
+    places = renamed(stored, rename)
+    shapes = {new: stored.shapes[place.key.removeprefix(stored.prefix)] for new, place in places.items()}
+    renamed_parts = Stored(stored.file, "", shapes)
+    width = renamed_parts.side("encoder.conv_in.weight", 0)
+    multiples, blocks, shrinks = [0], 0, []
+    for number in range(renamed_parts.count("encoder.down_blocks.")):
+        block = f"encoder.down_blocks.{number}"
+        if f"{block}.{RESAMPLE}" in shapes:
+            shrinks.append(f"{block}.time_conv.weight" in shapes)
+            multiples.append(0)
+        else:
+            multiples[-1] = renamed_parts.side(f"{block}.conv2.weight", 0) // width
+            blocks += len(multiples) == 1
+    config = {
+        **published,
+        "_class_name": VIDEO,
+        "base_dim": width,
+        "z_dim": renamed_parts.side("decoder.conv_in.weight", 1),
+        "dim_mult": multiples,
+        "num_res_blocks": blocks,
+        "temperal_downsample": shrinks,
+        "attn_scales": [],
+    }
+    return Part(config, places)
+
+
+def _renamed(name: str, of_level: int) -> str | None:
+    """diffusers' name of a tensor of the first code; a level of its decoder has `of_level` numbered parts."""
+    module, _, leaf = name.rpartition(".")
+    if module in OUTSIDE:
+        return f"{OUTSIDE[module]}.{leaf}"
+    matched = NUMBERED.fullmatch(name)
+    if matched is None:
+        return None
+    side, kind, number, inner, leaf = matched.groups()
+    if kind == "middle":
+        return f"{side}.mid_block.{MIDDLE.get(number, number)}.{IN_BLOCK.get(inner, inner)}.{leaf}"
+    if kind == "downsamples":
+        return f"{side}.down_blocks.{number}.{IN_BLOCK.get(inner, inner)}.{leaf}"
+    level, place = divmod(int(number), of_level)
+    within = "upsamplers.0" if place == of_level - 1 and inner not in IN_BLOCK else f"resnets.{place}"
+    return f"{side}.up_blocks.{level}.{within}.{IN_BLOCK.get(inner, inner)}.{leaf}"
