@@ -8,9 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.config.schema import Config, LossSection, ModelSection
+from lora_trainer.diffusion.timesteps import UNIFORM, Shift, Times, few_step_timesteps
+from lora_trainer.evaluation.lora_check import effort_on
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.noise_schedule import make_scheduler
 from lora_trainer.models.published import public_architecture
@@ -88,3 +91,22 @@ def test_a_guided_model_needs_no_guidance_in_its_target() -> None:
     line = distilled_line(Config(loss=LossSection(guidance_target=3.0)), FAMILIES["sd3"], facts)
     assert line
     assert "sampling adds again" in line
+
+
+@pytest.mark.parametrize("steps", [1, 4, 8])
+def test_a_verdict_samples_a_distilled_model_in_its_own_few_steps(steps: int, tmp_path: Path) -> None:
+    """At the timesteps of the pipeline's scheduler, of a noise schedule and of a flow with a shift."""
+    scheduler = make_scheduler(scheduled(tmp_path / "model", timestep_spacing="trailing"))
+    scheduler.set_timesteps(steps)
+    assert few_step_timesteps(steps, UNIFORM, 1000, (16, 16)) == scheduler.timesteps.tolist()
+    flow = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    flow.set_timesteps(sigmas=[1.0 - index / steps for index in range(steps)])
+    found = few_step_timesteps(steps, Times(shift=Shift(3.0)), 1000, (16, 16))
+    assert [each + 1 for each in found] == pytest.approx(flow.timesteps.tolist(), abs=0.6)
+
+
+def test_a_verdict_takes_no_more_steps_than_the_model_was_distilled_for(tmp_path: Path) -> None:
+    few = scheduled(tmp_path / "model", timestep_spacing="trailing")
+    for check, steps in (("full", 20), ("lite", 8)):
+        assert effort_on(check, SD15, few).steps == 4
+        assert effort_on(check, SD15, BASE_FOLDER).steps == steps
