@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -275,7 +275,7 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         context = replace(context, phase=profiler.phase)
     weight = WEIGHTINGS[config.loss.weighting](config.loss, context.process)
 
-    own = partial(context.predict, context.denoiser)
+    own: Callable[..., Tensor] = partial(context.predict, context.denoiser)
     if context.guidance is not None:
         own = context.guidance.unguided(context.predict, context.denoiser)
 

@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the student's folder")
     parser.add_argument("--base", type=Path, default=BASE)
     parser.add_argument("--trajectories", type=int, default=600)
-    parser.add_argument("--steps", type=int, default=220)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rate", type=float, default=4e-4)
     parser.add_argument("--seed", type=int, default=0)
@@ -151,7 +151,9 @@ def main() -> None:
         kept.with_suffix(".making").rename(kept)
     train_student(pipeline, torch.load(kept), args.steps, args.seed, args.batch, args.rate)
     pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, timestep_spacing="trailing")
-    pipeline.half().save_pretrained(args.out, safe_serialization=True)
+    for part in (pipeline.vae, pipeline.unet, pipeline.text_encoder):
+        part.half()
+    pipeline.save_pretrained(args.out, safe_serialization=True)
     print(f"{args.out}: {time.process_time():.0f} s of CPU time")
 
 
