@@ -4,9 +4,12 @@
     python scripts/distilled_study.py run OUT
     python scripts/distilled_study.py table OUT
 
-The student of `builtin_base/distill.py` draws in four steps without a guidance scale. A LoRA of the robot zobo is trained
-by the real command in four ways, and each draws with the student in four steps: prompts of the base's own shapes, which
-the LoRA should leave alone, and prompts of the robot. Pixels alone are judged (`builtin_base/judge.py`, `reference.py`).
+The student of `builtin_base/distill.py` draws in four steps without a guidance scale. A LoRA is trained by the real
+command in several ways, and each draws with the student in four steps: prompts of the base's own shapes, which the LoRA
+should leave alone, and prompts of the robot zobo. The dataset `known` has nothing to learn: new scenes of the base's own
+shapes, so that all that changes is the distillation. The dataset `zobo` is the robot: there a LoRA also shows the robot
+where nobody wants it. The control is the LoRA of the base drawn with the base in its own 20 steps: what training costs
+where nothing is distilled. Pixels alone are judged (`builtin_base/judge.py`, `reference.py`).
 Each finished cell is a line of OUT/results.jsonl: the next call continues there.
 """
 
@@ -34,9 +37,10 @@ from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.cli.main import main as lora_trainer
 
 SUBJECT, DATA = "zobo", BASE_FOLDER.parent / "zobo"
-STEPS_AND_GUIDANCE = (4, 0.0)
+STEPS_AND_GUIDANCE, OF_THE_BASE = (4, 0.0), (20, 3.0)
 UNRELATED, RELATED = 48, 24  # prompts
-SCENES = 200  # images that the training adapter is made of
+SCENES, KNOWN = 200, 48  # images that the training adapter is made of, and of the dataset with nothing new
+DATASETS = ("known", SUBJECT)
 COMMON = {
     "lora.rank": 32,
     "lora.target_modules": '["*.attn*.to_*", "*.ff.net.*", "*.resnets.*.conv?"]',
@@ -62,6 +66,7 @@ ARMS: Mapping[str, tuple[bool, Mapping[str, Any]]] = {
     "guidance": (True, {"loss.guidance_target": 3}),
     "adapter": (True, {"model.training_adapter": "ADAPTER"}),
     "both": (True, {"loss.guidance_target": 3, "model.training_adapter": "ADAPTER"}),
+    "control": (False, {}),
 }
 TITLES = {
     "none": "the student without a LoRA",
@@ -70,6 +75,8 @@ TITLES = {
     "guidance": "`loss.guidance_target=3`",
     "adapter": "`model.training_adapter`",
     "both": "both of these",
+    "untouched": "control: the base without a LoRA, 20 steps, guidance 3",
+    "control": "control: trained on the base, drawn with it so",
 }
 DRAWS = 2000  # of the bootstrap
 
@@ -87,12 +94,12 @@ def train(out: Path, name: str, model: Path, data: Path, steps: int, seed: int, 
     return found
 
 
-def draw_scenes(folder: Path) -> Path:
-    """Captioned images of what the base knows, for the training adapter."""
+def draw_scenes(folder: Path, count: int = SCENES) -> Path:
+    """Captioned images of what the base knows: for the training adapter, and as a dataset with nothing new to learn."""
     if not folder.exists():
-        rng, making = random.Random(77), folder.with_suffix(".making")
+        rng, making = random.Random(folder.name), folder.with_suffix(".making")
         making.mkdir(parents=True, exist_ok=True)
-        for number in range(SCENES):
+        for number in range(count):
             scene = random_scene(rng)
             draw(scene).save(making / f"{number:03}.png")
             (making / f"{number:03}.txt").write_text(scene.caption(rng.choice(TEMPLATES)), encoding="utf-8")
@@ -107,17 +114,19 @@ def adapter_of(out: Path, steps: int) -> Path:
     )
 
 
-def measure(student: Path, lora: Path | None, own: Sequence[Image.Image] | None) -> tuple[dict[str, Any], list[Any]]:
-    """What the student draws with a LoRA, by prompt, and the images of unrelated prompts.
+def measure(
+    model: Path, lora: Path | None, own: Sequence[Image.Image] | None, by: tuple[int, float] = STEPS_AND_GUIDANCE
+) -> tuple[dict[str, Any], list[Any]]:
+    """What a model draws with a LoRA, by prompt, and the images of unrelated prompts; `by`: steps and guidance scale.
 
     `right`: 1 where shape, color and background are the prompt's. `moved`: the root mean squared difference from
-    `own`, the student's images without a LoRA of the same seeds, of 255. `subject`: the share of the robot's drawing that
+    `own`, the model's images without a LoRA of the same seeds, of 255. `subject`: the share of the robot's drawing that
     is there, 0 on another background than the prompt's.
     """
     prompts, scenes = fixed_prompts(UNRELATED)
-    images = sample(student, prompts, lora=lora, steps_and_guidance=STEPS_AND_GUIDANCE)
+    images = sample(model, prompts, lora=lora, steps_and_guidance=by)
     subject, backgrounds = subject_prompts(SUBJECT, RELATED)
-    drawn = sample(student, subject, first_seed=500, lora=lora, steps_and_guidance=STEPS_AND_GUIDANCE)
+    drawn = sample(model, subject, first_seed=500, lora=lora, steps_and_guidance=by)
     likeness = [compare(image, SUBJECT) for image in drawn]
     pixels = [np.asarray(image, np.float32) for image in images]
     before = pixels if own is None else [np.asarray(image, np.float32) for image in own]
@@ -138,34 +147,42 @@ def read(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def run(out: Path, arms: Sequence[str], seeds: Sequence[int], steps: int, adapter_steps: int, minutes: float) -> None:
-    """Every cell that is not there yet, a seed at a time."""
-    ends, student = time.monotonic() + 60 * minutes, out / "student"
-    there = {(row["arm"], row["seed"]) for row in read(out)}
-    untouched, own = measure(student, None, None)
-    cells: list[tuple[str, int]] = [("none", 0), *((arm, seed) for seed in seeds for arm in arms)]
-    for arm, seed in cells:
-        if (arm, seed) in there:
-            continue
-        if time.monotonic() > ends:
-            print("the budget is spent: the next call continues")
-            return
-        began, found, trained = time.process_time(), untouched, 0.0
-        if arm != "none":
-            on_student, settings = ARMS[arm]
-            placed = {
-                key: str(adapter_of(out, adapter_steps)) if value == "ADAPTER" else value
-                for key, value in settings.items()
-            }
-            began = time.process_time()
-            lora = train(out, f"{arm}-{seed}", student if on_student else BASE_FOLDER, DATA, steps, seed, placed)
-            trained = time.process_time() - began
-            found, _ = measure(student, lora, own)
-        row = {"arm": arm, "seed": seed, "steps": steps, "cpu_seconds": round(trained, 1), **found}
+def run(
+    out: Path, dataset: str, arms: Sequence[str], seeds: Sequence[int], lengths: tuple[int, int], minutes: float
+) -> None:
+    """Every cell that is not there yet, a seed at a time; `lengths` are the steps of a LoRA and of the adapter."""
+    ends, student, (steps, adapter_steps) = time.monotonic() + 60 * minutes, out / "student", lengths
+    there = {(row["arm"], row["seed"]) for row in read(out) if row["dataset"] in (dataset, "none")}
+    cells = [cell for cell in ((arm, seed) for seed in seeds for arm in arms) if cell not in there]
+    data = DATA if dataset == SUBJECT else draw_scenes(out / "known", KNOWN)
+    before: dict[str, list[Any]] = {}  # images without a LoRA, by what they are drawn with
+
+    def add(arm: str, seed: int, found: Mapping[str, Any], trained: float) -> None:
+        of = dataset if arm in ARMS else "none"
+        row = {"dataset": of, "arm": arm, "seed": seed, "steps": steps, "cpu_seconds": round(trained, 1), **found}
         with open(out / "results.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         means = {name: round(statistics.mean(found[name]), 3) for name in ("right", "moved", "subject")}
-        print(f"{arm} {seed}: {means}, {time.process_time() - began:.0f} s", flush=True)
+        print(f"{arm} {seed}: {means}", flush=True)
+
+    for arm, seed in cells:
+        if time.monotonic() > ends:
+            print("the budget is spent: the next call continues")
+            return
+        of_base = arm == "control"
+        model, by, none = (BASE_FOLDER, OF_THE_BASE, "untouched") if of_base else (student, STEPS_AND_GUIDANCE, "none")
+        if none not in before:
+            untouched, before[none] = measure(model, None, None, by)
+            if (none, 0) not in there:
+                add(none, 0, untouched, 0.0)
+        on_student, settings = ARMS[arm]
+        placed = {
+            key: str(adapter_of(out, adapter_steps)) if value == "ADAPTER" else value for key, value in settings.items()
+        }
+        began, name = time.process_time(), f"{dataset}-{'base' if of_base else arm}-{seed}"
+        lora = train(out, name, student if on_student else BASE_FOLDER, data, steps, seed, placed)
+        trained = time.process_time() - began
+        add(arm, seed, measure(model, lora, before[none], by)[0], trained)
 
 
 def interval(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float, float]:
@@ -178,9 +195,9 @@ def interval(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float
     return float(values.mean()), float(low), float(high)
 
 
-def table(out: Path) -> str:
-    """A Markdown table of all arms."""
-    rows = read(out)
+def table(out: Path, dataset: str) -> str:
+    """A Markdown table of all arms of a dataset."""
+    rows = [row for row in read(out) if row["dataset"] in (dataset, "none")]
     heads = ("", "seeds", "unrelated prompts right", "unrelated images moved", "robot drawn")
     shown: list[tuple[str, Callable[[float], str]]] = [
         ("right", lambda value: f"{100 * value:.0f} %"),
@@ -203,15 +220,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "table"))
     parser.add_argument("out", type=Path)
+    parser.add_argument("--dataset", choices=DATASETS, default=DATASETS[0])
     parser.add_argument("--arms", nargs="+", default=[*ARMS], choices=[*ARMS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--adapter-steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--adapter-steps", type=int, default=80)
     parser.add_argument("--budget-minutes", type=float, default=60.0)
     args = parser.parse_args()
     if args.what == "run":
-        run(args.out, args.arms, args.seeds, args.steps, args.adapter_steps, args.budget_minutes)
-    print(table(args.out))
+        lengths = (args.steps, args.adapter_steps)
+        run(args.out, args.dataset, args.arms, args.seeds, lengths, args.budget_minutes)
+    print(table(args.out, args.dataset))
 
 
 if __name__ == "__main__":

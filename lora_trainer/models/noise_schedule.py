@@ -61,9 +61,9 @@ def is_few_step(folder: Path) -> bool:
     return config.get("_class_name") in FEW_STEP_SCHEDULERS or (is_trailing and predicts_noise)
 
 
-def sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Four steps without guidance for models distilled for few steps, else the usual ones."""
-    return SamplingDefaults(steps=4, guided=False, negative=False) if is_few_step(folder) else SamplingDefaults()
+def sampling_defaults(folder: Path, steps: int = 25) -> SamplingDefaults:
+    """Four steps without guidance for models distilled for few steps, else the family's usual ones."""
+    return SamplingDefaults(steps=4, guided=False, negative=False) if is_few_step(folder) else SamplingDefaults(steps)
 
 
 def _problems(config: Mapping[str, Any], where: Path) -> list[Problem]:

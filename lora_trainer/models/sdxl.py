@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
+STEPS = 30  # of sampling
 SIZE_NUMBERS = 6  # original height, width, crop top, left, target height, width
 
 
@@ -166,7 +168,7 @@ FAMILY = Family(
     pipeline=PipelineSpec(
         class_name="StableDiffusionXLPipeline",
         make=make_pipeline,
-        sampling_defaults=sampling_defaults,
+        sampling_defaults=partial(sampling_defaults, steps=STEPS),
     ),
     lora_files=LoraFileSpec(
         base_names=base_names,
