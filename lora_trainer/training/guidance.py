@@ -15,6 +15,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from lora_trainer.core.conditioning import controls_of
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.evaluation.validation_loss import Predict
 
@@ -30,18 +31,29 @@ class GuidanceTarget:
 
     @torch.no_grad()
     def without_caption(
-        self, predict: PredictWith, denoiser: nn.Module, noisy: Tensor, t: Tensor, sizes: Tensor
+        self,
+        predict: PredictWith,
+        denoiser: nn.Module,
+        inputs: tuple[Tensor, Tensor, Mapping[str, Tensor], Tensor],
     ) -> Tensor:
-        """u [B, C, h, w] in fp32: the frozen model's prediction for the empty caption, without the LoRA."""
-        cond = {name: value.expand(len(t), *value.shape[1:]) for name, value in self.cond.items()}
+        """u [B, C, h, w] in fp32: the frozen model's prediction for the empty caption, without the LoRA.
+
+        `inputs` are noisy latents, t, conditioning and sizes of the samples; their control images stay.
+        """
+        noisy, t, own, sizes = inputs
+        empty = {name: value.expand(len(t), *value.shape[1:]) for name, value in self.cond.items()}
         with without_adapter(denoiser):
-            return predict(denoiser, noisy, t, cond, sizes).float()
+            return predict(denoiser, noisy, t, {**empty, **controls_of(own)}, sizes).float()
 
     def move(
-        self, target: Tensor, predict: PredictWith, denoiser: nn.Module, noisy: Tensor, t: Tensor, sizes: Tensor
+        self,
+        target: Tensor,
+        predict: PredictWith,
+        denoiser: nn.Module,
+        inputs: tuple[Tensor, Tensor, Mapping[str, Tensor], Tensor],
     ) -> Tensor:
         """The target u + g (target - u) [B, C, h, w]. Each sample's is its own, so a step may be split."""
-        u = self.without_caption(predict, denoiser, noisy, t, sizes)
+        u = self.without_caption(predict, denoiser, inputs)
         return u + self.scale * (target - u)
 
     def unguided(self, predict: PredictWith, denoiser: nn.Module) -> Predict:
@@ -52,7 +64,7 @@ class GuidanceTarget:
         """
 
         def predict_unguided(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
-            u = self.without_caption(predict, denoiser, noisy, t, sizes)
+            u = self.without_caption(predict, denoiser, (noisy, t, cond, sizes))
             return u + (predict(denoiser, noisy, t, cond, sizes).float() - u) / self.scale
 
         return predict_unguided

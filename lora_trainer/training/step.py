@@ -203,7 +203,8 @@ def backward(context: StepContext, micro: MicroBatch, samples: int) -> tuple[Ten
         noisy = process.add_noise(micro.latents, micro.added, micro.t).to(context.dtype)
         target = process.target(micro.latents, micro.noise, micro.t)
         if context.guidance is not None:  # before the pass that autograd keeps, so that both are never in memory
-            target = context.guidance.move(target, context.predict, context.denoiser, noisy, micro.t, micro.sizes)
+            inputs = (noisy, micro.t, micro.cond, micro.sizes)
+            target = context.guidance.move(target, context.predict, context.denoiser, inputs)
         cond = micro.cond if context.texts is None else context.texts.encode(micro.captions, micro.cond)
         predicted = context.predict(context.denoiser, noisy, micro.t, cond, micro.sizes)
         losses = context.loss(predicted, target, micro.t, micro.mask) * micro.weights

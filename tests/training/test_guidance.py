@@ -41,7 +41,7 @@ def test_the_target_is_guided_and_its_error_divided_by_the_scale(scale: float, s
     empty, caption = torch.randn(3, generator=draw), torch.randn(rows, 3, generator=draw)
     t, sizes = torch.zeros(rows), torch.zeros(rows, 6)
     guidance = make_guidance_target(scale, layers, {"embeds": empty}, torch.device("cpu"), torch.float32)
-    moved = guidance.move(target, predict, layers, noisy, t, sizes)
+    moved = guidance.move(target, predict, layers, (noisy, t, {"embeds": caption}, sizes))
     u = frozen(noisy + empty)
     torch.testing.assert_close(moved, u + scale * (target - u), rtol=1e-5, atol=1e-5)
     assert not moved.requires_grad
