@@ -41,6 +41,7 @@ from lora_trainer.run.reading import reading
 from lora_trainer.run.session import Session, open_session, with_generated_images
 from lora_trainer.training.build import build_step_context
 from lora_trainer.training.feed import Feed, make_feed
+from lora_trainer.training.guidance import make_guidance_target
 from lora_trainer.training.micro_batch import MicroBatch, make_copier, make_micro_batch
 from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.run import Run
@@ -191,6 +192,10 @@ def public_subject(
     family = reading(config, FAMILIES[architecture.facts.family])
     side, count = trained_resolution(config, architecture.facts), config.train.effective_batch_size
     cond_shapes = family.text.cond_shapes(architecture.denoiser)
+    if (scale := config.loss.guidance_target) is not None:
+        empty = {name: torch.zeros(shape) for name, shape in cond_shapes.items()}
+        guidance = make_guidance_target(scale, context.denoiser, empty, context.device, context.dtype)
+        context = replace(context, guidance=guidance)
     copied = make_copier(context.device, context.dtype)
 
     def micros(step: int) -> list[MicroBatch]:

@@ -383,6 +383,19 @@ def weightings(settings: Settings) -> list[Yields]:
     return [Yields("loss.min_snr_gamma", None, reason, fix)]
 
 
+def guidance_target(settings: Settings) -> list[Yields]:
+    """A target by the frozen text encoders' empty caption, where text encoders are trained."""
+    setting = {
+        "text_encoder.learning_rates": any(settings["text_encoder.learning_rates"]),
+        "textual_inversion.placeholder_tokens": bool(settings["textual_inversion.placeholder_tokens"]),
+    }
+    trained = [name for name, is_set in setting.items() if is_set]
+    if settings["loss.guidance_target"] is None or not trained:
+        return []
+    reason = f"its target is of the base model as it was, and {trained[0]} trains its text encoders"
+    return [Yields("loss.guidance_target", None, reason, f"Remove loss.guidance_target, or {trained[0]}.")]
+
+
 def flow_times(settings: Settings) -> list[Yields]:
     """Settings of a timestep distribution that is not used."""
     name = settings["flow.timestep_sampling"]
@@ -462,6 +475,7 @@ RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     control,
     narrow_weights,
     weightings,
+    guidance_target,
     flow_times,
     learned_tokens,
     unused_class_prompts,

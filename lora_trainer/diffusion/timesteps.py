@@ -116,6 +116,15 @@ def drawn_timesteps(draws: Sequence[float], times: Times, timesteps: int, size: 
     return torch.tensor([min(each, timesteps - 1) for each in found], dtype=torch.long)
 
 
+def few_step_timesteps(count: int, times: Times, timesteps: int, size: tuple[int, int]) -> list[int]:
+    """The timesteps of a distilled model's few steps, from pure noise on: equal parts of the schedule, moved by its shift.
+
+    diffusers calls this spacing `trailing` (arXiv:2305.08891, table 2).
+    """
+    ends = [shifted(1.0 - index / count, times.shift.of(size)) for index in range(count)]
+    return [max(0, round(end * timesteps) - 1) for end in ends]
+
+
 def stratified_timesteps(count: int, timesteps: int) -> list[int]:
     """The middles of `count` equal parts of the schedule, so that a mean covers all of it.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lora_trainer.core.conditioning import controls_of
 from lora_trainer.diffusion.noise import position_noise
 from lora_trainer.diffusion.process import Process
-from lora_trainer.diffusion.timesteps import stratified_timesteps
+from lora_trainer.diffusion.timesteps import few_step_timesteps, stratified_timesteps
 from lora_trainer.evaluation.validation_loss import Predict
 
 Cond = Mapping[str, Tensor]
@@ -30,13 +30,17 @@ class Request:
 @dataclass(frozen=True)
 class Sampler:
     """DDIM (arXiv:2010.02502, eta 0), or Euler along a flow, in `steps`; with classifier-free guidance
-    (arXiv:2207.12598) where `negative`, the text embeddings of the empty caption, is there."""
+    (arXiv:2207.12598) where `negative`, the text embeddings of the empty caption, is there.
+
+    `few`: at the timesteps of a model that was distilled for so many steps.
+    """
 
     predict: Predict
     process: Process
     steps: int
     guidance: float = 1.0
     negative: Cond | None = None
+    few: bool = False
 
 
 @torch.no_grad()
@@ -63,9 +67,10 @@ def _sample(sampler: Sampler, requests: Sequence[Request], shape: tuple[int, ...
     sizes = torch.stack([request.sizes for request in requests])
     dtype, count = next(iter(cond.values())).dtype, len(requests)
     latents = torch.stack([position_noise(shape, request.seed, "verdict") for request in requests]).to(device)
-    points = [
-        torch.full((count,), t, device=device) for t in stratified_timesteps(sampler.steps, process.timesteps)[::-1]
-    ]
+    times = stratified_timesteps(sampler.steps, process.timesteps)[::-1]
+    if sampler.few:
+        times = few_step_timesteps(sampler.steps, process.times, process.timesteps, (shape[-2], shape[-1]))
+    points = [torch.full((count,), t, device=device) for t in times]
     for t, after in zip(points, [*points[1:], None], strict=True):
         prediction = sampler.predict(latents.to(dtype), t, cond, sizes).float()
         if sampler.negative is not None and sampler.guidance != 1.0:

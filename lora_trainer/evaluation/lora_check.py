@@ -91,7 +91,7 @@ from lora_trainer.evaluation.verdict import (
     VerdictPart,
 )
 from lora_trainer.export.weights import LoraWeights, adaptable_modules
-from lora_trainer.models.family import Caption, Family
+from lora_trainer.models.family import Caption, Family, SamplingDefaults
 from lora_trainer.models.folder import fingerprint, weights_digest
 from lora_trainer.models.lora_names import read_lora_with_tokens
 from lora_trainer.models.vision_encoder import EncoderFolder
@@ -122,6 +122,17 @@ class LoraGate:
     encoder: EncoderFolder | None = None
     cache: Path | None = None
     strengths: Sequence[float] = (1.0,)
+
+
+def takes_few_steps(usual: SamplingDefaults) -> bool:
+    """Whether a model is distilled for fewer steps than a verdict takes."""
+    return not usual.guided and usual.steps < LORA_CHECKS["full"].steps
+
+
+def effort_on(check: str, family: Family, base: Path) -> Effort:
+    """What a verdict measures on a model: one distilled for few steps is sampled in no more of them."""
+    effort, usual = LORA_CHECKS[check], family.pipeline.sampling_defaults(base)
+    return replace(effort, steps=min(effort.steps, usual.steps)) if takes_few_steps(usual) else effort
 
 
 def check_lora(
@@ -169,7 +180,7 @@ def open_lora(
 ) -> OpenLora | LoraReport:
     """Load a LoRA for its verdict; the report of one that does not work."""
     device, dtype, usable = compute.device, compute.dtype, compute.usable
-    effort = LORA_CHECKS[gate.check]
+    effort = effort_on(gate.check, family, base)
     weights = read_lora_with_tokens(lora)
     if refused := refused_unloaded(weights, base, family, gate.minimum):
         return refused
@@ -216,7 +227,14 @@ def open_lora(
     total = count_passes(effort, images, samples, (shape, len(prompts)), guided=is_guided, described=encoder is None)
     predict = partial(in_parts, watched(partial(family.denoiser.predict, denoiser), total, compute.progress))
     studio = Studio(
-        Sampler(predict, process, effort.steps, GUIDANCE, {} if is_guided else None),
+        Sampler(
+            predict,
+            process,
+            effort.steps,
+            GUIDANCE,
+            {} if is_guided else None,
+            few=takes_few_steps(family.pipeline.sampling_defaults(base)),
+        ),
         shape,
         sizes,
         family.denoiser.features(denoiser),
@@ -239,7 +257,7 @@ def measure_lora(
     opened = open_lora(lora, base, family, images, gate, compute)
     if isinstance(opened, LoraReport):
         return opened
-    studio, images, effort = opened.studio, opened.images, LORA_CHECKS[gate.check]
+    studio, images, effort = opened.studio, opened.images, effort_on(gate.check, family, base)
     if (drifted := _measure_drift(studio)) is None:
         return base_not_finite(gate.minimum)
     if images.unseen:

@@ -58,6 +58,7 @@ from lora_trainer.importers.words import (
 
 # Linear layers and 1x1 convolutions of the whole U-Net; with `conv` its other convolutions too.
 ALL_LINEAR = ("*.attentions.*", "*.time_emb_proj", "*embedding.*", "*.conv_shortcut")
+OF_THE_BASE = "the prediction for the empty caption is the base model's, without the LoRA"
 FAMILIES = (
     "sd1",
     "sd15",
@@ -139,6 +140,15 @@ def _loss(value: Any, around: Around) -> Took:
     kind = lookup({**kinds, "mean_flow": "mse"}, value, "a loss")
     exact = text(value) in ("mse", "pseudo_huber")
     return Took({"loss.type": kind}, "" if exact else "the nearest loss", "mapped" if exact else "changed")
+
+
+def _guidance_target(value: Any, around: Around) -> Took:
+    if not truth(value):
+        return Took({}, "off", "ignored")
+    scale = around["train.guidance_loss_target"]
+    if isinstance(scale, list):
+        return Took({}, "a scale drawn from a range: set loss.guidance_target to one number", "changed")
+    return Took({"loss.guidance_target": number(scale)}, OF_THE_BASE, "changed")
 
 
 def _prompts(value: Any, around: Around) -> Took:
@@ -236,6 +246,8 @@ RULES: Mapping[str, KeyRule] = {
     "train.noise_offset": unless_off("noise.offset", number),
     "train.loss_type": by(_loss, "loss.type", "others than ours are replaced"),
     "train.reg_weight": same("loss.prior_loss_weight", number),
+    "train.do_guidance_loss": by(_guidance_target, "loss.guidance_target", OF_THE_BASE, changes=True),
+    "train.guidance_loss_target": part_of("train.do_guidance_loss", "loss.guidance_target"),
     "train.ema_config.use_ema": average_with("train.ema_config.ema_decay", 0.999),
     "train.ema_config.ema_decay": part_of("train.ema_config.use_ema", "train.ema_decay"),
     "train.ema_config.use_feedback": lacking("there is no such thing here"),
@@ -272,6 +284,7 @@ DEFAULTS: Mapping[str, Any] = {
     "train.gradient_checkpointing": True,
     "save.save_every": 1000,
     "save.max_step_saves_to_keep": 5,
+    "train.guidance_loss_target": 3.0,
     "sample.sample_every": 100,
     "sample.sample_steps": 20,
     "sample.guidance_scale": 7,

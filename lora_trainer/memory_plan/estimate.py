@@ -47,6 +47,9 @@ class Demand:
     `precisions` are the ones to try, best first. `encoder` is for images that are encoded while training, one by
     one: bytes of the VAE, and its bytes per pixel. `texts` are the trained text encoders.
 
+    `guided`: each sample takes one more forward pass, without gradients, before the others: it needs more time, and less
+    memory than they do.
+
     `streaming` is a number of swapped blocks, or `auto`; `recompute` is the checkpointing mode;
     `offloaded`: activations are offloaded. `controls` are the control images of a sample. `others` returns the peaks in GiB of a run's phases besides training.
     """
@@ -71,6 +74,8 @@ class Demand:
     texts: TextSizes = NO_TEXTS
     controls: int = 0
     rounded: bool = False  # bf16 weights alone, without masters (`optimizer.stochastic_rounding`)
+    frozen: int = 0  # values of `model.training_adapter`
+    guided: bool = False  # `loss.guidance_target`
     others: Callable[[Demand, MemoryPlan], Mapping[str, float]] = field(default=no_other_phases, compare=False)
 
     @property
@@ -154,9 +159,13 @@ def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, swap
     autoencoder, encoding = demand.encoder[0], demand.encoder[1] * demand.area * demand.downscale**2
     activations += encoding  # at the same time as the step
     overhead = CONTEXT_GIB * GIB + FRAGMENTATION * (adapter + state + activations)
-    flops = found.flops * demand.samples / micro + texts.flops(demand.samples, checkpointed=recomputed)
+    flops: float = found.flops
+    if demand.guided:  # half of a step that recomputes nothing: frozen weights need no gradients of their own
+        flops += demand.memory_model.footprint(replace(sizes, checkpointed=0, recompute="full"), precision).flops / 2
+    flops = flops * demand.samples / micro + texts.flops(demand.samples, checkpointed=recomputed)
+    held = found.weights + autoencoder + itemsize * (sum(texts.held.values()) + demand.frozen)
     return Parts(
-        weights=(found.weights + autoencoder + itemsize * sum(texts.held.values())) / GIB,
+        weights=held / GIB,
         adapter=adapter / GIB,
         optimizer=state / GIB,
         activations=activations / GIB,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.family import PREDICTIONS
+from lora_trainer.models.family import PREDICTIONS, SamplingDefaults
 from lora_trainer.models.folder import read_config
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SHAPES = ("scaled_linear", "linear")
 MOST_STEPS = 100_000
+FEW_STEP_SCHEDULERS = ("LCMScheduler", "TCDScheduler")  # of arXiv:2310.04378 and arXiv:2402.19159
 OTHER_PROCESSES = ("EDM", "FlowMatch")  # beginnings of the names of schedulers with another process
 
 
@@ -47,6 +48,22 @@ def read_noise_schedule(folder: Path) -> NoiseSchedule:
         prediction=config.get("prediction_type", "epsilon"),
         zero_terminal=bool(config.get("rescale_betas_zero_snr")),
     )
+
+
+def is_few_step(folder: Path) -> bool:
+    """Whether a folder's scheduler is set for few steps, as of SD Turbo, SDXL Turbo, LCM and TCD.
+
+    Nothing else in their configs differs. Models of zero terminal SNR are sampled with `trailing` in many steps.
+    """
+    config = read_config(folder, "scheduler/scheduler_config.json")
+    is_trailing = config.get("timestep_spacing") == "trailing" and not config.get("rescale_betas_zero_snr")
+    predicts_noise = config.get("prediction_type", "epsilon") == "epsilon"
+    return config.get("_class_name") in FEW_STEP_SCHEDULERS or (is_trailing and predicts_noise)
+
+
+def sampling_defaults(folder: Path, steps: int = 25) -> SamplingDefaults:
+    """Four steps without guidance for models distilled for few steps, else the family's usual ones."""
+    return SamplingDefaults(steps=4, guided=False, negative=False) if is_few_step(folder) else SamplingDefaults(steps)
 
 
 def _problems(config: Mapping[str, Any], where: Path) -> list[Problem]:
@@ -116,8 +133,9 @@ def make_scheduler(folder: Path) -> DDIMScheduler:
         beta_schedule=schedule.shape,
         prediction_type=schedule.prediction,
         rescale_betas_zero_snr=schedule.zero_terminal,
-        # Without signal at the end, sampling must begin at the very last timestep (arXiv:2305.08891, 3.3).
-        timestep_spacing="trailing" if schedule.zero_terminal else "leading",
+        # Without signal at the end, sampling must begin at the very last timestep (arXiv:2305.08891, 3.3); few steps
+        # begin there as well.
+        timestep_spacing="trailing" if schedule.zero_terminal or is_few_step(folder) else "leading",
         clip_sample=False,
         set_alpha_to_one=False,
         steps_offset=1,

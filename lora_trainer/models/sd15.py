@@ -25,7 +25,7 @@ from lora_trainer.models.family import (
 )
 from lora_trainer.models.folder import fingerprint
 from lora_trainer.models.frozen import load_frozen
-from lora_trainer.models.noise_schedule import make_process, make_scheduler
+from lora_trainer.models.noise_schedule import make_process, make_scheduler, sampling_defaults
 from lora_trainer.models.unet import (
     CLIP_TARGETS,
     CLIP_TOKENS,
@@ -151,6 +151,7 @@ FAMILY = Family(
     pipeline=PipelineSpec(
         class_name="StableDiffusionPipeline",
         make=make_pipeline,
+        sampling_defaults=sampling_defaults,
     ),
     lora_files=LoraFileSpec(
         base_names=base_names,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +25,7 @@ from lora_trainer.models.family import (
 )
 from lora_trainer.models.folder import fingerprint, read_config
 from lora_trainer.models.frozen import load_frozen
-from lora_trainer.models.noise_schedule import make_process, make_scheduler
+from lora_trainer.models.noise_schedule import make_process, make_scheduler, sampling_defaults
 from lora_trainer.models.unet import (
     CLIP_TARGETS,
     CLIP_TOKENS,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
+STEPS = 30  # of sampling
 SIZE_NUMBERS = 6  # original height, width, crop top, left, target height, width
 
 
@@ -166,6 +168,7 @@ FAMILY = Family(
     pipeline=PipelineSpec(
         class_name="StableDiffusionXLPipeline",
         make=make_pipeline,
+        sampling_defaults=partial(sampling_defaults, steps=STEPS),
     ),
     lora_files=LoraFileSpec(
         base_names=base_names,

@@ -11,7 +11,7 @@ from lora_trainer.models.autoencoder import levels, vae_facts
 from lora_trainer.models.family import FeatureBlock, ModelFacts
 from lora_trainer.models.folder import check_components, read_config, tokenizer_of, whole_number
 from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
-from lora_trainer.models.noise_schedule import read_noise_schedule
+from lora_trainer.models.noise_schedule import is_few_step, read_noise_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +67,7 @@ def unet_facts(folder: Path, family: str, text_encoders: Sequence[str] = ("text_
         pixel_step=downscale * 2 ** (unet_levels - 1),
         prediction=schedule.prediction,
         caption_tokens=tokens,
+        distilled_from="the model that it was made from" if is_few_step(folder) else "",
     )
 
 

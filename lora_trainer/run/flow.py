@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -86,6 +86,7 @@ from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_vali
 from lora_trainer.training.checkpoints.scratch import Scratch
 from lora_trainer.training.control import is_stopped_early, stop_reason
 from lora_trainer.training.feed import Feed, make_feed
+from lora_trainer.training.guidance import make_guidance_target
 from lora_trainer.training.loop import train
 from lora_trainer.training.network_weights import check_lora_files
 from lora_trainer.training.profiler import ProfiledDevice, Profiler
@@ -207,6 +208,10 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
     for note in (*context.built.notes, *(context.built.details if session.order.verbose else ())):
         console.print(note)
     data = cached_data(config, inputs, plans)
+    if (scale := config.loss.guidance_target) is not None:
+        empty = data.texts.read(data.empty_key)
+        guidance = make_guidance_target(scale, context.denoiser, empty, context.device, context.dtype)
+        context = replace(context, guidance=guidance)
     if not config.cache.latents:
         console.print("latents are encoded while training (cache.latents=false); the VAE stays loaded")
         fresh = fresh_latents(config, inputs, session.choices, session.processes.world)
@@ -270,9 +275,13 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         context = replace(context, phase=profiler.phase)
     weight = WEIGHTINGS[config.loss.weighting](config.loss, context.process)
 
+    own: Callable[..., Tensor] = partial(context.predict, context.denoiser)
+    if context.guidance is not None:
+        own = context.guidance.unguided(context.predict, context.denoiser)
+
     def predict(*arguments: Any) -> Tensor:
         with abortable():
-            return context.predict(context.denoiser, *arguments)
+            return own(*arguments)
 
     pairs = compared_captions(config, images, session.steps.total)
 

@@ -20,7 +20,7 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import FEWEST_COMPARED, FEWEST_FOR_FOLDS
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.evaluation.part_words import WORDS
-from lora_trainer.models.family import ModelFacts
+from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.monitor.progress import duration
 from lora_trainer.report.record import Record
@@ -39,24 +39,32 @@ CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
 SEVERITIES = ("error", "warning", "note")  # in the order of the lines at the end
 
 
-def distilled_line(config: Config, facts: ModelFacts) -> str | None:
-    """A warning for a model that was distilled to generate in few steps, which plain training undoes.
+def distilled_line(config: Config, family: Family, facts: ModelFacts) -> str | None:
+    """A warning for a model that was distilled to generate in few steps, which plain training undoes, with the choices.
 
-    By its config, or where that is the same as others' by the name of its files.
+    By its config, or where that is the same as others' by the name of its files. Where one of the choices is made there
+    is none; `loss.guidance_target` on a model with classifier-free guidance is one of its own.
     """
     names = " ".join((facts.name, *Path(config.model.path or "").parts[-2:]))  # folders above are not the model's
     base = facts.distilled_from or ("the model that it was made from" if DISTILLED_NAMES.search(names) else "")
-    if not base or config.model.training_adapter is not None:
+    scale = config.loss.guidance_target
+    if scale is not None and not base and family.pipeline.sampling_defaults(facts.path).negative:
+        return (
+            f"warning: loss.guidance_target={scale:g} is for models with distilled guidance, and {facts.name} is sampled"
+            " with a guidance scale: the LoRA learns guidance that sampling adds again. Remove loss.guidance_target"
+        )
+    if not base or scale is not None or config.model.training_adapter is not None:
         return None
     return (
-        f"warning: {facts.name} is distilled to generate in few steps, and training it as it is undoes that."
-        f" Train on {base}, and generate with either; or set model.training_adapter to a LoRA made for this model"
+        f"warning: {facts.name} is distilled to generate in few steps, and training it as it is undoes that. Choose one:"
+        f" train on {base} and generate with either model; set model.training_adapter to a LoRA made for this model;"
+        " or set loss.guidance_target=3 (docs/distilled.md)"
     )
 
 
 def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
     """The VAE where it is not the model's own, a flow's timesteps, and which trained encoders diffusers ignores."""
-    lines = [line] if (line := distilled_line(config, inputs.facts)) else []
+    lines = [line] if (line := distilled_line(config, inputs.family, inputs.facts)) else []
     if config.model.vae is not None:
         scale = read_config(inputs.facts.path, "vae/config.json").get("scaling_factor")
         a_file = config.model.vae.endswith(".safetensors")

@@ -27,6 +27,7 @@ from lora_trainer.models.compiled import Compiled
 from lora_trainer.optim.clipping import Clip
 from lora_trainer.optim.optimizers import set_lr
 from lora_trainer.optim.random_updates import AddNoise, TakeStep
+from lora_trainer.training.guidance import GuidanceTarget
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.step_phases import PhaseRange
 from lora_trainer.training.texts import TrainedTexts
@@ -92,6 +93,7 @@ class StepContext:
     rank: int = 0
     world: int = 1
     texts: TrainedTexts | None = None
+    guidance: GuidanceTarget | None = None  # `loss.guidance_target`
     shares: tuple[float, ...] = ()  # factor on the learning rate of each parameter group; empty: 1
     built: Built = Built()
     phase: PhaseRange = nullcontext  # a range around each phase, for a profile
@@ -199,9 +201,12 @@ def backward(context: StepContext, micro: MicroBatch, samples: int) -> tuple[Ten
     process = context.process
     with context.phase("forward"):
         noisy = process.add_noise(micro.latents, micro.added, micro.t).to(context.dtype)
+        target = process.target(micro.latents, micro.noise, micro.t)
+        if context.guidance is not None:  # before the pass that autograd keeps, so that both are never in memory
+            inputs = (noisy, micro.t, micro.cond, micro.sizes)
+            target = context.guidance.move(target, context.predict, context.denoiser, inputs)
         cond = micro.cond if context.texts is None else context.texts.encode(micro.captions, micro.cond)
         predicted = context.predict(context.denoiser, noisy, micro.t, cond, micro.sizes)
-        target = process.target(micro.latents, micro.noise, micro.t)
         losses = context.loss(predicted, target, micro.t, micro.mask) * micro.weights
         loss = losses.sum() / samples
     with context.phase("backward"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,25 @@ def test_json_is_one_document_on_stdout(
     assert code == (0 if document["outcome"] == "passed" else 4)
     assert document["cost"]["forward_passes"] > 50
     assert "9 images" in output.err
+
+
+def test_a_lora_of_the_base_is_drawn_and_judged_on_the_distilled_model(
+    lora: Path, base: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In its own four steps without a guidance scale, where the base takes more and guides."""
+    distilled = tmp_path / "distilled"
+    shutil.copytree(base, distilled)
+    path = distilled / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "timestep_spacing": "trailing"}))
+    main(["validate", str(lora), "--model", str(distilled), "--data", str(images), "--json", *LITE])
+    output = capsys.readouterr()
+    assert json.loads(output.out)["outcome"] in ("passed", "refused", "unresolved")
+    assert "in 4 steps each" in output.err
+    drawn = ["sample", str(lora), "--model", str(distilled), "--prompt", "a ring", "--size", "64x64"]
+    assert main([*drawn, "--output", str(tmp_path / "drawn")]) == 0
+    (recipe,) = (tmp_path / "drawn").rglob("*.json")
+    document = json.loads(recipe.read_text())
+    assert (document["steps"], document["guidance"]) == (4, None)
 
 
 def test_the_runs_own_validation_images_are_found(

@@ -42,6 +42,25 @@ def test_rank_and_alpha_of_ai_toolkit(network: dict[str, int], rank: int, alpha:
     assert {"lora.rank", "lora.alpha"} <= {*imported.settings}
 
 
+@pytest.mark.parametrize(
+    ("keys", "scale"),
+    [
+        ({}, None),
+        ({"do_guidance_loss": False, "guidance_loss_target": 4.0}, None),
+        ({"do_guidance_loss": True}, 3.0),
+        ({"do_guidance_loss": True, "guidance_loss_target": 3.5}, 3.5),
+        ({"do_guidance_loss": True, "guidance_loss_target": [2.0, 4.0]}, None),
+    ],
+)
+def test_the_guidance_loss_of_ai_toolkit(keys: dict[str, object], scale: float | None, tmp_path: Path) -> None:
+    job = {"job": "extension", "config": {"name": "a", "process": [{"type": "sd_trainer", "train": keys}]}}
+    imported = imported_text(tmp_path, "a.json", json.dumps(job))
+    assert imported.config.loss.guidance_target == scale
+    if keys.get("do_guidance_loss"):
+        verdict, why = verdict_of(imported, "do_guidance_loss")
+        assert (verdict, "the base model's" in why) == ("changed", scale is not None)
+
+
 def kohya_with(folder: Path, text: str) -> Imported:
     start = 'pretrained_model_name_or_path = "m"\nnetwork_dim = 8\n'
     return imported_text(folder, "k.toml", f"{start}{text}\n")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.config.schema import Config, LoraSection
+from lora_trainer.core.grid import image_name
 from lora_trainer.export.weights import LoraPair
 from lora_trainer.models.lora_names import read_lora
+from lora_trainer.report.record import BEFORE_AFTER
 from lora_trainer.training.network_weights import add_frozen, start_from_file
 from tests.recipes.recipe import Bench, losses, tensor_bytes
 
@@ -97,6 +102,24 @@ def test_a_training_adapter_changes_the_prediction_and_not_the_file(earlier: Ben
     assert max(float(each.abs().max()) for each in found.values()) < 1e-8
 
 
+def test_images_and_verdict_are_without_the_training_adapter(earlier: Bench, bench: Bench):
+    """Of a LoRA that has learned nothing, so that the base model's own images and numbers are compared."""
+    first = earlier.folder("first") / "first.safetensors"
+    checked = {**STILL, **CONVOLUTIONS, "gates__lora_check": "lite", "gates__lora": 0}
+    parts, images = [], []
+    for name, settings in {"with it": {"model__training_adapter": first}, "without": {}}.items():
+        bench.run(name, steps=2, **checked, **settings)
+        parts.append(json.loads((bench.folder(name) / "run.json").read_text())["lora"]["parts"])
+        drawn = bench.folder(name) / "samples"
+        images += [np.asarray(Image.open(drawn / image_name(BEFORE_AFTER, 0, each)), int) for each in (None, 1.0)]
+    assert max(np.abs(image - images[0]).max() for image in images) <= 1
+    assert parts[0].keys() == parts[1].keys()
+    for name, part in parts[0].items():
+        assert part["measured"] == parts[1][name]["measured"]
+        for key in ("value", "low", "high"):
+            assert part[key] == pytest.approx(parts[1][name][key], abs=1e-3), (name, key)
+
+
 def test_a_run_resumes_only_with_the_same_training_adapter(
     earlier: Bench, bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -164,6 +187,7 @@ def test_an_adapters_weights_move_with_its_layer():
     expected = layer(x) + x @ pair.delta().T
     add_frozen(layer, pair, torch.float32, torch.device("cpu"))
     torch.testing.assert_close(layer(x), expected)
+    assert not any(half.requires_grad for half in layer.buffers())
     assert layer.to("meta")(x.to("meta")).is_meta
     assert set(layer.state_dict()) == {"weight", "bias"}
 

@@ -144,6 +144,8 @@ CASES: dict[str, Case] = {
     },
     "schnell": {
         "family": "flux-schnell",
+        "loss__guidance_target": 3.5,
+        "validation__every_n_steps": 2,
         "data__resolution": 64,
         "memory__weight_dtype": "int8",
         "lora__target_modules": "attention+ff",
@@ -204,6 +206,7 @@ CASES: dict[str, Case] = {
         "captions__prompt_weighting": True,
         "captions__trigger_word": "sks",
         "captions__variants": 3,
+        "loss__guidance_target": 3.0,
     },
     "views": {
         "data__resolutions": (64, 32),

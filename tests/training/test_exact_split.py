@@ -34,12 +34,12 @@ def gradient(run: Run, micros: list[MicroBatch]) -> torch.Tensor:
     return torch.cat([master.grad.flatten() for master in run.context.masters])
 
 
-@pytest.mark.parametrize("rates", [(), (1e-4,)])
-def test_a_step_of_the_builtin_model_is_the_same_for_every_micro_batch_size(rates, place: TinyPlace):
-    """In fp32 within 1e-5, with its text encoder trained too; that of tiny random models in float64 within 1e-9 (test_step.py)."""
+@pytest.mark.parametrize(("rates", "scale"), [((), 3.0), ((1e-4,), None)])
+def test_a_step_of_the_builtin_model_is_the_same_for_every_micro_batch_size(rates, scale, place: TinyPlace):
+    """In fp32 within 1e-5, with guidance in the target or its text encoder trained too; that of tiny random models in float64 within 1e-9 (test_step.py)."""
     here = replace(place, model=BASE_FOLDER)
     common: dict[str, object] = {"train__effective_batch_size": 4, "data__resolution": 64, "data__max_aspect": 1.0}
-    common["text_encoder__learning_rates"] = rates
+    common |= {"text_encoder__learning_rates": rates, "loss__guidance_target": scale}
     runs = [here.run(f"by_{most}", steps=1, train__max_micro_batch_size=most, **common) for most in (4, 2, 1)]
     fed = [run.feed.micros(0) for run in runs]
     assert [[len(micro.latents) for micro in micros] for micros in fed] == [[4], [2, 2], [1, 1, 1, 1]]

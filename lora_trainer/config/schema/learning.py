@@ -168,6 +168,11 @@ class LossSection(Section):
         None, "changes training", "min-SNR weighting (arXiv:2303.09556); 5 is usual"
     )
     prior_loss_weight: NotNegative = setting(1.0, "changes training", "factor on the loss of regularization images")
+    guidance_target: Annotated[float, Field(gt=1.0, le=30.0)] | None = setting(
+        None,
+        "changes training",
+        "guidance scale in the target, for distilled models: the target is moved away from the base model's own prediction for the empty caption, so that the LoRA does not unlearn the distilled guidance; 3 to 3.5 is usual, and a step takes one more forward pass",
+    )
     unmasked_weight: Share = setting(0.0, "changes training", "weight of a masked image's loss where its mask is black")
 
 

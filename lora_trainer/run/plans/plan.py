@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from lora_trainer.adapters.adapter_kinds import ADAPTERS
@@ -16,6 +17,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.gpu_rates import least_seconds
 from lora_trainer.core.io import user_cache_folder
+from lora_trainer.core.tensorfile import elements, read_tensor_header
 from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_validation
@@ -232,7 +234,7 @@ def make_demand(
     precision: str | None = None,
 ) -> Demand:
     """The settings as a demand on a GPU. `precision` replaces `memory.weight_dtype` where the GPU changes it."""
-    config, facts = resolved.config, architecture.facts
+    config, facts, adapter = resolved.config, architecture.facts, resolved.config.model.training_adapter
     first = precision or config.memory.weight_dtype
     asked = from_user(resolved.origin["memory.weight_dtype"]) or limit_gib is None or first == "fp32"
     return Demand(
@@ -257,6 +259,8 @@ def make_demand(
         others=partial(other_peaks, facts=facts, images=config.cache.batch_size, without=family.text.options.without),
         texts=text_sizes(config, family, facts),
         controls=named_controls(config),
+        frozen=0 if adapter is None else elements(read_tensor_header(Path(adapter).expanduser())),
+        guided=config.loss.guidance_target is not None,
     )
 
 

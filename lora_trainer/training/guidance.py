@@ -1,0 +1,101 @@
+"""The guidance-augmented target of a distilled model (`loss.guidance_target`).
+
+A model whose guidance is distilled into its weights predicts what a guided model would: u + g (c - u), where c is the
+prediction with the caption and u that with the empty one (arXiv:2210.03142). The usual target is that of c alone, so
+plain training teaches such a model to guide less. Here the target is moved as far as guidance would move it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from lora_trainer.core.conditioning import controls_of
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.evaluation.validation_loss import Predict
+
+PredictWith = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class GuidanceTarget:
+    """`scale` is g; `cond` the text embeddings of the empty caption, each [1, ...], on the device."""
+
+    scale: float
+    cond: Mapping[str, Tensor]
+
+    @torch.no_grad()
+    def without_caption(
+        self,
+        predict: PredictWith,
+        denoiser: nn.Module,
+        inputs: tuple[Tensor, Tensor, Mapping[str, Tensor], Tensor],
+    ) -> Tensor:
+        """u [B, C, h, w] in fp32: the frozen model's prediction for the empty caption, without the LoRA.
+
+        `inputs` are noisy latents, t, conditioning and sizes of the samples; their control images stay.
+        """
+        noisy, t, own, sizes = inputs
+        empty = {name: value.expand(len(t), *value.shape[1:]) for name, value in self.cond.items()}
+        with without_adapter(denoiser):
+            return predict(denoiser, noisy, t, {**empty, **controls_of(own)}, sizes).float()
+
+    def move(
+        self,
+        target: Tensor,
+        predict: PredictWith,
+        denoiser: nn.Module,
+        inputs: tuple[Tensor, Tensor, Mapping[str, Tensor], Tensor],
+    ) -> Tensor:
+        """The target u + g (target - u) [B, C, h, w]. Each sample's is its own, so a step may be split."""
+        u = self.without_caption(predict, denoiser, inputs)
+        return u + self.scale * (target - u)
+
+    def unguided(self, predict: PredictWith, denoiser: nn.Module) -> Predict:
+        """Predictions with the guidance divided out: u + (p - u) / g.
+
+        Their error from the plain target is the training error divided by g, so that validation losses are those that
+        training lowers, and of the size of any other model's.
+        """
+
+        def predict_unguided(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+            u = self.without_caption(predict, denoiser, (noisy, t, cond, sizes))
+            return u + (predict(denoiser, noisy, t, cond, sizes).float() - u) / self.scale
+
+        return predict_unguided
+
+
+@contextmanager
+def without_adapter(denoiser: nn.Module) -> Iterator[None]:
+    """Inside the block the denoiser predicts as without its adapter; a training adapter stays.
+
+    peft's `enable_adapters` would also change which parameters are trained.
+    """
+    layers = [module for module in denoiser.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def make_guidance_target(
+    scale: float, denoiser: nn.Module, cond: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
+) -> GuidanceTarget:
+    """`cond` are the empty caption's text embeddings as they are cached, without the batch dimension.
+
+    Raises UsageError for an adapter that cannot be turned off.
+    """
+    if not any(isinstance(module, BaseTunerLayer) for module in denoiser.modules()):
+        message = "loss.guidance_target needs predictions without the adapter, and this lora.type cannot be turned off."
+        raise UsageError(Problem(message, "Set lora.type=lora, or remove loss.guidance_target."))
+    # Masks stay on the CPU, as those of micro-batches do.
+    placed = {name: value if value.dtype == torch.bool else value.to(device, dtype) for name, value in cond.items()}
+    return GuidanceTarget(scale, {name: value[None] for name, value in placed.items()})
