@@ -25,7 +25,7 @@ from lora_trainer.models.encoders import offloaded_text
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.flow_schedule import read_flow_schedule
 from lora_trainer.models.published import public_architecture
-from lora_trainer.models.quantization import layers
+from lora_trainer.models.quantization.stored_forms import WeightReader
 from lora_trainer.models.t5 import read_t5_tokens
 from lora_trainer.models.transformer import transformer_facts
 from lora_trainer.run.inputs import refuse_large
@@ -217,16 +217,15 @@ def test_the_cropped_position_table_equals_the_whole_one(sides, tmp_path):
 
 def test_the_whole_position_table_is_never_on_the_device(tmp_path, monkeypatch):
     tiny_pipeline(tmp_path / "tokens", "sd3.5").transformer.save_pretrained(tmp_path / "transformer")
-    moved, real = [], layers._moved
+    loaded, read = [], WeightReader.read
 
-    def seen(found: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
-        moved.append(tuple(found.shape))
-        return real(found, *args, **more)
+    def seen(reader: WeightReader, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+        loaded.append(read(reader, name, dtype))
+        return loaded[-1]
 
-    monkeypatch.setattr(layers, "_moved", seen)
+    monkeypatch.setattr(WeightReader, "read", seen)
     sd3.load_transformer(tmp_path, torch.float32, CPU)
-    tables = [shape for shape in moved if len(shape) == 3]
-    assert [shape[:2] for shape in tables] == [(1, 128 * 128)]
+    assert [tuple(each.shape[:2]) for each in loaded if each.ndim == 3] == [(1, 128 * 128)]
 
 
 def test_a_family_can_encode_captions_with_only_t5(tmp_path):
