@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.family import Caption, TextOptions, TextParts
 from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
-from lora_trainer.models.weighting import Tokens, tokens_of
+from lora_trainer.models.weighting import Tokens, padded_tokens, tokens_of
 
 if TYPE_CHECKING:
     import torch
@@ -68,22 +68,13 @@ def read_chat(
 
     Without `thinking` the reply begins after an empty thought.
     """
-    import torch
-
-    ids = torch.full((len(captions), size), tokenizer.pad_token_id)
-    here = torch.zeros(len(captions), size, dtype=torch.bool)
-    weights: list[Tensor | None] = []
-    for row, caption in enumerate(captions):
+    rows = []
+    for caption in captions:
         plain = isinstance(caption, str)
         around = _chat(tokenizer, caption if isinstance(caption, str) else MARK, thinking)
         parts = ((around, 1.0),) if plain else _between(around, cast("Any", caption))
-        tokens = tokens_of(tokenizer, parts)[:size]
-        ids[row, : len(tokens)] = torch.tensor([token for token, _ in tokens])
-        here[row, : len(tokens)] = True
-        factors = torch.ones(size)
-        factors[: len(tokens)] = torch.tensor([weight for _, weight in tokens])
-        weights.append(None if plain else factors.to(device))
-    return Tokens(ids.to(device), tuple(weights)), here.to(device)
+        rows.append(tokens_of(tokenizer, parts)[:size])
+    return padded_tokens(tokenizer, captions, rows, size, device)
 
 
 def _chat(tokenizer: Any, text: str, thinking: bool) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.folder import read_config
-from lora_trainer.models.weighting import Tokens, tokens_of
+from lora_trainer.models.weighting import Tokens, padded_tokens, tokens_of
 
 if TYPE_CHECKING:
     import torch
@@ -61,25 +61,12 @@ def read_template(
 
     `whole_end`: the end of the template is tokenized by itself, and never truncated.
     """
-    import torch
-
-    end = tokens_of(tokenizer, AFTER) if whole_end else []
-    whole = CUT + size
-    room = max(0, whole - len(end))
-    ids = torch.full((len(captions), whole), tokenizer.pad_token_id)
-    here = torch.zeros(len(captions), whole, dtype=torch.bool)
-    weights: list[Tensor | None] = []
-    for row, caption in enumerate(captions):
-        after = "" if whole_end else AFTER
-        plain = isinstance(caption, str)
+    end, after = (tokens_of(tokenizer, AFTER), "") if whole_end else ([], AFTER)
+    room, rows = max(0, CUT + size - len(end)), []
+    for caption in captions:
         parts = f"{BEFORE}{caption}{after}" if isinstance(caption, str) else ((BEFORE, 1.0), *caption, (after, 1.0))
-        tokens = [*tokens_of(tokenizer, parts)[:room], *end]
-        ids[row, : len(tokens)] = torch.tensor([token for token, _ in tokens])
-        here[row, : len(tokens)] = True
-        factors = torch.ones(whole)
-        factors[: len(tokens)] = torch.tensor([weight for _, weight in tokens])
-        weights.append(None if plain else factors[CUT:].to(device))
-    return Tokens(ids.to(device), tuple(weights)), here.to(device)
+        rows.append([*tokens_of(tokenizer, parts)[:room], *end])
+    return padded_tokens(tokenizer, captions, rows, CUT + size, device, CUT)
 
 
 def as_long_as_needed(embeds: Tensor, padding: Tensor) -> tuple[Tensor, Tensor | None]:

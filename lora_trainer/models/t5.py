@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.folder import tokenizer_of
 from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
-from lora_trainer.models.weighting import Tokens, tokens_of
+from lora_trainer.models.weighting import Tokens, padded_tokens, tokens_of
 
 if TYPE_CHECKING:
     import torch
@@ -52,14 +52,5 @@ def load_t5_tokenizer(folder: Path, text_encoder: str, longest: int) -> Any:
 
 def read_t5_tokens(tokenizer: Any, captions: Sequence[Caption], size: int, device: torch.device) -> Tokens:
     """The captions as `size` tokens each: text, end, padding. Padding is read like text, as in diffusers."""
-    import torch
-
-    rows: list[list[int]] = []
-    weights: list[torch.Tensor | None] = []
-    for caption in captions:
-        words = tokens_of(tokenizer, caption)[: size - 1]
-        padding = size - len(words) - 1
-        rows.append([*(token for token, _ in words), tokenizer.eos_token_id, *[tokenizer.pad_token_id] * padding])
-        factors = torch.tensor([*(weight for _, weight in words), *[1.0] * (padding + 1)])
-        weights.append(None if isinstance(caption, str) else factors.to(device))
-    return Tokens(torch.tensor(rows, device=device), tuple(weights))
+    rows = [[*tokens_of(tokenizer, caption)[: size - 1], (int(tokenizer.eos_token_id), 1.0)] for caption in captions]
+    return padded_tokens(tokenizer, captions, rows, size, device)[0]

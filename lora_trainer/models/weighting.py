@@ -81,6 +81,34 @@ def read_tokens(tokenizer: Any, captions: Sequence[Caption], device: torch.devic
     return Tokens(ids.to(device), tuple(weights), chunks)
 
 
+def padded_tokens(
+    tokenizer: Any,
+    captions: Sequence[Caption],
+    rows: Sequence[Sequence[tuple[int, float]]],
+    size: int,
+    device: torch.device,
+    cut: int = 0,
+) -> tuple[Tokens, Tensor]:
+    """A row of tokens and weights for each caption, padded to `size`; and where there is text [B, size], bool.
+
+    The weights are those of the tokens after the first `cut`.
+    """
+    import torch
+
+    ids = torch.full((len(rows), size), tokenizer.pad_token_id)
+    here = torch.zeros(len(rows), size, dtype=torch.bool)
+    factors = torch.ones(len(rows), size)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = torch.tensor([token for token, _ in row], dtype=ids.dtype)
+        factors[number, : len(row)] = torch.tensor([weight for _, weight in row])
+        here[number, : len(row)] = True
+    weights = (
+        None if isinstance(caption, str) else own[cut:].to(device)
+        for caption, own in zip(captions, factors, strict=True)
+    )
+    return Tokens(ids.to(device), tuple(weights)), here.to(device)
+
+
 def _in_chunks(
     tokens: list[tuple[int, float]], room: int, chunks: int, learned: Mapping[int, Sequence[int]]
 ) -> list[list[tuple[int, float]]]:
