@@ -1,7 +1,7 @@
 """The VAE of every family: facts from its config, and images to scaled latents.
 
-Two classes: AutoencoderKL, whose latents have one scale and shift, and Qwen-Image's, a video VAE of one frame whose
-channels have a mean and a deviation each.
+They differ in what normalizes the latents (`latent_statistics`); Qwen-Image's is a video VAE, to which an image is one
+frame. Outside of this file latents are [B, C, h, w].
 """
 
 from __future__ import annotations
@@ -21,36 +21,39 @@ if TYPE_CHECKING:
 
 MOST_LEVELS, MOST_CHANNELS = 8, 1024
 USUAL, VIDEO = "AutoencoderKL", "AutoencoderKLQwenImage"
-# The classes that are known, and their latents where a config has none.
-CHANNELS = {USUAL: 4, "AutoencoderKLFlux2": 32, VIDEO: 16}
+CHANNELS = {USUAL: 4, "AutoencoderKLFlux2": 32, VIDEO: 16}  # the classes, and their latents where a config has none
+OF_CHANNELS = {"latents_mean": -math.inf, "latents_std": 0.0}  # statistics in a config, and what they are above
 
 
 def vae_facts(folder: Path, kind: str = USUAL) -> tuple[int, int]:
     """(channels of the latents, pixels per latent along a side), from the config. Raises UsageError.
 
-    Refuses another class than `kind`, numbers that make nothing of an image, and for all but Qwen-Image's a shift of each
-    channel by itself.
+    Refuses other classes than `kind`, statistics of the latents that make nothing of an image, and those of each channel
+    where the class has none.
     """
     if (found := vae_class(folder / "vae")) != kind:
         message = f"{folder}/vae is a {found[:80]}, not an {kind}."
         raise UsageError(Problem(message, "Name another VAE with model.vae, or another model."))
+    path = folder / "vae/config.json"
+    depth, size = ("z_dim", "dim_mult") if kind == VIDEO else ("latent_channels", "block_out_channels")
+    vae = read_config(folder, "vae/config.json", (size, *(OF_CHANNELS if kind == VIDEO else ())))
+    channels = whole_number(path, {depth: CHANNELS[kind], **vae}, depth, 1, MOST_CHANNELS)
     if kind == VIDEO:
-        return _video_facts(folder)
-    vae = read_config(folder, "vae/config.json", ("block_out_channels",))
-    scale = vae.get("scaling_factor", 1.0)
-    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
-        message = f"{folder}/vae/config.json: scaling_factor is {str(scale)[:40]}; a number above 0 is meant."
-        raise UsageError(Problem(message, COPY))
-    if vae.get("latents_mean") is not None:
-        raise UsageError(
-            Problem(
-                f"{folder}/vae/config.json: latents_mean shifts each channel, which cannot be followed.",
-                "Use a model whose VAE has a scaling_factor only.",
-            )
-        )
-    config = {"latent_channels": CHANNELS[kind], **vae}
-    channels = whole_number(folder / "vae/config.json", config, "latent_channels", 1, MOST_CHANNELS)
-    return channels, 2 ** (levels(folder / "vae", vae) - 1)
+        for key, least in OF_CHANNELS.items():
+            values = vae[key] if isinstance(vae[key], list) else []
+            right = [each for each in values if isinstance(each, int | float) and least < each < math.inf]
+            if not len(values) == len(right) == channels:
+                message = f"{path}: {key} has {len(right)} usable numbers; {channels} are needed, one for each channel."
+                raise UsageError(Problem(message, COPY))
+    else:
+        scale = vae.get("scaling_factor", 1.0)
+        if not isinstance(scale, int | float) or not 0 < scale < math.inf:
+            message = f"{path}: scaling_factor is {str(scale)[:40]}; a number above 0 is meant."
+            raise UsageError(Problem(message, COPY))
+        if vae.get("latents_mean") is not None:
+            message = f"{path}: latents_mean shifts each channel, which cannot be followed."
+            raise UsageError(Problem(message, "Use a model whose VAE has a scaling_factor only."))
+    return channels, 2 ** (levels(folder / "vae", vae, size) - 1)
 
 
 def vae_class(folder: Path) -> str:
@@ -58,25 +61,11 @@ def vae_class(folder: Path) -> str:
     return str(read_config(folder, "config.json").get("_class_name", USUAL))
 
 
-def _video_facts(folder: Path) -> tuple[int, int]:
-    """The same of Qwen-Image's VAE, with a mean and a deviation for each channel."""
-    path, needs = folder / "vae/config.json", ("z_dim", "dim_mult", "latents_mean", "latents_std")
-    vae = read_config(folder, "vae/config.json", needs)
-    channels = whole_number(path, vae, "z_dim", 1, MOST_CHANNELS)
-    for key, least in (("latents_mean", -math.inf), ("latents_std", 0.0)):
-        values = vae[key] if isinstance(vae[key], list) else []
-        right = [each for each in values if isinstance(each, int | float) and least < each < math.inf]
-        if not len(values) == len(right) == channels:
-            message = f"{path}: {key} has {len(right)} usable numbers; {channels} are needed, one for each channel."
-            raise UsageError(Problem(message, COPY))
-    return channels, 2 ** (levels(folder / "vae", {"block_out_channels": vae["dim_mult"]}) - 1)
-
-
-def levels(folder: Path, config: Mapping[str, Any]) -> int:
-    """How many resolutions a part works at. Raises UsageError."""
-    widths = config["block_out_channels"]
+def levels(folder: Path, config: Mapping[str, Any], key: str = "block_out_channels") -> int:
+    """How many resolutions a part works at, by its widths at each. Raises UsageError."""
+    widths = config[key]
     if not isinstance(widths, list) or not 1 <= len(widths) <= MOST_LEVELS:
-        message = f"{folder / 'config.json'}: block_out_channels is no list of 1 to {MOST_LEVELS} widths."
+        message = f"{folder / 'config.json'}: {key} is no list of 1 to {MOST_LEVELS} widths."
         raise UsageError(Problem(message, COPY))
     return len(widths)
 
@@ -116,16 +105,16 @@ def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Te
     """
     import torch
 
-    if type(vae).__name__ == VIDEO:
-        return _video_encoder(vae, device)
-    statistics = latent_statistics(vae)
+    statistics, frame = latent_statistics(vae), type(vae).__name__ == VIDEO
 
     @torch.no_grad()
     def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
-        posterior = vae.encode(pixels.to(device, vae.dtype)).latent_dist
-        mean = posterior.mean.float()
+        read = pixels.to(device, vae.dtype)
+        posterior = vae.encode(read.unsqueeze(2) if frame else read).latent_dist
+        found = posterior.mean.float(), posterior.std.float()
+        mean, spread = (value.squeeze(2) if frame else value for value in found)
         shift, scale = statistics(mean)
-        return (mean - shift) * scale, posterior.std.float() * scale
+        return (mean - shift) * scale, spread * scale
 
     return encode_image
 
@@ -134,16 +123,15 @@ def image_decoder(vae: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
     """Scaled latents [B, C, h, w] -> pixels [B, 3, H, W], fp32, about -1 to 1: the other way of `image_encoder`."""
     import torch
 
-    if type(vae).__name__ == VIDEO:
-        return _video_decoder(vae, device)
-    statistics = latent_statistics(vae)
+    statistics, frame = latent_statistics(vae), type(vae).__name__ == VIDEO
 
     @torch.no_grad()
     def decode_image(latents: Tensor) -> Tensor:
         scaled = latents.to(device).float()
         shift, scale = statistics(scaled)
-        pixels: Tensor = vae.decode(scaled / scale + shift, return_dict=False)[0]
-        return pixels.float()
+        whole = scaled / scale + shift
+        pixels: Tensor = vae.decode(whole.unsqueeze(2) if frame else whole, return_dict=False)[0].float()
+        return pixels.squeeze(2) if frame else pixels
 
     return decode_image
 
@@ -151,70 +139,34 @@ def image_decoder(vae: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
 def latent_statistics(vae: Any) -> Callable[[Tensor], tuple[float, float] | tuple[Tensor, Tensor]]:
     """A function from latents [B, C, h, w] to their shift and scale: numbers, or tensors [C, h, w].
 
-    FLUX.2's VAE normalizes each channel at each place of two by two, by the statistics of a batch norm in its weights.
-    Raises UsageError for numbers that make nothing of every image.
+    FLUX.2's VAE normalizes each channel at each place of two by two, by the statistics of a batch norm in its weights;
+    Qwen-Image's each channel, by those in its config. Raises UsageError for numbers that make nothing of every image.
     """
     import torch
 
-    if vae.config.get("batch_norm_eps") is not None:
-        rows, columns = vae.config.patch_size
-        shape = (int(vae.config.latent_channels), rows, columns)
+    if type(vae).__name__ == VIDEO:
+        means, deviations = (torch.tensor(vae.config[key])[:, None, None] for key in ("latents_mean", "latents_std"))
+        scales = 1.0 / deviations
+    elif vae.config.get("batch_norm_eps") is not None:
+        shape = (int(vae.config.latent_channels), *vae.config.patch_size)
         means = vae.bn.running_mean.float().view(shape)
         scales = torch.rsqrt(vae.bn.running_var.float() + vae.config.batch_norm_eps).view(shape)
-        if not bool(means.isfinite().all() and scales.isfinite().all()):
-            raise UsageError(Problem("The VAE's batch norm has numbers that are not finite.", COPY))
+    else:
+        scale, shift = float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
+        if not (math.isfinite(scale) and scale > 0):
+            message = f"The VAE's scaling_factor is {scale}, which makes nothing of every image."
+            raise UsageError(Problem(message, COPY))
+        if not math.isfinite(shift):
+            raise UsageError(Problem(f"The VAE's shift_factor is {shift}.", COPY))
+        return lambda latents: (shift, scale)
+    if not bool(means.isfinite().all() and scales.isfinite().all()):
+        raise UsageError(Problem("The VAE's statistics of its latents have numbers that are not finite.", COPY))
 
-        def repeated(latents: Tensor) -> tuple[Tensor, Tensor]:
-            times = (1, latents.shape[-2] // rows, latents.shape[-1] // columns)
-            return means.repeat(times), scales.repeat(times)
+    def repeated(latents: Tensor) -> tuple[Tensor, Tensor]:
+        times = (1, latents.shape[-2] // means.shape[-2], latents.shape[-1] // means.shape[-1])
+        return means.to(latents.device).repeat(times), scales.to(latents.device).repeat(times)
 
-        return repeated
-    scale, shift = float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
-    if not (math.isfinite(scale) and scale > 0):
-        message = f"The VAE's scaling_factor is {scale}, which makes nothing of every image."
-        raise UsageError(Problem(message, COPY))
-    if not math.isfinite(shift):
-        raise UsageError(Problem(f"The VAE's shift_factor is {shift}.", COPY))
-    return lambda latents: (shift, scale)
-
-
-def _video_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """`image_encoder` of a video VAE: an image is one frame [B, 3, 1, H, W]. Scaled latents are (z - mean) / deviation."""
-    import torch
-
-    mean, deviation = _of_channels(vae, device)
-
-    @torch.no_grad()
-    def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
-        posterior = vae.encode(pixels.to(device, vae.dtype).unsqueeze(2)).latent_dist
-        found, spread = (value.squeeze(2).float() for value in (posterior.mean, posterior.std))
-        return (found - mean) / deviation, spread / deviation
-
-    return encode_image
-
-
-def _video_decoder(vae: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """`image_decoder` of a video VAE."""
-    import torch
-
-    mean, deviation = _of_channels(vae, device)
-
-    @torch.no_grad()
-    def decode_image(latents: Tensor) -> Tensor:
-        frames = (latents.to(device).float() * deviation + mean).unsqueeze(2)
-        pixels: Tensor = vae.decode(frames, return_dict=False)[0]
-        return pixels.squeeze(2).float()
-
-    return decode_image
-
-
-def _of_channels(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel of the latents [C, 1, 1]."""
-    import torch
-
-    values = (torch.tensor(vae.config[key], device=device) for key in ("latents_mean", "latents_std"))
-    mean, deviation = (value[:, None, None] for value in values)
-    return mean, deviation
+    return repeated
 
 
 def decode_in_tiles(vae: Any, side: int) -> None:

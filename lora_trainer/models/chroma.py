@@ -28,11 +28,11 @@ from lora_trainer.models.family import (
     TextOptions,
     TextParts,
     TextSpec,
+    refuse_clip_options,
 )
 from lora_trainer.models.flow_schedule import make_process, make_scheduler
 from lora_trainer.models.folder import fingerprint, read_config
 from lora_trainer.models.frozen import load_frozen
-from lora_trainer.models.qwen3 import refuse_clip_options
 from lora_trainer.models.t5 import load_t5, load_t5_tokenizer, read_t5_tokens
 from lora_trainer.models.transformer import (
     PATCH,

@@ -120,6 +120,20 @@ def refuse_options(folder: Path, options: TextOptions) -> None:
     raise UsageError(Problem(f"{folder} reads captions in one way only.", "Remove the settings of [text_encoder]."))
 
 
+def refuse_clip_options(model: str, options: TextOptions) -> None:
+    """Raise UsageError for CLIP's options: the model, `Z-Image`, has no CLIP."""
+    rejected = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.chunks > 1 else None}
+    problems = [
+        Problem(
+            f"text_encoder.{name}={value}: {model} reads captions with a language model, not with CLIP.", "Remove it."
+        )
+        for name, value in rejected.items()
+        if value is not None
+    ]
+    if problems:
+        raise UsageError(problems)
+
+
 @dataclass(frozen=True)
 class SamplingDefaults:
     """How images are generated with a model: its usual steps, whether it uses a guidance scale, and whether it
@@ -302,11 +316,11 @@ def no_controls(pipeline: Any, size: tuple[int, int], controls: Sequence[Tensor]
 class PipelineSpec:
     """diffusers' pipeline, which generates images.
 
-    `class_name` is its name in `model_index.json`, `edit_class_names` those of the family's edit models. `make` takes a folder, a dtype and a device, and leaves text encoders
-    without a LoRA in their stored precision (`evaluation/placing.py` widens them). `sampling_defaults` takes a folder.
-    `prompted` takes the text embeddings of prompts and of negative prompts, and returns the pipeline's arguments.
-    `with_controls` takes the pipeline, the width and height of images and their control images, each as scaled latents
-    [B, C, h, w], and returns what else is passed.
+    `class_name` is its name in `model_index.json`, `edit_class_names` those of the family's edit models. `make` takes a
+    folder, a dtype and a device, and leaves text encoders without a LoRA in their stored precision
+    (`evaluation/placing.py` widens them). `sampling_defaults` takes a folder. `prompted` takes the text embeddings of
+    prompts and of negative prompts, and returns the pipeline's arguments. `with_controls` takes the pipeline, the width
+    and height of images and their control images, each as scaled latents [B, C, h, w], and returns what else is passed.
     `guidance` is the name of its argument for the guidance scale. `refused` are classes of models made from the
     family's, which cannot be trained, and what each is.
     """

@@ -27,6 +27,7 @@ from lora_trainer.models.family import (
     TextOptions,
     TextParts,
     TextSpec,
+    refuse_clip_options,
 )
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
 from lora_trainer.models.folder import check_components, fingerprint, read_config
@@ -38,7 +39,6 @@ from lora_trainer.models.qwen3 import (
     check_qwen3,
     load_qwen3,
     read_chat,
-    refuse_clip_options,
 )
 from lora_trainer.models.transformer import (
     PATCH,

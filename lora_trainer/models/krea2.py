@@ -28,6 +28,7 @@ from lora_trainer.models.family import (
     TextOptions,
     TextParts,
     TextSpec,
+    refuse_clip_options,
 )
 from lora_trainer.models.flow_schedule import make_process as make_flow_process
 from lora_trainer.models.flow_schedule import make_scheduler, read_flow_schedule
@@ -38,7 +39,6 @@ from lora_trainer.models.qwen_text import (
     as_long_as_needed,
     check_tokenizer,
     read_template,
-    refuse_clip_options,
     text_config,
 )
 from lora_trainer.models.transformer import (
@@ -46,6 +46,7 @@ from lora_trainer.models.transformer import (
     block_features,
     packed,
     refuse_widths,
+    token_places,
     transformer_config,
     unpacked,
 )
@@ -205,12 +206,8 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
     import torch
 
     text, mask = as_long_as_needed(cond["embeds"], cond["padding"])
-    height, width = noisy.shape[-2:]
-    words, rows, columns = text.shape[1], height // PATCH, width // PATCH
-    places = torch.zeros(words + rows * columns, 3, device=noisy.device)
-    grid = places[words:].view(rows, columns, 3)
-    grid[..., 1] += torch.arange(rows, device=noisy.device)[:, None]
-    grid[..., 2] += torch.arange(columns, device=noisy.device)
+    words = torch.zeros(text.shape[1], 3, device=noisy.device)
+    places = torch.cat([words, token_places(noisy, axes=3)])
     velocity = denoiser(packed(noisy), text, (t + 1).float() / TIMESTEPS, places, mask, return_dict=False)[0]
     return unpacked(velocity, noisy)
 
@@ -250,7 +247,7 @@ TEXT = TextSpec(
     load=load_texts,
     encode=encode_text,
     shapes=cond_shapes,
-    check=lambda folder, options: refuse_clip_options(options, "Krea 2"),
+    check=lambda folder, options: refuse_clip_options("Krea 2", options),
 )
 FAMILY = Family(
     name="krea2",

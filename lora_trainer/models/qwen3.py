@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.family import Caption, TextOptions, TextParts
+from lora_trainer.models.family import Caption, TextParts
 from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
 from lora_trainer.models.weighting import Tokens, padded_tokens, tokens_of
 
@@ -27,20 +27,6 @@ def check_qwen3(folder: Path) -> None:
     if not (folder / TOKENIZER / "tokenizer.json").is_file():
         fix = f"Copy the tokenizer of the model, or of Qwen3, to {folder / TOKENIZER}."
         raise UsageError(Problem(f"{folder / TOKENIZER / 'tokenizer.json'} is missing.", fix))
-
-
-def refuse_clip_options(model: str, options: TextOptions) -> None:
-    """Raise UsageError for CLIP's options: the model, `Z-Image`, has no CLIP."""
-    rejected = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.chunks > 1 else None}
-    problems = [
-        Problem(
-            f"text_encoder.{name}={value}: {model} reads captions with a language model, not with CLIP.", "Remove it."
-        )
-        for name, value in rejected.items()
-        if value is not None
-    ]
-    if problems:
-        raise UsageError(problems)
 
 
 def load_qwen3(folder: Path, dtype: torch.dtype | None, device: torch.device, layers: int | None = None) -> TextParts:

@@ -25,6 +25,7 @@ from lora_trainer.models.family import (
     TextOptions,
     TextParts,
     TextSpec,
+    refuse_clip_options,
 )
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
 from lora_trainer.models.folder import check_components, fingerprint
@@ -34,7 +35,6 @@ from lora_trainer.models.qwen_text import (
     as_long_as_needed,
     check_tokenizer,
     read_template,
-    refuse_clip_options,
     text_config,
 )
 from lora_trainer.models.transformer import (
@@ -112,7 +112,7 @@ def describe(folder: Path) -> ModelFacts:
 
 def check_text(folder: Path, options: TextOptions) -> None:
     """Raise UsageError for CLIP's options, and for more tokens than the pipeline reads."""
-    refuse_clip_options(options, "Qwen-Image")
+    refuse_clip_options("Qwen-Image", options)
     if (options.t5_tokens or 0) > MOST_TOKENS:
         message = (
             f"text_encoder.max_sequence_length={options.t5_tokens}: Qwen-Image reads at most {MOST_TOKENS} tokens."

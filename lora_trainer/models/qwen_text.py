@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from lora_trainer.models.family import Caption, TextOptions
+    from lora_trainer.models.family import Caption
 
 BEFORE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
@@ -39,18 +39,6 @@ def text_config(folder: Path) -> Mapping[str, Any]:
     config = read_config(folder, "config.json")
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
-
-
-def refuse_clip_options(options: TextOptions, model: str) -> None:
-    """Raise UsageError for CLIP's options: such a model has no CLIP."""
-    rejected = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.chunks > 1 else None}
-    problems = [
-        Problem(f"text_encoder.{name}={value}: {model} reads captions with a language model, not CLIP.", "Remove it.")
-        for name, value in rejected.items()
-        if value is not None
-    ]
-    if problems:
-        raise UsageError(problems)
 
 
 def read_template(

@@ -25,11 +25,12 @@ from lora_trainer.models.family import (
     TextOptions,
     TextParts,
     TextSpec,
+    refuse_clip_options,
 )
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
 from lora_trainer.models.folder import check_components, fingerprint, read_config
 from lora_trainer.models.frozen import load_frozen
-from lora_trainer.models.qwen3 import QWEN, TOKENIZER, TOKENS, check_qwen3, load_qwen3, read_chat, refuse_clip_options
+from lora_trainer.models.qwen3 import QWEN, TOKENIZER, TOKENS, check_qwen3, load_qwen3, read_chat
 from lora_trainer.models.transformer import PATCH, block_features, refuse_widths, transformer_config
 
 if TYPE_CHECKING:
