@@ -66,8 +66,16 @@ def test_a_run_says_which_layers_learn_at_which_rate(place: TinyPlace):
 def test_the_optimizer_has_the_momentum_of_the_newest_step(place: TinyPlace):
     run = place.run("a", steps=4, lr_scheduler__name="one_cycle", lr_scheduler__cycle_momentum=True)
     place.train(run)
-    expected = momentum_at(run.config.lr_scheduler, 3, 4)
+    expected = momentum_at(run.config, 3, 4)
     assert {group["betas"] for group in run.context.optimizer.param_groups} == {(expected, 0.999)}
+
+
+def test_a_resumed_run_that_cycles_momentum_no_more_has_beta1_as_set(place: TinyPlace):
+    """The checkpoint's optimizer has the last one of the cycle."""
+    place.train(place.run("a", steps=2, lr_scheduler__name="one_cycle", lr_scheduler__cycle_momentum=True))
+    run = place.run("a", steps=3, lr_scheduler__name="one_cycle")
+    place.resume(run)
+    assert {group["betas"] for group in run.context.optimizer.param_groups} == {(0.9, 0.999)}
 
 
 def count_sums(run: Run) -> tuple[Run, list[int]]:
