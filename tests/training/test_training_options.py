@@ -17,7 +17,10 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.optim.schedules import momentum_at
 from lora_trainer.run.order import plain_console
 from lora_trainer.run.start import find_start
+from lora_trainer.training.checkpoints.checkpoint import save_checkpoint
+from lora_trainer.training.checkpoints.save import take
 from lora_trainer.training.run import Run
+from lora_trainer.training.state import TrainState
 from tests.training.tiny_run import TinyPlace, together
 
 
@@ -61,6 +64,19 @@ def test_a_run_says_which_layers_learn_at_which_rate(place: TinyPlace):
     assert "'mid_block.*' (mid_block." in line
     with pytest.raises(UsageError, match=r"'middle.\*' matches none of \d+ layers"):
         place.run("b", steps=2, optimizer__layer_learning_rates={"middle.*": 0.5})
+
+
+@pytest.mark.parametrize("name", ["layer_learning_rates", "layer_weight_decay"])
+def test_a_resumed_run_must_have_the_patterns_of_layers_in_the_same_order(name: str, place: TinyPlace):
+    """The last one that matches counts, and the optimizer's state is stored by groups."""
+    rates = {"down_blocks.*": 0.5, "*.to_k": 2.0}
+    run = place.run("a", steps=2, **{f"optimizer__{name}": rates})
+    save_checkpoint(run.checkpoints, take(run, TrainState(step=1)))
+    start = find_start(run.folder, run.settings, plain_console(quiet=True), run.config)
+    assert start is not None
+    turned = run.settings | {f"optimizer.{name}": dict(reversed(rates.items()))}
+    with pytest.raises(UsageError, match=rf"optimizer\.{name} was .*0\.5.*2\.0.* and is now .*2\.0.*0\.5"):
+        find_start(run.folder, turned, plain_console(quiet=True), run.config)
 
 
 def test_the_optimizer_has_the_momentum_of_the_newest_step(place: TinyPlace):
