@@ -88,14 +88,15 @@ def momentum_at(config: Config, step: int, total_steps: int) -> float | None:
     """beta1 of `step`, counted from 0; None for an optimizer whose beta1 must not change.
 
     As set, also after a checkpoint with another one. With `lr_scheduler.cycle_momentum` it falls while the learning
-    rate rises and the reverse (arXiv:1803.09820; torch's `cycle_momentum`).
+    rate rises and the reverse (arXiv:1803.09820; torch's `cycle_momentum`); with SWA constant from its first step on.
     """
     if not OPTIMIZERS[config.optimizer.name].has_momentum:
         return None
     scheduler = config.lr_scheduler
     if not scheduler.cycle_momentum:
         return config.optimizer.beta1
-    falls, share = one_cycle_phase(scheduler, step, total_steps)
+    first = first_swa_step(config.train, total_steps)
+    falls, share = one_cycle_phase(scheduler, step if first is None else min(step, first), total_steps)
     limits = scheduler.max_momentum, scheduler.base_momentum
     start, end = limits if falls else reversed(limits)
     return end + (start - end) * cosine(share, scheduler)

@@ -97,16 +97,18 @@ def test_momentum_stays_where_it_is_not_cycled(name):
 
 
 @given(st.integers(1, 300), st.one_of(st.floats(0.01, 0.99), st.integers(1, 400)), st.booleans())
-def test_the_learning_rate_is_constant_once_swa_starts(total, start, own):
-    """As set for it, or that of the LR scheduler there; before, as without SWA."""
+def test_the_learning_rate_and_momentum_are_constant_once_swa_starts(total, start, own):
+    """As set for it, or that of the LR scheduler there; before, as without SWA. So is cycled momentum."""
     train: dict[str, object] = {"swa_start": start, "swa_learning_rate": 5e-5 if own else None}
-    plain = Config.model_validate({"lr_scheduler": {"name": "cosine"}})
-    config = Config.model_validate({"lr_scheduler": {"name": "cosine"}, "train": train})
+    scheduler = {"name": "one_cycle", "cycle_momentum": True}
+    plain = Config.model_validate({"lr_scheduler": scheduler})
+    config = Config.model_validate({"lr_scheduler": scheduler, "train": train})
     first = first_swa_step(config.train, total)
     assert first == (start if isinstance(start, int) else round(start * total))
     for step in range(total):
         expected = scheduled_lr(plain, min(step, first), total, 0.5)
         assert scheduled_lr(config, step, total, 0.5) == (2.5e-5 if own and step >= first else expected)
+        assert momentum_at(config, step, total) == momentum_at(plain, min(step, first), total)
 
 
 @given(st.one_of(st.none(), st.integers(0, 1000)), st.integers(1, 1000), st.sampled_from(sorted(SHAPES)))
