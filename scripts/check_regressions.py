@@ -11,7 +11,8 @@
 - **losses**: short runs with fixed seeds by the whole command. Worse: a loss of the curve, or the last validation loss,
   that differs by more than TOLERANCE.
 
-The baseline states its device, versions and commit. Write it again where a change is meant, and say so in the commit.
+The baseline states the device, versions and commit of each part. Write it again where a change is meant, and say so in
+the commit. `--update` replaces what it measures: with `--only` that part, with `--filter` those measurements and runs.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--update", action="store_true", help="write the baseline")
     parser.add_argument("--only", action="append", choices=PARTS, help="repeatable: one of the parts (all)")
     parser.add_argument(
-        "--filter", default="", metavar="TEXT", help="only measurements and runs with this in their names"
+        "--filter", default="", metavar="TEXT", help="only measurements of speed and runs with this in their names"
     )
     parser.add_argument(
         "--repeats", type=int, default=REPEATS, metavar="N", help=f"of each measurement of speed ({REPEATS})"
@@ -117,8 +118,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not stored and not chosen.update:
         print(f"{chosen.baseline} does not exist. Write it with: make regressions-update", file=sys.stderr)
         return 2
-    machine = describe_machine()
-    same = stored.get("measured", {}).get("cpu") == machine["cpu"]
+    machine, origins = describe_machine(), stored.get("measured", {})
+    same = origins.get("speed", {}).get("cpu") == machine["cpu"]
+    left_out = {part: filtered_out(stored.get(part, {}), chosen.filter) for part in parts if part != "memory"}
+    if chosen.update and left_out.get("speed") and not same:
+        print(
+            "The other ratios of speed are of another CPU. Update them without --filter, or add --only.",
+            file=sys.stderr,
+        )
+        return 2
     found: dict[str, Any] = {}
     if "memory" in parts:
         found["memory"] = memory()
@@ -128,24 +136,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         before = {} if chosen.update else stored.get("speed", {})
         found["speed"] = speed(before, chosen.repeats, chosen.steps, chosen.filter, same=same)
     if chosen.update:
-        write_text(chosen.baseline, document_text({**stored, "measured": machine, **found}))
+        found = {part: {**left_out.get(part, {}), **values} for part, values in found.items()}
+        origins = {**origins, **dict.fromkeys(found, machine)}
+        write_text(chosen.baseline, document_text({**stored, "measured": origins, **found}))
         print(f"{chosen.baseline}: written after {time.monotonic() - began:.0f} s")
         return DONE
-    lines = [line for part in PARTS if part in found for line in COMPARE[part](stored.get(part, {}), found[part], same)]
+    lines = []
+    for part in [part for part in PARTS if part in found]:
+        kept = {name: value for name, value in stored.get(part, {}).items() if name not in left_out.get(part, {})}
+        lines += COMPARE[part](kept, found[part], same)
+    for part, of in [(part, origins[part]) for part in found if part in origins]:
+        versions = f"torch {of['versions']['torch']}"
+        print(f"baseline of {part}: commit {of['commit']}, {of['device']} ({of['cpu']}), {versions}")
+    if "speed" in found and not same:
+        print(
+            f"this CPU is another: {machine['cpu']}. Ratios fail from {ELSEWHERE - 1:.0%} on; up to that they are inconclusive."
+        )
+    return print_verdict(lines, time.monotonic() - began, strict=chosen.strict)
+
+
+def print_verdict(lines: Sequence[Line], seconds: float, *, strict: bool) -> int:
+    """Print the comparisons and their counts. The exit code."""
     for verdict in ("ok", "inconclusive", "worse"):  # what matters most is printed last
         for line in lines:
             if line.verdict == verdict:
                 print(f"{verdict:12}  {line.text}")
     counts = {verdict: sum(line.verdict == verdict for line in lines) for verdict in ("ok", "inconclusive", "worse")}
-    of = stored["measured"]
-    print(f"baseline: commit {of['commit']}, {of['device']} ({of['cpu']}), torch {of['versions']['torch']}")
-    if not same:
-        print(
-            f"this CPU is another: {machine['cpu']}. Ratios fail from {ELSEWHERE - 1:.0%} on; up to that they are inconclusive."
-        )
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    print(f"regressions: {summary}, after {time.monotonic() - began:.0f} s")
-    return TRAINING_FAILED if counts["worse"] or (chosen.strict and counts["inconclusive"]) else DONE
+    print(f"regressions: {summary}, after {seconds:.0f} s")
+    return TRAINING_FAILED if counts["worse"] or (strict and counts["inconclusive"]) else DONE
 
 
 def describe_machine() -> dict[str, Any]:
@@ -162,6 +181,11 @@ def describe_machine() -> dict[str, Any]:
         "versions": package_versions(),
         "commit": commit,
     }
+
+
+def filtered_out(entries: Mapping[str, Any], wanted: str) -> dict[str, Any]:
+    """The entries of a part that `--filter` leaves out, by the measurement or run that their names begin with."""
+    return {name: value for name, value in entries.items() if wanted not in name.partition(":")[0]}
 
 
 def threads() -> Layer:
@@ -322,7 +346,8 @@ def golden_losses(golden: GoldenRun, folder: Path) -> dict[str, Any]:
         for name in ("metrics", "validation")
     }
     return {
-        "losses": [float(f"{row['loss']:.6g}") for row in rows["metrics"]],
+        # A skipped step has no loss.
+        "losses": [None if row["loss"] is None else float(f"{row['loss']:.6g}") for row in rows["metrics"]],
         "val_loss": float(f"{rows['validation'][-1]['loss']:.6g}"),
     }
 
@@ -334,13 +359,17 @@ def compare_losses(before: Mapping[str, Any], now: Mapping[str, Any], same: bool
             lines.append(Line("inconclusive", f"losses of {name}: not in the baseline"))
             continue
         pairs = list(zip(run["losses"], before[name]["losses"], strict=False))
-        apart = [abs(loss - earlier) / abs(earlier) for loss, earlier in pairs]
+        apart = [
+            (0.0 if loss is earlier else math.inf) if None in (loss, earlier) else abs(loss - earlier) / abs(earlier)
+            for loss, earlier in pairs
+        ]
         step = max(range(len(apart)), key=apart.__getitem__)
+        loss, loss_before = ["skipped" if each is None else f"{each:.5g}" for each in pairs[step]]
         val_loss, earlier = run["val_loss"], before[name]["val_loss"]
         change = val_loss / earlier - 1
         text = (
-            f"losses of {name}: at most {apart[step]:.2%} off, at step {step + 1} ({pairs[step][0]:.5g} where it was "
-            f"{pairs[step][1]:.5g}); validation loss {val_loss:.5g} where it was {earlier:.5g}, {change:+.2%}"
+            f"losses of {name}: at most {apart[step]:.2%} off, at step {step + 1} ({loss} where it was "
+            f"{loss_before}); validation loss {val_loss:.5g} where it was {earlier:.5g}, {change:+.2%}"
         )
         whole = len(run["losses"]) == len(before[name]["losses"])
         lines.append(Line("ok" if whole and max(apart[step], abs(change)) <= TOLERANCE else "worse", text))

@@ -60,7 +60,8 @@ class Interrupt:
         self.ends = math.inf  # when an abortable block should end by itself
         self.silent = silent
         self.heard: tuple[int, ...] = ()  # the signals that it catches
-        self.on_purpose = False  # sent by this process to itself: `signal_itself`
+        self.on_its_way = False  # a SIGTERM that this process sent to itself in `stoppable`
+        self.on_purpose = False  # and that it has caught
         # Found now: a terminal that is closed is not recognized later.
         self.terminals = [number for number in (0, 1, 2) if os.isatty(number)]
 
@@ -86,26 +87,42 @@ class Interrupt:
         return not self or ends <= self.at + self.grace * (1 - FOR_SAVING)
 
     def remember(self, number: int) -> None:
-        """Note the first signal. Later ones are not caught, unless a launcher may repeat the first."""
+        """Note the first signal. Later ones are not caught, unless a launcher may repeat the first.
+
+        After one that this process sent to itself the next one is the first.
+        """
         self.signal, self.at = number, time.monotonic()
-        if not launched() and threading.current_thread() is threading.main_thread():
+        if not self.on_purpose and not launched() and threading.current_thread() is threading.main_thread():
             for each in SIGNALS:
+                if each == signal.SIGTERM and self.on_its_way:
+                    continue
                 signal.signal(each, signal.SIG_IGN if each == HANG_UP else signal.SIG_DFL)
 
     def note(self, number: int) -> None:
-        """Remember a signal that came to another process, and report it here."""
+        """Remember a signal, which may have come to another process, and report it here."""
         self.remember(number)
         self._report()
 
     def caught(self, number: int, frame: FrameType | None) -> None:
         """The handler of all signals. Raises Stopped or StepAborted where the work allows it."""
+        own = self.on_its_way and number == signal.SIGTERM
+        if own:
+            self.on_its_way = False
+        if self.on_purpose and not own:  # the work is stopping already
+            self.on_purpose = False
+            self.note(number)
+            if number == HANG_UP:
+                self._detach_terminals()
+            return
         if self:
+            if own:
+                return
             if self.seconds > ECHO_SECONDS and number != HANG_UP:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return
-        self.remember(number)
-        self._report()
+        self.on_purpose = own
+        self.note(number)
         if number == HANG_UP:
             self._detach_terminals()
         if self.on_signal == "leave":
@@ -202,22 +219,26 @@ def stoppable() -> Iterator[Callable[[], None]]:
     """Yields a function for other threads, which stops the work in the block once; a later block can be stopped again.
 
     Inside the block a signal is only remembered, unless the work is in `stopping_on_signal()`. A signal that came from
-    outside stays: what the function does after it is nothing.
+    outside stays, before the function is called (it does nothing then) or after it.
     """
     stopping = _now
 
     def stop() -> None:
-        if stopping is not None and not stopping:
-            stopping.on_purpose = True
-            signal_itself()
+        if stopping is None or stopping:
+            return
+        stopping.on_its_way = True
+        if stopping:  # one from outside has just come, and may have been taken for this one
+            stopping.on_its_way = stopping.on_purpose = False
+            return
+        signal_itself()
 
     with remembering():
         try:
             yield stop
         finally:
+            while stopping is not None and stopping.on_its_way:
+                time.sleep(0.01)
             if stopping is not None and stopping.on_purpose:
-                while not stopping:  # it is on its way
-                    time.sleep(0.01)
                 stopping.forget()
 
 

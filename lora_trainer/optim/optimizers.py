@@ -163,7 +163,7 @@ def from_library(module: str, name: str, wanted: str) -> Callable[..., Optimizer
 
 
 def set_lr(optimizer: Optimizer, lr: float, shares: Sequence[float] = (), beta1: float | None = None) -> None:
-    """Set the learning rate of every group, or its share of it; and beta1 where it changes from step to step."""
+    """Set the learning rate of every group, or its share of it; and beta1, unless None."""
     for group, share in zip(optimizer.param_groups, shares or (1.0,) * len(optimizer.param_groups), strict=True):
         group["lr"] = lr * share
         if beta1 is not None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from lora_trainer.config.schema import Config, LrSchedulerSection, TrainSection
+from lora_trainer.optim.optimizers import OPTIMIZERS
 
 # (share of the steps after the warm-up that are done, in [0, 1], settings) -> share of the peak learning rate
 Shape = Callable[[float, LrSchedulerSection], float]
@@ -83,17 +84,22 @@ def one_cycle_phase(config: LrSchedulerSection, step: int, total_steps: int) -> 
     return False, min(1.0, (step - peak) / max(1, total_steps - 1 - peak))
 
 
-def momentum_at(config: LrSchedulerSection, step: int, total_steps: int) -> float | None:
-    """beta1 of `step`, counted from 0, with `lr_scheduler.cycle_momentum`; None without.
+def momentum_at(config: Config, step: int, total_steps: int) -> float | None:
+    """beta1 of `step`, counted from 0; None for an optimizer whose beta1 must not change.
 
-    It falls while the learning rate rises and the reverse (arXiv:1803.09820; torch's `cycle_momentum`).
+    As set, also after a checkpoint with another one. With `lr_scheduler.cycle_momentum` it falls while the learning
+    rate rises and the reverse (arXiv:1803.09820; torch's `cycle_momentum`); with SWA constant from its first step on.
     """
-    if not config.cycle_momentum:
+    if not OPTIMIZERS[config.optimizer.name].has_momentum:
         return None
-    falls, share = one_cycle_phase(config, step, total_steps)
-    limits = config.max_momentum, config.base_momentum
+    scheduler = config.lr_scheduler
+    if not scheduler.cycle_momentum:
+        return config.optimizer.beta1
+    first = first_swa_step(config.train, total_steps)
+    falls, share = one_cycle_phase(scheduler, step if first is None else min(step, first), total_steps)
+    limits = scheduler.max_momentum, scheduler.base_momentum
     start, end = limits if falls else reversed(limits)
-    return end + (start - end) * cosine(share, config)
+    return end + (start - end) * cosine(share, scheduler)
 
 
 def first_swa_step(config: TrainSection, total_steps: int) -> int | None:

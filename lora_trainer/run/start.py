@@ -110,13 +110,18 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
         **checkpoint.settings,
     }  # older runs had none
     saved.pop(CLASS_IMAGES, None)  # they are compared when they exist
-    changed = {name: old for name, old in saved.items() if settings.get(name) != old}
+    changed = {name: old for name, old in saved.items() if in_order(settings.get(name)) != in_order(old)}
     if any(name.startswith(("text_encoder.", "textual_inversion.")) for name in changed):
         changed.pop("text encoder", None)  # how captions are read is part of its key
     if changed:
         raise UsageError([differing(name, old, settings.get(name), folder, config) for name, old in changed.items()])
     console.print(f"resuming from {path.name} of {folder}")
     return checkpoint
+
+
+def in_order(value: Any) -> Any:
+    """A setting, comparable with its order: of patterns of layers the last one that matches counts."""
+    return list(value.items()) if isinstance(value, dict) else value
 
 
 def without_state(folder: Path, passed_over: Mapping[Path, str]) -> Problem:

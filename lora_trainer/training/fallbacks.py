@@ -60,7 +60,7 @@ def step_with_fallbacks(
     """
     context, samples = run.context, run.feed.samples_in(state.step)
     compiled, fit = context.compiled, grow(run, state, reporter)
-    momentum = momentum_at(run.config.lr_scheduler, state.step, run.total_steps)
+    momentum = momentum_at(run.config, state.step, run.total_steps)
     settings = StepSettings(lr, state.step, momentum, state.control.clip_scale)
     is_changed = fit != state.fit
     with stopping.step(state) as gradients_are_there:

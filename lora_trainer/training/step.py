@@ -61,7 +61,7 @@ class StepSettings:
 
     lr: float
     step: int = 0
-    momentum: float | None = None  # beta1, where it is cycled
+    momentum: float | None = None  # beta1, where the optimizer lets it change
     clip_scale: float = 1.0  # factor on the clipping
 
 

@@ -12,7 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from check_regressions import BASELINE, GOLDEN, PARTS, RATIOS, TOLERANCE, compare_ratios, describe_machine, main
+from check_regressions import (
+    BASELINE,
+    GOLDEN,
+    PARTS,
+    RATIOS,
+    TOLERANCE,
+    GoldenRun,
+    compare_losses,
+    compare_ratios,
+    describe_machine,
+    golden_losses,
+    main,
+)
 from lora_trainer.benchmarks import bench, bench_cache, turns
 from lora_trainer.data.caches.store import Store
 from lora_trainer.diffusion import loss
@@ -33,7 +45,7 @@ def baseline(tmp_path: Path) -> Path:
     """The stored one as if it were of this machine, with ratios of the cache that anything here is better than."""
     path = tmp_path / "baseline.json"
     easy = {name: [100 * each for each in ratios] for name, ratios in CACHE.items()}
-    path.write_text(json.dumps(stored() | {"measured": describe_machine(), "speed": easy}), encoding="utf-8")
+    path.write_text(json.dumps(stored() | {"measured": {"speed": describe_machine()}, "speed": easy}), encoding="utf-8")
     return path
 
 
@@ -45,7 +57,9 @@ def few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_stored_baseline_has_every_part_and_states_its_origin() -> None:
     document = stored()
     assert set(document) == {"measured", *PARTS}
-    assert set(document["measured"]) == {"device", "cpu", "cores", "versions", "commit"}
+    assert set(document["measured"]) == set(PARTS)
+    for origin in document["measured"].values():
+        assert set(origin) == {"device", "cpu", "cores", "versions", "commit"}
     assert set(document["losses"]) == set(GOLDEN)
     assert {name.partition(":")[0] for name in document["speed"]} == set(RATIOS)
     assert all(len(ratios) >= 2 for ratios in document["speed"].values())
@@ -145,13 +159,70 @@ def test_what_is_missing_is_inconclusive(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_an_update_keeps_the_parts_that_are_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "base.json"
-    path.write_text(json.dumps({"losses": {"a": 1}, "memory": {}}), encoding="utf-8")
+    elsewhere = {"speed": {"cpu": "another"}, "memory": {"cpu": "another"}}
+    path.write_text(json.dumps({"measured": elsewhere, "losses": {"a": 1}, "memory": {}}), encoding="utf-8")
     assert main(["--update", "--only", "memory", "--baseline", str(path)]) == 0
     written = json.loads(path.read_text("utf-8"))
     assert written["losses"] == {"a": 1}
     assert written["memory"] == stored()["memory"]
-    assert written["measured"]["commit"]
+    assert written["measured"] == {"speed": {"cpu": "another"}, "memory": describe_machine()}
     assert main(["--only", "memory", "--baseline", str(path)]) == 0
+
+
+def test_a_filter_leaves_the_other_entries_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An update keeps them, and `--strict` does not ask for them."""
+    path = tmp_path / "base.json"
+    path.write_text(json.dumps(stored()), encoding="utf-8")
+    nothing = ["--only", "losses", "--filter", "no such run", "--baseline", str(path)]
+    assert main([*nothing, "--strict"]) == 0
+    assert "0 inconclusive" in capsys.readouterr().out
+    assert main([*nothing, "--update"]) == 0
+    written = json.loads(path.read_text("utf-8"))
+    assert {part: written[part] for part in PARTS} == {part: stored()[part] for part in PARTS}
+    assert written["measured"] == stored()["measured"] | {"losses": describe_machine()}
+
+
+def test_ratios_of_two_cpus_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "base.json"
+    document = stored()
+    document["measured"]["speed"]["cpu"] = "another"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    assert main(["--update", "--only", "speed", "--filter", "cache", "--baseline", str(path)]) == 2
+    assert "of another CPU" in capsys.readouterr().err
+    assert json.loads(path.read_text("utf-8")) == document
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "verdict"),
+    [
+        ([0.5, None, 0.4], [0.5, None, 0.4], "ok"),
+        ([0.5, 0.5, 0.4], [0.5, None, 0.4], "worse"),
+        ([0.5, None, 0.4], [0.5, 0.5, 0.4], "worse"),
+    ],
+)
+def test_a_skipped_step_has_no_loss(before: list[float | None], now: list[float | None], verdict: str) -> None:
+    pair = [{"run": {"losses": losses, "val_loss": 0.3}} for losses in (before, now)]
+    (line,) = compare_losses(*pair, same=True)
+    assert line.verdict == verdict
+
+
+@pytest.mark.slow
+def test_a_golden_run_may_skip_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: no number at the second step."""
+    mse, calls = loss.ERRORS["mse"], list[int]()
+
+    def ruined(*arguments: Any) -> Any:
+        error = mse(*arguments)
+
+        def of(*values: Any) -> Any:
+            calls.append(1)
+            return (math.nan if len(calls) == 2 else 1.0) * error(*values)
+
+        return of
+
+    monkeypatch.setitem(loss.ERRORS, "mse", ruined)
+    found = golden_losses(GoldenRun(3, "sdxl"), tmp_path)["losses"]
+    assert [each is None for each in found] == [False, True, False]
 
 
 @pytest.mark.parametrize(

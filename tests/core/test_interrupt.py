@@ -35,9 +35,9 @@ with listening(), remembering(7):
 """
 
 
-def run(checkout: Path, *numbers: int, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(checkout: Path, *numbers: int, program: str = PROGRAM, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *(str(int(number)) for number in numbers)],
+        [sys.executable, "-c", program, *(str(int(number)) for number in numbers)],
         capture_output=True,
         text=True,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(checkout), **environment},
@@ -63,6 +63,39 @@ def test_a_launcher_may_repeat_the_first_signal(checkout: Path) -> None:
 
 def test_only_the_main_process_reports_signals(checkout: Path) -> None:
     assert run(checkout, signal.SIGTERM, RANK="1").stderr == ""
+
+
+STOPPED_BY_ITSELF = """
+import os, sys, threading, time
+from lora_trainer.core.interrupt import code_of_signal, listening, signalled, stoppable
+def stop_block(*numbers):
+    with stoppable() as stop:
+        thread = threading.Thread(target=stop)
+        thread.start()
+        while not signalled():
+            time.sleep(0.001)
+        thread.join()
+        for number in numbers:
+            os.kill(os.getpid(), int(number))
+            time.sleep(0.01)
+        print("saved", code_of_signal(), flush=True)
+with listening():
+    stop_block()
+    stop_block(*sys.argv[1:])
+    print("ends with", code_of_signal())
+"""
+
+
+def test_a_signal_from_outside_counts_while_a_process_stops_its_work_by_itself(checkout: Path) -> None:
+    """A cancelled job is saved when the batch is stopped as well, and the batch stops after it."""
+    cancelled = run(checkout, program=STOPPED_BY_ITSELF)
+    assert (cancelled.stdout, cancelled.stderr) == ("saved 143\nsaved 143\nends with None\n", "")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        stopped = run(checkout, number, program=STOPPED_BY_ITSELF)
+        assert stopped.stdout == f"saved 143\nsaved {128 + number}\nends with {128 + number}\n"
+        assert stopped.stderr.count(f"{number.name}: saving and stopping") == 1
+    twice = run(checkout, signal.SIGTERM, signal.SIGINT, program=STOPPED_BY_ITSELF)
+    assert (twice.returncode, twice.stdout) == (-signal.SIGINT, "saved 143\n")
 
 
 def test_a_signal_raises_by_the_current_phase() -> None:

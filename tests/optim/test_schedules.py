@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_trainer.config.schema import Config, LrSchedulerSection
+from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.optim.schedules import (
     SHAPES,
     first_swa_step,
@@ -73,6 +74,7 @@ def test_one_cycle_and_its_momentum_are_torchs(total, base, most, data):
     config = LrSchedulerSection(
         name="one_cycle", warmup_steps=warmup, cycle_momentum=True, base_momentum=base, max_momentum=most
     )
+    whole = Config(lr_scheduler=config)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     theirs = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, 1e-3, total_steps=total, pct_start=warmup / total, base_momentum=base, max_momentum=most
@@ -80,27 +82,33 @@ def test_one_cycle_and_its_momentum_are_torchs(total, base, most, data):
     for step in range(total):
         (group,) = optimizer.param_groups
         assert 1e-3 * lr_multiplier(config, step, total) == pytest.approx(group["lr"], rel=1e-9, abs=1e-12)
-        assert momentum_at(config, step, total) == pytest.approx(group["betas"][0], rel=1e-9)
+        assert momentum_at(whole, step, total) == pytest.approx(group["betas"][0], rel=1e-9)
         optimizer.step()
         if step < total - 1:
             theirs.step()
 
 
-def test_momentum_stays_where_it_is_not_cycled():
-    assert {momentum_at(LrSchedulerSection(name="one_cycle"), step, 20) for step in range(20)} == {None}
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_momentum_stays_where_it_is_not_cycled(name):
+    """As set; None for an optimizer without one that may change."""
+    config = Config.model_validate({"optimizer": {"name": name, "beta1": 0.8}, "lr_scheduler": {"name": "one_cycle"}})
+    expected = 0.8 if OPTIMIZERS[name].has_momentum else None
+    assert {momentum_at(config, step, 20) for step in range(20)} == {expected}
 
 
 @given(st.integers(1, 300), st.one_of(st.floats(0.01, 0.99), st.integers(1, 400)), st.booleans())
-def test_the_learning_rate_is_constant_once_swa_starts(total, start, own):
-    """As set for it, or that of the LR scheduler there; before, as without SWA."""
+def test_the_learning_rate_and_momentum_are_constant_once_swa_starts(total, start, own):
+    """As set for it, or that of the LR scheduler there; before, as without SWA. So is cycled momentum."""
     train: dict[str, object] = {"swa_start": start, "swa_learning_rate": 5e-5 if own else None}
-    plain = Config.model_validate({"lr_scheduler": {"name": "cosine"}})
-    config = Config.model_validate({"lr_scheduler": {"name": "cosine"}, "train": train})
+    scheduler = {"name": "one_cycle", "cycle_momentum": True}
+    plain = Config.model_validate({"lr_scheduler": scheduler})
+    config = Config.model_validate({"lr_scheduler": scheduler, "train": train})
     first = first_swa_step(config.train, total)
     assert first == (start if isinstance(start, int) else round(start * total))
     for step in range(total):
         expected = scheduled_lr(plain, min(step, first), total, 0.5)
         assert scheduled_lr(config, step, total, 0.5) == (2.5e-5 if own and step >= first else expected)
+        assert momentum_at(config, step, total) == momentum_at(plain, min(step, first), total)
 
 
 @given(st.one_of(st.none(), st.integers(0, 1000)), st.integers(1, 1000), st.sampled_from(sorted(SHAPES)))

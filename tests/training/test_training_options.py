@@ -17,7 +17,10 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.optim.schedules import momentum_at
 from lora_trainer.run.order import plain_console
 from lora_trainer.run.start import find_start
+from lora_trainer.training.checkpoints.checkpoint import save_checkpoint
+from lora_trainer.training.checkpoints.save import take
 from lora_trainer.training.run import Run
+from lora_trainer.training.state import TrainState
 from tests.training.tiny_run import TinyPlace, together
 
 
@@ -63,11 +66,32 @@ def test_a_run_says_which_layers_learn_at_which_rate(place: TinyPlace):
         place.run("b", steps=2, optimizer__layer_learning_rates={"middle.*": 0.5})
 
 
+@pytest.mark.parametrize("name", ["layer_learning_rates", "layer_weight_decay"])
+def test_a_resumed_run_must_have_the_patterns_of_layers_in_the_same_order(name: str, place: TinyPlace):
+    """The last one that matches counts, and the optimizer's state is stored by groups."""
+    rates = {"down_blocks.*": 0.5, "*.to_k": 2.0}
+    run = place.run("a", steps=2, **{f"optimizer__{name}": rates})
+    save_checkpoint(run.checkpoints, take(run, TrainState(step=1)))
+    start = find_start(run.folder, run.settings, plain_console(quiet=True), run.config)
+    assert start is not None
+    turned = run.settings | {f"optimizer.{name}": dict(reversed(rates.items()))}
+    with pytest.raises(UsageError, match=rf"optimizer\.{name} was .*0\.5.*2\.0.* and is now .*2\.0.*0\.5"):
+        find_start(run.folder, turned, plain_console(quiet=True), run.config)
+
+
 def test_the_optimizer_has_the_momentum_of_the_newest_step(place: TinyPlace):
     run = place.run("a", steps=4, lr_scheduler__name="one_cycle", lr_scheduler__cycle_momentum=True)
     place.train(run)
-    expected = momentum_at(run.config.lr_scheduler, 3, 4)
+    expected = momentum_at(run.config, 3, 4)
     assert {group["betas"] for group in run.context.optimizer.param_groups} == {(expected, 0.999)}
+
+
+def test_a_resumed_run_that_cycles_momentum_no_more_has_beta1_as_set(place: TinyPlace):
+    """The checkpoint's optimizer has the last one of the cycle."""
+    place.train(place.run("a", steps=2, lr_scheduler__name="one_cycle", lr_scheduler__cycle_momentum=True))
+    run = place.run("a", steps=3, lr_scheduler__name="one_cycle")
+    place.resume(run)
+    assert {group["betas"] for group in run.context.optimizer.param_groups} == {(0.9, 0.999)}
 
 
 def count_sums(run: Run) -> tuple[Run, list[int]]:
