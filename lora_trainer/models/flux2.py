@@ -64,7 +64,6 @@ STATES = (9, 18, 27)  # of the language model's 36 layers, whose outputs are rea
 SIZES = {7680: "4b", 12288: "9b"}  # by the width of the text
 SIDE = 128  # of the latents that the model was made for
 TIMESTEPS = 1000
-MOST_CONTROLS = 4  # control images of a sample, which its authors name as the most
 CONTROL_STEP = 10  # from one image's number to the next: 0 is the generated one, 10 the first control image
 BLANK = (64, 64)  # the least width and height of a control image that the pipeline takes
 THINNER_HEADS, FEWER_LAYERS = 8, 5
@@ -127,7 +126,7 @@ def describe(folder: Path) -> ModelFacts:
         caption_tokens=TOKENS,
         variant="-".join(part for part in ("klein", "" if distilled else "base", size) if part),
         distilled_from="-".join(part for part in ("FLUX.2-klein-base", size.upper()) if part) if distilled else "",
-        most_controls=MOST_CONTROLS,
+        most_controls=4,  # as its authors say of all four models
     )
 
 
