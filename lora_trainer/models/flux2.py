@@ -2,7 +2,8 @@
 
 Four models: 4 and 9 billion weights, each as a base (50 steps, guidance) and distilled (4 steps, none). Their text encoder
 is Qwen3 with the caption as a chat message: the states after a quarter, a half and three quarters of its layers, side by
-side. Padding is read like text. FLUX.2 dev reads captions with another language model and is refused.
+side. Padding is read like text. All four edit: they read control images as further tokens. FLUX.2 dev reads captions with
+another language model and is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from lora_trainer.core.conditioning import controls_of
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule, fused
 from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype, vae_facts
@@ -62,6 +64,8 @@ STATES = (9, 18, 27)  # of the language model's 36 layers, whose outputs are rea
 SIZES = {7680: "4b", 12288: "9b"}  # by the width of the text
 SIDE = 128  # of the latents that the model was made for
 TIMESTEPS = 1000
+CONTROL_STEP = 10  # from one image's number to the next: 0 is the generated one, 10 the first control image
+BLANK = (64, 64)  # the least width and height of a control image that the pipeline takes
 THINNER_HEADS, FEWER_LAYERS = 8, 5
 THINNESS = "an eighth of its width and a fifth of its layers"
 # A single block has one layer for queries, keys, values and its feed-forward part, and one on the way out.
@@ -122,6 +126,7 @@ def describe(folder: Path) -> ModelFacts:
         caption_tokens=TOKENS,
         variant="-".join(part for part in ("klein", "" if distilled else "base", size) if part),
         distilled_from="-".join(part for part in ("FLUX.2-klein-base", size.upper()) if part) if distilled else "",
+        most_controls=4,  # as its authors say of all four models
     )
 
 
@@ -178,20 +183,48 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
     """The velocity [B, 32, h, w] at t [B] under cond["embeds"] [B, T, 7680 or 12288].
 
     Four neighboring places of the latents are one token; the position of each is its row and column, and that of a
-    caption's token is its number, on another axis. The module rounds a time to the precision of the latents before it
-    embeds it, in bf16 by up to 3 of 1000 timesteps, so its embedding gets the exact one.
+    caption's token is its number, on another axis. Tokens of control images follow, each with its image's number. The
+    module rounds a time to the precision of the latents before it embeds it, in bf16 by up to 3 of 1000 timesteps, so its
+    embedding gets the exact one.
     """
     import torch
 
-    embeds = cond["embeds"]
+    controls, embeds = [control.to(noisy) for control in controls_of(cond).values()], cond["embeds"]
+    tokens = torch.cat([packed(image) for image in (noisy, *controls)], dim=1)
+    places = torch.cat([token_places(noisy, axes=4), *control_places(controls)])
     words = torch.zeros(embeds.shape[1], 4, device=noisy.device)
     words[:, 3] = torch.arange(embeds.shape[1], device=noisy.device)
     exact, embed = (t + 1).float(), cast("Any", denoiser.time_guidance_embed).time_proj
     with embed.register_forward_pre_hook(lambda *_: (exact,)):
-        velocity = denoiser(
-            packed(noisy), embeds, exact / TIMESTEPS, token_places(noisy, axes=4), words, return_dict=False
-        )[0]
-    return unpacked(velocity, noisy)
+        velocity = denoiser(tokens, embeds, exact / TIMESTEPS, places, words, return_dict=False)[0]
+    return unpacked(velocity[:, : packed(noisy).shape[1]], noisy)
+
+
+def control_places(controls: Sequence[Tensor]) -> list[Tensor]:
+    """The positions [h * w / 4, 4] of each control image's tokens, with its number on the first axis."""
+    return [token_places(image, axes=4, number=CONTROL_STEP * number) for number, image in enumerate(controls, 1)]
+
+
+def with_controls(pipeline: Any, size: tuple[int, int], controls: Sequence[Tensor]) -> dict[str, Any]:
+    """What the pipeline needs besides, to read control images.
+
+    It takes no latents: it would cut each image to a size of its own, encode it, and pass it to all samples of a batch. So
+    it gets blank images, and the latents where it would encode them.
+    """
+    import torch
+    from PIL import Image
+
+    if not controls:
+        return {}
+    tokens = torch.cat([packed(image) for image in controls], dim=1)
+    places = torch.cat(control_places(controls)).expand(len(tokens), -1, -1)
+
+    def latents_of_controls(**_: object) -> tuple[Tensor, Tensor]:
+        del pipeline.prepare_image_latents  # for one call: the next one has control images of its own
+        return tokens, places
+
+    pipeline.prepare_image_latents = latents_of_controls
+    return {"image": [Image.new("RGB", BLANK) for _ in controls]}
 
 
 def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -252,6 +285,7 @@ FAMILY = Family(
     text=TEXT,
     pipeline=PipelineSpec(
         class_name="Flux2KleinPipeline",
+        with_controls=with_controls,
         make=make_pipeline,
         sampling_defaults=sampling_defaults,
     ),

@@ -282,7 +282,11 @@ def refuse_controls(facts: ModelFacts, controls: int) -> None:
             else "takes no control images"
         )
         message = f"There {'is' if controls == 1 else 'are'} {counted(controls, 'control image')} for each image, and {facts.name} {takes}."
-        fix = "Remove the settings control_images and control_columns, or use an edit model such as FLUX.1 Kontext."
+        fix = (
+            "Name fewer with control_images and control_columns."
+            if facts.most_controls
+            else "Remove the settings control_images and control_columns, or use an edit model such as FLUX.2 klein."
+        )
         raise UsageError(Problem(message, fix))
 
 

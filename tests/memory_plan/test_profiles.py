@@ -187,13 +187,14 @@ def test_only_the_published_architecture_has_a_memory_profile():
     assert stored_memory_model(published, ("*.attn2.to_k",)) is None
 
 
+@pytest.mark.parametrize(("name", "controls"), [("flux", 1), ("flux2", 2)])
 @pytest.mark.parametrize("checkpointed", [0, 3])
-def test_a_control_image_takes_what_an_image_of_twice_the_area_does(checkpointed):
+def test_a_control_image_takes_what_an_image_of_the_added_area_does(name, controls, checkpointed):
     """So the plan counts it: `Demand.denoised_area`."""
-    family, published = FAMILIES["flux"], public_architecture("flux")
+    family, published = FAMILIES[name], public_architecture(name)
     thin = replace(published, denoiser=family.denoiser.thin(published.denoiser))
     subject = make_subject(family, thin, rank=16, targets="attention", dtype=torch.bfloat16)
-    whole = trace(subject, micro=1, height=64, width=128, checkpointed=checkpointed)
-    edited = trace(replace(subject, controls=1), micro=1, height=64, width=64, checkpointed=checkpointed)
+    whole = trace(subject, micro=1, height=64, width=64 * (1 + controls), checkpointed=checkpointed)
+    edited = trace(replace(subject, controls=controls), micro=1, height=64, width=64, checkpointed=checkpointed)
     assert 0.99 < edited.peak / whole.peak <= 1.0
     assert sum(edited.flops) == sum(whole.flops)

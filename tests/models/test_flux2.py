@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import Flux2KleinPipeline
 from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
+from PIL import Image
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
@@ -18,7 +20,7 @@ from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.layout import Names
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.autoencoder import image_decoder, load_vae
+from lora_trainer.models.autoencoder import image_decoder, image_encoder, load_vae
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.family import TextOptions
 from tests.export.tiny import FLUX2_WIDTH, random_lora, tiny_pipeline, tiny_transformer
@@ -53,6 +55,7 @@ def test_the_family_is_recognized_by_its_pipeline_and_described(model, tmp_path)
     facts = FAMILY.describe(model)
     assert (facts.prediction, facts.downscale, facts.pixel_step, facts.latent_channels) == ("flow", 8, 16, 32)
     assert (facts.variant, facts.distilled_from, facts.caption_tokens) == ("klein-base", "", 512)
+    assert facts.most_controls == 4
     assert FAMILY.pipeline.sampling_defaults(model).steps == 50
     assert FAMILY.denoiser.make_process(model).times.shift == Shift(3.0, by_size=True)
     distilled = changed(model, tmp_path, "model_index.json", is_distilled=True)
@@ -147,6 +150,54 @@ def test_the_denoiser_gets_the_same_inputs_as_in_the_pipeline(model, size):
         assert torch.equal(seen[-1]["words"], call["txt_ids"][0])
         assert torch.equal(seen[-1]["text"], call["encoder_hidden_states"])
         assert torch.allclose(ours, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [((64, 80),), ((96, 64), (64, 64))])
+def test_control_images_are_read_as_in_the_pipeline(model, sizes):
+    """At every step, of other sizes than the image; and drawn from latents as from the images themselves."""
+    pipeline = FAMILY.pipeline.make(model, torch.float32, CPU)
+    steps, step = [], pipeline.scheduler.step
+
+    def watch(velocity, t, latents, **rest):
+        steps.append((velocity, t, latents))
+        return step(velocity, t, latents, **rest)
+
+    pipeline.scheduler.step = watch
+    noise = np.random.default_rng(0)
+    images = [noise.integers(0, 256, (height, width, 3), dtype=np.uint8) for width, height in sizes]
+    encode = image_encoder(pipeline.vae, CPU)
+    controls = [encode(torch.from_numpy(each)[None].permute(0, 3, 1, 2) / 127.5 - 1.0)[0] for each in images]
+    text = {"embeds": torch.randn(1, 8, 3 * FLUX2_WIDTH, generator=torch.manual_seed(0))}
+    arguments = {"width": 64, "height": 64, "num_inference_steps": 3, "output_type": "latent", "guidance_scale": 4.0}
+    arguments |= FAMILY.pipeline.prompted(text, {"embeds": text["embeds"] / 2})
+    theirs = pipeline(image=[Image.fromarray(each) for each in images], generator=torch.manual_seed(1), **arguments)
+    for velocity, t, latents in steps:
+        noisy, wanted = (
+            pipeline._unpatchify_latents(each.transpose(1, 2).unflatten(2, (4, 4))) for each in (latents, velocity)
+        )
+        named = {f"control_{number}": each for number, each in enumerate(controls)}
+        with torch.no_grad():
+            answers = [
+                FAMILY.denoiser.predict(
+                    pipeline.transformer, noisy, t.expand(1) - 1, {"embeds": embeds, **named}, torch.zeros(1, 6)
+                )
+                for embeds in (text["embeds"], text["embeds"] / 2)
+            ]
+        assert torch.allclose(answers[1] + 4 * (answers[0] - answers[1]), wanted, atol=1e-5)
+    passed = FAMILY.pipeline.with_controls(pipeline, (64, 64), controls)
+    ours = pipeline(**passed, generator=torch.manual_seed(1), **arguments)
+    assert torch.allclose(ours.images, theirs.images, atol=1e-5)
+    # Two samples with control images of their own, which the pipeline by itself would not take.
+    others = [each.flip(3) for each in controls]
+    two = [torch.cat(pair) for pair in zip(controls, others, strict=True)]
+    arguments |= FAMILY.pipeline.prompted(
+        {"embeds": text["embeds"].expand(2, -1, -1)}, {"embeds": text["embeds"].expand(2, -1, -1) / 2}
+    )
+    seeds = [torch.Generator().manual_seed(1) for _ in range(2)]
+    both = pipeline(**FAMILY.pipeline.with_controls(pipeline, (64, 64), two), generator=seeds, **arguments).images
+    assert torch.allclose(both[:1], theirs.images, atol=1e-5)
+    assert not torch.allclose(both[1:], theirs.images, atol=1e-3)
+    assert FAMILY.pipeline.with_controls(pipeline, (64, 64), []) == {}
 
 
 def test_times_are_exact_in_half_precision(model):

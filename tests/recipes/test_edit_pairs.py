@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from diffusers import FluxKontextPipeline
+from diffusers import Flux2KleinPipeline, FluxKontextPipeline
 from PIL import Image, ImageDraw
 
 from lora_trainer.cli.main import main
@@ -54,16 +55,16 @@ def bench(model: Path, tmp_path: Path) -> Bench:
     return Bench(model, pairs / "after", tmp_path / "runs", tmp_path / "cache")
 
 
-def with_before(bench: Bench, before: Path | None = None) -> tuple[str, ...]:
+def with_before(bench: Bench, *before: Path) -> tuple[str, ...]:
     """The flags of a run on pairs, in a config file, since a table of sources is no flag."""
     path = bench.output.parent / "pairs.toml"
-    controls = before or bench.data.parent / "before"
-    path.write_text(f'[[data.sources]]\npath = "{bench.data}"\ncontrol_images = ["{controls}"]\n', encoding="utf-8")
+    controls = [str(each) for each in before or (bench.data.parent / "before",)]
+    path.write_text(f'[[data.sources]]\npath = "{bench.data}"\ncontrol_images = {json.dumps(controls)}\n', "utf-8")
     return "--config", str(path)
 
 
-def run_pairs(bench: Bench, name: str, *extra: str, before: Path | None = None, **settings: object) -> int:
-    arguments = bench.arguments(name, *with_before(bench, before), *extra, **AT_64, **settings)
+def run_pairs(bench: Bench, name: str, *extra: str, before: Sequence[Path] = (), **settings: object) -> int:
+    arguments = bench.arguments(name, *with_before(bench, *before), *extra, **AT_64, **settings)
     at = arguments.index("--data")
     return main([*arguments[:at], *arguments[at + 2 :]])
 
@@ -76,7 +77,7 @@ def test_the_step_reads_the_control_and_resumes_exactly(bench):
     assert exported(bench.folder("whole"))["kohya"] == exported(bench.folder("part"))["kohya"]
     # The same targets, captions and noise with other controls: another loss from the first step on.
     others = draw_pairs(bench.data.parent / "others", shift=3) / "before"
-    assert run_pairs(bench, "other", steps=1, before=others) == 0
+    assert run_pairs(bench, "other", steps=1, before=[others]) == 0
     assert losses(bench.folder("other"))[0] != losses(bench.folder("whole"))[0]
     # Without a cache of latents the controls are encoded with the images.
     assert run_pairs(bench, "fresh", steps=1, cache__latents="false") == 0
@@ -246,3 +247,79 @@ def test_samples_show_control_target_base_and_lora(bench):
     assert main(again) == 0
     assert Image.open(next((drawn / "again").glob("*_00_with.png"))).tobytes() == first
     assert main(["sample", str(lora), *flags, "--control-image", "nowhere.png"]) == 2
+
+
+@pytest.fixture(scope="module")
+def klein(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("klein"), "flux2")
+
+
+def test_several_controls_are_read_in_their_order_and_resume_exactly(bench, klein):
+    """Of FLUX.2 klein: two folders are two control images of each image."""
+    bench = replace(bench, model=klein)
+    folders = [bench.data.parent / "before", draw_pairs(bench.data.parent / "others", shift=3) / "before"]
+    kept = {"before": folders, "checkpoint__every_n_steps": 2}
+    assert run_pairs(bench, "whole", steps=4, **kept) == 0
+    assert run_pairs(bench, "part", steps=2, **kept) == 0
+    assert run_pairs(bench, "part", "--resume", steps=4, **kept) == 0
+    assert losses(bench.folder("part")) == losses(bench.folder("whole"))
+    assert exported(bench.folder("whole"))["kohya"] == exported(bench.folder("part"))["kohya"]
+    first = {losses(bench.folder("whole"))[0]}
+    for name, chosen in (("turned", folders[::-1]), ("one", folders[:1])):
+        assert run_pairs(bench, name, steps=1, before=chosen) == 0
+        first.add(losses(bench.folder(name))[0])
+    assert len(first) == 3
+    assert run_pairs(bench, "fresh", steps=1, before=folders, cache__latents="false") == 0
+    assert losses(bench.folder("fresh"))[0] == pytest.approx(losses(bench.folder("whole"))[0], rel=1e-5)
+
+
+def test_more_controls_than_the_model_reads_are_refused(bench, klein, capsys):
+    bench = replace(bench, model=klein)
+    assert run_pairs(bench, "cat", steps=1, before=[bench.data.parent / "before"] * 5) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "There are 5 control images for each image" in shown
+    assert "takes 4 control images" in shown
+    assert "Name fewer with control_images" in shown
+
+
+def test_samples_of_several_controls_are_the_pipelines(bench, klein):
+    """The sheet of a run, and `sample`, whose images are those that the pipeline makes of the control images themselves."""
+    base = Path(shutil.copytree(klein, bench.output.parent / "base"))
+    pipeline = Flux2KleinPipeline.from_pretrained(klein, local_files_only=True)
+    with torch.no_grad():  # else control images change no pixel of so small a model
+        for name, weight in pipeline.transformer.named_parameters():
+            weight.mul_(6.0 if any(part in name for part in ("to_v", "to_out", "to_qkv_mlp_proj")) else 1.0)
+    pipeline.transformer.save_pretrained(base / "transformer")
+    bench = replace(bench, model=base)
+    folders = [bench.data.parent / "before", draw_pairs(bench.data.parent / "others", shift=3) / "before"]
+    sheet = {"sample__every_n_steps": 1, "sample__num_inference_steps": 2, "sample__count": 2}
+    assert run_pairs(bench, "cat", steps=2, before=folders, **sheet) == 0
+    sheets = json.loads((bench.folder("cat") / "samples" / "step-000001.json").read_text())
+    assert len(sheets["images"]) == 2
+    for row in sheets["images"]:
+        assert [Path(each).parent for each in row["controls"]] == folders
+        assert Path(row["target"]).name == Path(row["controls"][1]).name
+    images = []
+    for number, folder in enumerate(folders):
+        images.append(Image.open(folder / "0.png").convert("RGB").resize((64, 64)))
+        images[-1].save(bench.output.parent / f"control{number}.png")
+    out = bench.output.parent / "out"
+    flags = ["--model", str(base), "--size", "64x64", "--num-inference-steps", "3", "--prompt", "add a ring"]
+    for number in range(2):
+        flags += ["--control-image", str(bench.output.parent / f"control{number}.png")]
+    assert main(["sample", str(bench.folder("cat") / "cat.safetensors"), *flags, "--output", str(out)]) == 0
+    recipe = json.loads(next(out.glob("*.json")).read_text())
+    ours = np.asarray(Image.open(next(out.glob("*_00_without.png"))), dtype=int)
+    differences = []
+    for chosen in (images, images[::-1]):
+        theirs = pipeline(
+            prompt="add a ring",
+            image=chosen,
+            width=64,
+            height=64,
+            num_inference_steps=3,
+            guidance_scale=recipe["guidance"],
+            generator=torch.Generator("cpu").manual_seed(recipe["images"][0]["seed"]),
+        ).images[0]
+        differences.append(np.abs(ours - np.asarray(theirs, dtype=int)).max())
+    assert differences[0] <= 1 < 4 < differences[1]
