@@ -187,7 +187,7 @@ def train_usual(arm: Arm, folder: Path) -> dict[str, Any]:
         LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=targets),
     )
     parameters = [parameter for parameter in unet.parameters() if parameter.requires_grad]
-    noise_scheduler = DDPMScheduler.from_pretrained(BASE_FOLDER, subfolder="scheduler")
+    noise_scheduler = DDPMScheduler.from_pretrained(BASE_FOLDER, subfolder="scheduler", local_files_only=True)
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.AdamW(parameters, lr=arm.learning_rate, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8)
     loader: Any = DataLoader(items, batch_size=BATCH, shuffle=True, collate_fn=list)  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ def jumps(scheduler: DDIMScheduler, steps: int) -> list[Jump]:
 def load(folder: Path) -> Any:
     """A folder's pipeline in fp32, silent."""
     pipeline: Any = StableDiffusionPipeline.from_pretrained(
-        folder, torch_dtype=torch.float32, local_files_only=True, safety_checker=None
+        folder, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True, safety_checker=None
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -149,7 +149,7 @@ def main() -> None:
         drawn = draw_trajectories(pipeline, args.trajectories, args.seed + 50_000)
         torch.save(drawn, kept.with_suffix(".making"))
         kept.with_suffix(".making").rename(kept)
-    train_student(pipeline, torch.load(kept), args.steps, args.seed, args.batch, args.rate)
+    train_student(pipeline, torch.load(kept, weights_only=True), args.steps, args.seed, args.batch, args.rate)
     pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, timestep_spacing="trailing")
     for part in (pipeline.vae, pipeline.unet, pipeline.text_encoder):
         part.half()

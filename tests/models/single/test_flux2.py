@@ -87,7 +87,7 @@ def test_a_vae_of_another_class_is_refused(pipeline: Any, tmp_path: Path) -> Non
     AutoencoderKL(block_out_channels=(32, 32), latent_channels=32).save_pretrained(tmp_path / "other")
     file = write(flux2_checkpoint(pipeline), tmp_path / "flux-2-klein-4b.safetensors")
     model = ModelSection(path=str(file), vae=str(tmp_path / "other"), text_encoders=str(tmp_path / "folder"))
-    with pytest.raises(UsageError, match="is an AutoencoderKL, and the model's own an AutoencoderKLFlux2"):
+    with pytest.raises(UsageError, match="has the class AutoencoderKL, and the model's own has AutoencoderKLFlux2"):
         find_base(model)
 
 
