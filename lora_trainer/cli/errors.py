@@ -11,6 +11,7 @@ from lora_trainer.core.disk import FULL, refusal
 from lora_trainer.core.errors import BUG, TRAINING_FAILED, WRONG_USAGE, Problem, UserError, first_line, is_out_of_memory
 from lora_trainer.core.findings import folded, printable_lines
 from lora_trainer.core.launch import is_main_process
+from lora_trainer.data.images.remote import RemoteError, fix_of
 
 
 def report_error(error: Exception, *, debug: bool) -> int:
@@ -27,6 +28,9 @@ def report_error(error: Exception, *, debug: bool) -> int:
         fix = "Set train.max_micro_batch_size or data.resolution lower, memory.gradient_checkpointing=true or cache.batch_size=1; add --resume."
         _print_problems([Problem(f"Out of memory: {first_line(error)}.", fix)])
         return TRAINING_FAILED
+    if isinstance(error, RemoteError):
+        _print_problems([Problem(f"The data cannot be read: {error.strerror}.", fix_of(error))])
+        return WRONG_USAGE
     if isinstance(error, OSError) and refusal(error) in FULL:
         _print_problems([Problem("The disk is full.", "Free some space, then continue with --resume.")])
         return TRAINING_FAILED

@@ -17,10 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.config.schema import CaptionsSection, SourceSection
-from lora_trainer.core.errors import UsageError
+from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import Finding, Severity
 from lora_trainer.data.images.images import BrokenImageError
 from lora_trainer.data.images.jobs import Facts
+from lora_trainer.data.images.remote import RemoteError, fix_of
 from lora_trainer.data.images.scan import read_headers
 from lora_trainer.data.images.workers import Progress
 from lora_trainer.data.sample import Manifest, Mask, Sample, Span
@@ -81,7 +82,10 @@ def _read_manifest(
         reading.problem("All data is regularization.", "Add a source of images to train on.")
     if reading.problems:
         raise UsageError(reading.problems)
-    samples = _samples(found, reading, progress)
+    try:
+        samples = _samples(found, reading, progress)
+    except RemoteError as error:
+        raise UsageError(Problem(f"The data cannot be read: {error.strerror}.", fix_of(error))) from error
     return Manifest(samples, tuple(reading.notes)), tuple(reading.findings)
 
 

@@ -26,4 +26,9 @@ def still_falling(rows: Sequence[Mapping[str, Any]], steps: int) -> Finding | No
     message = (
         f"Validation loss was still falling at the end: {share:.0%} of its fall came in the last third of the steps."
     )
-    return Finding("still_falling", "note", message, "More steps would teach more: --resume with a higher --max-steps.")
+    return Finding(
+        "still_falling",
+        "note",
+        message,
+        "More steps would teach more: a higher --max-steps, with --resume unless checkpoint.save_state=false.",
+    )

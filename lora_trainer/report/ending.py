@@ -11,6 +11,7 @@ from lora_trainer.core.findings import counted
 from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.evaluation.verdict import LINE, NOT_COMPARED
 from lora_trainer.report.read import RunReport, mapping, number, text, whole
+from lora_trainer.report.record import step_files
 from lora_trainer.report.verdict_parts import PartInterval, verdict_parts, weakest
 
 Tone = Literal["good", "fair", "bad", "open"]
@@ -218,7 +219,7 @@ def what_is_safe(run: RunReport) -> list[str]:
 def resume_command(run: RunReport) -> str:
     """The command that resumes the run, wherever its folder is now; one without state starts anew from its weights."""
     place, command = run.folder.resolve(), "produce" if run.record.get("gates_enforced") else "train"
-    config, kept = place / "config.toml", sorted(place.glob(f"weights/{place.name}-step-*.safetensors"))
+    config, kept = place / "config.toml", step_files(place)
     if config.is_file():
         words = ["lora-trainer", command, "--config", str(config), "--output", str(place.parent), "--name"]
         if mapping(mapping(run.record.get("config")).get("checkpoint")).get("save_state") is False and kept:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -93,3 +94,9 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     except (ValueError, OSError):
         return {"status": "failed", "steps": 0}
     return document if isinstance(document, dict) else {"status": "failed", "steps": 0}
+
+
+def step_files(folder: Path) -> list[Path]:
+    """The LoRA files of single steps that a run exported, oldest first. Names have six digits, and more from a million on."""
+    written = folder.glob(f"weights/{glob.escape(folder.name)}-step-*.safetensors")
+    return sorted(written, key=lambda path: (len(path.name), path.name))

@@ -183,6 +183,9 @@ def folds_of(folder: Path, run: RunFolder, record: Mapping[str, Any]) -> list[Fo
     for number, half, inputs in zip(FOLDS, halves, read, strict=True):
         share = steps_per_epoch(half, inputs.train) / steps_per_epoch(half, everything)
         steps, warmup = max(1, round(record["steps"] * share)), half.lr_scheduler.warmup_steps
+        averaged = half.train.swa_start  # a share of the steps stays one
+        if isinstance(averaged, int):
+            averaged = max(1, min(round(averaged * share), steps - 1))
         sections: dict[str, dict[str, Any]] = {
             "run": {
                 "output": str((folder / FOLDER).resolve()),
@@ -191,11 +194,17 @@ def folds_of(folder: Path, run: RunFolder, record: Mapping[str, Any]) -> list[Fo
                 "on_finish": None,
                 "on_failure": None,
             },
-            "train": {"max_steps": steps, "max_epochs": None, "max_hours": None},
+            "train": {"max_steps": steps, "max_epochs": None, "max_hours": None, "swa_start": averaged},
             "lr_scheduler": {"warmup_steps": warmup and round(warmup * share)},
             # The half that is kept out is only measured on: no step is chosen by it.
             "validation": {"every_n_steps": 0, "agreement": False},
-            "checkpoint": {"export_weights": "last", "export_every_n_steps": 0, "export_every_n_epochs": 0},
+            "checkpoint": {
+                "export_weights": "last",
+                "export_every_n_steps": 0,
+                "export_every_n_epochs": 0,
+                "save_state": True,  # a fold that is stopped continues
+                "scratch": None,
+            },
             "sample": {"every_n_steps": 0},
             "gates": {"lora_check": "off", "compare": "off"},
         }

@@ -300,7 +300,10 @@ def describe_stop(order: Order, record: Record) -> str:
     again = command if config.is_file() else f"the same command, --name {shlex.quote(record.name)} and --resume"
     if not record.steps:
         return f"stopped before the first step; the caches are kept. To resume: {again}"
-    if lora := record.files.get("kohya"):  # of this session
+    if (lora := record.files.get("kohya")) and not order.config.checkpoint.save_state:
+        check = f"lora-trainer validate {shlex.quote(str(order.folder / lora))}"
+        return f"stopped after training: {order.folder / lora} is complete and can be used. To score it: {check}"
+    if lora:  # of this session
         return (
             f"stopped after training: {order.folder / lora} is complete and can be used. It has no score and no sample"
             f" images yet. To add them without training again: {again}"

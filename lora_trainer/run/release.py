@@ -37,6 +37,7 @@ from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.models.textual_inversion import to_embeddings
 from lora_trainer.optim.schedules import first_swa_step, warmup_length
+from lora_trainer.report.record import step_files
 from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import Inputs, trained_framings
@@ -310,8 +311,7 @@ def export_step(
     _, diffusers = export_lora(session, session.folder / WEIGHTS, weights, facts, shapes)
     diffusers.unlink()
     if keep := session.config.checkpoint.export_keep_last:
-        written = (session.folder / WEIGHTS).glob(f"{session.folder.name}-step-*.safetensors")
-        for path in sorted(written, key=lambda path: (len(path.name), path.name))[:-keep]:  # names count in six digits
+        for path in step_files(session.folder)[:-keep]:
             path.unlink(missing_ok=True)
 
 

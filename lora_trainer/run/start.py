@@ -16,6 +16,7 @@ from lora_trainer.core.io import sha256_file
 from lora_trainer.data.sample import Manifest
 from lora_trainer.models.folder import weights_digest
 from lora_trainer.optim.schedules import first_swa_step
+from lora_trainer.report.record import step_files
 from lora_trainer.run.choices import Choices
 from lora_trainer.run.class_images import class_prompts, class_source
 from lora_trainer.run.inputs import Inputs, arithmetic, with_absolute_paths
@@ -127,7 +128,7 @@ def in_order(value: Any) -> Any:
 def without_state(folder: Path, passed_over: Mapping[Path, str]) -> Problem:
     """Why a run of `checkpoint.save_state=false` cannot be resumed, and what can be done with its newest weights."""
     newest = next(path for path, reason in passed_over.items() if reason == WEIGHTS_ONLY)
-    kept = sorted(folder.glob(f"weights/{folder.name}-step-*.safetensors"))
+    kept = step_files(folder)
     loras = [path for path in (folder / f"{folder.name}.safetensors", *reversed(kept)) if path.is_file()]
     anew = "Start a new --name; it can be resumed without checkpoint.save_state=false."
     if loras:

@@ -61,6 +61,16 @@ def busy_at_first(times: int) -> Trouble:
     return refuse
 
 
+def refuse_access(handler: BaseHTTPRequestHandler, number: int) -> bool:
+    """Refuse all but the start of a file, as a signed address does from a certain time on."""
+    if handler.headers["Range"].startswith("bytes=0-"):
+        return False
+    handler.send_response(403)
+    handler.send_header("Content-Length", "0")
+    handler.end_headers()
+    return True
+
+
 @contextmanager
 def serving(folder: Path) -> Iterator[Served]:
     served = Served("", folder)

@@ -13,7 +13,7 @@ from pathlib import Path
 from lora_trainer.data.images.measures import MEASURES, Seen, seen_broken, seen_from_json
 from lora_trainer.data.images.remembered import Remembered, remembered
 from lora_trainer.data.images.remote import is_pointer
-from lora_trainer.data.images.scan import REMOTE_SECONDS, lost
+from lora_trainer.data.images.scan import REMOTE_SECONDS, lost, not_sent
 from lora_trainer.data.images.workers import Progress, Task, Ticker, run_tasks
 from lora_trainer.data.sample import Sample
 
@@ -23,7 +23,10 @@ AT_ONCE = 2000  # measures read or written together
 
 
 def measure_images(samples: Sequence[Sample], progress: Progress | None = None) -> tuple[Seen, ...]:
-    """The measures of each sample's image after a full decode, in order; broken ones say why."""
+    """The measures of each sample's image after a full decode, in order; broken ones say why.
+
+    Raises UsageError where a server does not send them.
+    """
     first: dict[str, Sample] = {}
     for sample in samples:
         first.setdefault(sample.content, sample)
@@ -32,15 +35,17 @@ def measure_images(samples: Sequence[Sample], progress: Progress | None = None) 
         seen = _known(list(first), store, ticker)
         left = [sample for content, sample in first.items() if content not in seen]
         fresh: dict[str, str] = {}
-        for sample, result in _decoded(left):
-            seen[sample.content] = found = seen_from_json(result)
-            if found.broken is None:
-                fresh[sample.content] = result
-            if len(fresh) >= AT_ONCE:
-                store.keep_measures(fresh, MEASURES)
-                fresh.clear()
-            ticker.step()
-        store.keep_measures(fresh, MEASURES)
+        try:
+            for sample, result in _decoded(left):
+                seen[sample.content] = found = seen_from_json(result)
+                if found.broken is None:
+                    fresh[sample.content] = result
+                if len(fresh) >= AT_ONCE:
+                    store.keep_measures(fresh, MEASURES)
+                    fresh.clear()
+                ticker.step()
+        finally:
+            store.keep_measures(fresh, MEASURES)
     return tuple(seen[sample.content] for sample in samples)
 
 
@@ -66,5 +71,7 @@ def _decoded(samples: Sequence[Sample]) -> Iterator[tuple[Sample, str]]:
         seconds = REMOTE_SECONDS if is_pointer(Path(path)) else SECONDS
         tasks.append(Task([path, start, length, sample.content], pixels, seconds + pixels / PIXELS_A_SECOND))
     for number, result in run_tasks("seen", tasks):
+        if away := not_sent(tasks[number], result):
+            raise away
         lone = result in ("crashed", "hung")
         yield samples[number], seen_broken(lost(result)).to_json() if lone else result

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError, features
 
+from lora_trainer.data.images.remote import RemoteError
 from lora_trainer.data.images.spans import open_bytes
 from lora_trainer.data.sample import Span
 
@@ -86,7 +87,7 @@ def quiet_pillow() -> Iterator[None]:
 @contextlib.contextmanager
 def opened(place: Path | BinaryIO, span: Span | None = None) -> Iterator[Image.Image]:
     """An open image, from its file, inside of a larger file where `span` says, or from bytes at hand;
-    whatever a damaged one makes Pillow raise becomes `BrokenImageError`."""
+    whatever a damaged one makes Pillow raise becomes `BrokenImageError`. Raises RemoteError, too."""
     try:
         with quiet_pillow(), contextlib.ExitStack() as stack:
             file = stack.enter_context(open_bytes(place, span)) if isinstance(place, Path) else place
@@ -96,7 +97,7 @@ def opened(place: Path | BinaryIO, span: Span | None = None) -> Iterator[Image.I
             if image.width * image.height > MOST_PIXELS:
                 raise Image.DecompressionBombError
             yield image
-    except BrokenImageError:
+    except (BrokenImageError, RemoteError):  # a server that is away damages no image
         raise
     except Image.DecompressionBombError as error:
         message = f"is larger than {MOST_PIXELS:,} pixels, which no training needs and which can exhaust memory."

@@ -15,7 +15,7 @@ from typing import Any
 from lora_trainer.data.images.images import BrokenImageError, header_of, opened, unreadable
 from lora_trainer.data.images.measures import Seen, measure, seen_broken
 from lora_trainer.data.images.remembered import Stamp, stamp_of
-from lora_trainer.data.images.remote import is_pointer
+from lora_trainer.data.images.remote import RemoteError, is_pointer
 from lora_trainer.data.images.spans import READ_WHOLE, content_of, open_bytes, open_regular
 from lora_trainer.data.sample import Span
 
@@ -47,18 +47,20 @@ def read_facts(what: tuple[str, int, int]) -> dict[str, Any]:
         facts, stamp = _facts_of(path, span)
     except BrokenImageError as broken:
         return {"broken": [broken.code, broken.message, broken.fix]}
+    except RemoteError as error:
+        return {"remote": error.strerror}
     # A write within the clock's step does not change the times.
     warm = time.time() - stamp.mtime / 1e9 < STILL_WARM
     values = [facts.width, facts.height, facts.format, facts.frames, facts.content, facts.bytes]
     found: dict[str, Any] = {"facts": values, "stamp": None if warm else list(stamp)}
     if span is not None and is_pointer(path):  # its bytes are here now, and measuring them later would fetch them again
-        with contextlib.suppress(BrokenImageError):
+        with contextlib.suppress(BrokenImageError, RemoteError):
             found["seen"] = _measured(path, span, facts.content).to_json()
     return found
 
 
 def _facts_of(path: Path, span: Span | None) -> tuple[Facts, Stamp]:
-    """Raises BrokenImageError."""
+    """Raises BrokenImageError and RemoteError."""
     for _ in range(3):
         try:
             with open_regular(path) as file:
@@ -66,6 +68,8 @@ def _facts_of(path: Path, span: Span | None) -> tuple[Facts, Stamp]:
                 facts = facts_in(file, path, span)
                 if before == stamp_of(os.fstat(file.fileno())):
                     return facts, before
+        except RemoteError:
+            raise
         except OSError as error:
             raise unreadable(error) from error
     raise BrokenImageError("unreadable", "changes while it is read.", "Wait until it is written, and run again.")
@@ -95,23 +99,27 @@ def facts_in(file: io.FileIO, path: Path, span: Span | None) -> Facts:
     return Facts(header.width, header.height, header.format, header.frames, content, size)
 
 
-def read_seen(what: tuple[str, int, int, str]) -> str:
-    """The worker's job: one image measured, as JSON."""
+def read_seen(what: tuple[str, int, int, str]) -> str | dict[str, str]:
+    """The worker's job: one image measured, as JSON; or why its server does not send it."""
     name, start, length, content = what
     path = Path(name)
     try:
         return _measured(path, None if length < 0 else Span(path, start, length), content).to_json()
     except BrokenImageError as broken:
         return seen_broken(broken).to_json()
+    except RemoteError as error:
+        return {"remote": str(error.strerror)}
 
 
 def _measured(path: Path, span: Span | None, content: str) -> Seen:
-    """Raises BrokenImageError, also when the bytes are not those that were listed."""
+    """Raises RemoteError, and BrokenImageError also when the bytes are not those that were listed."""
     try:
         with open_bytes(path, span) as file:
             size = os.fstat(file.fileno()).st_size if span is None else span.size
             data = file.read(size) if size <= READ_WHOLE else b""
         found = hashlib.sha256(data).hexdigest() if size <= READ_WHOLE else content_of(path, span)
+    except RemoteError:
+        raise
     except OSError as error:
         raise unreadable(error) from error
     if found != content:

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from lora_trainer.core.conditioning import CONTROL
-from lora_trainer.core.errors import DatasetRefused, Problem
+from lora_trainer.core.errors import DatasetRefused, Problem, TrainingFailed
 from lora_trainer.data.buckets import fit_to, has_other_shape
 from lora_trainer.data.images.images import BrokenImageError, load_alpha, load_rgb
+from lora_trainer.data.images.remote import RemoteError, unreachable
 from lora_trainer.data.images.render import render, render_mask
 from lora_trainer.data.images.spans import content_of
 from lora_trainer.data.sample import ControlImage, Sample, Span
@@ -38,7 +39,8 @@ EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
 def read_pixels(sample: Sample, view: View) -> Tensor:
     """Pixels [3, H, W] of a view, float32 in [-1, 1].
 
-    Raises DatasetRefused, naming the file, when it cannot be read or has changed since it was listed.
+    Raises DatasetRefused, naming the file, when it cannot be read or has changed since it was listed; TrainingFailed when
+    its server does not send it.
     """
     pixels = _unchanged(
         lambda: render(load_rgb(sample.path, sample.span), view, sample.content),
@@ -107,6 +109,8 @@ def _unchanged(read: Callable[[], Read], path: Path, span: Span | None, content:
             raise DatasetRefused(Problem(f"{path} changed while it was read.", "Run again."))
     except BrokenImageError as broken:
         raise DatasetRefused(Problem(f"{path} {broken.message}", broken.fix)) from broken
+    except RemoteError as error:
+        raise TrainingFailed(unreachable(path if span is None else span.file, error)) from error
     except OSError as error:
         raise DatasetRefused(Problem(f"{path} cannot be read any more ({error}).", "Run again.")) from error
     return found

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from lora_trainer.core.bounded import TextError, read_json_object
+from lora_trainer.core.errors import Problem
 from lora_trainer.core.version import __version__
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ KEPT_BYTES = 1 << 25  # of images in memory that are likely to be read again
 VERSIONS = ("ETag", "etag", "VersionId", "generation", "md5Hash", "LastModified", "last_modified", "updated", "mtime")
 OFFLINE = "HF_HUB_OFFLINE"  # what --offline sets
 
+
+CHECK_NAME = "Check the address; a pattern such as {000..099} means every number from the first to the last."
 
 Found = TypeVar("Found")
 
@@ -100,6 +103,25 @@ def read_pointer(path: Path) -> RemoteFile:
         return RemoteFile(**read_json_object(path, MOST_POINTER))
     except (TextError, TypeError) as error:
         raise RemoteError(f"its pointer {path} cannot be read: {error}") from error
+
+
+def fix_of(error: RemoteError) -> str:
+    """What to do about it, as an error's last words."""
+    why = str(error.strerror)
+    if "offline" in why:
+        return "Run without --offline (and without HF_HUB_OFFLINE), or name shards on this disk."
+    if "ranges" in why:
+        return "Download the shards, or serve them from a server with range requests, as nginx, S3 and most have."
+    if "not there" in why:
+        return CHECK_NAME
+    if "refuses access" in why:
+        return "Use an address that is signed, or one of a bucket whose credentials are set here, such as s3://."
+    return "Run again when the server answers; what was read so far is kept."
+
+
+def unreachable(place: Path, error: RemoteError) -> Problem:
+    """The problem of a source that cannot be read now. Its images are not damaged, so none is left out for it."""
+    return Problem(f"{shown_place(place)} cannot be read: {error.strerror}.", fix_of(error))
 
 
 def look_up(url: str) -> RemoteFile:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.core.errors import UsageError
 from lora_trainer.data.images.images import BrokenImageError
 from lora_trainer.data.images.jobs import Facts
 from lora_trainer.data.images.measures import MEASURES
 from lora_trainer.data.images.remembered import FilePlace, Kept, Remembered, Stamp, remembered, stamp_of
-from lora_trainer.data.images.remote import is_pointer
+from lora_trainer.data.images.remote import RemoteError, is_pointer, unreachable
 from lora_trainer.data.images.workers import Progress, Task, Ticker, run_tasks
 from lora_trainer.data.sample import Span
 
@@ -29,7 +30,10 @@ PIXELS_A_BYTE = 4  # of a JPEG, or fewer; a remote image is decoded too, and how
 def read_headers(
     places: Sequence[tuple[Path, Span | None]], progress: Progress | None = None
 ) -> list[Facts | BrokenImageError]:
-    """The facts of every image in order, or why there are none. A span names a part of a larger file."""
+    """The facts of every image in order, or why there are none. A span names a part of a larger file.
+
+    Raises UsageError where a server does not send them.
+    """
     found: list[Facts | BrokenImageError | None] = [None] * len(places)
     ticker = Ticker(progress, len(places))
     keys = [_key(path, span) for path, span in places]
@@ -53,7 +57,7 @@ def _read(
     store: Remembered,
     ticker: Ticker,
 ) -> None:
-    """Read what is not remembered into `found`, and remember it."""
+    """Read what is not remembered into `found`, and remember it. Raises UsageError for a server that is away."""
     fresh: dict[FilePlace, Kept] = {}
     measured: dict[str, str] = {}
     tasks = []
@@ -62,8 +66,11 @@ def _read(
         remote = is_pointer(Path(path))
         seconds, pixels = (REMOTE_SECONDS, PIXELS_A_BYTE * keys[number].length) if remote else (HEADER_SECONDS, 0)
         tasks.append(Task([path, *keys[number][1:]], pixels, seconds))
+    away: UsageError | None = None
     for number, result in run_tasks("facts", tasks):
         place = left[number]
+        if away := not_sent(tasks[number], result):
+            break
         found[place] = facts = facts_from(result)
         if isinstance(facts, Facts) and result["stamp"] is not None:
             values = (facts.content, facts.width, facts.height, facts.format, facts.frames)
@@ -78,6 +85,18 @@ def _read(
         ticker.step()
     store.keep_headers(fresh)
     store.keep_measures(measured, MEASURES)
+    if away is not None:
+        raise away
+
+
+def not_sent(task: Task, result: Any) -> UsageError | None:
+    """The problem of a source whose server did not send an image; None for any other result of a worker."""
+    place = Path(task.what[0])
+    if isinstance(result, dict) and "remote" in result:
+        return UsageError(unreachable(place, RemoteError(result["remote"])))
+    if result == "hung" and is_pointer(place):
+        return UsageError(unreachable(place, RemoteError(f"no answer in {task.seconds:.0f} s", passing=True)))
+    return None
 
 
 def _key(path: Path, span: Span | None) -> FilePlace:

@@ -22,10 +22,12 @@ from urllib.parse import urlsplit
 from lora_trainer.core.bounded import TextError, decode, read_json_object
 from lora_trainer.core.io import user_cache_folder, write_text
 from lora_trainer.data.images.remote import (
+    CHECK_NAME,
     ENDING,
     RemoteError,
     RemoteFile,
     RemoteReader,
+    fix_of,
     is_url,
     look_up,
     read_pointer,
@@ -46,7 +48,6 @@ AT_ONCE = 8  # shards that are listed side by side
 AHEAD, MOST_AHEAD = 1 << 15, 1 << 20  # bytes read together for a header, and at most where members are small
 AGED = 3600.0  # seconds: what was written this moment could change within the clock's step, which a pointer does not
 UNUSED_SECONDS = 30 * 86400.0
-CHECK_NAME = "Check the address; a pattern such as {000..099} means every number from the first to the last."
 
 
 def remote_places(urls: Sequence[str], request: SourceRequest, reading: SourceReading) -> tuple[Path, ...]:
@@ -69,7 +70,7 @@ def remote_places(urls: Sequence[str], request: SourceRequest, reading: SourceRe
     if failed:
         url, first = failed[0]
         some = f" ({len(failed)} of {len(urls)} shards cannot be read)" if len(failed) > 1 else ""
-        reading.problem(f"{shown_url(url)} cannot be read: {first.strerror}{some}.", _fix_of(first))
+        reading.problem(f"{shown_url(url)} cannot be read: {first.strerror}{some}.", fix_of(first))
         return ()
     return tuple(places)
 
@@ -201,16 +202,3 @@ def old_listings(cache: Path, before: float) -> list[Path]:
             if path.stat().st_mtime < min(before, time.time() - UNUSED_SECONDS):
                 found.append(path)
     return found
-
-
-def _fix_of(error: RemoteError) -> str:
-    why = str(error.strerror)
-    if "offline" in why:
-        return "Run without --offline (and without HF_HUB_OFFLINE), or name shards on this disk."
-    if "ranges" in why:
-        return "Download the shards, or serve them from a server with range requests, as nginx, S3 and most have."
-    if "not there" in why:
-        return CHECK_NAME
-    if "refuses access" in why:
-        return "Use an address that is signed, or one of a bucket whose credentials are set here, such as s3://."
-    return "Run again when the server answers; what was read so far is kept."

@@ -1,17 +1,19 @@
 """A fast folder that checkpoints are written to first (`checkpoint.scratch`), and copied from to the run's folder.
 
-Each session has a folder of its own there. `checkpoints/scratch.json` names it, so that after a kill `--resume` finds
-what was not copied yet. A run folder that is copied or deleted loses no more than that.
+Below it is one folder of this user, and in that one for each session. `checkpoints/scratch.json` names it, so that after
+a kill `--resume` finds what was not copied yet. A run folder that is copied or deleted loses no more than that.
+Deleted is only what a session of this user made, nobody writes to, and its run has: everything else is named and left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -29,13 +31,14 @@ from lora_trainer.training.checkpoints.checkpoint import (
     copy_checkpoint,
     list_checkpoints,
     read_checkpoint,
-    remove,
 )
 
-PREFIX, OWNER, LOCK = "lora-trainer-", "owner.json", ".lock"
+PLACE, OWNER, LOCK = ".lora-trainer-scratch", "owner.json", ".lock"
+SESSION = re.compile(r"[0-9a-f]{32}")  # the name of a session's folder
 NAMED_IN = "scratch.json"  # beside the checkpoints: the folder of the session that writes them
 LEFT_FREE = 0.1  # share of the disk that stays free for others: /dev/shm is memory
 UNOWNED_SECONDS = 600.0  # a folder without an owner is being made, or its maker was killed
+BUSY_SECONDS = 60.0  # another run looks at what was left for less time than this
 
 Say = Callable[[str], None]
 
@@ -57,8 +60,12 @@ class Scratch:
 
     def __enter__(self) -> Self:
         try:
-            remove_leftovers(self.root, self.say)
-            folder = self.root / f"{PREFIX}{uuid.uuid4().hex}"
+            place = place_in(self.root)
+            place.mkdir(mode=0o700, exist_ok=True)
+            if not is_own(place):
+                raise OSError(f"{place} belongs to somebody else")
+            remove_leftovers(place, self.say)
+            folder = place / uuid.uuid4().hex
             folder.mkdir(mode=0o700)
             self._lock = FileLock(folder / LOCK, timeout=0, thread_local=False)
             self._lock.acquire()
@@ -73,13 +80,15 @@ class Scratch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Remove the folder, unless something in it could not be copied: the next `--resume` does that."""
         folder, self.folder = self.folder, None
+        is_done = folder is not None and not contents(folder)
+        if folder is not None and is_done:
+            discard(folder)
         if self._lock is not None:
             self._lock.release()
-        if folder is None or list_checkpoints(folder) or best_files(folder):
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            (self.checkpoints / NAMED_IN).unlink(missing_ok=True)
+        if folder is not None and is_done:
+            remove_empty(folder)
+            with contextlib.suppress(OSError):
+                (self.checkpoints / NAMED_IN).unlink(missing_ok=True)
 
     def write(self, size: int, write: Callable[[Path], Path], copied: Callable[[], None]) -> Path | None:
         """Call `write` with the folder, for a file or folder of `size` bytes, and return its path.
@@ -129,29 +138,59 @@ def copy_best(source: Path, folder: Path) -> None:
 def take_over(checkpoints: Path, say: Say) -> None:
     """Copy what a killed session left in its scratch folder to the run's, and remove that folder.
 
-    Only for the process that owns the run's folder. What is damaged stays behind. Raises OSError when the run's disk refuses.
+    Only for the process that owns the run's folder. What is damaged stays behind. A folder that another run's session made
+    is not removed: this run is a copy of that one, or was moved. Raises OSError when the run's disk refuses.
     """
-    folder = named_folder(checkpoints)
-    if folder is None:
+    named = document(checkpoints / NAMED_IN).get("folder")
+    if not isinstance(named, str):
         return
-    if is_own(folder):
-        for step, path in best_files(folder).items():
-            if read_best(folder, step) is None:
-                say(f"warning: {path} is damaged and skipped")
-            else:
-                copy_best(path, checkpoints)
-        for path in reversed(list_checkpoints(folder)):
-            if is_whole(checkpoints / path.name):
-                continue
-            if is_whole(path):
-                copy_checkpoint(path, checkpoints)
-                say(f"{path.name} was still in {folder}: copied to {checkpoints}")
-            else:
-                say(f"warning: {path} is damaged and skipped")
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        say(f"{folder} is gone: what was written there and not copied is lost")
-    (checkpoints / NAMED_IN).unlink(missing_ok=True)
+    folder = Path(named)
+    owner = owner_of(folder)
+    if owner is None:
+        if os.path.lexists(folder):
+            say(f"warning: {checkpoints / NAMED_IN} names {folder}, which no run of this user made: it is left alone")
+        else:
+            say(f"{folder} is gone: what was written there and not copied is lost")
+        (checkpoints / NAMED_IN).unlink(missing_ok=True)
+        return
+    is_mine = is_same(owner, checkpoints)
+    with locked(folder, BUSY_SECONDS if is_mine else 0.0) as is_free:
+        if not is_free:
+            say(f"warning: {folder} is in use by the run in {owner.parent}: nothing is copied from there")
+            return
+        is_all = copy_left(folder, checkpoints, say)
+        if is_mine and is_all:
+            discard(folder)
+    if is_mine and is_all:
+        remove_empty(folder)
+    elif is_all:
+        say(f"{folder} stays: it was made by the run in {owner.parent}. Delete it if nobody needs it.")
+    if is_all:
+        (checkpoints / NAMED_IN).unlink(missing_ok=True)
+
+
+def copy_left(folder: Path, checkpoints: Path, say: Say) -> bool:
+    """Copy to the run's folder what it lacks; False where a newer version of the program must do the rest."""
+    is_all = True
+    for step, path in best_files(folder).items():
+        if read_best(folder, step) is None:
+            say(f"warning: {path} is damaged and skipped")
+        else:
+            copy_best(path, checkpoints)
+    for path in reversed(list_checkpoints(folder)):
+        if is_whole(checkpoints / path.name):
+            continue
+        try:
+            read_checkpoint(path)
+        except Damaged:
+            say(f"warning: {path} is damaged and skipped")
+        except NewerVersion as error:
+            say(f"warning: {path} is not copied: {error}")
+            is_all = False
+        else:
+            copy_checkpoint(path, checkpoints)
+            say(f"{path.name} was still in {folder}: copied to {checkpoints}")
+    return is_all
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -163,33 +202,89 @@ def is_whole(checkpoint: Path) -> bool:
     return True
 
 
-def remove_leftovers(root: Path, say: Say) -> None:
-    """Remove what killed runs left in a scratch folder, but what their `--resume` still needs, which is named."""
-    for folder in sorted(root.glob(f"{PREFIX}*")):
-        if not is_own(folder) or is_locked(folder):
-            continue
-        owner = document(folder / OWNER).get("checkpoints")
+def remove_leftovers(place: Path, say: Say) -> None:
+    """Remove what killed sessions left that their runs have too, and name the rest: it may exist nowhere else.
+
+    A run without a `scratch.json` that names the folder was moved or deleted, or another one is there now: nobody can say.
+    """
+    for folder in sorted(place.iterdir()):
         with contextlib.suppress(OSError):
-            if not isinstance(owner, str):
-                if time.time() - folder.stat().st_mtime > UNOWNED_SECONDS:
-                    shutil.rmtree(folder)
+            owner = owner_of(folder)
+            if owner is None:
+                is_old = time.time() - folder.lstat().st_mtime > UNOWNED_SECONDS
+                if is_old and SESSION.fullmatch(folder.name) and is_own(folder):
+                    remove_empty(folder)
                 continue
-            there = list_checkpoints(folder)
-            waiting = [path for path in there if not is_whole(Path(owner) / path.name)]
-            if named_folder(Path(owner)) != folder.absolute() or not waiting:
-                shutil.rmtree(folder)
-                continue
-            for path in set(there) - set(waiting):
-                remove(path)
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            whose = f"a run that was killed: --resume of {Path(owner).parent} uses it"
-            say(f"{folder} has {size_words(size)} of {whose}")
+            with locked(folder) as is_free:
+                if not is_free:
+                    continue
+                named = document(owner / NAMED_IN).get("folder")
+                is_named = isinstance(named, str) and is_same(Path(named), folder)
+                is_needed = not all(is_named and is_copied(path, owner) for path in contents(folder))
+                if is_needed:
+                    size = size_words(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+                    whose = f"a run that was killed: --resume of {owner.parent} uses it"
+                    gone = f"{owner.parent}, where that run is not any more: --resume of it copies it, or delete this folder"
+                    say(f"{folder} has {size} of {whose if is_named else gone}")
+                else:
+                    discard(folder)
+            if not is_needed:
+                remove_empty(folder)
 
 
-def named_folder(checkpoints: Path) -> Path | None:
-    """The folder that the last session of a run wrote to, if it did not end by itself."""
-    folder = document(checkpoints / NAMED_IN).get("folder")
-    return Path(folder) if isinstance(folder, str) and Path(folder).name.startswith(PREFIX) else None
+def contents(folder: Path) -> list[Path]:
+    """The checkpoints and best weights in a session's folder."""
+    return [*list_checkpoints(folder), *best_files(folder).values()]
+
+
+def is_copied(path: Path, checkpoints: Path) -> bool:
+    """Whether a run has a checkpoint, or file of best weights, undamaged."""
+    if path.suffix != ".safetensors":
+        return is_whole(checkpoints / path.name)
+    return any(
+        path.name == each.name and read_best(checkpoints, step) for step, each in best_files(checkpoints).items()
+    )
+
+
+def discard(folder: Path) -> None:
+    """Delete what a session's folder holds, but its owner and lock. Only while that lock is held."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name not in (OWNER, LOCK):
+                path.unlink(missing_ok=True)
+
+
+def remove_empty(folder: Path) -> None:
+    """Delete a session's folder that holds nothing else, once its lock is released: Windows deletes no locked file."""
+    with contextlib.suppress(OSError):
+        if {path.name for path in folder.iterdir()} <= {OWNER, LOCK}:
+            (folder / LOCK).unlink(missing_ok=True)
+            (folder / OWNER).unlink(missing_ok=True)
+            folder.rmdir()
+            folder.parent.rmdir()  # refused while others are there
+
+
+def place_in(root: Path) -> Path:
+    """This user's folder below the scratch folder, which many may share: nothing beside it is ever deleted."""
+    return root / (f"{PLACE}-{os.getuid()}" if os.name == "posix" else PLACE)
+
+
+def owner_of(folder: Path) -> Path | None:
+    """The checkpoints of the run whose session made a folder; None where no session of this user did."""
+    if not SESSION.fullmatch(folder.name) or not folder.parent.name.startswith(PLACE):
+        return None
+    owner = document(folder / OWNER).get("checkpoints") if is_own(folder.parent) and is_own(folder) else None
+    return Path(owner) if isinstance(owner, str) and os.path.isabs(owner) else None
+
+
+def is_same(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one folder."""
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
 
 
 def document(path: Path) -> dict[str, Any]:
@@ -208,12 +303,16 @@ def is_own(folder: Path) -> bool:
     return os.name != "posix" or folder.stat().st_uid == os.getuid()
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether a live process writes there."""
-    if not (folder / LOCK).exists():
-        return False
+@contextlib.contextmanager
+def locked(folder: Path, seconds: float = 0.0) -> Iterator[bool]:
+    """Hold the lock of a session's folder; False where a live process has it, after waiting so long."""
+    lock = FileLock(folder / LOCK, timeout=seconds, thread_local=False)
     try:
-        with FileLock(folder / LOCK, timeout=0):
-            return False
+        lock.acquire()
     except Timeout:
-        return True
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()

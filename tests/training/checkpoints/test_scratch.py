@@ -30,7 +30,7 @@ from lora_trainer.training.checkpoints.checkpoint import (
     step_of,
     write_checkpoint,
 )
-from lora_trainer.training.checkpoints.scratch import PREFIX, Scratch, take_over
+from lora_trainer.training.checkpoints.scratch import Scratch, place_in, take_over
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 from tests.recipes.recipe import patched
@@ -190,28 +190,94 @@ def test_a_scratch_folder_that_is_gone_costs_what_was_in_it(tmp_path: Path, root
 
 
 def test_the_next_run_removes_what_nobody_needs(tmp_path: Path, root: Path) -> None:
-    waiting, deleted, copied = (tmp_path / name / "checkpoints" for name in ("waiting", "deleted", "copied"))
-    for checkpoints in (waiting, deleted, copied):
+    waiting, copied = (tmp_path / name / "checkpoints" for name in ("waiting", "copied"))
+    for checkpoints in (waiting, copied):
         with killed_session(root, checkpoints) as folder:
             write_checkpoint(folder, checkpoint_at(4))
-    shutil.rmtree(deleted.parent)
     save_checkpoint(copied, checkpoint_at(4))
-    (root / f"{PREFIX}link").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "file").write_text("mine")
-    lines: list[str] = []
+    place, elsewhere, lines = place_in(root), tmp_path / "elsewhere", list[str]()
+    elsewhere.mkdir()
+    (elsewhere / "file").write_text("mine")
+    link = place / ("0" * 32)
+    link.symlink_to(elsewhere)
     with killed_session(root, tmp_path / "alive" / "checkpoints") as alive:
         with Scratch(root, tmp_path / "next" / "checkpoints", 10**9, lines.append) as scratch:
-            left = {path.name for path in root.iterdir()} - {f"{PREFIX}link"}
             assert scratch.folder is not None
-            kept = left - {scratch.folder.name, alive.name}
+            kept = {path.name for path in place.iterdir()} - {link.name, scratch.folder.name, alive.name}
         assert len(kept) == 1
         assert "--resume of" in lines[0]
         assert str(waiting.parent) in lines[0]
         assert alive.exists()
-    assert (tmp_path / "elsewhere" / "file").exists()
+    assert (elsewhere / "file").exists()
     take_over(waiting, lines.append)
     assert steps_in(waiting) == [4]
+
+
+def test_only_folders_that_a_session_made_are_removed(tmp_path: Path, root: Path) -> None:
+    """Whatever its name and age: a checkout beside ours, or one below ours that no session made."""
+    with killed_session(root, tmp_path / "run" / "checkpoints"):
+        pass
+    place = place_in(root)
+    users = [root / "lora-trainer-main", root / ("a" * 32), place / "notes", place / ("b" * 32)]
+    for folder in users:
+        folder.mkdir()
+        (folder / "thesis.txt").write_text("mine")
+        os.utime(folder, (0, 0))
+    half_made = place / ("c" * 32)
+    half_made.mkdir()
+    os.utime(half_made, (0, 0))
+    with Scratch(root, tmp_path / "next" / "checkpoints", 10**9, print):
+        assert not half_made.exists()
+    assert [(folder / "thesis.txt").read_text() for folder in users] == ["mine"] * 4
+
+
+@pytest.mark.parametrize("parents", ["", f"{place_in(Path()).name}/"])
+def test_a_run_folder_of_somebody_else_names_nothing_that_is_removed(parents: str, tmp_path: Path, root: Path) -> None:
+    checkpoints, lines = tmp_path / "foreign" / "checkpoints", list[str]()
+    save_checkpoint(checkpoints, checkpoint_at(2))
+    for name in ("lora-trainer-outputs", "a" * 32):
+        named = root / f"{parents}{name}"
+        write_checkpoint(named, checkpoint_at(4))
+        (checkpoints / "scratch.json").write_text(json.dumps({"folder": str(named)}))
+        take_over(checkpoints, lines.append)
+        assert steps_in(named) == [4]
+        assert "it is left alone" in lines.pop()
+    assert steps_in(checkpoints) == [2]
+
+
+def test_a_copied_run_takes_nothing_from_the_other(tmp_path: Path, root: Path) -> None:
+    checkpoints, copied, lines = tmp_path / "run" / "checkpoints", tmp_path / "copy" / "checkpoints", list[str]()
+    with killed_session(root, checkpoints) as folder:
+        write_checkpoint(folder, checkpoint_at(4))
+        shutil.copytree(checkpoints, copied)
+        take_over(copied, lines.append)
+        assert "is in use by the run" in lines.pop()
+        assert steps_in(copied) == []
+        assert steps_in(folder) == [4]
+    take_over(copied, lines.append)
+    assert "stays" in lines[-1]
+    take_over(checkpoints, lines.append)
+    assert steps_in(copied) == steps_in(checkpoints) == [4]
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_moved_run_keeps_what_was_not_copied(is_replaced: bool, tmp_path: Path, root: Path) -> None:
+    """Also where another run trains in its old place, with checkpoints of the same steps."""
+    checkpoints, lines = tmp_path / "run" / "checkpoints", list[str]()
+    with killed_session(root, checkpoints) as folder:
+        write_checkpoint(folder, checkpoint_at(4))
+        write_best(folder, 3, {"a": torch.ones(2)})
+    (tmp_path / "run").rename(tmp_path / "moved")
+    if is_replaced:
+        save_checkpoint(checkpoints, checkpoint_at(4))
+    with Scratch(root, tmp_path / "next" / "checkpoints", 10**9, lines.append):
+        assert str(folder) in lines[0]
+        assert "where that run is not any more" in lines[0]
+    moved = tmp_path / "moved" / "checkpoints"
+    take_over(moved, print)
+    assert steps_in(moved) == [4]
+    assert read_best(moved, 3) is not None
 
 
 CHILD = """
@@ -263,7 +329,7 @@ def test_a_kill_loses_nothing(when: str, tmp_path: Path, root: Path) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
     kill_a_child(CHILD, str(root), str(checkpoints), when)
     assert steps_in(checkpoints) == ([4, 2] if when == "after" else [2]), "what was on the run's folder is there"
-    (folder,) = root.iterdir()
+    (folder,) = place_in(root).iterdir()
     assert json.loads((checkpoints / "scratch.json").read_text())["folder"] == str(folder)
     put_back(checkpoints)  # as the next run does
     remove_unfinished(checkpoints.parent)
