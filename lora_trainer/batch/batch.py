@@ -201,6 +201,9 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
     config = order.resolved.config
     if order.jobs < 0:
         problems.append(Problem(f"--jobs is {order.jobs}, must be at least 0.", "0 only fills the queue for workers."))
+    if not config.checkpoint.save_state:
+        message = "checkpoint.save_state is false, and a batch continues interrupted jobs from their checkpoints."
+        problems.append(Problem(message, "Remove the setting; checkpoint.keep_last=1 takes the least space."))
     for check in (
         lambda: executor(order.executor),
         lambda: folders.update(read_root(order.root)),

@@ -429,6 +429,10 @@ def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]
         "data": ([str(night.root), *output, "--data", "x"], "--data is not for a batch"),
         "a name": ([str(night.root), *output, "--name", "x"], "--name is not for a batch"),
         "negative jobs": ([str(night.root), *output, "--jobs", "-1"], "--jobs is -1, must be at least 0"),
+        "no state": (
+            [str(night.root), *output, "--set", "checkpoint.save_state=false"],
+            "a batch continues interrupted jobs",
+        ),
         "an unknown executor": (
             [str(night.root), *output, "--executor", "cloud"],
             "no executor cloud.\n       Known: local.",
