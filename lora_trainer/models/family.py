@@ -307,11 +307,6 @@ class TextSpec:
         return {**(encoded if self.join is None or whole else self.join(encoded, known)), **controls_of(known)}
 
 
-def no_controls(pipeline: Any, size: tuple[int, int], controls: Sequence[Tensor]) -> dict[str, Any]:
-    """Of pipelines that edit nothing."""
-    return {}
-
-
 @dataclass(frozen=True)
 class PipelineSpec:
     """diffusers' pipeline, which generates images.
@@ -330,7 +325,9 @@ class PipelineSpec:
     sampling_defaults: Callable[[Path], SamplingDefaults] = usual_sampling
     prompted: Callable[[Mapping[str, Tensor], Mapping[str, Tensor] | None], dict[str, Any]] = prompt_embeds
     edit_class_names: tuple[str, ...] = ()
-    with_controls: Callable[[Any, tuple[int, int], Sequence[Tensor]], dict[str, Any]] = no_controls
+    with_controls: Callable[[Any, tuple[int, int], Sequence[Tensor]], dict[str, Any]] = (
+        lambda pipeline, size, controls: {}  # of a pipeline that edits nothing
+    )
     guidance: str = "guidance_scale"
     refused: Mapping[str, str] = field(default_factory=dict)
 
