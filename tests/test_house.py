@@ -91,7 +91,8 @@ def test_slow_tests_and_their_fast_counterparts_exist(checkout: Path) -> None:
 
     def collected(marks: str) -> set[str]:
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marks]
-        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+        assert done.returncode in (0, 5), done.stderr  # pytest 9.2 ends a listing of deselected tests with 5
         return {line for line in done.stdout.splitlines() if "::" in line}
 
     slow_tests, in_every_suite = collected("slow"), collected("not slow")
