@@ -1,6 +1,6 @@
 """Does training a LoRA on a distilled model undo the distillation, and which remedy prevents it?
 
-    python scripts/builtin_base/distill.py --work /tmp/student --out OUT/student
+    python scripts/builtin_base/distill.py --work student-work --out OUT/student
     python scripts/distilled_study.py run OUT
     python scripts/distilled_study.py table OUT
 

@@ -17,7 +17,7 @@ from lora_trainer.core.findings import printable_lines
 from lora_trainer.data.captions import TRIGGER
 from lora_trainer.run.bases.find import describe_model
 from lora_trainer.run.counting import DRAWN, counting
-from lora_trainer.run.inputs import read_model, refuse_controls, with_absolute_paths
+from lora_trainer.run.inputs import check_control_images, read_model, with_absolute_paths
 from lora_trainer.run.reading import read_as_trained, run_beside
 from lora_trainer.run.sampling import (
     BUILT_IN,
@@ -83,8 +83,8 @@ def sample_command(
     refuse_size(chosen, facts.pixel_step)
     rows = rows_for([filled(prompt, trigger_words) for prompt in prompts], list(seeds))
     if config.sample.control_images:
+        check_control_images(config.sample.control_images, len({row.prompt for row in rows}), facts)
         rows = with_control_images(rows, config.sample.control_images)
-        refuse_controls(facts, len(rows[0].controls))
     drawing = drawing_of(config, family, facts, chosen)
     _refuse_many(rows, drawing)
     _draw(path, config, GridPlan(rows, drawing), output or path.parent / "samples", f"{path.stem}_before_after")

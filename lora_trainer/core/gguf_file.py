@@ -30,6 +30,8 @@ VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes, where the file names none
 MOST_DIMENSIONS = 4
 MOST_DEPTH = 4  # of arrays in arrays
+MOST_ORIGINAL_SIDES = 8  # of a tensor before it was reshaped
+MOST_VALUES = 1 << 20  # of an array that is not of numbers: four times the largest vocabulary
 LONGEST_NAME = 1 << 10  # bytes
 # Number of each type in a file: its name, the numbers of a block, and the bytes of a block.
 TYPES: Mapping[int, tuple[str, int, int]] = {
@@ -145,8 +147,10 @@ def _read_header(file: BinaryIO) -> tuple[list[Info], dict[str, Any]]:
     kept: dict[str, Any] = {}
     for _ in range(entries):
         name = _text(file, LARGEST_HEADER)
-        value = _value(file, _number(file, "I"), wanted=name.startswith((*KEPT, ORIGINAL_SHAPE)))
-        if value is not None:
+        kind = _number(file, "I")
+        wanted = kind == ARRAY if name.startswith(ORIGINAL_SHAPE) else kind != ARRAY and name in KEPT
+        value = _value(file, kind, wanted=wanted)
+        if wanted and value is not None:
             kept[name] = value
     alignment = kept.setdefault("general.alignment", ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
@@ -192,11 +196,13 @@ def _value(file: BinaryIO, kind: int, *, wanted: bool, depth: int = 0) -> Any:
     if kind != ARRAY or depth > MOST_DEPTH:
         raise _DamagedError(f"is damaged: its metadata has a value of type {kind}")
     inner, count = _number(file, "I"), _number(file, "Q")
+    if wanted and count > MOST_ORIGINAL_SIDES:
+        raise _DamagedError(f"is damaged: the shape of a tensor has {count:,} sides")
     if inner in SCALARS:
         size = struct.calcsize(f"<{SCALARS[inner]}")
         data = _taken(file, size * count)
         return list(struct.unpack(f"<{count}{SCALARS[inner]}", data)) if wanted else None
-    if count > LARGEST_HEADER:  # of at least eight bytes each
+    if count > MOST_VALUES:
         raise _DamagedError(f"is damaged: an array of its metadata has {count:,} values")
     for _ in range(count):
         _value(file, inner, wanted=False, depth=depth + 1)
@@ -211,7 +217,7 @@ def _with_places(tensors: list[Info], kept: Mapping[str, Any], begin: int, size:
         shown = repr(name[:SHOWN_OF_NAME])
         if kind not in TYPES:
             raise _DamagedError(f"has quantization type {kind} in {shown}, which is not read")
-        if name in header:
+        if name in header or name == METADATA:
             raise _DamagedError(f"is damaged: {shown} is there twice")
         dtype, numbers, width = TYPES[kind]
         count = math.prod(sides)

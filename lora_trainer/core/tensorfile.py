@@ -79,10 +79,13 @@ def data_begins(path: Path) -> int:
 
 def is_gguf(path: Path) -> bool:
     """Whether a file begins as GGUF does; False for what cannot be opened, such as a pipe."""
-    if not path.is_file():
+    try:
+        if not path.is_file():
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(GGUF)) == GGUF
+    except OSError:
         return False
-    with open(path, "rb") as file:
-        return file.read(len(GGUF)) == GGUF
 
 
 def _other_file(beginning: bytes, more: bytes) -> tuple[str, str] | None:

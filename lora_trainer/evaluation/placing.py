@@ -78,7 +78,8 @@ def bring_pipeline(
     from accelerate import cpu_offload
 
     for part in others:
-        cpu_offload(part, device, offload_buffers=True)
+        # Pipelines read buffers of FLUX.2's VAE, the statistics of its latents, outside of its forward pass.
+        cpu_offload(part, device, offload_buffers=part is not pipeline.vae)
     keep(denoiser, device, placed.resident)
     return placed
 

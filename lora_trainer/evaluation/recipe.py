@@ -24,6 +24,7 @@ from lora_trainer.models.folder import weights_digest
 
 ANOTHER = "Use another recipe."
 DTYPES = ("float32", "bfloat16", "float16")
+CONTROLS = "control_images_sha256"  # of each file, in the recipes of edit models
 SHORT_HASH = 10  # hex digits of a hash that people compare by eye
 OF_THE_LORA = (
     "lora",
@@ -105,7 +106,9 @@ def recipe(pipeline: Any, model: NamedModel, lora: Path, grid: Grid) -> dict[str
     drawn_with = {name for name, part in pipeline.components.items() if part is not None}
     kept = {name: weights_digest(folder) for name, folder in weights.items() if name in drawn_with}
     config = {key: value for key, value in pipeline.scheduler.config.items() if not key.startswith("_")}
+    controls = sorted({file for row in grid.rows for file in row.controls})
     return {
+        **({CONTROLS: {file: sha256_file(Path(file)) for file in controls}} if controls else {}),
         "program": f"lora_trainer {__version__}",
         "model": model.named or base.name,
         "family": family.name,
@@ -222,7 +225,7 @@ def _reason(error: Exception) -> str:
 
 def changed_since(found: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs since the recipe's images were generated; where it is empty, the images are the same."""
-    names = ("model_sha256", "lora_sha256", "scheduler", "scheduler_config", "dtype", "device", "versions")
+    names = (CONTROLS, "model_sha256", "lora_sha256", "scheduler", "scheduler_config", "dtype", "device", "versions")
     return [name.removesuffix("_sha256") for name in names if found.get(name) != now.get(name)]
 
 

@@ -118,6 +118,9 @@ def with_absolute_paths(config: Config) -> Config:
             "gates": config.gates.model_copy(
                 update={"encoder": config.gates.encoder and absolute(config.gates.encoder)}
             ),
+            "sample": config.sample.model_copy(
+                update={"control_images": tuple(map(absolute_file, config.sample.control_images))}
+            ),
             "checkpoint": config.checkpoint.model_copy(update={"scratch": absolute_file(config.checkpoint.scratch)}),
             "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve())}),
         }
@@ -290,6 +293,19 @@ def refuse_controls(facts: ModelFacts, controls: int) -> None:
         raise UsageError(Problem(message, fix))
 
 
+def check_control_images(files: Sequence[str], prompts: int, facts: ModelFacts) -> None:
+    """Raise UsageError for control images of so many prompts that are missing, do not share out evenly, or are more for a
+    prompt than the model reads. One file serves all prompts."""
+    if not files:
+        return
+    if missing := [file for file in files if not Path(file).expanduser().is_file()]:
+        raise UsageError(Problem(f"There is no control image {missing[0]}.", "Check sample.control_images."))
+    if not prompts or (len(files) > 1 and len(files) % prompts):
+        message = f"There are {counted(len(files), 'control image')} for {counted(prompts, 'prompt')}."
+        raise UsageError(Problem(message, "Name equally many for each prompt, or one for all."))
+    refuse_controls(facts, max(1, len(files) // prompts))
+
+
 def validation_split(
     config: Config, facts: ModelFacts, report: DataReport
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
@@ -321,6 +337,7 @@ def read_inputs(config: Config, model: tuple[Family, ModelFacts] | None = None) 
     """
     family, facts = model or read_model(config)
     manifest, report = read_data(config, facts)
+    check_control_images(config.sample.control_images, len(set(config.sample.prompts)), facts)
     framings, rules = trained_framings(config, facts), caption_rules(config)
     train, validation = validation_split(config, facts, report)
     train_plan, validation_plan = plan_views(train, framings), plan_plain(validation, framings)

@@ -43,14 +43,14 @@ def distilled_line(config: Config, family: Family, facts: ModelFacts) -> str | N
     """A warning for a model that was distilled to generate in few steps, which plain training undoes, with the choices.
 
     By its config, or where that is the same as others' by the name of its files. Where one of the choices is made there
-    is none; `loss.guidance_target` on a model with classifier-free guidance is one of its own.
+    is none; `loss.guidance_target` on a model that is sampled with a guidance scale is one of its own.
     """
     names = " ".join((facts.name, *Path(config.model.path or "").parts[-2:]))  # folders above are not the model's
     base = facts.distilled_from or ("the model that it was made from" if DISTILLED_NAMES.search(names) else "")
     scale = config.loss.guidance_target
-    if scale is not None and not base and family.pipeline.sampling_defaults(facts.path).negative:
+    if scale is not None and not base and family.pipeline.sampling_defaults(facts.path).guided:
         return (
-            f"warning: loss.guidance_target={scale:g} is for models with distilled guidance, and {facts.name} is sampled"
+            f"warning: loss.guidance_target={scale:g} is for models that were distilled to need no guidance, and {facts.name} is sampled"
             " with a guidance scale: the LoRA learns guidance that sampling adds again. Remove loss.guidance_target"
         )
     if not base or scale is not None or config.model.training_adapter is not None:

@@ -114,18 +114,13 @@ def controlled(row: ImageRequest, sample: Sample) -> ImageRequest:
 
 
 def with_control_images(rows: Sequence[ImageRequest], files: Sequence[str]) -> list[ImageRequest]:
-    """The rows with their prompts' control images, equally many for each prompt, or the same for all.
+    """The rows with their prompts' control images, equally many for each prompt, or one for all.
 
-    Raises UsageError for files that are missing or do not share out evenly.
+    `files` are as `run/inputs.py:check_control_images` demands.
     """
     prompts = list(dict.fromkeys(row.prompt for row in rows))
     places = [str(Path(file).expanduser().resolve()) for file in files]
-    if missing := [place for place in places if not Path(place).is_file()]:
-        raise UsageError(Problem(f"There is no control image {missing[0]}.", "Check sample.control_images."))
-    each, left = divmod(len(places), len(prompts))
-    if left and len(places) > 1:
-        message = f"sample.control_images holds {len(places)} files, and there are {len(prompts)} prompts."
-        raise UsageError(Problem(message, "Name equally many for each prompt, or one for all."))
+    each = len(places) // len(prompts)
     own = {prompt: places[number * each : (number + 1) * each] or places for number, prompt in enumerate(prompts)}
     return [replace(row, controls=tuple(own[row.prompt])) for row in rows]
 

@@ -1,6 +1,6 @@
 """Distill the built-in base: a student that draws in four steps without a guidance scale.
 
-    python scripts/builtin_base/distill.py --work /tmp/student --out bases/student
+    python scripts/builtin_base/distill.py --work student-work --out bases/student
 
 The base draws random scenes in eight steps of DDIM with classifier-free guidance. The student learns to make two of
 these steps in one, from the caption alone: progressive distillation (arXiv:2202.00512) with guidance distillation

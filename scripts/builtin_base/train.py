@@ -1,6 +1,6 @@
 """Train the built-in base from nothing, on images drawn on the way.
 
-    python scripts/builtin_base/train.py --work /tmp/base --out lora_trainer/builtin/base
+    python scripts/builtin_base/train.py --work base-work --out lora_trainer/builtin/base
 
 First the autoencoder, then, on latents encoded once, the U-Net and the text
 encoder together.  About 90 minutes on two cores with bf16 matrix units.  Progress

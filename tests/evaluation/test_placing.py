@@ -18,12 +18,13 @@ from lora_trainer.evaluation import drift, placing
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.lora_check import LoraGate, check_lora
-from lora_trainer.evaluation.placing import bytes_of, keep, with_less
+from lora_trainer.evaluation.placing import bring_pipeline, bytes_of, keep, with_less
 from lora_trainer.evaluation.recipe import Drawing, Grid, ImageRequest, NamedModel
-from lora_trainer.evaluation.sample import Where, compare
+from lora_trainer.evaluation.sample import Where, compare, draw
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.drawing import read_prompts
 from lora_trainer.models.family import Encoders
 from lora_trainer.models.memory.phases import (
     Placement,
@@ -125,6 +126,21 @@ def test_images_do_not_depend_on_the_devices_of_the_parts(subject: tuple[str, Pa
     assert np.abs(whole[0] - whole[1]).max() > 0
     for one, other in zip(whole, swapped, strict=True):
         assert np.abs(one - other).max() <= 1
+
+
+@pytest.mark.slow  # the tests above have a family with a VAE of the usual class
+def test_images_of_a_vae_that_keeps_its_statistics_in_buffers_do_not_depend_on_its_device(tmp_path: Path) -> None:
+    base = tmp_path / "flux2"
+    tiny_pipeline(tmp_path / "tokens", "flux2").save_pretrained(base, safe_serialization=True)
+    drawn = []
+    for usable in (None, 0):
+        pipeline = FAMILIES["flux2"].pipeline.make(base, torch.float32, CPU)
+        bring_pipeline(pipeline, FAMILIES["flux2"], CPU, usable, (64, 64))
+        read = read_prompts(pipeline, FAMILIES["flux2"], ["a ring", ""], CPU)
+        rows = [ImageRequest("a ring", 1)]
+        (image,) = draw(pipeline, FAMILIES["flux2"], read, rows, Drawing(2, 3.0, (64, 64)))
+        drawn.append(np.asarray(image, dtype=int))
+    assert np.abs(drawn[0] - drawn[1]).max() <= 1
 
 
 def test_layers_stay_until_memory_is_full() -> None:

@@ -190,6 +190,19 @@ def test_columns_of_a_table_name_controls(bench, name):
         read_manifest([SourceSection(path=str(source), control_columns=("source", "second"))])
 
 
+def test_control_images_of_prompts_are_checked_before_training(bench, capsys):
+    before = bench.data.parent / "before"
+    one, two, three = (str(before / f"{number}.png") for number in range(3))
+    for files, complaint in (
+        (["nowhere.png"], "no control image nowhere.png"),
+        ([one, two, three], "3 control images for 2 prompts"),
+        ([one, two, three, one], "2 control images for each image, and model takes 1"),
+    ):
+        named = {"sample__prompts": json.dumps(["a", "b"]), "sample__control_images": json.dumps(files)}
+        assert run_pairs(bench, "cat", steps=1, **named) == 2
+        assert complaint in capsys.readouterr().err
+
+
 def test_models_that_edit_nothing_refuse_controls(bench, tmp_path, capsys):
     plain = replace(bench, model=save_tiny_model(tmp_path / "plain", "flux"))
     assert run_pairs(plain, "cat", steps=1) == 2
