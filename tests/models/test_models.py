@@ -16,6 +16,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.evaluation.loading import heard
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
+from lora_trainer.models.family import TextOptions
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.phases import count_of
 from lora_trainer.models.published import public_architecture
@@ -82,6 +83,40 @@ def test_encoder_keys_depend_on_weights_and_precision(model, tmp_path):
     image, text = SD15.encoder_keys(other, torch.float32)
     assert image != SD15.encoder_keys(model, torch.float32)[0]
     assert text == SD15.encoder_keys(model, torch.float32)[1]
+
+
+ONE_ENCODER, TWO_ENCODERS = "adeced5b477616af18d45624a9ade9fe", "21f76545227359af4ad2fb55f6bab4c1"
+TEXT_KEYS = {
+    "sd15": f"{ONE_ENCODER}-torch.float16",
+    "sd2": f"{ONE_ENCODER}-torch.float16",
+    "sdxl": f"{TWO_ENCODERS}-torch.float16",
+    "sd3": "0bcaad9affd9d07531e128364d9102f6-torch.float16",
+    "flux": f"{TWO_ENCODERS}-torch.float16-256",
+    "flux2": f"{ONE_ENCODER}-torch.float16-(9, 18, 27)",
+    "chroma": f"{ONE_ENCODER}-torch.float16-masked",
+    "z_image": f"{ONE_ENCODER}-torch.float16",
+    "qwen_image": f"{ONE_ENCODER}-torch.float16",
+    "krea2": f"{ONE_ENCODER}-torch.float16",
+}
+
+
+def test_encoder_keys_stay_those_of_caches_and_checkpoints_on_disk(tmp_path):
+    """Another string for the same weights would encode every cached image and caption again."""
+    (tmp_path / "model_index.json").write_text('{"text_encoder_3": ["transformers", "T5EncoderModel"]}')
+    for name in (
+        "vae",
+        "transformer",
+        *(f"{kind}{n}" for kind in ("text_encoder", "tokenizer") for n in ("", "_2", "_3")),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    image = "c44f95c7b37ecbb653ab5e7e12cf0398"
+    for name, family in FAMILIES.items():
+        upcast = "torch.float16" if name in ("sd15", "sd2") else "torch.float32"
+        assert family.encoder_keys(tmp_path, torch.float16) == (f"{image}-{upcast}", TEXT_KEYS[name])
+        short = family.reading(TextOptions(t5_tokens=40)).encoder_keys(tmp_path, torch.bfloat16)
+        text = TEXT_KEYS[name].replace("float16", "bfloat16")
+        assert short == (f"{image}-torch.bfloat16", f"{text}-439f78cb1f311017")
 
 
 def test_unsupported_models_are_refused_with_the_reason(model, tmp_path):
