@@ -32,7 +32,6 @@ from lora_trainer.models.family import (
 )
 from lora_trainer.models.flow_schedule import make_process, make_scheduler
 from lora_trainer.models.folder import fingerprint, read_config
-from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.t5 import load_t5, load_t5_tokenizer, read_t5_tokens
 from lora_trainer.models.transformer import (
     PATCH,
@@ -42,6 +41,7 @@ from lora_trainer.models.transformer import (
     token_places,
     transformer_config,
     transformer_facts,
+    transformer_functions,
     unpacked,
 )
 
@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from lora_trainer.models.quantization.store import Narrow
-
+KIND = "ChromaTransformer2DModel"
 T5, TOKENIZER = "text_encoder", "tokenizer"
 TOKENS = 512
 TIMESTEPS = 1000
@@ -67,7 +66,7 @@ LAYOUT = (
 
 def describe(folder: Path) -> ModelFacts:
     """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
-    config = transformer_config(folder, "ChromaTransformer2DModel", ("in_channels", "joint_attention_dim"))
+    config = transformer_config(folder, KIND, ("in_channels", "joint_attention_dim"))
     facts = transformer_facts(
         folder,
         "chroma",
@@ -116,20 +115,6 @@ def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOpti
     states = words.weigh(parts.encoders[T5](words.ids, attention_mask=here)[0])
     lengths = here.sum(1, keepdim=True)
     return {"embeds": states, "padding": torch.arange(states.shape[1], device=states.device) > lengths}
-
-
-def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
-    """The transformer with random weights, on torch's current default device."""
-    from diffusers import ChromaTransformer2DModel
-
-    return cast("nn.Module", ChromaTransformer2DModel.from_config(dict(config)))
-
-
-def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
-    """The transformer, frozen, on the device."""
-    from diffusers import ChromaTransformer2DModel
-
-    return cast("nn.Module", load_frozen(ChromaTransformer2DModel, folder / "transformer", dtype, device, narrow))
 
 
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
@@ -218,6 +203,7 @@ def base_names(facts: ModelFacts) -> tuple[str, str]:
     return "chroma", "chroma/lora"
 
 
+load_transformer, make_denoiser = transformer_functions(KIND)
 TEXT = TextSpec(
     load=load_texts,
     encode=encode_text,

@@ -44,6 +44,7 @@ from lora_trainer.models.transformer import (
     token_places,
     transformer_config,
     transformer_facts,
+    transformer_functions,
     unpacked,
 )
 from lora_trainer.models.unet import CLIP_TARGETS, load_tokenizer
@@ -52,8 +53,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from lora_trainer.models.quantization.store import Narrow
-
+KIND = "FluxTransformer2DModel"
 CLIP, T5 = "text_encoder", "text_encoder_2"
 DEV_TOKENS, SCHNELL_TOKENS = 512, 256
 SIDE = 128  # of the latents that the model was made for
@@ -119,7 +119,7 @@ ALSO = (
 def describe(folder: Path) -> ModelFacts:
     """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
     needs = ("in_channels", "joint_attention_dim", "pooled_projection_dim")
-    config = transformer_config(folder, "FluxTransformer2DModel", needs)
+    config = transformer_config(folder, KIND, needs)
     facts = transformer_facts(
         folder,
         "flux",
@@ -215,20 +215,6 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
     return SamplingDefaults(steps=50 if guided else 4, guided=guided, negative=False)
 
 
-def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
-    """The transformer with random weights, on torch's current default device."""
-    from diffusers import FluxTransformer2DModel
-
-    return cast("nn.Module", FluxTransformer2DModel.from_config(dict(config)))
-
-
-def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
-    """The transformer, frozen, on the device."""
-    from diffusers import FluxTransformer2DModel
-
-    return cast("nn.Module", load_frozen(FluxTransformer2DModel, folder / "transformer", dtype, device, narrow))
-
-
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
     """The velocity [B, 16, h, w] at t [B] under cond["embeds"] [B, 512 or 256, 4096] and cond["pooled"] [B, 768].
 
@@ -305,6 +291,7 @@ def base_names(facts: ModelFacts) -> tuple[str, str]:
     return "flux1", f"flux-1-{facts.variant}/lora"
 
 
+load_transformer, make_denoiser = transformer_functions(KIND)
 TEXT = TextSpec(
     load=load_texts,
     encode=encode_text,

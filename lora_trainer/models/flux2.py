@@ -33,7 +33,6 @@ from lora_trainer.models.family import (
 )
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
 from lora_trainer.models.folder import check_components, fingerprint, read_config
-from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.qwen3 import (
     QWEN,
     TOKENIZER,
@@ -50,6 +49,7 @@ from lora_trainer.models.transformer import (
     refuse_widths,
     token_places,
     transformer_config,
+    transformer_functions,
     unpacked,
 )
 
@@ -57,8 +57,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from lora_trainer.models.quantization.store import Narrow
-
+KIND = "Flux2Transformer2DModel"
 VAE = "AutoencoderKLFlux2"
 STATES = (9, 18, 27)  # of the language model's 36 layers, whose outputs are read
 SIZES = {7680: "4b", 12288: "9b"}  # by the width of the text
@@ -101,7 +100,7 @@ LAYOUT = (
 
 def describe(folder: Path) -> ModelFacts:
     """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
-    config = transformer_config(folder, "Flux2Transformer2DModel", ("in_channels", "joint_attention_dim"))
+    config = transformer_config(folder, KIND, ("in_channels", "joint_attention_dim"))
     channels, downscale = vae_facts(folder, VAE)
     read_flow_schedule(folder)
     check_components(folder, ("transformer", "vae", QWEN))
@@ -163,20 +162,6 @@ def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOpti
     tokens, mask = read_chat(parts.tokenizers[QWEN], captions, size, parts.device, thinking=False)
     output = parts.encoders[QWEN](input_ids=tokens.ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
     return {"embeds": tokens.weigh(torch.cat([output.hidden_states[layer] for layer in STATES], dim=-1))}
-
-
-def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
-    """The transformer with random weights, on torch's current default device."""
-    from diffusers import Flux2Transformer2DModel
-
-    return cast("nn.Module", Flux2Transformer2DModel.from_config(dict(config)))
-
-
-def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
-    """The transformer, frozen, on the device."""
-    from diffusers import Flux2Transformer2DModel
-
-    return cast("nn.Module", load_frozen(Flux2Transformer2DModel, folder / "transformer", dtype, device, narrow))
 
 
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
@@ -261,6 +246,7 @@ def base_names(facts: ModelFacts) -> tuple[str, str]:
     return "flux2", f"flux-2-{facts.variant}/lora"
 
 
+load_transformer, make_denoiser = transformer_functions(KIND)
 TEXT = TextSpec(
     load=load_texts,
     encode=encode_text,

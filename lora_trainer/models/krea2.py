@@ -48,6 +48,7 @@ from lora_trainer.models.transformer import (
     refuse_widths,
     token_places,
     transformer_config,
+    transformer_functions,
     unpacked,
 )
 
@@ -56,8 +57,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lora_trainer.diffusion.process import Process
-    from lora_trainer.models.quantization.store import Narrow
 
+KIND = "Krea2Transformer2DModel"
 QWEN, TOKENIZER = "text_encoder", "tokenizer"
 TOKENS = 512  # of a caption, the end of the template among them
 FIRST_STATE, STATES_APART = 2, 3  # of the text encoder's layers, whose states are read
@@ -91,7 +92,7 @@ LAYOUT = (
 def describe(folder: Path) -> ModelFacts:
     """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
     needs = ("in_channels", "text_hidden_dim", "num_text_layers")
-    config = transformer_config(folder, "Krea2Transformer2DModel", needs)
+    config = transformer_config(folder, KIND, needs)
     channels, downscale = vae_facts(folder, VIDEO)
     read_flow_schedule(folder)
     check_components(folder, ("transformer", "vae", QWEN))
@@ -187,20 +188,6 @@ def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOpti
     }
 
 
-def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
-    """The transformer with random weights, on torch's current default device."""
-    from diffusers import Krea2Transformer2DModel
-
-    return cast("nn.Module", Krea2Transformer2DModel.from_config(dict(config)))
-
-
-def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
-    """The transformer, frozen, on the device."""
-    from diffusers import Krea2Transformer2DModel
-
-    return cast("nn.Module", load_frozen(Krea2Transformer2DModel, folder / "transformer", dtype, device, narrow))
-
-
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
     """The velocity [B, 16, h, w] at t [B] under cond["embeds"] [B, T, 12, D] without cond["padding"] [B, T]."""
     import torch
@@ -243,6 +230,7 @@ def thin(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **wide, **inner, **blocks, "num_layers": max(1, int(config["num_layers"]) // FEWER_LAYERS)}
 
 
+load_transformer, make_denoiser = transformer_functions(KIND)
 TEXT = TextSpec(
     load=load_texts,
     encode=encode_text,

@@ -44,6 +44,7 @@ from lora_trainer.models.transformer import (
     packed,
     refuse_widths,
     transformer_config,
+    transformer_functions,
     unpacked,
 )
 
@@ -51,8 +52,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from lora_trainer.models.quantization.store import Narrow
-
+KIND = "QwenImageTransformer2DModel"
 QWEN, TOKENIZER = "text_encoder", "tokenizer"
 TOKENS, MOST_TOKENS = 512, 1024  # of a caption: usually, and what the pipeline can read
 SIDE = 128  # of the latents that the model was trained for
@@ -85,7 +85,7 @@ LAYOUT = tuple(
 
 def describe(folder: Path) -> ModelFacts:
     """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
-    config = transformer_config(folder, "QwenImageTransformer2DModel", ("in_channels", "joint_attention_dim"))
+    config = transformer_config(folder, KIND, ("in_channels", "joint_attention_dim"))
     channels, downscale = vae_facts(folder, VIDEO)
     read_flow_schedule(folder)
     check_components(folder, ("transformer", "vae", QWEN))
@@ -160,20 +160,6 @@ def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOpti
     }
 
 
-def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
-    """The transformer with random weights, on torch's current default device."""
-    from diffusers import QwenImageTransformer2DModel
-
-    return cast("nn.Module", QwenImageTransformer2DModel.from_config(dict(config)))
-
-
-def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
-    """The transformer, frozen, on the device."""
-    from diffusers import QwenImageTransformer2DModel
-
-    return cast("nn.Module", load_frozen(QwenImageTransformer2DModel, folder / "transformer", dtype, device, narrow))
-
-
 def unread(denoiser: nn.Module) -> list[str]:
     """The last block's layers of the text stream that come after the attention's keys and values."""
     last = f"transformer_blocks.{len(cast('nn.ModuleList', denoiser.transformer_blocks)) - 1}"
@@ -230,6 +216,7 @@ def thin(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+load_transformer, make_denoiser = transformer_functions(KIND)
 TEXT = TextSpec(
     load=load_texts,
     encode=encode_text,

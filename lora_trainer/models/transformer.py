@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.autoencoder import vae_facts
-from lora_trainer.models.family import FeatureBlock, ModelFacts
+from lora_trainer.models.family import FeatureBlock, LoadDenoiser, ModelFacts
 from lora_trainer.models.flow_schedule import read_flow_schedule
 from lora_trainer.models.folder import check_components, read_config
+from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.t5 import check_t5_tokenizer
 from lora_trainer.models.unet import FEATURE_GRID, caption_tokens
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
+
+    from lora_trainer.models.quantization.store import Narrow
 
 STREAMS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 PATCH = 2  # places of the latents along a side of one token
@@ -28,6 +32,22 @@ def transformer_config(folder: Path, kind: str, needs: tuple[str, ...]) -> dict[
         message = f"{folder}/transformer is a {config.get('_class_name') or 'nameless part'}, not a {kind}."
         raise UsageError(Problem(message, "Use a text-to-image base model; model.family chooses the family."))
     return config
+
+
+def transformer_functions(kind: str) -> tuple[LoadDenoiser, Callable[[Mapping[str, Any]], nn.Module]]:
+    """`load` and `make` of a `DenoiserSpec`: for a transformer of diffusers' class `kind`, which is imported when they run."""
+
+    def load(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None, /) -> nn.Module:
+        import diffusers
+
+        return cast("nn.Module", load_frozen(getattr(diffusers, kind), folder / "transformer", dtype, device, narrow))
+
+    def make(config: Mapping[str, Any]) -> nn.Module:
+        import diffusers
+
+        return cast("nn.Module", getattr(diffusers, kind).from_config(dict(config)))
+
+    return load, make
 
 
 def transformer_facts(

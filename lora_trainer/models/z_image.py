@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule, fused
@@ -29,16 +29,20 @@ from lora_trainer.models.family import (
 )
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
 from lora_trainer.models.folder import check_components, fingerprint, read_config
-from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.qwen3 import QWEN, TOKENIZER, TOKENS, check_qwen3, load_qwen3, read_chat
-from lora_trainer.models.transformer import PATCH, block_features, refuse_widths, transformer_config
+from lora_trainer.models.transformer import (
+    PATCH,
+    block_features,
+    refuse_widths,
+    transformer_config,
+    transformer_functions,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from lora_trainer.models.quantization.store import Narrow
-
+KIND = "ZImageTransformer2DModel"
 SIDE = 128  # of the latents that the model was trained for
 TIMESTEPS = 1000
 TURBO_SHIFT = 3.0  # of its scheduler, where the base has 6
@@ -71,7 +75,7 @@ LAYOUT = (
 
 def describe(folder: Path) -> ModelFacts:
     """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
-    config = transformer_config(folder, "ZImageTransformer2DModel", ("in_channels", "cap_feat_dim"))
+    config = transformer_config(folder, KIND, ("in_channels", "cap_feat_dim"))
     channels, downscale = vae_facts(folder)
     read_flow_schedule(folder)
     check_components(folder, ("transformer", "vae", QWEN))
@@ -150,20 +154,6 @@ def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOpti
     return {"embeds": states.masked_fill(~mask[..., None], 0.0), "padding": torch.logical_not(mask)}
 
 
-def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
-    """The transformer with random weights, on torch's current default device."""
-    from diffusers import ZImageTransformer2DModel
-
-    return cast("nn.Module", ZImageTransformer2DModel.from_config(dict(config)))
-
-
-def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
-    """The transformer, frozen, on the device."""
-    from diffusers import ZImageTransformer2DModel
-
-    return cast("nn.Module", load_frozen(ZImageTransformer2DModel, folder / "transformer", dtype, device, narrow))
-
-
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
     """The velocity [B, 16, h, w] at t [B] under cond["embeds"] [B, T, D] without cond["padding"] [B, T].
 
@@ -210,6 +200,7 @@ def base_names(facts: ModelFacts) -> tuple[str, str]:
     return "z_image", f"z-image-{facts.variant}/lora"
 
 
+load_transformer, make_denoiser = transformer_functions(KIND)
 TEXT = TextSpec(
     load=load_texts,
     encode=encode_text,
