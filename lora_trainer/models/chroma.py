@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.export.layout import Rule
 from lora_trainer.models import flux
-from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype
-from lora_trainer.models.encoders import encoders_from
+from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder
+from lora_trainer.models.encoders import encoders_from, one_encoder_keys
 from lora_trainer.models.family import (
     PLAIN,
     Caption,
@@ -31,7 +31,7 @@ from lora_trainer.models.family import (
     refuse_clip_options,
 )
 from lora_trainer.models.flow_schedule import make_process, make_scheduler
-from lora_trainer.models.folder import fingerprint, read_config
+from lora_trainer.models.folder import read_config
 from lora_trainer.models.t5 import load_t5, load_t5_tokenizer, read_t5_tokens
 from lora_trainer.models.transformer import (
     PATCH,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 KIND = "ChromaTransformer2DModel"
-T5, TOKENIZER = "text_encoder", "tokenizer"
+T5 = "text_encoder"
 TOKENS = 512
 TIMESTEPS = 1000
 GUIDING = "distilled_guidance_layer"  # the network that makes all modulations
@@ -89,12 +89,6 @@ def check_text(folder: Path, options: TextOptions) -> None:
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
     return SamplingDefaults(steps=35)
-
-
-def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
-    """Names of the image and the text encoders' weights, without loading them."""
-    image = f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}"
-    return image, f"{fingerprint(folder, T5, TOKENIZER)}-{dtype}-masked{text.key}"
 
 
 def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _: Collection[str] = (), /) -> TextParts:
@@ -224,7 +218,7 @@ FAMILY = Family(
         thin=flux.thin,
         thinness=flux.THINNESS,
     ),
-    encoders=encoders_from(load_whole_image_encoder, TEXT, encoder_keys),
+    encoders=encoders_from(load_whole_image_encoder, TEXT, one_encoder_keys("-masked")),
     text=TEXT,
     pipeline=PipelineSpec(
         class_name="ChromaPipeline",

@@ -8,6 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_trainer.models.autoencoder import vae_dtype
 from lora_trainer.models.family import (
     Caption,
     EncoderKeys,
@@ -17,6 +18,7 @@ from lora_trainer.models.family import (
     TextOptions,
     TextSpec,
 )
+from lora_trainer.models.folder import fingerprint
 from lora_trainer.models.frozen import kept_wide
 
 if TYPE_CHECKING:
@@ -44,6 +46,17 @@ def encoders_from(load_image_encoder: LoadImageEncoder, text: TextSpec, keys: En
         return Encoders(encode_image, encode, image_key, text_key)
 
     return EncoderSpec(load_encoders, keys)
+
+
+def one_encoder_keys(read: str = "") -> EncoderKeys:
+    """The `keys` of an `EncoderSpec`: of a VAE and one text encoder, whose output is used in the way that `read` names."""
+
+    def keys(folder: Path, dtype: torch.dtype, options: TextOptions) -> tuple[str, str]:
+        text = fingerprint(folder, "text_encoder", "tokenizer")
+        image = f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}"
+        return image, f"{text}-{dtype}{read}{options.key}"
+
+    return keys
 
 
 def offloaded_text(

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 from lora_trainer.core.conditioning import controls_of
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule, fused
-from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype, vae_facts
-from lora_trainer.models.encoders import encoders_from
+from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_facts
+from lora_trainer.models.encoders import encoders_from, one_encoder_keys
 from lora_trainer.models.family import (
     PLAIN,
     Caption,
@@ -32,10 +32,9 @@ from lora_trainer.models.family import (
     refuse_clip_options,
 )
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
-from lora_trainer.models.folder import check_components, fingerprint, read_config
+from lora_trainer.models.folder import check_components, read_config
 from lora_trainer.models.qwen3 import (
     QWEN,
-    TOKENIZER,
     TOKENS,
     check_qwen3,
     load_qwen3,
@@ -141,12 +140,6 @@ def check_text(folder: Path, options: TextOptions) -> None:
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
     return SamplingDefaults(steps=4, guided=False, negative=False) if is_distilled(folder) else SamplingDefaults(50)
-
-
-def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
-    """Names of the image and the text encoders' weights, without loading them."""
-    image = f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}"
-    return image, f"{fingerprint(folder, QWEN, TOKENIZER)}-{dtype}-{STATES}{text.key}"
 
 
 def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _: Collection[str] = (), /) -> TextParts:
@@ -267,7 +260,7 @@ FAMILY = Family(
         thin=thin,
         thinness=THINNESS,
     ),
-    encoders=encoders_from(load_whole_image_encoder, TEXT, encoder_keys),
+    encoders=encoders_from(load_whole_image_encoder, TEXT, one_encoder_keys(f"-{STATES}")),
     text=TEXT,
     pipeline=PipelineSpec(
         class_name="Flux2KleinPipeline",

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule
-from lora_trainer.models.autoencoder import VIDEO, drawing_vae, load_whole_image_encoder, vae_dtype, vae_facts
-from lora_trainer.models.encoders import encoders_from
+from lora_trainer.models.autoencoder import VIDEO, drawing_vae, load_whole_image_encoder, vae_facts
+from lora_trainer.models.encoders import encoders_from, one_encoder_keys
 from lora_trainer.models.family import (
     PLAIN,
     Caption,
@@ -32,7 +32,7 @@ from lora_trainer.models.family import (
 )
 from lora_trainer.models.flow_schedule import make_process as make_flow_process
 from lora_trainer.models.flow_schedule import make_scheduler, read_flow_schedule
-from lora_trainer.models.folder import check_components, fingerprint, read_config
+from lora_trainer.models.folder import check_components, read_config
 from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
 from lora_trainer.models.qwen_text import (
     CUT,
@@ -154,12 +154,6 @@ def prompted(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None) 
     return arguments
 
 
-def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
-    """Names of the image and the text encoders' weights, without loading them."""
-    image = f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}"
-    return image, f"{fingerprint(folder, QWEN, TOKENIZER)}-{dtype}{text.key}"
-
-
 def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _: Collection[str] = (), /) -> TextParts:
     """The language model, frozen, on the device, and its tokenizer. The half that sees images is not loaded."""
     from transformers import Qwen2TokenizerFast, Qwen3VLTextModel
@@ -251,7 +245,7 @@ FAMILY = Family(
         thin=thin,
         thinness=THINNESS,
     ),
-    encoders=encoders_from(load_whole_image_encoder, TEXT, encoder_keys),
+    encoders=encoders_from(load_whole_image_encoder, TEXT, one_encoder_keys()),
     text=TEXT,
     pipeline=PipelineSpec(
         class_name="Krea2Pipeline",

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule
-from lora_trainer.models.autoencoder import VIDEO, drawing_vae, load_whole_image_encoder, vae_dtype, vae_facts
-from lora_trainer.models.encoders import encoders_from
+from lora_trainer.models.autoencoder import VIDEO, drawing_vae, load_whole_image_encoder, vae_facts
+from lora_trainer.models.encoders import encoders_from, one_encoder_keys
 from lora_trainer.models.family import (
     PLAIN,
     Caption,
@@ -28,7 +28,7 @@ from lora_trainer.models.family import (
     refuse_clip_options,
 )
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
-from lora_trainer.models.folder import check_components, fingerprint
+from lora_trainer.models.folder import check_components
 from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
 from lora_trainer.models.qwen_text import (
     CUT,
@@ -128,12 +128,6 @@ def prompted(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None) 
             embeds, mask = as_long_as_needed(text["embeds"], text["padding"])
             arguments |= {f"{beginning}prompt_embeds": embeds, f"{beginning}prompt_embeds_mask": mask}
     return arguments
-
-
-def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
-    """Names of the image and the text encoders' weights, without loading them."""
-    image = f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}"
-    return image, f"{fingerprint(folder, QWEN, TOKENIZER)}-{dtype}{text.key}"
 
 
 def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _: Collection[str] = (), /) -> TextParts:
@@ -238,7 +232,7 @@ FAMILY = Family(
         thinness=THINNESS,
         unread=unread,
     ),
-    encoders=encoders_from(load_whole_image_encoder, TEXT, encoder_keys),
+    encoders=encoders_from(load_whole_image_encoder, TEXT, one_encoder_keys()),
     text=TEXT,
     pipeline=PipelineSpec(
         class_name="QwenImagePipeline",

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule, fused
-from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype, vae_facts
-from lora_trainer.models.encoders import encoders_from
+from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_facts
+from lora_trainer.models.encoders import encoders_from, one_encoder_keys
 from lora_trainer.models.family import (
     PLAIN,
     Caption,
@@ -28,8 +28,8 @@ from lora_trainer.models.family import (
     refuse_clip_options,
 )
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
-from lora_trainer.models.folder import check_components, fingerprint, read_config
-from lora_trainer.models.qwen3 import QWEN, TOKENIZER, TOKENS, check_qwen3, load_qwen3, read_chat
+from lora_trainer.models.folder import check_components, read_config
+from lora_trainer.models.qwen3 import QWEN, TOKENS, check_qwen3, load_qwen3, read_chat
 from lora_trainer.models.transformer import (
     PATCH,
     block_features,
@@ -130,12 +130,6 @@ def _cut(embeds: Tensor, padding: Tensor) -> list[Tensor]:
     return [row[:length] for row, length in zip(embeds, lengths, strict=True)]
 
 
-def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
-    """Names of the image and the text encoders' weights, without loading them."""
-    image = f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}"
-    return image, f"{fingerprint(folder, QWEN, TOKENIZER)}-{dtype}{text.key}"
-
-
 def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _: Collection[str] = (), /) -> TextParts:
     """The language model, frozen, on the device, and its tokenizer."""
     return load_qwen3(folder, dtype, device)
@@ -221,7 +215,7 @@ FAMILY = Family(
         thin=thin,
         thinness=THINNESS,
     ),
-    encoders=encoders_from(load_whole_image_encoder, TEXT, encoder_keys),
+    encoders=encoders_from(load_whole_image_encoder, TEXT, one_encoder_keys()),
     text=TEXT,
     pipeline=PipelineSpec(
         class_name="ZImagePipeline",
