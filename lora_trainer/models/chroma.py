@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.export.layout import Rule
 from lora_trainer.models import flux
-from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder
+from lora_trainer.models.autoencoder import load_whole_image_encoder
 from lora_trainer.models.encoders import encoders_from, one_encoder_keys
 from lora_trainer.models.family import (
     PLAIN,
@@ -30,12 +30,13 @@ from lora_trainer.models.family import (
     TextSpec,
     refuse_clip_options,
 )
-from lora_trainer.models.flow_schedule import make_process, make_scheduler
+from lora_trainer.models.flow_schedule import make_process
 from lora_trainer.models.folder import read_config
 from lora_trainer.models.t5 import load_t5, load_t5_tokenizer, read_t5_tokens
 from lora_trainer.models.transformer import (
     PATCH,
     block_features,
+    one_encoder_pipeline,
     packed,
     refuse_widths,
     token_places,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+PIPELINE = "ChromaPipeline"
 KIND = "ChromaTransformer2DModel"
 T5 = "text_encoder"
 TOKENS = 512
@@ -162,22 +164,6 @@ def _checkpoints_with(denoiser: Any, mask: Tensor | None) -> Iterator[None]:
         denoiser._gradient_checkpointing_func = own
 
 
-def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """diffusers' pipeline of the base model, for generating images."""
-    from diffusers import ChromaPipeline
-
-    texts = load_texts(folder, None, device)
-    pipeline = ChromaPipeline(
-        vae=drawing_vae(folder, dtype, device),
-        text_encoder=texts.encoders[T5],
-        tokenizer=texts.tokenizers[T5],
-        transformer=load_transformer(folder, dtype, device),
-        scheduler=make_scheduler(folder),
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
 def prompted(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None) -> dict[str, Any]:
     """The pipeline's arguments, with bool masks, which it passes on as they are."""
     arguments: dict[str, Any] = {}
@@ -221,8 +207,8 @@ FAMILY = Family(
     encoders=encoders_from(load_whole_image_encoder, TEXT, one_encoder_keys("-masked")),
     text=TEXT,
     pipeline=PipelineSpec(
-        class_name="ChromaPipeline",
-        make=make_pipeline,
+        class_name=PIPELINE,
+        make=one_encoder_pipeline(PIPELINE, load_texts, load_transformer),
         sampling_defaults=sampling_defaults,
         prompted=prompted,
     ),

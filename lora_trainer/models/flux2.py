@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lora_trainer.core.conditioning import controls_of
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule, fused
-from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_facts
+from lora_trainer.models.autoencoder import load_whole_image_encoder, vae_facts
 from lora_trainer.models.encoders import encoders_from, one_encoder_keys
 from lora_trainer.models.family import (
     PLAIN,
@@ -31,7 +31,7 @@ from lora_trainer.models.family import (
     TextSpec,
     refuse_clip_options,
 )
-from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
+from lora_trainer.models.flow_schedule import make_process, read_flow_schedule
 from lora_trainer.models.folder import check_components, read_config
 from lora_trainer.models.qwen3 import (
     QWEN,
@@ -44,6 +44,7 @@ from lora_trainer.models.transformer import (
     PATCH,
     STREAMS,
     block_features,
+    one_encoder_pipeline,
     packed,
     refuse_widths,
     token_places,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+PIPELINE = "Flux2KleinPipeline"
 KIND = "Flux2Transformer2DModel"
 VAE = "AutoencoderKLFlux2"
 STATES = (9, 18, 27)  # of the language model's 36 layers, whose outputs are read
@@ -205,23 +207,6 @@ def with_controls(pipeline: Any, size: tuple[int, int], controls: Sequence[Tenso
     return {"image": [Image.new("RGB", BLANK) for _ in controls]}
 
 
-def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """diffusers' pipeline of the base model, for generating images."""
-    from diffusers import Flux2KleinPipeline
-
-    texts = load_texts(folder, None, device)
-    pipeline = Flux2KleinPipeline(
-        vae=drawing_vae(folder, dtype, device),
-        text_encoder=texts.encoders[QWEN],
-        tokenizer=texts.tokenizers[QWEN],
-        transformer=load_transformer(folder, dtype, device),
-        scheduler=make_scheduler(folder),
-        is_distilled=is_distilled(folder),
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
 def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
     return {"embeds": (text.t5_tokens or TOKENS, int(config["joint_attention_dim"]))}
 
@@ -263,9 +248,9 @@ FAMILY = Family(
     encoders=encoders_from(load_whole_image_encoder, TEXT, one_encoder_keys(f"-{STATES}")),
     text=TEXT,
     pipeline=PipelineSpec(
-        class_name="Flux2KleinPipeline",
+        class_name=PIPELINE,
         with_controls=with_controls,
-        make=make_pipeline,
+        make=one_encoder_pipeline(PIPELINE, load_texts, load_transformer, ("is_distilled",)),
         sampling_defaults=sampling_defaults,
     ),
     lora_files=LoraFileSpec(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule
-from lora_trainer.models.autoencoder import VIDEO, drawing_vae, load_whole_image_encoder, vae_facts
+from lora_trainer.models.autoencoder import VIDEO, load_whole_image_encoder, vae_facts
 from lora_trainer.models.encoders import encoders_from, one_encoder_keys
 from lora_trainer.models.family import (
     PLAIN,
@@ -31,7 +31,7 @@ from lora_trainer.models.family import (
     refuse_clip_options,
 )
 from lora_trainer.models.flow_schedule import make_process as make_flow_process
-from lora_trainer.models.flow_schedule import make_scheduler, read_flow_schedule
+from lora_trainer.models.flow_schedule import read_flow_schedule
 from lora_trainer.models.folder import check_components, read_config
 from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
 from lora_trainer.models.qwen_text import (
@@ -44,6 +44,7 @@ from lora_trainer.models.qwen_text import (
 from lora_trainer.models.transformer import (
     PATCH,
     block_features,
+    one_encoder_pipeline,
     packed,
     refuse_widths,
     token_places,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
     from lora_trainer.diffusion.process import Process
 
+PIPELINE = "Krea2Pipeline"
 KIND = "Krea2Transformer2DModel"
 QWEN, TOKENIZER = "text_encoder", "tokenizer"
 TOKENS = 512  # of a caption, the end of the template among them
@@ -193,24 +195,6 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
     return unpacked(velocity, noisy)
 
 
-def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """diffusers' pipeline of the base model, for generating images."""
-    from diffusers import Krea2Pipeline
-
-    texts = load_texts(folder, None, device)
-    pipeline = Krea2Pipeline(
-        scheduler=make_scheduler(folder),
-        vae=drawing_vae(folder, dtype, device),
-        text_encoder=texts.encoders[QWEN],
-        tokenizer=texts.tokenizers[QWEN],
-        transformer=load_transformer(folder, dtype, device),
-        text_encoder_select_layers=read_config(folder, "model_index.json").get("text_encoder_select_layers"),
-        is_distilled=is_turbo(folder),
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
 def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
     tokens = text.t5_tokens or TOKENS
     return {"embeds": (tokens, int(config["num_text_layers"]), int(config["text_hidden_dim"])), "padding": (tokens,)}
@@ -248,8 +232,10 @@ FAMILY = Family(
     encoders=encoders_from(load_whole_image_encoder, TEXT, one_encoder_keys()),
     text=TEXT,
     pipeline=PipelineSpec(
-        class_name="Krea2Pipeline",
-        make=make_pipeline,
+        class_name=PIPELINE,
+        make=one_encoder_pipeline(
+            PIPELINE, load_texts, load_transformer, ("is_distilled", "text_encoder_select_layers")
+        ),
         sampling_defaults=sampling_defaults,
         prompted=prompted,
     ),

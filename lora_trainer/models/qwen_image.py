@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule
-from lora_trainer.models.autoencoder import VIDEO, drawing_vae, load_whole_image_encoder, vae_facts
+from lora_trainer.models.autoencoder import VIDEO, load_whole_image_encoder, vae_facts
 from lora_trainer.models.encoders import encoders_from, one_encoder_keys
 from lora_trainer.models.family import (
     PLAIN,
@@ -27,7 +27,7 @@ from lora_trainer.models.family import (
     TextSpec,
     refuse_clip_options,
 )
-from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
+from lora_trainer.models.flow_schedule import make_process, read_flow_schedule
 from lora_trainer.models.folder import check_components
 from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
 from lora_trainer.models.qwen_text import (
@@ -41,6 +41,7 @@ from lora_trainer.models.transformer import (
     PATCH,
     STREAMS,
     block_features,
+    one_encoder_pipeline,
     packed,
     refuse_widths,
     transformer_config,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+PIPELINE = "QwenImagePipeline"
 KIND = "QwenImageTransformer2DModel"
 QWEN, TOKENIZER = "text_encoder", "tokenizer"
 TOKENS, MOST_TOKENS = 512, 1024  # of a caption: usually, and what the pipeline can read
@@ -180,22 +182,6 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
     return unpacked(velocity, noisy)
 
 
-def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """diffusers' pipeline of the base model, for generating images."""
-    from diffusers import QwenImagePipeline
-
-    texts = load_texts(folder, None, device)
-    pipeline = QwenImagePipeline(
-        vae=drawing_vae(folder, dtype, device),
-        text_encoder=texts.encoders[QWEN],
-        tokenizer=texts.tokenizers[QWEN],
-        transformer=load_transformer(folder, dtype, device),
-        scheduler=make_scheduler(folder),
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
 def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
     tokens = text.t5_tokens or TOKENS
     return {"embeds": (tokens, int(config["joint_attention_dim"])), "padding": (tokens,)}
@@ -235,8 +221,8 @@ FAMILY = Family(
     encoders=encoders_from(load_whole_image_encoder, TEXT, one_encoder_keys()),
     text=TEXT,
     pipeline=PipelineSpec(
-        class_name="QwenImagePipeline",
-        make=make_pipeline,
+        class_name=PIPELINE,
+        make=one_encoder_pipeline(PIPELINE, load_texts, load_transformer),
         sampling_defaults=lambda folder: SamplingDefaults(steps=50),
         prompted=prompted,
         guidance="true_cfg_scale",

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.autoencoder import vae_facts
-from lora_trainer.models.family import FeatureBlock, LoadDenoiser, ModelFacts
-from lora_trainer.models.flow_schedule import read_flow_schedule
+from lora_trainer.models.autoencoder import drawing_vae, vae_facts
+from lora_trainer.models.family import FeatureBlock, LoadDenoiser, LoadTexts, ModelFacts
+from lora_trainer.models.flow_schedule import make_scheduler, read_flow_schedule
 from lora_trainer.models.folder import check_components, read_config
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.t5 import check_t5_tokenizer
@@ -48,6 +48,31 @@ def transformer_functions(kind: str) -> tuple[LoadDenoiser, Callable[[Mapping[st
         return cast("nn.Module", getattr(diffusers, kind).from_config(dict(config)))
 
     return load, make
+
+
+def one_encoder_pipeline(
+    kind: str, load_texts: LoadTexts, load_transformer: LoadDenoiser, settings: Sequence[str] = ()
+) -> Callable[[Path, torch.dtype, torch.device], Any]:
+    """`make` of a `PipelineSpec`: for diffusers' class `kind` with one text encoder. `settings` are those that it takes from
+    model_index.json."""
+
+    def make(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+        import diffusers
+
+        texts = load_texts(folder, None, device)
+        index = read_config(folder, "model_index.json") if settings else {}
+        pipeline = getattr(diffusers, kind)(
+            vae=drawing_vae(folder, dtype, device),
+            text_encoder=texts.encoders["text_encoder"],
+            tokenizer=texts.tokenizers["text_encoder"],
+            transformer=load_transformer(folder, dtype, device),
+            scheduler=make_scheduler(folder),
+            **{name: index[name] for name in settings if name in index},
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    return make
 
 
 def transformer_facts(

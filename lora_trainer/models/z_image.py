@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule, fused
-from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_facts
+from lora_trainer.models.autoencoder import load_whole_image_encoder, vae_facts
 from lora_trainer.models.encoders import encoders_from, one_encoder_keys
 from lora_trainer.models.family import (
     PLAIN,
@@ -27,12 +27,13 @@ from lora_trainer.models.family import (
     TextSpec,
     refuse_clip_options,
 )
-from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
+from lora_trainer.models.flow_schedule import make_process, read_flow_schedule
 from lora_trainer.models.folder import check_components, read_config
 from lora_trainer.models.qwen3 import QWEN, TOKENS, check_qwen3, load_qwen3, read_chat
 from lora_trainer.models.transformer import (
     PATCH,
     block_features,
+    one_encoder_pipeline,
     refuse_widths,
     transformer_config,
     transformer_functions,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+PIPELINE = "ZImagePipeline"
 KIND = "ZImageTransformer2DModel"
 SIDE = 128  # of the latents that the model was trained for
 TIMESTEPS = 1000
@@ -161,22 +163,6 @@ def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Te
     return -torch.stack(velocity).squeeze(2)
 
 
-def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """diffusers' pipeline of the base model, for generating images."""
-    from diffusers import ZImagePipeline
-
-    texts = load_texts(folder, None, device)
-    pipeline = ZImagePipeline(
-        vae=drawing_vae(folder, dtype, device),
-        text_encoder=texts.encoders[QWEN],
-        tokenizer=texts.tokenizers[QWEN],
-        transformer=load_transformer(folder, dtype, device),
-        scheduler=make_scheduler(folder),
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
 def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
     tokens = text.t5_tokens or TOKENS
     return {"embeds": (tokens, int(config["cap_feat_dim"])), "padding": (tokens,)}
@@ -218,8 +204,8 @@ FAMILY = Family(
     encoders=encoders_from(load_whole_image_encoder, TEXT, one_encoder_keys()),
     text=TEXT,
     pipeline=PipelineSpec(
-        class_name="ZImagePipeline",
-        make=make_pipeline,
+        class_name=PIPELINE,
+        make=one_encoder_pipeline(PIPELINE, load_texts, load_transformer),
         sampling_defaults=sampling_defaults,
         prompted=prompted,
     ),
