@@ -7,7 +7,7 @@ and `turbo`, which is distilled from it and samples in eight steps without guida
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -33,11 +33,13 @@ from lora_trainer.models.family import (
 from lora_trainer.models.flow_schedule import make_process as make_flow_process
 from lora_trainer.models.flow_schedule import read_flow_schedule
 from lora_trainer.models.folder import check_components, read_config
-from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
 from lora_trainer.models.qwen_text import (
     CUT,
+    QWEN,
+    TOKENIZER,
     as_long_as_needed,
     check_tokenizer,
+    language_model,
     read_template,
     text_config,
 )
@@ -54,14 +56,12 @@ from lora_trainer.models.transformer import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from lora_trainer.diffusion.process import Process
 
 PIPELINE = "Krea2Pipeline"
 KIND = "Krea2Transformer2DModel"
-QWEN, TOKENIZER = "text_encoder", "tokenizer"
 TOKENS = 512  # of a caption, the end of the template among them
 FIRST_STATE, STATES_APART = 2, 3  # of the text encoder's layers, whose states are read
 SIDE = 128  # of the latents that the model was trained for
@@ -156,14 +156,6 @@ def prompted(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None) 
     return arguments
 
 
-def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _: Collection[str] = (), /) -> TextParts:
-    """The language model, frozen, on the device, and its tokenizer. The half that sees images is not loaded."""
-    from transformers import Qwen2TokenizerFast, Qwen3VLTextModel
-
-    encoder = load_frozen(Qwen3VLTextModel, folder / QWEN, dtype, device)
-    return TextParts({QWEN: encoder}, {QWEN: load_tokenizer_folder(Qwen2TokenizerFast, folder / TOKENIZER)})
-
-
 def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
     """B captions -> `embeds` [B, T, 12, D]: states of twelve layers; `padding` [B, T], bool: where there is no text.
 
@@ -208,6 +200,7 @@ def thin(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **wide, **inner, **blocks, "num_layers": max(1, int(config["num_layers"]) // FEWER_LAYERS)}
 
 
+load_texts = language_model("Qwen3VLTextModel")
 load_transformer, make_denoiser = transformer_functions(KIND)
 TEXT = TextSpec(
     load=load_texts,

@@ -5,7 +5,7 @@ Its text encoder is the language model of Qwen2.5-VL, its VAE a video VAE of one
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,11 +29,13 @@ from lora_trainer.models.family import (
 )
 from lora_trainer.models.flow_schedule import make_process, read_flow_schedule
 from lora_trainer.models.folder import check_components
-from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
 from lora_trainer.models.qwen_text import (
     CUT,
+    QWEN,
+    TOKENIZER,
     as_long_as_needed,
     check_tokenizer,
+    language_model,
     read_template,
     text_config,
 )
@@ -50,12 +52,10 @@ from lora_trainer.models.transformer import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 PIPELINE = "QwenImagePipeline"
 KIND = "QwenImageTransformer2DModel"
-QWEN, TOKENIZER = "text_encoder", "tokenizer"
 TOKENS, MOST_TOKENS = 512, 1024  # of a caption: usually, and what the pipeline can read
 SIDE = 128  # of the latents that the model was trained for
 TIMESTEPS = 1000
@@ -132,14 +132,6 @@ def prompted(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None) 
     return arguments
 
 
-def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _: Collection[str] = (), /) -> TextParts:
-    """The language model, frozen, on the device, and its tokenizer. The half that sees images is not loaded."""
-    from transformers import Qwen2_5_VLTextModel, Qwen2TokenizerFast
-
-    encoder = load_frozen(Qwen2_5_VLTextModel, folder / QWEN, dtype, device)
-    return TextParts({QWEN: encoder}, {QWEN: load_tokenizer_folder(Qwen2TokenizerFast, folder / TOKENIZER)})
-
-
 def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
     """B captions -> `embeds` [B, T, D]: the last state; `padding` [B, T], bool: where there is no text.
 
@@ -196,6 +188,7 @@ def thin(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+load_texts = language_model("Qwen2_5_VLTextModel")
 load_transformer, make_denoiser = transformer_functions(KIND)
 TEXT = TextSpec(
     load=load_texts,

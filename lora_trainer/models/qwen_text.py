@@ -4,20 +4,21 @@ and captions of different lengths in one batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.models.family import Caption, LoadTexts, TextParts
 from lora_trainer.models.folder import read_config
+from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
 from lora_trainer.models.weighting import Tokens, padded_tokens, tokens_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from lora_trainer.models.family import Caption
-
+QWEN, TOKENIZER = "text_encoder", "tokenizer"
 BEFORE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
     "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
@@ -39,6 +40,24 @@ def text_config(folder: Path) -> Mapping[str, Any]:
     config = read_config(folder, "config.json")
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
+
+
+def language_model(kind: str) -> LoadTexts:
+    """`load` of a `TextSpec`: for the language model, transformers' class `kind`, and its tokenizer.
+
+    The half that sees images is not loaded.
+    """
+
+    def load(
+        folder: Path, dtype: torch.dtype | None, device: torch.device, without: Collection[str] = (), /
+    ) -> TextParts:
+        import transformers
+
+        encoder = load_frozen(getattr(transformers, kind), folder / QWEN, dtype, device)
+        tokenizer = load_tokenizer_folder(transformers.Qwen2TokenizerFast, folder / TOKENIZER)
+        return TextParts({QWEN: encoder}, {QWEN: tokenizer})
+
+    return load
 
 
 def read_template(
