@@ -87,8 +87,8 @@ def draw_trajectories(pipeline: Any, count: int, seed: int, batch: int = 24) -> 
         for index, step in enumerate(steps):
             with torch.autocast("cpu", torch.bfloat16):
                 both = pipeline.unet(torch.cat([x, x]), step.t, context).sample.float()
-            told, untold = both.chunk(2)
-            x = step.keep * x + step.add * (untold + GUIDANCE * (told - untold))
+            conditional, unconditional = both.chunk(2)
+            x = step.keep * x + step.add * (unconditional + GUIDANCE * (conditional - unconditional))
             if (index + 1) % (TEACHER_STEPS // STUDENT_STEPS) == 0:
                 kept.append(x)
         found.append({"x": torch.stack(kept, dim=1).half(), "captions": captions})
