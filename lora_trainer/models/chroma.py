@@ -84,11 +84,6 @@ def describe(folder: Path) -> ModelFacts:
     return facts
 
 
-def check_text(folder: Path, options: TextOptions) -> None:
-    """Raise UsageError for CLIP's options."""
-    refuse_clip_options("Chroma", options)
-
-
 def sampling_defaults(folder: Path) -> SamplingDefaults:
     return SamplingDefaults(steps=35)
 
@@ -188,7 +183,7 @@ TEXT = TextSpec(
     load=load_texts,
     encode=encode_text,
     shapes=cond_shapes,
-    check=check_text,
+    check=lambda folder, options: refuse_clip_options("Chroma", options),
 )
 FAMILY = Family(
     name="chroma",

@@ -49,7 +49,7 @@ def encoders_from(load_image_encoder: LoadImageEncoder, text: TextSpec, keys: En
 
 
 def one_encoder_keys(read: str = "") -> EncoderKeys:
-    """The `keys` of an `EncoderSpec`: of a VAE and one text encoder, whose output is used in the way that `read` names."""
+    """`keys` of an `EncoderSpec`, for a VAE and one text encoder; `read` names how its output is used."""
 
     def keys(folder: Path, dtype: torch.dtype, options: TextOptions) -> tuple[str, str]:
         text = fingerprint(folder, "text_encoder", "tokenizer")

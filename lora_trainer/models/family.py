@@ -124,9 +124,7 @@ def refuse_clip_options(model: str, options: TextOptions) -> None:
     """Raise UsageError for CLIP's options: the model, `Z-Image`, has no CLIP."""
     rejected = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.chunks > 1 else None}
     problems = [
-        Problem(
-            f"text_encoder.{name}={value}: {model} reads captions with a language model, not with CLIP.", "Remove it."
-        )
+        Problem(f"text_encoder.{name}={value}: {model} has no CLIP text encoder.", "Remove it.")
         for name, value in rejected.items()
         if value is not None
     ]

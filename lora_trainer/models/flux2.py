@@ -135,11 +135,6 @@ def is_distilled(folder: Path) -> bool:
     return bool(read_config(folder, "model_index.json").get("is_distilled"))
 
 
-def check_text(folder: Path, options: TextOptions) -> None:
-    """Raise UsageError for CLIP's options."""
-    refuse_clip_options("FLUX.2", options)
-
-
 def sampling_defaults(folder: Path) -> SamplingDefaults:
     return SamplingDefaults(steps=4, guided=False, negative=False) if is_distilled(folder) else SamplingDefaults(50)
 
@@ -229,7 +224,7 @@ TEXT = TextSpec(
     load=load_texts,
     encode=encode_text,
     shapes=cond_shapes,
-    check=check_text,
+    check=lambda folder, options: refuse_clip_options("FLUX.2", options),
 )
 FAMILY = Family(
     name="flux2",

@@ -35,7 +35,7 @@ def transformer_config(folder: Path, kind: str, needs: tuple[str, ...]) -> dict[
 
 
 def transformer_functions(kind: str) -> tuple[LoadDenoiser, Callable[[Mapping[str, Any]], nn.Module]]:
-    """`load` and `make` of a `DenoiserSpec`: for a transformer of diffusers' class `kind`, which is imported when they run."""
+    """`load` and `make` of a `DenoiserSpec`, for a transformer of diffusers' class `kind`: each imports it when it runs."""
 
     def load(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None, /) -> nn.Module:
         import diffusers
@@ -53,8 +53,10 @@ def transformer_functions(kind: str) -> tuple[LoadDenoiser, Callable[[Mapping[st
 def one_encoder_pipeline(
     kind: str, load_texts: LoadTexts, load_transformer: LoadDenoiser, settings: Sequence[str] = ()
 ) -> Callable[[Path, torch.dtype, torch.device], Any]:
-    """`make` of a `PipelineSpec`: for diffusers' class `kind` with one text encoder. `settings` are those that it takes from
-    model_index.json."""
+    """`make` of a `PipelineSpec`, for diffusers' class `kind` with one text encoder.
+
+    `settings` are those that the class takes from model_index.json.
+    """
 
     def make(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
         import diffusers

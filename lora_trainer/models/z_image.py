@@ -106,11 +106,6 @@ def is_turbo(folder: Path) -> bool:
     return read_flow_schedule(folder).shift <= TURBO_SHIFT
 
 
-def check_text(folder: Path, options: TextOptions) -> None:
-    """Raise UsageError for CLIP's options."""
-    refuse_clip_options("Z-Image", options)
-
-
 def sampling_defaults(folder: Path) -> SamplingDefaults:
     return SamplingDefaults(steps=9, guided=False, negative=False) if is_turbo(folder) else SamplingDefaults(steps=50)
 
@@ -185,7 +180,7 @@ TEXT = TextSpec(
     load=load_texts,
     encode=encode_text,
     shapes=cond_shapes,
-    check=check_text,
+    check=lambda folder, options: refuse_clip_options("Z-Image", options),
 )
 FAMILY = Family(
     name="z_image",

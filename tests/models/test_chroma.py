@@ -51,7 +51,7 @@ def test_the_family_is_recognized_by_its_pipeline_and_described(model, tmp_path)
     config = json.loads(scheduler.read_text("utf-8"))
     scheduler.write_text(json.dumps(config | {"use_beta_sigmas": True}), encoding="utf-8")
     assert FAMILY.denoiser.make_process(other).times.shift == Shift(1.0), "it spaces the steps of sampling alone"
-    with pytest.raises(UsageError, match="Chroma reads captions with a language model"):
+    with pytest.raises(UsageError, match="Chroma has no CLIP"):
         FAMILY.reading(TextOptions(clip_skip=2)).describe(model)
 
 

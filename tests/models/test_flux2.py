@@ -89,7 +89,7 @@ def test_a_folder_of_another_kind_is_refused(model, tmp_path, file, values, matc
 
 
 def test_clip_options_are_refused(model):
-    with pytest.raises(UsageError, match=r"FLUX\.2 reads captions with a language model"):
+    with pytest.raises(UsageError, match=r"FLUX\.2 has no CLIP"):
         FAMILY.reading(TextOptions(clip_skip=2)).describe(model)
 
 

@@ -211,6 +211,6 @@ def test_text_options_that_the_pipeline_cannot_follow_are_refused(model):
     reading = FAMILY.reading(TextOptions(t5_tokens=2000))
     with pytest.raises(UsageError, match="at most 1024 tokens"):
         reading.describe(model)
-    with pytest.raises(UsageError, match="with a language model, not with CLIP"):
+    with pytest.raises(UsageError, match="Qwen-Image has no CLIP"):
         FAMILY.reading(TextOptions(clip_skip=2)).describe(model)
     assert FAMILY.reading(TextOptions(t5_tokens=300)).describe(model).caption_tokens == 300
