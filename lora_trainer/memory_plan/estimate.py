@@ -51,7 +51,8 @@ class Demand:
     memory than they do.
 
     `streaming` is a number of swapped blocks, or `auto`; `recompute` is the checkpointing mode;
-    `offloaded`: activations are offloaded. `controls` are the control images of a sample. `others` returns the peaks in GiB of a run's phases besides training.
+    `offloaded`: activations are offloaded. `controls` are the control images of a sample. `others` returns the peaks in
+    GiB of a run's phases besides training.
     """
 
     memory_model: MemoryModel

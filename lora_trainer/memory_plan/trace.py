@@ -69,7 +69,8 @@ class Trace:
 class Subject:
     """A denoiser on the meta device with its LoRA, ready to be traced. Shapes are those of the trained tensors.
 
-    `controls` are the control images of each sample, as large as its latents. `results` remembers the results of operators, for the next trace.
+    `controls` are the control images of each sample, as large as its latents. `results` remembers the results of
+    operators, for the next trace.
     """
 
     denoiser: nn.Module
