@@ -32,7 +32,7 @@ from lora_trainer.models.family import (
     refuse_clip_options,
 )
 from lora_trainer.models.flow_schedule import make_process, read_flow_schedule
-from lora_trainer.models.folder import check_components, read_config
+from lora_trainer.models.folder import check_components, read_config, whole_number
 from lora_trainer.models.qwen3 import (
     QWEN,
     TOKENS,
@@ -41,6 +41,8 @@ from lora_trainer.models.qwen3 import (
     read_chat,
 )
 from lora_trainer.models.transformer import (
+    MOST_LAYERS,
+    MOST_WIDTH,
     PATCH,
     STREAMS,
     block_features,
@@ -109,12 +111,13 @@ def describe(folder: Path) -> ModelFacts:
     if config["in_channels"] != PATCH * PATCH * channels or config.get("guidance_embeds"):
         message = f"{folder}: its transformer has other inputs than that of FLUX.2 klein."
         raise UsageError(Problem(message, "Use FLUX.2 klein, base or distilled, of 4 or 9 billion weights."))
-    qwen = read_config(folder, f"{QWEN}/config.json")
-    if (layers := qwen.get("num_hidden_layers", 0)) < STATES[-1]:
+    path, qwen = folder / QWEN / "config.json", read_config(folder, f"{QWEN}/config.json")
+    if (layers := whole_number(path, qwen, "num_hidden_layers", 1, MOST_LAYERS)) < STATES[-1]:
         message = f"{folder}/{QWEN} has {layers} layers; the states after {', '.join(map(str, STATES))} are read."
         raise UsageError(Problem(message, "Use the text encoder that the model came with."))
-    refuse_widths(folder, "text", config["joint_attention_dim"], len(STATES) * qwen.get("hidden_size", 0))
-    distilled, size = is_distilled(folder), SIZES.get(config["joint_attention_dim"], "")
+    width = len(STATES) * whole_number(path, qwen, "hidden_size", 1, MOST_WIDTH)
+    refuse_widths(folder, "text", config["joint_attention_dim"], width)
+    distilled, size = is_distilled(folder), SIZES.get(width, "")
     return ModelFacts(
         path=folder,
         family="flux2",

@@ -32,7 +32,7 @@ from lora_trainer.models.family import (
 )
 from lora_trainer.models.flow_schedule import make_process as make_flow_process
 from lora_trainer.models.flow_schedule import read_flow_schedule
-from lora_trainer.models.folder import check_components, read_config
+from lora_trainer.models.folder import check_components, read_config, whole_number
 from lora_trainer.models.qwen_text import (
     CUT,
     QWEN,
@@ -44,6 +44,7 @@ from lora_trainer.models.qwen_text import (
     text_config,
 )
 from lora_trainer.models.transformer import (
+    MOST_LAYERS,
     PATCH,
     block_features,
     one_encoder_pipeline,
@@ -101,13 +102,13 @@ def describe(folder: Path) -> ModelFacts:
     check_tokenizer(folder / TOKENIZER)
     text, index = text_config(folder / QWEN), read_config(folder, "model_index.json")
     refuse_widths(folder, "text", config["text_hidden_dim"], text.get("hidden_size"))
-    states = states_read(int(text.get("num_hidden_layers") or 0))
+    states = states_read(whole_number(folder / QWEN / "config.json", text, "num_hidden_layers", 1, MOST_LAYERS))
     chosen = index.get("text_encoder_select_layers") or states
     if config["in_channels"] != PATCH * PATCH * channels or index.get("patch_size", PATCH) != PATCH:
         message = f"{folder} takes {config['in_channels']} input channels in place of {PATCH * PATCH * channels}."
         raise UsageError(Problem(message, "Use the text-to-image base model with its own VAE."))
-    if [*chosen] != states or config["num_text_layers"] != len(states):
-        message = f"{folder} reads the text encoder's states {[*chosen][:20]}; {states} can be followed."
+    if chosen != states or config["num_text_layers"] != len(states):
+        message = f"{folder} reads the text encoder's states {str(chosen)[:80]}; {states} can be followed."
         raise UsageError(Problem(message, "Use the published model with its own text encoder."))
     return ModelFacts(
         path=folder,

@@ -32,6 +32,7 @@ from lora_trainer.models.folder import fingerprint, named_parts, read_config, to
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.t5 import T5_TARGETS, load_t5, load_t5_tokenizer, read_t5_tokens
 from lora_trainer.models.transformer import (
+    MOST_WIDTH,
     STREAMS,
     block_features,
     refuse_widths,
@@ -107,11 +108,13 @@ def describe(folder: Path) -> ModelFacts:
         variant=_variant(config),
     )
     table = whole_number(path, config, "pos_embed_max_size", 1, MOST_SIDE)
-    clips = [read_config(folder, f"{name}/config.json") for name in CLIPS]
-    width, provided = config["joint_attention_dim"], sum(clip.get("hidden_size", 0) for clip in clips)
-    refuse_widths(
-        folder, "a summary", config.get("pooled_projection_dim"), sum(clip.get("projection_dim", 0) for clip in clips)
+    width = whole_number(path, config, "joint_attention_dim", 1, MOST_WIDTH)
+    clips = {folder / name / "config.json": read_config(folder, f"{name}/config.json") for name in CLIPS}
+    provided, pooled = (
+        sum(whole_number(clip, clips[clip], key, 1, MOST_WIDTH) for clip in clips)
+        for key in ("hidden_size", "projection_dim")
     )
+    refuse_widths(folder, "a summary", config.get("pooled_projection_dim"), pooled)
     if provided > width:  # less is padded
         refuse_widths(folder, "text", width, provided)
     if t5:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lora_trainer.models.quantization.store import Narrow
 
 STREAMS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+MOST_WIDTH, MOST_LAYERS = 1 << 20, 1000  # of any honest config
 PATCH = 2  # places of the latents along a side of one token
 
 

@@ -270,6 +270,8 @@ def test_t5_tokens_are_truncated_padded_and_weighted():
         ("transformer/config.json", {"_class_name": "AuraFlowTransformer2DModel"}, "AuraFlowTransformer2DModel"),
         ("transformer/config.json", {"pooled_projection_dim": 7}, "7 wide"),
         ("transformer/config.json", {"joint_attention_dim": 7}, "takes text"),
+        ("transformer/config.json", {"joint_attention_dim": "x"}, "takes text x|joint_attention_dim is 'x'"),
+        ("text_encoder/config.json", {"hidden_size": None}, "encoders give None|hidden_size is None"),
         ("scheduler/scheduler_config.json", {"_class_name": "DDIMScheduler"}, "FlowMatchEulerDiscreteScheduler"),
         ("scheduler/scheduler_config.json", {"use_karras_sigmas": True}, "use_karras_sigmas"),
         ("scheduler/scheduler_config.json", {"shift": 0.0, "max_shift": "x"}, "max_shift"),

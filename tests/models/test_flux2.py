@@ -81,6 +81,12 @@ def test_the_two_sizes_are_distinguished(model, tmp_path, width, size):
         ("transformer/config.json", {"joint_attention_dim": 64}, "text 64 wide"),
         ("vae/config.json", {"_class_name": "AutoencoderKL"}, "not an AutoencoderKLFlux2"),
         ("text_encoder/config.json", {"num_hidden_layers": 20}, "has 20 layers"),
+        (
+            "text_encoder/config.json",
+            {"num_hidden_layers": None},
+            "num_hidden_layers is None; it must be a whole number",
+        ),
+        ("text_encoder/config.json", {"hidden_size": "32"}, "hidden_size is '32'; it must be a whole number"),
     ],
 )
 def test_a_folder_of_another_kind_is_refused(model, tmp_path, file, values, match):

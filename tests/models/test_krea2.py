@@ -189,6 +189,7 @@ def test_diffusers_reads_the_original_names_without_alpha():
     [
         ("transformer/config.json", {"text_hidden_dim": 32}, "text 32 wide"),
         ("model_index.json", {"text_encoder_select_layers": [1, 2]}, "states .1, 2.; .2, 5. can be followed"),
+        ("model_index.json", {"text_encoder_select_layers": 1.5}, "states 1.5; .2, 5. can be followed"),
         ("transformer/config.json", {"in_channels": 128}, "128 input channels in place of 64"),
     ],
 )
@@ -198,3 +199,13 @@ def test_other_models_are_refused_by_name(model, tmp_path, path, changes, words)
     (other / path).write_text(json.dumps({**config, **changes}), encoding="utf-8")
     with pytest.raises(UsageError, match=words):
         FAMILY.describe(other)
+
+
+@pytest.mark.parametrize("layers", ["x", [36], None])
+def test_a_text_encoder_with_a_damaged_number_of_layers_is_refused(model, tmp_path, layers):
+    path = Path(shutil.copytree(model, tmp_path / "other")) / "text_encoder" / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    config["text_config"]["num_hidden_layers"] = layers
+    path.write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UsageError, match=r"num_hidden_layers is .*; it must be a whole number"):
+        FAMILY.describe(tmp_path / "other")
