@@ -165,8 +165,12 @@ def draw(
 ) -> Iterator[Image.Image]:
     """One image for each row, in batches; `read` has the text embeddings of every prompt.
 
-    Each image has its own generator on the CPU: neither the batch nor the device changes its noise.
+    Each image has its own generator on the CPU: neither the batch nor the device changes its noise. Raises UsageError as
+    `encode_controls`, and for rows with different numbers of control images.
     """
+    if len({len(row.controls) for row in rows}) > 1:
+        message = "The prompts have different numbers of control images."
+        raise UsageError(Problem(message, "Give each prompt equally many."))
     width, height = drawing.size
     guidance = 0.0 if drawing.guidance is None else drawing.guidance
     for start in range(0, len(rows), at_once):
@@ -185,7 +189,7 @@ def draw(
 def encode_controls(pipeline: Any, rows: Sequence[ImageRequest], size: tuple[int, int]) -> list[Tensor]:
     """The scaled latents [B, C, h, w] of each control image of B rows, cut to an image's width and height as in training.
 
-    Raises UsageError for an image that cannot be read, and for rows with different numbers of them.
+    Each row has equally many. Raises UsageError for an image that cannot be read.
     """
     if not any(row.controls for row in rows):
         return []
@@ -199,9 +203,6 @@ def encode_controls(pipeline: Any, rows: Sequence[ImageRequest], size: tuple[int
             found.append(encode(pixels.float() / 127.5 - 1.0)[0])
     except BrokenImageError as error:
         raise UsageError(Problem(f"A control image {error.message}", error.fix)) from error
-    except ValueError as error:
-        message = "The prompts have different numbers of control images."
-        raise UsageError(Problem(message, "Give each prompt equally many.")) from error
     return found
 
 

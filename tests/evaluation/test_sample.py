@@ -11,6 +11,7 @@ import torch
 from PIL import Image, ImageFont
 
 from lora_trainer.cli.main import main
+from lora_trainer.core.errors import UsageError
 from lora_trainer.core.interrupt import Stopped
 from lora_trainer.core.io import write_json
 from lora_trainer.evaluation import lettering, sample
@@ -352,3 +353,11 @@ def test_a_guidance_scale_below_one_uses_the_negative_prompt() -> None:
     drawing = Drawing(steps=1, guidance=0.5, size=(64, 64), negative="b")
     list(sample.draw(Pipeline(), FAMILIES["sd15"], read, [ImageRequest("a", 0)], drawing))
     assert torch.equal(calls[0]["negative_prompt_embeds"], read["b"]["embeds"])
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_prompts_with_different_numbers_of_control_images_are_refused_before_the_first_image(at_once):
+    """However many images are generated at once."""
+    rows = [ImageRequest("a", 0), ImageRequest("a", 1, controls=("before.png",))]
+    with pytest.raises(UsageError, match="different numbers of control images"):
+        next(sample.draw(SimpleNamespace(), FAMILIES["flux2"], {}, rows, Drawing(), at_once))
