@@ -76,14 +76,14 @@ def without_adapter(denoiser: nn.Module) -> Iterator[None]:
 
     peft's `enable_adapters` would also change which parameters are trained.
     """
-    layers = [module for module in denoiser.modules() if isinstance(module, BaseTunerLayer)]
-    for layer in layers:
+    before = {each: each._disable_adapters for each in denoiser.modules() if isinstance(each, BaseTunerLayer)}
+    for layer in before:
         layer._disable_adapters = True
     try:
         yield
     finally:
-        for layer in layers:
-            layer._disable_adapters = False
+        for layer, disabled in before.items():
+            layer._disable_adapters = disabled
 
 
 def make_guidance_target(

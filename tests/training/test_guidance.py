@@ -18,7 +18,7 @@ from lora_trainer.config.layers import Layer
 from lora_trainer.core.errors import UsageError
 from lora_trainer.run.plans.plan import make_plan
 from lora_trainer.run.settings import settle
-from lora_trainer.training.guidance import make_guidance_target
+from lora_trainer.training.guidance import make_guidance_target, without_adapter
 from lora_trainer.training.step import backward
 from tests.training.tiny_run import TinyPlace
 
@@ -49,6 +49,18 @@ def test_the_target_is_guided_and_its_error_divided_by_the_scale(scale: float, s
     assert not torch.equal(predicted, frozen(noisy + caption)), "the adapter is on again"
     unguided = guidance.unguided(predict, layers)(noisy, t, {"embeds": caption}, sizes)
     torch.testing.assert_close((unguided - target) * scale, predicted - moved, rtol=1e-3, atol=1e-4)
+
+
+def test_an_adapter_that_was_off_stays_off() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["0", "1"], init_lora_weights=False), layers)
+    layers[0].enable_adapters(False)
+    x = torch.ones(1, 3)
+    before = layers(x)
+    with without_adapter(layers):
+        assert torch.equal(layers(x), layers[1].base_layer(layers[0].base_layer(x)))
+    assert [layer.disable_adapters for layer in layers] == [True, False]
+    assert torch.equal(layers(x), before)
 
 
 def test_a_step_with_a_guided_target_counts_its_forward_pass(place: TinyPlace) -> None:
