@@ -42,7 +42,7 @@ def check_vae(own: Mapping[str, Any], other: Mapping[str, Any], named: Path) -> 
             difference = f"{theirs} {words}" if words == "latent channels" else f"{words} {theirs}"
             message = f"model.vae: {named} has {difference}, and the model's own has {ours}."
             problems.append(Problem(message, "Name a VAE of the same family, or remove model.vae."))
-    levels, theirs = (len(config.get("block_out_channels", ())) for config in (own, other))
+    levels, theirs = (len(config.get("block_out_channels", config.get("dim_mult", ()))) for config in (own, other))
     if levels and theirs and levels != theirs:  # a published one leaves them to the file
         message = f"model.vae: {named} makes images {2 ** (theirs - 1)} times smaller, and the model's own {2 ** (levels - 1)} times."
         problems.append(Problem(message, "Name a VAE of the same family, or remove model.vae."))

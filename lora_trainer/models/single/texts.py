@@ -102,8 +102,10 @@ def kind_of_file(stored: Stored) -> str | None:
     """The kind of a text encoder in a file of its own, as ComfyUI keeps them: `clip_l`, `clip_g`, `t5`, `qwen3`, `qwen3_vl` or `qwen2_5_vl`."""
     if BIAS in stored.shapes:
         return "t5"
-    if any(f"{begin}{QWEN_NORM}" in stored.shapes for begin in BEFORE_LAYERS):
-        return "qwen3_vl" if any("visual." in name for name in stored.shapes) else "qwen3"
+    for begin in BEFORE_LAYERS:
+        if f"{begin}{QWEN_NORM}" in stored.shapes:
+            sees = "language_model" in begin or any("visual." in name for name in stored.shapes)
+            return "qwen3_vl" if sees else "qwen3"
     if any(f"{begin}{QWEN2_BIAS}" in stored.shapes for begin in BEFORE_LAYERS):
         return "qwen2_5_vl"
     layers = max(stored.count("text_model.encoder.layers."), stored.count("transformer.resblocks."))

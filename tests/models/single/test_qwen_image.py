@@ -131,6 +131,7 @@ def test_a_vae_of_another_kind_does_not_fit(pipeline: Any, tmp_path: Path) -> No
     for other, words in (
         ({"_class_name": "AutoencoderKL", "latent_channels": 16}, "the class AutoencoderKL,"),
         ({**own, "latents_mean": [0.0] * 16}, "a mean of"),
+        ({**own, "dim_mult": [*own["dim_mult"], 4]}, "times smaller, and the model's own"),
     ):
         with pytest.raises(UsageError, match=words):
             check_vae(own, other, tmp_path)
