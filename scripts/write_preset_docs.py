@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from lora_trainer.config.presets import FAMILIES, GOALS, TIERS, presets
+from lora_trainer.config.presets import BASES, FAMILIES, GOALS, TIERS, presets
 from lora_trainer.config.toml import shown
 from lora_trainer.core.io import write_text
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
 HEADING = "## Evidence"
-TITLES = {GOALS: "Training presets", TIERS: "VRAM presets", FAMILIES: "Family presets"}
+TITLES = {GOALS: "Training presets", TIERS: "VRAM presets", BASES: "Base presets", FAMILIES: "Family presets"}
 INTRODUCTION = f"""{HEADING}
 Each value of a preset has its evidence, which `presets show` and `--explain` print beside it:
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.config.layers import DEFAULT, Resolved, flattened, resolve
-from lora_trainer.config.presets import AUTO, FAMILIES, GOALS, TIERS, preset_layer, preset_layers, presets
+from lora_trainer.config.presets import AUTO, BASES, FAMILIES, GOALS, TIERS, preset_layer, preset_layers, presets
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError, nearest
@@ -21,6 +21,7 @@ from lora_trainer.run.printed import show
 _KINDS = {
     TIERS: "VRAM presets: fit a run to the GPU's memory (choose one)",
     GOALS: "training presets: quality and speed (choose one, with or without a VRAM preset)",
+    BASES: "base presets: captions and sample prompts of well-known models (choose one, with or without the others)",
     FAMILIES: "family presets: applied automatically, below the others",
 }
 
@@ -43,9 +44,9 @@ def list_presets() -> int:
         console.print(Text(title, style="bold"))
         for preset in presets().values():
             if preset.kind == kind:
-                show(console, Text(f"  {preset.name:<10}{preset.description}"))
+                show(console, Text(f"  {preset.name:<12}{preset.description}"))
         if kind == TIERS:
-            show(console, Text(f"  {AUTO:<10}The VRAM preset for this GPU."))
+            show(console, Text(f"  {AUTO:<12}The VRAM preset for this GPU."))
     console.print("Use: lora-trainer train --preset 12gb --preset quality", soft_wrap=True)
     return 0
 
@@ -53,7 +54,7 @@ def list_presets() -> int:
 def show_presets(names: Sequence[str], memory_gib: float | None = None) -> int:
     """Print the merged settings of the presets, each with the preset that set it and its evidence.
 
-    Raises UsageError for unknown names, two VRAM presets or two training presets.
+    Raises UsageError for unknown names, or two presets of one kind.
     """
     requested = [name for part in names for name in part.split(",") if name.strip()]
     families = [name for name in requested if name in presets() and presets()[name].kind == FAMILIES]

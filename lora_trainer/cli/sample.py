@@ -24,6 +24,7 @@ from lora_trainer.run.sampling import (
     drawing_of,
     filled,
     parts_of,
+    prefixed,
     rows_for,
     triggers,
     with_control_images,
@@ -81,7 +82,8 @@ def sample_command(
     from lora_trainer.evaluation.sample import refuse_size
 
     refuse_size(chosen, facts.pixel_step)
-    rows = rows_for([filled(prompt, trigger_words) for prompt in prompts], list(seeds))
+    prefix = config.sample.prompt_prefix
+    rows = rows_for([prefixed(filled(prompt, trigger_words), prefix) for prompt in prompts], list(seeds))
     if config.sample.control_images:
         check_control_images(config.sample.control_images, len({row.prompt for row in rows}), facts)
         rows = with_control_images(rows, config.sample.control_images)

@@ -1,8 +1,8 @@
-"""Presets: plain TOML files of settings and the evidence for each, in three kinds.
+"""Presets: plain TOML files of settings and the evidence for each, in four kinds.
 
 VRAM presets ("tiers") fit a run to the GPU's memory, training presets ("goals") set quality and
-speed, family presets set what a model family needs. No setting is in both a VRAM preset and a
-training preset, so their order does not matter.
+speed, base presets ("bases") what well-known models of a family were made for, family presets set what
+a model family needs. Of the first three kinds no two have a setting in common, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 from lora_trainer.config.layers import Layer, file_layer
 from lora_trainer.core.errors import Problem, nearest
 
-AUTO = "auto"
-TIERS, GOALS, FAMILIES = "tiers", "goals", "families"
+AUTO, CHOSEN = "auto", "preset "
+TIERS, GOALS, BASES, FAMILIES = "tiers", "goals", "bases", "families"
+# A run takes one of each of these kinds.
+CHOICES = {TIERS: "VRAM preset", GOALS: "training preset", BASES: "base preset"}
 
 # A GPU reports less than its name says: a 16 GB T4 14.56 GiB, a 24 GB A10 21.98 GiB. An 11 GB
 # GPU (10.91 GiB) must not pass for 12 GB.
@@ -26,7 +28,7 @@ _REPORTED_SHARE = 0.91
 
 @dataclass(frozen=True)
 class Preset:
-    """One file: `kind` is its folder, `description` its first line, a comment.
+    """One file: `kind` is its folder, `description` its first line, a comment, `family` that of a base preset's models.
 
     `evidence` has a clause for each `section.key` that it sets, such as `published: kohya's docs/train_network.md`:
     `measured` is on the built-in base model with three seeds and two datasets, the 95 % interval of the paired
@@ -38,6 +40,7 @@ class Preset:
     description: str
     values: Mapping[str, Any]
     evidence: Mapping[str, str]
+    family: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,17 +61,17 @@ def preset_folder() -> Path:
 
 @cache
 def presets() -> dict[str, Preset]:
-    """Every preset by name: VRAM presets by size, then training presets, then family presets."""
+    """Every preset by name: VRAM presets by size, then training presets, base presets and family presets."""
     found = [_read(path) for path in sorted(preset_folder().rglob("*.toml"))]
-    kinds = [TIERS, GOALS, FAMILIES]
+    kinds = [*CHOICES, FAMILIES]
     found.sort(key=lambda preset: (kinds.index(preset.kind), tier_gb(preset.name) or 0))
     return {preset.name: preset for preset in found}
 
 
 def _read(path: Path) -> Preset:
     first_line = path.read_text(encoding="utf-8").partition("\n")[0]
-    layer = file_layer(path.stem, path)
-    return Preset(path.stem, path.parent.name, first_line.lstrip("# ").strip(), layer.values, layer.evidence)
+    layer, (kind, *family) = file_layer(path.stem, path), path.relative_to(preset_folder()).parts[:-1]
+    return Preset(path.stem, kind, first_line.lstrip("# ").strip(), layer.values, layer.evidence, "".join(family))
 
 
 def preset_layer(name: str, origin: str) -> Layer:
@@ -110,11 +113,12 @@ def preset_layers(requested: Sequence[str], memory_gib: float | None = None) -> 
         if name != AUTO and name not in selectable()
     ]
     known = [name for name in names if name == AUTO or name in selectable()]
-    for kind, word in ((TIERS, "VRAM preset"), (GOALS, "training preset")):
+    for kind, word in CHOICES.items():
         same = [name for name in known if (TIERS if name == AUTO else presets()[name].kind) == kind]
         if len(same) > 1:
             message = f"--preset names {len(same)} {word}s: {' and '.join(same)}."
-            problems.append(Problem(message, f"Keep one; a {word} can be combined with a {_OTHER[word]}."))
+            others = " and a ".join(other for other in CHOICES.values() if other != word)
+            problems.append(Problem(message, f"Keep one; a {word} can be combined with a {others}."))
     layers, notes = [], []
     for name in known:
         if name == AUTO:
@@ -122,11 +126,21 @@ def preset_layers(requested: Sequence[str], memory_gib: float | None = None) -> 
             layers.append(layer)
             notes.append(note)
         else:
-            layers.append(preset_layer(name, f"preset {name}"))
+            layers.append(preset_layer(name, CHOSEN + name))
     return ChosenPresets(tuple(layers), tuple(notes), tuple(problems))
 
 
-_OTHER = {"VRAM preset": "training preset", "training preset": "VRAM preset"}
+def refuse_other_family(layers: Sequence[Layer], family: str) -> list[Problem]:
+    """A problem for each base preset among the layers that is for models of another family."""
+    chosen = [preset for layer in layers if (preset := presets().get(layer.name.removeprefix(CHOSEN)))]
+    return [
+        Problem(
+            f"--preset {each.name} is for models of the family {each.family}, and this one is of {family}.",
+            f"Remove {each.name}, or name such a model with --model.",
+        )
+        for each in chosen
+        if each.kind == BASES and each.family != family
+    ]
 
 
 def auto_layer(memory_gib: float | None) -> tuple[Layer, str]:

@@ -50,6 +50,8 @@ class ModelFacts:
     whole: bool = True  # false where its configs alone are here
     most_controls: int = 0  # control images of a sample, which an edit model reads beside the caption
     form: str = ""  # in which quantized form a checkpoint is stored, for people; empty where in none
+    title: str = ""  # what a checkpoint's metadata calls the model
+    prediction_by: str = ""  # what in a checkpoint shows the prediction type, for people
 
     @property
     def name(self) -> str:

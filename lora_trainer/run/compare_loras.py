@@ -30,7 +30,7 @@ from lora_trainer.run.choices import usable_bytes
 from lora_trainer.run.counting import COMPARED, counting
 from lora_trainer.run.kept_steps import RunFiles, kept_steps, run_files
 from lora_trainer.run.release import WEIGHTS
-from lora_trainer.run.sampling import BUILT_IN, drawing_of, parts_of, rows_for, run_drawing, sample_rows
+from lora_trainer.run.sampling import BUILT_IN, drawing_of, parts_of, prefixed, rows_for, run_drawing, sample_rows
 from lora_trainer.run.session import Session
 from lora_trainer.training.checkpoints.checkpoint import step_name
 
@@ -165,7 +165,8 @@ def compare_file(
         prompts = list(config.sample.prompts) or list(
             dict.fromkeys(plain_caption(each.caption) for each in images.every)
         )
-        rows = rows_for(prompts[: config.sample.count], [config.train.seed])
+        prompts = [prefixed(prompt, config.sample.prompt_prefix) for prompt in prompts[: config.sample.count]]
+        rows = rows_for(prompts, [config.train.seed])
         grid = Grid(rows, drawing_of(config, family, facts, (facts.resolution, facts.resolution)))
         model = NamedModel(family, facts.path, config.model.path or BUILT_IN, parts_of(config))
         draw = None if run is None else partial(draw_candidates, model, grid, run.folder / "samples", compute)

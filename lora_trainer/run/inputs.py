@@ -187,7 +187,8 @@ def read_model(
         problems.append(Problem(message, "Leave the negative prompt empty with this model."))
     if problems:
         raise UsageError(problems)
-    return family, replace(facts, named=base.named, whole=base.whole, form=base.form)
+    shown = {name: getattr(base, name) for name in ("named", "whole", "form", "title", "prediction_by")}
+    return family, replace(facts, **shown)
 
 
 def _described(families: Sequence[Family], folder: Path, problems: list[Problem]) -> ModelFacts | None:

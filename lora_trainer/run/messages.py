@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from lora_trainer.config.presets import presets
 from lora_trainer.config.schema import CaptionsSection, Config
 from lora_trainer.core.errors import Problem, UsageError, UserError
 from lora_trainer.core.findings import counted, printable
@@ -28,6 +29,7 @@ from lora_trainer.run.inputs import LATENT_BYTES, Inputs, caption_rules, latent_
 from lora_trainer.run.order import Order
 
 if TYPE_CHECKING:
+    from lora_trainer.diffusion.process import Process
     from lora_trainer.evaluation.lora_report import LoraReport
     from lora_trainer.models.lora_clients import Client
 
@@ -35,6 +37,12 @@ if TYPE_CHECKING:
 MOST_FINDINGS = 8
 # In the names of models distilled for few steps whose configs are those of their base.
 DISTILLED_NAMES = re.compile(r"turbo|lightning|schnell|(?<![a-z])(?:hyper|lcm|dmd2?|flash)(?![a-z])", re.IGNORECASE)
+# What models made from a well-known one have in their names, by the base preset for it: NoobAI was made from Illustrious.
+KNOWN_BASES = {
+    "noobai": re.compile(r"noob", re.IGNORECASE),
+    "illustrious": re.compile(r"illustrious|(?<![a-z])ilxl(?![a-z])", re.IGNORECASE),
+    "pony": re.compile(r"pony(?!tail)|(?<![a-z])pdxl", re.IGNORECASE),
+}
 CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
 SEVERITIES = ("error", "warning", "note")  # in the order of the lines at the end
 
@@ -62,15 +70,40 @@ def distilled_line(config: Config, family: Family, facts: ModelFacts) -> str | N
     )
 
 
+def known_base_line(config: Config, facts: ModelFacts) -> str | None:
+    """Which well-known model this one was made from, by its metadata or its name, and the preset for it if none is chosen."""
+    names = {f"the title {facts.title!r} in its metadata": facts.title}
+    names |= {f"its name {part}": part for part in (*Path(config.model.path or "").parts[-2:][::-1], facts.name)}
+    for by, name in names.items():
+        known = next((preset for preset, pattern in KNOWN_BASES.items() if pattern.search(name)), "")
+        if known and presets()[known].family == facts.family:
+            advice = f". --preset {known} sets captions and sample prompts for it"
+            return f"base model: {known} by {printable(by)}{'' if config.sample.prompt_prefix else advice}"
+    return None
+
+
+def velocity_line(config: Config, facts: ModelFacts, process: Process) -> str:
+    """That the model predicts velocity, what shows it, and whether its last timestep holds no signal."""
+    zero = config.noise.zero_terminal_snr or bool(process.alphas_cumprod[-1] == 0)
+    schedule = (
+        "the last timestep holds no signal (zero terminal SNR)" if zero else "the last timestep holds some signal"
+    )
+    return f"prediction: velocity (v_prediction) by {facts.prediction_by or 'its scheduler config'}; {schedule}"
+
+
 def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
-    """The VAE where it is not the model's own, a flow's timesteps, and which trained encoders diffusers ignores."""
-    lines = [line] if (line := distilled_line(config, inputs.family, inputs.facts)) else []
+    """What the model was recognized as, the VAE where it is not its own, a flow's timesteps, and which trained encoders
+    diffusers ignores."""
+    recognized = (known_base_line(config, inputs.facts), distilled_line(config, inputs.family, inputs.facts))
+    lines = [line for line in recognized if line]
     if config.model.vae is not None:
         scale = read_config(inputs.facts.path, "vae/config.json").get("scaling_factor")
         a_file = config.model.vae.endswith(".safetensors")
         assumed = f" (scaling_factor {scale} is this model's: the file has none and must be of the same family)"
         lines.append(f"VAE: {config.model.vae}{assumed if a_file and scale is not None else ''}")
     own = inputs.family.denoiser.make_process(inputs.facts.path)
+    if own.prediction == "v_prediction":
+        lines.append(velocity_line(config, inputs.facts, own))
     if own.prediction == "flow":
         facts, shift = inputs.facts, config.flow.shift
         side = inputs.resolution // facts.downscale

@@ -81,6 +81,13 @@ def filled(prompt: str, words: tuple[str, ...]) -> str:
     return prompt.replace(TRIGGER, words[0]) if words else prompt
 
 
+def prefixed(prompt: str, prefix: str) -> str:
+    """The prompt behind the tags of `sample.prompt_prefix` that it lacks."""
+    own = {tag.strip() for tag in prompt.split(",")}
+    tags = [tag for tag in map(str.strip, prefix.split(",")) if tag not in own]
+    return ", ".join(filter(None, [*tags, prompt]))
+
+
 def triggers(config: Config) -> tuple[str, ...]:
     """Trigger words and learned tokens, each once: the run's, those of sources with captions of their own, then tokens."""
     own = [source.captions for source in config.data.sources if source.captions and not source.is_reg]
@@ -89,16 +96,19 @@ def triggers(config: Config) -> tuple[str, ...]:
 
 
 def sample_rows(config: Config, inputs: Inputs, seeds: Sequence[int]) -> list[ImageRequest]:
-    """The prompts that are set, `[trigger]` replaced; else different captions of the data, validation ones first. Each with
-    every seed, and of an edit model with control images: those that are set, else the data's."""
+    """The prompts that are set, `[trigger]` replaced; else different captions of the data, validation ones first. All
+    behind `sample.prompt_prefix`, each with every seed, and of an edit model with control images: those that are set,
+    else the data's."""
     samples = (*inputs.validation, *inputs.train)
     learned = [sample for sample in samples if not sample.regularization] or samples
-    of_captions = {sample.caption: sample for sample in reversed(learned)}
+    prefix = config.sample.prompt_prefix
     if not config.sample.prompts:
-        chosen = list(dict.fromkeys(sample.caption for sample in learned))[: config.sample.count]
+        of_prompts = {prefixed(sample.caption, prefix): sample for sample in reversed(learned)}
+        chosen = list(dict.fromkeys(prefixed(sample.caption, prefix) for sample in learned))[: config.sample.count]
         rows = rows_for(chosen, list(seeds))
-        return [controlled(row, of_captions[row.prompt]) for row in rows]
-    prompts = list(dict.fromkeys(filled(prompt, triggers(config)) for prompt in config.sample.prompts))
+        return [controlled(row, of_prompts[row.prompt]) for row in rows]
+    named = (prefixed(filled(prompt, triggers(config)), prefix) for prompt in config.sample.prompts)
+    prompts = list(dict.fromkeys(named))
     rows = rows_for(prompts, list(seeds))
     if config.sample.control_images:
         return with_control_images(rows, config.sample.control_images)

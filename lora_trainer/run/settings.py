@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Layer, Resolved, resolve, valid_settings
-from lora_trainer.config.presets import family_layers
+from lora_trainer.config.presets import family_layers, refuse_other_family
 from lora_trainer.config.schema import Config
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.config.schema.types import Flavor
@@ -45,8 +45,9 @@ def settle(
     for layer in (*presets, *user):
         valid_settings(layer, wrong)
     # Refused settings make no request to a hub.
-    family, pinned = _family_layers(user, found, say, builtin_if_none=builtin_if_none, refused=bool(wrong))
-    resolved = resolve([*family, *presets, *user, *pinned], found)
+    family, is_builtin, pinned = _family_of(user, found, say, builtin_if_none=builtin_if_none, refused=bool(wrong))
+    found += refuse_other_family(presets, family) if family != EMPTY else []
+    resolved = resolve([*family_layers(family, builtin=is_builtin), *presets, *user, *pinned], found)
     return replace(resolved, notes=(*notes, *resolved.notes))
 
 
@@ -63,15 +64,15 @@ def refuse_missing_attention(resolved: Resolved) -> None:
         raise UsageError(problem)
 
 
-def _family_layers(
+def _family_of(
     user: Sequence[Layer],
     problems: list[Problem],
     say: Callable[[str], None],
     *,
     builtin_if_none: bool,
     refused: bool,
-) -> tuple[list[Layer], list[Layer]]:
-    """The family's presets, for the user's model or the built-in one; and a layer that pins the model's commits."""
+) -> tuple[str, bool, list[Layer]]:
+    """The family of the user's model or of the built-in one, whether it is that one, and a layer that pins the model's commits."""
     model = _model_of(user)
     offline = [value for layer in user if (value := _section(layer, "run").get("offline")) is not None][-1:] == [True]
     requested = model.get("family", EMPTY)
@@ -81,13 +82,13 @@ def _family_layers(
             message = f"model.revision is {model['revision']!r}, but no model of a hub is set."
             problems.append(Problem(message, "Set --model to owner/name, or remove model.revision."))
         usual = requested in (EMPTY, USUAL_FAMILY)
-        return family_layers(USUAL_FAMILY if usual else str(requested), builtin=builtin_if_none and usual), []
+        return USUAL_FAMILY if usual else str(requested), builtin_if_none and usual, []
     named = next(layer.name for layer in reversed(user) if "path" in _section(layer, "model"))
     origin = named if named == "--model" else f"model.path (from {named})"
     if offline:
         bases.go_offline()
     if refused and any(as_hub_part(str(model[name])) is not None for name in HUB_SETTINGS if name in model):
-        return family_layers(str(requested), builtin=False), []
+        return str(requested), False, []
     family, commit = str(requested), None
     parts: Mapping[str, str] = {}
     try:
@@ -107,7 +108,7 @@ def _family_layers(
     pinned = {name: value for name, value in parts.items() if model.get(name) != value}
     if changed and now != revision:
         pinned["revision"] = revision
-    return family_layers(family, builtin=False), [Layer("commit of the model", {"model": pinned})] if pinned else []
+    return family, False, [Layer("commit of the model", {"model": pinned})] if pinned else []
 
 
 def _model_of(user: Sequence[Layer]) -> dict[str, Any]:

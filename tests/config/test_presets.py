@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,8 @@ import pytest
 from lora_trainer.config.layers import Layer, file_layer, flattened, resolve
 from lora_trainer.config.options import suited
 from lora_trainer.config.presets import (
+    BASES,
+    CHOICES,
     FAMILIES,
     GOALS,
     TIERS,
@@ -27,9 +29,11 @@ from lora_trainer.config.toml import to_toml
 from lora_trainer.core.errors import UsageError
 from lora_trainer.dataset_check.whole_set import check_plan
 from lora_trainer.models.published import public_architecture
+from lora_trainer.run.settings import settle
 
 TIER_NAMES = ["6gb", "8gb", "10gb", "12gb", "16gb", "24gb"]
 GOAL_NAMES = ["balanced", "quality", "speed"]
+BASE_NAMES = ["illustrious", "noobai", "pony"]
 
 
 def keys(name: str) -> set[str]:
@@ -38,8 +42,9 @@ def keys(name: str) -> set[str]:
 
 def test_every_file_is_a_preset_of_its_folder() -> None:
     assert len(list(preset_folder().rglob("*.toml"))) == len(presets())
-    by_kind = {kind: [name for name, preset in presets().items() if preset.kind == kind] for kind in (TIERS, GOALS)}
-    assert by_kind == {TIERS: TIER_NAMES, GOALS: GOAL_NAMES}
+    by_kind = {kind: [name for name, preset in presets().items() if preset.kind == kind] for kind in CHOICES}
+    assert by_kind == {TIERS: TIER_NAMES, GOALS: GOAL_NAMES, BASES: BASE_NAMES}
+    assert {preset.family for preset in presets().values()} == {"", "sdxl"}
     families = {name for name, preset in presets().items() if preset.kind == FAMILIES}
     assert families == {*names_for("model.family"), "builtin"}
     assert all(preset.description.endswith(".") for preset in presets().values())
@@ -87,7 +92,7 @@ def test_every_combination_resolves_and_order_changes_nothing() -> None:
         family = family_layers("sd15", builtin=builtin)
         alone = [[name] for name in selectable()]
         pairs = list(product(TIER_NAMES, GOAL_NAMES))
-        assert (len(alone), len(pairs)) == (9, 18)
+        assert (len(alone), len(pairs)) == (12, 18)
         for names in alone:
             resolve([*family, *preset_layers(names).layers])
         for tier, goal in pairs:
@@ -110,10 +115,38 @@ def test_every_combination_suits_every_family(family: str) -> None:
         assert len(suits.notes) == len(resolved.notes) + len(lost)
 
 
-def test_no_setting_is_in_both_vram_and_training_presets() -> None:
+@pytest.mark.parametrize("base", BASE_NAMES)
+def test_a_base_preset_combines_with_all_others_in_any_order(base: str) -> None:
+    family = family_layers("sdxl", builtin=False)
+    for tier, goal in product(TIER_NAMES, GOAL_NAMES):
+        found = [resolve([*family, *preset_layers(names).layers]) for names in permutations([tier, goal, base])]
+        assert all(each == found[0] for each in found)
+        without = flattened(resolve([*family, *preset_layers([tier, goal]).layers]).config)
+        own = {name for name, value in flattened(found[0].config).items() if without[name] != value}
+        assert {"captions.shuffle", "captions.keep_tokens", "sample.prompt_prefix"} <= own <= keys(base)
+
+
+def test_zero_terminal_snr_of_a_preset_is_for_models_that_predict_velocity() -> None:
+    resolved = resolve([*family_layers("sdxl", builtin=False), *preset_layers(["noobai,12gb"]).layers])
+    assert suited(resolved, "v_prediction").config.noise.zero_terminal_snr
+    plain = suited(resolved, "epsilon")
+    assert not plain.config.noise.zero_terminal_snr
+    assert any("noise.zero_terminal_snr" in note for note in plain.notes)
+
+
+def test_a_base_preset_is_for_models_of_its_family() -> None:
+    own = settle(preset_layers(["pony", "8gb"]).layers, [Layer("--set", {"model": {"family": "sdxl"}})])
+    assert own.config.sample.prompt_prefix.startswith("score_9")
+    for family in ({}, {"family": "flux"}):
+        with pytest.raises(UsageError, match=r"pony is for models of the family sdxl, and this one is of (sd15|flux)"):
+            settle(preset_layers(["pony"]).layers, [Layer("--set", {"model": family})])
+
+
+def test_no_setting_is_in_presets_of_two_kinds() -> None:
     limits = set().union(*map(keys, TIER_NAMES))
     wishes = set().union(*map(keys, GOAL_NAMES))
-    assert not limits & wishes
+    of_bases = set().union(*map(keys, BASE_NAMES))
+    assert len(limits | wishes | of_bases) == len(limits) + len(wishes) + len(of_bases)
     for names, expected in ((TIER_NAMES, limits), (GOAL_NAMES, wishes)):
         assert all(keys(name) == expected for name in names), "a preset leaves to chance what its siblings set"
 
@@ -201,6 +234,7 @@ def test_the_builtin_model_learns_faster_than_its_family() -> None:
         (["6gb", "8gb"], "--preset names 2 VRAM presets: 6gb and 8gb.", "Keep one"),
         (["auto", "8gb"], "--preset names 2 VRAM presets: auto and 8gb.", "Keep one"),
         (["speed,quality"], "--preset names 2 training presets: speed and quality.", "Keep one"),
+        (["pony,illustrious"], "--preset names 2 base presets: pony and illustrious.", "Keep one"),
         (["sd15"], "There is no preset named sd15.", "Known: "),
     ],
 )

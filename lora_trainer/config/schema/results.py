@@ -107,6 +107,11 @@ class SampleSection(Section):
         500, "changes nothing", "steps between sample images; 0 means none while training"
     )
     prompts: tuple[str, ...] = setting((), "changes nothing", "prompts; empty means captions of the dataset")
+    prompt_prefix: str = setting(
+        "",
+        "changes nothing",
+        "tags before every prompt, such as `masterpiece, best quality`; those that it has are not repeated",
+    )
     control_images: tuple[str, ...] = setting(
         (),
         "changes nothing",

@@ -46,6 +46,8 @@ OTHER_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("image_proj.proj.weight", "image_proj.latents"), "an IP-Adapter"),
     (("emb_params", "string_to_param"), "an embedding of words"),
 )
+TITLE, PREDICTION = "modelspec.title", "modelspec.prediction_type"
+LONGEST_TITLE = 200  # characters that are read
 DIFFUSERS = (
     "down_blocks.0.resnets.0.norm1.weight",
     "transformer_blocks.0.attn.to_q.weight",
@@ -70,10 +72,16 @@ class SingleFile:
     denoiser: Stored
     header: Mapping[str, Any]
     prediction: str | None = None  # of models with a noise schedule
+    prediction_by: str = ""  # what in the file shows the prediction, for people
     zero_terminal: bool = False  # the last step of the schedule holds no signal
     variant: str = ""  # which of the models of one form, where that is another schedule
     note: str = ""  # an assumption that the file does not confirm, and the fix if it is wrong
     form: str = ""  # in which quantized form the denoiser is stored, for people
+
+    @property
+    def title(self) -> str:
+        """What the file's metadata calls the model (ModelSpec); empty where it has none."""
+        return str((self.header.get(METADATA) or {}).get(TITLE, ""))[:LONGEST_TITLE]
 
     def part(self, prefix: str) -> Stored:
         """The tensors of one part."""
@@ -168,16 +176,22 @@ def _unet(found: SingleFile) -> SingleFile:
     for key in ("edm_mean", "edm_vpred.sigma_max"):
         if key in found.header:
             raise UsageError(Problem(f"{file} has a noise schedule that is not supported ({key}).", USE_BASE))
-    prediction = str((found.header.get(METADATA) or {}).get("modelspec.prediction_type", ""))
-    velocity = "v_pred" in found.header or prediction.lower() in ("v", "v_prediction", "v-prediction")
-    velocity = velocity or (family == "sd2" and prediction == "" and _spreads(found))
+    prediction = str((found.header.get(METADATA) or {}).get(PREDICTION, ""))
+    shown_by = {
+        "its key v_pred": "v_pred" in found.header,
+        f"its metadata, {PREDICTION} = {prediction}": prediction.lower() in ("v", "v_prediction", "v-prediction"),
+        "its weights": family == "sd2" and prediction == "" and _spreads(found),
+    }
+    velocity = next((by for by, is_shown in shown_by.items() if is_shown), "")
+    zero_terminal = bool(velocity) and "ztsnr" in found.header
     return SingleFile(
         file,
         family,
         stored,
         found.header,
         prediction="v_prediction" if velocity else "epsilon",
-        zero_terminal=velocity and "ztsnr" in found.header,
+        prediction_by=velocity + (" and its key ztsnr" if zero_terminal else ""),
+        zero_terminal=zero_terminal,
     )
 
 

@@ -37,8 +37,8 @@ class Base:
 
     `commit` is that of a model of a hub; `pinned` has other settings that name a hub's models, with their commits.
     One that is not `whole` has only its configs here, a checkpoint only its header.
-    `note` is what was assumed of a checkpoint, and `form` in which quantized form it is stored. `places` maps paths to
-    names for people.
+    `note` is what was assumed of a checkpoint, `form` in which quantized form it is stored, `title` what its metadata
+    calls it, and `prediction_by` what in it shows the prediction type. `places` maps paths to names for people.
     """
 
     folder: Path
@@ -47,6 +47,8 @@ class Base:
     whole: bool = True
     note: str = ""
     form: str = ""
+    title: str = ""
+    prediction_by: str = ""
     pinned: Mapping[str, str] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
 
@@ -96,7 +98,13 @@ def find_base(
                 f"{base.folder.name} is stored as {checkpoint.form}: it is dequantized layer by layer while it loads."
             )
             notes = (checkpoint.note, form if checkpoint.form else "")
-            base = replace(base, note=" ".join(filter(None, notes)), form=checkpoint.form)
+            base = replace(
+                base,
+                note=" ".join(filter(None, notes)),
+                form=checkpoint.form,
+                title=checkpoint.title,
+                prediction_by=checkpoint.prediction_by,
+            )
             packed = [kind for kind in checkpoint.denoiser.types.values() if kind in PACKED_TYPES]
             if weights and packed and importlib.util.find_spec("gguf") is None:
                 message = f"{base.folder} holds {packed[0]}, which the package gguf dequantizes; it is not installed."
