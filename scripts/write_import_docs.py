@@ -19,6 +19,7 @@ from lora_trainer.importers import (
     kohya,
     kohya_dataset,
     kohya_gui,
+    musubi_dataset,
     onetrainer,
     onetrainer_concepts,
     simpletuner,
@@ -58,15 +59,21 @@ their scheduler's timesteps count from noise, so the mean of their logits change
 loss on clean latents weight a timestep by its square; the command reports it, and `sigma_sqrt` undoes it exactly. Options
 that only diffusion has (min-SNR, noise offset, multi-resolution noise, zero terminal SNR) are skipped for flow models.
 
-`--data dataset.toml` reads a kohya dataset TOML without any import, and refuses unknown keys.
+`--data dataset.toml` reads a dataset TOML of kohya or musubi-tuner without any import, and refuses unknown keys.
 """
 TABLES: tuple[tuple[str, str, Mapping[str, KeyRule], Mapping[str, Any]], ...] = (
     ("kohya config", "`train_network.py --config_file`: section names mean nothing.", kohya.RULES, kohya.DEFAULTS),
     (
         "kohya dataset TOML",
         "A subset overrides its dataset, which overrides general. Values that all subsets share are written once, the rest in sources.",
-        kohya_dataset.RULES,
+        {**kohya_dataset.DATASET_RULES, **kohya_dataset.SUBSET_RULES},
         kohya_dataset.DEFAULTS,
+    ),
+    (
+        "musubi-tuner dataset TOML",
+        "These keys beside those of kohya's dataset TOML, in `[[datasets]]` themselves.",
+        {**musubi_dataset.RULES, "resolution": kohya_dataset.RULES["resolution"]},
+        musubi_dataset.DEFAULTS,
     ),
     ("kohya GUI", "The JSON that kohya's GUI saves.", kohya_gui.MORE_RULES, kohya_gui.DEFAULTS),
     ("ai-toolkit", "The first process of a job.", aitoolkit.RULES, aitoolkit.DEFAULTS),

@@ -1,4 +1,4 @@
-"""kohya's dataset TOML: `[general]`, `[[datasets]]` and their `[[datasets.subsets]]`.
+"""kohya's dataset TOML: `[general]`, `[[datasets]]` and their `[[datasets.subsets]]`; musubi-tuner's, without subsets.
 
 A subset's key beats its dataset's, which beats `[general]`, which beats the same option of a
 config file that names the TOML. Read with `--data FILE.toml` and by `import`.
@@ -14,6 +14,7 @@ from typing import Any
 
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem
+from lora_trainer.importers import musubi_dataset
 from lora_trainer.importers.merge import RESOLUTIONS, together
 from lora_trainer.importers.reading import Around, KeyRule, Line, Reading, Took, is_empty, located
 from lora_trainer.importers.rules import (
@@ -129,7 +130,7 @@ DATASET_RULES: Mapping[str, KeyRule] = {
     "validation_seed": same("validation.split_seed", whole),
     "network_multiplier": lacking("the LoRA's strength is 1 in training", off=(1, 1.0)),
 }
-RULES: Mapping[str, KeyRule] = {**DATASET_RULES, **SUBSET_RULES}
+RULES: Mapping[str, KeyRule] = {**DATASET_RULES, **SUBSET_RULES, **musubi_dataset.RULES}
 # Defaults of kohya's scripts that differ from ours.
 DEFAULTS: Mapping[str, Any] = {
     "num_repeats": 1,
@@ -164,22 +165,27 @@ def dataset_reading(
     Without `defaults`, unset keys get our defaults, except that repeats are 1: kohya ignores the folder's name
     there. Mistakes are in the reading's `problems`.
     """
-    reading = Reading(TOOL, path)
+    is_musubi = musubi_dataset.is_musubi(document["datasets"])
+    reading = Reading(musubi_dataset.TOOL if is_musubi else TOOL, path)
+    own_defaults = musubi_dataset.DEFAULTS if is_musubi else DEFAULTS
     general, datasets = _levels(reading, document)
-    filled = {**(DEFAULTS if defaults else {"num_repeats": 1}), **(beneath or {})}
+    filled = {**(own_defaults if defaults else {"num_repeats": 1}), **(beneath or {})}
     subsets = _subsets(reading, general, datasets, filled)
     if not subsets:
         if not reading.problems:
             reading.problems.append(
                 Problem(
-                    f"{path} names no images.", "Set image_dir in [[datasets.subsets]], with num_repeats of at least 1."
+                    f"{path} names no images.",
+                    "Set image_directory in [[datasets]]."
+                    if is_musubi
+                    else "Set image_dir in [[datasets.subsets]], with num_repeats of at least 1.",
                 )
             )
         return reading
     written = {line.key.rpartition(".")[2] for line in reading.lines}
-    unset = [key for key in DEFAULTS if defaults and key not in written and key not in (beneath or {})]
+    unset = [key for key in own_defaults if defaults and key not in written and key not in (beneath or {})]
     for key in unset:
-        reading.take(key, DEFAULTS[key], RULES[key], Around(subsets[0].keys, path.parent), default=True)
+        reading.take(key, own_defaults[key], RULES[key], Around(subsets[0].keys, path.parent), default=True)
     settings, differs = together([_settings(reading, subset) for subset in subsets])
     for place, name in differs:
         key = next(key for key, rule in RULES.items() if name in rule.ours)
@@ -190,7 +196,9 @@ def dataset_reading(
     reading.settings = settings
     reading.origin = dict.fromkeys(settings, path.name)
     for key in unset:
-        reading.origin.update({name: f"kohya's default ({key})" for name in RULES[key].ours if name in settings})
+        reading.origin.update(
+            {name: f"{reading.owner} default ({key})" for name in RULES[key].ours if name in settings}
+        )
     return reading
 
 
@@ -204,8 +212,9 @@ def _levels(reading: Reading, document: Mapping[str, Any]) -> tuple[dict[str, An
         reading.problems.append(Problem(f"{path}: [general] and [[datasets]] are tables.", "Write them as tables."))
         return {}, []
     kept: list[dict[str, Any]] = []
+    without: list[Any] = [{}] if musubi_dataset.is_musubi(datasets) else []  # a dataset of musubi-tuner is one subset
     for index, data in enumerate(datasets):
-        subsets = data.get("subsets", [])
+        subsets = data.get("subsets", without)
         if not isinstance(subsets, list) or not all(isinstance(each, dict) for each in subsets):
             message = f"{path}: datasets[{index}].subsets is not a list of tables."
             reading.problems.append(Problem(message, "Write [[datasets.subsets]] above each of them."))
@@ -235,7 +244,10 @@ def _subsets(
                 reading.lines.append(Line(where, keys.get("image_dir"), "ignored", {}, LEFT_OUT))
                 continue
             _lines(reading, where, subset, keys, [])
-            if is_empty(keys.get("image_dir")) and is_empty(keys.get("metadata_file")):
+            if any(not is_empty(keys.get(key)) for key in musubi_dataset.VIDEOS):
+                message = f"{reading.path}: datasets[{index}] is of videos, which are not trained."
+                reading.problems.append(Problem(message, "Remove it, and name images only."))
+            elif all(is_empty(keys.get(key)) for key in ("image_dir", "metadata_file", *musubi_dataset.IMAGES)):
                 message = f"{reading.path}: {where} has no image_dir."
                 reading.problems.append(Problem(message, "Name the folder of its images."))
             else:
@@ -262,7 +274,7 @@ def _lines(
         elif key in RULES:
             reading.take(name, value, RULES[key], around)
         else:
-            reading.lines.append(Line(name, value, "unknown", {}, "kohya may know it; this program does not"))
+            reading.lines.append(Line(name, value, "unknown", {}, f"{reading.tool} may know it; this program does not"))
 
 
 def _settings(reading: Reading, subset: Subset) -> dict[str, Any]:

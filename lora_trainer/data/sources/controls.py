@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +12,9 @@ from lora_trainer.data.images.jobs import Facts
 from lora_trainer.data.sample import ControlImage, Sample, Span
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.pairs import find_partners
+from lora_trainer.data.sources.places import control_place
 
 FIX = "Add it, or remove the image."
-
-
-def control_folders(request: SourceRequest) -> tuple[Path, ...]:
-    """The folders of control images, from the root of the disk."""
-    return tuple(Path(os.path.abspath(Path(each).expanduser())) for each in request.section.control_images)
 
 
 def with_controls(
@@ -27,18 +22,23 @@ def with_controls(
 ) -> list[FoundImage]:
     """Each image with its control images, those of folders before those of columns. An image that lacks one is left out:
     a LoRA that is trained on whole pairs and on bare images learns to ignore its controls."""
-    folders, wanted = control_folders(request), len(request.section.control_columns)
-    for named, folder in zip(request.section.control_images, folders, strict=True):
+    wanted = len(request.section.control_columns)
+    labels = [control_place(each) for each in request.section.control_images]
+    for named, (folder, _) in zip(request.section.control_images, labels, strict=True):
         if not folder.is_dir():
             message = f"There is no folder of control images {named}."
             reading.problem(message, "Name a folder of this machine in data.sources.control_images.")
-    if not (folders or wanted) or any(not folder.is_dir() for folder in folders):
+    if not (labels or wanted) or any(not folder.is_dir() for folder, _ in labels):
         return list(found)
-    partners = [find_partners(folder, found, root) for folder in folders]
+    partners = {folder: find_partners(folder, found, root) for folder, _ in labels}
     paired = []
     for each in found:
-        paths = [partner.of(each.path) for partner in partners]
-        lacking = [folder.name for folder, path in zip(folders, paths, strict=True) if path is None]
+        paths = [partners[folder].of(each.path, (label,)) for folder, label in labels]
+        lacking = [
+            f"{folder.name}/*{label}" if label else folder.name
+            for (folder, label), path in zip(labels, paths, strict=True)
+            if path is None
+        ]
         if len(each.controls) < wanted:
             lacking.append(f"column {request.section.control_columns[len(each.controls)]}")
         if lacking:
@@ -48,9 +48,10 @@ def with_controls(
         own = tuple(ControlImage(path) for path in paths if path is not None)
         paired.append(replace(each, controls=(*own, *each.controls)))
     if found and not paired:
-        where = ", ".join((*(str(folder) for folder in folders), *request.section.control_columns))
+        where = ", ".join((*request.section.control_images, *request.section.control_columns))
         message = f"No image of {request.section.path} has all of its control images ({where})."
-        reading.problem(message, f"A control image has its image's name: {found[0].path.stem}.png.")
+        label = labels[0][1] if labels else ""
+        reading.problem(message, f"A control image has its image's name: {found[0].path.stem}{label}.png.")
     return paired
 
 

@@ -55,8 +55,15 @@ def _shards_of(word: str, reading: SourceReading) -> list[str]:
 
 def named_places(section: SourceSection) -> list[Path]:
     """The places that a source names, whether they are there or not: its images, its table, its masks, its control images."""
-    named = [*_expanded(section.path, SourceReading()), section.captions_file, section.masks, *section.control_images]
-    return [place_from(each) for each in named if each is not None and each != "alpha" and not is_url(each)]
+    named = [*_expanded(section.path, SourceReading()), section.captions_file, section.masks]
+    places = [place_from(each) for each in named if each is not None and each != "alpha" and not is_url(each)]
+    return places + [control_place(each)[0] for each in section.control_images if not is_url(each)]
+
+
+def control_place(named: str) -> tuple[Path, str]:
+    """The folder of an entry of `control_images`, and what follows an image's name there: `_0` of `before/*_0`."""
+    place = place_from(named)
+    return (place.parent, place.name[1:]) if place.name.startswith("*") else (place, "")
 
 
 def place_from(text: str | Path) -> Path:

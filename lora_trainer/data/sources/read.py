@@ -9,13 +9,13 @@ from pathlib import Path
 from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.images.remote import ENDING
 from lora_trainer.data.sources.beside import caption_beside
-from lora_trainer.data.sources.controls import control_folders, with_controls
+from lora_trainer.data.sources.controls import with_controls
 from lora_trainer.data.sources.folder import ending_of, is_image, no_images, read_folder
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.listing import FolderNames, Listing, list_folder
 from lora_trainer.data.sources.masks import masks_folder, with_masks
 from lora_trainer.data.sources.metadata import METADATA_NAMES, with_captions_file
-from lora_trainer.data.sources.places import common_root
+from lora_trainer.data.sources.places import common_root, control_place
 from lora_trainer.data.sources.remote import read_remote
 from lora_trainer.data.sources.table import read_table_source
 from lora_trainer.data.sources.tar import COMPRESSED_ENDINGS, read_tar
@@ -71,7 +71,7 @@ def _read_place(place: Path, request: SourceRequest, reading: SourceReading) -> 
 
 def _read_folder(place: Path, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """The images of a folder, then those in the tars and Parquet files below it."""
-    beside = (masks_folder(request), *control_folders(request))
+    beside = (masks_folder(request), *(control_place(each)[0] for each in request.section.control_images))
     listing = list_folder(place, reading, without=[each for each in beside if each not in (None, place)])
     found = _with_table(read_folder(listing, request, reading), listing)
     for path in _shards_of(listing):
