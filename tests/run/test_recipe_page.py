@@ -43,7 +43,7 @@ def commands() -> list[tuple[str, str]]:
         (HEADINGS[heading], line)
         for heading, body in sections
         if heading in HEADINGS
-        for line in re.findall(r"^lora-trainer (.*)$", body, flags=re.MULTILINE)
+        for line in re.findall(r"^lora-trainer (train .*)$", body, flags=re.MULTILINE)
     ]
 
 
