@@ -2,6 +2,7 @@
 
     python scripts/builtin_base/distill.py --work student-work --out OUT/student
     python scripts/distilled_study.py run OUT
+    python scripts/distilled_study.py distances OUT
     python scripts/distilled_study.py table OUT
 
 The student of `builtin_base/distill.py` draws in four steps without a guidance scale. A LoRA is trained by the real
@@ -9,7 +10,8 @@ command in several ways, and each draws with the student in four steps: prompts 
 should leave alone, and prompts of the robot zobo. The dataset `known` has nothing to learn: new scenes of the base's own
 shapes, so that all that changes is the distillation. The dataset `zobo` is the robot: there a LoRA also shows the robot
 where nobody wants it. The control is the LoRA of the base drawn with the base in its own 20 steps: what training costs
-where nothing is distilled. Pixels alone are judged (`builtin_base/judge.py`, `reference.py`).
+where nothing is distilled. Pixels alone are judged (`builtin_base/judge.py`, `reference.py`); `distances` adds, for every
+LoRA drawn with the student, how far its four steps end from the teacher's eight guided ones of the same noise.
 Each finished cell is a line of OUT/results.jsonl: the next call continues there.
 """
 
@@ -30,6 +32,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from builtin_base.distill import distances, draw_trajectories, load
 from builtin_base.drawing import TEMPLATES, draw, random_scene
 from builtin_base.judge import fixed_prompts, judge, sample
 from builtin_base.reference import compare, subject_prompts
@@ -79,6 +82,7 @@ TITLES = {
     "control": "control: trained on the base, drawn with it so",
 }
 DRAWS = 2000  # of the bootstrap
+HELD, HELD_SEED = 48, 777  # trajectories of the teacher that the student was not made from
 
 
 def train(out: Path, name: str, model: Path, data: Path, steps: int, seed: int, settings: Mapping[str, Any]) -> Path:
@@ -185,6 +189,27 @@ def run(
         add(arm, seed, measure(model, lora, before[none], by)[0], trained)
 
 
+def measure_distances(out: Path) -> None:
+    """OUT/distances.json: `distances` by dataset, arm and seed; one that is there is not measured again."""
+    path, base = out / "distances.json", load(BASE_FOLDER)
+    found: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    held = draw_trajectories(base, HELD, HELD_SEED)
+    files: dict[str, tuple[Path, Path | None]] = {"base": (BASE_FOLDER, None), "none": (out / "student", None)}
+    for row in read(out):
+        name = f"{row['dataset']}-{row['arm']}-{row['seed']}"
+        lora = out / "runs" / name / f"{name}.diffusers.safetensors"
+        if lora.exists() and row["arm"] != "control":
+            files[name] = out / "student", lora
+    for name, (model, lora) in files.items():
+        if name not in found:
+            pipeline = base if model == BASE_FOLDER else load(model)
+            if lora is not None:
+                pipeline.load_lora_weights(str(lora))
+            found[name] = [round(each, 5) for each in distances(pipeline, held)]
+            path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            print(f"{name}: {statistics.mean(found[name]):.4f}", flush=True)
+
+
 def interval(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float, float]:
     """The mean over seeds and prompts, and its 95 % interval: a bootstrap over seeds and over prompts (Efron 1979)."""
     values = np.array([row[name] for row in rows], float)  # [seeds, prompts]
@@ -197,9 +222,16 @@ def interval(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float
 
 def table(out: Path, dataset: str) -> str:
     """A Markdown table of all arms of a dataset."""
+    path = out / "distances.json"
+    far: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     rows = [row for row in read(out) if row["dataset"] in (dataset, "none")]
-    heads = ("", "seeds", "unrelated prompts right", "unrelated images moved", "robot drawn")
+    rows = [
+        row | {"far": far.get("none" if row["arm"] == "none" else f"{dataset}-{row['arm']}-{row['seed']}")}
+        for row in rows
+    ]
+    heads = ("", "seeds", "from the teacher", "unrelated prompts right", "unrelated images moved", "robot drawn")
     shown: list[tuple[str, Callable[[float], str]]] = [
+        ("far", lambda value: f"{value:.3f}"),
         ("right", lambda value: f"{100 * value:.0f} %"),
         ("moved", lambda value: f"{value:.1f}"),
         ("subject", lambda value: f"{value:.2f}"),
@@ -210,6 +242,9 @@ def table(out: Path, dataset: str) -> str:
         if own:
             cells = []
             for name, form in shown:
+                if any(row[name] is None for row in own):
+                    cells.append("–")
+                    continue
                 mean, low, high = interval(own, name)
                 cells.append(f"{form(mean)} ({form(low)} to {form(high)})" if high > low else form(mean))
             lines.append(f"| {title} | {len(own)} | {' | '.join(cells)} |")
@@ -218,7 +253,7 @@ def table(out: Path, dataset: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "table"))
+    parser.add_argument("what", choices=("run", "distances", "table"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--dataset", choices=DATASETS, default=DATASETS[0])
     parser.add_argument("--arms", nargs="+", default=[*ARMS], choices=[*ARMS])
@@ -230,6 +265,8 @@ def main() -> None:
     if args.what == "run":
         lengths = (args.steps, args.adapter_steps)
         run(args.out, args.dataset, args.arms, args.seeds, lengths, args.budget_minutes)
+    if args.what == "distances":
+        measure_distances(args.out)
     print(table(args.out, args.dataset))
 
 

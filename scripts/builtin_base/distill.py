@@ -97,6 +97,19 @@ def draw_trajectories(pipeline: Any, count: int, seed: int, batch: int = 24) -> 
     return found
 
 
+@torch.no_grad()
+def distances(pipeline: Any, trajectories: list[dict[str, Any]]) -> list[float]:
+    """How far a model ends from the teacher in the student's steps: the mean squared difference of each one's latents."""
+    found: list[float] = []
+    for each in trajectories:
+        x, context = each["x"][:, 0].float(), encode(pipeline, each["captions"])
+        for step in jumps(pipeline.scheduler, STUDENT_STEPS):
+            with torch.autocast("cpu", torch.bfloat16):
+                x = step.keep * x + step.add * pipeline.unet(x, step.t, context).sample.float()
+        found += (x - each["x"][:, -1].float()).square().mean((1, 2, 3)).tolist()
+    return found
+
+
 def train_student(
     pipeline: Any, trajectories: list[dict[str, Any]], steps: int, seed: int, batch: int, peak: float
 ) -> None:
