@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_trainer.models import chroma, flux, flux2, krea2, qwen_image, sd2, sd3, sd15, sdxl, z_image
+from lora_trainer.models import anima, chroma, flux, flux2, krea2, qwen_image, sd2, sd3, sd15, sdxl, z_image
 from lora_trainer.models.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -16,4 +16,5 @@ FAMILIES: dict[str, Family] = {
     "z_image": z_image.FAMILY,
     "qwen_image": qwen_image.FAMILY,
     "krea2": krea2.FAMILY,
+    "anima": anima.FAMILY,
 }

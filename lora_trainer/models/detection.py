@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.folder import read_config
+from lora_trainer.models.folder import read_index
 
 
 def detect_family(folder: Path, origin: str = "--model") -> str:
@@ -16,7 +16,7 @@ def detect_family(folder: Path, origin: str = "--model") -> str:
     """
     if not folder.exists():
         raise UsageError(Problem(f"There is no model at {folder}.", f"Check {origin}."))
-    pipeline = str(read_config(folder, "model_index.json").get("_class_name", ""))
+    pipeline = str(read_index(folder).get("_class_name", ""))
     for name, family in FAMILIES.items():
         if pipeline in (family.pipeline.class_name, *family.pipeline.edit_class_names) and family.recognizes(folder):
             return name

@@ -53,6 +53,7 @@ NEVER_READ = (
 # Keys that make a library read other files than those that were checked, fetch code or run it.
 UNTRUSTED = ("quantization_config", "transformers_weights")
 ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation")
+INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"  # of pipelines, and of those of modular blocks
 EXPECTED = "Expected a diffusers folder: model_index.json beside unet/, vae/, text_encoder/, tokenizer/, scheduler/."
 
 
@@ -70,6 +71,19 @@ def read_config(folder: Path, name: str, needs: tuple[str, ...] = (), expected: 
     return value
 
 
+def index_among(names: Collection[str]) -> str:
+    """The file that names a model's pipeline and parts, of the names at the top of a folder or a repository.
+
+    Where a folder has both, diffusers' older form counts, which is also the name where it has none.
+    """
+    return MODULAR_INDEX if MODULAR_INDEX in names and INDEX not in names else INDEX
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What names a folder's pipeline and parts. Raises UsageError as `read_config`."""
+    return read_config(folder, index_among([name for name in (INDEX, MODULAR_INDEX) if (folder / name).exists()]))
+
+
 def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Every key with its value at any depth of a config; members of a list have the list's key."""
     waiting: list[tuple[str, Any]] = list(config.items())
@@ -83,8 +97,8 @@ def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def named_parts(folder: Path, names: Sequence[str]) -> tuple[str, ...]:
-    """The parts that model_index.json does not set to `null` or `[null, null]`."""
-    index = read_config(folder, "model_index.json")
+    """The parts that the index does not set to `null` or `[null, null]`."""
+    index = read_index(folder)
     return tuple(name for name in names if index.get(name) not in (None, [None, None]))
 
 

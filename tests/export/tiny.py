@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from diffusers import (
+    AnimaAutoBlocks,
+    AnimaTextConditioner,
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     ChromaPipeline,
     ChromaTransformer2DModel,
+    CosmosTransformer3DModel,
     DDIMScheduler,
     DiffusionPipeline,
     EulerDiscreteScheduler,
@@ -86,6 +89,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "qwen_image": {},
     "krea2": {},
     "krea2-turbo": {},
+    "anima": {},
 }
 # As published: by the size of the image, and never quite to the end.
 QWEN_SCHEDULE: dict[str, Any] = {
@@ -130,7 +134,9 @@ def tiny_pipeline(folder: Path, family: str = "sd15") -> DiffusionPipeline:
 
 
 def tiny_flow_pipeline(tokenizer: CLIPTokenizer, kind: str) -> DiffusionPipeline:
-    """Tiny SD3 and FLUX.1, of the flavors in `TRANSFORMERS`."""
+    """A tiny pipeline with a transformer, of the flavors in `TRANSFORMERS`."""
+    if kind == "anima":
+        return tiny_anima()
     parts: dict[str, Any] = {
         "vae": tiny_vae(16, use_quant_conv=False, use_post_quant_conv=False, scaling_factor=0.5, shift_factor=0.1),
         "transformer": tiny_transformer(kind),
@@ -189,6 +195,28 @@ def tiny_flow_pipeline(tokenizer: CLIPTokenizer, kind: str) -> DiffusionPipeline
     return pipeline
 
 
+def tiny_anima() -> Any:
+    """Of modular blocks, whose pipeline takes no Path to save to."""
+    pipeline = AnimaAutoBlocks().init_pipeline()
+    pipeline.update_components(
+        vae=tiny_video_vae(),
+        transformer=tiny_transformer("anima"),
+        text_encoder=tiny_qwen(),
+        tokenizer=qwen_tokenizer(),
+        text_conditioner=tiny_conditioner(),
+        t5_tokenizer=t5_tokenizer(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+    save = pipeline.save_pretrained
+    pipeline.save_pretrained = lambda folder, **how: save(str(folder), overwrite_modular_index=True, **how)
+    return pipeline
+
+
+def tiny_conditioner() -> AnimaTextConditioner:
+    sizes = {"source_dim": T5_WIDTH, "target_dim": T5_WIDTH, "model_dim": T5_WIDTH, "num_layers": 2}
+    return AnimaTextConditioner(**sizes, num_attention_heads=4, target_vocab_size=len(t5_tokenizer()))
+
+
 def tiny_transformer(kind: str) -> torch.nn.Module:
     """The middle of the table of positions of `sd3.5` is what is kept of it, as of the published ones."""
     if kind == "z_image":
@@ -208,6 +236,10 @@ def tiny_transformer(kind: str) -> torch.nn.Module:
         text |= {"text_num_attention_heads": 2, "text_num_key_value_heads": 2}
         text |= {"num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1, "timestep_embed_dim": 32}
         return Krea2Transformer2DModel(**heads, **text, num_layers=2, axes_dims_rope=(4, 6, 6))
+    if kind == "anima":
+        heads = {"num_attention_heads": 2, "attention_head_dim": 16, "adaln_lora_dim": 8}
+        places = {"rope_scale": (1.0, 4.0, 4.0), "extra_pos_embed_type": None}
+        return CosmosTransformer3DModel(**heads, **places, num_layers=2, text_embed_dim=T5_WIDTH)
     common: dict[str, Any] = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": T5_WIDTH}
     if kind == "chroma":
         layers = {"num_layers": 2, "num_single_layers": 2, "axes_dims_rope": (4, 6, 6)}

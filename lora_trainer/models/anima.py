@@ -1,0 +1,260 @@
+"""Anima: Cosmos-Predict2's transformer of 2 billion weights (arXiv:2501.03575), for illustrations, with a text encoder of its own.
+
+Captions are read twice: Qwen3's states and T5's token ids, of which a small text conditioner makes what the transformer
+attends to. It is frozen, so caches hold its output. diffusers has Anima as modular blocks alone (`models/modular.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.export.layout import Rule
+from lora_trainer.models.autoencoder import VIDEO, drawing_vae, load_whole_image_encoder, vae_dtype, vae_facts
+from lora_trainer.models.encoders import encoders_from
+from lora_trainer.models.family import (
+    PLAIN,
+    Caption,
+    DenoiserSpec,
+    Family,
+    LoraFileSpec,
+    ModelFacts,
+    PipelineSpec,
+    SamplingDefaults,
+    TextOptions,
+    TextParts,
+    TextSpec,
+    refuse_clip_options,
+)
+from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
+from lora_trainer.models.folder import check_components, fingerprint, read_config
+from lora_trainer.models.frozen import load_frozen
+from lora_trainer.models.qwen3 import QWEN, TOKENIZER, check_qwen3, load_qwen3
+from lora_trainer.models.t5 import check_t5_tokenizer, load_t5_tokenizer
+from lora_trainer.models.transformer import PATCH, block_features, refuse_widths, transformer_config
+from lora_trainer.models.weighting import padded_tokens, tokens_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from lora_trainer.models.quantization.store import Narrow
+
+CONDITIONER = "text_conditioner"
+T5, T5_TOKENIZER = "t5_text_encoder", "t5_tokenizer"  # whose tokens alone are read: there is no such text encoder
+TOKENS = 512  # of a caption; the transformer attends to as many, zeros behind the text among them
+SIDE = 128  # of the latents that the model was trained for
+TIMESTEPS = 1000
+THINNER_HEADS, FEWER_LAYERS = 4, 4
+THINNESS = "a quarter of its width and a quarter of its layers"
+IN_ATTENTION = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out.0": "output_proj"}
+ATTENTION = tuple(f"transformer_blocks.*.{part}.{name}" for part in ("attn1", "attn2") for name in IN_ATTENTION)
+FEED_FORWARD = tuple(f"transformer_blocks.*.ff.net.{layer}" for layer in ("0.proj", "2"))
+PARTS = {"self_attn": ("attn1", "norm1"), "cross_attn": ("attn2", "norm2"), "mlp": ("ff", "norm3")}  # of a block
+LAYOUT = (
+    *(
+        Rule(f"transformer_blocks.{{}}.{ours}.{name}", f"blocks.{{}}.{theirs}.{other}")
+        for theirs, (ours, _) in PARTS.items()
+        for name, other in ({"net.0.proj": "layer1", "net.2": "layer2"} if ours == "ff" else IN_ATTENTION).items()
+    ),
+    *(
+        Rule(f"transformer_blocks.{{}}.{norm}.linear_{number}", f"blocks.{{}}.adaln_modulation_{theirs}.{number}")
+        for theirs, (_, norm) in PARTS.items()
+        for number in (1, 2)
+    ),
+    *(Rule(f"norm_out.linear_{number}", f"final_layer.adaln_modulation.{number}") for number in (1, 2)),
+    *(Rule(f"time_embed.t_embedder.linear_{number}", f"t_embedder.1.linear_{number}") for number in (1, 2)),
+    Rule("patch_embed.proj", "x_embedder.proj.1"),
+    Rule("proj_out", "final_layer.linear"),
+)
+
+
+def describe(folder: Path) -> ModelFacts:
+    """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
+    needs = ("num_attention_heads", "num_layers", "rope_scale")
+    config = {"in_channels": 16, "text_embed_dim": 1024, "patch_size": [1, PATCH, PATCH], "max_size": [128, 240, 240]}
+    config |= transformer_config(folder, "CosmosTransformer3DModel", needs)
+    channels, downscale = vae_facts(folder, VIDEO)
+    read_flow_schedule(folder)
+    check_components(folder, ("transformer", "vae", QWEN, CONDITIONER))
+    check_qwen3(folder)
+    check_t5_tokenizer(folder, T5)
+    others = ("controlnet_block_every_n", "img_context_dim_in", "use_crossattn_projection")
+    if config["in_channels"] != channels or any(config.get(name) for name in others):
+        message = f"{folder} takes more than noisy latents and text: a Cosmos model for videos or control."
+        raise UsageError(Problem(message, "Use Anima's base model."))
+    usual = {"source_dim": 1024, "target_dim": 1024, "min_sequence_length": TOKENS}
+    conditioner = usual | read_config(folder, f"{CONDITIONER}/config.json")
+    refuse_widths(folder, "text", config["text_embed_dim"], conditioner["target_dim"])
+    refuse_widths(folder, "states", conditioner["source_dim"], read_config(folder, f"{QWEN}/config.json").get("hidden_size"))
+    if conditioner["min_sequence_length"] != TOKENS:
+        message = f"{folder / CONDITIONER}: min_sequence_length is {conditioner['min_sequence_length']}, must be {TOKENS}."
+        raise UsageError(Problem(message, "Use the text conditioner that the model came with."))
+    tokens = max(size // patch for size, patch in zip(config["max_size"], config["patch_size"], strict=True))
+    return ModelFacts(
+        path=folder,
+        family="anima",
+        resolution=SIDE * downscale,
+        latent_channels=channels,
+        downscale=downscale,
+        pixel_step=downscale * PATCH,
+        prediction="flow",
+        caption_tokens=TOKENS,
+        largest_side=tokens * PATCH * downscale,
+    )
+
+
+def check_text(folder: Path, options: TextOptions) -> None:
+    """Raise UsageError for CLIP's options, and for more tokens than the transformer attends to in training."""
+    refuse_clip_options("Anima", options)
+    if (options.t5_tokens or 0) > TOKENS:
+        message = f"text_encoder.max_sequence_length={options.t5_tokens}: Anima reads at most {TOKENS} tokens."
+        raise UsageError(Problem(message, f"Set {TOKENS} or less."))
+
+
+def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
+    """Names of the image and the text encoders' weights, without loading them."""
+    image = f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}"
+    return image, f"{fingerprint(folder, QWEN, TOKENIZER, CONDITIONER, T5_TOKENIZER)}-{dtype}{text.key}"
+
+
+def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _: Collection[str] = (), /) -> TextParts:
+    """Qwen3 and the text conditioner, frozen, on the device, and both tokenizers."""
+    from diffusers import AnimaTextConditioner
+
+    qwen = load_qwen3(folder, dtype, device)
+    conditioner = load_frozen(AnimaTextConditioner, folder / CONDITIONER, dtype, device)
+    return TextParts(
+        {**qwen.encoders, CONDITIONER: conditioner},
+        {**qwen.tokenizers, T5: load_t5_tokenizer(folder, T5, TOKENS)},
+    )
+
+
+def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
+    """B captions -> `embeds` [B, 512, D]: what the text conditioner makes of T5's tokens, then zeros, which count as well.
+
+    Weights are those of T5's tokens, as in ComfyUI: Qwen3 reads the text without them.
+    """
+    import torch
+
+    size, device, (qwen, t5) = options.t5_tokens or TOKENS, parts.device, (parts.tokenizers[name] for name in (QWEN, T5))
+    rows = [tokens_of(qwen, caption)[:size] for caption in captions]
+    read, here = padded_tokens(qwen, captions, rows, size, device)
+    # Of an empty caption one state is read, a zero: attention to nothing would be no number.
+    mask = here | (torch.arange(size, device=device) == 0)
+    states = parts.encoders[QWEN](input_ids=read.ids, attention_mask=mask, use_cache=False).last_hidden_state
+    rows = [[*tokens_of(t5, caption)[: size - 1], (int(t5.eos_token_id), 1.0)] for caption in captions]
+    asking, there = padded_tokens(t5, captions, rows, TOKENS, device)
+    embeds = parts.encoders[CONDITIONER](states.masked_fill(~here[..., None], 0.0), asking.ids, there, mask)
+    return {"embeds": asking.weigh(embeds)}
+
+
+def cosmos_transformer() -> Any:
+    """diffusers' class, which resizes a mask of zeros with torchvision: without it, torch does the same."""
+    from diffusers.models.transformers import transformer_cosmos
+    from torch.nn.functional import interpolate
+
+    if not hasattr(transformer_cosmos, "transforms"):
+        vars(transformer_cosmos)["transforms"] = SimpleNamespace(
+            InterpolationMode=SimpleNamespace(NEAREST="nearest"),
+            functional=SimpleNamespace(resize=lambda mask, size, interpolation: interpolate(mask, size, mode=interpolation)),
+        )
+    return transformer_cosmos.CosmosTransformer3DModel
+
+
+def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
+    """The transformer with random weights, on torch's current default device."""
+    return cast("nn.Module", cosmos_transformer().from_config(dict(config)))
+
+
+def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
+    """The transformer, frozen, on the device."""
+    return cast("nn.Module", load_frozen(cosmos_transformer(), folder / "transformer", dtype, device, narrow))
+
+
+def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+    """The velocity [B, 16, h, w] at t [B] under cond["embeds"] [B, 512, D]. No place of the image is padding."""
+    velocity = denoiser(
+        noisy.unsqueeze(2),
+        (t + 1).float() / TIMESTEPS,
+        cond["embeds"],
+        padding_mask=noisy.new_zeros(1, 1, *noisy.shape[2:]),
+        return_dict=False,
+    )[0]
+    return cast("Tensor", velocity.squeeze(2))
+
+
+def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """diffusers' blocks with the base model's parts, for generating images."""
+    from lora_trainer.models.modular import AnimaPipeline
+
+    texts = load_texts(folder, None, device)
+    pipeline = AnimaPipeline()
+    pipeline.update_components(
+        vae=drawing_vae(folder, dtype, device),
+        text_encoder=texts.encoders[QWEN],
+        text_conditioner=texts.encoders[CONDITIONER],
+        tokenizer=texts.tokenizers[QWEN],
+        t5_tokenizer=texts.tokenizers[T5],
+        transformer=load_transformer(folder, dtype, device),
+        scheduler=make_scheduler(folder),
+    )
+    return pipeline
+
+
+def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
+    return {"embeds": (TOKENS, int(config.get("text_embed_dim", 1024)))}
+
+
+def thin(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A quarter of the heads, each of the same size, and a quarter of the layers."""
+    return {
+        **config,
+        "num_attention_heads": max(1, int(config["num_attention_heads"]) // THINNER_HEADS),
+        "num_layers": max(1, int(config["num_layers"]) // FEWER_LAYERS),
+    }
+
+
+TEXT = TextSpec(
+    load=load_texts,
+    encode=encode_text,
+    shapes=cond_shapes,
+    check=check_text,
+)
+FAMILY = Family(
+    name="anima",
+    read_facts=describe,
+    denoiser=DenoiserSpec(
+        component="transformer",
+        load=load_transformer,
+        make=make_denoiser,
+        make_process=make_process,
+        predict=predict,
+        features=block_features("transformer_blocks"),
+        lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
+        thin=thin,
+        thinness=THINNESS,
+    ),
+    encoders=encoders_from(load_whole_image_encoder, TEXT, encoder_keys),
+    text=TEXT,
+    pipeline=PipelineSpec(
+        class_name="AnimaModularPipeline",
+        make=make_pipeline,
+        sampling_defaults=lambda folder: SamplingDefaults(steps=50),
+    ),
+    lora_files=LoraFileSpec(
+        base_names=lambda facts: ("anima", "anima/lora"),
+        prefixes={"transformer": "lora_unet"},
+        layout=LAYOUT,
+        readers=(
+            "diffusers: original",
+            "ComfyUI: kohya",
+            "ComfyUI: original",
+            "ComfyUI: original, kohya's halves",
+            "ComfyUI: no prefix",
+        ),
+    ),
+)
