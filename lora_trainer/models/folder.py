@@ -79,9 +79,14 @@ def index_among(names: Collection[str]) -> str:
     return MODULAR_INDEX if MODULAR_INDEX in names and INDEX not in names else INDEX
 
 
+def index_path(folder: Path) -> Path:
+    """Where that file is, or would be."""
+    return folder / index_among([name for name in (INDEX, MODULAR_INDEX) if (folder / name).exists()])
+
+
 def read_index(folder: Path) -> dict[str, Any]:
     """What names a folder's pipeline and parts. Raises UsageError as `read_config`."""
-    return read_config(folder, index_among([name for name in (INDEX, MODULAR_INDEX) if (folder / name).exists()]))
+    return read_config(folder, index_path(folder).name)
 
 
 def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.folder import check_part, read_config, weights_are_here
+from lora_trainer.models.folder import check_part, index_path, read_config, weights_are_here
 from lora_trainer.models.pretrained import LOCAL, explaining_folder, load_pretrained
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def check_vision_encoder(folder: Path) -> int:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise UsageError(Problem(f"{SETTING}: {folder} {what}.", EXPECTED))
-    if (folder / "model_index.json").exists():
+    if index_path(folder).exists():
         raise UsageError(Problem(f"{SETTING}: {folder} is a diffusers model, no image encoder.", EXPECTED))
     config = read_config(folder, "config.json", expected=EXPECTED)
     kind = config.get("_class_name") or config.get("model_type") or "unknown"

@@ -40,6 +40,7 @@ HEADERS = {
         "z_image": "z_image",
         "qwen_image": "qwen_image",
         "krea2": "krea2",
+        "anima": "anima",
     }.items()
 }
 # Alpha over rank: powers of two, others, and what rank-stabilized LoRA makes of alpha 2.

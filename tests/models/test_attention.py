@@ -295,6 +295,13 @@ def krea2(lengths: tuple[int, int] = (5, 5)) -> tuple[nn.Module, dict[str, objec
     return model, inputs
 
 
+def anima() -> tuple[nn.Module, dict[str, object]]:
+    inputs: dict[str, object] = {"hidden_states": torch.randn(2, 16, 1, 8, 6), "timestep": torch.tensor([0.1, 0.7])}
+    inputs |= {"encoder_hidden_states": torch.randn(2, 5, 64), "padding_mask": torch.zeros(1, 1, 8, 6)}
+    FAMILIES["anima"].denoiser.make({})  # diffusers' code needs torchvision, or what takes its place
+    return tiny_transformer("anima"), inputs
+
+
 @pytest.mark.parametrize("make", [z_image, qwen_image, krea2])
 def test_sequences_of_other_lengths_are_masked_with_every_backend(make):
     model, args = make((5, 40))
@@ -315,7 +322,7 @@ def unet(family: str) -> tuple[nn.Module, dict[str, object]]:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: unet("sd15"), lambda: unet("sdxl"), sd3, flux, flux2, z_image, qwen_image, krea2]
+    "make", [lambda: unet("sd15"), lambda: unet("sdxl"), sd3, flux, flux2, z_image, qwen_image, krea2, anima]
 )
 def test_every_installed_backend_has_the_same_values_and_gradients(make):
     torch.manual_seed(0)

@@ -35,6 +35,7 @@ PARAMETERS = {
     "z_image": 6155,
     "qwen_image": 20430,
     "krea2": 12820,
+    "anima": 1956,
 }  # millions, as published
 
 

@@ -51,6 +51,7 @@ AT_1024 = (
     "z_image",
     "qwen_image",
     "krea2",
+    "anima",
 )  # the gate's pixels for them, as no config sets fewer: ten times as slow
 
 
@@ -159,6 +160,7 @@ def test_the_header_names_the_base_model_as_other_programs_do(trained):
         "qwen_image": ("qwen_image", "False", "Qwen-Image/lora", None),
         "krea2": ("krea2", "False", "Krea-2/lora", None),
         "krea2-turbo": ("krea2", "False", "Krea-2/lora", None),
+        "anima": ("anima", "False", "anima/lora", None),
     }
     keys = ("ss_base_model_version", "ss_v2", "modelspec.architecture", "modelspec.prediction_type")
     header = header_of(trained.folder("cat") / "cat.safetensors")

@@ -33,7 +33,7 @@ HEADINGS = {
     "Chroma": "chroma",
     "Z-Image": "z_image",
 }
-HEADINGS |= {"Qwen-Image": "qwen_image", "Krea 2": "krea2"}
+HEADINGS |= {"Qwen-Image": "qwen_image", "Krea 2": "krea2", "Anima": "anima"}
 
 
 def commands() -> list[tuple[str, str]]:

@@ -181,6 +181,12 @@ CASES: dict[str, Case] = {
         "lora__target_modules": "attention+ff",
         "captions__dropout": 0.3,
     },
+    "anima": {
+        "family": "anima",
+        "data__resolution": 64,
+        "lora__target_modules": "attention+ff",
+        "captions__dropout": 0.3,
+    },
     "noise": {
         "noise__offset": 0.1,
         "noise__multires_iterations": 3,

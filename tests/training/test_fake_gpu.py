@@ -55,6 +55,7 @@ KINDS: dict[str, tuple[str, Precision, tuple[float, ...]]] = {
     "z_image": ("z_image", "fp8", ()),
     "qwen_image": ("qwen_image", "int8", ()),
     "krea2": ("krea2", "bf16", ()),
+    "anima": ("anima", "bf16", ()),
 }
 ALIKE = ("sdxl", "sd3.5", "flux-schnell")  # sampled like the other flavor
 CAPTIONS = ("a ring", (("a red", 1.0), (" ring", 1.3)))

@@ -236,6 +236,27 @@ class GatedProcessor(_Processor):
         return cast("Tensor", attn.to_out[0](mixed))
 
 
+class CosmosProcessor(_Processor):
+    """Cosmos's: the image attends to itself with rotary positions, or to the text without."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        _refuse_mask(attention_mask)
+        seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = _own(attn, hidden_states, seen)
+        if image_rotary_emb is not None:
+            query, key = (apply_rotary_emb(part, image_rotary_emb, use_real_unbind_dim=-2) for part in (query, key))
+        return cast("Tensor", _out(attn, self.mixed(query, key, value)))
+
+
 # By the name of diffusers' own, since importing its classes costs seconds.
 PROCESSORS: dict[str, type[_Processor]] = {
     "AttnProcessor": CrossProcessor,
@@ -247,6 +268,7 @@ PROCESSORS: dict[str, type[_Processor]] = {
     "ZSingleStreamAttnProcessor": StreamProcessor,
     "QwenDoubleStreamAttnProcessor2_0": TwoStreamProcessor,
     "Krea2AttnProcessor": GatedProcessor,
+    "CosmosAttnProcessor2_0": CosmosProcessor,
 }
 
 

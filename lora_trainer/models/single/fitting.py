@@ -81,7 +81,7 @@ def find_text_parts(named: Path, wanted: set[str], family: str) -> dict[str, Pat
     there = {
         path.name: path
         for path in (named.iterdir() if named.is_dir() else ())
-        if path.is_dir() and path.name.startswith(("text_encoder", "tokenizer"))
+        if path.is_dir() and (path.name.startswith("text_encoder") or "tokenizer" in path.name)
     }
     files = [named] if named.is_file() else sorted([*named.glob("*.safetensors"), *named.glob("*.gguf")])
     sought = {name: TEXTS[family][name][0] for name in sorted(wanted - set(there)) if name in TEXTS.get(family, {})}

@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lora_trainer.models.folder import (
     check_part,
     places_of_weights,
     read_config,
+    read_index,
     tokenizer_of,
     weights_are_here,
 )
@@ -28,9 +30,9 @@ from lora_trainer.models.places import laid_out_models, prune_laid_out, write_pl
 from lora_trainer.models.single.fitting import check_vae
 from lora_trainer.models.single.recognize import SingleFile, recognize
 from lora_trainer.models.single.stored import Part, Stored, refuse_not_read
-from lora_trainer.models.single.texts import MAY_LACK, TEXTS, text_part
+from lora_trainer.models.single.texts import MAY_LACK, TEXTS, TOKENIZERS_ALONE, text_part
 from lora_trainer.models.single.tokenizers import LACK_TOKENIZER, copy_small, copy_tokenizer
-from lora_trainer.models.single.transformers import TRANSFORMERS
+from lora_trainer.models.single.transformers import BESIDE, TRANSFORMERS
 from lora_trainer.models.single.unet import unet_part
 from lora_trainer.models.single.vae import vae_part
 from lora_trainer.models.single.video_vae import is_video_vae, video_vae_part
@@ -39,7 +41,8 @@ VERSION = 4  # of the layout; raise it when the same file becomes another folder
 SHOWN_OF_NAME = 40
 VAE_PREFIXES = ("first_stage_model.", "vae.")
 VAE_OF_2_1 = 768  # pixels, of models that predict velocity
-NEEDED = ("unet", "transformer", "vae", "scheduler", "text_encoder", "tokenizer")  # beginnings of parts that are used
+# Beginnings of parts that are used.
+NEEDED = ("unet", "transformer", "vae", "scheduler", "text_encoder", "tokenizer", "text_conditioner", "t5_tokenizer")
 Parts = Mapping[str, Path | None]
 
 
@@ -85,11 +88,11 @@ def lacking_parts(base: Path | SingleFile) -> set[str]:
     if isinstance(base, SingleFile):
         kinds = TEXTS.get(base.family, {})
         absent = {name for name, (_, prefix) in kinds.items() if not _is_usable(base.part(prefix))}
-        return absent | {
-            tokenizer_of(name) for name, (kind, _) in kinds.items() if name in absent or kind in LACK_TOKENIZER
-        }
-    names = TEXTS.get(detect_family(base), {})
-    return {part for name in names for part in (name, tokenizer_of(name)) if not (base / part).is_dir()}
+        lacking = {tokenizer_of(name) for name, (kind, _) in kinds.items() if name in absent or kind in LACK_TOKENIZER}
+        return absent | lacking | set(TOKENIZERS_ALONE.get(base.family, {}))
+    family = detect_family(base)
+    names = (*TEXTS.get(family, {}), *map(tokenizer_of, TEXTS.get(family, {})), *TOKENIZERS_ALONE.get(family, {}))
+    return {part for part in names if not (base / part).is_dir()}
 
 
 def _is_usable(stored: Stored) -> bool:
@@ -129,14 +132,15 @@ def _from_checkpoint(checkpoint: SingleFile, replacement: dict[str, Path | None]
     others: dict[str, Callable[[], Part | Path]] = {
         denoiser: lambda: _denoiser(checkpoint),
         "vae": lambda: _vae(checkpoint, published["vae"], replacement.get("vae")),
+        **{name: partial(part, checkpoint.denoiser) for name, part in BESIDE.get(family, {}).items()},
     }
     for name, part in others.items():
         try:
             components[name] = part()
         except UsageError as error:
             problems.extend(error.problems)
-    for name, (kind, _) in texts.items():
-        tokenizer = tokenizer_of(name)
+    tokenizers = {tokenizer_of(name): kind for name, (kind, _) in texts.items()} | TOKENIZERS_ALONE.get(family, {})
+    for tokenizer, kind in tokenizers.items():
         try:
             copy_tokenizer(kind, replacement.get(tokenizer), target / tokenizer)
         except UsageError as error:
@@ -247,7 +251,7 @@ def _write_part(part: Part | Path, target: Path) -> None:
 
 def _from_folder(base: Path, replacement: dict[str, Path | None], target: Path) -> None:
     """Write the folder of a base folder with replaced parts."""
-    index = read_config(base, "model_index.json")
+    index = read_index(base)
     family = detect_family(base)
     kinds = TEXTS.get(family, {})
     added = {name for name, path in replacement.items() if path is not None}

@@ -17,7 +17,7 @@ from lora_trainer.models.folder import refuse_quantized
 from lora_trainer.models.single.scaled import values_of_formats
 from lora_trainer.models.single.stored import Stored, refuse_not_read, stored_form
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "")
 USE_BASE = "Name a base model with --model: a checkpoint, a folder in diffusers' layout or a hub id."
 SD2_TEXT_WIDTH, REFINER_TEXT_WIDTH = 1024, 1280
 UNUSUAL_CHANNELS = {5: "a depth model", 7: "an upscaler", 8: "a model of instructions", 9: "an inpainting model"}
@@ -150,7 +150,7 @@ def _unknown(file: Path, names: list[str]) -> Problem:
         if any(name.endswith(endings) for name in names):
             return Problem(f"{file} is {kind}, no base model.", fix)
     seen = ", ".join(sorted(names)[:3])[:200] or "nothing"
-    families = "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1, FLUX.2 klein, Chroma, Z-Image, Qwen-Image and Krea 2"
+    families = "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1, FLUX.2 klein, Chroma, Z-Image, Qwen-Image, Krea 2 and Anima"
     return Problem(f"{file} is of no known architecture: it holds {seen}.", f"What can be read: {families}.")
 
 
@@ -308,6 +308,10 @@ def _krea2(found: SingleFile) -> SingleFile:
     return SingleFile(found.file, "krea2", found.denoiser, found.header, variant=variant, note="" if is_named else note)
 
 
+def _anima(found: SingleFile) -> SingleFile:
+    return SingleFile(found.file, "anima", found.denoiser, found.header)
+
+
 KNOWN: dict[str, Callable[[SingleFile], SingleFile]] = {
     "input_blocks.0.0.weight": _unet,
     "joint_blocks.0.x_block.attn.qkv.weight": _sd3,
@@ -315,4 +319,5 @@ KNOWN: dict[str, Callable[[SingleFile], SingleFile]] = {
     "cap_pad_token": _z_image,
     "txt_norm.weight": _qwen_image,
     "txtfusion.projector.weight": _krea2,
+    "llm_adapter.out_proj.weight": _anima,
 }

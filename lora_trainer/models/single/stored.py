@@ -54,6 +54,16 @@ class Stored:
         """How these tensors are quantized, where that form is not read."""
         return self.unread or how_quantized(self.types)
 
+    def inside(self, prefix: str) -> Stored:
+        """The tensors whose names begin with a further prefix."""
+        return Stored(
+            self.file,
+            self.prefix + prefix,
+            {name.removeprefix(prefix): shape for name, shape in self.shapes.items() if name.startswith(prefix)},
+            {name.removeprefix(prefix): kind for name, kind in self.types.items() if name.startswith(prefix)},
+            {name.removeprefix(prefix): how for name, how in self.scaled.items() if name.startswith(prefix)},
+        )
+
     def place(self, name: str, **how: Any) -> Place:
         return Place(self.file, self.prefix + name, **how, scaled=self.scaled.get(name))
 

@@ -35,7 +35,10 @@ TEXTS: dict[str, dict[str, tuple[str, str]]] = {
     "z_image": {"text_encoder": ("qwen3", QWEN)},
     "qwen_image": {"text_encoder": ("qwen2_5_vl", "text_encoders.qwen25_7b.transformer.")},
     "krea2": {"text_encoder": ("qwen3_vl", "text_encoders.qwen3vl_4b.transformer.")},
+    "anima": {"text_encoder": ("qwen3", "text_encoders.qwen3_06b.transformer.")},
 }
+# Tokenizers of a family without a text encoder of their own, and of which kind each is.
+TOKENIZERS_ALONE: dict[str, dict[str, str]] = {"anima": {"t5_tokenizer": "t5"}}
 MAY_LACK = {"sd3": "text_encoder_3"}  # optional in the family
 HEAD = 64  # channels, in every published CLIP and T5
 BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"

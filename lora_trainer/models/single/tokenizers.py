@@ -33,6 +33,7 @@ REPOSITORIES = {
         ("stabilityai/stable-diffusion-3.5-medium", "tokenizer_3"),
         ("stabilityai/stable-diffusion-3.5-large", "tokenizer_3"),
         ("stabilityai/stable-diffusion-3-medium-diffusers", "tokenizer_3"),
+        ("circlestone-labs/Anima-Base-v1.0-Diffusers", "t5_tokenizer"),
     ),
     "qwen2_5_vl": tuple((f"Qwen/Qwen-Image{name}", "tokenizer") for name in ("", "-2512", "-Edit-2511", "-Edit-2509")),
     "qwen3_vl": (("krea/Krea-2-Raw", "tokenizer"), ("krea/Krea-2-Turbo", "tokenizer")),
@@ -40,13 +41,14 @@ REPOSITORIES = {
         ("Tongyi-MAI/Z-Image-Turbo", "tokenizer"),
         ("Tongyi-MAI/Z-Image", "tokenizer"),
         *((f"black-forest-labs/FLUX.2-klein-{kind}", "tokenizer") for kind in ("base-4B", "4B", "base-9B", "9B")),
+        ("circlestone-labs/Anima-Base-v1.0-Diffusers", "tokenizer"),
     ),
 }
 LACK_TOKENIZER = tuple(REPOSITORIES)  # kinds whose tokenizer does not come with the package
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".index.json")
 ORIGINS = {
     "t5": ("T5", "any FLUX.1 or SD3 folder has one"),
-    "qwen3": ("Qwen3", "any Z-Image or FLUX.2 klein folder has one"),
+    "qwen3": ("Qwen3", "any Z-Image, FLUX.2 klein or Anima folder has one"),
     "qwen2_5_vl": ("Qwen2.5-VL", "any Qwen-Image folder has one"),
     "qwen3_vl": ("Qwen3-VL", "any Krea 2 folder has one"),
 }

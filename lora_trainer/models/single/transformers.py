@@ -1,4 +1,4 @@
-"""Transformers of the original layouts: SD3, FLUX.1, FLUX.2, Chroma, Z-Image, Qwen-Image and Krea 2, by their families' tables."""
+"""Transformers of the original layouts: SD3, FLUX.1, FLUX.2, Chroma, Z-Image, Qwen-Image, Krea 2 and Anima, by their families' tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lora_trainer.export.layout import Layout, Rule
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.krea2 import BLOCKS as KREA2_BLOCKS
 from lora_trainer.models.published import public_architecture
-from lora_trainer.models.single.stored import Part, Stored, by_layout
+from lora_trainer.models.single.stored import Part, Stored, by_layout, renamed
 
 PLACES_OF_A_TOKEN = 4  # of the latents
 # Tensors that no LoRA changes, so that no family's table has them: norms, and SD3's table of positions. Whole names.
@@ -202,6 +202,55 @@ def krea2_part(stored: Stored) -> Part:
     return Part(config, by_layout(stored, (*FAMILIES["krea2"].lora_files.layout, *KREA2_REST)))
 
 
+ANIMA_REST: Layout = (
+    *(
+        Rule(f"transformer_blocks.{{}}.{ours}.norm_{name}.weight", f"blocks.{{}}.{theirs}.{name}_norm.weight")
+        for ours, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+        for name in ("q", "k")
+    ),
+    Rule("time_embed.norm.weight", "t_embedding_norm.weight"),
+)
+CONDITIONER = "llm_adapter."  # begins the names of Anima's text conditioner
+# Tables of positions and counters of Cosmos's first code, which are computed or never read.
+UNUSED_OF_COSMOS = ("pos_embedder.seq", "dim_spatial_range", "dim_temporal_range", "_extra_state")
+COUNTERS_OF_COSMOS = ("accum_video_sample_counter", "accum_image_sample_counter", "accum_iteration", "accum_train_in_hours")
+
+
+def anima_part(stored: Stored) -> Part:
+    """Config and places of Anima's transformer, among whose tensors its text conditioner lies."""
+    own = replace(stored, shapes={name: shape for name, shape in stored.shapes.items() if not name.startswith(CONDITIONER)})
+    heads = "blocks.0.self_attn"
+    config = dict(public_architecture("anima").denoiser) | {
+        "_class_name": "CosmosTransformer3DModel",
+        "out_channels": stored.side("final_layer.linear.weight", 0) // PLACES_OF_A_TOKEN,
+        "num_layers": stored.count("blocks."),
+        "attention_head_dim": stored.side(f"{heads}.q_norm.weight", 0),
+        "num_attention_heads": stored.side(f"{heads}.q_proj.weight", 0) // stored.side(f"{heads}.q_norm.weight", 0),
+        "text_embed_dim": stored.side("blocks.0.cross_attn.k_proj.weight", 1),
+        "adaln_lora_dim": stored.side("blocks.0.adaln_modulation_mlp.1.weight", 0),
+    }
+    layout = (*FAMILIES["anima"].lora_files.layout, *ANIMA_REST)
+    return Part(config, by_layout(own, layout, (*UNUSED_OF_COSMOS, *COUNTERS_OF_COSMOS)))
+
+
+def anima_conditioner_part(stored: Stored) -> Part:
+    """Config and places of Anima's text conditioner, which has diffusers' names."""
+    own = stored.inside(CONDITIONER)
+    width = own.side("blocks.0.self_attn.q_proj.weight", 0)
+    config = {
+        "_class_name": "AnimaTextConditioner",
+        "source_dim": own.side("blocks.0.cross_attn.k_proj.weight", 1),
+        "target_dim": own.side("embed.weight", 1),
+        "model_dim": width,
+        "num_layers": own.count("blocks."),
+        "num_attention_heads": width // own.side("blocks.0.self_attn.q_norm.weight", 0),
+        "mlp_ratio": own.side("blocks.0.mlp.0.weight", 0) / width,
+        "target_vocab_size": own.side("embed.weight", 0),
+        "min_sequence_length": 512,
+    }
+    return Part(config, renamed(own, lambda name: name))
+
+
 TRANSFORMERS: dict[str, Callable[[Stored], Part]] = {
     "sd3": sd3_part,
     "flux": flux_part,
@@ -210,4 +259,7 @@ TRANSFORMERS: dict[str, Callable[[Stored], Part]] = {
     "z_image": z_image_part,
     "qwen_image": qwen_image_part,
     "krea2": krea2_part,
+    "anima": anima_part,
 }
+# Other parts of a model that lie among its transformer's tensors, by component.
+BESIDE: dict[str, dict[str, Callable[[Stored], Part]]] = {"anima": {"text_conditioner": anima_conditioner_part}}

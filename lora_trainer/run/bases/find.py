@@ -23,8 +23,7 @@ from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.gguf_file import PACKED_TYPES
 from lora_trainer.core.launch import is_main_process
-from lora_trainer.models.folder import EXPECTED, without_weights
-from lora_trainer.run.bases.hub_files import INDEX
+from lora_trainer.models.folder import EXPECTED, INDEX, MODULAR_INDEX, index_path, without_weights
 from lora_trainer.run.bases.names import absolute, as_hub_model, as_hub_part, local_path, page_of_the_web
 from lora_trainer.run.bases.parts import find_parts, refuse_missing
 
@@ -139,14 +138,14 @@ def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, sa
     if not model.path.strip():
         raise UsageError(Problem(f"{origin} is empty.", "Set a model, or remove it to use the built-in one."))
     path = local_path(model.path)
-    if path.name == INDEX and path.is_file():
+    if path.name in (INDEX, MODULAR_INDEX) and path.is_file():
         raise UsageError(Problem(f"{path} is the index of a model.", f"Use its folder: {path.parent}."))
     if not path.exists():
         raise UsageError(_no_model(model.path, origin))
     if model.revision is not None:
         message = f"model.revision is {model.revision!r}, but {model.path} is on this disk, not on a hub."
         raise UsageError(Problem(message, "Remove model.revision, or set the model as owner/name."))
-    if path.is_dir() and not (path / "model_index.json").exists():
+    if path.is_dir() and not index_path(path).exists():
         raise UsageError(_no_base(path, origin))
     return Base(path, path.name)
 
@@ -177,12 +176,12 @@ def _no_base(folder: Path, origin: str) -> Problem:
     if "config.json" in files:
         message = f"{folder} is one part of a model: it has config.json and no model_index.json."
         whole = folder.absolute().parent
-        return Problem(message, f"Use the whole model: {whole}." if (whole / INDEX).is_file() else EXPECTED)
+        return Problem(message, f"Use the whole model: {whole}." if index_path(whole).is_file() else EXPECTED)
     if checkpoints:
         named = ", ".join(str(folder / name) for name in checkpoints[:5])
         return Problem(f"{folder} holds single checkpoints and no model_index.json.", f"Use one of its files: {named}.")
     what = "is empty" if not files else "holds no model_index.json"
-    inside = [path.parent for path in folder.glob("*/model_index.json")]
+    inside = [path.parent for path in folder.glob("*/*model_index.json")]
     return Problem(f"{folder} {what}.", f"Did you mean {inside[0]}?" if len(inside) == 1 else EXPECTED)
 
 

@@ -20,8 +20,8 @@ from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.disk import free_bytes, size_words
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
+from lora_trainer.models.folder import index_among, index_path
 from lora_trainer.run.bases.hub_files import (
-    INDEX,
     MOST_SMALL_BYTES,
     choose_files,
     choose_parts,
@@ -121,8 +121,8 @@ def _lacking(found: Snapshot, model: HubModel, *, weights: bool, without_t5: boo
         return () if (found.folder / model.file).is_file() else (f"{model.file} is missing",)
     if model.parts:
         return choose_parts(files_in(found.folder), model.parts, weights=weights).lacking
-    if not (found.folder / INDEX).is_file():
-        return (f"{INDEX} is missing",)
+    if not (index := index_path(found.folder)).is_file():
+        return (f"{index.name} is missing",)
     return choose_files(files_in(found.folder), _index(found.folder), weights=weights, without_t5=without_t5).lacking
 
 
@@ -135,9 +135,9 @@ def _parts_here(found: Snapshot, model: HubModel, *, weights: bool) -> bool:
 
 def _index(folder: Path) -> dict[str, Any]:
     try:
-        return read_json_object(folder / INDEX, MOST_INDEX_BYTES)
+        return read_json_object(index_path(folder), MOST_INDEX_BYTES)
     except TextError as error:
-        raise UsageError(Problem(f"{folder / INDEX} {error}.", "Delete that file; it is fetched again.")) from error
+        raise UsageError(Problem(f"{index_path(folder)} {error}.", "Delete that file; it is fetched again.")) from error
 
 
 def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> Snapshot:
@@ -156,9 +156,9 @@ def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> S
                 raise UsageError(no_parts(model, sizes))
             chosen = choose_parts(sizes, parts, weights=weights)
         else:
-            if INDEX not in sizes:
+            if (index := index_among(sizes)) not in sizes:
                 raise UsageError(no_pipeline(model, sizes))
-            _fetch(model, commit, INDEX, _small(model, INDEX, sizes), say)
+            _fetch(model, commit, index, _small(model, index, sizes), say)
             chosen = choose_files(sizes, _index(folder), weights=weights, without_t5=without_t5)
         if chosen.lacking:
             raise UsageError(incomplete(model, chosen))

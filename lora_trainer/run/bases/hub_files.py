@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.models.folder import INDEX, index_among
 from lora_trainer.models.vision_encoder import PROCESSORS
 from lora_trainer.models.weight_files import weights_of
 
-INDEX = "model_index.json"
 ENCODER = "encoder"  # an image encoder, which is all of a repository
-PART = re.compile(r"unet|transformer|vae|scheduler|(?:text_encoder|tokenizer)(?:_[2-9])?")
+PART = re.compile(r"unet|transformer|vae|scheduler|text_conditioner|t5_tokenizer|(?:text_encoder|tokenizer)(?:_[2-9])?")
 _FILE = re.compile(r"\w[\w.-]{0,120}", re.ASCII)
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("tokenizer.model",))
@@ -38,7 +38,7 @@ class HubFiles:
 
 
 def choose_files(names: Collection[str], index: Mapping[str, Any], *, weights: bool, without_t5: bool) -> HubFiles:
-    """The files of the parts that a `model_index.json` names: configs, vocabularies and one set of weights of each.
+    """The files of the parts that a pipeline's index names: configs, vocabularies and one set of weights of each.
 
     Of a T5 that is left out what describes it is taken where it is there, and no weights.
     """
@@ -46,7 +46,7 @@ def choose_files(names: Collection[str], index: Mapping[str, Any], *, weights: b
     left_out = [part for part in parts if without_t5 and "T5" in str(index[part])]
     inside = [name for name in names if "/" in name]
     found = choose_parts(inside, parts, weights=weights, left_out=left_out)
-    return HubFiles((*found.small, INDEX), found.weights, found.lacking)
+    return HubFiles((*found.small, index_among(names)), found.weights, found.lacking)
 
 
 def choose_parts(
@@ -60,7 +60,7 @@ def choose_parts(
         place = "" if part == ENCODER or (part == "vae" and is_autoencoder(names)) else f"{part}/"
         inside = {name.removeprefix(place) for name in names if name.startswith(place)}
         inside = {name for name in inside if _FILE.fullmatch(name)}
-        if part.startswith("tokenizer"):
+        if "tokenizer" in part:
             small += [f"{place}{name}" for name in sorted(inside) if name.endswith(WORDS)]
             if part not in left_out and not any(inside.issuperset(files) for files in VOCABULARIES):
                 lacking.append(f"{place} holds no vocabulary")

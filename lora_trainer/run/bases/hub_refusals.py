@@ -8,7 +8,8 @@ from pathlib import Path
 
 from lora_trainer.core.disk import FULL
 from lora_trainer.core.errors import Problem, UsageError, first_line
-from lora_trainer.run.bases.hub_files import ENCODER, INDEX, PICKLES, HubFiles, single_checkpoints
+from lora_trainer.models.folder import INDEX
+from lora_trainer.run.bases.hub_files import ENCODER, PICKLES, HubFiles, single_checkpoints
 from lora_trainer.run.bases.names import HubModel
 
 TRY_AGAIN = "Run the same command again: the download resumes."

@@ -11,8 +11,8 @@ from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
-from lora_trainer.models.folder import EXPECTED, named_parts, read_config, tokenizer_of
-from lora_trainer.run.bases.hub_files import INDEX, choose_parts, files_in, parts_of
+from lora_trainer.models.folder import EXPECTED, named_parts, read_index, tokenizer_of
+from lora_trainer.run.bases.hub_files import choose_parts, files_in, parts_of
 from lora_trainer.run.bases.names import as_hub_part, local_path, page_of_the_web
 
 if TYPE_CHECKING:  # every command imports this file; it is needed for checkpoints only
@@ -95,7 +95,7 @@ def find_parts(
 
 def refuse_missing(base: Path, replaced: Collection[str]) -> None:
     """Raise one UsageError for all parts that a folder's index names, and that are neither there nor `replaced`."""
-    wanted = set(parts_of(read_config(base, INDEX))) - set(replaced)
+    wanted = set(parts_of(read_index(base))) - set(replaced)
     if lacking := choose_parts(files_in(base), wanted, weights=False).lacking:
         raise UsageError([Problem(f"{base / what}.", EXPECTED) for what in lacking])
 

@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lora_trainer.export.layout import Layout, rule_of
+from lora_trainer.models.anima import LAYOUT as ANIMA
 from lora_trainer.models.chroma import LAYOUT as CHROMA
 from lora_trainer.models.flux2 import LAYOUT as FLUX2
 from lora_trainer.models.krea2 import LAYOUT as KREA2
-from lora_trainer.models.single.transformers import CHROMA_REST, FLUX_REST
+from lora_trainer.models.single.transformers import ANIMA_REST, CHROMA_REST, FLUX_REST
 from lora_trainer.models.z_image import LAYOUT as Z_IMAGE
 
 Tensors = dict[str, Tensor]
@@ -393,6 +394,32 @@ def krea2_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
             "model.diffusion_model.": transformer,
             "vae.": video_vae_original(pipeline.vae),
             "text_encoders.qwen3vl_4b.transformer.": text,
+        }
+    )
+
+
+def anima_original(pipeline: Any) -> Tensors:
+    """The transformer and the text conditioner by the first code's names, with its tables and counters."""
+    found: Tensors = {"pos_embedder.seq": torch.arange(8.0), "accum_iteration": torch.zeros(1)}
+    for name, weight in pipeline.transformer.state_dict().items():
+        module, _, leaf = name.rpartition(".")
+        whole = rule_of(ANIMA_REST, name)
+        ruled = rule_of(ANIMA, module)
+        found[whole[1] if whole else f"{ruled[1]}.{leaf}"] = weight  # type: ignore[index]
+    conditioner = pipeline.text_conditioner.state_dict()
+    return found | {f"llm_adapter.{name}": weight for name, weight in conditioner.items()}
+
+
+def anima_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
+    """As `qwen_image_checkpoint`; alone with the prefix of the published files."""
+    if bare:
+        return joined({"net.": anima_original(pipeline)})
+    text = {f"model.{name}": each.clone() for name, each in pipeline.text_encoder.state_dict().items()}
+    return joined(
+        {
+            "model.diffusion_model.": anima_original(pipeline),
+            "vae.": video_vae_original(pipeline.vae),
+            "text_encoders.qwen3_06b.transformer.": text,
         }
     )
 

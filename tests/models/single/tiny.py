@@ -46,6 +46,7 @@ from transformers import (
 
 from builtin_base.architecture import make_tokenizer
 from lora_trainer.models.published import public_architecture
+from tests.export import tiny
 from tests.export.tiny import FLUX2_WIDTH, QWEN_SCHEDULE, T5_WIDTH, qwen_tokenizer, t5_tokenizer, tiny_qwen
 
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
@@ -266,3 +267,11 @@ def tiny_krea2(*, turbo: bool = False) -> Any:
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_image_seq_len=6400),
         is_distilled=turbo,
     )
+
+
+def tiny_anima() -> Any:
+    """With published values where no file stores them: the VAE's attention, the channels of each head."""
+    torch.manual_seed(0)
+    pipeline = tiny.tiny_anima()
+    pipeline.update_components(vae=AutoencoderKLQwenImage(base_dim=4))
+    return pipeline
