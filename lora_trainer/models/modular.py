@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from diffusers import AnimaModularPipeline, ClassifierFreeGuidance
+from diffusers import AnimaModularPipeline
 from diffusers.modular_pipelines import PipelineState, SequentialPipelineBlocks
 from diffusers.modular_pipelines.anima.before_denoise import (
     AnimaPrepareLatentsStep,
@@ -29,6 +29,7 @@ class AnimaPipeline(AnimaModularPipeline):  # type: ignore[misc]
             "denoise": AnimaDenoiseStep(),
             "decode": AnimaDecodeStep(),
         }
+        self.guidance_scale = self.guider.guidance_scale
         self.after_text = SequentialPipelineBlocks.from_blocks_dict(steps)
         for block in (*_inner(self._blocks), *_inner(self.after_text)):
             if hasattr(block, "set_progress_bar_config"):
@@ -41,13 +42,11 @@ class AnimaPipeline(AnimaModularPipeline):  # type: ignore[misc]
         `inputs` are those of diffusers' blocks, with `prompt`, or with `prompt_embeds` [B, 512, D] and, for guidance,
         `negative_prompt_embeds`.
         """
-        if guidance_scale is not None:
-            self.guider = ClassifierFreeGuidance(guidance_scale=guidance_scale or 1.0)
-        if "prompt_embeds" not in inputs:
-            return super().__call__(**inputs)
-        if inputs.get("negative_prompt_embeds") is None:
-            self.guider = ClassifierFreeGuidance(guidance_scale=1.0)
-        return self.after_text(self, PipelineState(values=inputs))[1]
+        scale = self.guidance_scale if guidance_scale is None else guidance_scale
+        encoded = "prompt_embeds" in inputs
+        unguided = encoded and inputs.get("negative_prompt_embeds") is None
+        self.guider.guidance_scale = 1.0 if unguided else scale or 1.0
+        return self.after_text(self, PipelineState(values=inputs))[1] if encoded else super().__call__(**inputs)
 
 
 def _inner(blocks: Any) -> Iterator[Any]:
