@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule
-from lora_trainer.models.autoencoder import VIDEO, drawing_vae, load_whole_image_encoder, vae_dtype, vae_facts
-from lora_trainer.models.encoders import encoders_from
+from lora_trainer.models.autoencoder import VIDEO, drawing_vae, load_whole_image_encoder, vae_facts
+from lora_trainer.models.encoders import encoders_from, one_encoder_keys
 from lora_trainer.models.family import (
     PLAIN,
     Caption,
@@ -30,7 +30,7 @@ from lora_trainer.models.family import (
     refuse_clip_options,
 )
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
-from lora_trainer.models.folder import check_components, fingerprint, read_config
+from lora_trainer.models.folder import check_components, read_config
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.qwen3 import QWEN, TOKENIZER, check_qwen3, load_qwen3
 from lora_trainer.models.t5 import check_t5_tokenizer, load_t5_tokenizer
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from lora_trainer.models.quantization.store import Narrow
 
-CONDITIONER = "text_conditioner"
+KIND, CONDITIONER = "CosmosTransformer3DModel", "text_conditioner"
 T5, T5_TOKENIZER = "t5_text_encoder", "t5_tokenizer"  # whose tokens alone are read: there is no such text encoder
 TOKENS = 512  # of a caption; the transformer attends to as many, zeros behind the text among them
 SIDE = 128  # of the latents that the model was trained for
@@ -75,8 +75,9 @@ LAYOUT = (
 def describe(folder: Path) -> ModelFacts:
     """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
     needs = ("num_attention_heads", "num_layers", "rope_scale")
-    config = {"in_channels": 16, "text_embed_dim": 1024, "patch_size": [1, PATCH, PATCH], "max_size": [128, 240, 240]}
-    config |= transformer_config(folder, "CosmosTransformer3DModel", needs)
+    config: dict[str, Any] = {"in_channels": 16, "text_embed_dim": 1024}
+    config |= {"patch_size": [1, PATCH, PATCH], "max_size": [128, 240, 240]}
+    config |= transformer_config(folder, KIND, needs)
     channels, downscale = vae_facts(folder, VIDEO)
     read_flow_schedule(folder)
     check_components(folder, ("transformer", "vae", QWEN, CONDITIONER))
@@ -89,9 +90,13 @@ def describe(folder: Path) -> ModelFacts:
     usual = {"source_dim": 1024, "target_dim": 1024, "min_sequence_length": TOKENS}
     conditioner = usual | read_config(folder, f"{CONDITIONER}/config.json")
     refuse_widths(folder, "text", config["text_embed_dim"], conditioner["target_dim"])
-    refuse_widths(folder, "states", conditioner["source_dim"], read_config(folder, f"{QWEN}/config.json").get("hidden_size"))
+    refuse_widths(
+        folder, "states", conditioner["source_dim"], read_config(folder, f"{QWEN}/config.json").get("hidden_size")
+    )
     if conditioner["min_sequence_length"] != TOKENS:
-        message = f"{folder / CONDITIONER}: min_sequence_length is {conditioner['min_sequence_length']}, must be {TOKENS}."
+        message = (
+            f"{folder / CONDITIONER}: min_sequence_length is {conditioner['min_sequence_length']}, must be {TOKENS}."
+        )
         raise UsageError(Problem(message, "Use the text conditioner that the model came with."))
     tokens = max(size // patch for size, patch in zip(config["max_size"], config["patch_size"], strict=True))
     return ModelFacts(
@@ -115,12 +120,6 @@ def check_text(folder: Path, options: TextOptions) -> None:
         raise UsageError(Problem(message, f"Set {TOKENS} or less."))
 
 
-def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
-    """Names of the image and the text encoders' weights, without loading them."""
-    image = f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}"
-    return image, f"{fingerprint(folder, QWEN, TOKENIZER, CONDITIONER, T5_TOKENIZER)}-{dtype}{text.key}"
-
-
 def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _: Collection[str] = (), /) -> TextParts:
     """Qwen3 and the text conditioner, frozen, on the device, and both tokenizers."""
     from diffusers import AnimaTextConditioner
@@ -140,7 +139,11 @@ def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOpti
     """
     import torch
 
-    size, device, (qwen, t5) = options.t5_tokens or TOKENS, parts.device, (parts.tokenizers[name] for name in (QWEN, T5))
+    size, device, (qwen, t5) = (
+        options.t5_tokens or TOKENS,
+        parts.device,
+        (parts.tokenizers[name] for name in (QWEN, T5)),
+    )
     rows = [tokens_of(qwen, caption)[:size] for caption in captions]
     read, here = padded_tokens(qwen, captions, rows, size, device)
     # Of an empty caption one state is read, a zero: attention to nothing would be no number.
@@ -160,7 +163,9 @@ def cosmos_transformer() -> Any:
     if not hasattr(transformer_cosmos, "transforms"):
         vars(transformer_cosmos)["transforms"] = SimpleNamespace(
             InterpolationMode=SimpleNamespace(NEAREST="nearest"),
-            functional=SimpleNamespace(resize=lambda mask, size, interpolation: interpolate(mask, size, mode=interpolation)),
+            functional=SimpleNamespace(
+                resize=lambda mask, size, interpolation: interpolate(mask, size, mode=interpolation)
+            ),
         )
     return transformer_cosmos.CosmosTransformer3DModel
 
@@ -238,7 +243,9 @@ FAMILY = Family(
         thin=thin,
         thinness=THINNESS,
     ),
-    encoders=encoders_from(load_whole_image_encoder, TEXT, encoder_keys),
+    encoders=encoders_from(
+        load_whole_image_encoder, TEXT, one_encoder_keys(parts=(QWEN, TOKENIZER, CONDITIONER, T5_TOKENIZER))
+    ),
     text=TEXT,
     pipeline=PipelineSpec(
         class_name="AnimaModularPipeline",

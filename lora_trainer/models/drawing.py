@@ -19,9 +19,7 @@ def texts_of(pipeline: Any, place: torch.device | None = None) -> TextParts:
     """The pipeline's text encoders, with a LoRA on them if any, and their tokenizers; those that it lacks are skipped."""
     parts = {name: part for name, part in sorted(pipeline.components.items()) if part is not None}
     encoders = {name: part for name, part in parts.items() if name.startswith(TEXT)}
-    tokenizers = {
-        name.replace(TOKENIZER, TEXT_ENCODER): part for name, part in parts.items() if TOKENIZER in name
-    }
+    tokenizers = {name.replace(TOKENIZER, TEXT_ENCODER): part for name, part in parts.items() if TOKENIZER in name}
     denoiser = getattr(pipeline, "transformer", None)
     width = 0 if denoiser is None else int(denoiser.config.get("joint_attention_dim") or 0)
     return TextParts(encoders, tokenizers, place, width)

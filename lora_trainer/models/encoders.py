@@ -48,11 +48,12 @@ def encoders_from(load_image_encoder: LoadImageEncoder, text: TextSpec, keys: En
     return EncoderSpec(load_encoders, keys)
 
 
-def one_encoder_keys(read: str = "") -> EncoderKeys:
-    """`keys` of an `EncoderSpec`, for a VAE and one text encoder; `read` names how its output is used."""
+def one_encoder_keys(read: str = "", parts: Sequence[str] = ("text_encoder", "tokenizer")) -> EncoderKeys:
+    """`keys` of an `EncoderSpec`, for a VAE and one text encoder; `read` names how its output is used, and `parts` all
+    that its output depends on."""
 
     def keys(folder: Path, dtype: torch.dtype, options: TextOptions) -> tuple[str, str]:
-        text = fingerprint(folder, "text_encoder", "tokenizer")
+        text = fingerprint(folder, *parts)
         image = f"{fingerprint(folder, 'vae')}-{vae_dtype(folder, dtype)}"
         return image, f"{text}-{dtype}{read}{options.key}"
 

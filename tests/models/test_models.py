@@ -98,6 +98,7 @@ TEXT_KEYS = {
     "z_image": f"{ONE_ENCODER}-torch.float16",
     "qwen_image": f"{ONE_ENCODER}-torch.float16",
     "krea2": f"{ONE_ENCODER}-torch.float16",
+    "anima": "3e49a293ebac8d821c4f052786b25819-torch.float16",
 }
 
 
@@ -108,6 +109,7 @@ def test_encoder_keys_stay_those_of_caches_and_checkpoints_on_disk(tmp_path):
         "vae",
         "transformer",
         *(f"{kind}{n}" for kind in ("text_encoder", "tokenizer") for n in ("", "_2", "_3")),
+        *("text_conditioner", "t5_tokenizer"),
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")

@@ -150,7 +150,9 @@ def _unknown(file: Path, names: list[str]) -> Problem:
         if any(name.endswith(endings) for name in names):
             return Problem(f"{file} is {kind}, no base model.", fix)
     seen = ", ".join(sorted(names)[:3])[:200] or "nothing"
-    families = "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1, FLUX.2 klein, Chroma, Z-Image, Qwen-Image, Krea 2 and Anima"
+    families = (
+        "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1, FLUX.2 klein, Chroma, Z-Image, Qwen-Image, Krea 2 and Anima"
+    )
     return Problem(f"{file} is of no known architecture: it holds {seen}.", f"What can be read: {families}.")
 
 

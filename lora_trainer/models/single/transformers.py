@@ -213,12 +213,19 @@ ANIMA_REST: Layout = (
 CONDITIONER = "llm_adapter."  # begins the names of Anima's text conditioner
 # Tables of positions and counters of Cosmos's first code, which are computed or never read.
 UNUSED_OF_COSMOS = ("pos_embedder.seq", "dim_spatial_range", "dim_temporal_range", "_extra_state")
-COUNTERS_OF_COSMOS = ("accum_video_sample_counter", "accum_image_sample_counter", "accum_iteration", "accum_train_in_hours")
+COUNTERS_OF_COSMOS = (
+    "accum_video_sample_counter",
+    "accum_image_sample_counter",
+    "accum_iteration",
+    "accum_train_in_hours",
+)
 
 
 def anima_part(stored: Stored) -> Part:
     """Config and places of Anima's transformer, among whose tensors its text conditioner lies."""
-    own = replace(stored, shapes={name: shape for name, shape in stored.shapes.items() if not name.startswith(CONDITIONER)})
+    own = replace(
+        stored, shapes={name: shape for name, shape in stored.shapes.items() if not name.startswith(CONDITIONER)}
+    )
     heads = "blocks.0.self_attn"
     config = dict(public_architecture("anima").denoiser) | {
         "_class_name": "CosmosTransformer3DModel",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.models.folder import INDEX, index_among
+from lora_trainer.models.folder import index_among
 from lora_trainer.models.vision_encoder import PROCESSORS
 from lora_trainer.models.weight_files import weights_of
 

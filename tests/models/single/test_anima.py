@@ -50,14 +50,18 @@ def test_a_checkpoint_equals_its_folder(pipeline: Any, bare: bool, tmp_path: Pat
     assert one.state_dict().keys() == other.state_dict().keys()
     assert all(torch.equal(weight, other.state_dict()[name]) for name, weight in one.state_dict().items())
     read, expected = (FAMILY.load_encoders(each, torch.float32, CPU) for each in (laid_out, folder))
-    assert torch.equal(read.encode_text(["a red ring", ""])["embeds"], expected.encode_text(["a red ring", ""])["embeds"])
+    assert torch.equal(
+        read.encode_text(["a red ring", ""])["embeds"], expected.encode_text(["a red ring", ""])["embeds"]
+    )
 
 
 def test_a_folder_with_another_text_encoder_is_one_of_the_same_family(pipeline: Any, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     pipeline.save_pretrained(folder)
     laid_out = lay_out(folder, {"vae": folder / "vae"})
-    noisy, same = (FAMILY.load_encoders(each, torch.float32, CPU).encode_text(["a ring"]) for each in (laid_out, folder))
+    noisy, same = (
+        FAMILY.load_encoders(each, torch.float32, CPU).encode_text(["a ring"]) for each in (laid_out, folder)
+    )
     assert torch.equal(noisy["embeds"], same["embeds"])
 
 
