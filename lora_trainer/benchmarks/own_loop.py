@@ -20,6 +20,7 @@ from lora_trainer.monitor.progress import step_line
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.monitor.watches import Watches
 from lora_trainer.training.loop import READ_AHEAD, read_steps, training_loop
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.recovery import Rollback
@@ -35,12 +36,18 @@ T = TypeVar("T")
 
 @contextmanager
 def own_loop(
-    run: Run, folder: Path, split: Split, rate: float | None = STILL, trackers: Trackers | None = None
+    run: Run,
+    folder: Path,
+    split: Split,
+    rate: float | None = STILL,
+    trackers: Trackers | None = None,
+    watches: Watches | None = None,
 ) -> Iterator[Way]:
     """The loop as `train` runs it, with its data read ahead, its guards, its numbers written below `folder`.
 
     Steps come in order, whatever number is requested. Nothing is validated, saved or sampled. `rate` replaces the
-    settings' learning rate; None keeps it. `trackers` replace those of the settings. Raises UserError, and Stopped for a signal.
+    settings' learning rate; None keeps it. `trackers` replace those of the settings; nothing is watched
+    without `watches`. Raises UserError, and Stopped for a signal.
     """
     folder.mkdir(parents=True, exist_ok=True)
     run = replace(
@@ -62,7 +69,7 @@ def own_loop(
             trackers = stack.enter_context(closing(Trackers(folder, resume_step=-1, threads=threads)))
         console = Console(file=io.StringIO())
         show = stack.enter_context(step_line(console, run.total_steps, 0))
-        reporter = Reporter(trackers, show, run.say)
+        reporter = Reporter(trackers, show, run.say, watches)
         loop = training_loop(run, TrainState(), marked(source, split), reporter, Interrupt(silent=True))
 
         def step(number: int) -> None:

@@ -1,9 +1,10 @@
-"""What trackers cost a step: the trainer's own loop with all that are installed, beside the same loop with none.
+"""What it costs a step that a run is watched: the trainer's own loop with everything on, beside it with nothing on.
 
-The loops take blocks of steps in turn, on one model. A block with trackers also sends a row of the system, sizes of
-updates and a sample image, which a run does far less often, and ends when their threads have nothing left to do: what
-a tracker does beside the next step counts as if the step had waited for it. The JSON lines are written by all. `off again`
-is a second loop without trackers: how far it is from 1 is how noisy the machine was.
+The loops take blocks of steps in turn, on one model. Trackers are opened before the first block and ended after the last
+one, and their threads and processes live all the time. A block ends when the threads have nothing left to do: what a
+tracker does beside the next step counts as if the step had waited for it. What happens now and then (sample images, a
+validation with the sizes of updates, measurements of the machine) is timed apart in each round, and added as often as
+the settings do it. The JSON lines are written by all.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import math
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -35,22 +37,29 @@ from lora_trainer.benchmarks.split import Split
 from lora_trainer.benchmarks.subject import BenchSubject, subject_of
 from lora_trainer.benchmarks.turns import WARM_UP, Timed, timed_in_turn
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.monitor.gpu import open_gpus
+from lora_trainer.monitor.system import HostMeter
 from lora_trainer.monitor.tracker_kinds import TRACKERS, missing_libraries
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, ShownImage, TrackedRun
 from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.monitor.watches import Watches
 from lora_trainer.training.processes import join_processes
+from lora_trainer.training.run import Run
 from lora_trainer.training.update_sizes import UpdateSizes
 
-BLOCK = 5  # steps
-SIDE = 512  # pixels of the sample image
+BLOCK = 3  # steps
+SIDE = 512  # pixels of the sample images
 LONGEST = 60.0  # seconds that a block waits for the trackers
 NORMAL_95 = 1.96
-OFF, AGAIN, ALL = "off", "off again", "everything"
-SYSTEM = {"gpu_utilization": 0.9, "gpu_memory": 0.7, "gpu_temperature": 61.0, "cpu": 0.3, "system_memory": 0.4}
+AMPLIFIED = 1000  # a range costs too little to be timed once
+OFF, RANGES, EACH_STEP, ALL = "nothing", "profiler off", "each step", "everything"
+SAMPLES, VALIDATION, SYSTEM = "samples", "validation", "system"
 ABOUT = {
-    OFF: "no trackers; the JSON lines alone",
-    AGAIN: "the same once more: how noisy the machine was",
+    OFF: "no trackers and no watches: the JSON lines alone",
+    RANGES: f"the phases' ranges while nothing is profiled, opened {AMPLIFIED} times each and the difference divided by that",
+    EACH_STEP: "all trackers with the numbers of each step, and the watches of memory and speed",
+    ALL: "that, and what happens now and then, as often as the settings do it",
     "ratio": f"time of a block of {BLOCK} steps over `{OFF}`, the median of the rounds",
     "95 % interval": "of that median: 1 within it means that no cost was found",
     "CPU ratio": "the same of CPU time, in all threads of this process: what else the machine does changes it less",
@@ -100,51 +109,137 @@ def measure(asked: RequestedMeasure) -> Report:
 
 def measure_subject(subject: BenchSubject, rounds: int, folder: Path) -> tuple[list[TrackerRow], list[str]]:
     """The rows of one model; notes name what is not installed and what other processes did."""
+    run, device = subject.run, subject.context.device
     names = [name for name in TRACKERS if not missing_libraries([name])]
     notes = [f"{name}: not installed ({kind.requirement})" for name, kind in TRACKERS.items() if name not in names]
-    notes.append(f"{ALL}: {', '.join(names)}; a row of the system, sizes of updates and an image every {BLOCK} steps")
+    amplified = replace(run, context=replace(run.context, phase=opened_often))
+    children = ChildrenTime()
     with ExitStack() as stack:
-        ways = {
-            name: stack.enter_context(blocks(subject, names if name == ALL else [], folder / name.replace(" ", "-")))
-            for name in (OFF, AGAIN, ALL)
+        ways: dict[str, Way] = {
+            name: stack.enter_context(unwatched(way, folder / name.replace(" ", "-")))
+            for name, way in ((OFF, run), (RANGES, amplified))
         }
-        for way in ways.values():
-            way(0)  # opens the trackers
-        children = {each.pid: cpu_seconds(each) for each in psutil.Process().children(recursive=True)}
-        times = timed_in_turn(ways, rounds, subject.context.device)
-        used = sum(
-            cpu_seconds(each) - children.get(each.pid, 0.0) for each in psutil.Process().children(recursive=True)
-        )
-        notes.append(
-            f"processes that the trackers started: {1000 * used / (BLOCK * (WARM_UP + rounds)):.2f} ms of CPU a step, beside these"
-        )
-    return [tracker_row(name, subject.name, times[name], times[OFF]) for name in ways], notes
+        ways |= stack.enter_context(watched(run, names, folder / "watched"))
+        times = timed_in_turn(ways, rounds, device, before=children.belong_to)
+    often = times_per_step(run, statistics.median(times[OFF].wall) / BLOCK)
+    notes.append(
+        f"{ALL}: {', '.join(names)}; " + ", ".join(f"{name} every {1 / often[name]:.0f} steps" for name in often)
+    )
+    # Seconds of a block, and of what happens now and then in its share.
+    shares = {EACH_STEP: 1.0} | {name: BLOCK * count for name, count in often.items()}
+    used = sum(children.seconds[name] * share for name, share in shares.items()) / (BLOCK * (WARM_UP + rounds))
+    notes.append(f"processes that the trackers started: {1000 * used:.2f} ms of CPU a step, beside these")
+    times[RANGES] = weighted({OFF: 1 - 1 / AMPLIFIED, RANGES: 1 / AMPLIFIED}, times)
+    times[ALL] = weighted(shares, times)
+    return [tracker_row(name, subject.name, times[name], times[OFF]) for name in (OFF, RANGES, EACH_STEP, ALL)], notes
 
 
 @contextmanager
-def blocks(subject: BenchSubject, names: Sequence[str], folder: Path) -> Iterator[Way]:
-    """A way that takes a block of steps with these trackers."""
+def unwatched(run: Run, folder: Path) -> Iterator[Way]:
+    """A way that takes a block of steps with nothing on."""
+    with own_loop(run, folder, Split(run.context.device), trackers=Trackers(folder, resume_step=-1)) as step:
+        yield blocks_of(step)
+
+
+@contextmanager
+def watched(run: Run, names: Sequence[str], folder: Path) -> Iterator[Mapping[str, Way]]:
+    """Ways with these trackers: a block of steps, and each thing that happens now and then, once."""
+    image, weights = folder / "sample.png", run.context.adapter.masters
     folder.mkdir(parents=True)
-    image, weights = folder / "sample.png", subject.context.adapter.masters
     Image.effect_noise((SIDE, SIDE), 64).convert("RGB").save(image)
-    threads = TrackerThreads(names, TrackedRun(folder.name, folder, config=subject.run.config.model_dump(mode="json")))
-    trackers, sizes = Trackers(folder, resume_step=-1, threads=threads), UpdateSizes(weights) if names else None
+    shown = [ShownImage(f"samples/{number}", image, "a sample") for number in range(shown_at_once(run))]
+    sizes, host = UpdateSizes(weights), HostMeter()
+    gpus, _ = open_gpus([run.context.device])
+    tracked = TrackedRun(folder.name, folder, config=run.config.model_dump(mode="json"))
+    threads = TrackerThreads(names, tracked)
+    trackers = Trackers(folder, resume_step=-1, threads=threads)
+
+    def settled(work: Callable[[int], object]) -> Way:
+        def way(number: int) -> None:
+            work(number)
+            threads.settle(LONGEST)
+
+        return way
+
+    def validation(number: int) -> None:
+        trackers.validation({"step": number, "loss": 0.1, "gain": 0.2, "agreement": 0.9})
+        trackers.update_sizes(number, sizes.measure(weights))
+
+    def system(number: int) -> None:
+        row = host.read()
+        for index, sample in enumerate(gpus):
+            row |= {f"gpu_{index}_{name}": value for name, value in asdict(sample()).items() if value is not None}
+        trackers.system({"step": number, **row})
+
+    watches = Watches(run.context.device)
     try:
-        with own_loop(subject.run, folder, Split(subject.context.device), trackers=trackers) as step:
-
-            def block(number: int) -> None:
-                for within in range(BLOCK):
-                    step(number * BLOCK + within)
-                if sizes is not None:
-                    at = (number + 1) * BLOCK
-                    trackers.system({"step": at, **SYSTEM})
-                    trackers.update_sizes(at, sizes.measure(weights))
-                    threads.call("images", at, [ShownImage("samples/1", image, "a sample")])
-                    threads.settle(LONGEST)
-
-            yield block
+        with own_loop(run, folder, Split(run.context.device), trackers=trackers, watches=watches) as step:
+            yield {
+                EACH_STEP: settled(blocks_of(step)),
+                SAMPLES: settled(lambda number: threads.call("images", number, shown)),
+                VALIDATION: settled(validation),
+                SYSTEM: settled(system),
+            }
     finally:
         threads.finish(RunEnding("done", 0))
+
+
+def blocks_of(step: Way) -> Way:
+    def block(number: int) -> None:
+        for within in range(BLOCK):
+            step(number * BLOCK + within)
+
+    return block
+
+
+def opened_often(name: str) -> AbstractContextManager[object]:
+    """The range around a phase of a run without a profile, `AMPLIFIED` times."""
+    for _ in range(AMPLIFIED - 1):
+        with nullcontext(name):
+            pass
+    return nullcontext(name)
+
+
+def shown_at_once(run: Run) -> int:
+    """Sample images of one time: each prompt with the LoRA at each strength, and without."""
+    section = run.config.sample
+    prompts = len(section.prompts) or section.count
+    return prompts * section.num_images_per_prompt * (len(section.strengths) + 1)
+
+
+def times_per_step(run: Run, seconds: float) -> dict[str, float]:
+    """How often a run of steps that take `seconds` does what it does now and then; without what is never done."""
+    config = run.config
+    often = {
+        SAMPLES: config.sample.every_n_steps,
+        VALIDATION: config.validation.every_n_steps,
+        SYSTEM: config.run.system_every_seconds / seconds,
+    }
+    return {name: 1 / steps for name, steps in often.items() if steps}
+
+
+class ChildrenTime:
+    """CPU seconds that the processes started by this one used while each way was timed."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._way, self._before = "", dict[int, float]()
+
+    def belong_to(self, way: str) -> None:
+        """From now on it is this way's time."""
+        now = {each.pid: cpu_seconds(each) for each in psutil.Process().children(recursive=True)}
+        self.seconds[self._way] += sum(seconds - self._before.get(pid, 0.0) for pid, seconds in now.items())
+        self._way, self._before = way, now
+
+
+def weighted(shares: Mapping[str, float], times: Mapping[str, Timed]) -> Timed:
+    """The sum of some ways' times by round, each with its share."""
+
+    def of(kind: str) -> list[float]:
+        rounds = zip(*(getattr(times[name], kind) for name in shares), strict=True)
+        return [sum(share * each for share, each in zip(shares.values(), found, strict=True)) for found in rounds]
+
+    return Timed(of("wall"), of("cpu"))
 
 
 def cpu_seconds(process: psutil.Process) -> float:
