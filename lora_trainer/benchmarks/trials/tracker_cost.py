@@ -24,7 +24,6 @@ from PIL import Image
 
 from lora_trainer.benchmarks.measures import (
     OWN,
-    STEPS,
     TIMES,
     Column,
     MeasureRow,
@@ -48,7 +47,7 @@ from lora_trainer.training.processes import join_processes
 from lora_trainer.training.run import Run
 from lora_trainer.training.update_sizes import UpdateSizes
 
-BLOCK = 3  # steps
+BLOCK, ROUNDS = 3, 45  # steps
 SIDE = 512  # pixels of the sample images
 LONGEST = 60.0  # seconds that a block waits for the trackers
 NORMAL_95 = 1.96
@@ -100,7 +99,7 @@ def measure(asked: RequestedMeasure) -> Report:
     for named in asked.subjects or (OWN,):
         with tempfile.TemporaryDirectory() as folder:
             subject = subject_of(asked.resolved, Path(folder), tiny=asked.tiny, named=named)
-            found, said = measure_subject(subject, asked.steps or STEPS, Path(folder))
+            found, said = measure_subject(subject, asked.steps or ROUNDS, Path(folder))
         free_memory(join_processes().device)
         rows += found
         notes += said
@@ -116,8 +115,8 @@ def measure_subject(subject: BenchSubject, rounds: int, folder: Path) -> tuple[l
     children = ChildrenTime()
     with ExitStack() as stack:
         ways: dict[str, Way] = {
-            name: stack.enter_context(unwatched(way, folder / name.replace(" ", "-")))
-            for name, way in ((OFF, run), (RANGES, amplified))
+            OFF: blocks_of(stack.enter_context(unwatched(run, folder / "nothing"))),
+            RANGES: stack.enter_context(unwatched(amplified, folder / "ranges")),
         }
         ways |= stack.enter_context(watched(run, names, folder / "watched"))
         times = timed_in_turn(ways, rounds, device, before=children.belong_to)
@@ -129,16 +128,16 @@ def measure_subject(subject: BenchSubject, rounds: int, folder: Path) -> tuple[l
     shares = {EACH_STEP: 1.0} | {name: BLOCK * count for name, count in often.items()}
     used = sum(children.seconds[name] * share for name, share in shares.items()) / (BLOCK * (WARM_UP + rounds))
     notes.append(f"processes that the trackers started: {1000 * used:.2f} ms of CPU a step, beside these")
-    times[RANGES] = weighted({OFF: 1 - 1 / AMPLIFIED, RANGES: 1 / AMPLIFIED}, times)
+    times[RANGES] = weighted({OFF: 1 - 1 / AMPLIFIED, RANGES: BLOCK / AMPLIFIED}, times)  # one step, not a block
     times[ALL] = weighted(shares, times)
     return [tracker_row(name, subject.name, times[name], times[OFF]) for name in (OFF, RANGES, EACH_STEP, ALL)], notes
 
 
 @contextmanager
 def unwatched(run: Run, folder: Path) -> Iterator[Way]:
-    """A way that takes a block of steps with nothing on."""
+    """A way that takes a step with nothing on."""
     with own_loop(run, folder, Split(run.context.device), trackers=Trackers(folder, resume_step=-1)) as step:
-        yield blocks_of(step)
+        yield step
 
 
 @contextmanager
@@ -210,7 +209,7 @@ def shown_at_once(run: Run) -> int:
 def times_per_step(run: Run, seconds: float) -> dict[str, float]:
     """How often a run of steps that take `seconds` does what it does now and then; without what is never done."""
     config = run.config
-    often = {
+    often: dict[str, float] = {
         SAMPLES: config.sample.every_n_steps,
         VALIDATION: config.validation.every_n_steps,
         SYSTEM: config.run.system_every_seconds / seconds,

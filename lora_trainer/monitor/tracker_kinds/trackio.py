@@ -10,6 +10,7 @@ from typing import Any
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, ShownImage, TrackedRun, Tracker, numbers_of
 
 FOLDER = "trackio"
+WRITE_EVERY = 5.0  # seconds; it opens its database anew for each write, which takes longer than a row
 
 
 def open_tracker(run: TrackedRun) -> Tracker:
@@ -31,6 +32,7 @@ class TrackioRun(Tracker):
             sys.modules[name].print = lambda *_, **__: None  # type: ignore[attr-defined]
         # The user's name is part of each config, and asking the hub for it is a request.
         sys.modules["trackio.run"]._get_default_namespace = lambda: None  # type: ignore[attr-defined]
+        sys.modules["trackio.run"].BATCH_SEND_INTERVAL = WRITE_EVERY  # type: ignore[attr-defined]
         self._trackio, self._run = trackio, run
         settings = {f"{section}.{key}": value for section, keys in run.config.items() for key, value in keys.items()}
         self._shown = trackio.init(
