@@ -13,6 +13,8 @@ from lora_trainer.core.findings import folded, printable_lines
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.data.images.remote import RemoteError, fix_of
 
+TO_RESUME = "--resume then continues a run, unless it has checkpoint.save_state=false."
+
 
 def report_error(error: Exception, *, debug: bool) -> int:
     """Print what went wrong and what to do. Returns the exit code."""
@@ -25,14 +27,14 @@ def report_error(error: Exception, *, debug: bool) -> int:
             _print_problems(error.problems)
         return error.exit_code
     if is_out_of_memory(error):
-        fix = "Set train.max_micro_batch_size or data.resolution lower, memory.gradient_checkpointing=true or cache.batch_size=1; add --resume."
+        fix = f"Set train.max_micro_batch_size or data.resolution lower, memory.gradient_checkpointing=true or cache.batch_size=1. {TO_RESUME}"
         _print_problems([Problem(f"Out of memory: {first_line(error)}.", fix)])
         return TRAINING_FAILED
     if isinstance(error, RemoteError):
         _print_problems([Problem(f"The data cannot be read: {error.strerror}.", fix_of(error))])
         return WRONG_USAGE
     if isinstance(error, OSError) and refusal(error) in FULL:
-        _print_problems([Problem("The disk is full.", "Free some space, then continue with --resume.")])
+        _print_problems([Problem("The disk is full.", f"Free some space. {TO_RESUME}")])
         return TRAINING_FAILED
     if isinstance(error, OSError) and error.filename is not None:
         _print_problems([Problem(f"{error.filename}: {error.strerror}.", "Check the path and its permissions.")])

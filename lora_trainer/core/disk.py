@@ -45,7 +45,7 @@ class Patience:
     """How a command handles a disk that refuses writes.
 
     It waits for `minutes`, reports it through `say` and names what is `safe`. `stop_code` returns the exit code of a
-    signal that came. `home` is the run's folder; if it is deleted, it is created again with what `again` writes:
+    signal that came. `then` is what to do once there is space. `home` is the run's folder; if it is deleted, it is created again with what `again` writes:
     lock, documents, and the record with the run's `step`.
     """
 
@@ -61,6 +61,7 @@ class Patience:
     step: int = 0
     again: dict[str, Callable[[], None]] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
+    then: str = "continue with --resume"
 
     def keep(self, name: str, write: Callable[[], None]) -> None:
         """Repeat this write when the run's folder is created again."""
@@ -147,7 +148,7 @@ def _sleep(patience: Patience, what: str, message: str, error: Exception, began:
     while (now := time.monotonic()) < until:
         if now - began >= patience.minutes * 60.0 or patience.is_over:
             patience.is_over = True
-            fix = f"{patience.safe()} Free space there, then continue with --resume.".strip()
+            fix = f"{patience.safe()} Free space there, then {patience.then}.".strip()
             raise TrainingFailed(Problem(patience.first or message, fix)) from error
         try:
             if (code := patience.stop_code()) is not None:

@@ -8,7 +8,7 @@ from lora_trainer.doctor.during import events_so_far
 from lora_trainer.doctor.lines import Lines, error, ok, warning
 from lora_trainer.doctor.run_facts import RunFacts
 from lora_trainer.report.ending import verdict_of
-from lora_trainer.report.read import mapping, text
+from lora_trainer.report.read import keeps_state, mapping, text
 from lora_trainer.report.targets import targets_of
 from lora_trainer.run.folder import UNFINISHED
 
@@ -29,7 +29,7 @@ def ending(run: RunFacts) -> Lines:
     """How it ended, why, and what to do next."""
     report = run.report
     if not report.record.get("config"):
-        fix = "run the same command again with --resume: it continues from the newest checkpoint"
+        fix = "run the same command again with --resume: it continues from the newest checkpoint with its state"
         yield error("status", "run.json is damaged or missing", "a record", fix)
         return
     verdict = verdict_of(report)
@@ -54,13 +54,15 @@ def files(run: RunFacts) -> Lines:
     """Whether the files that the run wrote are there, and what was written."""
     for name, why in (run.damaged or {}).items():
         if name.startswith("checkpoints/"):
-            fix = "delete it: --resume uses the one before"
+            fix = "delete it: --resume uses the one before" if keeps_state(run.report.record) else "delete it"
             yield error("files", f"{name}: {why}", "as it was written", fix)
         else:
             again = (
                 f"lora-trainer report {run.report.folder}"
                 if name.endswith(".html")
                 else "export it again: --resume, or copy it from a backup"
+                if keeps_state(run.report.record)
+                else "copy it from a backup"
             )
             yield error("files", f"{name}: {why}", "as it was written", again)
     if run.checked:

@@ -14,7 +14,7 @@ from lora_trainer.monitor.idle import BUSY, RECENT_ROWS, causes_of, clocks_of, m
 from lora_trainer.monitor.memory import LARGEST_SYSTEM_SHARE
 from lora_trainer.monitor.progress import clock_time
 from lora_trainer.monitor.slowness import waiting_limit
-from lora_trainer.report.read import number, text
+from lora_trainer.report.read import keeps_state, number, text
 from lora_trainer.report.targets import setup_of, why_not_measured
 
 QUIET_STEPS, QUIET_SECONDS = 150, 300.0  # metrics are written every 50 steps or sooner
@@ -60,9 +60,8 @@ def sign_of_life(run: RunFacts) -> Lines:
     found = f"a file was written {clock_time(run.age)} ago"
     if run.age > allowed:
         who = f" (process {run.process})" if run.process else ""
-        fix = (
-            f"look at its CPU and GPU use; if both idle it hangs: stop it{who} with SIGTERM and continue with --resume"
-        )
+        then = "continue with --resume" if keeps_state(run.report.record) else "start it again with another --name"
+        fix = f"look at its CPU and GPU use; if both idle it hangs: stop it{who} with SIGTERM and {then}"
         yield warning("sign of life", found, f"one within {clock_time(allowed)}", fix)
     else:
         yield ok("sign of life", found)

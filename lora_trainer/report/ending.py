@@ -10,7 +10,7 @@ from typing import Literal
 from lora_trainer.core.findings import counted
 from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.evaluation.verdict import LINE, NOT_COMPARED
-from lora_trainer.report.read import RunReport, mapping, number, text, whole
+from lora_trainer.report.read import RunReport, keeps_state, mapping, number, text, whole
 from lora_trainer.report.record import step_files
 from lora_trainer.report.verdict_parts import PartInterval, verdict_parts, weakest
 
@@ -217,13 +217,14 @@ def what_is_safe(run: RunReport) -> list[str]:
 
 
 def resume_command(run: RunReport) -> str:
-    """The command that resumes the run, wherever its folder is now; one without state starts anew from its weights."""
+    """The command that resumes the run, wherever its folder is now; one without state starts anew, from its weights if they are kept."""
     place, command = run.folder.resolve(), "produce" if run.record.get("gates_enforced") else "train"
     config, kept = place / "config.toml", step_files(place)
     if config.is_file():
         words = ["lora-trainer", command, "--config", str(config), "--output", str(place.parent), "--name"]
-        if mapping(mapping(run.record.get("config")).get("checkpoint")).get("save_state") is False and kept:
-            return shlex.join([*words, f"{place.name}-2", "--set", f"lora.network_weights={kept[-1]}"])
+        if not keeps_state(run.record) and (kept or run.checkpoints):
+            weights = ["--set", f"lora.network_weights={kept[-1]}"] if kept else []
+            return shlex.join([*words, f"{place.name}-2", *weights])
         return shlex.join([*words, place.name, "--resume"])
     return "Run the same command again, with --resume."
 

@@ -169,6 +169,11 @@ def mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def keeps_state(record: Mapping[str, Any]) -> bool:
+    """Whether a run can be resumed from its checkpoints: from all but those of `checkpoint.save_state=false`."""
+    return mapping(mapping(record.get("config")).get("checkpoint")).get("save_state") is not False
+
+
 def sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()
 

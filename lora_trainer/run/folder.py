@@ -14,6 +14,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import HALF_WRITTEN, remove_unfinished, write_json
 from lora_trainer.core.launch import is_main_process
+from lora_trainer.report.read import checkpoints_in, keeps_state
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import read_record
 from lora_trainer.run.inputs import data_sources
@@ -64,7 +65,9 @@ def refuse_used(order: Order, record: dict[str, Any] | None) -> None:
         raise UsageError(
             Problem(
                 f"{order.folder} holds a run already (status {record.get('status')}, step {record.get('steps', 0)}).",
-                "It is finished: choose another --name, or add --resume and more steps."
+                "It cannot be resumed (checkpoint.save_state=false): choose another --name."
+                if not keeps_state(record) and checkpoints_in(order.folder / "checkpoints")
+                else "It is finished: choose another --name, or add --resume and more steps."
                 if is_finished(record)
                 else "Add --resume to continue it, or choose another --name.",
             )

@@ -32,6 +32,7 @@ from lora_trainer.evaluation.verdict import Estimate, VerdictPart
 from lora_trainer.models.folder import weights_digest
 from lora_trainer.report import FILE as REPORT
 from lora_trainer.report import write_report
+from lora_trainer.report.read import keeps_state
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import read_record
 from lora_trainer.run.bases.encoder import find_encoder
@@ -118,7 +119,9 @@ def find_folds(lora: Path, record: dict[str, Any], data: Path | None, config: Co
     folder, problems = lora.parent, list[Problem]()
     if not is_finished(record):
         message = f"{folder} is not finished (status {record.get('status')})."
-        problems.append(Problem(message, "Finish it first, with --resume."))
+        problems.append(
+            Problem(message, "Finish it first, with --resume." if keeps_state(record) else "Train it again.")
+        )
     elif lora.name not in record.get("files", {}).values() or not lora.is_file():
         problems.append(Problem(f"{lora} is not a LoRA that this run exported.", f"Name the run's folder: {folder}"))
     if kept := record.get("dataset", {}).get("validation"):

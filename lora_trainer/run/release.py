@@ -266,7 +266,7 @@ def judge_lora(lora: Path, session: Session, images: RealImages, gate: LoraGate)
         return with_less(judge, Compute(dtype, device, usable_bytes(config, device), say=say))
     except torch.OutOfMemoryError as error:
         message = f"{lora.name} is trained and saved, but not evaluated: out of memory."
-        fix = f"When more memory is free: lora-trainer validate {lora}, or the same command with --resume."
+        fix = f"When more memory is free: lora-trainer validate {lora}"
         raise TrainingFailed(Problem(message, fix)) from error
 
 

@@ -49,9 +49,10 @@ class Room:
 
 def patience_of(order: Order) -> Patience:
     """How a run meets a disk that refuses."""
-    checkpoints = order.folder / "checkpoints"
+    section, checkpoints = order.config.checkpoint, order.folder / "checkpoints"
+    then = "continue with --resume" if section.save_state else "start again with another --name"
     return Patience(
-        order.config.checkpoint.wait_minutes, order.console.print, lambda: resume_hint(checkpoints), order.folder
+        section.wait_minutes, order.console.print, lambda: resume_hint(checkpoints), order.folder, then=then
     )
 
 

@@ -32,7 +32,7 @@ from lora_trainer.training.stopping import Stopping
 from lora_trainer.training.validation import validate
 
 READ_AHEAD = 4  # steps
-READING_FAILED = "Check the disk, and that other programs leave memory free; then --resume continues."
+READING_FAILED = "Check the disk, and that other programs leave memory free."
 
 
 def train(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lora_trainer.cli.main import main
+from lora_trainer.core.io import write_json
 from lora_trainer.data.images import remote
+from lora_trainer.doctor.after import after_lines
+from lora_trainer.doctor.during import sign_of_life
+from lora_trainer.doctor.run_facts import read_run_facts
+from lora_trainer.monitor import trackers
 from lora_trainer.monitor.trackers import Trackers
 from tests.data.range_server import serving
 from tests.data.test_sources_tar import write_tar
@@ -26,6 +33,44 @@ def test_a_run_without_state_says_so_and_is_not_resumed(bench: Bench, capsys: py
     lora = bench.folder("light") / "light.safetensors"
     assert f"--set lora.network_weights={lora}" in capsys.readouterr().err
     assert record(bench.folder("light")) == before
+    assert bench.run("light", steps=4) == 2
+    assert "It cannot be resumed (checkpoint.save_state=false): choose another --name." in capsys.readouterr().err
+    assert "--resume" not in advice_of_doctor(bench.folder("light"), "running")
+
+
+def advice_of_doctor(folder: Path, status: str) -> str:
+    """What `doctor` says of a run with this status, with a damaged checkpoint, and with none of its LoRA files."""
+    write_json(folder / "run.json", record(folder) | {"status": status})
+    for lora in folder.glob("*.safetensors"):
+        lora.unlink()
+    facts = read_run_facts(folder)
+    killed = "\n".join(line.fix for line in after_lines(facts))
+    hangs = "\n".join(line.fix for line in sign_of_life(replace(facts, age=1e6)))
+    for state in folder.glob("checkpoints/*/state.json"):
+        state.write_text("{")
+    damaged = "\n".join(line.fix for line in after_lines(read_run_facts(folder)))
+    assert f"--name {folder.name}-2" in killed
+    assert "another --name" in hangs
+    assert "copy it from a backup" in killed
+    assert "delete it" in damaged
+    return killed + hangs + damaged
+
+
+def test_a_full_disk_advises_a_run_without_state_not_to_resume(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    settings: dict[str, object] = {"checkpoint__wait_minutes": 0, "checkpoint__every_n_steps": 1}
+    with patched(trackers, "append_text", full):
+        assert bench.run("light", steps=2, checkpoint__save_state="false", **settings) == 5
+    light = capsys.readouterr().err
+    assert "Free space there, then start again with another --name." in light
+    assert "--resume" not in light
+    with patched(trackers, "append_text", full):
+        assert bench.run("whole", steps=2, **settings) == 5
+    assert "Free space there, then continue with --resume." in capsys.readouterr().err
 
 
 def test_a_stopped_run_without_state_names_its_weights(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
