@@ -198,6 +198,8 @@ def _augmented(value: Any, around: Around) -> Took:
 RULES: Mapping[str, KeyRule] = {
     "job": lacking("only training is imported", off=("extension", "train")),
     "config.name": same("run.name", text),
+    "logging.use_wandb": switch("run.trackers", ["tensorboard", "wandb"]),
+    "logging.project_name": unless_off("run.tracker_project", text),
     "type": lacking("only LoRA training is imported", off=("sd_trainer", "diffusion_trainer", "ui_trainer")),
     "training_folder": path_to("run.output"),
     "trigger_word": same("captions.trigger_word", text),

@@ -43,6 +43,7 @@ from lora_trainer.importers.words import (
     PRECISION,
     PRODIGY_SWITCH,
     SCHEDULE,
+    SHOWN_BY,
     TEXT_RATES,
     VAE,
     batch_of,
@@ -125,6 +126,7 @@ ONLY_MISSING = KeyRule(
 RULES: Mapping[str, KeyRule] = {
     "pretrained_model_name_or_path": MODEL,
     "output_dir": path_to("run.output"),
+    "report_to": SHOWN_BY,
     "instance_data_dir": by(_images, SOURCES),
     "train_data_dir": by(_images, SOURCES),
     "instance_prompt": ONLY_MISSING,

@@ -245,6 +245,9 @@ RULES: Mapping[str, KeyRule] = {
     "model_type": by(_model_type, "", OTHER_FAMILY),
     "base_model_name": MODEL,
     "output_model_destination": by(_destination, "run.output run.name"),
+    "tensorboard": by(
+        lambda value, around: Took({"run.trackers": ["tensorboard"] if truth(value) else []}), "run.trackers"
+    ),
     "concept_file_name": other_file(SOURCES),
     "resolution": by(_resolution, "data.resolution data.resolutions"),
     "aspect_ratio_bucketing": by(_buckets, "data.max_aspect"),

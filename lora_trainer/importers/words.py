@@ -226,3 +226,23 @@ EXPORT_DTYPE = by(
 MODEL = by(model_path, "model.path", f"where {PICKLED}")
 VAE = by(autoencoder, "model.vae", f"where {PICKLED}")
 CLIP_SKIP = by(clip_skip, "text_encoder.clip_skip")
+
+
+def _trackers(value: Any, around: Around) -> Took:
+    """`log_with` and `report_to`: one tracker, several with commas, or `all`."""
+    known = {
+        "tensorboard": ["tensorboard"],
+        "wandb": ["wandb"],
+        "trackio": ["trackio"],
+        "all": ["tensorboard", "wandb"],
+    }
+    names = re.split(r"[,\s]+", text(value).strip().lower())
+    found = [tracker for name in names for tracker in known.get(name, [])]
+    unknown = ", ".join(name for name in names if name not in (*known, "none"))
+    if unknown and not found:
+        return Took({}, f"{unknown} is none of the trackers here; tensorboard shows the run", "ignored")
+    needs = "wandb needs pip install 'lora-trainer[wandb]'" if "wandb" in found else ""
+    return Took({"run.trackers": list(dict.fromkeys(found))}, f"without {unknown}" if unknown else needs)
+
+
+SHOWN_BY = by(_trackers, "run.trackers")

@@ -401,3 +401,42 @@ def test_stochastic_rounding_of_onetrainer_is_for_weights_in_bf16(tmp_path: Path
     for each in (imported("ADAMW", "FLOAT_32"), imported("PRODIGY", "BFLOAT_16")):
         assert not each.config.optimizer.stochastic_rounding
     assert verdict_of(imported("PRODIGY", "BFLOAT_16"), "stochastic_rounding")[0] == "changed"
+
+
+@pytest.mark.parametrize(
+    ("log_with", "trackers", "why"),
+    [
+        ("tensorboard", ("tensorboard",), ""),
+        ("wandb", ("wandb",), "wandb needs pip install 'lora-trainer[wandb]'"),
+        ("all", ("tensorboard", "wandb"), "wandb needs pip install 'lora-trainer[wandb]'"),
+        ("tensorboard,comet_ml", ("tensorboard",), "without comet_ml"),
+        ("comet_ml", ("tensorboard",), "comet_ml is none of the trackers here; tensorboard shows the run"),
+        ("none", (), ""),
+        ("", ("tensorboard",), "not set"),
+    ],
+)
+def test_trackers_of_kohya(log_with: str, trackers: tuple[str, ...], why: str, tmp_path: Path) -> None:
+    imported = kohya_with(tmp_path, f'log_with = "{log_with}"\nlog_tracker_name = "cats"')
+    assert imported.config.run.trackers == trackers
+    assert imported.config.run.tracker_project == "cats"
+    assert verdict_of(imported, "log_with")[1] == why
+
+
+def test_trackers_of_the_other_trainers(tmp_path: Path) -> None:
+    job = {"type": "sd_trainer", "logging": {"use_wandb": True, "project_name": "cats"}}
+    toolkit = {"job": "extension", "config": {"name": "a", "process": [job]}}
+    files = {
+        "a.json": json.dumps(toolkit),
+        "o.json": json.dumps({"training_method": "LORA", "base_model_name": "m", "tensorboard": False}),
+        "s.json": json.dumps({"--model_type": "lora", "--data_backend_config": "d.json", "--report_to": "wandb"}),
+        "d.sh": "accelerate launch train_dreambooth_lora.py --instance_data_dir=p --rank=4 --report_to=wandb",
+    }
+    (tmp_path / "d.json").write_text('[{"id": "a", "type": "local", "instance_data_dir": "p"}]', encoding="utf-8")
+    found = {name: imported_text(tmp_path, name, text).config.run for name, text in files.items()}
+    assert {name: run.trackers for name, run in found.items()} == {
+        "a.json": ("tensorboard", "wandb"),
+        "o.json": (),
+        "s.json": ("wandb",),
+        "d.sh": ("wandb",),
+    }
+    assert found["a.json"].tracker_project == "cats"
