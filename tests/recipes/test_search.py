@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import tomllib
@@ -11,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("optuna")
 
 from lora_trainer.cli.main import main
+from lora_trainer.config.schema import Config
+from lora_trainer.diffusion import loss
 from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.training import loop
+from lora_trainer.training.run import Run
 from tests.recipes.recipe import Bench, patched, record, rows, tensor_bytes
 
 SPACE = """
@@ -153,6 +159,56 @@ def test_a_bad_trial_is_recorded_and_a_hopeless_one_is_pruned(search, bench, cap
     # By itself it is an ordinary run, which --resume trains to its end.
     assert main(["train", "--config", str(folder / "config.toml"), "--resume"]) == 0
     assert record(folder)["steps"] == 2
+
+
+def test_trials_that_run_out_of_memory_or_diverge_are_recorded_and_not_fatal(search, bench, capsys):
+    """Memory suffices for a LoRA of rank 2 only, and with the second learning rate the loss is not finite."""
+    usual, error_of = loop.step_with_fallbacks, loss.squared_error
+    configs: list[Config] = []
+
+    def step(run: Run, *arguments: Any) -> Any:
+        configs.append(run.config)
+        return usual(run, *arguments)
+
+    def squared_error(*arguments: Any) -> Any:
+        if configs and configs[-1].lora.rank > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        is_high = bool(configs) and configs[-1].optimizer.learning_rate > 1e-3
+        return error_of(*arguments) * (math.nan if is_high else 1.0)
+
+    space = '[parameters."optimizer.learning_rate"]\nchoices = [1e-3, 1e-2]\n'
+    space += '[parameters."lora.rank"]\nchoices = [2, 4]\n'
+    with patched(loop, "step_with_fallbacks", step), patched(loss, "squared_error", squared_error):
+        assert search("bad", "--sampler", "grid", space=space, safeguards__on_nonfinite="stop") == 0
+    trials = {tuple(row["values"].values()): row for row in document(bench.folder("bad"))["trials"]}
+    assert {values: row["state"] for values, row in trials.items()} == {
+        (1e-3, 2): "complete",
+        (1e-2, 2): "failed",
+        (1e-3, 4): "failed",
+        (1e-2, 4): "failed",
+    }
+    assert "Out of memory" in trials[1e-3, 4]["reason"]
+    assert "not finite" in trials[1e-2, 2]["reason"]
+    for row in trials.values():
+        assert record(bench.folder("bad") / row["folder"])["exit_code"] == (0 if row["state"] == "complete" else 5)
+    assert "1 complete, 3 failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("confirm", [0, 2])
+def test_the_objective_can_be_the_score_of_the_lora(confirm, search, bench, capsys):
+    extra = ("--objective", "verdict", "--trials", "2" if confirm else "1", "--sampler", "random")
+    extra += ("--confirm", str(confirm)) if confirm else ()
+    assert search("scored", *extra, steps=1, gates__lora_check=None, validation__split=0.3) == 0
+    found = document(bench.folder("scored"))
+    assert (found["objective"], found["direction"]) == ("LoRA score", "maximize")
+    scores = [record(bench.folder("scored") / row["folder"])["scores"]["lora"] for row in found["trials"]]
+    assert [row["value"] for row in found["trials"]] == scores
+    assert found["best"]["value"] == max(scores)
+    assert bool(found["confirmed"]) == bool(confirm)
+    assert "LoRA score" in capsys.readouterr().out
+    assert "LoRA score" in (bench.folder("scored") / "report.html").read_text(encoding="utf-8")
+    # Without a score there is nothing to maximize.
+    assert search("off", "--objective", "verdict", gates__lora_check="off") == 2
 
 
 def test_wrong_flags_are_all_named(search, bench, capsys, tmp_path):
