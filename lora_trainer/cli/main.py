@@ -27,6 +27,8 @@ from lora_trainer.cli.arguments import (
     say,
     unknown_arguments,
 )
+from lora_trainer.cli.average import EXAMPLES as AVERAGE_EXAMPLES
+from lora_trainer.cli.average import add_average_arguments, average_command
 from lora_trainer.cli.batch import EXAMPLES as BATCH_EXAMPLES
 from lora_trainer.cli.batch import add_batch_arguments, batch_command
 from lora_trainer.cli.bench import EXAMPLES as BENCH_EXAMPLES
@@ -40,16 +42,22 @@ from lora_trainer.cli.convert import add_convert_arguments, convert_command
 from lora_trainer.cli.doctor import EXAMPLES as DOCTOR_EXAMPLES
 from lora_trainer.cli.doctor import add_doctor_arguments, doctor_command
 from lora_trainer.cli.errors import report_error
+from lora_trainer.cli.extract import EXAMPLES as EXTRACT_EXAMPLES
+from lora_trainer.cli.extract import add_extract_arguments, extract_command
 from lora_trainer.cli.imports import EXAMPLES as IMPORT_EXAMPLES
 from lora_trainer.cli.imports import add_import_arguments, import_command
 from lora_trainer.cli.inspect import EXAMPLES as INSPECT_EXAMPLES
 from lora_trainer.cli.inspect import add_inspect_arguments, inspect_command
+from lora_trainer.cli.merge import EXAMPLES as MERGE_EXAMPLES
+from lora_trainer.cli.merge import add_merge_arguments, merge_command
 from lora_trainer.cli.metrics import EXAMPLES as METRICS_EXAMPLES
 from lora_trainer.cli.metrics import add_metrics_arguments, metrics_command
 from lora_trainer.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from lora_trainer.cli.plan import add_plan_arguments, plan_command
 from lora_trainer.cli.profile import EXAMPLES as PROFILE_EXAMPLES
 from lora_trainer.cli.profile import add_profile_arguments, profile_command
+from lora_trainer.cli.resize import EXAMPLES as RESIZE_EXAMPLES
+from lora_trainer.cli.resize import add_resize_arguments, resize_command
 from lora_trainer.cli.sample_arguments import EXAMPLES as SAMPLE_EXAMPLES
 from lora_trainer.cli.sample_arguments import add_sample_arguments, sample
 from lora_trainer.cli.search import EXAMPLES as SEARCH_EXAMPLES
@@ -366,6 +374,30 @@ COMMANDS = {
         add_convert_arguments,
         convert_command,
         CONVERT_EXAMPLES,
+    ),
+    "merge": Command(
+        "merge LoRA files with weights, or merge them into a base model",
+        add_merge_arguments,
+        merge_command,
+        MERGE_EXAMPLES,
+    ),
+    "resize": Command(
+        "lower the ranks of a LoRA file, layer by layer, by SVD",
+        add_resize_arguments,
+        resize_command,
+        RESIZE_EXAMPLES,
+    ),
+    "extract": Command(
+        "extract a LoRA from a base model and a model trained from it",
+        add_extract_arguments,
+        extract_command,
+        EXTRACT_EXAMPLES,
+    ),
+    "average": Command(
+        "average LoRA files, or the checkpoints of a run",
+        add_average_arguments,
+        average_command,
+        AVERAGE_EXAMPLES,
     ),
     "report": Command(
         "write a run's HTML report again, or compare several runs",

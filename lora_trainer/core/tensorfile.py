@@ -5,11 +5,12 @@ Standard library only, so that a damaged, disguised or hostile file is refused i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import stat
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ MOST_TENSORS = 200_000  # the largest models have a few thousand
 MOST_SIDES = 16
 SHOWN_OF_NAME = 80  # characters in a message
 PICKLE_BEGINNINGS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+COPIED_AT_ONCE = 1 << 22  # bytes
 BEGINNING = 64  # bytes after the first eight, enough to recognize a web page
 METADATA = "__metadata__"
 GGUF = b"GGUF"
@@ -176,6 +178,68 @@ def _place(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
         facts = f"{entry['dtype']} {shape[:MOST_SIDES]} has bytes {begin} to {until}"
         raise refusal(path, f"is damaged: {name[:SHOWN_OF_NAME]!r} of {facts}", AGAIN)
     return begin, until, name
+
+
+def rewrite_tensors(
+    source: Path,
+    target: Path,
+    metadata: Mapping[str, str],
+    change: Mapping[str, Callable[[dict[str, Any], bytearray], None]],
+    hash_key: str,
+) -> str:
+    """Copy a safetensors file with other metadata, tensor by tensor; the functions in `change` alter the bytes of theirs.
+
+    Names, types, shapes and the order of the bytes stay. A function gets the tensor's header entry and its bytes, which it
+    changes in place. `hash_key` in the metadata is set to the hash of all bytes after the header, `0x` and SHA-256 in hex
+    (ModelSpec's form), which is returned. Memory is that of the largest changed tensor. Raises UsageError for a
+    damaged source, and OSError.
+    """
+    header = read_tensor_header(source)
+    entries = {name: entry for name, entry in header.items() if name != METADATA}
+    digest = hashlib.sha256()
+    placeholder = "0x" + "0" * 64
+    before = _header_bytes(entries, {**metadata, hash_key: placeholder})
+    with open(source, "rb") as read, open(target, "wb") as write:
+        read.seek(data_begins(source))
+        write.write(before)
+        for name in sorted(entries, key=lambda each: entries[each]["data_offsets"]):
+            left = entries[name]["data_offsets"][1] - entries[name]["data_offsets"][0]
+            if name in change:
+                content = bytearray(left)
+                if read.readinto(content) != left:
+                    raise refusal(source, "ended while it was read", AGAIN)
+                change[name](entries[name], content)
+                digest.update(content)
+                write.write(content)
+                continue
+            while left:
+                if not (part := read.read(min(left, COPIED_AT_ONCE))):
+                    raise refusal(source, "ended while it was read", AGAIN)
+                digest.update(part)
+                write.write(part)
+                left -= len(part)
+        found = f"0x{digest.hexdigest()}"
+        write.seek(0)
+        write.write(_header_bytes(entries, {**metadata, hash_key: found}))
+    return found
+
+
+def hash_of_tensors(path: Path) -> str:
+    """The hash of all bytes after a file's header, as `rewrite_tensors` writes it, read a part at a time. Raises OSError."""
+    digest = hashlib.sha256()
+    begin = data_begins(path)
+    with open(path, "rb") as file:
+        file.seek(begin)
+        while part := file.read(COPIED_AT_ONCE):
+            digest.update(part)
+    return f"0x{digest.hexdigest()}"
+
+
+def _header_bytes(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """The length and the JSON of a header, filled with spaces to a multiple of 8 bytes."""
+    text = json.dumps({METADATA: dict(metadata), **entries}, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def elements(header: dict[str, Any]) -> int:

@@ -299,6 +299,12 @@ def _is_read(name: str, taken: Collection[str]) -> bool:
     return not taken or name in taken or ".safetensors" not in name
 
 
+def files_of_part(folder: Path) -> list[Path]:
+    """The files that a part of a model is loaded from: its weights, and what lies beside them that is no other weights."""
+    taken = set(_complete_set(folder))
+    return [path for path in sorted(folder.iterdir()) if path.is_file() and _is_read(path.name, taken)]
+
+
 def fingerprint(folder: Path, *components: str) -> str:
     """A hash of the components: changes when weights, config or vocabulary change, whatever else lies beside them."""
     digest = hashlib.sha256()

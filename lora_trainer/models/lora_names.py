@@ -18,7 +18,7 @@ from lora_trainer.models.published import public_architecture, public_forms
 if TYPE_CHECKING:
     import torch
 
-    from lora_trainer.export.convert import Converted, Form
+    from lora_trainer.export.convert import Converted, Form, SourceFile
     from lora_trainer.export.inspection import Inspected
     from lora_trainer.export.weights import LoraWeights
 
@@ -74,21 +74,39 @@ def convert_lora(
 
     Raises UsageError for a file that is no LoRA, for content that the format cannot hold, and where `family` is needed.
     """
+    file = read_source(path, beside=to == "kohya")
+    names = names_for(path, file.weights, family, file.numbered)
+    return _written(file, target, to, names, dtype)
+
+
+def read_source(path: Path, *, beside: bool = True) -> SourceFile:
+    """A LoRA file of any program with the form that it is in, and the learned tokens that lie `beside` it. Raises UsageError."""
     from lora_trainer.core.tensorfile import read_tensor_header
-    from lora_trainer.export.convert import SourceFile, convert
+    from lora_trainer.export.convert import SourceFile
     from lora_trainer.export.earlier import earlier_of
 
-    weights = read_lora_with_tokens(path) if to == "kohya" else read_lora(path)
+    weights = read_lora_with_tokens(path) if beside else read_lora(path)
     keys = list(read_tensor_header(path))
     form: Form = "kohya" if any(key.endswith(KOHYA_DOWN) for key in keys) else "diffusers"
     earlier = earlier_of(weights.metadata)
     numbered = any(key.startswith(NUMBERED) for key in keys) or (earlier is not None and earlier.numbered)
-    names = _names_for(path, weights, family, numbered)
-    based = _with_base(weights, names.family)
-    return convert(SourceFile(based, form, numbered), target, to, names, all_names(), dtype=dtype)
+    return SourceFile(weights, form, numbered)
 
 
-def _names_for(path: Path, weights: LoraWeights, family: str | None, numbered: bool) -> Names:
+def write_source(file: SourceFile, target: Path, to: Form, *, family: str | None = None) -> Converted:
+    """Write weights in a format, with the header completed with the base model's names. Raises UsageError as `convert_lora`."""
+    return _written(file, target, to, names_for(target, file.weights, family, file.numbered), None)
+
+
+def _written(file: SourceFile, target: Path, to: Form, names: Names, dtype: torch.dtype | None) -> Converted:
+    from lora_trainer.export.convert import convert
+
+    based = replace(file, weights=_with_base(file.weights, names.family))
+    return convert(based, target, to, names, all_names(), dtype=dtype)
+
+
+def names_for(path: Path, weights: LoraWeights, family: str | None, numbered: bool) -> Names:
+    """The names of a LoRA's family, `path` for messages. Raises UsageError where neither the file nor the user names it."""
     if known := family or weights.family:
         return names_of(FAMILIES[known])
     components = {module.partition(".")[0] for module in weights.modules}

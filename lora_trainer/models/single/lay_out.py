@@ -26,7 +26,7 @@ from lora_trainer.models.folder import (
     tokenizer_of,
     weights_are_here,
 )
-from lora_trainer.models.places import laid_out_models, prune_laid_out, write_places
+from lora_trainer.models.places import Place, laid_out_models, prune_laid_out, write_places
 from lora_trainer.models.single.fitting import check_vae
 from lora_trainer.models.single.recognize import SingleFile, recognize
 from lora_trainer.models.single.stored import Part, Stored, refuse_not_read
@@ -93,6 +93,20 @@ def lacking_parts(base: Path | SingleFile) -> set[str]:
     family = detect_family(base)
     names = (*TEXTS.get(family, {}), *map(tokenizer_of, TEXTS.get(family, {})), *TOKENIZERS_ALONE.get(family, {}))
     return {part for part in names if not (base / part).is_dir()}
+
+
+def places_of_parts(checkpoint: SingleFile) -> dict[str, Mapping[str, Place]]:
+    """Where the weights of a checkpoint's denoiser lie, and those of the text encoders that it holds, by component.
+
+    Unlike for `lay_out`, parts may be lacking. Raises UsageError for tensors that no known model has.
+    """
+    texts = {
+        name: text_part(kind, stored).places
+        for name, (kind, prefix) in TEXTS[checkpoint.family].items()
+        if _is_usable(stored := checkpoint.part(prefix))
+    }
+    denoiser = "transformer" if checkpoint.family in TRANSFORMERS else "unet"
+    return {denoiser: _denoiser(checkpoint).places, **texts}
 
 
 def _is_usable(stored: Stored) -> bool:

@@ -1,0 +1,135 @@
+"""`average FILE FILE …` or `average RUN`: the mean of LoRAs, or of the states of one run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_trainer.cli.arguments import say
+from lora_trainer.cli.lora_output import MOST_RANK, add_output_arguments, number, report_made, target_of, written
+from lora_trainer.cli.merge import read_all, weights_of
+from lora_trainer.core.errors import DONE, Problem, UsageError
+from lora_trainer.core.findings import counted
+
+if TYPE_CHECKING:
+    from lora_trainer.lora_files.lora_inputs import Made, Target
+
+UPDATES, PARAMETERS = "updates", "parameters"
+EXAMPLES = (
+    "examples:\n  lora-trainer average a.safetensors b.safetensors --output mean.safetensors\n"
+    "  lora-trainer average runs/cat --steps 500..2000 --output cat-mean.safetensors\n"
+    "  lora-trainer average runs/cat --decay 0.8 --output cat-ema.safetensors\n\n"
+    "Files are averaged by their updates (exact; ranks add up unless --rank is set).\n"
+    "A run's checkpoints are averaged by their parameters, as EMA and SWA do; this is valid\n"
+    "for states of one run only: --of parameters does it for files.\n"
+)
+
+
+def add_average_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("inputs", nargs="+", metavar="FILE|RUN", help="LoRA files, or the folder of one run")
+    parser.add_argument(
+        "--weights", nargs="+", metavar="W", help="the weight of each file; they are divided by their sum"
+    )
+    parser.add_argument("--decay", metavar="D", help="weights of an EMA over the inputs, oldest first: D^age")
+    parser.add_argument("--steps", metavar="A..B", help="of a run: the checkpoints of these steps (default: all)")
+    text = "average the layers' updates (exact for any files) or the parameters (states of one run; the rank stays)"
+    parser.add_argument("--of", metavar=f"{UPDATES}|{PARAMETERS}", help=text)
+    parser.add_argument("--rank", metavar="N", help="of updates: the highest rank of a layer, by SVD")
+    add_output_arguments(parser)
+
+
+def average_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    """Write OUT and describe it. Raises UsageError with all problems before anything is written."""
+    problems, paths = list(unknown), [Path(each) for each in arguments.inputs]
+    is_run = any(path.is_dir() for path in paths)
+    rank = number(arguments, "rank", int, lambda value: 1 <= value <= MOST_RANK, problems)
+    decay = number(arguments, "decay", float, lambda value: 0.0 < value <= 1.0, problems)
+    _contradictions(arguments, paths, is_run, problems)
+    target = target_of(arguments, paths, problems)
+    if is_run:
+        return _run(arguments, paths[0], decay, target, problems)
+    weights = _weights(arguments.weights, decay, len(paths), problems)
+    inputs = read_all(paths, problems)
+
+    def write() -> Made:
+        from lora_trainer.lora_files.combining import average_of_parameters, combine
+        from lora_trainer.lora_files.lora_inputs import common_header, origin_of, write_made
+        from lora_trainer.lora_files.low_rank import Keep
+
+        loras = [each.weights for each in inputs]
+        if arguments.of == PARAMETERS:
+            combined = average_of_parameters([path.name for path in paths], loras, weights)
+        else:
+            combined = combine(loras, weights, None if rank is None else Keep(rank=rank))
+        details = {"weights": weights, "of": arguments.of or UPDATES, "rank": rank}
+        header = common_header(inputs) | origin_of("average", inputs, **details)
+        return write_made(combined, inputs[0].file, header, target)
+
+    made = written(target.path, write)
+    report_made(made, arguments.json, table=rank is not None, of=arguments.of or UPDATES, weights=weights)
+    _say(made, arguments.of or UPDATES, counted(len(paths), "file"))
+    return DONE
+
+
+def _contradictions(
+    arguments: argparse.Namespace, paths: Sequence[Path], is_run: bool, problems: list[Problem]
+) -> None:
+    if arguments.of not in (None, UPDATES, PARAMETERS):
+        problems.append(Problem(f"--of {arguments.of} is not known.", f"One of: {UPDATES}, {PARAMETERS}."))
+    if is_run and len(paths) > 1:
+        problems.append(Problem("A run is averaged by itself.", "Name one run's folder, or LoRA files alone."))
+    elif not is_run and len(paths) < 2:
+        problems.append(Problem("One file has no average.", "Name two or more files, or a run's folder."))
+    if is_run and arguments.of == UPDATES:
+        problems.append(Problem("A run's checkpoints are averaged by their parameters.", "Remove --of."))
+    if is_run and arguments.weights is not None:
+        problems.append(Problem("--weights is for files.", "Use --decay for a run's checkpoints."))
+    if not is_run and arguments.steps is not None:
+        problems.append(Problem("--steps is for a run's folder.", "Name the files, without --steps."))
+    if arguments.weights is not None and arguments.decay is not None:
+        problems.append(Problem("--weights and --decay exclude each other.", "Remove one of them."))
+    if arguments.rank is not None and (is_run or arguments.of == PARAMETERS):
+        problems.append(Problem("--rank does not apply: an average of parameters keeps the rank.", "Remove --rank."))
+
+
+def _weights(texts: list[str] | None, decay: float | None, count: int, problems: list[Problem]) -> list[float]:
+    """The weight of each file, which sum to 1. Adds problems."""
+    if decay is not None:
+        from lora_trainer.lora_files.averaging import ema_weights
+
+        return ema_weights(count, decay)
+    found = weights_of(texts, count, problems)
+    if not problems and sum(found) <= 0:
+        problems.append(Problem(f"--weights sum to {sum(found):g}.", "Give weights with a sum above 0."))
+    return [weight / sum(found) for weight in found] if sum(found) > 0 else found
+
+
+def _run(
+    arguments: argparse.Namespace, named: Path, decay: float | None, target: Target, problems: list[Problem]
+) -> int:
+    from lora_trainer.core.errors import gathering
+    from lora_trainer.lora_files.averaging import ema_weights, parse_steps
+    from lora_trainer.lora_files.lora_inputs import origin_of, write_made
+    from lora_trainer.run.average_run import average_run
+
+    steps: tuple[int, int | None] = (0, None)
+    if arguments.steps is not None:
+        with gathering(problems):
+            steps = parse_steps(arguments.steps)
+    if problems:
+        raise UsageError(problems)
+    found = average_run(named, steps, lambda count: ema_weights(count, decay or 1.0))
+    details = {"run": named.resolve().name, "steps": list(found.steps), "decay": decay, "of": PARAMETERS}
+    header = {**found.like.weights.metadata, "ss_steps": str(max(found.steps)), **origin_of("average", [], **details)}
+    made = written(target.path, lambda: write_made(found.combined, found.like, header, target))
+    report_made(made, arguments.json, table=False, of=PARAMETERS, steps=list(found.steps))
+    _say(made, PARAMETERS, f"{counted(len(found.steps), 'checkpoint')} (steps {', '.join(map(str, found.steps))})")
+    return DONE
+
+
+def _say(made: Made, what: str, of: str) -> None:
+    kind = "valid for states of one run" if what == PARAMETERS else "exact for any files"
+    rank = max(layer.rank for layer in made.layers)
+    say(f"average of the {what} ({kind}) of {of}: rank {rank}, largest error {made.worst.error:.1e}")

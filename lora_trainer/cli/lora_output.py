@@ -1,0 +1,157 @@
+"""What the tools for LoRA files share: their output's arguments and checks, the table of layers, and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lora_trainer.cli.arguments import say
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import printable_lines
+from lora_trainer.core.io import finite
+
+if TYPE_CHECKING:
+    from lora_trainer.lora_files.lora_inputs import Made, Target
+    from lora_trainer.lora_files.low_rank import Keep, Layer
+
+FORMS, DTYPES = ("kohya", "diffusers"), ("fp16", "bf16", "fp32")
+KEEP_FLAGS = ("rank", "energy", "frobenius", "ratio")
+MOST_RANK = 4096
+NAME = 58  # columns of a layer's name in the table
+
+T = TypeVar("T")
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a command that writes one LoRA file."""
+    parser.add_argument("--output", metavar="OUT", required=True, help="the file to write, ending in .safetensors")
+    parser.add_argument("--to", metavar="|".join(FORMS), help="the format to write (default: the first file's)")
+    parser.add_argument("--dtype", metavar="|".join(DTYPES), help="type of the weights (default: the first file's)")
+    parser.add_argument("--family", metavar="FAMILY", help="model family, if the files do not say it")
+    parser.add_argument("--overwrite", action="store_true", help="overwrite OUT")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout, with a row for each layer")
+
+
+def add_keep_arguments(parser: argparse.ArgumentParser) -> None:
+    """The limits of `lora_files.low_rank.Keep`."""
+    parser.add_argument("--rank", metavar="N", help="the highest rank of a layer")
+    parser.add_argument("--energy", metavar="SHARE", help="keep this share of the sum of squared singular values")
+    parser.add_argument("--frobenius", metavar="SHARE", help="keep this share of each update's Frobenius norm")
+    parser.add_argument("--ratio", metavar="R", help="keep singular values of at least the largest / R")
+
+
+def number(
+    arguments: argparse.Namespace,
+    flag: str,
+    kind: Callable[[str], T],
+    fits: Callable[[T], bool],
+    problems: list[Problem],
+) -> T | None:
+    """The value of a flag; None where it is not set, or where a problem was added."""
+    text = getattr(arguments, flag.replace("-", "_"))
+    if text is None:
+        return None
+    words = {"rank": f"a whole number from 1 to {MOST_RANK}", "ratio": "a number of at least 1"}
+    try:
+        value = kind(text)
+        if fits(value):
+            return value
+    except ValueError:
+        pass
+    problems.append(Problem(f"--{flag} is {text}; it must be {words.get(flag, 'a number over 0 and at most 1')}."))
+    return None
+
+
+def keep_of(arguments: argparse.Namespace, problems: list[Problem]) -> Keep | None:
+    """What `--rank` and the other limits say; None where none is set. Adds problems."""
+    from lora_trainer.lora_files.low_rank import Keep
+
+    def is_share(value: float) -> bool:
+        return 0.0 < value <= 1.0
+
+    rank = number(arguments, "rank", int, lambda value: 1 <= value <= MOST_RANK, problems)
+    energy = number(arguments, "energy", float, is_share, problems)
+    frobenius = number(arguments, "frobenius", float, is_share, problems)
+    ratio = number(arguments, "ratio", float, lambda value: 1.0 <= value < float("inf"), problems)
+    keep = Keep(rank, energy, frobenius, ratio)
+    return None if keep == Keep() else keep
+
+
+def target_of(arguments: argparse.Namespace, inputs: Sequence[Path], problems: list[Problem]) -> Target:
+    """The file to write. Adds problems of the arguments, among them an OUT that exists or is an input."""
+    import torch
+
+    from lora_trainer.lora_files.lora_inputs import Target
+    from lora_trainer.models import FAMILIES
+
+    for flag, known in (("to", FORMS), ("dtype", DTYPES), ("family", tuple(FAMILIES))):
+        value = getattr(arguments, flag)
+        if value is not None and value not in known:
+            problems.append(Problem(f"--{flag} {value} is not known.", f"One of: {', '.join(known)}."))
+    path = Path(arguments.output)
+    problems += output_problems(path, inputs, overwrite=arguments.overwrite)
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    return Target(path, arguments.to, dtypes.get(arguments.dtype or ""), arguments.family)
+
+
+def output_problems(path: Path, inputs: Sequence[Path], *, overwrite: bool) -> list[Problem]:
+    """Why a LoRA or a checkpoint cannot be written there."""
+    if path.suffix != ".safetensors" or path.is_dir():
+        return [Problem(f"{path} does not name a .safetensors file.", "Programs need this ending.")]
+    if path.exists() and any(each.exists() and path.samefile(each) for each in inputs):
+        return [Problem(f"{path} is an input of this command, which is never overwritten.", "Name another file.")]
+    tokens = list(path.parent.glob(f"{glob.escape(path.stem)}.embedding-*.safetensors"))
+    if not overwrite and (path.exists() or tokens):
+        return [Problem(f"{path} exists already.", "Name another file, or add --overwrite.")]
+    return []
+
+
+def written(target: Path, write: Callable[[], T]) -> T:
+    """The result of `write`. Raises UsageError where the disk refuses."""
+    try:
+        return write()
+    except OSError as error:
+        message = f"{target} was not written: {error.strerror or error}."
+        raise UsageError(Problem(message, "Nothing was kept.")) from error
+
+
+def report_made(made: Made, as_json: bool, *, table: bool = True, **more: Any) -> None:
+    """Print the table of layers and notes on stderr and the files on stdout, or all as one JSON document."""
+    if as_json:
+        document = {
+            "files": [str(path) for path in made.paths],
+            **more,
+            "layers": [
+                {
+                    "name": each.name,
+                    "rank_before": each.rank_before,
+                    "rank": each.rank,
+                    "kept": each.kept,
+                    "error": each.error,
+                }
+                for each in made.layers
+            ],
+            "notes": list(made.notes),
+        }
+        print(json.dumps(finite(document), indent=2, ensure_ascii=False, allow_nan=False))
+        return
+    for line in _table(made.layers) if table else ():
+        print(printable_lines(line), file=sys.stderr)
+    for note in made.notes:
+        say(f"note: {note}")
+    for path in made.paths:
+        print(printable_lines(str(path)))
+
+
+def _table(layers: Sequence[Layer]) -> list[str]:
+    """A row for each layer: ranks, the share of the norm that was kept, and the error."""
+    rows = [f"{'layer':<{NAME}} {'rank':>11} {'kept':>7} {'error':>8}"]
+    for each in layers:
+        ranks = f"{each.rank_before} -> {each.rank}"
+        rows.append(f"{each.name[-NAME:]:<{NAME}} {ranks:>11} {each.kept:>7.2%} {each.error:>8.1e}")
+    return rows

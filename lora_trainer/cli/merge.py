@@ -1,0 +1,132 @@
+"""`merge A B …`: one LoRA of several with weights, or a base model with LoRAs merged in."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_trainer.cli.arguments import say
+from lora_trainer.cli.lora_output import (
+    add_keep_arguments,
+    add_output_arguments,
+    keep_of,
+    output_problems,
+    report_made,
+    target_of,
+    written,
+)
+from lora_trainer.core.errors import DONE, Problem, UsageError
+from lora_trainer.core.findings import counted
+
+if TYPE_CHECKING:
+    from lora_trainer.lora_files.lora_inputs import LoraInput, Made, Target
+    from lora_trainer.lora_files.low_rank import Keep
+
+EXAMPLES = (
+    "examples:\n  lora-trainer merge cat.safetensors style.safetensors --weights 1 0.6 --output both.safetensors\n"
+    "  lora-trainer merge cat.safetensors style.safetensors --rank 32 --output both.safetensors\n"
+    "  lora-trainer merge cat.safetensors --into sd15.safetensors --output sd15-cat.safetensors\n\n"
+    "Without --rank, --energy, --frobenius or --ratio the merge is exact and the ranks add up;\n"
+    "with one of them each layer gets the best lower rank (SVD).\n"
+)
+
+
+def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("loras", nargs="+", metavar="FILE", help="LoRA files of any program, for one family of models")
+    parser.add_argument("--weights", nargs="+", metavar="W", help="the weight of each file (default: 1)")
+    add_keep_arguments(parser)
+    text = "merge into this base model: a .safetensors checkpoint, or a diffusers folder; OUT has its layout and types"
+    parser.add_argument("--into", metavar="BASE", help=text)
+    add_output_arguments(parser)
+
+
+def merge_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    """Write OUT and describe it. Raises UsageError with all problems before anything is written."""
+    problems, paths = list(unknown), [Path(each) for each in arguments.loras]
+    weights = weights_of(arguments.weights, len(paths), problems)
+    keep = keep_of(arguments, problems)
+    if arguments.into is not None:
+        return _into(arguments, paths, weights, keep is not None, problems)
+    target = target_of(arguments, paths, problems)
+    inputs = read_all(paths, problems)
+    made = written(target.path, lambda: _merge(inputs, weights, keep, target))
+    largest = f"largest error {made.worst.error:.1e} of an update ({made.worst.name})"
+    say(f"{counted(len(paths), 'LoRA')} merged, {counted(len(made.layers), 'module')}: {largest}")
+    report_made(made, arguments.json, table=keep is not None, weights=weights)
+    return DONE
+
+
+def weights_of(texts: list[str] | None, count: int, problems: list[Problem]) -> list[float]:
+    """The weight of each file, 1 where none are set. Adds problems."""
+    if texts is None:
+        return [1.0] * count
+    found = []
+    for text in texts:
+        try:
+            found.append(float(text))
+        except ValueError:
+            problems.append(Problem(f"--weights {text} is no number.", "For example --weights 1 0.6."))
+    if len(texts) != count:
+        message = f"--weights has {counted(len(texts), 'weight')} for {counted(count, 'file')}."
+        problems.append(Problem(message, "Give one for each file, in their order."))
+    elif len(found) == count and (not all(map(math.isfinite, found)) or not any(found)):
+        problems.append(
+            Problem(f"--weights {' '.join(texts)} merge nothing.", "Give finite weights that are not all 0.")
+        )
+    return found
+
+
+def read_all(paths: list[Path], problems: list[Problem]) -> list[LoraInput]:
+    """The LoRA files. Raises UsageError with their problems and those of the arguments."""
+    from lora_trainer.core.errors import gathering
+    from lora_trainer.lora_files.lora_inputs import read_inputs
+
+    inputs: list[LoraInput] = []
+    with gathering(problems):
+        inputs = read_inputs(paths)
+    if problems:
+        raise UsageError(problems)
+    return inputs
+
+
+def _merge(inputs: list[LoraInput], weights: list[float], keep: Keep | None, target: Target) -> Made:
+    from lora_trainer.lora_files.combining import combine
+    from lora_trainer.lora_files.lora_inputs import MERGED_FROM, common_header, origin_of, trigger_words, write_made
+
+    combined = combine([each.weights for each in inputs], weights, keep)
+    header = {
+        **common_header(inputs),
+        **trigger_words(inputs),
+        MERGED_FROM: ", ".join(each.path.name for each in inputs),
+        **origin_of("merge", inputs, weights=weights),
+    }
+    return write_made(combined, inputs[0].file, header, target)
+
+
+def _into(
+    arguments: argparse.Namespace, paths: list[Path], weights: list[float], has_rank: bool, problems: list[Problem]
+) -> int:
+    from lora_trainer.lora_files.into_base import merge_into
+
+    base, target = Path(arguments.into), Path(arguments.output)
+    problems += [
+        Problem(f"--{flag} does not apply with --into: OUT is as the base model is.", f"Remove --{flag}.")
+        for flag in ("to", "dtype", "family")
+        if getattr(arguments, flag) is not None
+    ]
+    if has_rank:
+        problems.append(
+            Problem("Ranks do not apply with --into: a base model has none.", "Remove --rank and the like.")
+        )
+    if not base.is_dir():
+        problems += output_problems(target, [base, *paths], overwrite=arguments.overwrite)
+    elif target.exists():
+        problems.append(Problem(f"{target} exists already, and a folder is never overwritten.", "Name another folder."))
+    inputs = read_all(paths, problems)
+    made = written(target, lambda: merge_into(base, inputs, weights, target))
+    rounding = f"rounding to its types changes a layer's update by {made.worst.error:.1e} at most ({made.worst.name})"
+    say(f"{counted(len(paths), 'LoRA')} merged into {base.name}, {counted(len(made.layers), 'layer')}: {rounding}")
+    report_made(made, arguments.json, table=False, weights=weights)
+    return DONE

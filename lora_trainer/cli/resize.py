@@ -1,0 +1,70 @@
+"""`resize IN`: the best LoRA of lower ranks, layer by layer, by SVD."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_trainer.cli.arguments import say
+from lora_trainer.cli.lora_output import (
+    add_keep_arguments,
+    add_output_arguments,
+    keep_of,
+    report_made,
+    target_of,
+    written,
+)
+from lora_trainer.cli.merge import read_all
+from lora_trainer.core.errors import DONE, Problem
+
+if TYPE_CHECKING:
+    from lora_trainer.lora_files.lora_inputs import LoraInput, Made, Target
+    from lora_trainer.lora_files.low_rank import Keep
+
+EXAMPLES = (
+    "examples:\n  lora-trainer resize cat.safetensors --rank 8 --output cat-8.safetensors\n"
+    "  lora-trainer resize cat.safetensors --frobenius 0.95 --rank 32 --output cat-small.safetensors\n\n"
+    "Each layer gets the lowest rank that satisfies every limit; the format stays that of IN.\n"
+)
+
+
+def add_resize_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("lora", metavar="IN", help="a LoRA file of any program")
+    add_keep_arguments(parser)
+    add_output_arguments(parser)
+
+
+def resize_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    """Write OUT and print what each layer kept. Raises UsageError with all problems before anything is written."""
+    problems, path = list(unknown), Path(arguments.lora)
+    wrong = len(problems)
+    keep = keep_of(arguments, problems)
+    if keep is None and len(problems) == wrong:
+        problems.append(Problem("resize needs a limit.", "Add --rank, --energy, --frobenius or --ratio."))
+    target = target_of(arguments, [path], problems)
+    (source,) = read_all([path], problems)
+    assert keep is not None
+    highest = max((pair.rank for pair in source.weights.modules.values()), default=0)
+    made = written(target.path, lambda: _resize(source, keep, target))
+    size = made.paths[0].stat().st_size / path.stat().st_size
+    report_made(made, arguments.json)
+    lowest, most = (pick(layer.rank for layer in made.layers) for pick in (min, max))
+    ranks = f"{most}" if lowest == most else f"{lowest} to {most}"
+    say(
+        f"rank {highest} -> {ranks}, {size:.0%} of the file's size; largest error {made.worst.error:.1%} ({made.worst.name})"
+    )
+    return DONE
+
+
+def _resize(source: LoraInput, keep: Keep, target: Target) -> Made:
+    from dataclasses import asdict
+
+    from lora_trainer.lora_files.combining import combine
+    from lora_trainer.lora_files.lora_inputs import common_header, origin_of, with_comment, write_made
+
+    combined = combine([source.weights], [1.0], keep)
+    limits = {key: value for key, value in asdict(keep).items() if value is not None}
+    words = ", ".join(f"{key} {value:g}" for key, value in limits.items())
+    header = with_comment(common_header([source]), f"resized to {words}") | origin_of("resize", [source], **limits)
+    return write_made(combined, source.file, header, target)

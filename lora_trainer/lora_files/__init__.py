@@ -1,0 +1,1 @@
+"""Tools for LoRA files of any program: merge, resize, extract, average."""

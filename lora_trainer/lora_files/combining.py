@@ -1,0 +1,149 @@
+"""Sums, averages and lower ranks of LoRAs, layer by layer, and what each layer lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
+from lora_trainer.export.convert import relative_difference
+from lora_trainer.export.reading import some
+from lora_trainer.export.weights import AdapterWeights, LoraPair, LoraWeights
+from lora_trainer.lora_files.low_rank import Keep, Layer, compressed, factored, joined, scaled, sharing
+
+
+@dataclass(frozen=True)
+class Combined:
+    """The result of a tool. `exact` are the updates before any rounding, by module, where they have the form of pairs."""
+
+    weights: LoraWeights
+    layers: tuple[Layer, ...]
+    exact: Mapping[str, LoraPair]
+
+
+def combine(loras: Sequence[LoraWeights], weights: Sequence[float], keep: Keep | None = None) -> Combined:
+    """The sum of LoRAs times their weights, in fp32: exact with added ranks, or with what `keep` says by SVD.
+
+    Each module's update is the sum of the files' updates of it (not of their halves, which would not add up).
+    """
+    parts: dict[str, list[LoraPair]] = {}
+    for lora, weight in zip(loras, weights, strict=True):
+        for name, pair in scaled(lora.modules, weight).items() if weight else ():
+            parts.setdefault(name, []).append(pair)
+    exact = {name: joined(pairs) for name, pairs in parts.items()}
+    tokens = {word: tensor for lora in loras for word, tensor in lora.embeddings.items()}
+    whole = LoraWeights(exact, embeddings=tokens, family=next((lora.family for lora in loras if lora.family), None))
+    if keep is None:
+        return Combined(whole, tuple(Layer(name, pair.rank, pair.rank) for name, pair in exact.items()), exact)
+    fewer, layers = dict[str, LoraPair](), dict[str, Layer]()
+    for group in sharing(exact):
+        pairs = {name: exact[name] for name in group}
+        rank = exact[group[0]].rank
+        if keep == Keep(rank=keep.rank) and rank <= (keep.rank or rank):
+            found, row = pairs, Layer(group[0], rank, rank)
+        else:
+            found, row = compressed(pairs, keep)
+        fewer |= found
+        layers |= {name: replace(row, name=name) for name in group}
+    modules = {name: fewer[name] for name in exact}
+    return Combined(replace(whole, modules=modules), tuple(layers[name] for name in exact), exact)
+
+
+def average_of_parameters(names: Sequence[str], loras: Sequence[LoraWeights], weights: Sequence[float]) -> Combined:
+    """The average of the halves of several states of one LoRA, as an EMA or SWA of the training would be.
+
+    The product of averages is no average of products: between LoRAs that were trained apart it means nothing. `names` are
+    those of the files. Raises UsageError, all problems at once, for LoRAs that are no states of one.
+    """
+    first = loras[0]
+    problems = []
+    for name, lora in zip(names[1:], loras[1:], strict=True):
+        both = set(first.modules) & set(lora.modules)
+        if others := sorted(set(first.modules) ^ set(lora.modules)):
+            message = f"{name} and {names[0]} have different layers ({some(others)})."
+            problems.append(Problem(message, "Average updates (--of updates), or name states of one run."))
+        if unlike := [each for each in sorted(both) if not _alike(first.modules[each], lora.modules[each])]:
+            message = f"{name} and {names[0]} have different ranks or alphas in {counted(len(unlike), 'layer')} ({some(unlike)})."
+            problems.append(Problem(message, "Average updates (--of updates), or name states of one run."))
+    if problems:
+        raise UsageError(problems)
+    shares = [weight / sum(weights) for weight in weights]
+
+    def mean(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+        return sum(
+            (each.double() * share for each, share in zip(tensors, shares, strict=True)), torch.tensor(0.0)
+        ).float()
+
+    modules = {
+        name: LoraPair(
+            mean(lora.modules[name].down for lora in loras), mean(lora.modules[name].up for lora in loras), pair.alpha
+        )
+        for name, pair in first.modules.items()
+    }
+    tokens = {
+        word: mean(lora.embeddings[word] for lora in loras)
+        for word in first.embeddings
+        if all(word in lora.embeddings for lora in loras)
+    }
+    layers = tuple(Layer(name, pair.rank, pair.rank) for name, pair in modules.items())
+    return Combined(LoraWeights(modules, embeddings=tokens, family=first.family), layers, modules)
+
+
+def _alike(one: LoraPair, other: LoraPair) -> bool:
+    return one.alpha == other.alpha and one.down.shape == other.down.shape and one.up.shape == other.up.shape
+
+
+def to_lora(weights: AdapterWeights, rank: int) -> Combined:
+    """Updates of any kind as low-rank pairs of at most `rank`, each the best one in the Frobenius norm.
+
+    A LoRA's own pairs are decomposed without forming their updates, others by the whole change of their layer.
+    """
+    pairs = {name: update for name, update in weights.modules.items() if isinstance(update, LoraPair)}
+    plain = LoraWeights(pairs, embeddings=weights.embeddings, family=weights.family)
+    done = combine([plain], [1.0], Keep(rank=rank))
+    modules, layers = dict(done.weights.modules), {layer.name: layer for layer in done.layers}
+    for name, update in weights.modules.items():
+        if name not in pairs:
+            modules[name], kept, error = factored(update.delta(), Keep(rank=rank), rank)
+            layers[name] = Layer(name, min(_sides(update.weight_shape)), modules[name].rank, kept, error)
+    ordered = {name: modules[name] for name in weights.modules}
+    return Combined(replace(done.weights, modules=ordered), tuple(layers[name] for name in weights.modules), done.exact)
+
+
+def _sides(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a layer's weight as a matrix."""
+    columns = 1
+    for side in shape[1:]:
+        columns *= side
+    return shape[0], columns
+
+
+def stored(combined: Combined, dtype: torch.dtype, *, one_alpha: bool) -> Combined:
+    """The result as a file stores it, with each layer's error measured between that and the exact update, as a share of it.
+
+    With `one_alpha` all modules of a component get one alpha, the highest rank: diffusers reads kohya's form of a U-Net so.
+    Raises UsageError for numbers that the type cannot hold.
+    """
+    most: Counter[str] = Counter()
+    for name, pair in combined.weights.modules.items():
+        component = name.partition(".")[0]
+        most[component] = max(most[component], pair.rank)
+    modules, layers = dict[str, LoraPair](), []
+    for layer in combined.layers:
+        pair = combined.weights.modules[layer.name]
+        alpha = float(most[layer.name.partition(".")[0]]) if one_alpha else pair.alpha
+        up = pair.up if alpha == pair.alpha else pair.up * (pair.alpha / alpha)
+        modules[layer.name] = LoraPair(pair.down.to(dtype), up.to(dtype), alpha)
+        if layer.name in combined.exact:
+            error = relative_difference(combined.exact[layer.name], modules[layer.name])
+            layer = replace(layer, error=error)
+        layers.append(layer)
+    weights = replace(combined.weights, modules=modules)
+    if bad := weights.not_finite():
+        message = f"{counted(len(bad), 'module')} of the result would not be finite in {str(dtype).removeprefix('torch.')} ({some(bad)})."
+        raise UsageError(Problem(message, "Add --dtype bf16 or fp32, or use smaller weights."))
+    return replace(combined, weights=weights, layers=tuple(layers))

@@ -1,0 +1,188 @@
+"""The LoRA files that a tool reads, whichever program wrote them, and the file that it writes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_trainer.core.errors import Problem, UsageError, gathering
+from lora_trainer.core.findings import counted
+from lora_trainer.core.io import sha256_file
+from lora_trainer.export.convert import Form, SourceFile
+from lora_trainer.export.earlier import EARLIER
+from lora_trainer.export.reading import some, values
+from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.lora_files.combining import Combined, stored
+from lora_trainer.lora_files.low_rank import Layer
+from lora_trainer.models.lora_names import names_for, read_source, write_source
+
+ORIGIN = "lora_trainer.origin"  # header: the command that made a file, and the files that it read
+MERGED_FROM, COMMENT = "modelspec.merged_from", "ss_training_comment"
+BASE_VERSION = ("ss_base_model_version", "ss_v2")
+TRIGGER = "modelspec.trigger_phrase"
+
+
+@dataclass(frozen=True)
+class LoraInput:
+    """A LoRA file that was read."""
+
+    path: Path
+    file: SourceFile
+
+    @property
+    def weights(self) -> LoraWeights:
+        return self.file.weights
+
+
+@dataclass(frozen=True)
+class Target:
+    """The file to write. `to` and `dtype` are those of the first input where they are None; `family` is the user's."""
+
+    path: Path
+    to: Form | None = None
+    dtype: torch.dtype | None = None
+    family: str | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a tool wrote: the files, each layer's row, and notes."""
+
+    paths: tuple[Path, ...]
+    layers: tuple[Layer, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def worst(self) -> Layer:
+        """The layer with the largest error."""
+        return max(self.layers, key=lambda layer: layer.error)
+
+
+def read_inputs(paths: Sequence[Path]) -> list[LoraInput]:
+    """The LoRA files. Raises UsageError with all problems of all files: damage, other kinds, NaN, two families, other shapes."""
+    problems: list[Problem] = []
+    found: list[LoraInput] = []
+    for path in paths:
+        with gathering(problems):
+            found.append(LoraInput(path, read_source(path)))
+    for each in found:
+        problems += values(each.path.name, each.weights)
+        others = [name for name, update in each.weights.modules.items() if not isinstance(update, LoraPair)]
+        if others:
+            message = f"{each.path.name} has {counted(len(others), 'layer')} that no low-rank pair describes ({some(others)})."
+            fix = "Write it as a LoRA first: lora-trainer convert IN OUT --to lora --rank N."
+            problems.append(Problem(message, fix))
+    problems += [] if problems else differences(found)
+    if problems:
+        raise UsageError(problems)
+    return found
+
+
+def differences(inputs: Sequence[LoraInput]) -> list[Problem]:
+    """Why files cannot be combined: they are for two families, or have layers of other sizes, or the same learned token."""
+    by_family: dict[str, list[str]] = {}
+    for each in inputs:
+        if each.weights.family:
+            by_family.setdefault(each.weights.family, []).append(each.path.name)
+    if len(by_family) > 1:
+        listed = "; ".join(f"{some(files)}: {family}" for family, files in by_family.items())
+        message = f"The files are for {len(by_family)} families of models ({listed})."
+        return [Problem(message, "Combine files of one family: a layer of one is none of the other.")]
+    problems, shapes, tokens = [], dict[str, tuple[Path, tuple[int, ...]]](), dict[str, tuple[Path, torch.Tensor]]()
+    for each in inputs:
+        unlike = [
+            name
+            for name, pair in each.weights.modules.items()
+            if shapes.setdefault(name, (each.path, pair.weight_shape))[1] != pair.weight_shape
+        ]
+        if unlike:
+            path, shape = shapes[unlike[0]]
+            ours = each.weights.modules[unlike[0]].weight_shape
+            message = (
+                f"{each.path.name} has {counted(len(unlike), 'layer')} of other sizes than {path.name}: "
+                f"{unlike[0]} is {list(ours)} and {list(shape)}."
+            )
+            problems.append(Problem(message, "Combine files for one base model."))
+        for word, tensor in each.weights.embeddings.items():
+            path, other = tokens.setdefault(word, (each.path, tensor))
+            if path != each.path and not torch.equal(tensor, other):
+                message = f"{each.path.name} and {path.name} have the learned token {word.partition('.')[0]} with other values."
+                problems.append(Problem(message, "Rename it in one of them, or leave it out."))
+    return problems
+
+
+def common_header(inputs: Sequence[LoraInput]) -> dict[str, str]:
+    """The header entries that all files share; of one file, all of them."""
+    first, *others = (each.weights.metadata for each in inputs)
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+
+
+def origin_of(command: str, inputs: Sequence[LoraInput], **details: Any) -> dict[str, str]:
+    """The header entry that says how a file was made: names and hashes of the files, without their folders."""
+    files = [{"name": each.path.name, "sha256": sha256_file(each.path)} for each in inputs]
+    document = {"command": command, "files": files, **{key: each for key, each in details.items() if each is not None}}
+    return {ORIGIN: json.dumps(document, sort_keys=True)}
+
+
+def write_made(combined: Combined, like: SourceFile, header: Mapping[str, str], target: Target) -> Made:
+    """Write a tool's result as a LoRA file, in the format and type of `like` unless the target has others.
+
+    `header` are the entries to carry on; rank, alpha, name and hashes are those of the new file. Raises UsageError, and
+    writes nothing, for what the format cannot hold.
+    """
+    to = target.to or like.form
+    header = {key: value for key, value in header.items() if key != EARLIER}
+    weights = combined.weights
+    names = names_for(target.path, weights, target.family, like.numbered)
+    ready = stored(combined, target.dtype or usual_dtype(like.weights), one_alpha=to == "kohya" and not names.layout)
+    file = SourceFile(replace(ready.weights, metadata=dict(header)), to, like.numbered)
+    named = bool(set(header) & set(BASE_VERSION)) or weights.family is not None or target.family is not None
+    if named:  # A1111 takes any header that does not name its base model for one of SD1
+        file = replace(file, weights=replace(file.weights, metadata=_described(header, ready, target.path)))
+    written = write_source(file, target.path, to, family=target.family)
+    return Made(written.paths, ready.layers, written.notes)
+
+
+def _described(header: Mapping[str, str], made: Combined, path: Path) -> dict[str, str]:
+    pairs = made.weights.modules
+    denoiser = [pair for name, pair in pairs.items() if not name.startswith("text_encoder")] or list(pairs.values())
+    most: Any = Counter((pair.rank, pair.alpha) for pair in denoiser).most_common(1)
+    rank, alpha = most[0][0] if most else (0, 0.0)
+    return {
+        "ss_network_module": "networks.lora",
+        **header,
+        "ss_network_dim": str(rank),
+        "ss_network_alpha": str(alpha),
+        "ss_output_name": path.stem,
+        "modelspec.title": path.stem,
+    }
+
+
+def usual_dtype(weights: LoraWeights) -> torch.dtype:
+    """The type that most of a file's pairs are stored in; fp16 for one that is not written any more (float64)."""
+    kinds = Counter(pair.up.dtype for pair in weights.modules.values()).most_common(1)
+    dtype = kinds[0][0] if kinds else torch.float16
+    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def with_comment(header: Mapping[str, str], text: str) -> dict[str, str]:
+    """The header with a sentence before the training comment, which people read."""
+    earlier = header.get(COMMENT, "")
+    return {**header, COMMENT: f"{text}; {earlier}" if earlier and earlier != "None" else text}
+
+
+def trigger_words(inputs: Sequence[LoraInput]) -> dict[str, str]:
+    """The trigger words of all files as one entry."""
+    words = [
+        word.strip()
+        for each in inputs
+        for word in each.weights.metadata.get(TRIGGER, "").split(",")
+        if word.strip() and word.strip() != "None"
+    ]
+    return {TRIGGER: ", ".join(dict.fromkeys(words))} if words else {}

@@ -1,0 +1,59 @@
+"""The LoRA of an average over a run's checkpoints, with the header of the run's own LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.io import read_json
+from lora_trainer.export.convert import SourceFile
+from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.lora_files.averaging import average_of_checkpoints, checkpoints_in
+from lora_trainer.lora_files.combining import Combined
+from lora_trainer.lora_files.low_rank import Layer
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.lora_names import read_source
+from lora_trainer.run.inputs import read_model
+from lora_trainer.run.reading import lora_of
+from lora_trainer.run.release import lora_weights
+from lora_trainer.training.checkpoints.checkpoint import step_of
+
+
+@dataclass(frozen=True)
+class RunAverage:
+    """The average, the run's own LoRA file where it has one (else the form to write), and the steps."""
+
+    combined: Combined
+    like: SourceFile
+    steps: tuple[int, ...]
+
+
+def average_run(named: Path, steps: tuple[int, int | None], weights_of: Callable[[int], Sequence[float]]) -> RunAverage:
+    """Average the trained weights of a run's checkpoints; `weights_of` returns the weights of n states, oldest first.
+
+    `named` is the run's folder or its `checkpoints`. Raises UsageError for what is no run, or has too few checkpoints.
+    """
+    folder = named.parent if named.name == "checkpoints" and (named.parent / "run.json").is_file() else named
+    record = folder / "run.json"
+    try:
+        config = Config.model_validate(read_json(record)["config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        message = f"{named} is no run: {record.name} cannot be read there ({type(error).__name__})."
+        raise UsageError(Problem(message, "Name a run's folder, or LoRA files.")) from None
+    paths = checkpoints_in(folder, *steps)
+    exported = lora_of(folder)
+    own = read_source(exported) if exported.is_file() else None
+    family = FAMILIES[own.weights.family] if own is not None and own.weights.family else read_model(config)[0]
+    averaged = average_of_checkpoints(paths, weights_of(len(paths)))
+    made = lora_weights(config, family, averaged)
+    pairs = {name: update for name, update in made.modules.items() if isinstance(update, LoraPair)}
+    if len(pairs) < len(made.modules):
+        message = f"{folder} trained lora.type={config.lora.type}, whose averages are not written yet."
+        raise UsageError(Problem(message, "Train with train.ema_decay, or average runs of lora.type=lora."))
+    weights = LoraWeights(pairs, embeddings=made.embeddings, family=family.name)
+    layers = tuple(Layer(name, pair.rank, pair.rank) for name, pair in pairs.items())
+    like = own or SourceFile(replace(weights, modules={}), "kohya")
+    return RunAverage(Combined(weights, layers, pairs), like, tuple(step_of(path) for path in paths))
