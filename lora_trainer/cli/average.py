@@ -121,7 +121,7 @@ def _run(
     if problems:
         raise UsageError(problems)
     found = average_run(named, steps, lambda count: ema_weights(count, decay or 1.0))
-    details = {"run": named.resolve().name, "steps": list(found.steps), "decay": decay, "of": PARAMETERS}
+    details = {"run": found.name, "steps": list(found.steps), "decay": decay, "of": PARAMETERS}
     header = {**found.like.weights.metadata, "ss_steps": str(max(found.steps)), **origin_of("average", [], **details)}
     made = written(target.path, lambda: write_made(found.combined, found.like, header, target))
     report_made(made, arguments.json, table=False, of=PARAMETERS, steps=list(found.steps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.cli.arguments import say
@@ -31,6 +32,8 @@ def add_extract_arguments(parser: argparse.ArgumentParser) -> None:
 
 def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     """Write OUT and print what each layer kept. Raises UsageError with all problems before anything is written."""
+    import torch
+
     from lora_trainer.export.convert import SourceFile
     from lora_trainer.export.weights import LoraWeights
     from lora_trainer.lora_files.extraction import extract
@@ -49,12 +52,9 @@ def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     limits = {"rank": rank, "frobenius": share, "clamp_quantile": clamp, "base": base.name, "tuned": tuned.name}
     header = {**origin_of("extract", [], **limits), MERGED_FROM: f"{tuned.name} - {base.name}"}
     like = SourceFile(LoraWeights({}, family=found.family), "kohya")
-    if target.dtype is None:
-        import torch
-
-        target = type(target)(target.path, target.to, torch.float16, target.family)
+    target = replace(target, dtype=target.dtype or torch.float16)
     made = written(target.path, lambda: write_made(found.combined, like, header, target))
-    made = type(made)(made.paths, made.layers, (*found.notes, *made.notes))
+    made = replace(made, notes=(*found.notes, *made.notes))
     report_made(made, arguments.json, components=list(found.components), unchanged=found.unchanged)
     say(
         f"{counted(len(made.layers), 'layer')} of {', '.join(found.components)}; {found.unchanged} without a difference"

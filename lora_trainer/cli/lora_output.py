@@ -96,7 +96,7 @@ def target_of(arguments: argparse.Namespace, inputs: Sequence[Path], problems: l
     path = Path(arguments.output)
     problems += output_problems(path, inputs, overwrite=arguments.overwrite)
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-    return Target(path, arguments.to, dtypes.get(arguments.dtype or ""), arguments.family)
+    return Target(path, inputs[0], arguments.to, dtypes.get(arguments.dtype or ""), arguments.family)
 
 
 def output_problems(path: Path, inputs: Sequence[Path], *, overwrite: bool) -> list[Problem]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, read_checkpoint, step_of
 
 STEPS = re.compile(r"(\d*)\.\.(\d*)")
@@ -42,7 +43,7 @@ def checkpoints_in(folder: Path, first: int = 0, last: int | None = None) -> lis
     found = [path for path in every if first <= step_of(path) and (last is None or step_of(path) <= last)]
     if len(found) < 2:
         steps = ", ".join(str(step_of(path)) for path in every) or "none"
-        message = f"{place} holds {len(found)} checkpoints to average (all steps: {steps})."
+        message = f"{place} holds {counted(len(found), 'checkpoint')} to average (all steps: {steps})."
         raise UsageError(Problem(message, "Keep more with checkpoint.keep_last, or widen --steps."))
     return found
 

@@ -42,9 +42,11 @@ class LoraInput:
 
 @dataclass(frozen=True)
 class Target:
-    """The file to write. `to` and `dtype` are those of the first input where they are None; `family` is the user's."""
+    """The file to write. `to` and `dtype` are those of the first input, `named` in messages, where they are None; `family`
+    is the user's."""
 
     path: Path
+    named: Path
     to: Form | None = None
     dtype: torch.dtype | None = None
     family: str | None = None
@@ -139,7 +141,7 @@ def write_made(combined: Combined, like: SourceFile, header: Mapping[str, str], 
     to = target.to or like.form
     header = {key: value for key, value in header.items() if key != EARLIER}
     weights = combined.weights
-    names = names_for(target.path, weights, target.family, like.numbered)
+    names = names_for(target.named, weights, target.family, like.numbered)
     ready = stored(combined, target.dtype or usual_dtype(like.weights), one_alpha=to == "kohya" and not names.layout)
     file = SourceFile(replace(ready.weights, metadata=dict(header)), to, like.numbered)
     named = bool(set(header) & set(BASE_VERSION)) or weights.family is not None or target.family is not None

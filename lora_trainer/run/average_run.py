@@ -26,6 +26,7 @@ from lora_trainer.training.checkpoints.checkpoint import step_of
 class RunAverage:
     """The average, the run's own LoRA file where it has one (else the form to write), and the steps."""
 
+    name: str
     combined: Combined
     like: SourceFile
     steps: tuple[int, ...]
@@ -56,4 +57,5 @@ def average_run(named: Path, steps: tuple[int, int | None], weights_of: Callable
     weights = LoraWeights(pairs, embeddings=made.embeddings, family=family.name)
     layers = tuple(Layer(name, pair.rank, pair.rank) for name, pair in pairs.items())
     like = own or SourceFile(replace(weights, modules={}), "kohya")
-    return RunAverage(Combined(weights, layers, pairs), like, tuple(step_of(path) for path in paths))
+    name = folder.resolve().name
+    return RunAverage(name, Combined(weights, layers, pairs), like, tuple(step_of(path) for path in paths))

@@ -29,7 +29,7 @@ CHANGED = {
     "sd15": ("attn1.to_q", "attn2.to_v", "proj_in", "conv1", "conv_shortcut", "downsamplers.0.conv", "q_proj", "fc1"),
     "sdxl": ("attn1.to_k", "to_out.0", "proj_out", "conv2", "time_emb_proj", "add_embedding.linear_1", "v_proj", "fc2"),
     "flux": ("to_q", "to_v", "add_k_proj", "proj_mlp", "proj_out", "norm1.linear", "norm_out.linear", "k_proj"),
-    "sd3": ("to_k", "add_q_proj", "to_add_out", "norm_out.linear", "norm1_context.linear", "fc1"),
+    "sd3": ("to_k", "add_q_proj", "to_add_out", "norm_out.linear", "norm1_context.linear", "q_proj"),
 }
 
 
@@ -94,7 +94,7 @@ def test_a_merged_base_is_what_diffusers_fuses_and_gives_the_lora_back(family, t
     assert main([*command, str(base), "--output", str(merged)]) == 0, capsys.readouterr().err
     assert main([*command, str(tmp_path / "base"), "--output", str(tmp_path / "merged")]) == 0, capsys.readouterr().err
     pipeline.load_lora_weights(str(diffusers.parent), weight_name=diffusers.name)
-    pipeline.fuse_lora(lora_scale=WEIGHT)
+    pipeline.fuse_lora(components=sorted({name.partition(".")[0] for name in lora.modules}), lora_scale=WEIGHT)
     pipeline.unload_lora_weights()
     found = load_file(merged)
     assert same(found, checkpoint_of(pipeline, family), before) > 5
@@ -126,7 +126,9 @@ def test_a_base_keeps_its_types_and_rounding_is_reported(dtype, tmp_path, capsys
     pipeline = pipeline_of("sd15", tmp_path)
     whole = checkpoint_of(pipeline, "sd15")
     unet = "model.diffusion_model."
-    tensors = {name: each.to(dtype) if name.startswith(unet) and each.ndim > 1 else each for name, each in whole.items()}
+    tensors = {
+        name: each.to(dtype) if name.startswith(unet) and each.ndim > 1 else each for name, each in whole.items()
+    }
     base, merged = write(tensors, tmp_path / "base.safetensors"), tmp_path / "merged.safetensors"
     lora = random_lora(pipeline, "sd15", size=0.01)
     kohya, _ = written_lora(tmp_path, lora, "sd15")
@@ -135,7 +137,10 @@ def test_a_base_keeps_its_types_and_rounding_is_reported(dtype, tmp_path, capsys
     errors = {row["name"]: row["error"] for row in document["layers"]}
     assert errors.keys() == lora.modules.keys()
     assert all(found[name].dtype == each.dtype for name, each in tensors.items())
-    name, key = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q", f"{unet}input_blocks.1.1.transformer_blocks.0.attn1.to_q.weight"
+    name, key = (
+        "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q",
+        f"{unet}input_blocks.1.1.transformer_blocks.0.attn1.to_q.weight",
+    )
     change = lora.modules[name].delta()
     exact = tensors[key].float() + change
     assert torch.equal(found[key], exact.to(dtype))
@@ -183,7 +188,9 @@ def test_extraction_names_what_a_lora_cannot_hold_and_refuses_equal_models(tmp_p
     assert row["error"] == pytest.approx(float(values[8:].norm() / values.norm()), rel=1e-3)
     assert any("unet.conv_norm_out.weight" in note for note in document["notes"])
     assert load_file(out)[next(iter(load_file(out)))].dtype in (torch.float16, torch.float32)
-    assert {each.dtype for name, each in load_file(out).items() if "lora_" in name.rpartition(".lora_")[1]} == {torch.float16}
+    assert {each.dtype for name, each in load_file(out).items() if "lora_" in name.rpartition(".lora_")[1]} == {
+        torch.float16
+    }
     assert metadata_of(out)["ss_base_model_version"].startswith("sd_v1")
     assert main([*command, "--overwrite", "--clamp-quantile", "0.9"]) == 0
     clamped = json.loads(capsys.readouterr().out)["layers"][0]
@@ -210,7 +217,14 @@ def test_the_memory_of_a_merge_does_not_grow_with_the_base(tmp_path):
     )
     peaks = []
     for base in (small, tmp_path / "large.safetensors"):
-        command = ["merge", str(kohya), "--into", str(base), "--output", str(tmp_path / f"{base.stem}-merged.safetensors")]
+        command = [
+            "merge",
+            str(kohya),
+            "--into",
+            str(base),
+            "--output",
+            str(tmp_path / f"{base.stem}-merged.safetensors"),
+        ]
         done = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout.split()[-1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -225,4 +226,4 @@ def test_an_average_of_parameters_is_that_of_the_halves_and_one_of_updates_that_
 def test_ema_weights_fall_by_the_decay_and_sum_to_one(count, decay):
     weights = ema_weights(count, decay)
     assert sum(weights) == pytest.approx(1.0)
-    assert all(older == pytest.approx(newer * decay) for older, newer in zip(weights, weights[1:], strict=False))
+    assert all(older == pytest.approx(newer * decay) for older, newer in pairwise(weights))

@@ -1,0 +1,64 @@
+"""`average RUN`: the mean of the trained weights of a run's checkpoints, as a LoRA file with the run's header."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors import safe_open
+
+from lora_trainer.cli.main import main
+from lora_trainer.models.lora_names import read_lora
+from lora_trainer.training.checkpoints.checkpoint import read_checkpoint
+from tests.recipes.recipe import Bench
+
+
+def test_a_runs_checkpoints_are_averaged(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them, some by an EMA, and one that is damaged; the text encoder's LoRA as well."""
+    settings: dict[str, object] = {
+        "checkpoint__every_n_steps": 1,
+        "checkpoint__keep_last": 10,
+        "checkpoint__export_weights": "last",
+        "text_encoder__learning_rates": "[0.001]",
+        "gates__lora_check": "off",
+    }
+    assert bench.run("run", steps=4, **settings) == 0
+    folder, out = bench.folder("run"), bench.output / "mean.safetensors"
+    capsys.readouterr()
+    command = ["average", str(folder / "checkpoints"), "--output", str(out), "--dtype", "fp32"]
+    assert main([*command, "--steps", "2..", "--decay", "0.5", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["of"], document["steps"]) == ("parameters", [2, 3, 4])
+    states = [read_checkpoint(folder / "checkpoints" / f"step-{step:06d}").adapter for step in (2, 3, 4)]
+    exported, found = read_lora(folder / "run.safetensors"), read_lora(out)
+    assert found.modules.keys() == exported.modules.keys()
+    for name, pair in found.modules.items():
+        component, _, rest = name.partition(".")
+        keys = [
+            key
+            for key in states[0]
+            if rest.removeprefix("text_model.") in key and ("text" in key) == (component != "unet")
+        ]
+        up, down = (next(key for key in keys if f".{half}." in key) for half in ("lora_B", "lora_A"))
+        mean = {key: (states[0][key] + 2 * states[1][key] + 4 * states[2][key]) / 7 for key in (up, down)}
+        scale = exported.modules[name].delta().norm() / (states[2][up].flatten(1) @ states[2][down].flatten(1)).norm()
+        exact = (mean[up].flatten(1) @ mean[down].flatten(1) * scale).reshape(pair.delta().shape)
+        assert float((pair.delta() - exact).norm() / exact.norm()) < 2e-3, name  # the exported file is fp16
+        assert pair.rank == exported.modules[name].rank
+    with safe_open(out, framework="numpy") as file:
+        header = file.metadata()
+    assert header["ss_steps"] == "4"
+    assert header["ss_base_model_version"] == exported.metadata["ss_base_model_version"]
+    assert json.loads(header["lora_trainer.origin"]) == {
+        **{"command": "average", "files": [], "run": "run", "decay": 0.5},
+        **{"of": "parameters", "steps": [2, 3, 4]},
+    }
+    assert main([*command, "--overwrite"]) == 0
+    assert "of 4 checkpoints (steps 1, 2, 3, 4)" in " ".join(capsys.readouterr().err.split())
+    assert main([*command, "--overwrite", "--steps", "4.."]) == 2
+    assert "holds 1 checkpoint" in capsys.readouterr().err
+    damaged = folder / "checkpoints" / "step-000003" / "adapter.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    assert main([*command, "--overwrite"]) == 2
+    assert "step-000003 is damaged" in " ".join(capsys.readouterr().err.split())
+    assert read_lora(out).modules  # of the command before
