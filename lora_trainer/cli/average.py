@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from lora_trainer.cli.arguments import say
 from lora_trainer.cli.lora_output import MOST_RANK, add_output_arguments, number, report_made, target_of, written
-from lora_trainer.cli.merge import read_all, weights_of
+from lora_trainer.cli.merge_files import read_all, weights_of
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import counted
 
 if TYPE_CHECKING:
-    from lora_trainer.lora_files.lora_inputs import Made, Target
+    from lora_trainer.lora_files.lora_inputs import LoraTarget, Made
 
 UPDATES, PARAMETERS = "updates", "parameters"
 EXAMPLES = (
@@ -56,13 +56,13 @@ def average_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     def write() -> Made:
         from lora_trainer.lora_files.combining import average_of_parameters, combine
         from lora_trainer.lora_files.lora_inputs import common_header, origin_of, write_made
-        from lora_trainer.lora_files.low_rank import Keep
+        from lora_trainer.lora_files.low_rank import RankLimits
 
         loras = [each.weights for each in inputs]
         if arguments.of == PARAMETERS:
             combined = average_of_parameters([path.name for path in paths], loras, weights)
         else:
-            combined = combine(loras, weights, None if rank is None else Keep(rank=rank))
+            combined = combine(loras, weights, None if rank is None else RankLimits(rank=rank))
         details = {"weights": weights, "of": arguments.of or UPDATES, "rank": rank}
         header = common_header(inputs) | origin_of("average", inputs, **details)
         return write_made(combined, inputs[0].file, header, target)
@@ -107,7 +107,7 @@ def _weights(texts: list[str] | None, decay: float | None, count: int, problems:
 
 
 def _run(
-    arguments: argparse.Namespace, named: Path, decay: float | None, target: Target, problems: list[Problem]
+    arguments: argparse.Namespace, named: Path, decay: float | None, target: LoraTarget, problems: list[Problem]
 ) -> int:
     from lora_trainer.core.errors import gathering
     from lora_trainer.lora_files.averaging import ema_weights, parse_steps

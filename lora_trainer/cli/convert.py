@@ -74,7 +74,7 @@ def _as_lora(source: Path, target: Path, rank: int, arguments: argparse.Namespac
 
     from lora_trainer.export.reading import values
     from lora_trainer.lora_files.combining import to_lora
-    from lora_trainer.lora_files.lora_inputs import LoraInput, Target, origin_of, with_comment, write_made
+    from lora_trainer.lora_files.lora_inputs import LoraInput, LoraTarget, origin_of, with_comment, write_made
     from lora_trainer.models.lora_names import read_source
 
     file = read_source(source)
@@ -84,7 +84,7 @@ def _as_lora(source: Path, target: Path, rank: int, arguments: argparse.Namespac
     combined = to_lora(file.weights, rank)
     header = with_comment(file.weights.metadata, f"converted to a LoRA of rank {rank}")
     header |= origin_of("convert", [LoraInput(source, file)], rank=rank)
-    place = Target(target, source, None, dtype, arguments.family)
+    place = LoraTarget(target, source, None, dtype, arguments.family)
     made = written(target, lambda: write_made(combined, file, header, place))
     lost = f"{made.worst.error:.2%} of the update is lost in the layer that loses most ({made.worst.name})"
     say(f"{len(made.layers)} modules as a LoRA of rank {rank} or less: {lost}")

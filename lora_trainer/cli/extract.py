@@ -38,7 +38,7 @@ def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     from lora_trainer.export.weights import LoraWeights
     from lora_trainer.lora_files.extraction import extract
     from lora_trainer.lora_files.lora_inputs import MERGED_FROM, origin_of, write_made
-    from lora_trainer.lora_files.low_rank import Keep
+    from lora_trainer.lora_files.low_rank import RankLimits
 
     problems, base, tuned = list(unknown), Path(arguments.base), Path(arguments.tuned)
     rank = number(arguments, "rank", int, lambda value: 1 <= value <= MOST_RANK, problems)
@@ -48,7 +48,7 @@ def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     if problems:
         raise UsageError(problems)
     assert rank is not None
-    found = extract(base, tuned, Keep(rank, frobenius=share), rank, clamp)
+    found = extract(base, tuned, RankLimits(rank, frobenius=share), rank, clamp)
     limits = {"rank": rank, "frobenius": share, "clamp_quantile": clamp, "base": base.name, "tuned": tuned.name}
     header = {**origin_of("extract", [], **limits), MERGED_FROM: f"{tuned.name} - {base.name}"}
     like = SourceFile(LoraWeights({}, family=found.family), "kohya")

@@ -16,8 +16,8 @@ from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.io import finite
 
 if TYPE_CHECKING:
-    from lora_trainer.lora_files.lora_inputs import Made, Target
-    from lora_trainer.lora_files.low_rank import Keep, Layer
+    from lora_trainer.lora_files.lora_inputs import LoraTarget, Made
+    from lora_trainer.lora_files.low_rank import LayerRow, RankLimits
 
 FORMS, DTYPES = ("kohya", "diffusers"), ("fp16", "bf16", "fp32")
 KEEP_FLAGS = ("rank", "energy", "frobenius", "ratio")
@@ -38,7 +38,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_keep_arguments(parser: argparse.ArgumentParser) -> None:
-    """The limits of `lora_files.low_rank.Keep`."""
+    """The limits of `lora_files.low_rank.RankLimits`."""
     parser.add_argument("--rank", metavar="N", help="the highest rank of a layer")
     parser.add_argument("--energy", metavar="SHARE", help="keep this share of the sum of squared singular values")
     parser.add_argument("--frobenius", metavar="SHARE", help="keep this share of each update's Frobenius norm")
@@ -67,9 +67,9 @@ def number(
     return None
 
 
-def keep_of(arguments: argparse.Namespace, problems: list[Problem]) -> Keep | None:
+def keep_of(arguments: argparse.Namespace, problems: list[Problem]) -> RankLimits | None:
     """What `--rank` and the other limits say; None where none is set. Adds problems."""
-    from lora_trainer.lora_files.low_rank import Keep
+    from lora_trainer.lora_files.low_rank import RankLimits
 
     def is_share(value: float) -> bool:
         return 0.0 < value <= 1.0
@@ -78,15 +78,15 @@ def keep_of(arguments: argparse.Namespace, problems: list[Problem]) -> Keep | No
     energy = number(arguments, "energy", float, is_share, problems)
     frobenius = number(arguments, "frobenius", float, is_share, problems)
     ratio = number(arguments, "ratio", float, lambda value: 1.0 <= value < float("inf"), problems)
-    keep = Keep(rank, energy, frobenius, ratio)
-    return None if keep == Keep() else keep
+    keep = RankLimits(rank, energy, frobenius, ratio)
+    return None if keep == RankLimits() else keep
 
 
-def target_of(arguments: argparse.Namespace, inputs: Sequence[Path], problems: list[Problem]) -> Target:
+def target_of(arguments: argparse.Namespace, inputs: Sequence[Path], problems: list[Problem]) -> LoraTarget:
     """The file to write. Adds problems of the arguments, among them an OUT that exists or is an input."""
     import torch
 
-    from lora_trainer.lora_files.lora_inputs import Target
+    from lora_trainer.lora_files.lora_inputs import LoraTarget
     from lora_trainer.models import FAMILIES
 
     for flag, known in (("to", FORMS), ("dtype", DTYPES), ("family", tuple(FAMILIES))):
@@ -96,7 +96,7 @@ def target_of(arguments: argparse.Namespace, inputs: Sequence[Path], problems: l
     path = Path(arguments.output)
     problems += output_problems(path, inputs, overwrite=arguments.overwrite)
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-    return Target(path, inputs[0], arguments.to, dtypes.get(arguments.dtype or ""), arguments.family)
+    return LoraTarget(path, inputs[0], arguments.to, dtypes.get(arguments.dtype or ""), arguments.family)
 
 
 def output_problems(path: Path, inputs: Sequence[Path], *, overwrite: bool) -> list[Problem]:
@@ -148,7 +148,7 @@ def report_made(made: Made, as_json: bool, *, table: bool = True, **more: Any) -
         print(printable_lines(str(path)))
 
 
-def _table(layers: Sequence[Layer]) -> list[str]:
+def _table(layers: Sequence[LayerRow]) -> list[str]:
     """A row for each layer: ranks, the share of the norm that was kept, and the error."""
     rows = [f"{'layer':<{NAME}} {'rank':>11} {'kept':>7} {'error':>8}"]
     for each in layers:

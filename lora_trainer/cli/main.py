@@ -48,8 +48,8 @@ from lora_trainer.cli.imports import EXAMPLES as IMPORT_EXAMPLES
 from lora_trainer.cli.imports import add_import_arguments, import_command
 from lora_trainer.cli.inspect import EXAMPLES as INSPECT_EXAMPLES
 from lora_trainer.cli.inspect import add_inspect_arguments, inspect_command
-from lora_trainer.cli.merge import EXAMPLES as MERGE_EXAMPLES
-from lora_trainer.cli.merge import add_merge_arguments, merge_command
+from lora_trainer.cli.merge_files import EXAMPLES as MERGE_EXAMPLES
+from lora_trainer.cli.merge_files import add_merge_arguments, merge_command
 from lora_trainer.cli.metrics import EXAMPLES as METRICS_EXAMPLES
 from lora_trainer.cli.metrics import add_metrics_arguments, metrics_command
 from lora_trainer.cli.plan import EXAMPLES as PLAN_EXAMPLES

@@ -15,12 +15,12 @@ from lora_trainer.cli.lora_output import (
     target_of,
     written,
 )
-from lora_trainer.cli.merge import read_all
+from lora_trainer.cli.merge_files import read_all
 from lora_trainer.core.errors import DONE, Problem
 
 if TYPE_CHECKING:
-    from lora_trainer.lora_files.lora_inputs import LoraInput, Made, Target
-    from lora_trainer.lora_files.low_rank import Keep
+    from lora_trainer.lora_files.lora_inputs import LoraInput, LoraTarget, Made
+    from lora_trainer.lora_files.low_rank import RankLimits
 
 EXAMPLES = (
     "examples:\n  lora-trainer resize cat.safetensors --rank 8 --output cat-8.safetensors\n"
@@ -57,7 +57,7 @@ def resize_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
     return DONE
 
 
-def _resize(source: LoraInput, keep: Keep, target: Target) -> Made:
+def _resize(source: LoraInput, keep: RankLimits, target: LoraTarget) -> Made:
     from dataclasses import asdict
 
     from lora_trainer.lora_files.combining import combine

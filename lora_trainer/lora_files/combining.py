@@ -13,7 +13,7 @@ from lora_trainer.core.findings import counted
 from lora_trainer.export.convert import relative_difference
 from lora_trainer.export.reading import some
 from lora_trainer.export.weights import AdapterWeights, LoraPair, LoraWeights
-from lora_trainer.lora_files.low_rank import Keep, Layer, compressed, factored, joined, scaled, sharing
+from lora_trainer.lora_files.low_rank import LayerRow, RankLimits, compressed, factored, joined, scaled, sharing
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Combined:
     """The result of a tool. `exact` are the updates before any rounding, by module, where they have the form of pairs."""
 
     weights: LoraWeights
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerRow, ...]
     exact: Mapping[str, LoraPair]
 
 
-def combine(loras: Sequence[LoraWeights], weights: Sequence[float], keep: Keep | None = None) -> Combined:
+def combine(loras: Sequence[LoraWeights], weights: Sequence[float], keep: RankLimits | None = None) -> Combined:
     """The sum of LoRAs times their weights, in fp32: exact with added ranks, or with what `keep` says by SVD.
 
     Each module's update is the sum of the files' updates of it (not of their halves, which would not add up).
@@ -38,13 +38,13 @@ def combine(loras: Sequence[LoraWeights], weights: Sequence[float], keep: Keep |
     tokens = {word: tensor for lora in loras for word, tensor in lora.embeddings.items()}
     whole = LoraWeights(exact, embeddings=tokens, family=next((lora.family for lora in loras if lora.family), None))
     if keep is None:
-        return Combined(whole, tuple(Layer(name, pair.rank, pair.rank) for name, pair in exact.items()), exact)
-    fewer, layers = dict[str, LoraPair](), dict[str, Layer]()
+        return Combined(whole, tuple(LayerRow(name, pair.rank, pair.rank) for name, pair in exact.items()), exact)
+    fewer, layers = dict[str, LoraPair](), dict[str, LayerRow]()
     for group in sharing(exact):
         pairs = {name: exact[name] for name in group}
         rank = exact[group[0]].rank
-        if keep == Keep(rank=keep.rank) and rank <= (keep.rank or rank):
-            found, row = pairs, Layer(group[0], rank, rank)
+        if keep == RankLimits(rank=keep.rank) and rank <= (keep.rank or rank):
+            found, row = pairs, LayerRow(group[0], rank, rank)
         else:
             found, row = compressed(pairs, keep)
         fewer |= found
@@ -89,7 +89,7 @@ def average_of_parameters(names: Sequence[str], loras: Sequence[LoraWeights], we
         for word in first.embeddings
         if all(word in lora.embeddings for lora in loras)
     }
-    layers = tuple(Layer(name, pair.rank, pair.rank) for name, pair in modules.items())
+    layers = tuple(LayerRow(name, pair.rank, pair.rank) for name, pair in modules.items())
     return Combined(LoraWeights(modules, embeddings=tokens, family=first.family), layers, modules)
 
 
@@ -104,12 +104,12 @@ def to_lora(weights: AdapterWeights, rank: int) -> Combined:
     """
     pairs = {name: update for name, update in weights.modules.items() if isinstance(update, LoraPair)}
     plain = LoraWeights(pairs, embeddings=weights.embeddings, family=weights.family)
-    done = combine([plain], [1.0], Keep(rank=rank))
+    done = combine([plain], [1.0], RankLimits(rank=rank))
     modules, layers = dict(done.weights.modules), {layer.name: layer for layer in done.layers}
     for name, update in weights.modules.items():
         if name not in pairs:
-            modules[name], kept, error = factored(update.delta(), Keep(rank=rank), rank)
-            layers[name] = Layer(name, min(_sides(update.weight_shape)), modules[name].rank, kept, error)
+            modules[name], kept, error = factored(update.delta(), RankLimits(rank=rank), rank)
+            layers[name] = LayerRow(name, min(_sides(update.weight_shape)), modules[name].rank, kept, error)
     ordered = {name: modules[name] for name in weights.modules}
     return Combined(replace(done.weights, modules=ordered), tuple(layers[name] for name in weights.modules), done.exact)
 

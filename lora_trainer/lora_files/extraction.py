@@ -16,7 +16,7 @@ from lora_trainer.export.reading import some
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.lora_files.base_layers import BaseLayers, read_base
 from lora_trainer.lora_files.combining import Combined
-from lora_trainer.lora_files.low_rank import Keep, Layer, factored
+from lora_trainer.lora_files.low_rank import LayerRow, RankLimits, factored
 from lora_trainer.models.places import Place
 from lora_trainer.models.quantization.stored_forms import WeightReader
 
@@ -34,7 +34,7 @@ class Difference:
     notes: tuple[str, ...]
 
 
-def extract(base: Path, tuned: Path, keep: Keep, most: int, clamp_quantile: float | None = None) -> Difference:
+def extract(base: Path, tuned: Path, keep: RankLimits, most: int, clamp_quantile: float | None = None) -> Difference:
     """The LoRA of tuned - base, of at most rank `most` in each layer; layers without a difference are left out.
 
     Parts that only one of them holds are not compared. Memory holds one layer of both. Raises UsageError for models of two
@@ -50,7 +50,7 @@ def extract(base: Path, tuned: Path, keep: Keep, most: int, clamp_quantile: floa
     one, other = found
     if problems := list(_unlike(one, other)):
         raise UsageError(problems)
-    modules, layers = dict[str, LoraPair](), list[Layer]()
+    modules, layers = dict[str, LoraPair](), list[LayerRow]()
     size = unchanged = 0
     lost = whole = 0.0
     for name, change in _changes(one.weights, other.weights, one.shapes):
@@ -62,7 +62,7 @@ def extract(base: Path, tuned: Path, keep: Keep, most: int, clamp_quantile: floa
             unchanged += 1
             continue
         modules[name], kept, error = factored(change, keep, most, clamp_quantile)
-        layers.append(Layer(name, min(change.flatten(1).shape), modules[name].rank, kept, error))
+        layers.append(LayerRow(name, min(change.flatten(1).shape), modules[name].rank, kept, error))
         whole, lost = whole + norm**2, lost + (error * norm) ** 2
     rest = _rest(one, other)
     if not modules:

@@ -27,7 +27,7 @@ from lora_trainer.export.tensor_file import DTYPES
 from lora_trainer.export.weights import LayerUpdate
 from lora_trainer.lora_files.base_layers import BaseLayers, misfits_of, read_base, refuse_unwritable
 from lora_trainer.lora_files.lora_inputs import MERGED_FROM, ORIGIN, LoraInput, Made
-from lora_trainer.lora_files.low_rank import Layer
+from lora_trainer.lora_files.low_rank import LayerRow
 from lora_trainer.models.folder import files_of_part
 from lora_trainer.models.places import Place
 
@@ -43,7 +43,7 @@ class Merging:
     """The LoRAs and what was measured: of each changed layer the rounding error, as a share of its change."""
 
     changes: Mapping[str, Sequence[tuple[float, LayerUpdate]]]  # by module, with the weight of each
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[LayerRow] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
     def change(self, modules: Mapping[str, Place]) -> Callable[[dict[str, Any], bytearray], None]:
@@ -77,7 +77,7 @@ class Merging:
                 part.copy_(exact)
                 missed += float((part.to(wide) - exact).double().square().sum())
         rank = sum(getattr(update, "rank", 0) for _, update in self.changes[name])
-        self.layers.append(Layer(name, rank, rank, 1.0, math.sqrt(missed) / size if size else 0.0))
+        self.layers.append(LayerRow(name, rank, rank, 1.0, math.sqrt(missed) / size if size else 0.0))
 
     def _sum(self, name: str, dtype: torch.dtype) -> Tensor:
         """The change of a module's weight by all LoRAs."""
@@ -193,7 +193,7 @@ def _refuse_full_disk(base: Path, target: Path) -> None:
 
 def _notes(base: BaseLayers, merging: Merging, inputs: Sequence[LoraInput]) -> Iterator[str]:
     if any(each.weights.embeddings for each in inputs):
-        yield "learned tokens are not merged: a base model has no place for them. Keep their files."
+        yield "learned tokens are not merged: a base model has no place for them. RankLimits their files."
     coarse = [layer for layer in merging.layers if layer.error > COARSE]
     if coarse:
         worst = max(coarse, key=lambda layer: layer.error)

@@ -19,7 +19,7 @@ from lora_trainer.export.earlier import EARLIER
 from lora_trainer.export.reading import some, values
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.lora_files.combining import Combined, stored
-from lora_trainer.lora_files.low_rank import Layer
+from lora_trainer.lora_files.low_rank import LayerRow
 from lora_trainer.models.lora_names import names_for, read_source, write_source
 
 ORIGIN = "lora_trainer.origin"  # header: the command that made a file, and the files that it read
@@ -41,7 +41,7 @@ class LoraInput:
 
 
 @dataclass(frozen=True)
-class Target:
+class LoraTarget:
     """The file to write. `to` and `dtype` are those of the first input, `named` in messages, where they are None; `family`
     is the user's."""
 
@@ -57,11 +57,11 @@ class Made:
     """What a tool wrote: the files, each layer's row, and notes."""
 
     paths: tuple[Path, ...]
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerRow, ...]
     notes: tuple[str, ...] = ()
 
     @property
-    def worst(self) -> Layer:
+    def worst(self) -> LayerRow:
         """The layer with the largest error."""
         return max(self.layers, key=lambda layer: layer.error)
 
@@ -132,7 +132,7 @@ def origin_of(command: str, inputs: Sequence[LoraInput], **details: Any) -> dict
     return {ORIGIN: json.dumps(document, sort_keys=True)}
 
 
-def write_made(combined: Combined, like: SourceFile, header: Mapping[str, str], target: Target) -> Made:
+def write_made(combined: Combined, like: SourceFile, header: Mapping[str, str], target: LoraTarget) -> Made:
     """Write a tool's result as a LoRA file, in the format and type of `like` unless the target has others.
 
     `header` are the entries to carry on; rank, alpha, name and hashes are those of the new file. Raises UsageError, and

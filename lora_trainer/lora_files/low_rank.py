@@ -23,7 +23,7 @@ SEED = 0  # of its draws, so that the same files give the same LoRA
 
 
 @dataclass(frozen=True)
-class Keep:
+class RankLimits:
     """Which singular directions of a layer stay: the fewest that satisfy every limit that is set, at least one.
 
     `rank` is the most. `energy` is the share of the sum of squares of the singular values, `frobenius` the share of its
@@ -52,7 +52,7 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerRow:
     """What became of one layer: its ranks, the share of its norm that was kept, and the error as a share of the norm."""
 
     name: str
@@ -71,7 +71,7 @@ def sharing(modules: Mapping[str, LoraPair]) -> list[list[str]]:
     for name, pair in modules.items():
         content = pair.down.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         key = f"{name.partition('.')[0]} {pair.down.dtype} {list(pair.down.shape)}"
-        groups.setdefault((key, hashlib.sha256(memoryview(content)).digest()), []).append(name)
+        groups.setdefault((key, hashlib.sha256(content.tobytes()).digest()), []).append(name)
     return list(groups.values())
 
 
@@ -107,7 +107,7 @@ def joined(pairs: Sequence[LoraPair]) -> LoraPair:
     return LoraPair(down, up, float(len(down)))
 
 
-def compressed(pairs: Mapping[str, LoraPair], keep: Keep) -> tuple[dict[str, LoraPair], Layer]:
+def compressed(pairs: Mapping[str, LoraPair], keep: RankLimits) -> tuple[dict[str, LoraPair], LayerRow]:
     """The best pairs of a lower rank of modules that share their down projection, which they keep sharing.
 
     The module names' first stands for the group in the returned row. Computed in float64.
@@ -122,7 +122,7 @@ def compressed(pairs: Mapping[str, LoraPair], keep: Keep) -> tuple[dict[str, Lor
     found = dict(zip(pairs, _split(up, new_down, values[:rank], [len(each) for each in rows], first), strict=True))
     total = float(values.square().sum())
     lost = float(values[rank:].square().sum()) / total if total else 0.0
-    return found, Layer(next(iter(pairs)), first.rank, rank, math.sqrt(max(0.0, 1.0 - lost)), math.sqrt(lost))
+    return found, LayerRow(next(iter(pairs)), first.rank, rank, math.sqrt(max(0.0, 1.0 - lost)), math.sqrt(lost))
 
 
 def _split(up: Tensor, down: Tensor, values: Tensor, rows: Iterable[int], like: LoraPair) -> list[LoraPair]:
@@ -137,7 +137,7 @@ def _split(up: Tensor, down: Tensor, values: Tensor, rows: Iterable[int], like: 
 
 
 def factored(
-    change: Tensor, keep: Keep, most: int, clamp_quantile: float | None = None
+    change: Tensor, keep: RankLimits, most: int, clamp_quantile: float | None = None
 ) -> tuple[LoraPair, float, float]:
     """The pair of the first singular directions of a layer's whole change, the share of its norm that they hold, and the error.
 

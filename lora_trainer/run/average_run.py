@@ -13,7 +13,7 @@ from lora_trainer.export.convert import SourceFile
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.lora_files.averaging import average_of_checkpoints, checkpoints_in
 from lora_trainer.lora_files.combining import Combined
-from lora_trainer.lora_files.low_rank import Layer
+from lora_trainer.lora_files.low_rank import LayerRow
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_names import read_source
 from lora_trainer.run.inputs import read_model
@@ -55,7 +55,7 @@ def average_run(named: Path, steps: tuple[int, int | None], weights_of: Callable
         message = f"{folder} trained lora.type={config.lora.type}, whose averages are not written yet."
         raise UsageError(Problem(message, "Train with train.ema_decay, or average runs of lora.type=lora."))
     weights = LoraWeights(pairs, embeddings=made.embeddings, family=family.name)
-    layers = tuple(Layer(name, pair.rank, pair.rank) for name, pair in pairs.items())
+    layers = tuple(LayerRow(name, pair.rank, pair.rank) for name, pair in pairs.items())
     like = own or SourceFile(replace(weights, modules={}), "kohya")
     name = folder.resolve().name
     return RunAverage(name, Combined(weights, layers, pairs), like, tuple(step_of(path) for path in paths))

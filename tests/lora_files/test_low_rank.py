@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.lora_files.averaging import ema_weights
 from lora_trainer.lora_files.combining import average_of_parameters, combine, stored, to_lora
-from lora_trainer.lora_files.low_rank import EXACT_SIDE, Keep, factored, principal, sharing
+from lora_trainer.lora_files.low_rank import EXACT_SIDE, RankLimits, factored, principal, sharing
 
 NAMES = ("unet.a.attn1.to_q", "unet.a.attn1.to_k", "unet.mid.conv1", "text_encoder.text_model.encoder.layers.0.mlp.fc1")
 SHAPES = {NAMES[0]: (24, 20), NAMES[1]: (9, 20), NAMES[2]: (16, 6, 3, 3), NAMES[3]: (40, 12)}
@@ -73,7 +73,7 @@ def test_a_merge_is_the_weighted_sum_of_the_updates(files, data):
 @settings(max_examples=40)
 def test_a_lower_rank_is_the_best_of_that_rank(files, rank):
     """Eckart and Young: no update of the rank is nearer than the truncated SVD of the full matrix."""
-    merged = combine(files, [1.0] * len(files), Keep(rank=rank))
+    merged = combine(files, [1.0] * len(files), RankLimits(rank=rank))
     rows = {row.name: row for row in merged.layers}
     for name, found in merged.weights.modules.items():
         exact = sum(delta(each, name) for each in files).flatten(1)
@@ -89,7 +89,7 @@ def test_a_lower_rank_is_the_best_of_that_rank(files, rank):
 @given(loras(), st.floats(0.05, 1.0), st.sampled_from(["energy", "frobenius", "ratio"]))
 @settings(max_examples=40)
 def test_each_limit_keeps_the_fewest_directions_that_satisfy_it(lora, value, limit):
-    keep = Keep(ratio=1 / value) if limit == "ratio" else Keep(**{limit: value})
+    keep = RankLimits(ratio=1 / value) if limit == "ratio" else RankLimits(**{limit: value})
     found = combine([lora], [1.0], keep).weights
     for name, lower in found.modules.items():
         values = torch.linalg.svdvals(delta(lora, name).flatten(1))
@@ -106,14 +106,14 @@ def test_each_limit_keeps_the_fewest_directions_that_satisfy_it(lora, value, lim
 
 def test_limits_hold_together():
     values = torch.tensor([8.0, 4.0, 2.0, 1.0])
-    assert Keep(rank=3).count(values) == 3
-    assert Keep(energy=0.9).count(values) == 2  # 64 + 16 of 85
-    assert Keep(frobenius=0.9).count(values) == 2  # 0.81 of 85 is more than 64
-    assert Keep(frobenius=0.86).count(values) == 1
-    assert Keep(ratio=4).count(values) == 3
-    assert Keep(rank=2, energy=1.0).count(values) == 2
-    assert Keep(rank=4, energy=0.5, ratio=8).count(values) == 1
-    assert Keep(energy=0.5).count(torch.zeros(4)) == 1
+    assert RankLimits(rank=3).count(values) == 3
+    assert RankLimits(energy=0.9).count(values) == 2  # 64 + 16 of 85
+    assert RankLimits(frobenius=0.9).count(values) == 2  # 0.81 of 85 is more than 64
+    assert RankLimits(frobenius=0.86).count(values) == 1
+    assert RankLimits(ratio=4).count(values) == 3
+    assert RankLimits(rank=2, energy=1.0).count(values) == 2
+    assert RankLimits(rank=4, energy=0.5, ratio=8).count(values) == 1
+    assert RankLimits(energy=0.5).count(torch.zeros(4)) == 1
 
 
 def test_layers_that_share_their_down_projection_keep_sharing():
@@ -121,7 +121,7 @@ def test_layers_that_share_their_down_projection_keep_sharing():
     one, other = pair((8, 20), 6, 6.0, 1), pair((12, 20), 6, 3.0, 2)
     lora = LoraWeights({"unet.q": one, "unet.k": LoraPair(one.down.clone(), other.up, 3.0), "unet.v": other})
     assert sharing(lora.modules) == [["unet.q", "unet.k"], ["unet.v"]]
-    lower = combine([lora], [1.0], Keep(rank=3)).weights.modules
+    lower = combine([lora], [1.0], RankLimits(rank=3)).weights.modules
     assert torch.equal(lower["unet.q"].down, lower["unet.k"].down)
     both = torch.cat([lora.modules[name].delta() for name in ("unet.q", "unet.k")]).double()
     best = torch.linalg.svdvals(both)[3:].norm()
@@ -158,12 +158,12 @@ def test_large_layers_are_decomposed_nearly_as_well_as_exactly(shape, decay):
     left, right = torch.linalg.qr(torch.randn(rows, side)).Q, torch.linalg.qr(torch.randn(columns, side)).Q
     values = decay ** torch.arange(side)
     change = (left * values @ right.T).reshape(shape)
-    low, kept, error = factored(change, Keep(rank=16), 16)
+    low, kept, error = factored(change, RankLimits(rank=16), 16)
     best = float(values[16:].norm() / values.norm())
     assert error <= best * 1.005 + 1e-5
     assert kept == pytest.approx(math.sqrt(1 - best**2), rel=1e-3)
     assert low.weight_shape == shape
-    again, _, _ = factored(change, Keep(rank=16), 16)
+    again, _, _ = factored(change, RankLimits(rank=16), 16)
     assert torch.equal(low.up, again.up)
     assert torch.equal(low.down, again.down)
 
@@ -184,9 +184,9 @@ def test_a_clamp_cuts_off_the_largest_numbers():
     up, down = left[:, :4] * values[:4], right[:4]
     limit = torch.quantile(torch.cat([up.flatten(), down.flatten()]), 0.9)
     expected = up.clamp(-limit, limit) @ down.clamp(-limit, limit)
-    low, _, error = factored(change, Keep(rank=4), 4, 0.9)
+    low, _, error = factored(change, RankLimits(rank=4), 4, 0.9)
     assert float((low.delta() - expected).norm() / expected.norm()) < 0.02  # one number lies between
-    assert error > factored(change, Keep(rank=4), 4)[2]
+    assert error > factored(change, RankLimits(rank=4), 4)[2]
 
 
 @given(loras(), st.integers(1, 12))

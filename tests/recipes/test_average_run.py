@@ -50,8 +50,12 @@ def test_a_runs_checkpoints_are_averaged(bench: Bench, capsys: pytest.CaptureFix
     assert header["ss_steps"] == "4"
     assert header["ss_base_model_version"] == exported.metadata["ss_base_model_version"]
     assert json.loads(header["lora_trainer.origin"]) == {
-        **{"command": "average", "files": [], "run": "run", "decay": 0.5},
-        **{"of": "parameters", "steps": [2, 3, 4]},
+        "command": "average",
+        "files": [],
+        "run": "run",
+        "decay": 0.5,
+        "of": "parameters",
+        "steps": [2, 3, 4],
     }
     assert main([*command, "--overwrite"]) == 0
     assert "of 4 checkpoints (steps 1, 2, 3, 4)" in " ".join(capsys.readouterr().err.split())

@@ -21,8 +21,8 @@ from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import counted
 
 if TYPE_CHECKING:
-    from lora_trainer.lora_files.lora_inputs import LoraInput, Made, Target
-    from lora_trainer.lora_files.low_rank import Keep
+    from lora_trainer.lora_files.lora_inputs import LoraInput, LoraTarget, Made
+    from lora_trainer.lora_files.low_rank import RankLimits
 
 EXAMPLES = (
     "examples:\n  lora-trainer merge cat.safetensors style.safetensors --weights 1 0.6 --output both.safetensors\n"
@@ -91,7 +91,7 @@ def read_all(paths: list[Path], problems: list[Problem]) -> list[LoraInput]:
     return inputs
 
 
-def _merge(inputs: list[LoraInput], weights: list[float], keep: Keep | None, target: Target) -> Made:
+def _merge(inputs: list[LoraInput], weights: list[float], keep: RankLimits | None, target: LoraTarget) -> Made:
     from lora_trainer.lora_files.combining import combine
     from lora_trainer.lora_files.lora_inputs import MERGED_FROM, common_header, origin_of, trigger_words, write_made
 
