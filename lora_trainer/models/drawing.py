@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-TEXT = "text_"  # begins the names of a pipeline's text encoders, and of what goes on from their states
+TEXT = "text_"  # begins the names of a pipeline's text encoders, and of the text conditioner that reads their states
 TEXT_ENCODER, TOKENIZER = "text_encoder", "tokenizer"
 
 

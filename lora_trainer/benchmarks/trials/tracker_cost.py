@@ -13,7 +13,7 @@ import math
 import os
 import statistics
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -221,7 +221,7 @@ class ChildrenTime:
     """CPU seconds that the processes started by this one used while each way was timed."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._way, self._before = "", dict[int, float]()
 
     def belong_to(self, way: str) -> None:
