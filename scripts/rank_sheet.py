@@ -6,11 +6,11 @@ python scripts/rank_sheet.py runs/zobo/zobo.safetensors runs/fungo/fungo.safeten
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
 from lora_trainer.cli.main import main
+from lora_trainer.core.grid import image_name
 from lora_trainer.evaluation.sheet import SheetGroup, SheetRow, contact_sheet
 from lora_trainer.export.lora_file import read_lora
 
@@ -26,8 +26,7 @@ def drawn(lora: Path, prompts: list[str], folder: Path) -> list[list[Path]]:
     if main(["sample", str(lora), *asked, "--seed", str(SEED), "--output", str(out)]):
         raise SystemExit(f"{lora} could not be sampled")
     (recipe,) = out.glob("*.json")
-    images = json.loads(recipe.read_text("utf-8"))["images"]
-    return [[out / each["file"] for each in images if each["prompt"] == prompt] for prompt in prompts]
+    return [[out / image_name(recipe.stem, row, strength) for strength in (None, 1.0)] for row in range(len(prompts))]
 
 
 def run() -> None:
