@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 UPDATES, PARAMETERS = "updates", "parameters"
 EXAMPLES = (
     "examples:\n  lora-trainer average a.safetensors b.safetensors --output mean.safetensors\n"
-    "  lora-trainer average runs/cat --steps 500..2000 --output cat-mean.safetensors\n"
+    "  lora-trainer average runs/cat --steps 500..2000 --output mean.safetensors\n"
     "  lora-trainer average runs/cat --decay 0.8 --output cat-ema.safetensors\n\n"
     "Files are averaged by their updates (exact; ranks add up unless --rank is set).\n"
-    "A run's checkpoints are averaged by their parameters, as EMA and SWA do; this is valid\n"
-    "for states of one run only: --of parameters does it for files.\n"
+    "A run's checkpoints are averaged by their parameters, as EMA and SWA do; this is\n"
+    "valid for states of one run only: --of parameters does it for files.\n"
 )
 
 

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from lora_trainer.lora_files.low_rank import RankLimits
 
 EXAMPLES = (
-    "examples:\n  lora-trainer merge cat.safetensors style.safetensors --weights 1 0.6 --output both.safetensors\n"
-    "  lora-trainer merge cat.safetensors style.safetensors --rank 32 --output both.safetensors\n"
-    "  lora-trainer merge cat.safetensors --into sd15.safetensors --output sd15-cat.safetensors\n\n"
-    "Without --rank, --energy, --frobenius or --ratio the merge is exact and the ranks add up;\n"
-    "with one of them each layer gets the best lower rank (SVD).\n"
+    "examples:\n  lora-trainer merge a.safetensors b.safetensors --weights 1 0.6 \\\n    --output both.safetensors\n"
+    "  lora-trainer merge a.safetensors b.safetensors --rank 8 --output c.safetensors\n"
+    "  lora-trainer merge cat.safetensors --into sd15.safetensors \\\n    --output sd15-cat.safetensors\n\n"
+    "Without --rank, --energy, --frobenius or --ratio the merge is exact and the\n"
+    "ranks add up; with one of them each layer gets the best lower rank (SVD).\n"
 )
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "examples:\n  lora-trainer resize cat.safetensors --rank 8 --output cat-8.safetensors\n"
-    "  lora-trainer resize cat.safetensors --frobenius 0.95 --rank 32 --output cat-small.safetensors\n\n"
-    "Each layer gets the lowest rank that satisfies every limit; the format stays that of IN.\n"
+    "  lora-trainer resize cat.safetensors --frobenius 0.95 --rank 32 \\\n    --output cat-small.safetensors\n\n"
+    "Each layer gets the lowest rank that satisfies every limit.\nThe format stays that of IN.\n"
 )
 
 
