@@ -23,7 +23,9 @@ def _lora() -> AdapterKind:
     return LORA
 
 
-ADAPTERS: dict[str, AdapterSpec] = {"lora": AdapterSpec(_lora, has_memory_profiles=True, is_checked=True)}
+ADAPTERS: dict[str, AdapterSpec] = {
+    "lora": AdapterSpec(_lora, has_memory_profiles=True, is_checked=True, ignores=frozenset())
+}
 
 
 def adapter_kind(config: Config) -> AdapterKind:
@@ -42,12 +44,26 @@ def add_adapter(
 
 def denoiser_options(config: Config) -> AdapterOptions:
     """The options of the denoiser's adapter."""
-    lora = config.lora
-    return AdapterOptions(lora.rank, lora.alpha or float(lora.rank), lora.dropout, lora.use_rslora)
+    return _options(config, config.lora.rank, config.lora.alpha)
 
 
-def text_options(config: Config) -> AdapterOptions:
-    """The options of the text encoders' adapters."""
+def text_options(config: Config, component: str = "") -> AdapterOptions:
+    """The options of the adapters of text encoders, or of the one named `component`, which patterns name first."""
     rank = config.text_encoder.lora_rank or config.lora.rank
-    alpha = config.text_encoder.lora_alpha or float(rank)
-    return AdapterOptions(rank, alpha, config.lora.dropout, config.lora.use_rslora)
+    return _options(config, rank, config.text_encoder.lora_alpha, f"{component}." if component else "")
+
+
+def _options(config: Config, rank: int, alpha: float | None, prefix: str = "") -> AdapterOptions:
+    lora = config.lora
+    return AdapterOptions(
+        rank,
+        alpha or float(rank),
+        lora.dropout,
+        lora.use_rslora,
+        initialization=lora.init_lora_weights,
+        ranks=lora.rank_pattern,
+        alphas=lora.alpha_pattern,
+        dropouts=lora.dropout_pattern,
+        alpha_is_rank=alpha is None,
+        prefix=prefix,
+    )

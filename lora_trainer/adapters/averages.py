@@ -75,11 +75,10 @@ def make_average(config: Config, adapter: Adapter) -> Average | None:
 def shown_weights(optimizer: torch.optim.Optimizer, adapter: Adapter, average: Average | None, name: str) -> Shown:
     """A function that returns the weights that are validated, sampled with and exported, by name; fp32, or bf16 alone.
 
-    The run's average, or that of a schedule-free optimizer, or the masters.
+    The run's average, or that of a schedule-free optimizer, or the masters; and what the adapter holds fixed.
     """
-    if average is not None:
-        return lambda: average.values
-    eval_weight = OPTIMIZERS[name].eval_weight
-    if eval_weight is None:
-        return lambda: adapter.masters
-    return lambda: {name: eval_weight(optimizer, master) for name, master in adapter.masters.items()}
+    eval_weight, fixed = OPTIMIZERS[name].eval_weight, adapter.fixed
+    trained: Mapping[str, Tensor] = adapter.masters if average is None else average.values
+    if average is None and eval_weight is not None:
+        return lambda: {name: eval_weight(optimizer, master) for name, master in adapter.masters.items()} | fixed
+    return (lambda: {**trained, **fixed}) if fixed else lambda: trained

@@ -3,24 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from lora_trainer.adapters.timestep_rank import TimestepRank
     from lora_trainer.export.lora_file import FileForms
     from lora_trainer.export.weights import LayerUpdate, LoraPair
+
+T = TypeVar("T")
+AS_USUAL = "default"  # of `initialization`
+LAYER_SETTINGS = frozenset(  # of [lora], which not every kind can follow
+    {
+        "init_lora_weights",
+        "rank_pattern",
+        "alpha_pattern",
+        "dropout_pattern",
+        "loraplus_lr_ratio",
+        "loraplus_text_encoder_lr_ratio",
+        "timestep_min_rank",
+    }
+)
 
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """The options of an adapter on one model."""
+    """The options of an adapter on one model.
+
+    The patterns are of modules' names with `prefix` before them, which is that of a text encoder's modules: of those that
+    match, the last one counts.
+    """
 
     rank: int
     alpha: float
     dropout: float = 0.0
     rank_stabilized: bool = False
+    initialization: str = AS_USUAL  # `lora.init_lora_weights`
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    dropouts: Mapping[str, float] = field(default_factory=dict)
+    alpha_is_rank: bool = False  # of each layer, where no pattern matches
+    prefix: str = ""
+
+    @property
+    def has_usual_size(self) -> bool:
+        """Whether all layers have one rank, and hold nothing but what is trained."""
+        return not self.ranks and not self.initialization.startswith(("pissa", "olora"))
+
+    def of_layer(self, module: str) -> AdapterOptions:
+        """Those of one module, without patterns."""
+        name = self.prefix + module
+        rank = last_match(name, self.ranks, self.rank)
+        alpha = last_match(name, self.alphas, float(rank) if self.alpha_is_rank else self.alpha)
+        dropout = last_match(name, self.dropouts, self.dropout)
+        return replace(self, rank=rank, alpha=alpha, dropout=dropout, ranks={}, alphas={}, dropouts={})
+
+
+def last_match(name: str, values: Mapping[str, T], otherwise: T) -> T:
+    """The value of the last pattern that matches a name."""
+    found = [value for pattern, value in values.items() if fnmatchcase(name, pattern)]
+    return found[-1] if found else otherwise
 
 
 @dataclass(frozen=True)
@@ -37,6 +82,12 @@ class AdapterKind:
     updates: Callable[[Mapping[str, Tensor], str, AdapterOptions], Mapping[str, LayerUpdate]]
     forms: FileForms
     speed_up: Callable[[nn.Module], None] = lambda model: None  # called after `inject`, in training alone
+    # Tensors that `inject` put into a model, which are not trained and which the change of a layer depends on, by name.
+    fixed: Callable[[nn.Module], dict[str, Tensor]] = lambda model: {}
+    # Whether a parameter is of an up projection (`lora.loraplus_lr_ratio`); None where a kind has none.
+    is_up: Callable[[str], bool] | None = None
+    # Lets a denoiser's adapter train fewer rows at high noise; None where a kind cannot.
+    limit_ranks: Callable[[nn.Module, TimestepRank], None] | None = None
     # Sets the parameters from `inject` to a file's low-rank updates by module name, exactly; None where a kind cannot.
     start_from: Callable[[Mapping[str, nn.Parameter], Mapping[str, LoraPair], AdapterOptions], None] | None = None
 
@@ -48,3 +99,4 @@ class AdapterSpec:
     load: Callable[[], AdapterKind]
     has_memory_profiles: bool = False  # published models have stored profiles with it
     is_checked: bool = False  # the LoRA gate and diffusers read its files
+    ignores: frozenset[str] = LAYER_SETTINGS  # of [lora]: what it cannot follow

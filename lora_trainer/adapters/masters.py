@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,15 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Adapter:
-    """`copies` are in the model; `masters` are fp32. In an fp32 run, and without masters, they are the same objects."""
+    """`copies` are in the model; `masters` are fp32. In an fp32 run, and without masters, they are the same objects.
+
+    `fixed` are tensors of the adapter in the model that are not trained, such as a LoRA's initial values: what they hold
+    cannot be computed again to the bit on another machine, so checkpoints hold them.
+    """
 
     copies: dict[str, nn.Parameter]
     masters: dict[str, nn.Parameter]
+    fixed: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def is_shared(self) -> bool:
@@ -81,24 +86,30 @@ class Adapter:
             self.put(masters)
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Set the masters, and so the layers, to saved values of the same names."""
+        """Set the masters, and so the layers, and the fixed tensors to saved values of the same names."""
         with torch.no_grad():
-            for name, master in self.masters.items():
-                master.copy_(values[name])
+            for name, tensor in (*self.masters.items(), *self.fixed.items()):
+                tensor.copy_(values[name])
         self.copy_to_model()
 
 
-def make_adapter(parameters: dict[str, nn.Parameter], dtype: torch.dtype, *, has_masters: bool = True) -> Adapter:
+def make_adapter(
+    parameters: dict[str, nn.Parameter],
+    dtype: torch.dtype,
+    *,
+    has_masters: bool = True,
+    fixed: dict[str, Tensor] | None = None,
+) -> Adapter:
     """Masters and copies from freshly injected parameters.
 
     The parameters stay in the model and are cast to `dtype`, the base model's precision. Without masters the optimizer
     gets them as they are then.
     """
     if dtype == torch.float32:
-        return Adapter(parameters, parameters)
+        return Adapter(parameters, parameters, fixed or {})
     masters = parameters
     if has_masters:
         masters = {name: nn.Parameter(each.detach().to(torch.float32, copy=True)) for name, each in parameters.items()}
     for parameter in parameters.values():
         parameter.data = parameter.data.to(dtype)
-    return Adapter(parameters, masters)
+    return Adapter(parameters, masters, fixed or {})

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lora_trainer.config.tables import traits_of_optimizer
+from lora_trainer.config.tables import traits_of_adapter, traits_of_optimizer
 from lora_trainer.config.toml import section_types, shown
 from lora_trainer.core.errors import Problem
 
@@ -238,6 +238,36 @@ def rank_ceiling(settings: Settings) -> list[Yields]:
         return [Yields("lora.rank", ceiling, f"{settings.shown('lora.max_rank')} is the ceiling", "", origin)]
     reason = f"{settings.shown('lora.rank')} is above it"
     return [Yields("lora.max_rank", None, reason, f"Set lora.rank={ceiling} or lower, or remove lora.max_rank.")]
+
+
+def adapters(settings: Settings) -> list[Yields]:
+    """Settings that the kind of adapter, the initialization or the optimizer cannot follow."""
+    found, kind, initial = [], settings["lora.type"], settings["lora.init_lora_weights"]
+
+    def drop(name: str, reason: str, fix: str) -> None:
+        if settings[f"lora.{name}"] != (default := settings.default(f"lora.{name}")):
+            found.append(Yields(f"lora.{name}", default, reason, fix))
+
+    for name in sorted(traits_of_adapter(kind).ignores):
+        drop(name, f"lora.type={kind} cannot follow it", f"Set lora.type=lora, or remove lora.{name}.")
+    if settings["lora.timestep_min_rank"] is None:
+        drop(
+            "timestep_rank_exponent",
+            "lora.timestep_min_rank is empty, so all rows are trained at each timestep",
+            "Set lora.timestep_min_rank, or remove lora.timestep_rank_exponent.",
+        )
+    elif settings["compile.enabled"]:
+        reason = "compile.enabled compiles the blocks, in which the trained rows differ from step to step"
+        drop("timestep_min_rank", reason, "Set compile.enabled=false, or remove lora.timestep_min_rank.")
+    if initial.startswith(("pissa", "olora")):
+        reason = f"lora.init_lora_weights={initial} starts from parts of the base model's weights"
+        for name in ("timestep_min_rank", "network_weights"):
+            drop(name, reason, f"Set lora.init_lora_weights=default, or remove lora.{name}.")
+    if traits_of_optimizer(optimizer := settings["optimizer.name"]).finds_learning_rate:
+        for name in ("loraplus_lr_ratio", "loraplus_text_encoder_lr_ratio"):
+            reason = f"{optimizer} finds one learning rate for all that is trained"
+            drop(name, reason, f"Remove lora.{name}, or set another optimizer.name.")
+    return found
 
 
 def sizes(settings: Settings) -> list[Yields]:
@@ -468,6 +498,7 @@ RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     random_updates,
     clipping,
     rank_ceiling,
+    adapters,
     sizes,
     captions,
     determinism,

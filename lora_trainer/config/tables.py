@@ -22,6 +22,12 @@ class OptimizerTraits(Protocol):
     updates_apart: bool  # each parameter by its own gradient and state alone
 
 
+class AdapterTraits(Protocol):
+    """What settings depend on of a kind of adapter."""
+
+    ignores: frozenset[str]  # settings of [lora] that it cannot follow
+
+
 _tables: dict[str, Mapping[str, Any]] = {}
 
 
@@ -37,6 +43,11 @@ def names_for(setting: str) -> tuple[str, ...]:
 
 def traits_of_optimizer(name: str) -> OptimizerTraits:
     traits: OptimizerTraits = _tables["optimizer.name"][name]
+    return traits
+
+
+def traits_of_adapter(name: str) -> AdapterTraits:
+    traits: AdapterTraits = _tables["lora.type"][name]
     return traits
 
 

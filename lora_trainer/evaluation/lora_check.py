@@ -91,8 +91,9 @@ from lora_trainer.evaluation.verdict import (
     VerdictPart,
 )
 from lora_trainer.export.weights import LoraWeights, adaptable_modules
+from lora_trainer.models.base_loras import base_digest
 from lora_trainer.models.family import Caption, Family, SamplingDefaults
-from lora_trainer.models.folder import fingerprint, weights_digest
+from lora_trainer.models.folder import fingerprint
 from lora_trainer.models.lora_names import read_lora_with_tokens
 from lora_trainer.models.vision_encoder import EncoderFolder
 
@@ -460,7 +461,7 @@ def model_key(studio: Studio, base: Path, family: Family, encoder: EncoderFolder
     return digest_of(
         FORMULAS,
         family.name,
-        weights_digest(folder),
+        base_digest(family, base),
         (folder / "config.json").read_text("utf-8"),
         "" if encoder is None else fingerprint(encoder.path, ".") + fingerprint(base, "vae"),
         process.description,

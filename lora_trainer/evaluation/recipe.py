@@ -19,6 +19,7 @@ from lora_trainer.config.schema.results import SampleSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import read_json, sha256_file
 from lora_trainer.core.version import __version__
+from lora_trainer.models.base_loras import base_digest
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.folder import weights_digest
 
@@ -105,6 +106,7 @@ def recipe(pipeline: Any, model: NamedModel, lora: Path, grid: Grid) -> dict[str
     weights = {part.parent.name: part.parent for part in sorted(base.glob("*/config.json"))}
     drawn_with = {name for name, part in pipeline.components.items() if part is not None}
     kept = {name: weights_digest(folder) for name, folder in weights.items() if name in drawn_with}
+    kept |= {family.denoiser.component: base_digest(family, base)}
     config = {key: value for key, value in pipeline.scheduler.config.items() if not key.startswith("_")}
     controls = sorted({file for row in grid.rows for file in row.controls})
     return {

@@ -60,6 +60,7 @@ class TrainingFacts:
     finished: float
     version: str  # lora_trainer's
     base_form: str = ""  # the quantized form that the base model was stored in
+    base_loras: str = ""  # files merged into it: `style.safetensors x 0.8`
     prediction: str = "epsilon"
     warmup_steps: int = 0
     mixed_precision: str = "no"
@@ -154,6 +155,8 @@ def header(facts: TrainingFacts, weights: LoraWeights) -> dict[str, str]:
     }
     if facts.base_form:
         values[BASE_FORM] = facts.base_form
+    if facts.base_loras:
+        values["lora_trainer.base_loras"] = facts.base_loras
     if facts.t5_tokens is not None:
         values[T5_TOKENS] = facts.t5_tokens
     if facts.swa_start is not None:

@@ -21,6 +21,7 @@ from lora_trainer.memory_plan.profiles import FORM_OF, Footprint, MemoryModel, S
 from lora_trainer.models.family import Architecture, Family
 
 if TYPE_CHECKING:
+    from lora_trainer.adapters.base import AdapterOptions
     from lora_trainer.config.schema import CheckpointingMode, Precision
     from lora_trainer.memory_plan.trace import Subject
 
@@ -36,14 +37,17 @@ def traced_memory_model(
     *,
     products: bool = False,
     kind: str = "lora",
+    options: AdapterOptions | None = None,
 ) -> MemoryModel:
     """A memory model that traces on the meta device and stores its results below `folder`, first for `rank`.
 
-    `products`: int8 weights are multiplied in int8. Raises UsageError for targets that match nothing.
+    `products`: int8 weights are multiplied in int8. `options` are the adapter's, for any rank. Raises UsageError for targets that match nothing.
     """
-    remembered = _memory(folder / "plans" / f"{_key(family, architecture, targets, kind, products=products)}.json")
+    remembered = _memory(
+        folder / "plans" / f"{_key(family, architecture, targets, kind, options, products=products)}.json"
+    )
 
-    subject = cache(partial(_subject, family, architecture, targets, products, kind))
+    subject = cache(partial(_subject, family, architecture, targets, products, kind, options))
 
     def shapes(rank: int) -> list[tuple[int, ...]]:
         found = remembered(f"shapes {rank}", lambda: [list(shape) for shape in subject(rank, "bf16").shapes])
@@ -84,6 +88,7 @@ def _subject(
     targets: str | tuple[str, ...],
     products: bool,
     kind: str,
+    options: AdapterOptions | None,
     rank: int,
     precision: str,
 ) -> Subject:
@@ -100,6 +105,7 @@ def _subject(
         stored=cast("Precision", precision),
         products=products and precision == "int8",
         kind=kind,
+        options=options,
     )
 
 
@@ -135,10 +141,18 @@ def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
 
 
 def _key(
-    family: Family, architecture: Architecture, targets: str | tuple[str, ...], kind: str, *, products: bool
+    family: Family,
+    architecture: Architecture,
+    targets: str | tuple[str, ...],
+    kind: str,
+    options: AdapterOptions | None,
+    *,
+    products: bool,
 ) -> str:
     texts = family.text.cond_shapes(architecture.denoiser)
     parts = [__version__, family.name, dict(architecture.denoiser), targets, kind, products, texts]
+    if options is not None:
+        parts.append([options.initialization, list(options.ranks.items())])
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8")).hexdigest()[:32]
 
 

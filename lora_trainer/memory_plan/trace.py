@@ -113,6 +113,7 @@ def make_subject(
     stored: Precision = "bf16",
     products: bool = False,
     kind: str = "lora",
+    options: AdapterOptions | None = None,
 ) -> Subject:
     """Build the denoiser without weights and put the LoRA on it. `products`: int8 weights are multiplied in int8.
 
@@ -124,7 +125,11 @@ def make_subject(
         nn.Module.to(denoiser, dtype)  # not diffusers' own, which warns
         widen_kept(denoiser, dtype)
         names = target_modules(denoiser, family.denoiser, targets)
-        parameters = ADAPTERS[kind].load().inject(denoiser, names, AdapterOptions(rank, float(rank)), 0)
+        # Scale and dropout take no memory that counts.
+        sized = AdapterOptions(rank, float(rank))
+        if options is not None:
+            sized = replace(sized, initialization=options.initialization, ranks=options.ranks)
+        parameters = ADAPTERS[kind].load().inject(denoiser, names, sized, 0)
         if quantize := make_quantizer(stored, products=products):
             store_layers(denoiser, quantize)
         adapter = make_adapter(parameters, dtype)

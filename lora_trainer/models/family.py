@@ -370,6 +370,7 @@ class Family:
     pipeline: PipelineSpec
     lora_files: LoraFileSpec
     recognizes: Callable[[Path], bool] = lambda folder: True
+    loras: tuple[tuple[str, float], ...] = ()  # files merged into the base model of this run, and the factor on each
     published: Path | None = None
 
     def reading(self, options: TextOptions) -> Family:

@@ -389,8 +389,8 @@ def try_to_draw(session: Session, context: StepContext, state: TrainState) -> No
 
 
 def weight_shapes(context: StepContext) -> list[tuple[int, ...]]:
-    """The shapes of the trained weights."""
-    return [tuple(value.shape) for value in context.adapter.masters.values()]
+    """The shapes of the trained weights, and of what checkpoints and LoRA files hold beside them."""
+    return [tuple(value.shape) for value in (*context.adapter.masters.values(), *context.adapter.fixed.values())]
 
 
 def with_preparation(record: Record, session: Session, run: Run) -> Record:
@@ -585,7 +585,8 @@ def free_step_context(context: StepContext) -> None:
             part.__dict__.clear()  # weights, adapters, and the hooks that hold swapped blocks
     average = {} if context.average is None else context.average.values
     texts = {} if context.texts is None else context.texts.parameters
-    for held in (context.adapter.copies, context.adapter.masters, average, texts, context.optimizer.state):
+    adapter, fixed = context.adapter, {} if context.texts is None else context.texts.fixed
+    for held in (adapter.copies, adapter.masters, adapter.fixed, average, texts, fixed, context.optimizer.state):
         held.clear()
     context.optimizer.param_groups.clear()
     free_memory(context.device)

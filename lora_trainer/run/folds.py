@@ -29,7 +29,7 @@ from lora_trainer.data.split import FEWEST_FOR_FOLDS
 from lora_trainer.data.views import BucketPlan
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.verdict import Estimate, VerdictPart
-from lora_trainer.models.folder import weights_digest
+from lora_trainer.models.base_loras import base_digest
 from lora_trainer.report import FILE as REPORT
 from lora_trainer.report import write_report
 from lora_trainer.report.read import keeps_state
@@ -161,7 +161,7 @@ def folds_of(folder: Path, run: RunFolder, record: Mapping[str, Any]) -> list[Fo
     """Both folds, from the run's settings and its data as it is now. Raises UsageError for another base model or data."""
     family, facts = read_model(run.config)
     problems, read = list[Problem](), list[Inputs]()
-    if record.get("model", {}).get("sha256") != weights_digest(facts.path / family.denoiser.component):
+    if record.get("model", {}).get("sha256") != base_digest(family, facts.path):
         message = "The base model's weights have changed since the run."
         problems.append(Problem(message, "Use the model that it was trained on, or train the run again."))
     halves = [with_settings(run.config, {"validation": {"split": None, "fold": number}}) for number in FOLDS]

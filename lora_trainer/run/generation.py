@@ -33,9 +33,9 @@ from lora_trainer.evaluation.loading import free_memory, fresh_pipeline
 from lora_trainer.evaluation.placing import bring_pipeline, with_less
 from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 from lora_trainer.evaluation.sample import draw
+from lora_trainer.models.base_loras import base_digest
 from lora_trainer.models.drawing import read_prompts
 from lora_trainer.models.family import Family
-from lora_trainer.models.folder import weights_digest
 from lora_trainer.run.caching import cache_folder
 from lora_trainer.run.choices import Choices, usable_bytes
 from lora_trainer.run.class_images import class_prompts, class_samples, class_source, sampler_settings
@@ -90,7 +90,7 @@ def wanted_class_images(config: Config, inputs: Inputs, dtype: torch.dtype) -> C
     family, base, side = inputs.family, inputs.facts.path, class_image_side(config, inputs.facts)
     recipe = {
         "family": family.name,
-        "denoiser": weights_digest(base / family.denoiser.component),
+        "denoiser": base_digest(family, base),
         "encoders": family.encoder_keys(base, torch.float32),
         "dtype": str(dtype),
         "noise": family.denoiser.make_process(base).description,

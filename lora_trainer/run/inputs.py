@@ -106,8 +106,9 @@ def caption_rules(config: Config) -> tuple[CaptionsSection, ...]:
 def with_absolute_paths(config: Config) -> Config:
     """The same config, good from any folder."""
     places = {name: getattr(config.model, name) for name in ("path", "vae", "text_encoders")}
-    model: dict[str, str | None] = {name: absolute(place) for name, place in places.items() if place is not None}
+    model: dict[str, Any] = {name: absolute(place) for name, place in places.items() if place is not None}
     model["training_adapter"] = absolute_file(config.model.training_adapter)
+    model["loras"] = {absolute_file(path): weight for path, weight in config.model.loras.items()}
     sources = tuple(source.model_copy(update=_absolute(source)) for source in config.data.sources)
     return config.model_copy(
         update={

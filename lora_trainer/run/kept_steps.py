@@ -118,7 +118,10 @@ def shown_weights_of(checkpoint: Path, config: Config) -> Mapping[str, Tensor] |
         files, has_state = document["files"], document["optimizer"] is not None
         if has_state and not averaged and OPTIMIZERS[config.optimizer.name].eval_weight is not None:
             return None
-        name = AVERAGE if averaged and has_state else ADAPTER
-        return read_sealed(checkpoint / name, name, files[name])
+        # An average lacks what is not trained, such as a LoRA's initial values.
+        names = (ADAPTER, AVERAGE) if averaged and has_state else (ADAPTER,)
+        return {
+            key: value for name in names for key, value in read_sealed(checkpoint / name, name, files[name]).items()
+        }
     except (OSError, DamagedFile, UsageError, ValueError, KeyError, TypeError, AttributeError):
         return None

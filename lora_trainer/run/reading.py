@@ -16,6 +16,7 @@ from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import read_json
 from lora_trainer.data.sample_counts import NEVER_TRAINED
 from lora_trainer.export.keys import OWN_VERSION, T5_TOKENS, WITHOUT
+from lora_trainer.models.base_loras import with_loras
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.folder import named_parts
 from lora_trainer.run.bases.find import Base, on_stderr, silent
@@ -68,7 +69,10 @@ def model_of_run(lora: Path, user: Sequence[Layer]) -> list[Layer]:
 
 
 def reading(config: Config, family: Family) -> Family:
-    """The family with the settings' text options. Raises UsageError for options that it does not support."""
+    """The family with the settings' text options and `model.loras`.
+
+    Raises UsageError for options that it does not support, and files that are not there.
+    """
     if config.model.without_t5 and not family.text.optional:
         message = f"model.without_t5=true: models of {family.name} have no optional T5 text encoder."
         raise UsageError(Problem(message, "Remove it."))
@@ -77,7 +81,7 @@ def reading(config: Config, family: Family) -> Family:
             f"textual_inversion.placeholder_tokens: models of {family.name} have no CLIP text encoder to learn them."
         )
         raise UsageError(Problem(message, "Remove it."))
-    return family.reading(text_options(config, family))
+    return with_loras(family, config.model.loras).reading(text_options(config, family))
 
 
 def refuse_lacking(trained: Collection[str], base: Base) -> None:

@@ -32,6 +32,7 @@ from lora_trainer.evaluation.placing import with_less
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.metadata import FlowFacts, TrainingFacts
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate
+from lora_trainer.models.base_loras import loras_line
 from lora_trainer.models.family import Family
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.memory.block_swap import move_to_device
@@ -100,7 +101,8 @@ def lora_weights(config: Config, family: Family, trained: Mapping[str, Tensor]) 
     found: dict[str, LayerUpdate] = dict(kind.updates(denoiser, family.denoiser.component, denoiser_options(config)))
     for prefix in encoders:
         own = {name.removeprefix(prefix): value for name, value in trained.items() if name.startswith(prefix)}
-        found |= kind.updates(own, prefix.removesuffix("."), text_options(config))
+        component = prefix.removesuffix(".")
+        found |= kind.updates(own, component, text_options(config, component))
     words = (
         to_embeddings(trained, family.text.clips, config.textual_inversion.placeholder_tokens)
         if config.textual_inversion.placeholder_tokens
@@ -143,6 +145,7 @@ def training_facts(session: Session, name: str, trained: int, started: float) ->
         architecture=architecture,
         base_name=inputs.facts.name,
         base_form=inputs.facts.form,
+        base_loras=loras_line(inputs.family.loras),
         alpha=denoiser_options(config).alpha,
         targets=targets if isinstance(targets, str) else ", ".join(targets),
         resolution=(inputs.resolution, inputs.resolution),

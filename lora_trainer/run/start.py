@@ -14,7 +14,7 @@ from lora_trainer.config.toml import read_toml, shown
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import sha256_file
 from lora_trainer.data.sample import Manifest
-from lora_trainer.models.folder import weights_digest
+from lora_trainer.models.base_loras import base_digest
 from lora_trainer.optim.schedules import first_swa_step
 from lora_trainer.report.record import step_files
 from lora_trainer.run.choices import Choices
@@ -44,7 +44,7 @@ def fixed_settings(config: Config, inputs: Inputs, choices: Choices) -> dict[str
         **values,
         "data.sources": shown_by_source(config),
         "trained resolution": inputs.resolution,  # also where it is the model's own under a tier's ceiling
-        "model": weights_digest(folder / family.denoiser.component),
+        "model": base_digest(family, folder),
         TRAINING_ADAPTER: digest_of(config.model.training_adapter),
         STARTED_FROM: digest_of(config.lora.network_weights),
         "VAE": image_key,
@@ -149,7 +149,8 @@ def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Pr
     """The problem of a setting that a resumed run must not change, in words instead of hashes."""
     fix = "Set it back, or start a new --name."
     if name == "model":
-        return Problem("The model's weights differ from those at the start of the run.", fix)
+        message = "The model's weights, or those of model.loras, differ from those at the start of the run."
+        return Problem(message, fix)
     if name in ("VAE", "text encoder"):
         return Problem(f"The model's {name} differs from the one at the start of the run.", fix)
     if name in (TRAINING_ADAPTER, STARTED_FROM):

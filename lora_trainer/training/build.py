@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from lora_trainer.adapters.adapter_kinds import add_adapter, denoiser_options
+from lora_trainer.adapters.adapter_kinds import adapter_kind, add_adapter, denoiser_options
 from lora_trainer.adapters.averages import make_average, shown_weights
 from lora_trainer.adapters.masters import make_adapter
 from lora_trainer.adapters.target_modules import target_modules
@@ -16,6 +16,7 @@ from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Process, zero_terminal_alphas
 from lora_trainer.diffusion.timesteps import flow_times
 from lora_trainer.export.weights import shapes_of
+from lora_trainer.models.base_loras import loras_line
 from lora_trainer.models.compiled import Compiled
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.memory.block_swap import block_swap_note, move_to_device, swap_blocks
@@ -30,6 +31,7 @@ from lora_trainer.optim.random_updates import make_bf16_step, make_gradient_nois
 from lora_trainer.training.attention import set_up_attention
 from lora_trainer.training.compiling import compile_if_enabled
 from lora_trainer.training.denoiser_layout import Layout
+from lora_trainer.training.layer_options import layer_option_notes, limit_timestep_ranks, with_loraplus
 from lora_trainer.training.network_weights import add_training_adapter, start_from_file
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import Built, Guard, StepContext
@@ -57,9 +59,15 @@ def build_step_context(
     )
     texts = build_texts(config, family, facts, dtype=dtype, device=device, checkpointed=built.checkpointed > 0)
     is_rounded = config.optimizer.stochastic_rounding
-    adapter = make_adapter({**parameters, **(texts.parameters if texts else {})}, dtype, has_masters=not is_rounded)
-    text_lrs = texts.lrs if texts else ()
-    optimizer = make_optimizer(adapter.masters, config.optimizer, text_lrs)
+    kind = adapter_kind(config)
+    adapter = make_adapter(
+        {**parameters, **(texts.parameters if texts else {})},
+        dtype,
+        has_masters=not is_rounded,
+        fixed={**kind.fixed(denoiser), **(texts.fixed if texts else {})},
+    )
+    other_lrs = with_loraplus(parameters, texts.lrs if texts else (), config, kind.is_up)
+    optimizer = make_optimizer(adapter.masters, config.optimizer, other_lrs)
     average = make_average(config, adapter)
     process = trained_process(family.denoiser.make_process(facts.path), config, device)
     scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
@@ -91,7 +99,8 @@ def build_step_context(
         rank=processes.rank,
         world=processes.world,
         texts=texts,
-        shares=shares_of(adapter.masters, config.optimizer, text_lrs),
+        shares=shares_of(adapter.masters, config.optimizer, other_lrs),
+        timestep_rank=limit_timestep_ranks(config, denoiser, process),
         add_noise=make_gradient_noise(adapter.masters, config.optimizer, config.train.seed),
         bf16_step=make_bf16_step(optimizer, adapter.masters, config.train.seed) if is_rounded else None,
         built=replace(built, notes=(*lines, *built.notes)),
@@ -119,10 +128,12 @@ def build_denoiser(
     shapes = shapes_of({family.denoiser.component: denoiser})
     channels_last = set_memory_order(denoiser, config, device)
     has_benchmark = try_convolutions(config, device, layout.shapes)
-    names, files = target_modules(denoiser, family.denoiser, config.lora.target_modules), []
+    names = target_modules(denoiser, family.denoiser, config.lora.target_modules)
+    files = [f"merged into the base model: {loras_line(family.loras)} (model.loras)"] if family.loras else []
     if config.model.training_adapter is not None:
         files.append(add_training_adapter(denoiser, config, family, layout.dtype, load_device))
     attention = set_up_attention(denoiser, config, family, layout, processes, is_requested=is_attention_requested)
+    layer_lines = layer_option_notes(denoiser, names, denoiser_options(config))
     parameters = add_adapter(denoiser, names, config, denoiser_options(config))
     if config.lora.network_weights is not None:
         files.append(start_from_file(config, family.denoiser.component, names, parameters, denoiser_options(config)))
@@ -137,6 +148,7 @@ def build_denoiser(
     broken = [failure for failure in attention.failures if failure not in absent]
     attention_line = f"attention backend: {attention.name} ({attention.reason})"
     notes = (
+        *layer_lines,
         *files,
         *([] if device.type == "cpu" else [attention_line]),
         f"gradient checkpointing: {checkpointed} of {blocks} blocks{no_more(layout.checkpointing, blocks)}",

@@ -49,7 +49,7 @@ def compile_if_enabled(
     import torch._inductor.config as inductor  # loaded only where something is compiled
 
     inductor.deterministic = config.train.deterministic  # no kernel that timing chose
-    inductor.fallback_random = bool(config.lora.dropout)  # the dropout masks that eager draws
+    inductor.fallback_random = config.lora.has_dropout  # the dropout masks that eager draws
     compiled = compile_blocks(denoiser, mode=mode, dynamic=dynamic, fullgraph=settings.fullgraph)
     if not dynamic and (layout.shapes > MOST_COMPILATIONS or layout.shapes * compiled.forms > MOST_OF_A_CLASS):
         notes.append(

@@ -71,7 +71,7 @@ def step_with_fallbacks(
                     install(run, fit)
                 failure = compiled_failure(run, compiled, fitting, state, reporter)
                 if failure is None:
-                    if run.config.lora.dropout:
+                    if run.config.lora.has_dropout:
                         # Seeded by position, as every other draw: no generator state to save, other masks in each
                         # process.
                         key = position_key(run.config.train.seed, "dropout", state.step, run.processes.rank)

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from lora_trainer.adapters.adapter_kinds import adapter_kind, denoiser_options, text_options
 from lora_trainer.adapters.base import AdapterOptions
@@ -16,20 +15,23 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.evaluation.loading import in_short, misfits_by_config
-from lora_trainer.export.weights import LoraPair, LoraWeights, adaptable_modules, module_name
+from lora_trainer.export.weights import LoraWeights, adaptable_modules, module_name
+from lora_trainer.models.base_loras import add_frozen
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.models.lora_names import read_lora
-
-FROZEN_DOWN, FROZEN_UP = "training_adapter_down", "training_adapter_up"
+from lora_trainer.training.layer_options import pattern_problems
 
 
 def check_lora_files(config: Config, family: Family, facts: ModelFacts) -> None:
-    """Raise UsageError with all problems of `lora.network_weights` and `model.training_adapter`.
+    """Raise UsageError with all problems of `lora.network_weights`, `model.training_adapter`, `model.loras` and patterns of layers.
 
     Reads the files and the model's configs, not its weights.
     """
-    problems = []
+    problems = pattern_problems(config, family, facts)
+    for merged, _ in family.loras:
+        found = in_short(misfits_by_config(read_lora(Path(merged)), family, facts.path))
+        problems += named("model.loras", merged, found)
     if (path := config.model.training_adapter) is not None:
         weights = read_lora(lora_path(path))
         found = in_short(misfits_by_config(weights, family, facts.path))
@@ -129,20 +131,3 @@ def add_training_adapter(
     for name, pair in pairs.items():
         add_frozen(layers[name], pair, dtype, device)
     return f"training adapter: {path.name} on {counted(len(pairs), 'module')}, not in images nor in the LoRA"
-
-
-def add_frozen(layer: nn.Linear | nn.Conv2d, pair: LoraPair, dtype: torch.dtype, device: torch.device) -> None:
-    """Add a LoRA's update to a layer's output, with its halves as buffers, so that they move and swap with the layer."""
-    layer.register_buffer(FROZEN_DOWN, pair.down.to(device, dtype), persistent=False)
-    layer.register_buffer(FROZEN_UP, (pair.up.float() * pair.scale).to(device, dtype), persistent=False)
-    layer.register_forward_hook(add_update)
-
-
-def add_update(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """The forward hook of a layer with a frozen LoRA."""
-    down, up = getattr(layer, FROZEN_DOWN), getattr(layer, FROZEN_UP)
-    x = inputs[0].to(down.dtype)
-    if isinstance(layer, nn.Conv2d):
-        small = functional.conv2d(x, down, None, layer.stride, layer.padding, layer.dilation)
-        return output + functional.conv2d(small, up).to(output.dtype)
-    return output + functional.linear(functional.linear(x, down), up).to(output.dtype)

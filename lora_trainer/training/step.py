@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lora_trainer.adapters.averages import Average, Shown
 from lora_trainer.adapters.masters import Adapter
+from lora_trainer.adapters.timestep_rank import TimestepRank
 from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.core.interrupt import abort_if_late, no_more_aborting
 from lora_trainer.diffusion.loss import Loss
@@ -97,6 +98,7 @@ class StepContext:
     shares: tuple[float, ...] = ()  # factor on the learning rate of each parameter group; empty: 1
     built: Built = Built()
     phase: PhaseRange = nullcontext  # a range around each phase, for a profile
+    timestep_rank: TimestepRank | None = None  # `lora.timestep_min_rank`
     add_noise: AddNoise | None = None  # to the gradients, after clipping
     bf16_step: TakeStep | None = None  # in place of the optimizer's own, where weights are bf16 alone
 
@@ -174,7 +176,8 @@ def train_step(
             context.compiled.begin_step()
         with context.phase("copy"):
             micro = micro.to(context.device, context.dtype)
-        loss, sample_losses = backward(context, micro, samples)
+        with nullcontext() if context.timestep_rank is None else context.timestep_rank.limited(micro.t):
+            loss, sample_losses = backward(context, micro, samples)
         total += loss
         losses = (*losses, sample_losses)
     summed: list[Tensor] = []

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.adapters.adapter_kinds import add_adapter, text_options
+from lora_trainer.adapters.adapter_kinds import adapter_kind, add_adapter, text_options
 from lora_trainer.adapters.target_modules import matching_modules
 from lora_trainer.config.schema import Config
 from lora_trainer.evaluation.validation_loss import EncodedSample
@@ -22,6 +22,7 @@ from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Caption, Family, ModelFacts, TextParts
 from lora_trainer.models.textual_inversion import add_learned_tokens, initial_embeddings
 from lora_trainer.optim.optimizers import Rates
+from lora_trainer.training.layer_options import layer_option_notes
 from lora_trainer.training.network_weights import start_from_file
 
 Encode = Callable[[Sequence[Caption], Mapping[str, Tensor]], dict[str, Tensor]]
@@ -32,13 +33,15 @@ class TrainedTexts:
     """Text encoders in memory: the trained ones, and frozen ones that read captions with them.
 
     `encode` turns captions, and the cached text embeddings of frozen encoders (empty where there are none), into
-    conditioning with gradients. `parameters` are all trained ones by name, `lrs` their learning rates with those names;
+    conditioning with gradients. `parameters` are all trained ones by name, `fixed` their adapters' tensors that are not
+    trained, `lrs` the learning rates with the parameters' names;
     `shapes` are the weight shapes of the untouched encoders by module.
     """
 
     parts: TextParts
     encode: Encode
     parameters: dict[str, nn.Parameter]
+    fixed: dict[str, Tensor]
     lrs: Rates
     shapes: Mapping[str, tuple[int, ...]]
     notes: tuple[str, ...]
@@ -67,17 +70,21 @@ def build_texts(
     def encode_alone() -> dict[str, Tensor]:
         return family.text.encode(parts, ("",), family.text.options)
 
-    parameters, lrs, notes = dict[str, nn.Parameter](), list[tuple[float, Collection[str]]](), list[str]()
+    parameters, fixed = dict[str, nn.Parameter](), dict[str, Tensor]()
+    lrs, notes = list[tuple[float, Collection[str]]](), list[str]()
     for component, lr in trained.items():
         encoder = parts.encoders[component]
         names = used_modules(encoder, matching_modules(encoder, family.text.targets[component]), encode_alone)
-        added = add_adapter(encoder, names, config, text_options(config), component)
+        options = text_options(config, component)
+        notes += [f"{component}: {line}" for line in layer_option_notes(encoder, names, options)]
+        added = add_adapter(encoder, names, config, options, component)
+        fixed |= {f"{component}.{name}": value for name, value in adapter_kind(config).fixed(encoder).items()}
         own = {f"{component}.{name}": parameter for name, parameter in added.items()}
         parameters |= own
         lrs.append((lr, frozenset(own)))  # names alone, so that the weights can be freed
-        notes.append(f"{component}: LoRA rank {text_options(config).rank}, {len(names)} modules, lr={lr:g}")
+        notes.append(f"{component}: LoRA rank {options.rank}, {len(names)} modules, lr={lr:g}")
         if config.lora.network_weights is not None:
-            notes.append(start_from_file(config, component, names, added, text_options(config)))
+            notes.append(start_from_file(config, component, names, added, options))
         if checkpointed:
             checkpoint_layers(encoder)
     if config.textual_inversion.placeholder_tokens:
@@ -89,7 +96,7 @@ def build_texts(
         notes.append(f"learned tokens: {named}, lr={section.learning_rate:g}")
     for encoder in parts.encoders.values():
         encoder.train()
-    return TrainedTexts(parts, encode, parameters, tuple(lrs), shapes, tuple(notes))
+    return TrainedTexts(parts, encode, parameters, fixed, tuple(lrs), shapes, tuple(notes))
 
 
 def add_trainable_tokens(

@@ -15,9 +15,10 @@ from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.config.schema import Config, LoraSection
 from lora_trainer.core.grid import image_name
 from lora_trainer.export.weights import LoraPair
+from lora_trainer.models.base_loras import add_frozen
 from lora_trainer.models.lora_names import read_lora
 from lora_trainer.report.record import BEFORE_AFTER
-from lora_trainer.training.network_weights import add_frozen, start_from_file
+from lora_trainer.training.network_weights import start_from_file
 from tests.recipes.recipe import Bench, losses, tensor_bytes
 
 FIRST = {"checkpoint__export_weights": "last", "checkpoint__export_dtype": "fp32"}

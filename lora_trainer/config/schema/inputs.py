@@ -54,6 +54,11 @@ class ModelSection(Section):
         "fixed in effect",
         "LoRA file that is added to the model while training, and absent from images and from the LoRA: for distilled models, such as Z-Image Turbo",
     )
+    loras: dict[str, Annotated[float, Field(ge=-10.0, le=10.0)]] = setting(
+        {},
+        "fixed in effect",
+        'LoRA files that are merged into the base model, and the factor on each: `{"style.safetensors" = 0.8}`; training, validation, images and the gate all use that model, and the trained LoRA is for it',
+    )
     without_t5: bool = setting(
         False, "fixed in effect", "do not load the T5 text encoder, where the family works without it"
     )

@@ -44,10 +44,49 @@ class LoraSection(Section):
         "fixed in effect",
         "LoRA file of any program to start from, its alpha included; its rank may be lower than `rank`",
     )
+    init_lora_weights: Annotated[
+        str, Field(pattern=r"^(default|gaussian|svd_down|olora|pissa(_niter_[1-9][0-9]?)?)$")
+    ] = setting(
+        "default",
+        "fixed",
+        "initial weights of linear layers, as peft names them: `default` (Kaiming, up at 0), `gaussian`, `svd_down` (down holds the base weight's first right singular vectors), `pissa` (arXiv:2404.02948), `pissa_niter_4` (the same by a fast SVD) or `olora` (arXiv:2406.01775); the last three double the file's rank",
+    )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.0, "changes training", "dropout inside the LoRA")
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=4096)]] = setting(
+        {},
+        "fixed",
+        'ranks of layers, by patterns of their names: `{"mid_block.*" = 64}`, in text encoders `{"text_encoder.*" = 8}`; the last pattern that matches counts',
+    )
+    alpha_pattern: dict[str, Positive] = setting(
+        {}, "fixed", "alpha of layers, in the same form; where `alpha` is empty too, each layer's is its rank"
+    )
+    dropout_pattern: dict[str, Annotated[float, Field(ge=0.0, lt=1.0)]] = setting(
+        {}, "changes training", "dropout of layers, in the same form"
+    )
+    loraplus_lr_ratio: Positive | None = setting(
+        None,
+        "fixed",
+        "LoRA+ (arXiv:2402.12354): learning rate of the up projections over that of the down projections; 16 is the paper's, 4 is milder",
+    )
+    loraplus_text_encoder_lr_ratio: Positive | None = setting(
+        None, "fixed", "the same of the text encoders' LoRA; empty means `loraplus_lr_ratio`"
+    )
+    timestep_min_rank: Annotated[int, Field(ge=1, le=4096)] | None = setting(
+        None,
+        "changes training",
+        "T-LoRA (arXiv:2507.05964), for a few images: rows of the denoiser's LoRA that are trained at the most noise, more at less noise, up to `rank`; half of `rank` is the paper's",
+    )
+    timestep_rank_exponent: Positive = setting(
+        1.0, "changes training", "how fast the rows grow as the noise falls: 1 evenly, above 1 later"
+    )
     target_modules: str | tuple[str, ...] = setting(
         "attention", "fixed", "`attention`, `attention+ff`, or patterns of module names such as `*.attn2.to_k`"
     )
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether any layer has dropout, whose random numbers a step then seeds."""
+        return bool(self.dropout or any(self.dropout_pattern.values()))
 
 
 class OptimizerSection(Section):

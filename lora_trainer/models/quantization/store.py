@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from lora_trainer.config.schema import Precision
-from lora_trainer.models.quantization.eight_bits import narrow_to_8_bits
-from lora_trainer.models.quantization.four_bits import narrow_to_4_bits
+from lora_trainer.models.quantization import eight_bits, four_bits
+from lora_trainer.models.quantization.eight_bits import SCALE, narrow_to_8_bits
+from lora_trainer.models.quantization.four_bits import Linear4, narrow_to_4_bits
 from lora_trainer.models.quantization.int8_products import LEAST_ROWS, LinearProduct, multiply_in_int8, why_not
 
 LEAST_CHANNELS = 16
@@ -66,6 +67,17 @@ def counted_products(denoiser: nn.Module) -> str:
 def is_narrow(layer: nn.Module | None) -> bool:
     """Whether a layer's weight is quantized."""
     return hasattr(layer, COMPUTED_IN)
+
+
+@torch.no_grad()
+def wide_weight(layer: Layer) -> torch.Tensor:
+    """A layer's weight in fp32, on its device, dequantized where it is quantized: [out, in] or [out, in, k, k]."""
+    if isinstance(layer, Linear4):
+        shape = (layer.out_features, layer.in_features)
+        return four_bits.widened(layer.weight, layer.get_buffer(SCALE), shape, torch.float32)
+    if is_narrow(layer):
+        return eight_bits.widened(layer.weight, layer.get_buffer(SCALE), torch.float32)
+    return layer.weight.detach().float()
 
 
 def _store_and_multiply(layer: Layer) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.adapters.adapter_kinds import ADAPTERS
+from lora_trainer.adapters.adapter_kinds import ADAPTERS, denoiser_options
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
@@ -234,7 +234,11 @@ def make_demand(
     precision: str | None = None,
 ) -> Demand:
     """The settings as a demand on a GPU. `precision` replaces `memory.weight_dtype` where the GPU changes it."""
-    config, facts, adapter = resolved.config, architecture.facts, resolved.config.model.training_adapter
+    config, facts = resolved.config, architecture.facts
+    # Values beside the base model's weights. Merged LoRAs have none, but where those are quantized.
+    beside = list(config.model.loras) if config.memory.weight_dtype in ("fp8", "int8", "nf4") else []
+    if config.model.training_adapter is not None:
+        beside.append(config.model.training_adapter)
     first = precision or config.memory.weight_dtype
     asked = from_user(resolved.origin["memory.weight_dtype"]) or limit_gib is None or first == "fp32"
     return Demand(
@@ -259,7 +263,7 @@ def make_demand(
         others=partial(other_peaks, facts=facts, images=config.cache.batch_size, without=family.text.options.without),
         texts=text_sizes(config, family, facts),
         controls=named_controls(config),
-        frozen=0 if adapter is None else elements(read_tensor_header(Path(adapter).expanduser())),
+        frozen=sum(elements(read_tensor_header(Path(path).expanduser())) for path in beside),
         guided=config.loss.guidance_target is not None,
     )
 
@@ -289,6 +293,7 @@ def gauge_of(family: Family, architecture: Architecture, config: Config) -> Memo
     lengths = replace(family.text.options, clip_skip=None, without=()) != PLAIN  # which change no length
     unwritten = (
         not ADAPTERS[config.lora.type].has_memory_profiles
+        or not denoiser_options(config).has_usual_size
         or config.memory.offload_activations
         or config.memory.int8_matmul
         or lengths
@@ -299,8 +304,16 @@ def gauge_of(family: Family, architecture: Architecture, config: Config) -> Memo
 
 def tracing_gauge(family: Family, architecture: Architecture, config: Config) -> MemoryModel:
     targets, rank, products = config.lora.target_modules, config.lora.rank, config.memory.int8_matmul
+    options = denoiser_options(config)
     return traced_memory_model(
-        family, architecture, targets, user_cache_folder(), rank, products=products, kind=config.lora.type
+        family,
+        architecture,
+        targets,
+        user_cache_folder(),
+        rank,
+        products=products,
+        kind=config.lora.type,
+        options=None if options.has_usual_size else options,
     )
 
 

@@ -27,7 +27,9 @@ def text_sizes(config: Config, family: Family, facts: ModelFacts) -> TextSizes:
         if name not in family.text.left_in_cache(rates)
     }
     words = family.text.clips if config.textual_inversion.placeholder_tokens else ()
-    rank, sizes = config.text_encoder.lora_rank or config.lora.rank, text_layers(family, facts)
+    sizes, rank = text_layers(family, facts), config.text_encoder.lora_rank or config.lora.rank
+    patterns = config.lora.rank_pattern.items()  # the largest rank counts, whichever layers have it
+    rank = max([rank, *(each for pattern, each in patterns if pattern.startswith(("text_encoder", "*")))])
     trained = [name for name in held if name in rates or name in words]
     return TextSizes(
         held=held,

@@ -54,7 +54,7 @@ def take(run: Run, state: TrainState, buffers: Buffers | None = None) -> Checkpo
     average = context.average.values if context.average else None
     return Checkpoint(
         state=state,
-        adapter=copy_to_cpu(context.adapter.masters, into, "adapter"),
+        adapter=copy_to_cpu({**context.adapter.masters, **context.adapter.fixed}, into, "adapter"),
         average=None if average is None else copy_to_cpu(average, into, "average"),
         optimizer=unflatten(rest, copy_to_cpu(tensors, into)),
         scaler=context.scaler.state_dict() if context.scaler else None,
