@@ -78,7 +78,9 @@ def shown_weights(optimizer: torch.optim.Optimizer, adapter: Adapter, average: A
     The run's average, or that of a schedule-free optimizer, or the masters; and what the adapter holds fixed.
     """
     eval_weight, fixed = OPTIMIZERS[name].eval_weight, adapter.fixed
-    trained: Mapping[str, Tensor] = adapter.masters if average is None else average.values
     if average is None and eval_weight is not None:
         return lambda: {name: eval_weight(optimizer, master) for name, master in adapter.masters.items()} | fixed
-    return (lambda: {**trained, **fixed}) if fixed else lambda: trained
+    trained: Mapping[str, Tensor] = adapter.masters if average is None else average.values
+    if fixed:
+        return lambda: {**trained, **fixed}
+    return lambda: trained

@@ -10,6 +10,7 @@ from typing import Any
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.importers.flow_words import AITOOLKIT, AITOOLKIT_DEFAULTS, NOT_OF_FLOWS, is_aitoolkit_flow, of_flows
+from lora_trainer.importers.kohya_blocks import ALPHAS, CONVOLUTIONS, RANKS
 from lora_trainer.importers.kohya_dataset import NEW_EACH_TIME
 from lora_trainer.importers.kohya_keys import (
     OTHER_FAMILY,
@@ -102,6 +103,17 @@ def _kind(value: Any, around: Around) -> Took:
         return Took({"lora.target_modules": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
     plain = text(value).lower() in ("lora", "locon")
     return Took({"lora.target_modules": layers}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
+
+
+def _convolutions(value: Any, around: Around) -> Took:
+    """Rank and alpha of the convolutions, which are no 1x1 ones; without conv_alpha the two are equal."""
+    if not is_on(value):
+        return Took({}, "off", "ignored")
+    if is_aitoolkit_flow(around.keys):
+        return Took({}, "there are none to train in such a model", "ignored")
+    patterns = ("conv_in", "conv_out", *CONVOLUTIONS)
+    alpha = around["network.conv_alpha"] if around["network.conv_alpha"] is not None else value
+    return Took({RANKS: dict.fromkeys(patterns, whole(value)), ALPHAS: dict.fromkeys(patterns, number(alpha))})
 
 
 def _texts(value: Any, around: Around) -> Took:
@@ -208,8 +220,8 @@ RULES: Mapping[str, KeyRule] = {
     "network.linear": by(_linear, "lora.rank"),
     "network.alpha": by(_alpha, "lora.alpha"),
     "network.linear_alpha": same("lora.alpha", number),
-    "network.conv": lacking("the convolutions learn too, with the rank of network.linear"),
-    "network.conv_alpha": lacking("all layers have the scale of network.linear_alpha"),
+    "network.conv": by(_convolutions, f"{RANKS} {ALPHAS}"),
+    "network.conv_alpha": part_of("network.conv", ALPHAS),
     "network.dropout": unless_off("lora.dropout", number),
     "network.network_kwargs.only_if_contains": lacking("lora.target_modules says which layers learn"),
     "network.network_kwargs.ignore_if_contains": lacking("lora.target_modules says which layers learn"),

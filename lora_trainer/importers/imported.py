@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -215,7 +216,11 @@ def as_toml(imported: Imported) -> str:
         if plain:
             lines.append(f"[{section}]")
         for key, value in plain.items():
+            # A table of patterns in one line: as a table of its own it would take the keys behind it.
             text = tomli_w.dumps({key: value}).rstrip()
+            if isinstance(value, dict):
+                inside = [f"{json.dumps(name, ensure_ascii=False)} = {shown(each)}" for name, each in value.items()]
+                text = f"{key} = {{{', '.join(inside)}}}"
             origin = " ".join(imported.origin[f"{section}.{key}"].split())
             lines.extend([f"# {origin}", text] if "\n" in text else [f"{text}  # {origin}"])
         if plain:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lora_trainer.importers import kohya
 from lora_trainer.importers.flow_words import KOHYA_DEFAULTS, NOT_READ, kohya_family, of_flow, of_flows
+from lora_trainer.importers.kohya_blocks import LOCON
 from lora_trainer.importers.kohya_keys import (
     IN_BUCKETS,
     RULES,
@@ -41,7 +42,6 @@ MORE_ARGUMENTS = ("loraplus_text_encoder_lr_ratio", "down_lr_weight", "mid_lr_we
 STILL_MORE = ("block_alphas", "conv_block_dims", "conv_block_alphas", "block_lr_zero_threshold", "train_norm")
 AS_ARGUMENTS = (*ARGUMENTS, *MORE_ARGUMENTS, *STILL_MORE)
 PLAIN = ("standard", "lora-fa")
-WITH_CONVOLUTIONS = ("kohya locon", "lycoris/locon", "locon")
 
 
 def _unless_zero(rule: KeyRule) -> KeyRule:
@@ -56,10 +56,10 @@ def _unless_zero(rule: KeyRule) -> KeyRule:
 def _kind(value: Any, around: Around) -> Took:
     """The kind of network as the layers that learn."""
     kind = text(value).strip().lower()
-    layers = ALL_WITH_CONVOLUTIONS if kind in WITH_CONVOLUTIONS else ALL_OF_ATTENTION
+    layers = ALL_WITH_CONVOLUTIONS if kind in LOCON else ALL_OF_ATTENTION
     if kind.startswith("flux") or kohya_family(around):
         return Took({"lora.target_modules": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
-    plain = kind in (*PLAIN, *WITH_CONVOLUTIONS)
+    plain = kind in (*PLAIN, *LOCON)
     return Took({"lora.target_modules": list(layers)}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
 
 
@@ -67,7 +67,7 @@ def _with_convolutions(rule: KeyRule) -> KeyRule:
     """A key of networks that train convolutions."""
 
     def read(value: Any, around: Around) -> Took:
-        if str(around["LoRA_type"]).lower() not in WITH_CONVOLUTIONS:
+        if str(around["LoRA_type"]).lower() not in LOCON:
             return Took({}, "means nothing for this kind of network", "ignored")
         return rule.read(value, around)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.importers.flow_words import KOHYA, kohya_family, of_flow
-from lora_trainer.importers.kohya_blocks import block_rates
+from lora_trainer.importers.kohya_blocks import argument, block_rates, sizes_of_layers
 from lora_trainer.importers.reading import Around, KeyRule, Took, located
 from lora_trainer.importers.rules import (
     by,
@@ -122,15 +122,31 @@ def _alpha(value: Any, around: Around) -> Took:
     return Took({"lora.alpha": number(value)}) if is_on(value) else Took({}, "0 means as network_dim, as here")
 
 
-def _as(key: str, ours: str, why: str) -> KeyRule:
-    """A value of the convolutions; that of all layers is used instead."""
+def _loraplus(ours: str, *, later: tuple[str, ...]) -> KeyRule:
+    """A ratio of LoRA+, unless one of the keys `later`, which is for the same layers, is set."""
 
     def read(value: Any, around: Around) -> Took:
-        if str(around[key]) == str(value) or not is_on(value):
-            return Took({}, f"as {key}", "mapped")
-        return Took({})
+        if not is_on(value):
+            return Took({}, "off", "ignored")
+        for other in later:
+            if is_on(argument(around, other) or 0):
+                return Took({}, f"{other} rules", "ignored")
+        return Took({ours: number(value)})
 
-    return by(read, ours, why, changes=True)
+    return by(read, ours)
+
+
+def _base_weights(value: Any, around: Around) -> Took:
+    """LoRAs merged into the base model, each with its factor; missing ones are 1."""
+    paths = [value] if isinstance(value, str) else value
+    factors = around["base_weights_multiplier"] or []
+    factors = factors if isinstance(factors, list) else [factors]
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise ValueError("paths")
+    weights = [*map(number, factors), *[1.0] * len(paths)]
+    return Took(
+        {"model.loras": {located(around.folder, path): each for path, each in zip(paths, weights, strict=False)}}
+    )
 
 
 def betas(value: Any, around: Around) -> Took:
@@ -282,8 +298,12 @@ RULES: Mapping[str, KeyRule] = {
     "network_dim": same("lora.rank", whole),
     "network_alpha": by(_alpha, "lora.alpha"),
     "network_dropout": unless_off("lora.dropout", number),
-    "network_args.conv_dim": _as("network_dim", "lora.target_modules", "all layers have the rank of network_dim"),
-    "network_args.conv_alpha": _as("network_alpha", "lora.alpha", "all layers have the alpha of network_alpha"),
+    **sizes_of_layers(targets),
+    "network_args.loraplus_lr_ratio": _loraplus("lora.loraplus_lr_ratio", later=("loraplus_unet_lr_ratio",)),
+    "network_args.loraplus_unet_lr_ratio": _loraplus("lora.loraplus_lr_ratio", later=()),
+    "network_args.loraplus_text_encoder_lr_ratio": _loraplus("lora.loraplus_text_encoder_lr_ratio", later=()),
+    "base_weights": by(_base_weights, "model.loras"),
+    "base_weights_multiplier": part_of("base_weights", "model.loras"),
     "network_args.algo": by(_algorithm, "", NOT_LORA, changes=True),
     "network_args.preset": lacking("lora.target_modules says which layers learn", off=("full",)),
     "network_args.dropout": unless_off("lora.dropout", number),

@@ -69,6 +69,13 @@ NOWHERE = "it is neither in the config's folder, nor above it, nor here: name th
 FAMILIES = ("sdxl", "sd1x", "sd2x", "sd15", "sd2", *SIMPLETUNER_FLOWS)
 
 
+def _initial(value: Any, around: Around) -> Took:
+    """peft's names, but for those that need data or a quantized base of its own."""
+    if text(value).lower() in ("default", "gaussian", "olora", "pissa"):
+        return Took({"lora.init_lora_weights": text(value).lower()}, verdict="mapped")
+    return Took({}, f"{text(value)} does not exist here: the LoRA starts as usual", "changed")
+
+
 def _backends(value: Any, around: Around) -> Took:
     found = found_upwards(around.folder, text(value))
     return Took({}, f"{SOURCES}, read from {found}", "mapped") if found else Took({}, NOWHERE)
@@ -265,7 +272,7 @@ RULES: Mapping[str, KeyRule] = {
     "lycoris_config": lacking(NOT_LORA),
     "use_dora": lacking(NOT_LORA),
     "init_lora": lacking("training does not start from a LoRA"),
-    "lora_init_type": lacking("the LoRA starts as peft has it", off=("default",)),
+    "lora_init_type": by(_initial, "lora.init_lora_weights", "others than peft's default, gaussian, olora and pissa"),
     "peft_lora_mode": lacking(NOT_LORA, off=("standard",)),
     "peft_lora_target_modules": lacking("lora.target_modules says which layers learn"),
     "prediction_type": lacking("the model's own prediction is trained"),

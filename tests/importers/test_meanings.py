@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -387,6 +388,75 @@ def test_every_pattern_of_kohyas_blocks_matches_layers_of_the_model(family: str,
         lines = layer_notes(parameters, config.optimizer)
         assert all("x 0.5: " in line for line in lines)
         assert all(last_match(name, config.optimizer.layer_learning_rates) for name in parameters)
+
+
+def layer_sizes(folder: Path, arguments: list[str], more: str = "") -> tuple[dict[str, int], dict[str, float]]:
+    """`lora.rank_pattern` and `lora.alpha_pattern` of kohya's arguments, at network_dim 8 and network_alpha 16."""
+    sizes = 'network_module = "networks.lora"\nnetwork_alpha = 16\n'
+    lora = kohya_with(folder, f"{sizes}network_args = {json.dumps(arguments)}\n{more}").config.lora
+    return dict(lora.rank_pattern), dict(lora.alpha_pattern)
+
+
+def test_ranks_and_alphas_of_kohyas_blocks_and_convolutions_are_those_of_its_places(tmp_path: Path) -> None:
+    of_convolutions = ("*.resnets.*.conv1", "*.resnets.*.conv2", "*samplers.*.conv")
+    found = layer_sizes(tmp_path, ["conv_dim=6", "conv_alpha=4"])
+    assert found == (dict.fromkeys(of_convolutions, 6), dict.fromkeys(of_convolutions, 4.0))
+    assert layer_sizes(tmp_path, ["conv_dim=8", "conv_alpha=16"]) == ({}, {})
+    assert layer_sizes(tmp_path, ["conv_dim=8"]) == ({}, dict.fromkeys(of_convolutions, 1.0))  # kohya's default
+    dims = ",".join(str(place + 1) for place in range(25))
+    ranks, _ = layer_sizes(tmp_path, [f"block_dims={dims}"])
+    assert ranks["down_blocks.0.attentions.0.*"] == 2  # kohya's place 1 of 12
+    assert ranks["mid_block.*"] == 13
+    assert ranks["up_blocks.3.attentions.2.*"] == 25
+    dims = ",".join(str(place + 1) for place in range(23))
+    ranks, alphas = layer_sizes(tmp_path, [f"block_dims={dims}", f"block_alphas={dims}"])
+    assert ranks["down_blocks.2.attentions.1.*"] == 10  # its input block 8, behind one number of the time embedding
+    assert ranks["mid_block.attentions.*"] == 12
+    assert alphas["up_blocks.0.attentions.0.*"] == 14.0
+    both, _ = layer_sizes(tmp_path, [f"block_dims={dims}", "conv_dim=6"])
+    assert list(both)[-3:] == list(of_convolutions)  # the last pattern that matches counts
+    with pytest.raises(UsageError, match="25 numbers with commas, or 23 for SDXL"):
+        layer_sizes(tmp_path, ["block_dims=4,8"])
+
+
+@pytest.mark.parametrize(("family", "count"), [("sd15", 25), ("sdxl", 23)])
+def test_every_rank_pattern_of_kohya_matches_layers_of_the_model(family: str, count: int, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        unet = FAMILIES[family].denoiser.make(public_architecture(family).denoiser)
+    for more in ([], ["conv_dim=4"]):
+        dims = ",".join(["8"] * count)
+        text = f'network_module = "networks.lora"\nnetwork_args = {json.dumps([f"block_dims={dims}", *more])}'
+        lora = kohya_with(tmp_path, text).config.lora
+        layers = target_modules(unet, FAMILIES[family].denoiser, lora.target_modules)
+        for pattern in lora.rank_pattern:
+            assert any(fnmatchcase(layer, pattern) for layer in layers), pattern
+
+
+def test_lora_plus_and_merged_loras_of_kohya_are_imported(tmp_path: Path) -> None:
+    def lora(*arguments: str) -> tuple[float | None, float | None]:
+        found = kohya_with(tmp_path, f"network_args = {json.dumps(arguments)}").config.lora
+        return found.loraplus_lr_ratio, found.loraplus_text_encoder_lr_ratio
+
+    assert lora("loraplus_lr_ratio=16") == (16.0, None)
+    assert lora("loraplus_lr_ratio=16", "loraplus_unet_lr_ratio=4") == (4.0, None)
+    assert lora("loraplus_text_encoder_lr_ratio=2") == (None, 2.0)
+    text = 'base_weights = ["a.safetensors", "b.safetensors"]\nbase_weights_multiplier = [0.5]'
+    merged = kohya_with(tmp_path, text).config.model.loras
+    assert {Path(path).name: factor for path, factor in merged.items()} == {"a.safetensors": 0.5, "b.safetensors": 1.0}
+
+
+def test_convolutions_of_ai_toolkit_have_their_own_rank_and_alpha(tmp_path: Path) -> None:
+    network = {"type": "lora", "linear": 16, "linear_alpha": 16, "conv": 8, "conv_alpha": 4}
+    process = {"type": "sd_trainer", "network": network, "model": {"name_or_path": "m", "arch": "sdxl"}}
+    document = {"job": "extension", "config": {"name": "a", "process": [process]}}
+    lora = imported_text(tmp_path, "a.yaml", json.dumps(document)).config.lora
+    assert lora.rank == 16
+    assert set(lora.rank_pattern.values()) == {8}
+    assert set(lora.alpha_pattern.values()) == {4.0}
+    with torch.device("meta"):
+        unet = FAMILIES["sdxl"].denoiser.make(public_architecture("sdxl").denoiser)
+    layers = target_modules(unet, FAMILIES["sdxl"].denoiser, lora.target_modules)
+    assert all(any(fnmatchcase(layer, pattern) for layer in layers) for pattern in lora.rank_pattern)
 
 
 def test_stochastic_rounding_of_onetrainer_is_for_weights_in_bf16(tmp_path: Path) -> None:

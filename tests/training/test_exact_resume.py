@@ -309,6 +309,7 @@ QUICK_CASES = (
     "layers, bf16 alone",
     "adamw8bit",
     "schedule_free",
+    "pissa",
     "fp16",
     "split",
     "captions",
