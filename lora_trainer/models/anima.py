@@ -30,7 +30,7 @@ from lora_trainer.models.family import (
     refuse_clip_options,
 )
 from lora_trainer.models.flow_schedule import make_process, make_scheduler, read_flow_schedule
-from lora_trainer.models.folder import check_components, read_config
+from lora_trainer.models.folder import COPY, check_components, read_config
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.qwen3 import QWEN, TOKENIZER, check_qwen3, load_qwen3
 from lora_trainer.models.t5 import check_t5_tokenizer, load_t5_tokenizer
@@ -98,7 +98,11 @@ def describe(folder: Path) -> ModelFacts:
             f"{folder / CONDITIONER}: min_sequence_length is {conditioner['min_sequence_length']}, must be {TOKENS}."
         )
         raise UsageError(Problem(message, "Use the text conditioner that the model came with."))
-    tokens = max(size // patch for size, patch in zip(config["max_size"], config["patch_size"], strict=True))
+    patches, sizes = [1, PATCH, PATCH], config["max_size"]
+    if config["patch_size"] != patches or not isinstance(sizes, list) or [type(size) for size in sizes] != [int] * 3:
+        message = f"{folder}/transformer: patch_size is {str(config['patch_size'])[:40]}, max_size {str(sizes)[:40]}; {patches} and three whole numbers are meant."
+        raise UsageError(Problem(message, COPY))
+    tokens = max(size // patch for size, patch in zip(sizes, patches, strict=True))
     return ModelFacts(
         path=folder,
         family="anima",

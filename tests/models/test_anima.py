@@ -165,6 +165,7 @@ def test_diffusers_reads_the_original_names_without_alpha():
         ("transformer/config.json", {"text_embed_dim": 32}, "text 32 wide"),
         ("text_conditioner/config.json", {"source_dim": 32}, "states 32 wide"),
         ("text_conditioner/config.json", {"min_sequence_length": 256}, "min_sequence_length is 256, must be 512"),
+        ("transformer/config.json", {"max_size": ["128", 240]}, "three whole numbers are meant"),
         ("transformer/config.json", {"in_channels": 17}, "takes more than noisy latents"),
         ("transformer/config.json", {"img_context_dim_in": 8}, "takes more than noisy latents"),
     ],
