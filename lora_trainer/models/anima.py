@@ -265,7 +265,6 @@ FAMILY = Family(
             "ComfyUI: kohya",
             "ComfyUI: original",
             "ComfyUI: original, kohya's halves",
-            "ComfyUI: no prefix",
         ),
     ),
 )

@@ -23,6 +23,7 @@ from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import read_prompts
 from lora_trainer.models.family import TextOptions
 from lora_trainer.models.lora_names import names_of
+from lora_trainer.run.bases.hub_files import choose_files, files_in
 from tests.export.tiny import random_lora, tiny_pipeline, tiny_transformer
 
 CPU = torch.device("cpu")
@@ -176,6 +177,15 @@ def test_other_models_are_refused_by_name(model, tmp_path, path, changes, words)
     (other / path).write_text(json.dumps({**config, **changes}), encoding="utf-8")
     with pytest.raises(UsageError, match=words):
         FAMILY.describe(other)
+
+
+def test_a_repository_of_a_hub_is_fetched_by_its_modular_index(model):
+    index = json.loads((model / "modular_model_index.json").read_text("utf-8"))
+    found = choose_files(files_in(model), index, weights=True, without_t5=False)
+    assert found.lacking == ()
+    assert {"modular_model_index.json", "t5_tokenizer/tokenizer.json", "text_conditioner/config.json"} <= {*found.small}
+    parts = {name.partition("/")[0] for name in found.weights}
+    assert parts == {"transformer", "vae", "text_encoder", "text_conditioner"}
 
 
 def test_missing_parts_are_named(model, tmp_path):
