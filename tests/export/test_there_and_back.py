@@ -120,7 +120,7 @@ def test_the_number_of_a_text_encoder_survives_a_round_trip(tmp_path: Path) -> N
         (UNET[1], 1024, {"ss_v2": "True"}),  # 512 or 768 is not stored
         (UNET[1], 2048, {"ss_v2": "False", "ss_base_model_version": "sdxl_base_v1-0"}),
         ("transformer.single_transformer_blocks.1.attn.to_q", 64, {"ss_v2": "False", "ss_base_model_version": "flux1"}),
-        ("transformer.transformer_blocks.1.attn2.to_q", 64, {"ss_v2": "False", "ss_base_model_version": "sd3"}),
+        ("transformer.pos_embed.proj", 64, {"ss_v2": "False", "ss_base_model_version": "sd3"}),
     ],
 )
 def test_a_header_is_rebuilt_from_keys_and_shapes(
