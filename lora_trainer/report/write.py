@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,21 @@ def render(template: str, *, folder: Path = TEMPLATES, scripts: Sequence[str] = 
 
     `scripts` follow the one that all pages have.
     """
+    own = (TEMPLATES / "hover.js").read_text(encoding="utf-8")
+    scripts = [COMMANDING.sub("\N{REPLACEMENT CHARACTER}", script) for script in (own, *scripts)]  # as in the page
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii") for script in scripts]
+    style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
+    page = (
+        templates_of(folder)
+        .get_template(template)
+        .render(**values, style=style, scripts=scripts, digests=digests, version=__version__)
+    )
+    return COMMANDING.sub("\N{REPLACEMENT CHARACTER}", page)
+
+
+@cache
+def templates_of(folder: Path) -> Environment:
+    """Compiled once in a process: that takes most of the time of a page."""
     environment = Environment(
         loader=FileSystemLoader([folder, TEMPLATES]),
         autoescape=True,
@@ -167,14 +183,7 @@ def render(template: str, *, folder: Path = TEMPLATES, scripts: Sequence[str] = 
     )
     environment.filters["short"] = short
     environment.filters["percent"] = percent
-    own = (TEMPLATES / "hover.js").read_text(encoding="utf-8")
-    scripts = [COMMANDING.sub("\N{REPLACEMENT CHARACTER}", script) for script in (own, *scripts)]  # as in the page
-    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii") for script in scripts]
-    style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
-    page = environment.get_template(template).render(
-        **values, style=style, scripts=scripts, digests=digests, version=__version__
-    )
-    return COMMANDING.sub("\N{REPLACEMENT CHARACTER}", page)
+    return environment
 
 
 def meta_of(run: RunReport) -> list[str]:
