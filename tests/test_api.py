@@ -11,7 +11,7 @@ import pytest
 
 import lora_trainer
 from lora_trainer.config.toml import parse_value
-from tests.recipes.recipe import QUICK, draw_images, save_tiny_model
+from tests.recipes.recipe import QUICK, brief_verdicts, draw_images, save_tiny_model
 
 NAMES = ("ProductionTrainer", "check_dataset", "load_config", "plan", "train", "validate_lora")
 
@@ -51,6 +51,7 @@ def test_a_night_in_a_notebook(tmp_path: Path, capsys: pytest.CaptureFixture[str
     result = lora_trainer.train(model, data, **options)
     assert result.exit_code == 0
     quick = {"cache.dir": str(tmp_path / "cache"), "gates.lora_check": "lite"}
-    report = lora_trainer.validate_lora(result.files["kohya"], model, settings=quick)
+    with brief_verdicts():
+        report = lora_trainer.validate_lora(result.files["kohya"], model, settings=quick)
     assert 0.0 <= report.score <= 1.0
     assert capsys.readouterr().out == ""

@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.export.tiny import tiny_pipeline
+from tests.recipes.recipe import brief_verdicts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_gate() -> Iterator[None]:
+    """Tests of `tests/gates` measure whole verdicts."""
+    with brief_verdicts():
+        yield
 
 
 @pytest.fixture(scope="module")

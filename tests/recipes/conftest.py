@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.recipes.recipe import Bench, draw_images, save_tiny_model
+from tests.recipes.recipe import Bench, brief_verdicts, draw_images, save_tiny_model
+
+DRAWS = 100  # of an interval: other tests measure with as many as a real run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_gate() -> Iterator[None]:
+    """Tests of `tests/gates` measure whole verdicts."""
+    with brief_verdicts(DRAWS):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -34,5 +44,7 @@ def bench(tiny_model: Path, images: Path, shared_cache: Path, tmp_path: Path) ->
 def finished(tiny_model: Path, images: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A finished run named `first`, briefly evaluated. Read only."""
     bench = Bench(tiny_model, images, tmp_path_factory.mktemp("finished"), shared_cache)
-    assert bench.run("first", checkpoint__every_n_steps=3, validation__every_n_steps=3, gates__lora_check="lite") == 0
+    settings = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3, "gates__lora_check": "lite"}
+    with brief_verdicts(DRAWS):  # created before the fixture of a module
+        assert bench.run("first", **settings) == 0
     return bench

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from PIL import Image, ImageDraw
 from safetensors import safe_open
 
 from lora_trainer.cli.main import main
+from lora_trainer.evaluation import choice, likeness
+from lora_trainer.evaluation.lora_check import LORA_CHECKS
 from tests.export.tiny import tiny_pipeline
 
 COLORS = ("red", "green", "blue", "orange", "purple", "teal", "brown", "navy", "olive", "maroon")
@@ -159,6 +161,19 @@ def delete_under_a_run(folder: Path) -> None:
         with suppress(OSError):
             shutil.rmtree(folder)
             return  # it may be created again at once
+
+
+@contextmanager
+def brief_verdicts(draws: int = likeness.DRAWS) -> Iterator[None]:
+    """Samples of a lite verdict take two steps instead of eight; intervals come from so many draws.
+
+    On a tiny model both take most of a verdict's time.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (likeness, choice):
+            patch.setattr(module, "DRAWS", draws)
+        patch.setitem(LORA_CHECKS, "lite", replace(LORA_CHECKS["lite"], steps=2))  # type: ignore[arg-type]
+        yield
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from lora_trainer.cli.main import main
-from tests.recipes.recipe import QUICK, Bench, draw_images
+from tests.recipes.recipe import QUICK, Bench, brief_verdicts, draw_images
 
 SECRETS = {
     name: f"s3cret-{number}-value"
@@ -42,7 +42,7 @@ def ran(sound_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Be
         calls.append(repr(arguments))
         raise OSError("no network here")
 
-    with pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context() as heard:
+    with brief_verdicts(), pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context() as heard:
         for name, value in SECRETS.items():
             patch.setenv(name, value)
         for name in ("HTTP_PROXY", "HTTPS_PROXY", "https_proxy"):
