@@ -225,13 +225,23 @@ def table(out: Path, dataset: str) -> str:
     path = out / "distances.json"
     far: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     rows = [row for row in read(out) if row["dataset"] in (dataset, "none")]
-    rows = [
-        row | {"far": far.get("none" if row["arm"] == "none" else f"{dataset}-{row['arm']}-{row['seed']}")}
-        for row in rows
-    ]
-    heads = ("", "seeds", "from the teacher", "unrelated prompts right", "unrelated images moved", "robot drawn")
+    for row in rows:
+        row["far"] = far.get("none" if row["arm"] == "none" else f"{dataset}-{row['arm']}-{row['seed']}")
+        plain = far.get(f"{dataset}-plain-{row['seed']}") if row["arm"] != "plain" else None
+        paired = row["far"] is not None and plain is not None
+        row["nearer"] = [other - own for other, own in zip(plain, row["far"], strict=True)] if paired else None
+    heads = (
+        "",
+        "seeds",
+        "from the teacher",
+        "nearer than plain training",
+        "prompts right",
+        "images moved",
+        "robot drawn",
+    )
     shown: list[tuple[str, Callable[[float], str]]] = [
         ("far", lambda value: f"{value:.3f}"),
+        ("nearer", lambda value: f"{value:.3f}"),
         ("right", lambda value: f"{100 * value:.0f} %"),
         ("moved", lambda value: f"{value:.1f}"),
         ("subject", lambda value: f"{value:.2f}"),

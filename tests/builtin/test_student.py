@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from statistics import mean
 
-from diffusers import DDIMScheduler
-
 import distilled_study
-from builtin_base.distill import distances, draw_trajectories, jumps, load, train_student
+from builtin_base.distill import distances, draw_trajectories, jumps, load
 from lora_trainer.builtin import BASE_FOLDER
 
-TRAJECTORIES, STUDENT_STEPS, LORA_STEPS = 144, 60, 80
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "builtin_base" / "distill.py"
+HELD, HELD_SEED = 48, 777
 
 
 def test_plain_training_undoes_the_few_steps_and_training_on_the_base_does_not(tmp_path: Path) -> None:
     """By how far four unguided steps end from the teacher's eight guided ones. The images are of shapes that the base
-    knows, so that nothing changes but the distillation."""
-    student = load(BASE_FOLDER)
-    train_student(student, draw_trajectories(student, TRAJECTORIES, 0), STUDENT_STEPS, 0, 24, 4e-4)
-    held = draw_trajectories(load(BASE_FOLDER), 24, 777)
-    before, distilled = mean(distances(load(BASE_FOLDER), held)), mean(distances(student, held))
-    gained = before - distilled
-    assert gained > 0.15 * before
-    student.scheduler = DDIMScheduler.from_config(student.scheduler.config, timestep_spacing="trailing")
-    student.save_pretrained(tmp_path / "student")
-    data = distilled_study.draw_scenes(tmp_path / "known", 24)
+    knows, so that nothing changes but the distillation. In docs/distilled.md plain training keeps 26 to 36 % of what
+    distillation gained, over three seeds, and training on the base 55 to 84 %; this is the first of them."""
+    folder = tmp_path / "student"
+    subprocess.run([sys.executable, str(SCRIPT), "--work", str(tmp_path / "work"), "--out", str(folder)], check=True)
+    held = draw_trajectories(load(BASE_FOLDER), HELD, HELD_SEED)
+    before, distilled = (mean(distances(load(model), held)) for model in (BASE_FOLDER, folder))
+    assert distilled < 0.75 * before
+    data = distilled_study.draw_scenes(tmp_path / "known", distilled_study.KNOWN)
     kept = {}
-    for name, model in (("plain", tmp_path / "student"), ("base", BASE_FOLDER)):
-        lora = distilled_study.train(tmp_path, name, model, data, LORA_STEPS, 1, {})
-        pipeline = load(tmp_path / "student")
+    for name, model in (("plain", folder), ("base", BASE_FOLDER)):
+        lora = distilled_study.train(tmp_path, name, model, data, 100, 1, {})
+        pipeline = load(folder)
         pipeline.load_lora_weights(str(lora))
-        kept[name] = (before - mean(distances(pipeline, held))) / gained
-    print(before, distilled, kept)
-    assert kept["plain"] < 0.25
-    assert kept["base"] > 0.4
+        kept[name] = (before - mean(distances(pipeline, held))) / (before - distilled)
+    assert kept["plain"] < 0.5 < kept["base"], kept
 
 
 def test_a_step_of_the_student_is_two_of_the_teacher() -> None:
