@@ -13,9 +13,8 @@ import math
 import os
 import statistics
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -126,8 +125,7 @@ def measure_subject(subject: BenchSubject, rounds: int, folder: Path) -> tuple[l
     )
     # Seconds of a block, and of what happens now and then in its share.
     shares = {EACH_STEP: 1.0} | {name: BLOCK * count for name, count in often.items()}
-    used = sum(children.seconds[name] * share for name, share in shares.items()) / (BLOCK * (WARM_UP + rounds))
-    notes.append(f"processes that the trackers started: {1000 * used:.2f} ms of CPU a step, beside these")
+    notes += children.notes(shares, BLOCK * (WARM_UP + rounds))
     times[RANGES] = weighted({OFF: 1 - 1 / AMPLIFIED, RANGES: BLOCK / AMPLIFIED}, times)  # one step, not a block
     times[ALL] = weighted(shares, times)
     return [tracker_row(name, subject.name, times[name], times[OFF]) for name in (OFF, RANGES, EACH_STEP, ALL)], notes
@@ -218,17 +216,36 @@ def times_per_step(run: Run, seconds: float) -> dict[str, float]:
 
 
 class ChildrenTime:
-    """CPU seconds that the processes started by this one used while each way was timed."""
+    """CPU seconds that the processes started by this one used in each turn of a way."""
 
     def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._turns: dict[str, list[tuple[str, float]]] = {}  # by the process's name: way, seconds
         self._way, self._before = "", dict[int, float]()
 
     def belong_to(self, way: str) -> None:
         """From now on it is this way's time."""
-        now = {each.pid: cpu_seconds(each) for each in psutil.Process().children(recursive=True)}
-        self.seconds[self._way] += sum(seconds - self._before.get(pid, 0.0) for pid, seconds in now.items())
+        now = dict[int, float]()
+        for each in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # it has ended
+                name, times = each.name(), each.cpu_times()
+                now[each.pid] = float(times.user + times.system)
+                used = now[each.pid] - self._before.get(each.pid, 0.0)
+                self._turns.setdefault(name, []).append((self._way, used))
         self._way, self._before = way, now
+
+    def notes(self, shares: Mapping[str, float], steps: int) -> list[str]:
+        """A line for each process: what it costs a step if each way has its share; and the longest turn.
+
+        One turn that is far above the mean is a disturbance: a computer without free memory reads programs anew.
+        """
+        lines = []
+        for name, turns in self._turns.items():
+            used = sum(shares.get(way, 0.0) * seconds for way, seconds in turns) / steps
+            longest = max(seconds for _, seconds in turns)
+            lines.append(
+                f"{name}: {1000 * used:.2f} ms of CPU a step, beside these; at most {longest:.2f} s in one turn"
+            )
+        return lines or ["the trackers started no process"]
 
 
 def weighted(shares: Mapping[str, float], times: Mapping[str, Timed]) -> Timed:
@@ -239,14 +256,6 @@ def weighted(shares: Mapping[str, float], times: Mapping[str, Timed]) -> Timed:
         return [sum(share * each for share, each in zip(shares.values(), found, strict=True)) for found in rounds]
 
     return Timed(of("wall"), of("cpu"))
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    try:
-        found = process.cpu_times()
-    except psutil.Error:  # it has ended
-        return 0.0
-    return float(found.user + found.system)
 
 
 def tracker_row(name: str, model: str, own: Timed, base: Timed) -> TrackerRow:
