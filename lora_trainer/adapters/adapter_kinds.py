@@ -6,9 +6,11 @@ Torch is loaded only with a kind.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lora_trainer.adapters.base import AdapterKind, AdapterOptions, AdapterSpec
+from lora_trainer.adapters.base import LAYER_SETTINGS, AdapterKind, AdapterOptions, AdapterSpec
 from lora_trainer.core.randomness import position_key
 
 if TYPE_CHECKING:
@@ -17,14 +19,36 @@ if TYPE_CHECKING:
     from lora_trainer.config.schema import Config
 
 
-def _lora() -> AdapterKind:
-    from lora_trainer.adapters.lora import LORA
-
-    return LORA
+def _kind(name: str) -> AdapterKind:
+    """The kind of the file that is named after it, where it has the same name in capitals."""
+    kind: AdapterKind = getattr(import_module(f"lora_trainer.adapters.{name}"), name.upper())
+    return kind
 
 
 ADAPTERS: dict[str, AdapterSpec] = {
-    "lora": AdapterSpec(_lora, has_memory_profiles=True, is_checked=True, ignores=frozenset())
+    "lora": AdapterSpec(partial(_kind, "lora"), "LoRA", has_memory_profiles=True, is_checked=True, ignores=frozenset()),
+    "dora": AdapterSpec(
+        partial(_kind, "dora"),
+        "DoRA",
+        "exact in LyCORIS, and in diffusers from its own file; newer versions of ComfyUI compute a DoRA differently",
+        is_checked=True,
+    ),
+    "lokr": AdapterSpec(
+        partial(_kind, "lokr"),
+        "LoKr",
+        "exact in LyCORIS and ComfyUI; diffusers reads one of FLUX.2 and Z-Image only, from its own file",
+        is_checked=True,
+    ),
+    "loha": AdapterSpec(
+        partial(_kind, "loha"), "LoHa", "exact in LyCORIS and ComfyUI; diffusers does not read it", is_checked=True
+    ),
+    "oft": AdapterSpec(
+        partial(_kind, "oft"),
+        "OFT",
+        "exact in LyCORIS, and in ComfyUI at strength 1; diffusers does not read it",
+        is_checked=True,
+        ignores=LAYER_SETTINGS | {"alpha", "dropout", "use_rslora"},
+    ),
 }
 
 

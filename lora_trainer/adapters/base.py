@@ -97,6 +97,8 @@ class AdapterSpec:
     """What is known of a kind without torch, and how to load it."""
 
     load: Callable[[], AdapterKind]
+    title: str = "adapter"  # as people name it
+    readers: str = ""  # which programs read its files exactly, where that is not all of them
     has_memory_profiles: bool = False  # published models have stored profiles with it
-    is_checked: bool = False  # the LoRA gate and diffusers read its files
+    is_checked: bool = False  # the LoRA gate reads its files, and images are made with them
     ignores: frozenset[str] = LAYER_SETTINGS  # of [lora]: what it cannot follow

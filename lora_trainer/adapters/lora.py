@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig
 from peft.tuners.lora.layer import Conv2d, Linear
 from torch import Tensor, nn
 
 from lora_trainer.adapters.base import AS_USUAL, AdapterKind, AdapterOptions
+from lora_trainer.adapters.injection import ADAPTER, inject
 from lora_trainer.adapters.timestep_rank import TimestepRank
 from lora_trainer.export.lora_file import lora_forms
 from lora_trainer.export.weights import LayerUpdate, LoraPair, module_name, weights_from_peft
-from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow, wide_weight
+from lora_trainer.models.quantization.store import COMPUTED_IN, wide_weight
 
-ADAPTER = "default"
 INITIAL_DOWN, INITIAL_UP = "initial_down", "initial_up"  # buffers, and the ends of their names in checkpoints
 OVERSAMPLED = 8  # columns of a randomized SVD beyond the rank
 
@@ -43,20 +43,16 @@ def inject_lora(
         rank_pattern=_exactly({name: own.rank for name, own in layers.items()}, options.rank),
         alpha_pattern=_exactly({name: own.alpha for name, own in layers.items()}, options.alpha),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        inject_adapter_in_model(config, denoiser, adapter_name=ADAPTER)
+
+    def start() -> None:
         for name, own in layers.items():
             layer: Any = denoiser.get_submodule(name)
             if own.dropout != options.dropout:
                 layer.lora_dropout[ADAPTER] = nn.Dropout(own.dropout) if own.dropout else nn.Identity()
             if isinstance(layer, Linear) and options.initialization not in (AS_USUAL, "gaussian"):
                 initialize(layer, options.initialization)
-    # Models that inspect a layer see the adapter's, around the quantized one.
-    for module in denoiser.modules():
-        if is_narrow(base := getattr(module, "base_layer", None)):
-            setattr(module, COMPUTED_IN, getattr(base, COMPUTED_IN))
-    return {name: parameter for name, parameter in denoiser.named_parameters() if parameter.requires_grad}
+
+    return inject(config, denoiser, seed, start)
 
 
 def _exactly(values: Mapping[str, float], usual: float) -> dict[str, float]:

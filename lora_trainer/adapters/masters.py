@@ -110,6 +110,7 @@ def make_adapter(
     masters = parameters
     if has_masters:
         masters = {name: nn.Parameter(each.detach().to(torch.float32, copy=True)) for name, each in parameters.items()}
-    for parameter in parameters.values():
-        parameter.data = parameter.data.to(dtype)
+    for name, parameter in parameters.items():
+        is_wide = has_masters and ".lora_magnitude_vector." in name  # as large as the weights: bf16 would hide steps
+        parameter.data = parameter.data.to(torch.float32 if is_wide else dtype)
     return Adapter(parameters, masters, fixed or {})

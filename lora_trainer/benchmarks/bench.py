@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import mse_loss
 
-from lora_trainer.adapters.lora import ADAPTER
+from lora_trainer.adapters.injection import ADAPTER
 from lora_trainer.benchmarks.best import rows_and_best
 from lora_trainer.benchmarks.held import holding
 from lora_trainer.benchmarks.measures import (

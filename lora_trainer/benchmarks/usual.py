@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lora_trainer.adapters.lora import ADAPTER
+from lora_trainer.adapters.injection import ADAPTER
 from lora_trainer.benchmarks.subject import BenchSubject, Encode
 from lora_trainer.training.micro_batch import MicroBatch
 

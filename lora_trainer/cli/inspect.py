@@ -80,7 +80,7 @@ def document(found: Inspected) -> dict[str, Any]:
         "convolutions": found.convolutions,
         "ranks": {str(rank): count for rank, count in sorted(found.ranks.items())},
         "scales": {f"{scale:g}": count for scale, count in sorted(found.scales.items())},
-        "alphas": sorted({pair.alpha for pair in found.weights.modules.values()}),
+        "alphas": sorted({each.alpha for each in found.weights.modules.values() if each.alpha is not None}),
         "dtypes": dict(found.dtypes),
         "learned_tokens": list(found.learned_tokens),
         "components": {

@@ -121,9 +121,9 @@ def draw_again(lora: Path, config: Config, found: dict[str, Any], output: Path) 
 
 def _readable(path: Path) -> dict[str, str]:
     """The header of a LoRA file. Raises UsageError if it cannot be read or has weights that are not finite."""
-    from lora_trainer.models.lora_names import read_lora
+    from lora_trainer.models.lora_names import read_adapter
 
-    weights = read_lora(path)
+    weights = read_adapter(path)
     if weights.not_finite():
         raise UsageError(
             Problem(f"{path.name} contains NaN or infinity.", "Train it again with a lower learning rate.")

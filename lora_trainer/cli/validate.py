@@ -94,7 +94,9 @@ def _numbers(numbers: Any) -> list[str]:
     if "drift" in numbers:
         lines.append(f"drift on unrelated prompts {numbers['drift']:.1%}")
     if health := numbers.get("health"):
-        lines.append(f"largest update {health['largest']:.3f} of its weight, rank used {health['rank_used']:.0%}")
+        used = health.get("rank_used")
+        ranks = "" if used is None else f", rank used {used:.0%}"
+        lines.append(f"largest update {health['largest']:.3f} of its weight{ranks}")
     return lines
 
 

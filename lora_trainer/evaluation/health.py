@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lora_trainer.export.weights import LoraPair
+from lora_trainer.export.weights import LayerUpdate, LoraPair
 
 NAMED = 5  # dead modules that are kept by name
 DEAD = 1e-7  # ||delta|| / ||W|| under which a module has learned nothing; fp16 cannot show less
@@ -19,13 +19,13 @@ class Health:
     """Sizes and ranks over all modules of a LoRA.
 
     `largest` and `mean` are of ||delta W|| / ||W|| (Frobenius); `rank_used` is the mean over
-    living modules of the effective rank (Roy & Vetterli 2007) over the rank.
+    living modules of the effective rank (Roy & Vetterli 2007) over the rank; None without low-rank pairs.
     """
 
     mean: float
     largest: float
     largest_module: str
-    rank_used: float
+    rank_used: float | None
     dead: int
     modules: int
     dead_modules: tuple[str, ...] = ()  # the first few by name
@@ -46,22 +46,32 @@ def effective_rank(values: Tensor) -> float:
     return float(torch.exp(-(shares * shares.log()).sum())) if len(shares) else 0.0
 
 
-def examine(modules: Mapping[str, LoraPair], base_norms: Mapping[str, float]) -> Health:
-    """Health of finite weights; `base_norms` holds the Frobenius norm of each module's weight in the base."""
+def examine(
+    modules: Mapping[str, LayerUpdate], base_norms: Mapping[str, float], sizes: Mapping[str, float] = {}
+) -> Health:
+    """Health of finite weights; `base_norms` holds the Frobenius norm of each module's weight in the base.
+
+    `sizes` are those of changes that depend on the base's weight (DoRA, OFT).
+    """
     ratios: dict[str, float] = {}
     used: list[float] = []
-    for name, pair in modules.items():
-        values = singular_values(pair)
-        ratios[name] = float(values.norm()) / max(base_norms[name], 1e-12)
-        if ratios[name] > DEAD:
-            used.append(effective_rank(values) / pair.rank)
+    has_pairs, dead = any(isinstance(update, LoraPair) for update in modules.values()), []
+    for name, update in modules.items():
+        values = singular_values(update) if isinstance(update, LoraPair) else None
+        own = update.norm if values is None else float(values.norm())
+        size = sizes.get(name, own)
+        ratios[name] = size / max(base_norms[name], 1e-12)
+        if ratios[name] <= DEAD:
+            dead.append(name)
+        elif values is not None:
+            used.append(effective_rank(values) / update.rank)
     largest = max(ratios, key=lambda name: ratios[name])
     return Health(
         mean=sum(ratios.values()) / len(ratios),
         largest=ratios[largest],
         largest_module=largest,
-        rank_used=sum(used) / len(used) if used else 0.0,
-        dead=len(ratios) - len(used),
+        rank_used=sum(used) / max(1, len(used)) if has_pairs else None,
+        dead=len(dead),
         modules=len(ratios),
-        dead_modules=tuple(name for name, ratio in ratios.items() if ratio <= DEAD)[:NAMED],
+        dead_modules=tuple(dead[:NAMED]),
     )

@@ -20,9 +20,10 @@ from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import trim_heap
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
+from lora_trainer.evaluation.weight_changes import change_weights, changes_on
 from lora_trainer.export.diffusers import adapter_metadata, diffusers_tensors
 from lora_trainer.export.keys import EMBEDDING, KOHYA_DOWN
-from lora_trainer.export.weights import LoraWeights, check_keys, folded, shapes_of
+from lora_trainer.export.weights import AdapterWeights, LoraWeights, check_keys, folded, plain_pairs, shapes_of
 from lora_trainer.models.family import Family
 from lora_trainer.models.folder import named_parts, read_config
 from lora_trainer.models.frozen import empty_text_encoder
@@ -80,14 +81,17 @@ def _complaints(messages: Sequence[str]) -> list[str]:
     return [line for line in messages if any(complaint in line for complaint in COMPLAINTS)]
 
 
-def put_on(pipeline: Any, family: Family, weights: LoraWeights) -> list[str]:
+def put_on(pipeline: Any, family: Family, weights: AdapterWeights) -> list[str]:
     """Put a LoRA on a pipeline whatever the format of its file, so that files of every program are sampled alike.
 
     Returns the libraries' complaints.
     """
+    if (pairs := plain_pairs(weights)) is None:
+        change_weights(pipeline, components_of(pipeline, family), weights)
+        return []
     with heard() as messages:
-        pipeline.load_lora_weights(dict(diffusers_tensors(folded(weights, torch.float32))))
-    return _complaints(messages) + put_rest_on(pipeline, family, weights)
+        pipeline.load_lora_weights(dict(diffusers_tensors(folded(pairs, torch.float32))))
+    return _complaints(messages) + put_rest_on(pipeline, family, pairs)
 
 
 def put_rest_on(pipeline: Any, family: Family, weights: LoraWeights) -> list[str]:
@@ -120,7 +124,7 @@ def put_rest_on(pipeline: Any, family: Family, weights: LoraWeights) -> list[str
     return found
 
 
-def judged(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> list[str]:
+def judged(pipeline: Any, family: Family, lora: Path, weights: AdapterWeights) -> list[str]:
     """Put a LoRA file on a pipeline as its users load it; return the libraries' complaints.
 
     diffusers loads files with its own and kohya's names. It does not load SD3's fused layers of the original model, and
@@ -131,9 +135,10 @@ def judged(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> l
     foreign = not all(
         key.startswith((f"{family.denoiser.component}.", "text_encoder", "lora_", EMBEDDING)) for key in keys
     )
-    if fused or foreign:
+    pairs = plain_pairs(weights)
+    if fused or foreign or pairs is None:
         return put_on(pipeline, family, weights)
-    return load_onto(pipeline, lora) or put_rest_on(pipeline, family, weights)
+    return load_onto(pipeline, lora) or put_rest_on(pipeline, family, pairs)
 
 
 def components_of(pipeline: Any, family: Family) -> dict[str, nn.Module]:
@@ -146,6 +151,8 @@ def adapted_modules(pipeline: Any, family: Family) -> int:
     """How many modules of the pipeline carry a LoRA."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    if (changes := changes_on(pipeline)) is not None:
+        return len(changes.updates)
     parts = components_of(pipeline, family).values()
     return sum(isinstance(module, BaseTunerLayer) for part in parts for module in part.modules())
 
@@ -153,6 +160,13 @@ def adapted_modules(pipeline: Any, family: Family) -> int:
 @contextlib.contextmanager
 def without_lora(pipeline: Any) -> Iterator[None]:
     """The base model without the LoRA inside the block."""
+    if (changes := changes_on(pipeline)) is not None:
+        before, changes.strength = changes.strength, 0.0
+        try:
+            yield
+        finally:
+            changes.strength = before
+        return
     pipeline.disable_lora()
     try:
         yield
@@ -167,12 +181,18 @@ def at_strength(pipeline: Any, strength: float | None) -> Iterator[None]:
         with without_lora(pipeline):
             yield
         return
+    if (changes := changes_on(pipeline)) is not None:
+        changes.strength = strength
+        yield
+        return
     names = sorted({name for loaded in pipeline.get_list_adapters().values() for name in loaded})
     pipeline.set_adapters(names, [strength] * len(names))
     yield
 
 
-def misfits(weights: LoraWeights, shapes: Mapping[str, tuple[int, ...]], family: Family, base: Path) -> list[Problem]:
+def misfits(
+    weights: AdapterWeights, shapes: Mapping[str, tuple[int, ...]], family: Family, base: Path
+) -> list[Problem]:
     """The modules of a LoRA that do not fit a base model; before them, the base model that its header names.
 
     For a LoRA of another family, by its names or its header, only that problem, even where names and shapes fit.
@@ -214,7 +234,7 @@ def in_short(problems: Sequence[Problem]) -> list[Problem]:
     ]
 
 
-def misfits_by_config(weights: LoraWeights, family: Family, base: Path) -> list[Problem]:
+def misfits_by_config(weights: AdapterWeights, family: Family, base: Path) -> list[Problem]:
     """The same by the base model's configs, without loading it. Raises UsageError for parts that no library builds."""
     with torch.device("meta"):
         denoiser = family.denoiser.make(read_config(base, f"{family.denoiser.component}/config.json"))

@@ -90,11 +90,11 @@ from lora_trainer.evaluation.verdict import (
     Estimate,
     VerdictPart,
 )
-from lora_trainer.export.weights import LoraWeights, adaptable_modules
+from lora_trainer.export.weights import AdapterWeights, adaptable_modules
 from lora_trainer.models.base_loras import base_digest
 from lora_trainer.models.family import Caption, Family, SamplingDefaults
 from lora_trainer.models.folder import fingerprint
-from lora_trainer.models.lora_names import read_lora_with_tokens
+from lora_trainer.models.lora_names import read_adapter_with_tokens
 from lora_trainer.models.vision_encoder import EncoderFolder
 
 SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
@@ -159,13 +159,14 @@ def check_lora(
 class OpenLora:
     """A LoRA on a fresh copy of its base model, and how images are sampled with it and without.
 
-    `norms` are the sizes of the base's weights by module; `texts` the text embeddings with the LoRA at each strength.
+    `norms` are the sizes of the base's weights by module, `sizes` those of changes that depend on them; `texts` the text embeddings with the LoRA at each strength.
     """
 
     studio: Studio
     pipeline: Any
-    weights: LoraWeights
+    weights: AdapterWeights
     norms: Mapping[str, float]
+    sizes: Mapping[str, float]
     images: RealImages
     texts: Mapping[float, EncodedTexts]
 
@@ -182,7 +183,7 @@ def open_lora(
     """Load a LoRA for its verdict; the report of one that does not work."""
     device, dtype, usable = compute.device, compute.dtype, compute.usable
     effort = effort_on(gate.check, family, base)
-    weights = read_lora_with_tokens(lora)
+    weights = read_adapter_with_tokens(lora)
     if refused := refused_unloaded(weights, base, family, gate.minimum):
         return refused
     encoding = device if usable != 0 else torch.device("cpu")
@@ -208,6 +209,11 @@ def open_lora(
     problems = key_findings(misfits(weights, shapes, family, base))
     if findings := problems or loading_findings(pipeline, family, lora, weights):
         return does_not_work(findings, {}, gate.minimum)
+    sizes_on_base = {
+        name: float(update.delta(modules[name].weight.detach()).norm())
+        for name, update in weights.modules.items()
+        if update.needs_weight
+    }
     original = EncodedTexts(neutral, samples)
     texts = dict.fromkeys(gate.strengths, original)
     if reads_again(weights, samples, family):
@@ -248,7 +254,7 @@ def open_lora(
     )
     if gate.cache is not None:
         studio = replace(studio, kept=BaseHalf(gate.cache, model_key(studio, base, family, gate.encoder)))
-    return OpenLora(studio, pipeline, weights, norms, images, texts)
+    return OpenLora(studio, pipeline, weights, norms, sizes_on_base, images, texts)
 
 
 def measure_lora(
@@ -265,7 +271,7 @@ def measure_lora(
         compute.say(f"validation loss with and without the LoRA: {counted(len(images.unseen), 'image')}")
     losses = paired_losses(studio, images) if images.unseen else None
     learned = None if losses is None else improvement(*losses)
-    health = examine(opened.weights.modules, opened.norms)
+    health = examine(opened.weights.modules, opened.norms, opened.sizes)
     if broken := not_alive(drifted, learned):
         return does_not_work([broken], {"drift": drifted, "health": asdict(health)}, gate.minimum)
     compute.say(f"samples with and without the LoRA: {counted(effort.round, 'prompt')} in {effort.steps} steps each")
@@ -435,7 +441,7 @@ def learned_part(learned: Improvement | None, images: RealImages) -> VerdictPart
     return VerdictPart("learned", Estimate(learned.mean, learned.low, learned.high))
 
 
-def refused_unloaded(weights: LoraWeights, base: Path, family: Family, minimum: float = LINE) -> LoraReport | None:
+def refused_unloaded(weights: AdapterWeights, base: Path, family: Family, minimum: float = LINE) -> LoraReport | None:
     """The report on a LoRA refused for its numbers, names or shapes, before any weight of the base model is loaded.
 
     None for any other.

@@ -14,7 +14,7 @@ from lora_trainer.evaluation.loading import adapted_modules, in_short, judged
 from lora_trainer.evaluation.part_words import MORE_SAMPLES, WORDS, own_value
 from lora_trainer.evaluation.validation_loss import Improvement
 from lora_trainer.evaluation.verdict import BY_SAMPLES, NOT_COMPARED, SCALES, Estimate, VerdictPart, is_compared
-from lora_trainer.export.weights import LoraWeights
+from lora_trainer.export.weights import AdapterWeights
 from lora_trainer.models.family import Family
 
 # The thresholds of what works and of findings, with their reasons; measured on the built-in model only.
@@ -38,7 +38,7 @@ def not_alive(drifted: float, learned: Improvement | None) -> Finding | None:
     return None
 
 
-def loading_findings(pipeline: Any, family: Family, lora: Path, weights: LoraWeights) -> list[Finding]:
+def loading_findings(pipeline: Any, family: Family, lora: Path, weights: AdapterWeights) -> list[Finding]:
     complaints, expected = judged(pipeline, family, lora, weights), len(weights.modules)
     adapted = adapted_modules(pipeline, family)
     if not complaints and adapted == expected:
@@ -133,7 +133,7 @@ def health_findings(found: Health) -> list[Finding]:
         findings.append(
             Finding("dead_modules", "warning", message, "Train them longer, or remove them from lora.target_modules.")
         )
-    if found.rank_used < 0.1:
+    if found.rank_used is not None and found.rank_used < 0.1:
         message = f"The updates use {found.rank_used:.0%} of their rank."
         findings.append(Finding("rank_unused", "note", message, "A smaller lora.rank would do."))
     return findings

@@ -41,11 +41,11 @@ from lora_trainer.evaluation.recipe import (
     same_base,
 )
 from lora_trainer.evaluation.sheet import SheetGroup, SheetRow, contact_sheet, save_image
-from lora_trainer.export.weights import LoraWeights, shapes_of
+from lora_trainer.export.weights import AdapterWeights, shapes_of
 from lora_trainer.models.autoencoder import image_encoder
 from lora_trainer.models.drawing import prompted, read_prompts, texts_of
 from lora_trainer.models.family import Family
-from lora_trainer.models.lora_names import read_lora_with_tokens
+from lora_trainer.models.lora_names import read_adapter_with_tokens
 from lora_trainer.models.memory.phases import DRAWN_AT_ONCE, drawn_on_a_cpu, phase_costs
 from lora_trainer.models.textual_inversion import LearnedTokens, add_learned_tokens, from_embeddings
 
@@ -79,7 +79,7 @@ def compare(model: NamedModel, lora: Path, grid: Grid, where: Where, compute: Co
     UsageError when the file cannot be read or does not fit.
     """
     family, base, device, drawing = model.family, model.folder, compute.device, grid.drawing
-    weights = read_lora_with_tokens(lora)
+    weights = read_adapter_with_tokens(lora)
     if problems := misfits_by_config(weights, family, base):
         raise UsageError(in_short(problems))
     where.folder.mkdir(parents=True, exist_ok=True)  # fails before the base model is loaded
@@ -126,7 +126,7 @@ def compare(model: NamedModel, lora: Path, grid: Grid, where: Where, compute: Co
 
 
 def draw_columns(
-    pipeline: Any, family: Family, weights: LoraWeights, grid: Grid, known: Where | None, compute: Compute
+    pipeline: Any, family: Family, weights: AdapterWeights, grid: Grid, known: Where | None, compute: Compute
 ) -> Iterator[tuple[float | None, Iterator[Image.Image] | None]]:
     """Each strength with its images, one for each row: without the LoRA first, from `known` where that is a grid.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.loading import at_strength, free_memory, without_lora
 from lora_trainer.evaluation.validation_loss import EncodedSample
-from lora_trainer.export.weights import LoraWeights
+from lora_trainer.export.weights import AdapterWeights
 from lora_trainer.models.drawing import texts_of
 from lora_trainer.models.encoders import offload_layers
 from lora_trainer.models.family import Caption, Family, TextParts
@@ -28,13 +28,13 @@ class EncodedTexts:
     samples: Sequence[EncodedSample]
 
 
-def reads_again(weights: LoraWeights, samples: Sequence[EncodedSample], family: Family) -> bool:
+def reads_again(weights: AdapterWeights, samples: Sequence[EncodedSample], family: Family) -> bool:
     """Whether captions must be encoded: the LoRA is on a text encoder, has learned tokens, or they are not encoded yet."""
     changed = bool(weights.embeddings) or bool(changed_texts(weights, family))
     return changed or not all(sample.cond for sample in samples)
 
 
-def changed_texts(weights: LoraWeights, family: Family) -> list[str]:
+def changed_texts(weights: AdapterWeights, family: Family) -> list[str]:
     """The text encoders that a LoRA changes."""
     components = {name.partition(".")[0] for name in weights.modules}
     return [name for name in family.text.targets if name in components]
@@ -44,7 +44,7 @@ def texts_at(
     pipeline: Any,
     family: Family,
     known: EncodedTexts,
-    weights: LoraWeights,
+    weights: AdapterWeights,
     wanted: tuple[Sequence[str], Sequence[float]],
     compute: Compute,
 ) -> tuple[EncodedTexts, dict[float, EncodedTexts]]:

@@ -20,8 +20,8 @@ from lora_trainer.export.keys import KOHYA_ALPHA
 from lora_trainer.export.layout import Names
 from lora_trainer.export.lora_file import write_learned_tokens, write_tensors
 from lora_trainer.export.metadata import with_hashes
-from lora_trainer.export.reading import some, values, weights_of
-from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.export.reading import only_lora, some, values, weights_of
+from lora_trainer.export.weights import LayerUpdate, LoraPair, LoraWeights, product_norm
 
 Form = Literal["kohya", "diffusers"]
 # The largest difference of a module's update, as a share of it, that rounding to each type may make.
@@ -88,7 +88,7 @@ def convert(
 
     def hold(back: Mapping[str, Tensor]) -> None:
         nonlocal difference
-        again = weights_of(target.name, back, header, families)
+        again = only_lora(target.name, weights_of(target.name, back, header, families))
         difference = _difference(source, again, to)
 
     token_files: list[Path] = []
@@ -219,19 +219,10 @@ def relative_difference(one: LoraPair, other: LoraPair) -> float:
     ups = torch.cat([first, -second], dim=1)
     downs = torch.cat([one.down.double().flatten(1), other.down.double().flatten(1)])
     size = size_of_update(one)
-    gap = _norm(ups, downs)
+    gap = product_norm(ups, downs)
     return gap / size if size else gap
 
 
-def size_of_update(pair: LoraPair) -> float:
-    """The Frobenius norm of a pair's update, in float64; NaN where it is not finite."""
-    if not pair.finite:
-        return math.nan
-    return _norm(pair.up.double().flatten(1) * pair.scale, pair.down.double().flatten(1))
-
-
-def _norm(up: Tensor, down: Tensor) -> float:
-    """The Frobenius norm of up @ down."""
-    if min(up.shape[0], down.shape[1]) <= up.shape[1]:
-        return float((up @ down).norm())
-    return float((torch.linalg.qr(up).R @ torch.linalg.qr(down.T.contiguous()).R.T).norm())
+def size_of_update(update: LayerUpdate) -> float:
+    """The Frobenius norm of a change; NaN where it is not finite."""
+    return update.norm if update.finite else math.nan

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lora_trainer.export.keys import DIFFUSERS_DOWN, DIFFUSERS_UP
+from lora_trainer.export.keys import DIFFUSERS_DOWN, DIFFUSERS_UP, DORA
 from lora_trainer.export.weights import LoraWeights
 
 ADAPTER_METADATA_KEY = "lora_adapter_metadata"  # diffusers.loaders.lora_base.LORA_ADAPTER_METADATA_KEY
@@ -35,6 +35,14 @@ def diffusers_tensors(weights: LoraWeights) -> dict[str, Tensor]:
         tensors[module + DIFFUSERS_DOWN] = pair.down
         tensors[module + DIFFUSERS_UP] = pair.up
     return tensors
+
+
+# peft's names of a file's tensors, where they differ from LyCORIS'.
+PEFT_ENDS = {
+    "lora_down.weight": DIFFUSERS_DOWN[1:],
+    "lora_up.weight": DIFFUSERS_UP[1:],
+    DORA: "lora_magnitude_vector.weight",
+}
 
 
 def adapter_metadata(weights: LoraWeights) -> str:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lora_trainer.export.layout import Rule
-from lora_trainer.export.weights import LoraPair
+from lora_trainer.export.updates import rows_of
+from lora_trainer.export.weights import LayerUpdate, LoraPair
 
 
 def join(parts: Mapping[int, LoraPair], rules: Sequence[Rule]) -> LoraPair:
@@ -72,6 +73,25 @@ def split(pair: LoraPair, rules: Sequence[Rule], ranks: Sequence[int] | None = N
             up = _swap(block[:, begin:end], rule.swapped)
             found[rule.part] = LoraPair(pair.down[begin:end], up, pair.alpha * (end - begin) / pair.rank)
     return found
+
+
+def divide(update: LayerUpdate, rules: Sequence[Rule], ranks: Sequence[int] | None = None) -> dict[int, LayerUpdate]:
+    """The changes of the parts of an original's layer, whichever their kind; of others than pairs each has its rows.
+
+    Raises ValueError when the layer's rows cannot be divided.
+    """
+    is_whole = len(rules) == 1 and not rules[0].swapped
+    if isinstance(update, LoraPair):
+        return {0: turned(update, rules[0])} if is_whole else dict(split(update, rules, ranks))
+    rows, *columns = update.weight_shape
+    if is_whole:
+        is_turned = rules[0].last_swapped and [rows] == [2 * each for each in columns]
+        return {0: rows_of(update, 0, rows, True) if is_turned else update}
+    shares = rules[0].shares
+    if rows % sum(shares) or len(columns) > 1:
+        raise ValueError(f"{rows} rows cannot be divided as {':'.join(map(str, shares))}")
+    edges = [0, *accumulate(rows // sum(shares) * share for share in shares)]
+    return {rule.part: rows_of(update, edges[rule.part], edges[rule.part + 1], rule.swapped) for rule in rules}
 
 
 def turned(pair: LoraPair, rule: Rule) -> LoraPair:

@@ -23,7 +23,8 @@ from lora_trainer.export.layout import Names
 from lora_trainer.export.lora_file import beside, open_tensors, refuse_reaching
 from lora_trainer.export.reading import Collected, collect, other_method, some, values
 from lora_trainer.export.tensor_file import DTYPES
-from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.export.updates import changes_nothing, titles
+from lora_trainer.export.weights import AdapterWeights, LayerUpdate
 
 HASHED_AT_ONCE = 1 << 22  # bytes
 OF_XLABS = re.compile(r"\.processor\.(?:qkv|proj)_lora")
@@ -46,7 +47,7 @@ class Inspected:
     path: Path
     kind: str  # `LoRA`, `rank-stabilized LoRA`, …
     style: str
-    weights: LoraWeights
+    weights: AdapterWeights
     ranks: Mapping[int, int]  # rank -> modules
     scales: Mapping[float, int]  # alpha / rank -> modules
     dtypes: Mapping[str, int]
@@ -91,7 +92,7 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
         ranks=dict(Counter(pair.rank for pair in pairs.values())),
         scales=dict(Counter(round(pair.scale, 6) for pair in pairs.values())),
         dtypes=dict(Counter(_dtype(tensor) for key, tensor in tensors.items() if _is_up(key))),
-        convolutions=sum(pair.down.ndim == 4 and pair.down.shape[-1] > 1 for pair in pairs.values()),
+        convolutions=sum(map(_has_kernel, pairs.values())),
         components=_components(pairs),
         hashes=hashes,
         errors=tuple(problems),
@@ -130,12 +131,14 @@ def _tensor(file: BinaryIO, data: int, entry: Mapping[str, Any]) -> Tensor:
     return flat.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
-def _kind(metadata: Mapping[str, str], weights: LoraWeights) -> str:
+def _kind(metadata: Mapping[str, str], weights: AdapterWeights) -> str:
     rank_stabilized = '"rank_stabilized": true' in metadata.get("ss_network_args", "") or bool(
         re.search(r'"use_rslora": true', metadata.get("lora_adapter_metadata", ""))
     )
-    kind = "rank-stabilized LoRA" if rank_stabilized else "LoRA"
-    if any(pair.down.ndim == 4 and pair.down.shape[-1] > 1 for pair in weights.modules.values()):
+    kind = titles(list(weights.modules.values())) or "LoRA"
+    if rank_stabilized:
+        kind = f"rank-stabilized {kind}"
+    if any(map(_has_kernel, weights.modules.values())):
         kind += " with convolutions"
     return f"{kind} and learned tokens" if weights.embeddings else kind
 
@@ -180,15 +183,21 @@ def _halves(found: Collected) -> str:
 
 
 def _is_up(key: str) -> bool:
+    """Whether a key is of the tensor that its layer is counted by."""
     read = read_key(key)
-    return read is not None and read.part == "up"
+    return read is not None and read.part in ("up", "lokr_w1", "lokr_w1_a", "hada_w1_a", "diff")
+
+
+def _has_kernel(update: LayerUpdate) -> bool:
+    shape = update.weight_shape
+    return len(shape) == 4 and shape[-1] > 1
 
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _components(pairs: Mapping[str, LoraPair]) -> dict[str, Component]:
+def _components(pairs: Mapping[str, LayerUpdate]) -> dict[str, Component]:
     sizes: dict[str, dict[str, list[float]]] = {}
     for module, pair in pairs.items():
         component, _, rest = module.partition(".")
@@ -211,17 +220,17 @@ def _order(block: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, places.get(part, part)) for part in block.split(".")]
 
 
-def _values(path: Path, weights: LoraWeights) -> list[Problem]:
+def _values(path: Path, weights: AdapterWeights) -> list[Problem]:
     problems = values(path.name, weights)
-    dead = [name for name, pair in weights.modules.items() if not (bool(pair.up.any()) and bool(pair.down.any()))]
+    dead = [name for name, update in weights.modules.items() if changes_nothing(update)]
     if dead and len(dead) == len(weights.modules):
         problems.append(Problem(f"{path.name} changes nothing: every update is zero.", "It was not trained."))
     return problems
 
 
-def _doubts(path: Path, pairs: Mapping[str, LoraPair], hashes: Mapping[str, tuple[str, str]]) -> list[Problem]:
+def _doubts(path: Path, pairs: Mapping[str, LayerUpdate], hashes: Mapping[str, tuple[str, str]]) -> list[Problem]:
     doubts = []
-    dead = [name for name, pair in pairs.items() if not (bool(pair.up.any()) and bool(pair.down.any()))]
+    dead = [name for name, update in pairs.items() if changes_nothing(update)]
     if dead and len(dead) < len(pairs):
         doubts.append(Problem(f"{len(dead)} of {len(pairs)} modules are zero ({some(dead)}).", "They learned nothing."))
     if zero := [name for name, pair in pairs.items() if pair.alpha == 0]:

@@ -53,6 +53,7 @@ BASE_FORM = "lora_trainer.base_model_form"
 
 DIFFUSERS_DOWN, DIFFUSERS_UP = ".lora_A.weight", ".lora_B.weight"
 KOHYA_DOWN, KOHYA_UP, KOHYA_ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
+DORA = "dora_scale"  # a DoRA's magnitude
 EMBEDDING = "bundle_emb."  # a learned token: `bundle_emb.WORD.clip_l`
 
 _ENDINGS = re.compile(
@@ -61,6 +62,8 @@ _ENDINGS = re.compile(
     r"|\.lora_(?P<peft>[AB])(?:\.[^.]+)?(?:\.weight)?"
     r"|[._]lora(?P<stream>[12]?)\.(?P<old>down|up)\.weight"
     r"|\.lora_linear_layer\.(?P<older>down|up)\.weight"
+    r"|\.(?P<lycoris>lokr_(?:w[12](?:_[ab])?|t[12])|hada_(?:w[12]_[ab]|t[12])|oft_blocks|diff)"
+    r"|\.(?P<magnitude>dora_scale|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
     r"|\.(?P<alpha>alpha))"
 )
 
@@ -99,8 +102,8 @@ class Key:
     """A key of a file: the module's name there, which tensor of it, and the format that writes it so."""
 
     name: str
-    part: str  # `down`, `up`, `mid` or `alpha`
-    form: str  # `kohya`, `diffusers`, `old` or, of an alpha, ""
+    part: str  # `down`, `up`, `mid`, `alpha`, or LyCORIS' and peft's own names of others
+    form: str  # `kohya`, `diffusers`, `lycoris`, `old` or, of an alpha and a magnitude, ""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,10 @@ def read_key(key: str) -> Key | None:
         return None
     if match["alpha"]:
         return Key(match["name"], "alpha", "")
+    if match["magnitude"]:
+        return Key(match["name"], match["magnitude"], "")
+    if match["lycoris"]:
+        return Key(match["name"], match["lycoris"], "lycoris")
     if match["peft"]:
         return Key(match["name"], "down" if match["peft"] == "A" else "up", "diffusers")
     if match["kohya"]:

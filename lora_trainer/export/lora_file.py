@@ -6,7 +6,7 @@ import errno
 import glob
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,10 +22,10 @@ from lora_trainer.core.io import atomic_path
 from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.export import diffusers as diffusers_form
 from lora_trainer.export import kohya as kohya_form
-from lora_trainer.export.keys import ONE_TEXT_ENCODER, PEFT
+from lora_trainer.export.keys import DORA, EMBEDDING, ONE_TEXT_ENCODER, PEFT
 from lora_trainer.export.layout import Names
 from lora_trainer.export.metadata import TrainingFacts, header, with_hashes
-from lora_trainer.export.reading import some, weights_of
+from lora_trainer.export.reading import only_lora, some, weights_of
 from lora_trainer.export.weights import AdapterWeights, LoraPair, LoraWeights, check_keys, folded
 
 ONE_ENCODER_SLOT = "string_to_param.*"  # a token's name inside a file, of one text encoder
@@ -56,46 +56,58 @@ def write_lora(
     ready = folded(weights, layout.dtype)
     if layout.shapes is not None and (problems := check_keys(ready, layout.shapes)):
         raise TrainingFailed(problems)
-    kohya, diffusers = (layout.forms or lora_forms)(ready, facts, layout.names)
+    kohya, diffusers = (layout.forms or lora_forms)(ready, layout.names)
     kohya_path, diffusers_path = folder / f"{name}.safetensors", folder / f"{name}.diffusers.safetensors"
-    write_tensors(kohya_path, kohya.tensors, with_hashes(kohya.tensors, kohya.header))
-    write_tensors(diffusers_path, diffusers.tensors, {**diffusers.header, "format": "pt"})
+    about, about_diffusers = ({**header(facts, form.weights), **form.header} for form in (kohya, diffusers))
+    write_tensors(kohya_path, kohya.tensors, with_hashes(kohya.tensors, about))
+    write_tensors(diffusers_path, diffusers.tensors, {**about_diffusers, "format": "pt"})
     return kohya_path, diffusers_path
 
 
 @dataclass(frozen=True)
 class FileForm:
-    """The tensors and the header of one file."""
+    """The tensors of one file, the same as weights, and what its header has besides the run's facts."""
 
     tensors: Mapping[str, Tensor]
-    header: Mapping[str, str]
+    weights: AdapterWeights
+    header: Mapping[str, str] = field(default_factory=dict)
 
 
-# The weights, as files store them, the run's facts and the family's names -> kohya's form and diffusers' form.
-FileForms = Callable[[AdapterWeights, TrainingFacts, Names], tuple[FileForm, FileForm]]
+# The weights, as files store them, and the family's names -> kohya's form and diffusers' form.
+FileForms = Callable[[AdapterWeights, Names], tuple[FileForm, FileForm]]
 
 
-def lora_forms(updates: AdapterWeights, facts: TrainingFacts, names: Names) -> tuple[FileForm, FileForm]:
+def lora_forms(updates: AdapterWeights, names: Names) -> tuple[FileForm, FileForm]:
     """A LoRA in kohya's form and in diffusers' form; its updates are low-rank ones."""
     weights = LoraWeights(cast("Mapping[str, LoraPair]", updates.modules), embeddings=updates.embeddings)
     one_alpha = kohya_form.one_alpha(weights, names)
     kohya, fused = kohya_form.kohya_tensors(one_alpha, names)
     adapter = {diffusers_form.ADAPTER_METADATA_KEY: diffusers_form.adapter_metadata(weights)}
     return (
-        FileForm(kohya, header(facts, one_alpha) | fused),
-        FileForm(diffusers_form.diffusers_tensors(weights), header(facts, weights) | adapter),
+        FileForm(kohya, one_alpha, fused),
+        FileForm(diffusers_form.diffusers_tensors(weights), weights, adapter),
     )
 
 
-def plain_forms(weights: AdapterWeights, facts: TrainingFacts, names: Names) -> tuple[FileForm, FileForm]:
-    """Each update's parts behind its module's name, in kohya's and in diffusers' spelling, for kinds without a form of their own."""
-    parts = {module: update.parts() for module, update in weights.modules.items()}
-    kohya = {
-        f"{kohya_form.plain_name(name, names)}.{end}": each for name, of in parts.items() for end, each in of.items()
-    }
-    diffusers = {f"{name}.{end}": each for name, of in parts.items() for end, each in of.items()}
-    about = header(facts, LoraWeights({}))
-    return FileForm(kohya, about), FileForm(diffusers, about)
+def plain_forms(weights: AdapterWeights, names: Names) -> tuple[FileForm, FileForm]:
+    """Each update's parts behind its module's name: as LyCORIS, ComfyUI and A1111 read them, and in peft's names.
+
+    Layers that the original's code fuses cannot be joined as pairs can. So a transformer's have LyCORIS' names, which are
+    diffusers' own: ComfyUI puts each on its rows of the fused layer.
+    """
+    kohya: dict[str, Tensor] = {f"{EMBEDDING}{word}": tensor for word, tensor in weights.embeddings.items()}
+    diffusers: dict[str, Tensor] = {}
+    for module, update in weights.modules.items():
+        component, _, rest = module.partition(".")
+        is_ruled = bool(names.layout) and component == names.denoiser
+        name = f"lycoris_{rest.replace('.', '_')}" if is_ruled else kohya_form.plain_name(module, names)
+        for end, tensor in update.parts().items():
+            kohya[f"{name}.{end}"] = tensor
+            if end == DORA:  # peft's is [out], or [1, out, 1, 1]
+                tensor = tensor.flatten() if tensor.ndim == 2 else tensor.transpose(0, 1).contiguous()
+            if end != "alpha":  # it is in the tensors, and diffusers refuses its key
+                diffusers[f"{module}.{diffusers_form.PEFT_ENDS.get(end, end)}"] = tensor
+    return FileForm(kohya, weights), FileForm(diffusers, weights)
 
 
 def write_learned_tokens(
@@ -165,16 +177,22 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def read_lora(path: Path, families: Sequence[Names] = ()) -> LoraWeights:
-    """Read a LoRA of any program, its format detected from its keys; `families` are those whose names are known.
+def read_adapter(path: Path, families: Sequence[Names] = ()) -> AdapterWeights:
+    """Read a LoRA, DoRA, LoKr or LoHa of any program, its format detected from its keys; `families` are those whose
+    names are known.
 
-    NaN is kept (`LoraWeights.not_finite` names it). Raises UsageError, with all
+    NaN is kept (`AdapterWeights.not_finite` names it). Raises UsageError, with all
     problems at once, for a missing file, pickle, damage, half a pair, a wrong shape, an
-    unknown key, a mixture of forms, or a method other than LoRA.
+    unknown key, a mixture of forms, or another method.
     """
     tensors, metadata = open_tensors(path)
     refuse_reaching(path, metadata)
     return weights_of(path.name, tensors, metadata, families, beside(path, tensors))
+
+
+def read_lora(path: Path, families: Sequence[Names] = ()) -> LoraWeights:
+    """The same of a plain LoRA. Raises UsageError for other kinds too."""
+    return only_lora(path.name, read_adapter(path, families))
 
 
 def beside(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lora_trainer.export.keys import BASE_FORM, OWN_VERSION, T5_TOKENS, WITHOUT
-from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.export.weights import AdapterWeights, LayerUpdate
 
 PLAIN_TOKENS = 75  # the default, which programs do not record
 LEGACY_FROM, LEGACY_BYTES = 0x100000, 0x10000
@@ -103,19 +103,21 @@ class TrainingFacts:
     tag_frequency: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-def header(facts: TrainingFacts, weights: LoraWeights) -> dict[str, str]:
+def header(facts: TrainingFacts, weights: AdapterWeights) -> dict[str, str]:
     """The header without hashes of a file with these tensors. Rank and alpha are those of most of the denoiser's."""
     width, height = facts.resolution
     texts = [pair for name, pair in weights.modules.items() if name.startswith("text_encoder")]
     denoiser = [pair for name, pair in weights.modules.items() if not name.startswith("text_encoder")]
     rank, alpha = _most(denoiser or texts)
+    algorithm = Counter(update.algorithm for update in weights.modules.values()).most_common(1)
+    algo = algorithm[0][0] if algorithm else "lora"
     values: dict[str, object] = {
         "ss_v2": facts.base_version.startswith("sd_v2"),
         "ss_base_model_version": facts.base_version,
-        "ss_network_module": "networks.lora",
+        "ss_network_module": "networks.lora" if algo == "lora" else "lycoris.kohya",
         "ss_network_dim": rank,
         "ss_network_alpha": alpha,
-        "ss_network_args": json.dumps(_network_args(facts, texts), sort_keys=True),
+        "ss_network_args": json.dumps(_network_args(facts, texts, algo), sort_keys=True),
         "ss_network_dropout": facts.dropout or None,
         "ss_output_name": facts.name,
         "ss_sd_model_name": facts.base_name,
@@ -167,13 +169,19 @@ def header(facts: TrainingFacts, weights: LoraWeights) -> dict[str, str]:
     return {key: str(value) for key, value in values.items()}
 
 
-def _most(pairs: Collection[LoraPair]) -> tuple[int, float] | tuple[None, None]:
+def _most(pairs: Collection[LayerUpdate]) -> tuple[int | None, float | None]:
     """Rank and alpha of most of these modules."""
     return Counter((pair.rank, pair.alpha) for pair in pairs).most_common(1)[0][0] if pairs else (None, None)
 
 
-def _network_args(facts: TrainingFacts, texts: Collection[LoraPair]) -> dict[str, object]:
-    args: dict[str, object] = {"algo": "lora", "targets": facts.targets, "alpha_folded": True}
+def _network_args(facts: TrainingFacts, texts: Collection[LayerUpdate], algo: str) -> dict[str, object]:
+    args: dict[str, object] = {
+        "algo": "lora" if algo == "dora" else algo,
+        "targets": facts.targets,
+        "alpha_folded": True,
+    }
+    if algo == "dora":
+        args |= {"dora_wd": True, "wd_on_output": True}  # as LyCORIS names it
     if facts.rank_stabilized:
         args["rank_stabilized"] = True
     if texts:

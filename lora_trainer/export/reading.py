@@ -1,6 +1,6 @@
 """Read the tensors of a LoRA file of any program as weights by diffusers' names, or refuse them.
 
-Exact where the file holds LoRA, rank-stabilized LoRA or LoRA on convolutions; every other method is named.
+Exact where the file holds LoRA, DoRA, LoKr, LoHa or whole changes of weights; every other method is named.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ from torch import Tensor
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.export import diffusers as diffusers_form
-from lora_trainer.export.fused import split, turned
+from lora_trainer.export.fused import divide
 from lora_trainer.export.keys import COMPONENT_OF_PREFIX, EMBEDDING, Found, Key, read_key, resolve
 from lora_trainer.export.kohya import fused_ranks
 from lora_trainer.export.layout import Names
-from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.export.updates import DecomposedUpdate, FactorUpdate, titles, update_of
+from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, plain_pairs
 
+MAGNITUDES = ("dora_scale", "lora_magnitude_vector")
 SHOWN = 3  # names listed in one message
-OTHER_METHODS = {  # beginnings or ends of the part after a module's name
-    ".dora_scale": "DoRA",
-    ".lora_magnitude_vector": "DoRA",
-    ".lokr_": "LoKr",
-    ".hada_": "LoHa",
-    ".oft_": "OFT",
-    ".boft_": "OFT",
+OTHER_METHODS = {  # beginnings or ends of the part after a module's name, of methods that are not read
+    ".oft_R": "OFT as peft rotates it, by inputs,",
+    ".boft_": "BOFT",
     ".a1.weight": "GLoRA",
     ".b1.weight": "GLoRA",
     ".on_input": "IA3",
@@ -37,7 +35,6 @@ OTHER_METHODS = {  # beginnings or ends of the part after a module's name
     ".w_norm": "LoRA with changes of norms",
     ".b_norm": "LoRA with changes of norms",
     ".diff_b": "LoRA with changes of biases",
-    ".diff": "LoRA with changes of whole weights",
     ".set_weight": "LoRA with whole weights",
     ".lora_B.bias": "LoRA with changes of biases",
     ".lora_up.bias": "LoRA with changes of biases",
@@ -70,14 +67,19 @@ OTHER_FILES = (  # by a beginning of any key, the surest first
 )
 WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # read as float32
-FORMS = {"kohya": "kohya's form", "diffusers": "diffusers'", "old": "the form that diffusers had before peft"}
+FORMS = {
+    "kohya": "kohya's form",
+    "diffusers": "diffusers'",
+    "lycoris": "LyCORIS'",
+    "old": "the form that diffusers had before peft",
+}
 HINTS = ("ss_base_model_version", "modelspec.architecture", "ss_base_model")
 
 
 def other_method(keys: Sequence[str]) -> str | None:
-    """The method of a file's keys that is not plain LoRA; None when all may be one."""
+    """The method of a file's keys that is not read; None when all may be."""
     for mark, method in OTHER_METHODS.items():
-        if any(key.endswith(mark) or (mark.endswith("_") and mark in key) for key in keys):
+        if any(key.endswith(mark) or (mark in (".oft_R", ".boft_") and mark in key) for key in keys):
             return method
     return None
 
@@ -86,7 +88,7 @@ def other_method(keys: Sequence[str]) -> str | None:
 class Collected:
     """The readable part of a file, and all its problems. `names` are the file's, with the meaning of each."""
 
-    weights: LoraWeights
+    weights: AdapterWeights
     form: str  # a key of FORMS, or "" where it is unknown
     names: Mapping[str, Found]
     problems: tuple[Problem, ...]
@@ -98,10 +100,10 @@ def weights_of(
     metadata: Mapping[str, str],
     families: Sequence[Names] = (),
     peft_config: Mapping[str, Any] | None = None,
-) -> LoraWeights:
+) -> AdapterWeights:
     """The weights of a file's tensors; `file` is its name in messages, `peft_config` the config beside it.
 
-    Raises UsageError with all problems at once for another method than LoRA, a mixture of forms, half a pair, wrong
+    Raises UsageError with all problems at once for a method that is not read, a mixture of forms, half a pair, wrong
     shapes, and unknown keys.
     """
     collected = collect(file, tensors, metadata, families, peft_config)
@@ -110,7 +112,15 @@ def weights_of(
     return collected.weights
 
 
-def values(file: str, weights: LoraWeights) -> list[Problem]:
+def only_lora(file: str, weights: AdapterWeights) -> LoraWeights:
+    """The weights of a plain LoRA. Raises UsageError for other kinds."""
+    if (pairs := plain_pairs(weights)) is None:
+        kinds = titles(list(weights.modules.values()))
+        raise UsageError(Problem(f"{file} is {kinds}, not a plain LoRA.", "Use a LoRA here."))
+    return pairs
+
+
+def values(file: str, weights: AdapterWeights) -> list[Problem]:
     """Problems of the numbers of a file whose names and shapes are right: NaN, infinity."""
     if not (bad := weights.not_finite()):
         return []
@@ -131,6 +141,8 @@ def collect(
     }
     keys = {key: read for key in tensors if not key.startswith(EMBEDDING) and (read := read_key(key))}
     forms = sorted({read.form for read in keys.values()} - {""})
+    if forms == ["kohya", "lycoris"]:
+        forms = ["kohya"]  # LyCORIS chooses a kind for each layer
     if whole := _wrong_kind(file, list(tensors), keys, forms):
         return Collected(LoraWeights({}, metadata, embeddings), forms[0] if len(forms) == 1 else "", {}, (whole,))
     problems: list[Problem] = []
@@ -141,16 +153,24 @@ def collect(
         )
     halves = _halves(keys, tensors)
     hint = " ".join(metadata.get(key, "") for key in HINTS).lower()
-    found, family = resolve(halves, families, hint, _sides(halves))
+    updates = _updates(file, halves, problems)
+    shapes = {name: update.weight_shape for name, update in updates.items() if update is not None}
+    sides = _sides(halves) | {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
+    found, family = resolve(halves, families, hint, sides)
     if foreign := sorted(set(halves) - set(found)):
         fix = f"Known beginnings: {', '.join(COMPONENT_OF_PREFIX)}. Was it made for another kind of model?"
         message = f"{file} holds {counted(len(foreign), 'name')} of unknown parts ({some(foreign)})."
         problems.append(Problem(message, fix))
-    pairs = _pairs(file, {name: parts for name, parts in halves.items() if name in found}, problems)
+    plain = {name: parts for name, parts in halves.items() if name in found and name not in updates}
+    pairs = _pairs(file, plain, problems)
     alphas = {} if "kohya" in forms else _header_alphas(file, metadata, peft_config, found, pairs, problems)
     pairs = {name: _with_alpha(pair, halves[name], alphas.get(name)) for name, pair in pairs.items()}
-    modules = _modules(file, pairs, found, fused_ranks(metadata), problems)
-    weights = LoraWeights(modules, metadata, embeddings, family.family if family else None)
+    changes: dict[str, LayerUpdate] = {**pairs}
+    changes |= {name: each for name, each in updates.items() if name in found and each is not None}
+    changes = _decomposed(file, changes, halves, problems)
+    modules = _modules(file, changes, found, fused_ranks(metadata), problems)
+    name = family.family if family else None
+    weights = AdapterWeights(modules, metadata, embeddings, name)
     return Collected(weights, forms[0] if forms else "", found, tuple(problems))
 
 
@@ -199,10 +219,51 @@ def _sides(halves: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[int, i
     }
 
 
+def _updates(
+    file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list[Problem]
+) -> dict[str, FactorUpdate | None]:
+    """The changes that are no low-rank products; None for one that cannot be read, whose problem is appended."""
+    updates: dict[str, FactorUpdate | None] = {}
+    for name, parts in halves.items():
+        tensors = {part: _wide(tensor) for part, tensor in parts.items() if part not in ("alpha", *MAGNITUDES)}
+        if set(tensors) <= {"down", "up", "mid"}:
+            continue
+        alpha = parts.get("alpha")
+        try:
+            updates[name] = update_of(tensors, None if alpha is None else float(alpha.float().reshape(-1)[0]))
+        except ValueError as error:
+            updates[name] = None
+            problems.append(Problem(f"{file}: {name}: {error}.", "Export it again, with one kind for each layer."))
+    return updates
+
+
+def _decomposed(
+    file: str,
+    changes: Mapping[str, LayerUpdate],
+    halves: Mapping[str, Mapping[str, Tensor]],
+    problems: list[Problem],
+) -> dict[str, LayerUpdate]:
+    """Those with a magnitude as DoRA; appends what is wrong with its shape."""
+    found = dict(changes)
+    for name, change in changes.items():
+        theirs = next((part for part in MAGNITUDES if part in halves[name]), None)
+        if theirs is None:
+            continue
+        magnitude, (rows, *rest) = _wide(halves[name][theirs]), change.weight_shape
+        if theirs == "lora_magnitude_vector":  # peft's is [out], or [1, out, 1, 1]
+            magnitude = magnitude.reshape(-1, *[1] * len(rest))
+        if magnitude.ndim < 2 or tuple(magnitude.shape[:2]) not in ((rows, 1), (1, *rest[:1])):
+            message = f"{file} has a DoRA magnitude {list(magnitude.shape)} for {name}, of {rows} rows."
+            problems.append(Problem(message, "Export it again."))
+            continue
+        found[name] = DecomposedUpdate(change, magnitude)
+    return found
+
+
 def _pairs(file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list[Problem]) -> dict[str, LoraPair]:
     """Pairs with alpha = rank; appends what is wrong with shapes and types."""
     pairs: dict[str, LoraPair] = {}
-    lonely = sorted(name for name, parts in halves.items() if set(parts) == {"alpha"})
+    lonely = sorted(name for name, parts in halves.items() if set(parts) <= {"alpha", *MAGNITUDES})
     if lonely:
         problems.append(Problem(f"{file} has alpha without weights for {some(lonely)}.", "Export it again."))
     single = sorted(name for name, parts in halves.items() if len({"down", "up"} & set(parts)) == 1)
@@ -266,19 +327,17 @@ def _header_alphas(
 
 def _modules(
     file: str,
-    pairs: Mapping[str, LoraPair],
+    pairs: Mapping[str, LayerUpdate],
     found: Mapping[str, Found],
     ranks: Mapping[str, Sequence[int]],
     problems: list[Problem],
-) -> dict[str, LoraPair]:
-    modules: dict[str, LoraPair] = {}
+) -> dict[str, LayerUpdate]:
+    modules: dict[str, LayerUpdate] = {}
     twice = []
     for name, pair in pairs.items():
         place = found[name]
         try:
-            simple = len(place.modules) == 1 and not (place.rules and place.rules[0].swapped)
-            own = turned(pair, place.rules[0]) if place.rules else pair
-            parts = {0: own} if simple else split(pair, place.rules, ranks.get(name))
+            parts = divide(pair, place.rules, ranks.get(name)) if place.rules else {0: pair}
         except ValueError as error:
             problems.append(Problem(f"{file}: {name} does not fit its layer: {error}.", "Is it for another model?"))
             continue

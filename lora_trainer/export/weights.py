@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,24 +17,62 @@ from lora_trainer.core.errors import Problem, TrainingFailed, nearest
 SMALLEST_FOR_FP16 = 2.0**-13
 
 
+Product = Callable[[Tensor], Tensor]
+
+
 class LayerUpdate(Protocol):
     """The trained change of one layer's weight, of any kind of adapter."""
+
+    @property
+    def algorithm(self) -> str:
+        """Its kind as headers name it: `lora`, `lokr`."""
+
+    @property
+    def title(self) -> str:
+        """Its kind as people name it: `LoRA`, `LoKr`."""
+
+    @property
+    def needs_weight(self) -> bool:
+        """Whether `delta` depends on the base model's weight."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def alpha(self) -> float | None: ...
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank where it counts, else 1."""
 
     @property
     def finite(self) -> bool: ...
 
     @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """The shape of the weight that it changes."""
+    def norm(self) -> float:
+        """The Frobenius norm of the change, as far as it does not depend on the base model's weight."""
 
-    def delta(self) -> Tensor:
-        """The change of the weight in fp32."""
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape of the weight that it changes; `[out, in * k * k]` or `[out]` where its tensors do not tell more."""
+
+    def delta(self, weight: Tensor | None = None) -> Tensor:
+        """The change of the weight in fp32; `weight` is the base model's. Raises ValueError where it is needed."""
 
     def rounded(self, dtype: torch.dtype) -> LayerUpdate:
         """The same change as files store it: cast once to `dtype`, contiguous, on the CPU."""
 
     def parts(self) -> Mapping[str, Tensor]:
         """The tensors of a file, by the end of their names."""
+
+    def to(self, device: torch.device) -> LayerUpdate:
+        """The same change on a device."""
+
+    def act(self, output: Tensor, product: Product) -> Tensor:
+        """The change of a layer's output; `product` multiplies its input by a weight in place of its own.
+
+        One that depends on the base model's weight must be prepared first (`updates.on_base`).
+        """
 
 
 @dataclass(frozen=True)
@@ -47,6 +85,9 @@ class LoraPair:
     down: Tensor
     up: Tensor
     alpha: float
+    algorithm: ClassVar[str] = "lora"
+    title: ClassVar[str] = "LoRA"
+    needs_weight: ClassVar[bool] = False
 
     @property
     def rank(self) -> int:
@@ -64,7 +105,12 @@ class LoraPair:
     def weight_shape(self) -> tuple[int, ...]:
         return (self.up.shape[0], *self.down.shape[1:])
 
-    def delta(self) -> Tensor:
+    @property
+    def norm(self) -> float:
+        """In float64, without the product of large tensors."""
+        return product_norm(self.up.double().flatten(1) * self.scale, self.down.double().flatten(1))
+
+    def delta(self, weight: Tensor | None = None) -> Tensor:
         """The change of the module's weight in fp32: `[out, in]`, or `[out, in, k, k]`."""
         down = self.down.float()
         change = self.up.float().flatten(1) @ down.flatten(1) * self.scale
@@ -86,6 +132,19 @@ class LoraPair:
     def parts(self) -> Mapping[str, Tensor]:
         alpha = torch.tensor(self.alpha, dtype=torch.float32)
         return {"lora_down.weight": self.down, "lora_up.weight": self.up, "alpha": alpha}
+
+    def to(self, device: torch.device) -> LoraPair:
+        return LoraPair(self.down.to(device), self.up.to(device), self.alpha)
+
+    def act(self, output: Tensor, product: Product) -> Tensor:
+        return product(self.delta())
+
+
+def product_norm(up: Tensor, down: Tensor) -> float:
+    """The Frobenius norm of up @ down."""
+    if min(up.shape[0], down.shape[1]) <= up.shape[1]:
+        return float((up @ down).norm())
+    return float((torch.linalg.qr(up).R @ torch.linalg.qr(down.T.contiguous()).R.T).norm())
 
 
 @dataclass(frozen=True)
@@ -112,6 +171,13 @@ class LoraWeights(AdapterWeights):
     """Low-rank updates, independent of how a file names them."""
 
     modules: Mapping[str, LoraPair]
+
+
+def plain_pairs(weights: AdapterWeights) -> LoraWeights | None:
+    """The same weights where all of them are low-rank pairs, else None."""
+    pairs = {name: update for name, update in weights.modules.items() if isinstance(update, LoraPair)}
+    is_plain = len(pairs) == len(weights.modules)
+    return LoraWeights(pairs, weights.metadata, weights.embeddings, weights.family) if is_plain else None
 
 
 W = TypeVar("W", bound=AdapterWeights)
@@ -185,7 +251,9 @@ def check_keys(weights: AdapterWeights, module_shapes: Mapping[str, tuple[int, .
             problems.append(Problem(f"{name} is no module of the model.", fix))
             continue
         ours = pair.weight_shape
-        if ours != tuple(shape):
+        # Factors may not tell the kernel, or anything but the outputs.
+        like = [tuple(shape)] if isinstance(pair, LoraPair) else [shape, (shape[0], math.prod(shape[1:])), shape[:1]]
+        if ours not in map(tuple, like):
             problems.append(
                 Problem(
                     f"{name} is {list(ours)} in the LoRA and {list(shape)} in the model.", "Use its own base model."

@@ -256,6 +256,7 @@ FAMILY = Family(
         prefixes={"transformer": "lora_unet"},
         layout=LAYOUT,
         readers=(
+            "diffusers: LoKr",
             "diffusers: kohya",
             "diffusers: original",
             "ComfyUI: kohya",

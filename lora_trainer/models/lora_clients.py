@@ -10,7 +10,7 @@ from lora_trainer.models import FAMILIES
 
 if TYPE_CHECKING:
     from lora_trainer.export.inspection import Inspected
-    from lora_trainer.export.weights import LoraWeights
+    from lora_trainer.export.weights import AdapterWeights
     from lora_trainer.models.family import Family
 
 Reads = Literal["whole", "in part", "not", "unknown"]
@@ -34,7 +34,32 @@ def clients(file: Inspected) -> list[Client]:
     if file.errors:
         return [Client(name, "unknown", "the file is not sound") for name in PROGRAMS]
     family = _family(file)
+    kinds = {update.algorithm for update in file.weights.modules.values()} - {"lora"}
+    if kinds:
+        others = [Client(name, "unknown", "not looked at for other kinds than LoRA") for name in PROGRAMS[2:]]
+        return [_diffusers_of(file, family, kinds), _comfyui_of(file, family, kinds), *others]
     return [_diffusers(file, family), _comfyui(file, family), _webui(file), _sd_scripts(file, family)]
+
+
+def _diffusers_of(file: Inspected, family: Family | None, kinds: set[str]) -> Client:
+    """diffusers of other kinds than LoRA; in other names than its own it drops a DoRA's magnitudes with a warning."""
+    name = PROGRAMS[0]
+    if file.style == "diffusers" and not file.alpha_keys:
+        readers = family.lora_files.readers if family else ()
+        if kinds == {"dora"} or (kinds == {"lokr"} and "diffusers: LoKr" in readers):
+            return Client(name, "whole")
+    return Client(name, "not", f"it does not know {file.kind} in these names for this family")
+
+
+def _comfyui_of(file: Inspected, family: Family | None, kinds: set[str]) -> Client:
+    name = PROGRAMS[1]
+    if file.style == "diffusers" and "dora" in kinds:
+        return Client(name, "in part", "it does not read a DoRA's magnitudes by these names")
+    if family is None or f"{name}: {file.style}" not in family.lora_files.readers:
+        return Client(name, "unknown")
+    if "dora" in kinds:
+        return Client(name, "in part", "newer versions divide by the norm of the base's weight alone")
+    return Client(name, "whole", "exact at strength 1; it counts other strengths twice" if "diag-oft" in kinds else "")
 
 
 def _diffusers(file: Inspected, family: Family | None) -> Client:
@@ -154,7 +179,7 @@ def _family(file: Inspected) -> Family | None:
     )
 
 
-def several_alphas(weights: LoraWeights) -> bool:
+def several_alphas(weights: AdapterWeights) -> bool:
     """Whether alpha differs within a component: in kohya's form diffusers 0.42 takes a U-Net's commonest for all."""
     alphas = {(module.partition(".")[0], pair.alpha) for module, pair in weights.modules.items()}
     return len(alphas) > len({component for component, _ in alphas})

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from lora_trainer.export.convert import Converted, Form, SourceFile
     from lora_trainer.export.inspection import Inspected
-    from lora_trainer.export.weights import LoraWeights
+    from lora_trainer.export.weights import AdapterWeights, LoraWeights
 
 
 NUMBERED_BLOCK = re.compile(r"(\w+\.\w+)\.(\d+)\.")  # `transformer.single_transformer_blocks`, and its number
@@ -43,22 +43,32 @@ def all_names() -> list[Names]:
     return [names_of(family) for family in FAMILIES.values()]
 
 
-def read_lora(path: Path) -> LoraWeights:
-    """The weights of a LoRA file by diffusers' module names, whichever program wrote it. Raises UsageError."""
+def read_adapter(path: Path) -> AdapterWeights:
+    """The weights of a LoRA, DoRA, LoKr or LoHa file by diffusers' module names, whichever program wrote it.
+
+    Raises UsageError for other files.
+    """
     from lora_trainer.export import lora_file
 
-    return with_family(lora_file.read_lora(path, all_names()))
+    return with_family(lora_file.read_adapter(path, all_names()))
 
 
-def read_lora_with_tokens(path: Path) -> LoraWeights:
+def read_lora(path: Path) -> LoraWeights:
+    """The same of a plain LoRA. Raises UsageError for other kinds too."""
+    from lora_trainer.export.reading import only_lora
+
+    return only_lora(path.name, read_adapter(path))
+
+
+def read_adapter_with_tokens(path: Path) -> AdapterWeights:
     """The same, with the learned tokens that lie beside a file which has none itself, as one in diffusers' form."""
     from lora_trainer.export.lora_file import read_learned_tokens
 
-    weights = read_lora(path)
+    weights = read_adapter(path)
     return weights if weights.embeddings else replace(weights, embeddings=read_learned_tokens(path))
 
 
-def with_family(weights: LoraWeights) -> LoraWeights:
+def with_family(weights: AdapterWeights) -> AdapterWeights:
     """The same weights, with their family if names, header or shapes identify it."""
     return (
         weights
@@ -84,8 +94,9 @@ def read_source(path: Path, *, beside: bool = True) -> SourceFile:
     from lora_trainer.core.tensorfile import read_tensor_header
     from lora_trainer.export.convert import SourceFile
     from lora_trainer.export.earlier import earlier_of
+    from lora_trainer.export.reading import only_lora
 
-    weights = read_lora_with_tokens(path) if beside else read_lora(path)
+    weights = only_lora(path.name, read_adapter_with_tokens(path) if beside else read_adapter(path))
     keys = list(read_tensor_header(path))
     form: Form = "kohya" if any(key.endswith(KOHYA_DOWN) for key in keys) else "diffusers"
     earlier = earlier_of(weights.metadata)
@@ -137,7 +148,7 @@ def _with_base(weights: LoraWeights, family: str) -> LoraWeights:
     return replace(weights, metadata={**base, **weights.metadata})
 
 
-def _by_header(weights: LoraWeights) -> str | None:
+def _by_header(weights: AdapterWeights) -> str | None:
     """The family whose base model the header names, if the file has such a denoiser."""
     version_of_file = weights.metadata.get("ss_base_model_version", "")
     denoisers = {module.partition(".")[0] for module in weights.modules if not module.startswith("text_encoder")}
@@ -150,7 +161,7 @@ def _by_header(weights: LoraWeights) -> str | None:
     return None
 
 
-def _by_shape(weights: LoraWeights) -> str | None:
+def _by_shape(weights: AdapterWeights) -> str | None:
     """The transformer's family whose published models have all of the modules in these shapes; None where several do.
 
     Of several, it is the one whose last blocks the file has: LoRAs train all blocks, and families share names and widths.
@@ -166,7 +177,7 @@ def _by_shape(weights: LoraWeights) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _fit(weights: LoraWeights, family: Family, config: Mapping[str, Any]) -> int:
+def _fit(weights: AdapterWeights, family: Family, config: Mapping[str, Any]) -> int:
     """0 where a module is not in the model, or has another shape there; 2 where the model's last blocks are trained."""
     import torch
 
@@ -190,10 +201,10 @@ def _last_blocks(names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def _by_text(weights: LoraWeights) -> str | None:
+def _by_text(weights: AdapterWeights) -> str | None:
     """The U-Net's family by the width of the text that it reads."""
     widths = {
-        pair.down.shape[1] for name, pair in weights.modules.items() if name.endswith((".attn2.to_k", ".attn2.to_v"))
+        pair.weight_shape[-1] for name, pair in weights.modules.items() if name.endswith((".attn2.to_k", ".attn2.to_v"))
     }
     for name, family in FAMILIES.items():
         if family.denoiser.component == "unet":

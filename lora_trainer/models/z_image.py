@@ -209,6 +209,7 @@ FAMILY = Family(
         prefixes={"transformer": "lora_unet"},
         layout=LAYOUT,
         readers=(
+            "diffusers: LoKr",
             "diffusers: kohya",
             "diffusers: kohya, diffusers' names",
             "diffusers: original, diffusers' names",

@@ -6,19 +6,17 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from torch import Tensor
 
-from lora_trainer.adapters.adapter_kinds import ADAPTERS
+from lora_trainer.adapters.adapter_kinds import ADAPTERS, adapter_kind
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError, UserError, first_line
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
-from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.lora_file import write_tensors
 from lora_trainer.export.metadata import with_hashes
 from lora_trainer.export.tensor_file import DamagedFile, read_sealed
-from lora_trainer.export.weights import AdapterWeights, LoraPair, LoraWeights, folded
+from lora_trainer.export.weights import AdapterWeights, folded
 from lora_trainer.models.family import Family
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.optim.optimizers import OPTIMIZERS
@@ -99,12 +97,11 @@ def kept_steps(
 
 def write_step(path: Path, step: int, weights: AdapterWeights, run: RunFiles, config: Config, family: Family) -> None:
     """Write a step's weights as the run exports them in kohya's format, with the header of its LoRA."""
-    pairs = cast("Mapping[str, LoraPair]", weights.modules)
-    dtype = DTYPES[config.checkpoint.export_dtype]
-    tensors, fused = kohya_tensors(folded(LoraWeights(pairs, embeddings=weights.embeddings), dtype), names_of(family))
-    header = {**read_tensor_header(run.lora).get(METADATA, {}), **fused}
+    ready = folded(weights, DTYPES[config.checkpoint.export_dtype])
+    form, _ = adapter_kind(config).forms(ready, names_of(family))
+    header = {**read_tensor_header(run.lora).get(METADATA, {}), **form.header}
     header |= {"ss_steps": str(step), "ss_output_name": path.stem, "modelspec.title": path.stem}
-    write_tensors(path, tensors, with_hashes(tensors, header))
+    write_tensors(path, form.tensors, with_hashes(form.tensors, header))
 
 
 def shown_weights_of(checkpoint: Path, config: Config) -> Mapping[str, Tensor] | None:

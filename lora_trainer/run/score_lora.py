@@ -89,13 +89,13 @@ def _evaluate(
     from lora_trainer.evaluation.evidence import RealImages
     from lora_trainer.evaluation.lora_check import LORA_CHECKS, LoraGate, check_lora, refused_unloaded
     from lora_trainer.evaluation.placing import with_less
-    from lora_trainer.models.lora_names import read_lora_with_tokens
+    from lora_trainer.models.lora_names import read_adapter_with_tokens
     from lora_trainer.run.caching import cache_folder
     from lora_trainer.run.choices import evaluated_on, usable_bytes
     from lora_trainer.run.encoding import encode_by_base
 
     family, facts = read_model(config)
-    if report := refused_unloaded(read_lora_with_tokens(path), facts.path, family, config.gates.lora):
+    if report := refused_unloaded(read_adapter_with_tokens(path), facts.path, family, config.gates.lora):
         return report
     device, dtype = evaluated_on(config)
     if encoder is not None:  # refused before anything is encoded

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from lora_trainer.adapters.adapter_kinds import adapter_kind, add_adapter, denoiser_options
+from lora_trainer.adapters.adapter_kinds import ADAPTERS, adapter_kind, add_adapter, denoiser_options
 from lora_trainer.adapters.averages import make_average, shown_weights
 from lora_trainer.adapters.masters import make_adapter
 from lora_trainer.adapters.target_modules import target_modules
@@ -74,8 +74,10 @@ def build_step_context(
     moves = config.memory.offload_activations and device.type == "cuda"
     size = f"{built.modules} modules, {adapter.size:,} trainable parameters"
     stored = ", in bf16 with stochastic rounding" if is_rounded else ""
-    line = f"LoRA: rank {config.lora.rank}, {size}{', text encoders included' if texts else ''}{stored}"
-    lines = (line, *layer_notes(adapter.masters, config.optimizer))
+    spec = ADAPTERS[config.lora.type]
+    line = f"{spec.title}: rank {config.lora.rank}, {size}{', text encoders included' if texts else ''}{stored}"
+    read = (f"{spec.title} files: {spec.readers}",) if spec.readers else ()
+    lines = (line, *read, *layer_notes(adapter.masters, config.optimizer))
     if texts:
         built = replace(built, shapes={**built.shapes, **texts.shapes}, notes=(*texts.notes, *built.notes))
     return StepContext(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.adapters.adapter_kinds import adapter_kind, add_adapter, text_options
+from lora_trainer.adapters.adapter_kinds import ADAPTERS, adapter_kind, add_adapter, text_options
 from lora_trainer.adapters.target_modules import matching_modules
 from lora_trainer.config.schema import Config
 from lora_trainer.evaluation.validation_loss import EncodedSample
@@ -82,7 +82,8 @@ def build_texts(
         own = {f"{component}.{name}": parameter for name, parameter in added.items()}
         parameters |= own
         lrs.append((lr, frozenset(own)))  # names alone, so that the weights can be freed
-        notes.append(f"{component}: LoRA rank {options.rank}, {len(names)} modules, lr={lr:g}")
+        title = ADAPTERS[config.lora.type].title
+        notes.append(f"{component}: {title} rank {options.rank}, {len(names)} modules, lr={lr:g}")
         if config.lora.network_weights is not None:
             notes.append(start_from_file(config, component, names, added, options))
         if checkpointed:

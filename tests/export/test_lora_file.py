@@ -252,7 +252,7 @@ def tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
         (GOOD | {"something.else": (1,)}, "1 unknown key "),
         (GOOD | {"lora_te9_x.lora_down.weight": (4, 8), "lora_te9_x.lora_up.weight": (8, 4)}, "unknown parts"),
         (GOOD | {f"{DIFFUSERS}.lora_A.weight": (4, 8), f"{DIFFUSERS}.lora_B.weight": (8, 4)}, "mixes"),
-        (GOOD | {f"{NAME}.dora_scale": (8,)}, "DoRA"),
+        (GOOD | {f"{NAME}.dora_scale": (8, 1)}, "DoRA"),
         ({"model.diffusion_model.weight": (8, 8)}, "no LoRA weights among its 1 keys"),
         ({f"{NAME}.alpha": ()}, "alpha without weights"),
         ({}, "no LoRA weights"),

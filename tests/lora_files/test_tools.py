@@ -20,7 +20,7 @@ from lora_trainer.export.inspection import hashes_of
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.lora_names import names_of, read_lora, read_lora_with_tokens
+from lora_trainer.models.lora_names import names_of, read_adapter_with_tokens, read_lora
 from tests.export.tiny import facts
 from tests.models.single.originals import unet_checkpoint, write
 from tests.models.single.tiny import tiny_pipeline
@@ -178,7 +178,7 @@ def test_learned_tokens_are_carried_on(tmp_path, capsys):
     for to in ("kohya", "diffusers"):
         out = tmp_path / f"{to}.safetensors"
         assert main(["merge", *paths, "--to", to, "--output", str(out)]) == 0, capsys.readouterr().err
-        words = read_lora_with_tokens(out).embeddings
+        words = read_adapter_with_tokens(out).embeddings
         assert {name: float(each.max()) for name, each in words.items()} == {
             "zobo.string_to_param.*": 1.0,
             "fungo.string_to_param.*": 2.0,

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from lora_trainer.cli.main import main
 from lora_trainer.diffusion.loss import WEIGHTINGS
 from lora_trainer.export.layout import Rule
 from lora_trainer.export.lora_file import plain_forms
+from lora_trainer.export.updates import FactorUpdate
 from lora_trainer.export.weights import module_name
 from lora_trainer.models import FAMILIES, sd15
 from lora_trainer.models.autoencoder import load_vae, vae_facts
@@ -81,27 +82,21 @@ class Kronecker(nn.Module):
         return base + nn.functional.linear(x.to(self.left.dtype), torch.kron(self.left, self.right)).to(base.dtype)
 
 
-@dataclass(frozen=True)
-class KroneckerUpdate:
-    left: Tensor
-    right: Tensor
+class KroneckerUpdate(FactorUpdate):
+    """Of the factors `left` and `right`."""
+
+    algorithm, title, scaled = "kronecker", "Kronecker", "left"
 
     @property
-    def finite(self) -> bool:
-        return bool(self.left.isfinite().all() and self.right.isfinite().all())
+    def rank(self) -> int:
+        return min(self.weight_shape)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        return tuple(a * b for a, b in zip(self.left.shape, self.right.shape, strict=True))
+        return tuple(a * b for a, b in zip(self.tensors["left"].shape, self.tensors["right"].shape, strict=True))
 
-    def delta(self) -> Tensor:
-        return torch.kron(self.left.float(), self.right.float())
-
-    def rounded(self, dtype: torch.dtype) -> KroneckerUpdate:
-        return KroneckerUpdate(*(each.detach().cpu().to(dtype).contiguous() for each in (self.left, self.right)))
-
-    def parts(self) -> Mapping[str, Tensor]:
-        return {"lokr_w1": self.left, "lokr_w2": self.right}
+    def delta(self, weight: Tensor | None = None) -> Tensor:
+        return torch.kron(self.tensors["left"].float(), self.tensors["right"].float())
 
 
 def put_kronecker(
@@ -124,7 +119,7 @@ def kronecker_updates(
 ) -> dict[str, KroneckerUpdate]:
     names = [name.removesuffix(".left") for name in trained if name.endswith(".left")]
     return {
-        module_name(component, name): KroneckerUpdate(trained[f"{name}.left"], trained[f"{name}.right"])
+        module_name(component, name): KroneckerUpdate({end: trained[f"{name}.{end}"] for end in ("left", "right")})
         for name in names
     }
 
@@ -144,13 +139,13 @@ def test_an_adapter_is_one_entry(
     files = exported(bench.folder("straight"))
     assert exported(bench.folder("resumed")) == files
     kohya = load_file(bench.folder("straight") / "straight.safetensors")
-    left = [name for name in kohya if name.endswith(".lokr_w1")]
+    left = [name for name in kohya if name.endswith(".left")]
     assert left
     assert all(name.startswith("lora_unet_") for name in left)
     assert all(bool(kohya[name].any()) for name in left)
-    change = KroneckerUpdate(kohya[left[0]], kohya[left[0].replace("lokr_w1", "lokr_w2")]).delta()
+    change = torch.kron(kohya[left[0]].float(), kohya[left[0].replace(".left", ".right")].float())
     assert torch.linalg.matrix_rank(change) == min(change.shape)
-    assert {name.rpartition(".")[2] for name in files["diffusers"]} == {"lokr_w1", "lokr_w2"}
+    assert {name.rpartition(".")[2] for name in files["diffusers"]} == {"left", "right"}
     capsys.readouterr()
     assert main(bench.arguments("planned", command="plan", lora__type="kronecker")) == 0
     assert "GiB" in capsys.readouterr().out

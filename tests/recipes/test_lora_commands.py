@@ -50,7 +50,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "NaN": (saved(GOOD, float("nan")), "NaN"),
     "pickle": (pickled, "pickle"),
     "truncated": (cut, "cut off|promises"),
-    "DoRA": (saved(GOOD | {f"{NAME}.dora_scale": (32,)}), "DoRA"),
+    "BOFT": (saved(GOOD | {f"{NAME}.boft_R": (32, 1)}), "BOFT"),
     "base model": (saved({"model.diffusion_model.out.2.weight": (4, 4)}), "base model"),
 }
 COMMANDS = {
@@ -145,11 +145,11 @@ def test_a_folder_lists_its_files(tmp_path, capsys):
 
 
 def test_another_adapter_method_is_named_and_no_program_is_listed_as_reading_it(tmp_path, capsys):
-    path = tmp_path / "dora.safetensors"
-    saved(GOOD | {f"{NAME}.dora_scale": (32,)})(path)
+    path = tmp_path / "boft.safetensors"
+    saved(GOOD | {f"{NAME}.boft_R": (32, 1)})(path)
     assert main(["inspect", str(path), "--json"]) == 2
     output = json.loads(capsys.readouterr().out)
-    assert output["kind"] == "DoRA"
+    assert output["kind"] == "BOFT"
     assert {each["reads"] for each in output["clients"]} == {"unknown"}
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora_trainer.config.schema import Precision
 from lora_trainer.models.quantization import eight_bits, four_bits
@@ -70,14 +70,14 @@ def is_narrow(layer: nn.Module | None) -> bool:
 
 
 @torch.no_grad()
-def wide_weight(layer: Layer) -> torch.Tensor:
-    """A layer's weight in fp32, on its device, dequantized where it is quantized: [out, in] or [out, in, k, k]."""
+def wide_weight(layer: Layer, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A layer's weight on its device, dequantized where it is quantized: [out, in] or [out, in, k, k]."""
     if isinstance(layer, Linear4):
         shape = (layer.out_features, layer.in_features)
-        return four_bits.widened(layer.weight, layer.get_buffer(SCALE), shape, torch.float32)
+        return four_bits.widened(layer.weight, layer.get_buffer(SCALE), shape, dtype)
     if is_narrow(layer):
-        return eight_bits.widened(layer.weight, layer.get_buffer(SCALE), torch.float32)
-    return layer.weight.detach().float()
+        return eight_bits.widened(layer.weight, layer.get_buffer(SCALE), dtype)
+    return layer.weight.detach().to(dtype)
 
 
 def _store_and_multiply(layer: Layer) -> None:

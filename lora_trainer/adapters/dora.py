@@ -1,0 +1,116 @@
+"""DoRA: a LoRA whose weights are scaled to trained magnitudes (arXiv:2402.09353), on layers that peft injected.
+
+peft takes the norm of the weights as they are stored, which are codes on this program's quantized layers. Here it is that of the
+dequantized weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora.layer import Conv2d, Linear
+from torch import Tensor, nn
+
+from lora_trainer.adapters.base import AdapterKind, AdapterOptions
+from lora_trainer.adapters.injection import ADAPTER, inject, trained
+from lora_trainer.export.lora_file import plain_forms
+from lora_trainer.export.updates import TINY, DecomposedUpdate
+from lora_trainer.export.weights import LayerUpdate, module_name, weights_from_peft
+from lora_trainer.models.quantization.store import wide_weight
+
+MAGNITUDE = "lora_magnitude_vector"  # peft's name
+
+
+class _Decomposed(nn.Module):
+    """W' = m (W + s B A) / |W + s B A| by rows, whose norm has no gradient (equation 11, section 4.3)."""
+
+    base_layer: nn.Linear | nn.Conv2d
+    lora_A: nn.ModuleDict  # noqa: N815  peft's names
+    lora_B: nn.ModuleDict  # noqa: N815
+    lora_dropout: nn.ModuleDict
+    lora_magnitude_vector: nn.ParameterDict
+    scaling: dict[str, float]
+    row_squares: Tensor  # |w|^2 of each row of the base's weight
+    disable_adapters: bool
+
+    @torch.no_grad()
+    def norms(self) -> Tensor:
+        """|W + s B A| of each row, `[out]` in fp32, without forming the sum.
+
+        |w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b^T, of a row w of W and b of B.
+        """
+        down, up = (each[ADAPTER].get_parameter("weight").detach().flatten(1) for each in (self.lora_A, self.lora_B))
+        scale, up = self.scaling[ADAPTER], up.float()
+        weight = wide_weight(self.base_layer, down.dtype).flatten(1)
+        crossed = (weight @ down.T).float()
+        gram = down.float() @ down.float().T
+        squares = self.row_squares + 2.0 * scale * (up * crossed).sum(1) + scale**2 * (up @ gram * up).sum(1)
+        return squares.clamp_min(TINY**2).sqrt()
+
+    def forward(self, x: Tensor, *arguments: object, **named: object) -> Tensor:
+        output: Tensor = self.base_layer(x, *arguments, **named)
+        if self.disable_adapters:
+            return output
+        down, up = self.lora_A[ADAPTER], self.lora_B[ADAPTER]
+        dropped = self.lora_dropout[ADAPTER](x.to(down.get_parameter("weight").dtype))
+        change = up(down(dropped)) * self.scaling[ADAPTER]
+        factor = self.lora_magnitude_vector[ADAPTER].float() / self.norms()
+        bias = self.base_layer.bias
+        if output.ndim == 4 and isinstance(self.base_layer, nn.Conv2d):
+            factor, bias = factor.view(-1, 1, 1), None if bias is None else bias.view(-1, 1, 1)
+        bare = output if bias is None else output - bias.to(output)
+        moved: Tensor = output + (factor - 1.0).to(output) * bare + factor.to(output) * change.to(output)
+        return moved
+
+
+class DecomposedLinear(_Decomposed, Linear):  # type: ignore[misc]  # peft is untyped
+    """A linear layer with a DoRA."""
+
+
+class DecomposedConv2d(_Decomposed, Conv2d):  # type: ignore[misc]  # peft is untyped
+    """A convolution with a DoRA."""
+
+
+def inject_dora(
+    model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int
+) -> dict[str, nn.Parameter]:
+    """Put a DoRA on the modules, in place; return its trainable parameters by name. The low-rank part is a LoRA's."""
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=list(modules),
+        use_rslora=options.rank_stabilized,
+    )
+    inject(config, model, seed)
+    for module in cast("Iterator[Any]", model.modules()):
+        for kind, own in ((Linear, DecomposedLinear), (Conv2d, DecomposedConv2d)):
+            if type(module) is kind:
+                module.__class__ = own
+                squares = wide_weight(module.base_layer, torch.float32).flatten(1).square().sum(1)
+                module.register_buffer("row_squares", squares, persistent=False)
+                magnitude = nn.Parameter(squares.sqrt())  # of the base's rows, so that the layer is the base's at first
+                module.lora_magnitude_vector = nn.ParameterDict({ADAPTER: magnitude})
+    return trained(model)
+
+
+def updates(values: Mapping[str, Tensor], component: str, options: AdapterOptions) -> Mapping[str, LayerUpdate]:
+    """The low-rank part and the magnitude of each module."""
+    alpha = options.alpha * math.sqrt(options.rank) if options.rank_stabilized else options.alpha
+    ending = f".{MAGNITUDE}.{ADAPTER}"
+    magnitudes = {
+        module_name(component, name.removesuffix(ending)): value
+        for name, value in values.items()
+        if name.endswith(ending)
+    }
+    return {
+        module: DecomposedUpdate(pair, magnitudes[module].view(-1, *[1] * (len(pair.weight_shape) - 1)))
+        for module, pair in weights_from_peft(values, component, alpha).modules.items()
+    }
+
+
+DORA = AdapterKind(inject=inject_dora, updates=updates, forms=plain_forms)

@@ -1,0 +1,76 @@
+"""OFT: the outputs of a layer are rotated in blocks (arXiv:2306.07280).
+
+peft rotates inputs, W R^T, in kernels larger than 1 x 1 as if they were more inputs; its files can be read by no other program,
+and cannot be converted. LyCORIS, ComfyUI and sd-scripts rotate outputs, R W, and so does this: their files are exact, every
+convolution is the base model's at first, and the base's weight is not read, so it may be stored in any form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isqrt
+from typing import cast
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from lora_trainer.adapters.base import AdapterKind, AdapterOptions
+from lora_trainer.adapters.injection import ADAPTER, by_module, trained
+from lora_trainer.export.lora_file import plain_forms
+from lora_trainer.export.updates import RotationUpdate, rotated, rotation
+from lora_trainer.export.weights import LayerUpdate, module_name
+from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
+
+
+class RotatedLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc]  # peft is untyped
+    """A linear layer or convolution whose outputs without bias are rotated, in blocks of at most `rank`."""
+
+    adapter_layer_names = ("oft_blocks",)
+
+    def __init__(self, layer: nn.Linear | nn.Conv2d, rank: int) -> None:
+        super().__init__()
+        self.base_layer = layer
+        outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+        size = max(each for each in range(1, min(rank, isqrt(outputs)) + 1) if outputs % each == 0)
+        zeros = torch.zeros(outputs // size, size, size, device=layer.weight.device)
+        self.oft_blocks = nn.ParameterDict({ADAPTER: nn.Parameter(zeros)})
+        if is_narrow(layer):
+            setattr(self, COMPUTED_IN, getattr(layer, COMPUTED_IN))
+
+    def forward(self, x: Tensor, *arguments: object, **named: object) -> Tensor:
+        output: Tensor = self.base_layer(x, *arguments, **named)
+        if self.disable_adapters:
+            return output
+        bias = self.base_layer.bias
+        is_image = isinstance(self.base_layer, nn.Conv2d)  # [B, out, h, w]
+        last = output.movedim(1, -1) if is_image else output
+        bare = last if bias is None else last - bias.to(last)
+        blocks = rotation(self.oft_blocks[ADAPTER].float())
+        turned = last + rotated(bare, (blocks - torch.eye(blocks.shape[1], device=blocks.device)).to(bare.dtype))
+        return turned.movedim(-1, 1) if is_image else turned
+
+
+def inject_oft(model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int) -> dict[str, nn.Parameter]:
+    """Rotate the outputs of the modules, in place; return the trainable parameters by name, all 0 at first.
+
+    The block size is the largest divisor of a layer's outputs that is no larger than `rank` and than their number's square
+    root: LyCORIS reads no blocks that are fewer than they are large.
+    """
+    model.requires_grad_(False)
+    for name in modules:
+        parent, _, own = name.rpartition(".")
+        layer = cast("nn.Linear | nn.Conv2d", model.get_submodule(name))
+        setattr(model.get_submodule(parent), own, RotatedLayer(layer, options.rank))
+    return trained(model)
+
+
+def updates(values: Mapping[str, Tensor], component: str, options: AdapterOptions) -> Mapping[str, LayerUpdate]:
+    """The blocks of each module. LyCORIS and ComfyUI take alpha as a bound on them; 0 is none."""
+    return {
+        module_name(component, module): RotationUpdate({end: values[name] for end, name in names.items()}, 0.0)
+        for module, names in by_module(values, "oft_").items()
+    }
+
+
+OFT = AdapterKind(inject=inject_oft, updates=updates, forms=plain_forms)

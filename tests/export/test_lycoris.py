@@ -1,0 +1,69 @@
+"""LyCORIS' own code: each layer's change in it is what this program reads and writes, with alpha unlike rank, in mixed ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lora_trainer.adapters.adapter_kinds import ADAPTERS
+from lora_trainer.adapters.base import AdapterOptions
+from lora_trainer.export.lora_file import FileLayout, write_lora
+from lora_trainer.export.weights import AdapterWeights, shapes_of
+from tests.export.tiny import facts
+
+lycoris = pytest.importorskip("lycoris", reason="the dev extra has it")
+LINEAR, KERNEL, POINT = "down_blocks.0.to_q", "mid_block.conv1", "mid_block.proj_in"
+NAMES = (LINEAR, KERNEL, POINT)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    made = nn.Module()
+    made.mid_block = nn.ModuleDict({"conv1": nn.Conv2d(24, 32, 3, padding=1), "proj_in": nn.Conv2d(32, 48, 1)})
+    made.down_blocks = nn.ModuleList([nn.ModuleDict({"to_q": nn.Linear(48, 32)})])
+    return made.requires_grad_(False)
+
+
+def by_lycoris(path: Path, prefix: str = "lycoris") -> dict[str, Tensor]:
+    """Each layer's change, by LyCORIS' loader of files; it knows names behind `lycoris_` alone."""
+    tensors = {key.replace(f"{prefix}_", "lycoris_", 1): each.float() for key, each in load_file(path).items()}
+    base, changed = model(), model()
+    network, _ = lycoris.create_lycoris_from_weights(1.0, "", changed, weights_sd=tensors)
+    found = {}
+    for module in network.loras:
+        name = next(n for n in NAMES if module.lora_name == f"lycoris_{n.replace('.', '_')}")
+        x = torch.randn(7, *((24, 5, 5) if name == KERNEL else (32, 5, 5) if name == POINT else (48,)))
+        module.apply_to()
+        found[name] = (x, changed.get_submodule(name)(x) - base.get_submodule(name)(x))
+    return found
+
+
+def change(weights: AdapterWeights, name: str, x: Tensor) -> Tensor:
+    """What the update does to a layer's output."""
+    layer = model().get_submodule(name)
+    before = layer(x)
+    weight = layer.weight.data
+    layer.weight.data = weight + weights.modules[f"unet.{name}"].delta(weight).reshape(weight.shape)
+    return layer(x) - before
+
+
+@pytest.mark.parametrize("rank", [3, 16, 40])
+@pytest.mark.parametrize("kind", ["lora", "dora", "lokr", "loha", "oft"])
+def test_what_is_written_is_the_change_there(kind: str, rank: int, tmp_path: Path):
+    """Of rank 40 both factors of a LoKr are whole, where LyCORIS does not count alpha."""
+    parameters = ADAPTERS[kind].load().inject(changed := model(), NAMES, AdapterOptions(rank, 5.0), 1)
+    for parameter in parameters.values():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    values = {name: each.detach() for name, each in parameters.items()}
+    weights = AdapterWeights(ADAPTERS[kind].load().updates(values, "unet", AdapterOptions(rank, 5.0)))
+    layout = FileLayout(torch.float32, shapes_of({"unet": model()}), forms=ADAPTERS[kind].load().forms)
+    kohya, _ = write_lora(tmp_path, "cat", weights, facts(), layout)
+    found = by_lycoris(kohya, "lora_unet")
+    assert set(found) == set(NAMES)
+    for name, (x, theirs) in found.items():
+        trained = changed.get_submodule(name)(x) - model().get_submodule(name)(x)
+        assert float((theirs - trained).detach().norm() / trained.detach().norm()) < 1e-4, name
