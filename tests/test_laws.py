@@ -56,7 +56,7 @@ BANNED = re.compile(
 ALLOWED = re.compile(
     r"AutoImageProcessor|image_processor|preprocessor|processor_config|attention processors?|\w*Processor\b|PROCESSORS|\.processors?\b"
     r"|set_processor|processor(?==|\.__call__|\(|:| = )|image processor|a processor's signature|data_sets|a picture of a|picture \{index\}"
-    r"|background picture|\"pictures\""
+    r"|background picture|\"pictures\"|\"processor[\"/]|\|processor\||Picture (?:1|\{number\}): "
 )
 WITHOUT_WORDS = ("CHANGELOG.md", "tests/test_laws.py", "docs/tried.md")  # history, and this list
 OF_CAPTIONS = ("scripts/builtin_base/", "tests/builtin/", "tests/importers/files/", "lora_trainer/builtin/")

@@ -33,6 +33,8 @@ class CachedData:
 
     `latent_keys` has a key for each of a sample's `views`. `prior_weight` is a factor on the
     loss of regularization samples. `fresh`, where set, encodes latents in place of `latents` and keys.
+    `edit_keys`, where text encoders read control images with captions, has for each sample the keys of its texts in each of
+    its views, that of the empty caption behind them; nothing for a sample without control images.
     `spoken`: batches carry captions, since text encoders are trained; without `text_keys` no text is cached then.
     """
 
@@ -47,6 +49,7 @@ class CachedData:
     captions: Sequence[CaptionsSection] = (CaptionsSection(),)  # by the samples' source
     fresh: Fresh | None = None
     spoken: bool = False
+    edit_keys: Sequence[Sequence[tuple[str, ...]]] = ()
 
     def weight_of(self, index: int) -> float:
         """What a sample's loss is multiplied by."""
@@ -85,8 +88,10 @@ class CachedData:
         return spoken(text) if sample.weighted else text
 
     def text_key(self, ref: Ref, step: int, epoch: int, seed: int) -> str:
-        number = self.text(ref, step, epoch, seed)
-        return self.empty_key if number is None else self.text_keys[ref.index][number]
+        number, keys = self.text(ref, step, epoch, seed), (*self.text_keys[ref.index], self.empty_key)
+        if self.edit_keys and (own := self.edit_keys[ref.index]):
+            keys = own[self.turn(ref, seed)]
+        return keys[-1 if number is None else number]
 
 
 @dataclass(frozen=True)

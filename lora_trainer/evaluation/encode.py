@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lora_trainer.core.conditioning import controls_of
+from lora_trainer.core.conditioning import EditCaption, controls_of
 from lora_trainer.data.images.pixels import encode_shown, read_shown
 from lora_trainer.data.loader import size_row
 from lora_trainer.data.sample import Sample
@@ -16,10 +16,10 @@ from lora_trainer.data.views import BucketPlan
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.models.encoders import offloaded_text
-from lora_trainer.models.family import Caption, Encoders, Family, ModelFacts
+from lora_trainer.models.family import Caption, Encoders, Family, ModelFacts, Prompt
 from lora_trainer.models.memory.phases import captions_at_once, captions_on_a_cpu, costs_of
 
-EncodeTexts = Callable[[Sequence[Caption]], dict[str, Tensor]]
+EncodeTexts = Callable[[Sequence[Prompt]], dict[str, Tensor]]
 
 
 def text_reader(
@@ -39,7 +39,7 @@ def text_reader(
     else:
         encode = family.load_encoders(facts.path, dtype, device).encode_text
 
-    def read(captions: Sequence[Caption]) -> dict[str, Tensor]:
+    def read(captions: Sequence[Prompt]) -> dict[str, Tensor]:
         parts = [encode(captions[start : start + together]) for start in range(0, len(captions), together)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -52,36 +52,57 @@ def encode_samples(
     encoders: Callable[[], Encoders],
     texts: Callable[[], EncodeTexts],
     device: torch.device,
+    *,
+    seen: bool = False,
 ) -> list[EncodedSample]:
     """Each sample's latents (the posterior's mean) and conditioning, fp32 on the CPU, without any cache.
 
-    `plan` has the samples' variants in their order; the plain one of each is used. `encoders` loads the image encoder to
+    `plan` has the samples' variants in their order; the plain one of each is used. `seen`: text encoders read control
+    images with captions. `encoders` loads the image encoder to
     `device`, then `texts` the text encoders, so that both are never there together. Raises DatasetRefused for an image
     that cannot be read.
     """
     encode_image = encoders().encode_image
-    latents = [
-        {
-            name: value[0].cpu()
-            for name, value in encode_shown(
-                [read_shown(replace(sample, mask=None), views[0])], encode_image, torch.float32
-            ).items()
-        }
-        for sample, views in zip(samples, plan.views, strict=True)
-    ]
+    latents, controls = [], []
+    for sample, views in zip(samples, plan.views, strict=True):
+        shown = read_shown(replace(sample, mask=None), views[0])
+        controls.append(shown.controls if seen else ())
+        encoded = encode_shown([shown], encode_image, torch.float32)
+        latents.append({name: value[0].cpu() for name, value in encoded.items()})
     del encode_image
     free_memory(device)
-    captions = [sample.caption for sample in samples]
-    cond = {name: value.float().cpu() for name, value in texts()(captions).items()} if captions else {}
+    read = texts() if samples else None
+    prompts = [with_seen(sample.caption, own) for sample, own in zip(samples, controls, strict=True)]
+    cond = [] if read is None else read_each(read, prompts)
+    del read
     free_memory(device)
     return [
         EncodedSample(
             id=sample.id,
             latents=entry["mean"],
-            cond={name: value[index] for name, value in cond.items()},
+            cond={name: value.float().cpu() for name, value in own.items()},
             sizes=torch.tensor(size_row(sample, views[0])),
             caption=sample.caption,
             controls=controls_of(entry),
+            seen=pixels,
         )
-        for index, (sample, views, entry) in enumerate(zip(samples, plan.views, latents, strict=True))
+        for sample, views, entry, own, pixels in zip(samples, plan.views, latents, cond, controls, strict=True)
     ]
+
+
+def with_seen(caption: Caption, controls: Sequence[Tensor]) -> Prompt:
+    """What a text encoder reads: the caption alone, or with the control images that it sees."""
+    return EditCaption(caption, tuple(controls)) if controls else caption
+
+
+def read_each(read: EncodeTexts, prompts: Sequence[Prompt]) -> list[dict[str, Tensor]]:
+    """The text embeddings of each prompt without the batch dimension. Those with control images are read one by one,
+    since they differ in length."""
+    plain = [each for each in prompts if not isinstance(each, EditCaption)]
+    together = read(plain) if plain else {}
+    rows = iter(range(len(plain)))
+    found = []
+    for each in prompts:
+        encoded, row = (read([each]), 0) if isinstance(each, EditCaption) else (together, next(rows))
+        found.append({name: value[row] for name, value in encoded.items()})
+    return found

@@ -175,6 +175,7 @@ class Studio:
         asked = [
             part for each in (*wanted, *others) for part in (each.cond, str(each.shape), each.sizes, str(each.seed))
         ]
+        asked += [each.negative for each in wanted if each.negative is not None]
         entry = self.read_or_make(digest_of(sampler, self.empty, *asked), make)
 
         def named(start: str) -> Blocks:
@@ -203,11 +204,12 @@ class Studio:
     def request(self, side: EncodedTexts, place: int, seed: int, shapes: Sequence[EncodedSample] | None) -> Request:
         if shapes is None:
             cond = {name: value[place : place + 1].to(self.device) for name, value in side.prompts.items()}
-            shape, sizes = self.shape, self.sizes
+            shape, sizes, negative = self.shape, self.sizes, None
         else:
             own = side.samples[place]
             cond = {
                 name: value[None].to(self.device, self.dtype) for name, value in {**own.cond, **own.controls}.items()
             }
             shape, sizes = tuple(own.latents.shape), own.sizes
-        return Request(cond, shape, sizes.to(self.device), seed)
+            negative = {name: value[None].to(self.device, self.dtype) for name, value in own.empty.items()} or None
+        return Request(cond, shape, sizes.to(self.device), seed, negative)

@@ -19,12 +19,16 @@ Cond = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Request:
-    """One sample: its conditioning [1, ...], latent shape [C, h, w], sizes [6] and seed."""
+    """One sample: its conditioning [1, ...], latent shape [C, h, w], sizes [6] and seed.
+
+    `negative` [1, ...] is its own in place of the sampler's, where text encoders read its control images.
+    """
 
     cond: Cond
     shape: tuple[int, ...]
     sizes: Tensor
     seed: int
+    negative: Cond | None = None
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,8 @@ def _sample(sampler: Sampler, requests: Sequence[Request], shape: tuple[int, ...
     for t, after in zip(points, [*points[1:], None], strict=True):
         prediction = sampler.predict(latents.to(dtype), t, cond, sizes).float()
         if sampler.negative is not None and sampler.guidance != 1.0:
-            empty = {name: value.expand(count, *value.shape[1:]) for name, value in sampler.negative.items()}
-            empty |= controls_of(cond)
+            own = [request.negative or sampler.negative for request in requests]
+            empty = {name: torch.cat([each[name] for each in own]) for name in own[0]} | controls_of(cond)
             without = sampler.predict(latents.to(dtype), t, empty, sizes).float()
             prediction = without + sampler.guidance * (prediction - without)
         clean, noise = process.parts(latents, prediction, t)

@@ -34,7 +34,7 @@ from lora_trainer.core.findings import Finding, counted
 from lora_trainer.data.caches.base_half import BaseHalf, digest_of
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, base_visits, drift
-from lora_trainer.evaluation.encode import text_reader
+from lora_trainer.evaluation.encode import read_each, text_reader, with_seen
 from lora_trainer.evaluation.encoder_features import open_encoder
 from lora_trainer.evaluation.evidence import AT_ONCE, GUIDANCE, Effort, RealImages, Sides, Studio
 from lora_trainer.evaluation.features import LATENT_GRID, NOISE_LEVEL
@@ -191,13 +191,19 @@ def open_lora(
     prompts, longer = gate.prompts[: effort.unrelated], with_added_words(images.every)
     # The encoders are freed before the pipeline loads its own.
     read = text_reader(family, facts, dtype, encoding, usable or None)
-    text = read([*prompts, *(each.caption for each in longer)])
+    is_guided = family.pipeline.sampling_defaults(base).negative
+    measured = [*images.every, *longer]
+    text = read_each(read, [*prompts, *(with_seen(each.caption, each.seen) for each in longer)])
+    if is_guided and any(each.seen for each in measured):
+        empties = read_each(read, [with_seen("", each.seen) for each in measured])
+        measured = [replace(each, empty=empty) for each, empty in zip(measured, empties, strict=True)]
+    del read
     free_memory(device)
-    neutral = {name: tensor[: len(prompts)].to(device, dtype) for name, tensor in text.items()}
-    rows = [
-        {name: tensor[row] for name, tensor in text.items()} for row in range(len(prompts), len(prompts) + len(longer))
+    neutral = {name: torch.stack([row[name] for row in text[: len(prompts)]]).to(device, dtype) for name in text[0]}
+    longer = [
+        replace(each, cond=row) for each, row in zip(measured[len(images.every) :], text[len(prompts) :], strict=True)
     ]
-    samples = [*images.every, *(replace(each, cond=row) for each, row in zip(longer, rows, strict=True))]
+    samples = [*measured[: len(images.every)], *longer]
     compute.say("loading the LoRA on a fresh copy of the base model")
     # Only the denoiser runs: the rest of the pipeline need not fit on the GPU with it.
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
@@ -229,7 +235,6 @@ def open_lora(
         compute.say(f"evaluating with {placed.description}")
     side = facts.resolution // facts.downscale
     sizes = torch.tensor([facts.resolution] * 2 + [0] * 2 + [facts.resolution] * 2, dtype=torch.float32)
-    is_guided = family.pipeline.sampling_defaults(base).negative
     shape = (facts.latent_channels, side, side)
     total = count_passes(effort, images, samples, (shape, len(prompts)), guided=is_guided, described=encoder is None)
     predict = partial(in_parts, watched(partial(family.denoiser.predict, denoiser), total, compute.progress))

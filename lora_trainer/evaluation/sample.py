@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lora_trainer.core.conditioning import EditCaption
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.grid import image_name
 from lora_trainer.core.interrupt import Stopped
@@ -49,6 +50,8 @@ from lora_trainer.models.lora_names import read_adapter_with_tokens
 from lora_trainer.models.memory.phases import DRAWN_AT_ONCE, drawn_on_a_cpu, phase_costs
 from lora_trainer.models.textual_inversion import LearnedTokens, add_learned_tokens, from_embeddings
 
+# Text embeddings by prompt, or by a prompt and the files of the control images that it was read with.
+ReadTexts = dict[Any, dict[str, Tensor]]
 SHORT_NAME = 40  # characters of a file's name in the sheet's heading
 
 
@@ -135,7 +138,7 @@ def draw_columns(
     rows, drawing, device = grid.rows, grid.drawing, compute.device
     words: LearnedTokens = from_embeddings(weights.embeddings, family.text.clips)
     texts_change = bool(words) or any(name.startswith("text_encoder") for name in weights.modules)
-    read: dict[str, dict[str, torch.Tensor]] = {}
+    read: ReadTexts = {}
     for strength in (None, *drawing.strengths):
         if strength == 0:
             yield strength, None
@@ -148,22 +151,40 @@ def draw_columns(
             words = {}
         with at_strength(pipeline, strength):
             if not read or texts_change:
-                prompts = [*(row.prompt for row in rows), *([] if drawing.negative is None else [drawing.negative])]
-                with torch.no_grad():
-                    read = read_prompts(pipeline, family, prompts, device)
+                read = read_rows(pipeline, family, rows, drawing, device)
             yield strength, draw(pipeline, family, read, rows, drawing, compute.at_once or DRAWN_AT_ONCE)
+
+
+@torch.no_grad()
+def read_rows(
+    pipeline: Any, family: Family, rows: Sequence[ImageRequest], drawing: Drawing, device: torch.device | None = None
+) -> ReadTexts:
+    """The text embeddings of the rows' prompts and of the negative one, by prompt; where the text encoder sees control
+    images, of each prompt with each row's, by (prompt, files of the control images).
+
+    `device` is where the encoders compute when their layers are offloaded. Raises UsageError as `load_controls`.
+    """
+    negative, parts = [] if drawing.negative is None else [drawing.negative], texts_of(pipeline, device)
+    if parts.image_processor is None or not any(row.controls for row in rows):
+        return read_prompts(pipeline, family, [*(row.prompt for row in rows), *negative], device)
+    read: ReadTexts = {}
+    for row in rows:
+        controls = tuple(image[0] for image in load_controls([row], drawing.size))
+        for prompt in (row.prompt, *negative):
+            read[prompt, row.controls] = family.text.encode_prompts(parts, [EditCaption(prompt, controls)])
+    return read
 
 
 @torch.no_grad()
 def draw(
     pipeline: Any,
     family: Family,
-    read: dict[str, dict[str, torch.Tensor]],
+    read: ReadTexts,
     rows: Sequence[ImageRequest],
     drawing: Drawing,
     at_once: int = DRAWN_AT_ONCE,
 ) -> Iterator[Image.Image]:
-    """One image for each row, in batches; `read` has the text embeddings of every prompt.
+    """One image for each row, in batches; `read` has the text embeddings of every prompt, as `read_rows`.
 
     Each image has its own generator on the CPU: neither the batch nor the device changes its noise. Raises UsageError as
     `encode_controls`, and for rows with different numbers of control images.
@@ -173,10 +194,14 @@ def draw(
         raise UsageError(Problem(message, "Give each prompt equally many."))
     width, height = drawing.size
     guidance = 0.0 if drawing.guidance is None else drawing.guidance
+    seen = not all(isinstance(key, str) for key in read)
+    if getattr(pipeline, "processor", None) is not None:
+        at_once = 1  # prompts with images differ in length, and the pipelines take one
     for start in range(0, len(rows), at_once):
         chosen = rows[start : start + at_once]
+        texts = {key[0]: text for key, text in read.items() if key[1] == chosen[0].controls} if seen else read
         yield from pipeline(
-            **prompted(family, read, [row.prompt for row in chosen], drawing.negative if guidance > 0 else None),
+            **prompted(family, texts, [row.prompt for row in chosen], drawing.negative if guidance > 0 else None),
             **family.pipeline.with_controls(pipeline, drawing.size, encode_controls(pipeline, chosen, drawing.size)),
             generator=[torch.Generator("cpu").manual_seed(row.seed) for row in chosen],
             num_inference_steps=drawing.steps,
@@ -187,20 +212,25 @@ def draw(
 
 
 def encode_controls(pipeline: Any, rows: Sequence[ImageRequest], size: tuple[int, int]) -> list[Tensor]:
-    """The scaled latents [B, C, h, w] of each control image of B rows, cut to an image's width and height as in training.
-
-    Each row has equally many. Raises UsageError for an image that cannot be read.
-    """
+    """The scaled latents [B, C, h, w] of each control image of B rows. Raises UsageError as `load_controls`."""
     if not any(row.controls for row in rows):
         return []
     encode = image_encoder(pipeline.vae, pipeline._execution_device)
+    return [encode(pixels)[0] for pixels in load_controls(rows, size)]
+
+
+def load_controls(rows: Sequence[ImageRequest], size: tuple[int, int]) -> list[Tensor]:
+    """The pixels [B, 3, H, W] in [-1, 1] of each control image of B rows, cut to an image's width and height as in training.
+
+    Raises UsageError for an image that cannot be read, and for rows with different numbers of them.
+    """
     found = []
     try:
         for files in zip(*(row.controls for row in rows), strict=True):
             images = [load_rgb(Path(file)) for file in files]
             cut = [cut_out(image, fit_to(image.width, image.height, Bucket(*size))) for image in images]
             pixels = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in cut])
-            found.append(encode(pixels.float() / 127.5 - 1.0)[0])
+            found.append(pixels.float() / 127.5 - 1.0)
     except BrokenImageError as error:
         raise UsageError(Problem(f"A control image {error.message}", error.fix)) from error
     return found

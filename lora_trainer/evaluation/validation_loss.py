@@ -31,7 +31,9 @@ class EncodedSample:
     `latents` [C, h, w] is the posterior's mean; `cond` holds the text encoder's tensors
     without the batch dimension, and is empty where it is encoded from `caption` each time; `sizes` [6] is original
     height and width, crop top and left, height and width, as SDXL wants them. `controls` are the latents [C, h, w] of its
-    control images, which stay the image's own whatever caption it is compared under.
+    control images, which stay the image's own whatever caption it is compared under. `seen` are these control images
+    themselves, pixels [3, H, W] in [-1, 1], where text encoders read them with the caption; `empty` is like `cond` that of
+    the empty caption with them, where it is needed.
     """
 
     id: str
@@ -40,6 +42,8 @@ class EncodedSample:
     sizes: Tensor
     caption: Caption = ""
     controls: Mapping[str, Tensor] = field(default_factory=dict)
+    seen: tuple[Tensor, ...] = ()
+    empty: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ class Demand:
     memory than they do.
 
     `streaming` is a number of swapped blocks, or `auto`; `recompute` is the checkpointing mode;
-    `offloaded`: activations are offloaded. `controls` are the control images of a sample. `others` returns the peaks in
-    GiB of a run's phases besides training.
+    `offloaded`: activations are offloaded. `controls` are the control images of a sample, and `control_tokens`
+    the tokens that each adds to the text. `others` returns the peaks in GiB of a run's phases besides training.
     """
 
     memory_model: MemoryModel
@@ -74,6 +74,7 @@ class Demand:
     offloaded: bool = False
     texts: TextSizes = NO_TEXTS
     controls: int = 0
+    control_tokens: int = 0
     rounded: bool = False  # bf16 weights alone, without masters (`optimizer.stochastic_rounding`)
     frozen: int = 0  # values of `model.training_adapter`
     guided: bool = False  # `loss.guidance_target`
@@ -87,7 +88,8 @@ class Demand:
     @property
     def denoised_area(self) -> int:
         """The same with the control images, which are further tokens: a step takes what an image of this area would."""
-        return self.area * (1 + self.controls)
+        read = self.controls * self.control_tokens * (self.pixel_step // self.downscale) ** 2
+        return self.area * (1 + self.controls) + read
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:

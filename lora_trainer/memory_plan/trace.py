@@ -313,7 +313,8 @@ def _step_context(subject: Subject) -> StepContext:
 def _micro_batch(subject: Subject, micro: int, height: int, width: int) -> MicroBatch:
     latents = torch.empty(micro, subject.architecture.facts.latent_channels, height, width)
     noise = torch.empty_like(latents)
-    shapes = subject.family.text.cond_shapes(subject.architecture.denoiser)
+    architecture = subject.architecture
+    shapes = subject.family.text.cond_shapes(architecture.denoiser, architecture.facts, subject.controls)
     return MicroBatch(
         latents=latents,
         noise=noise,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.family import Caption, Encoders, EncoderSpec, Family, TextOptions, TextParts
+from lora_trainer.models.family import Encoders, EncoderSpec, Family, Prompt, TextOptions, TextParts
 from lora_trainer.models.folder import weights_digest
 
 if TYPE_CHECKING:
@@ -162,8 +162,8 @@ def _encoders(
     texts = cache(partial(_texts, family, loras, folder, dtype, device, options.without))
 
     @torch.no_grad()
-    def encode(captions: Sequence[Caption]) -> dict[str, Tensor]:
-        return family.text.encode(texts(), captions, options)
+    def encode(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        return replace(family.text, options=options).encode_prompts(texts(), prompts)
 
     plain = family.encoders.load(folder, dtype, device, options)
     return replace(plain, encode_text=encode, text_key=_keys(family, loras, folder, dtype, options)[1])

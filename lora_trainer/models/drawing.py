@@ -22,7 +22,7 @@ def texts_of(pipeline: Any, place: torch.device | None = None) -> TextParts:
     tokenizers = {name.replace(TOKENIZER, TEXT_ENCODER): part for name, part in parts.items() if TOKENIZER in name}
     denoiser = getattr(pipeline, "transformer", None)
     width = 0 if denoiser is None else int(denoiser.config.get("joint_attention_dim") or 0)
-    return TextParts(encoders, tokenizers, place, width)
+    return TextParts(encoders, tokenizers, place, width, parts.get("processor"))
 
 
 def read_prompts(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from lora_trainer.models.autoencoder import vae_dtype
 from lora_trainer.models.family import (
-    Caption,
     EncoderKeys,
     Encoders,
     EncoderSpec,
     LoadImageEncoder,
+    Prompt,
     TextOptions,
     TextSpec,
 )
@@ -39,8 +39,8 @@ def encoders_from(load_image_encoder: LoadImageEncoder, text: TextSpec, keys: En
             return image_encoder()(pixels)
 
         @torch.no_grad()
-        def encode(captions: Sequence[Caption]) -> dict[str, Tensor]:
-            return text.encode(texts(), captions, options)
+        def encode(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+            return replace(text, options=options).encode_prompts(texts(), prompts)
 
         image_key, text_key = keys(folder, dtype, options)
         return Encoders(encode_image, encode, image_key, text_key)
@@ -62,8 +62,8 @@ def one_encoder_keys(read: str = "", parts: Sequence[str] = ("text_encoder", "to
 
 def offloaded_text(
     text: TextSpec, folder: Path, dtype: torch.dtype, device: torch.device
-) -> Callable[[Sequence[Caption]], dict[str, Tensor]]:
-    """The `encode` of these text encoders, which stay mapped in the file's own precision.
+) -> Callable[[Sequence[Prompt]], dict[str, Tensor]]:
+    """The `encode_prompts` of these text encoders, which stay mapped in the file's own precision.
 
     Their layers are loaded on the device one by one and take `dtype` there: the embeddings are the same to the bit.
     """
@@ -75,8 +75,8 @@ def offloaded_text(
     parts = replace(parts, place=device)
 
     @torch.no_grad()
-    def encode(captions: Sequence[Caption]) -> dict[str, Tensor]:
-        return text.encode(parts, captions, text.options)
+    def encode(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        return text.encode_prompts(parts, prompts)
 
     return encode
 

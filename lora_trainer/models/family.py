@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from lora_trainer.core.conditioning import controls_of
+from lora_trainer.core.conditioning import EditCaption, controls_of
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.export.layout import Layout
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # facts are read without torch
 
 USUAL_FAMILY = "sd15"  # of the built-in base model, and the default where no model is named
 Caption = str | tuple[tuple[str, float], ...]  # text, or its parts with the weight of each
+Prompt = Caption | EditCaption  # what text encoders read
 CHUNK = 75  # tokens of a caption that CLIP reads at once, without start and end
 MOST_CONTROLS = 16  # control images of any edit model, and more than any has
 PREDICTIONS = ("epsilon", "v_prediction")  # of models with a noise schedule
@@ -49,6 +50,7 @@ class ModelFacts:
     named: str = ""  # what people call the model, where that is not its folder
     whole: bool = True  # false where its configs alone are here
     most_controls: int = 0  # control images of a sample, which an edit model reads beside the caption
+    control_tokens: int = 0  # of a square control image, where the text encoder reads it with the caption; else 0
     form: str = ""  # in which quantized form a checkpoint is stored, for people; empty where in none
     title: str = ""  # what a checkpoint's metadata calls the model
     prediction_by: str = ""  # what in a checkpoint shows the prediction type, for people
@@ -72,12 +74,12 @@ class Encoders:
     """The frozen encoders, as two functions and the names of their weights.
 
     `encode_image`: pixels [B, 3, H, W] in [-1, 1] -> (mean, spread), each [B, C, h, w],
-    of the scaled latents' posterior. `encode_text`: B captions, as text or as weighted
-    parts -> tensors with B first.
+    of the scaled latents' posterior. `encode_text`: B captions, as text, as weighted
+    parts or with control images -> tensors with B first.
     """
 
     encode_image: Callable[[Tensor], tuple[Tensor, Tensor]]
-    encode_text: Callable[[Sequence[Caption]], dict[str, Tensor]]
+    encode_text: Callable[[Sequence[Prompt]], dict[str, Tensor]]
     image_key: str  # changes when the VAE's weights, config or precision change
     text_key: str  # likewise for text encoders and tokenizers
 
@@ -162,13 +164,15 @@ class TextParts:
     """Text encoders in memory and their tokenizers, both by the component's name: `text_encoder`, `text_encoder_2`.
 
     `place` is the device they compute on, for encoders with offloaded layers: their weights do not say it. `width` is
-    that of the denoiser's text input, where it may be wider than the embeddings; 0 where it is not.
+    that of the denoiser's text input, where it may be wider than the embeddings; 0 where it is not. `image_processor`
+    prepares control images for an encoder that reads them with captions; None where none does.
     """
 
     encoders: Mapping[str, nn.Module]
     tokenizers: Mapping[str, Any]
     place: torch.device | None = None
     width: int = 0
+    image_processor: Any = None
 
     @property
     def device(self) -> torch.device:
@@ -180,6 +184,7 @@ class TextParts:
 
 JoinText = Callable[[Mapping[str, "Tensor"], Mapping[str, "Tensor"]], dict[str, "Tensor"]]
 EncodeText = Callable[[TextParts, Sequence[Caption], TextOptions], dict[str, "Tensor"]]
+EncodeEdits = Callable[[TextParts, Sequence[EditCaption], TextOptions], dict[str, "Tensor"]]
 LoadImageEncoder = Callable[[Path, "torch.dtype", "torch.device"], Callable[["Tensor"], tuple["Tensor", "Tensor"]]]
 LoadEncoders = Callable[[Path, "torch.dtype", "torch.device", TextOptions], Encoders]
 EncoderKeys = Callable[[Path, "torch.dtype", TextOptions], tuple[str, str]]
@@ -269,7 +274,8 @@ class TextSpec:
     folder and text options, and raises UsageError for options that its encoders cannot follow. `optional` are encoders
     that the model can do without. `cached` are the large ones: their embeddings are cached and they leave memory, unless
     they are trained. `join` adds their cached embeddings (second argument) to those of the other encoders (first); None
-    where there are none.
+    where there are none. `encode_edits` is `encode` for captions with control images, equally many and of equal sizes;
+    None where no model's text encoder reads them.
     """
 
     load: LoadTexts
@@ -280,6 +286,7 @@ class TextSpec:
     optional: tuple[str, ...] = ()
     cached: tuple[str, ...] = ()
     join: JoinText | None = None
+    encode_edits: EncodeEdits | None = None
     options: TextOptions = PLAIN  # of this run
 
     @property
@@ -287,9 +294,21 @@ class TextSpec:
         """The CLIP text encoders, which textual inversion can train tokens of."""
         return tuple(name for name in self.targets if name not in self.cached)
 
-    def cond_shapes(self, config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the text embeddings of one caption, for a denoiser's config."""
-        return self.shapes(config, self.options)
+    def cond_shapes(
+        self, config: Mapping[str, Any], facts: ModelFacts | None = None, controls: int = 0
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the text embeddings of one caption, for a denoiser's config; with so many control images, where the
+        text encoder reads them."""
+        if facts is None or not facts.control_tokens * controls:
+            return self.shapes(config, self.options)
+        longer = (self.options.t5_tokens or facts.caption_tokens) + facts.control_tokens * controls
+        return self.shapes(config, replace(self.options, t5_tokens=longer))
+
+    def encode_prompts(self, parts: TextParts, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """The text embeddings of B captions; of those with control images, all of them have equally many."""
+        if self.encode_edits is not None and any(isinstance(each, EditCaption) for each in prompts):
+            return self.encode_edits(parts, cast("Sequence[EditCaption]", prompts), self.options)
+        return self.encode(parts, cast("Sequence[Caption]", prompts), self.options)
 
     def left_in_cache(self, changed: Collection[str]) -> tuple[str, ...]:
         """Those of `cached` that are not needed once captions are cached, where `changed` encoders are trained."""

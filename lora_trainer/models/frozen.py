@@ -69,7 +69,8 @@ def _as_named(model: nn.Module, places: Mapping[str, Place]) -> dict[str, Place]
         model._fix_state_dict_keys_on_load(found)  # type: ignore[operator]
     for name in model.state_dict():
         for prefix in PREFIXES:
-            for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+            bare = name.removeprefix(f"{prefix}.")
+            for other in (f"{prefix}.{name}", bare, f"model.{bare}"):
                 if name not in found and other in places:
                     found[name] = places[other]
     tensors = model.state_dict(keep_vars=True)

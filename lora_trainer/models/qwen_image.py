@@ -1,14 +1,18 @@
 """Qwen-Image: a transformer of 20 billion weights with two streams, text and image, in every block (arXiv:2508.02324).
 
-Its text encoder is the language model of Qwen2.5-VL, its VAE a video VAE of one frame. 2512 is the same architecture.
+Its text encoder is the language model of Qwen2.5-VL, its VAE a video VAE of one frame. 2512 is the same architecture. The edit
+models (Edit, Edit-2509, Edit-2511) read control images as further tokens, and their text encoder sees them with the caption.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from lora_trainer.core.conditioning import EditCaption, controls_of
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.layout import Rule
 from lora_trainer.models.autoencoder import VIDEO, load_whole_image_encoder, vae_facts
@@ -28,7 +32,14 @@ from lora_trainer.models.family import (
     refuse_clip_options,
 )
 from lora_trainer.models.flow_schedule import make_process, read_flow_schedule
-from lora_trainer.models.folder import check_components
+from lora_trainer.models.folder import check_components, fingerprint, read_config
+from lora_trainer.models.qwen_edit import (
+    READER,
+    SETTINGS,
+    TOKEN,
+    encode_with_controls,
+    load_reader,
+)
 from lora_trainer.models.qwen_text import (
     CUT,
     QWEN,
@@ -52,6 +63,7 @@ from lora_trainer.models.transformer import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 PIPELINE = "QwenImagePipeline"
@@ -59,6 +71,11 @@ KIND = "QwenImageTransformer2DModel"
 TOKENS, MOST_TOKENS = 512, 1024  # of a caption: usually, and what the pipeline can read
 SIDE = 128  # of the latents that the model was trained for
 TIMESTEPS = 1000
+EDIT, PLUS = "QwenImageEditPipeline", "QwenImageEditPlusPipeline"
+EDITS = {EDIT: "edit", PLUS: "edit-plus"}
+SEEN_PIXELS = {EDIT: 1024 * 1024, PLUS: 384 * 384}  # of a control image, by the text encoder
+MOST_CONTROLS = {EDIT: 1, PLUS: 3}  # as their authors say
+BLANK = (64, 64)  # width and height of an image that a pipeline asks for and does not read
 THINNER_HEADS, FEWER_LAYERS = 12, 6
 THINNESS = "a twelfth of its width and a sixth of its layers"
 ATTENTION = tuple(f"transformer_blocks.*.attn.{name}" for name in STREAMS)
@@ -92,9 +109,16 @@ def describe(folder: Path) -> ModelFacts:
     read_flow_schedule(folder)
     check_components(folder, ("transformer", "vae", QWEN))
     check_tokenizer(folder / TOKENIZER)
+    kind = pipeline_of(folder)
+    if kind in EDITS:
+        if not (folder / SETTINGS).is_file():
+            message = f"{folder}/{SETTINGS} is missing: the text encoder of an edit model sees the control images."
+            raise UsageError(Problem(message, f"Copy the folder {READER} that the model came with."))
+        read_config(folder, SETTINGS)
+        config = {**config, "zero_cond_t": False}
     if other := next((what for key, what in OF_OTHERS.items() if config.get(key)), None):
         raise UsageError(
-            Problem(f"{folder} {other}, which cannot be trained yet.", "Use the text-to-image base model.")
+            Problem(f"{folder} {other}, which its pipeline ({kind}) does not.", "Use the whole folder of one model.")
         )
     if config["in_channels"] != PATCH * PATCH * channels:
         message = f"{folder} takes {config['in_channels']} input channels in place of {PATCH * PATCH * channels}."
@@ -109,7 +133,15 @@ def describe(folder: Path) -> ModelFacts:
         pixel_step=downscale * PATCH,
         prediction="flow",
         caption_tokens=TOKENS,
+        variant=EDITS.get(kind, ""),
+        most_controls=MOST_CONTROLS.get(kind, 0),
+        control_tokens=round(math.sqrt(SEEN_PIXELS.get(kind, 0)) / TOKEN) ** 2,
     )
+
+
+def pipeline_of(folder: Path) -> str:
+    """The name of the model's pipeline, which alone tells the edit models apart."""
+    return str(read_config(folder, "model_index.json").get("_class_name"))
 
 
 def check_text(folder: Path, options: TextOptions) -> None:
@@ -124,12 +156,34 @@ def check_text(folder: Path, options: TextOptions) -> None:
 
 def prompted(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None) -> dict[str, Any]:
     """The pipeline's arguments: states up to the longest prompt, and which of them are text."""
-    arguments: dict[str, Any] = {"max_sequence_length": cond["embeds"].shape[1]}
+    import torch
+
+    arguments: dict[str, Any] = {"max_sequence_length": min(cond["embeds"].shape[1], MOST_TOKENS)}
     for beginning, text in (("", cond), ("negative_", negative)):
         if text is not None:
             embeds, mask = as_long_as_needed(text["embeds"], text["padding"])
+            if mask is None:  # the pipeline warns of none, and drops it where all of it is text
+                mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
             arguments |= {f"{beginning}prompt_embeds": embeds, f"{beginning}prompt_embeds_mask": mask}
     return arguments
+
+
+def encoder_keys(folder: Path, dtype: torch.dtype, text: TextOptions = PLAIN, /) -> tuple[str, str]:
+    """Names of the image and the text encoders' weights, without loading them."""
+    image, own = one_encoder_keys()(folder, dtype, text)
+    kind = pipeline_of(folder)
+    return image, f"{own}-{EDITS[kind]}-{fingerprint(folder, READER)}" if kind in EDITS else own
+
+
+def load_texts(
+    folder: Path, dtype: torch.dtype | None, device: torch.device, without: Collection[str] = (), /
+) -> TextParts:
+    """The language model, frozen, on the device, and its tokenizer; with the half that sees images for edit models alone."""
+    kind = pipeline_of(folder)
+    if kind not in EDITS:
+        return language_model("Qwen2_5_VLTextModel")(folder, dtype, device, without)
+    parts = language_model("Qwen2_5_VLModel")(folder, dtype, device, without)
+    return replace(parts, image_processor=load_reader(folder, SEEN_PIXELS[kind], numbered=kind == PLUS))
 
 
 def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
@@ -139,6 +193,8 @@ def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOpti
     """
     import torch
 
+    if parts.image_processor is not None:
+        return encode_edits(parts, [EditCaption(caption, ()) for caption in captions], options)
     tokens, mask = read_template(parts.tokenizers[QWEN], captions, options.t5_tokens or TOKENS, parts.device)
     output = parts.encoders[QWEN](input_ids=tokens.ids, attention_mask=mask, use_cache=False)
     states = tokens.weigh(output.last_hidden_state[:, CUT:])
@@ -146,6 +202,12 @@ def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOpti
         "embeds": states.masked_fill(~mask[:, CUT:, None], 0.0),
         "padding": torch.logical_not(mask[:, CUT:]),
     }
+
+
+def encode_edits(parts: TextParts, captions: Sequence[EditCaption], options: TextOptions = PLAIN) -> dict[str, Tensor]:
+    """The same of B captions of an edit model with their control images, whose tokens come first."""
+    embeds, padding = encode_with_controls(parts, QWEN, captions, options.t5_tokens or TOKENS)
+    return {"embeds": embeds, "padding": padding}
 
 
 def unread(denoiser: nn.Module) -> list[str]:
@@ -157,21 +219,71 @@ def unread(denoiser: nn.Module) -> list[str]:
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
     """The velocity [B, 16, h, w] at t [B] under cond["embeds"] [B, T, D] without cond["padding"] [B, T].
 
-    The module rounds a time to the precision of the latents before it embeds it, so its embedding gets the exact one.
+    Tokens of control images follow those of the image. The module rounds a time to the precision of the latents before it
+    embeds it, so its embedding gets the exact one; that of 2511 gets 0, too, for the control images.
     """
+    import torch
+
+    images = (noisy, *(control.to(noisy) for control in controls_of(cond).values()))
     text, mask = as_long_as_needed(cond["embeds"], cond["padding"])
-    samples, _, height, width = noisy.shape
     exact, embed = (t + 1).float() / TIMESTEPS, cast("nn.Module", denoiser.time_text_embed)
-    with embed.register_forward_pre_hook(lambda _, rounded: (exact, *rounded[1:])):
+    times = torch.cat([exact, torch.zeros_like(exact)])
+    with embed.register_forward_pre_hook(lambda _, rounded: (times[: len(rounded[0])], *rounded[1:])):
         velocity = denoiser(
-            packed(noisy),
+            torch.cat([packed(image) for image in images], dim=1),
             text,
             mask,
             exact,
-            [[(1, height // PATCH, width // PATCH)]] * samples,
+            [image_shapes(images)] * len(noisy),
             return_dict=False,
         )[0]
-    return unpacked(velocity, noisy)
+    return unpacked(velocity[:, : packed(noisy).shape[1]], noisy)
+
+
+def image_shapes(images: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """Frames, rows and columns of the tokens of each of the latents [B, C, h, w]."""
+    return [(1, image.shape[2] // PATCH, image.shape[3] // PATCH) for image in images]
+
+
+def with_controls(pipeline: Any, size: tuple[int, int], controls: Sequence[Tensor]) -> dict[str, Any]:
+    """What an edit pipeline needs besides: it takes no latents, and resizes each control image to a million pixels.
+
+    So it gets a blank image, and for one call the latents where it would encode it, and their shapes where its transformer
+    is called.
+    """
+    import torch
+    from PIL import Image
+
+    if type(pipeline).__name__ not in EDITS:
+        return {}
+    scale = pipeline.vae_scale_factor * PATCH
+    shapes = [(1, size[1] // scale, size[0] // scale), *image_shapes(controls)]
+    tokens = torch.cat([packed(image) for image in controls], dim=1) if controls else None
+
+    def with_shapes(_: nn.Module, places: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        return places, {**named, "img_shapes": [shapes] * len(named["hidden_states"])}
+
+    hook = pipeline.transformer.register_forward_pre_hook(with_shapes, with_kwargs=True)
+
+    def latents_of_controls(_: object, *rest: object) -> tuple[Tensor, Tensor | None]:
+        del pipeline.prepare_latents  # for one call: the next one has control images of its own
+        noise: Tensor = pipeline.prepare_latents(None, *rest)[0]
+        return noise, None if tokens is None else tokens.to(noise)
+
+    def after_step(_: object, step: int, *__: object) -> dict[str, Any]:
+        if step + 1 == pipeline.num_timesteps:
+            hook.remove()
+        return {}
+
+    pipeline.prepare_latents = latents_of_controls
+    return {"image": Image.new("RGB", BLANK), "callback_on_step_end": after_step}
+
+
+def make_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """diffusers' pipeline of the base model, for generating images."""
+    kind = pipeline_of(folder)
+    make = one_encoder_pipeline(kind if kind in EDITS else PIPELINE, load_texts, load_transformer)
+    return make(folder, dtype, device)
 
 
 def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict[str, tuple[int, ...]]:
@@ -188,13 +300,19 @@ def thin(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-load_texts = language_model("Qwen2_5_VLTextModel")
+def base_names(facts: ModelFacts) -> tuple[str, str]:
+    return "qwen_image", "-".join(
+        ("Qwen-Image", *(part.title() for part in facts.variant.split("-") if part))
+    ) + "/lora"
+
+
 load_transformer, make_denoiser = transformer_functions(KIND)
 TEXT = TextSpec(
     load=load_texts,
     encode=encode_text,
     shapes=cond_shapes,
     check=check_text,
+    encode_edits=encode_edits,
 )
 FAMILY = Family(
     name="qwen_image",
@@ -211,23 +329,23 @@ FAMILY = Family(
         thinness=THINNESS,
         unread=unread,
     ),
-    encoders=encoders_from(load_whole_image_encoder, TEXT, one_encoder_keys()),
+    encoders=encoders_from(load_whole_image_encoder, TEXT, encoder_keys),
     text=TEXT,
     pipeline=PipelineSpec(
         class_name=PIPELINE,
-        make=one_encoder_pipeline(PIPELINE, load_texts, load_transformer),
+        edit_class_names=tuple(EDITS),
+        with_controls=with_controls,
+        make=make_pipeline,
         sampling_defaults=lambda folder: SamplingDefaults(steps=50),
         prompted=prompted,
         guidance="true_cfg_scale",
         refused={
-            "QwenImageEditPipeline": "a Qwen-Image model that edits images",
-            "QwenImageEditPlusPipeline": "a Qwen-Image model that edits images",
             "QwenImageLayeredPipeline": "a Qwen-Image model that makes images in layers",
             "QwenImage21Pipeline": "Qwen-Image 2.1",
         },
     ),
     lora_files=LoraFileSpec(
-        base_names=lambda facts: ("qwen_image", "Qwen-Image/lora"),
+        base_names=base_names,
         prefixes={"transformer": "lora_unet"},
         layout=LAYOUT,
         readers=(

@@ -71,6 +71,7 @@ def one_encoder_pipeline(
             transformer=load_transformer(folder, dtype, device),
             scheduler=make_scheduler(folder),
             **{name: index[name] for name in settings if name in index},
+            **({} if texts.image_processor is None else {"processor": texts.image_processor}),
         )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from lora_trainer.config.schema import Config
-from lora_trainer.core.conditioning import controls_of
+from lora_trainer.core.conditioning import EditCaption, controls_of
 from lora_trainer.core.disk import free_bytes, size_words
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError, memory_may_run_out
 from lora_trainer.core.findings import counted
@@ -21,6 +21,7 @@ from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.caches.cache import (
     CachePlan,
     Caption,
+    EditText,
     fill_latents,
     fill_texts,
     plan_latents,
@@ -30,7 +31,7 @@ from lora_trainer.data.caches.cache import (
 from lora_trainer.data.caches.ours import ROW_HEAD
 from lora_trainer.data.caches.packing import LARGE
 from lora_trainer.data.caches.store import Store
-from lora_trainer.data.captions import canonical
+from lora_trainer.data.images.pixels import read_controls
 from lora_trainer.data.loader import CachedData, size_row
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
@@ -48,10 +49,18 @@ from lora_trainer.models.memory.phases import (
     images_at_once,
 )
 from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
-from lora_trainer.run.inputs import Inputs, caption_rules, measured_among, own_architecture, view_bytes
+from lora_trainer.run.inputs import (
+    Inputs,
+    caption_rules,
+    captioned_samples,
+    measured_among,
+    own_architecture,
+    view_bytes,
+)
 from lora_trainer.run.reading import caches_texts
 
-EncodeText = Callable[[Sequence[Caption]], Mapping[str, Tensor]]
+Prompts = Sequence[Caption | EditCaption]
+EncodeText = Callable[[Prompts], Mapping[str, Tensor]]
 EncodeImage = Callable[[Tensor], tuple[Tensor, Tensor]]
 Say = Callable[[str], None]
 
@@ -68,10 +77,10 @@ class CachePlans:
     """
 
     latents: CachePlan[tuple[Sample, View]]
-    texts: CachePlan[Caption]
+    texts: CachePlan[Caption | EditText]
 
     @property
-    def kinds(self) -> tuple[CachePlan[tuple[Sample, View]] | CachePlan[Caption], ...]:
+    def kinds(self) -> tuple[CachePlan[tuple[Sample, View]] | CachePlan[Caption | EditText], ...]:
         """Those that are used."""
         return (self.latents, self.texts) if self.texts.keys else (self.latents,)
 
@@ -97,7 +106,8 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
         shown = [(sample, view) for sample, own in zip(samples, views, strict=True) for view in own]
     else:
         shown = [(samples[index], views[index][0]) for index in measured(inputs)]
-    texts = plan_texts(captioned_samples(inputs), (), folder, text_key, dtype)
+    samples_read, seen = captioned(config, inputs)
+    texts = plan_texts(samples_read, (), folder, text_key, dtype, seen)
     if not caches_texts(config, inputs.family):
         texts = replace(texts, items=(), keys=(), missing=(), reasons=())
     return CachePlans(plan_latents(shown, folder, image_key, DTYPES[config.cache.latents_dtype]), texts)
@@ -108,10 +118,10 @@ def measured(inputs: Inputs) -> list[int]:
     return measured_among(inputs.train, inputs.validation)
 
 
-def captioned_samples(inputs: Inputs) -> tuple[Sample, ...]:
-    """The trained samples with all their texts, then the measured ones with their canonical captions."""
-    samples = (*inputs.train, *inputs.validation)
-    return (*inputs.train, *(canonical(samples[index]) for index in measured(inputs)))
+def captioned(config: Config, inputs: Inputs) -> tuple[tuple[Sample, ...], tuple[tuple[View, ...], ...]]:
+    """`captioned_samples` of a run."""
+    views = (*inputs.train_plan.views, *inputs.validation_plan.views)
+    return captioned_samples(config, inputs.facts, inputs.train, inputs.validation, views)
 
 
 def fill_caches(
@@ -156,7 +166,7 @@ def fill_caches(
     if plans.texts.keys:
         in_turn, together = captions_together(config, inputs, choices)
 
-        def encode_text(captions: Sequence[Caption]) -> Mapping[str, Tensor]:
+        def encode_text(captions: Prompts) -> Mapping[str, Tensor]:
             if in_turn and not visiting:
                 say(f"text encoders layer by layer, {counted(together, 'caption')} at once")
                 visiting.append(offloaded_text(inputs.family.text, inputs.facts.path, choices.encoder_dtype, device))
@@ -188,7 +198,8 @@ def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:
     """Bytes that the missing entries will take on the disk."""
     itemsize = plans.latents.dtype.itemsize
     latents = sum(view_bytes(*plans.latents.items[index], inputs.facts, itemsize) for index in plans.latents.missing)
-    shapes = inputs.family.text.cond_shapes(own_architecture(inputs).denoiser).values()
+    controls = max(len(sample.controls) for sample in inputs.train)
+    shapes = inputs.family.text.cond_shapes(own_architecture(inputs).denoiser, inputs.facts, controls).values()
     text = sum(math.prod(shape) for shape in shapes) * choices.encoder_dtype.itemsize
     missing = len(plans.latents.missing) + len(plans.texts.missing)
     return latents + text * len(plans.texts.missing) + ROW_HEAD * missing
@@ -233,7 +244,9 @@ def images_together(config: Config, inputs: Inputs, choices: Choices, *, missing
 
 def captions_together(config: Config, inputs: Inputs, choices: Choices) -> tuple[bool, int]:
     """As the memory plan has it: whether text encoders are loaded layer by layer, and captions per forward pass."""
-    itemsize, costs = choices.encoder_dtype.itemsize, costs_of(inputs.facts, inputs.family.text.options.without)
+    controls = max(len(sample.controls) for sample in inputs.train)
+    costs = costs_of(inputs.facts, inputs.family.text.options.without, controls)
+    itemsize = choices.encoder_dtype.itemsize
     usable = usable_bytes(config, choices.device)
     return captions_on_a_cpu(itemsize, costs) if usable is None else captions_at_once(itemsize, costs, usable)
 
@@ -268,7 +281,7 @@ def in_halves(encode: EncodeImage, device: torch.device, say: Say = unreported) 
 def captions_in_halves(encode: EncodeText, device: torch.device, say: Say = unreported) -> EncodeText:
     """The same function, with half as many captions at once for as long as memory runs out."""
 
-    def encode_some(captions: Sequence[Caption]) -> Mapping[str, Tensor]:
+    def encode_some(captions: Prompts) -> Mapping[str, Tensor]:
         with memory_may_run_out():
             return encode(captions)
         free_memory(device)
@@ -285,18 +298,25 @@ def captions_in_halves(encode: EncodeText, device: torch.device, say: Say = unre
 
 def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData:
     """The trained samples with the cache keys of their tensors."""
-    count = len(inputs.train)
+    count, (samples_read, seen) = len(inputs.train), captioned(config, inputs)
+    keys = text_keys(plans.texts, samples_read, seen)[:count] if plans.texts.keys else ()
     return CachedData(
         samples=inputs.train,
         views=inputs.train_plan.views,
         latent_keys=latent_keys(inputs, plans)[:count] if config.cache.latents else (),
-        text_keys=text_keys(plans.texts, inputs.train) if plans.texts.keys else (),
+        text_keys=keys,
         empty_key=plans.texts.keys[-1] if plans.texts.keys else "",
         latents=Store(plans.latents.folder, "latents", plans.latents.keys),
         texts=Store(plans.texts.folder, "texts", plans.texts.keys),
         prior_weight=config.loss.prior_loss_weight,
         captions=caption_rules(config),
         spoken=config.trains_text,
+        edit_keys=[
+            [own[start : start + len(sample.texts)] for start in range(0, len(own), len(sample.texts))]
+            if sample.controls and views
+            else []
+            for own, sample, views in zip(keys, samples_read, seen, strict=False)
+        ],
     )
 
 
@@ -317,11 +337,9 @@ def measured_images(config: Config, inputs: Inputs, plans: CachePlans) -> RealIm
         keys = [every[index][0] for index in indices]
     else:
         keys = list(plans.latents.keys)
-    keyed = (
-        text_keys(plans.texts, captioned_samples(inputs))[len(inputs.train) :]
-        if plans.texts.keys
-        else [()] * len(indices)
-    )
+    keyed: Sequence[tuple[str, ...]] = [()] * len(indices)
+    if plans.texts.keys:
+        keyed = text_keys(plans.texts, *captioned(config, inputs))[len(inputs.train) :]
     latents = [data.latents.read(key) for key in keys]
     encoded = [
         EncodedSample(
@@ -331,6 +349,7 @@ def measured_images(config: Config, inputs: Inputs, plans: CachePlans) -> RealIm
             sizes=torch.tensor(size_row(samples[index], views[index][0]), dtype=torch.float32),
             caption=samples[index].caption,
             controls=controls_of(entry),
+            seen=read_controls(samples[index], views[index][0]) if inputs.facts.control_tokens else (),
         )
         for index, entry, caption_keys in zip(indices, latents, keyed, strict=True)
     ]

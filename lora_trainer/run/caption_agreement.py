@@ -69,6 +69,8 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
     if not differ([sample.caption for sample in chosen]):
         return CaptionAgreement(reason="all captions have the same words")
     family, facts = model
+    if facts.control_tokens and any(sample.controls for sample in chosen):
+        return CaptionAgreement(reason=f"{facts.name} reads each caption with its own control images")
     device, dtype = evaluated_on(config)
     with torch.device("meta"):
         empty = family.denoiser.make(read_config(facts.path, f"{family.denoiser.component}/config.json"))

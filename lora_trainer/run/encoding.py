@@ -34,4 +34,4 @@ def encode_by_base(
     def texts() -> EncodeTexts:
         return text_reader(family, facts, ENCODER_DTYPE, device, usable_bytes(config, device))
 
-    return encode_samples(samples, plan, encoders, texts, device)
+    return encode_samples(samples, plan, encoders, texts, device, seen=bool(facts.control_tokens))

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from lora_trainer.config.schema import Config
 from lora_trainer.data.caches.ours import ROW_HEAD
-from lora_trainer.data.captions import canonical
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import plan_plain, plan_views
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.optim.optimizers import optimizer_state_bytes
-from lora_trainer.run.inputs import LATENT_BYTES, measured_among, trained_framings, view_bytes
+from lora_trainer.run.inputs import LATENT_BYTES, captioned_samples, measured_among, trained_framings, view_bytes
 from lora_trainer.run.reading import caches_texts
 
 LORA_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -47,11 +46,14 @@ def cache_bytes(
         for view in cached[index]
     )
     shown = {(sample.content, sample.mask, sample.controls, view): (sample, view) for sample, view in pairs}
-    captioned = (*train, *(canonical(samples[index]) for index in measured))
-    texts = {(text, sample.weighted) for sample in captioned for text in sample.texts} | {("", False)}
+    texts: set[object] = {("", False, None)}
+    for sample, own in zip(*captioned_samples(config, facts, train, validation, views), strict=True):
+        seen = [(sample.content, sample.controls, view) for view in own] if sample.controls else []
+        texts |= {(text, sample.weighted, each) for each in (seen or (None,)) for text in sample.texts}
     if not caches_texts(config, family):
         texts = set()
-    values = sum(math.prod(shape) for shape in family.text.cond_shapes(architecture.denoiser).values())
+    controls = max(len(sample.controls) for sample in samples)
+    values = sum(math.prod(shape) for shape in family.text.cond_shapes(architecture.denoiser, facts, controls).values())
     index = INDEX_LEAST + INDEXED * (len(shown) + len(texts))
     shards = 1 + len({(view.fit.bucket, sample.mask is None) for sample, view in shown.values()})
     return (

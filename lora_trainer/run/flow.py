@@ -366,8 +366,8 @@ def make_profiler(session: Session, context: StepContext) -> Profiler | None:
 
 def compared_captions(config: Config, images: RealImages, total_steps: int) -> Pairs:
     """The captions that each validation compares; none where that is off or there are too few."""
-    if not config.validation.agreement:
-        return ()
+    if not config.validation.agreement or any(sample.seen for sample in images.unseen):
+        return ()  # of captions that are read with their own control images, none is another image's
     between = min(config.validation.every_n_steps or total_steps, total_steps) * config.train.effective_batch_size
     return plan_pairs([str(sample.caption) for sample in images.unseen], between)
 

@@ -382,6 +382,33 @@ def dataset_facts(inputs: Inputs) -> dict[str, Any]:
     }
 
 
+def captioned_samples(
+    config: Config,
+    facts: ModelFacts,
+    train: Sequence[Sample],
+    validation: Sequence[Sample],
+    views: Sequence[Sequence[View]],
+) -> tuple[tuple[Sample, ...], tuple[tuple[View, ...], ...]]:
+    """The trained samples with all their texts, then the measured ones with their canonical captions; and, where the text
+    encoder reads control images, the views that their captions are read in. `views` are those of both, trained ones first.
+
+    In the latter case the empty caption is one more text, the last, of a trained sample with control images whose
+    captions may be dropped.
+    """
+    samples, chosen = (*train, *validation), measured_among(train, validation)
+    plain = tuple(canonical(samples[index]) for index in chosen)
+    if not facts.control_tokens:
+        return (*train, *plain), ((),) * (len(train) + len(plain))
+    rules = caption_rules(config)
+    trained = (
+        replace(sample, variants=(*sample.texts, ""))
+        if sample.controls and rules[sample.source].drops_captions
+        else sample
+        for sample in train
+    )
+    return (*trained, *plain), (*map(tuple, views[: len(train)]), *(tuple(views[index][:1]) for index in chosen))
+
+
 def measured_among(train: Sequence[Sample], validation: Sequence[Sample]) -> list[int]:
     """Indices of the samples that the LoRA is compared with: some trained ones, by content, then the validation ones.
 

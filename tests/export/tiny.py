@@ -26,6 +26,8 @@ from diffusers import (
     FluxTransformer2DModel,
     Krea2Pipeline,
     Krea2Transformer2DModel,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -45,6 +47,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen2VLImageProcessorPil,
     Qwen3Config,
     Qwen3Model,
     Qwen3VLConfig,
@@ -87,6 +90,8 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "chroma": {},
     "z_image": {},
     "qwen_image": {},
+    "qwen_image-edit": {},
+    "qwen_image-edit-plus": {"zero_cond_t": True},
     "krea2": {},
     "krea2-turbo": {},
     "anima": {},
@@ -145,6 +150,8 @@ def tiny_flow_pipeline(tokenizer: CLIPTokenizer, kind: str) -> DiffusionPipeline
     if kind == "qwen_image":
         words: dict[str, Any] = {"tokenizer": qwen_tokenizer(), "text_encoder": tiny_qwen_vl(), "vae": tiny_video_vae()}
         pipeline = QwenImagePipeline(**{**parts, **words}, scheduler=FlowMatchEulerDiscreteScheduler(**QWEN_SCHEDULE))
+    elif kind.startswith("qwen_image-"):
+        pipeline = tiny_edit_pipeline(kind, parts["transformer"])
     elif kind.startswith("krea2"):
         words = {"tokenizer": qwen_tokenizer(), "text_encoder": tiny_qwen3_vl(), "vae": tiny_video_vae()}
         scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_image_seq_len=6400)
@@ -217,6 +224,20 @@ def tiny_conditioner() -> AnimaTextConditioner:
     return AnimaTextConditioner(**sizes, num_attention_heads=4, target_vocab_size=len(t5_tokenizer()))
 
 
+def tiny_edit_pipeline(kind: str, transformer: torch.nn.Module) -> DiffusionPipeline:
+    """Qwen-Image-Edit, or Edit-2511. Of its processing class the part that prepares images: the whole one needs torchvision."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]})
+    return (QwenImageEditPlusPipeline if kind.endswith("plus") else QwenImageEditPipeline)(
+        vae=tiny_video_vae(),
+        text_encoder=tiny_qwen_vl(tokenizer),
+        tokenizer=tokenizer,
+        processor=Qwen2VLImageProcessorPil(),
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(**QWEN_SCHEDULE),
+    )
+
+
 def tiny_transformer(kind: str) -> torch.nn.Module:
     """The middle of the table of positions of `sd3.5` is what is kept of it, as of the published ones."""
     if kind == "z_image":
@@ -227,9 +248,10 @@ def tiny_transformer(kind: str) -> torch.nn.Module:
         sizes = {"in_channels": 128, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16}
         sizes |= {"num_attention_heads": 2, "joint_attention_dim": 3 * FLUX2_WIDTH, "axes_dims_rope": (4, 4, 4, 4)}
         return Flux2Transformer2DModel(**sizes, timestep_guidance_channels=16, guidance_embeds=False)
-    if kind == "qwen_image":
+    if kind.startswith("qwen_image"):
         heads = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
-        return QwenImageTransformer2DModel(**heads, num_layers=2, joint_attention_dim=T5_WIDTH)
+        own = {"num_layers": 2, "joint_attention_dim": T5_WIDTH, **TRANSFORMERS[kind]}
+        return QwenImageTransformer2DModel(**heads, **own)
     if kind.startswith("krea2"):
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_head_dim": 16, "intermediate_size": 48}
         text = {"text_hidden_dim": T5_WIDTH, "num_text_layers": 2, "text_intermediate_size": 48}
@@ -264,13 +286,16 @@ def tiny_qwen(layers: int = 3, width: int = T5_WIDTH) -> Qwen3Model:
     return Qwen3Model(Qwen3Config(vocab_size=len(qwen_tokenizer()), **sizes, **heads))
 
 
-def tiny_qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
+def tiny_qwen_vl(tokenizer: Qwen2Tokenizer | None = None) -> Qwen2_5_VLForConditionalGeneration:
     """With the half that sees images, as published."""
+    images = {} if tokenizer is None else {"image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>")}
+    tokenizer = tokenizer or qwen_tokenizer()
     sizes = {"hidden_size": T5_WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     places = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1000000.0}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": T5_WIDTH}
-    text = {**sizes, "num_key_value_heads": 1, "vocab_size": len(qwen_tokenizer()), "rope_parameters": places}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).eval()
+    text = {**sizes, "num_key_value_heads": 1, "vocab_size": len(tokenizer), "rope_parameters": places}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **images)
+    return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
 def tiny_qwen3_vl() -> Qwen3VLModel:

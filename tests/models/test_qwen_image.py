@@ -191,7 +191,7 @@ def test_diffusers_reads_every_form(form):
 @pytest.mark.parametrize(
     ("path", "changes", "words"),
     [
-        ("model_index.json", {"_class_name": "QwenImageEditPlusPipeline"}, "edits images .*cannot be trained yet"),
+        ("model_index.json", {"_class_name": "QwenImageLayeredPipeline"}, "in layers .*cannot be trained yet"),
         ("transformer/config.json", {"zero_cond_t": True}, "edits images"),
         ("transformer/config.json", {"joint_attention_dim": 32}, "text 32 wide"),
         ("scheduler/scheduler_config.json", {"shift_terminal": 2}, "shift_terminal is 2"),

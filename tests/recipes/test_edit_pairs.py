@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline, FluxKontextPipeline
+from diffusers import Flux2KleinPipeline, FluxKontextPipeline, QwenImageEditPlusPipeline
 from PIL import Image, ImageDraw
 
 from lora_trainer.cli.main import main
@@ -21,8 +21,9 @@ from lora_trainer.data.images.pixels import read_shown
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import ControlImage
 from lora_trainer.data.views import Framing, views_of
-from lora_trainer.models import FAMILIES
-from tests.recipes.recipe import COLORS, Bench, exported, losses, record, save_tiny_model
+from lora_trainer.models import FAMILIES, qwen_image
+from lora_trainer.models.lora_names import read_lora
+from tests.recipes.recipe import COLORS, Bench, exported, losses, record, rows, save_tiny_model
 
 FLUX = FAMILIES["flux"]
 AT_64 = {"data__resolution": 64, "lora__alpha": 4}
@@ -336,3 +337,53 @@ def test_samples_of_several_controls_are_the_pipelines(bench, klein):
         ).images[0]
         differences.append(np.abs(ours - np.asarray(theirs, dtype=int)).max())
     assert differences[0] <= 1 < 4 < differences[1]
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("qwen"), "qwen_image-edit-plus")
+
+
+def test_captions_that_are_read_with_control_images(bench, qwen, capsys):
+    """Qwen-Image-Edit: captions are cached with their control images, in each variant; dropped ones, too."""
+    bench = replace(bench, model=qwen)
+    folders = [bench.data.parent / "before", draw_pairs(bench.data.parent / "others", shift=3) / "before"]
+    kept = {"before": folders, "checkpoint__every_n_steps": 2, "data__flip": "true", "captions__dropout": 0.3}
+    assert run_pairs(bench, "whole", steps=4, **kept) == 0
+    # Five images and their mirrored variants, each with its caption and without; a validation image, and the empty caption.
+    assert "text embedding cache: 22 texts, encoding 22 (22 new)" in capsys.readouterr().out
+    assert run_pairs(bench, "part", steps=2, **kept) == 0
+    assert run_pairs(bench, "part", "--resume", steps=4, **kept) == 0
+    assert "text embedding cache: 22 texts, all cached" in capsys.readouterr().out
+    assert losses(bench.folder("part")) == losses(bench.folder("whole"))
+    assert exported(bench.folder("whole"))["kohya"] == exported(bench.folder("part"))["kohya"]
+    # A changed control image changes its captions' embeddings, too.
+    Image.new("RGB", (96, 96), "teal").save(folders[1] / "0.png")
+    assert run_pairs(bench, "changed", steps=1, **kept) == 0
+    shown = capsys.readouterr().out
+    assert "text embedding cache: 22 texts, encoding 4 (4 control images changed)" in shown
+
+
+def test_runs_samples_and_gate_read_captions_with_control_images(bench, qwen, monkeypatch, capsys):
+    """The loss of validation pairs falls, images are drawn, and the gate measures, at a resolution that is quick."""
+    monkeypatch.setattr(qwen_image, "SIDE", 8)
+    bench = replace(bench, model=qwen, data=draw_pairs(bench.data.parent, count=10) / "after")
+    sheet = {"sample__num_inference_steps": 2, "sample__count": 1}
+    gate = {"gates__lora_check": "lite", "validation__every_n_steps": 12}
+    assert run_pairs(bench, "cat", steps=12, **sheet, **gate) == 0
+    first, last = rows(bench.folder("cat"), "validation.jsonl")
+    assert last["loss"] < first["loss"]
+    assert "agreement" not in last, "captions are read with their own control images alone"
+    measured = record(bench.folder("cat"))["lora"]["parts"]
+    assert all(measured[name]["measured"] for name in ("works", "learned", "faithful", "keeps_base"))
+    assert json.loads((bench.folder("cat") / "samples" / "before_after.json").read_text())["images"][0]["controls"]
+    lora = bench.folder("cat") / "cat.safetensors"
+    adapter = read_lora(lora)
+    assert adapter.metadata["modelspec.architecture"] == "Qwen-Image-Edit-Plus/lora"
+    for file in (lora, bench.folder("cat") / "cat.diffusers.safetensors"):
+        assert len(QwenImageEditPlusPipeline.lora_state_dict(file)) == 2 * len(adapter.modules)
+    flags = ["--model", str(qwen), "--size", "64x64", "--num-inference-steps", "2", "--prompt", "add a ring"]
+    flags += ["--prompt", "a ring", "--output", str(bench.output / "drawn")]
+    assert main(["sample", str(lora), *flags]) == 0  # without control images
+    assert main(["check", *with_before(bench), "--model", str(qwen), "--set", "data.resolution=64"]) == 0
+    assert "model reads each caption with its own control images" in " ".join(capsys.readouterr().out.split())

@@ -311,6 +311,13 @@ def test_without_t5_its_weights_are_skipped() -> None:
     assert set(choose_files(there, index, weights=True, without_t5=False).names) == {*there, "model_index.json"}
 
 
+def test_an_edit_model_needs_the_settings_of_its_image_processor() -> None:
+    index = {"processor": ["transformers", "Qwen2VLProcessor"]}
+    there = ("processor/preprocessor_config.json", "processor/vocab.json")
+    assert choose_files(there, index, weights=True, without_t5=False).small == (there[0], "model_index.json")
+    assert choose_files((), index, weights=True, without_t5=False).lacking == (f"{there[0]} is missing",)
+
+
 @pytest.mark.parametrize("commit", ["../../../elsewhere", "", "main"])
 def test_a_cache_that_links_elsewhere_is_not_followed(hub: LocalHub, tmp_path: Path, commit: str) -> None:
     base()

@@ -138,6 +138,11 @@ class CaptionsSection(Section):
         8, "fixed", "texts cached for each caption where shuffle, wildcards or tag dropout change it"
     )
 
+    @property
+    def drops_captions(self) -> bool:
+        """Whether some samples are trained with an empty caption."""
+        return self.dropout > 0 or self.dropout_every_n_epochs > 0
+
 
 class SourceSection(Section):
     """One folder or file of images, with what differs from `[data]` and `[captions]`."""
@@ -160,7 +165,7 @@ class SourceSection(Section):
     )
     control_images: tuple[str, ...] = Field(
         (),
-        description="folders of control images with the same names, for edit models (FLUX.1 Kontext, FLUX.2 klein); each folder is one more control of every image; `before/*_0` names those of a folder that are numbered",
+        description="folders of control images with the same names, for edit models (FLUX.1 Kontext, FLUX.2 klein, Qwen-Image-Edit); each folder is one more control of every image; `before/*_0` names those of a folder that are numbered",
     )
     control_columns: tuple[str, ...] = Field(
         (), description="columns of the source's table that name control images, in place of folders or beside them"

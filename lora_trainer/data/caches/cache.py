@@ -21,12 +21,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from lora_trainer.core.conditioning import EditCaption
 from lora_trainer.core.findings import counted
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.caches.explained import changed, recall, remember
 from lora_trainer.data.caches.filling import Progress, Work, build_missing, usual_workers
 from lora_trainer.data.caches.store import Shelf
-from lora_trainer.data.images.pixels import ShownView, encode_shown, read_shown
+from lora_trainer.data.images.pixels import ShownView, encode_shown, read_controls, read_shown
 from lora_trainer.data.prompt_weights import WeightedText, spoken
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
@@ -55,6 +56,17 @@ CHECKED_AT_START = 2**28
 
 Item = TypeVar("Item")
 Caption = str | WeightedText  # weighted where some words weigh more or less than others
+
+
+@dataclass(frozen=True)
+class EditText:
+    """A caption that is read together with the control images of a view of its sample."""
+
+    caption: Caption
+    sample: Sample
+    view: View
+
+
 Record = dict[str, str]  # what an entry depends on, by the names of REASONS; all but these are in its key
 ONLY_EXPLAINS = ("written",)  # the caption as it is in the dataset, which its texts are made of
 LOST = "not in the cache any more"
@@ -171,19 +183,29 @@ def _first_of(kind: str, name: str) -> str:
 
 
 def plan_texts(
-    samples: Sequence[Sample], extra: Sequence[str], folder: Path, encoder_key: str, dtype: torch.dtype
-) -> CachePlan[Caption]:
+    samples: Sequence[Sample],
+    extra: Sequence[str],
+    folder: Path,
+    encoder_key: str,
+    dtype: torch.dtype,
+    views: Sequence[Sequence[View]] = (),
+) -> CachePlan[Caption | EditText]:
     """Which captions are cached: all that the samples are trained on, then `extra` ones, then the empty one.
 
+    With the samples' `views`, captions of samples with control images are read together with these: each in each view.
     `text_keys` sorts the keys by sample. Writes as above.
     """
-    captions: list[Caption] = []
+    captions: list[Caption | EditText] = []
     names: list[str] = []
     written: list[str] = []
     seen: Counter[str] = Counter()  # of a sample that is also measured the canonical text comes after its variants
-    for sample in samples:
-        captions += [spoken(text) for text in sample.texts] if sample.weighted else sample.texts
-        path, count = str(sample.path), len(sample.texts)
+    for sample, own in zip(samples, views or [()] * len(samples), strict=True):
+        texts = [spoken(text) for text in sample.texts] if sample.weighted else sample.texts
+        if sample.controls and own:
+            captions += [EditText(text, sample, view) for view in own for text in texts]
+        else:
+            captions += texts
+        path, count = str(sample.path), len(texts) * times_read(sample, own)
         names += [_numbered(path, number) for number in range(seen[path], seen[path] + count)]
         written += [sample.caption if sample.written is None else sample.written] * count
         seen[path] += count
@@ -198,13 +220,26 @@ def plan_texts(
     return _plan("texts", folder, dtype, tuple(captions), describe)
 
 
-def text_keys(plan: CachePlan[Caption], samples: Sequence[Sample]) -> tuple[tuple[str, ...], ...]:
-    """For each of the samples that the plan was made of, the keys of its texts in their order."""
-    ends = tuple(itertools.accumulate((len(sample.texts) for sample in samples), initial=0))
+def times_read(sample: Sample, views: Sequence[View]) -> int:
+    """How often each text of a sample is read: once, or in each view of its control images."""
+    return len(views) if sample.controls and views else 1
+
+
+def text_keys(
+    plan: CachePlan[Caption | EditText], samples: Sequence[Sample], views: Sequence[Sequence[View]] = ()
+) -> tuple[tuple[str, ...], ...]:
+    """For each of the samples that the plan was made of, the keys of its texts in their order; view by view with `views`."""
+    paired = zip(samples, views or [()] * len(samples), strict=True)
+    counts = (len(sample.texts) * times_read(sample, own) for sample, own in paired)
+    ends = tuple(itertools.accumulate(counts, initial=0))
     return tuple(plan.keys[first:end] for first, end in itertools.pairwise(ends))
 
 
-def _caption_record(caption: Caption) -> Record:
+def _caption_record(caption: Caption | EditText) -> Record:
+    if isinstance(caption, EditText):
+        sample = caption.sample  # its content chooses the colors of a recolored control image
+        seen = {"controls": " ".join(each.content for each in sample.controls), "size": _view_text(caption.view)}
+        return _caption_record(caption.caption) | seen | {"content": sample.content}
     if isinstance(caption, str):
         return {"caption": caption}
     return {"caption": "".join(part for part, _ in caption), "weights": json.dumps(caption)}
@@ -292,8 +327,8 @@ def fill_latents(
 
 
 def fill_texts(
-    plan: CachePlan[Caption],
-    encode_text: Callable[[Sequence[Caption]], Mapping[str, Tensor]],
+    plan: CachePlan[Caption | EditText],
+    encode_text: Callable[[Sequence[Caption | EditCaption]], Mapping[str, Tensor]],
     batch: int,
     progress: Progress | None = None,
     *,
@@ -301,10 +336,21 @@ def fill_texts(
 ) -> Filled:
     """Build the missing captions, together with others as above. `encode_text` takes B captions and gives tensors with B first.
 
-    Raises TrainingFailed for values that are not finite and for a disk that refuses.
+    Raises TrainingFailed for values that are not finite and for a disk that refuses, DatasetRefused for a control image
+    that cannot be read.
     """
 
-    def encode(places: list[int], captions: list[Caption]) -> dict[str, Tensor]:
+    def group(index: int) -> tuple[Bucket, int] | None:
+        item = plan.items[index]
+        return (item.view.fit.bucket, len(item.sample.controls)) if isinstance(item, EditText) else None
+
+    def prepare(index: int) -> Caption | EditCaption:
+        item = plan.items[index]
+        if not isinstance(item, EditText):
+            return item
+        return EditCaption(item.caption, read_controls(item.sample, item.view))
+
+    def encode(places: list[int], captions: list[Caption | EditCaption]) -> dict[str, Tensor]:
         del places
         encoded = encode_text(captions)
         return {
@@ -312,11 +358,10 @@ def fill_texts(
         }
 
     def name(index: int) -> str:
-        return repr(plan.items[index])
+        item = plan.items[index]
+        return repr(item.caption if isinstance(item, EditText) else item)
 
-    work = Work(
-        plan.folder, plan.kind, plan.keys, lambda _: None, plan.items.__getitem__, encode, name, batch, 1, start
-    )
+    work = Work(plan.folder, plan.kind, plan.keys, group, prepare, encode, name, batch, 1, start)
     return _fill(plan, work, progress)
 
 

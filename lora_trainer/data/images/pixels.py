@@ -78,10 +78,14 @@ def read_control(control: ControlImage, sample: Sample, view: View) -> Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1).float() / 127.5 - 1.0
 
 
+def read_controls(sample: Sample, view: View) -> tuple[Tensor, ...]:
+    """All control images of a sample, each as `read_control`."""
+    return tuple(read_control(control, sample, view) for control in sample.controls)
+
+
 def read_shown(sample: Sample, view: View) -> ShownView:
     """All that a view shows. Raises as `read_pixels`."""
-    controls = tuple(read_control(control, sample, view) for control in sample.controls)
-    return ShownView(read_pixels(sample, view), read_mask(sample, view), controls)
+    return ShownView(read_pixels(sample, view), read_mask(sample, view), read_controls(sample, view))
 
 
 def encode_shown(shown: Sequence[ShownView], encode_image: EncodeImage, dtype: torch.dtype) -> dict[str, Tensor]:

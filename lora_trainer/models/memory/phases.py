@@ -57,15 +57,22 @@ def phase_costs(family: str) -> PhaseCosts:
     return PhaseCosts(**{**costs, "text_encoders": tuple(costs["text_encoders"]), "text_layers": layers})
 
 
-def costs_of(facts: ModelFacts, without: Collection[str] = ()) -> PhaseCosts:
+def costs_of(facts: ModelFacts, without: Collection[str] = (), controls: int = 0) -> PhaseCosts:
     """The same, with the sizes of a folder's own encoders, and without those of `without`.
+
+    A caption is longer by its control images, where the text encoder reads them.
 
     Raises UsageError for weights that cannot be read.
     """
     published = phase_costs(facts.family)
     names = ("text_encoder", *(f"text_encoder_{number}" for number in range(2, len(published.text_encoders) + 1)))
     sizes = zip(names, published.text_encoders, strict=True)
-    published = replace(published, text_encoders=tuple(size for name, size in sizes if name not in without))
+    longer = 1 + controls * facts.control_tokens / facts.caption_tokens
+    published = replace(
+        published,
+        text_encoders=tuple(size for name, size in sizes if name not in without),
+        caption=math.ceil(published.caption * longer),
+    )
     if not facts.whole or not facts.path.is_dir():
         return published
     text_encoders = sorted(

@@ -295,8 +295,11 @@ def _qwen_image(found: SingleFile) -> SingleFile:
         or "transformer_blocks.0.attn.add_q_proj.weight" not in stored.shapes,
     }
     if what := next((what for what, is_so in others.items() if is_so), None):
-        message = f"{found.file} {what} by its keys or name, which cannot be trained yet."
-        raise UsageError(Problem(message, "Use Qwen-Image or Qwen-Image 2512, which make images from text."))
+        message = f"{found.file} {what} by its keys or name, and such single files are not read."
+        fix = (
+            "Use Qwen-Image or Qwen-Image 2512, which make images from text; or the diffusers folder of an edit model."
+        )
+        raise UsageError(Problem(message, fix))
     return SingleFile(found.file, "qwen_image", stored, found.header)
 
 

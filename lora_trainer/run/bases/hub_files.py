@@ -16,10 +16,13 @@ from lora_trainer.models.vision_encoder import PROCESSORS
 from lora_trainer.models.weight_files import weights_of
 
 ENCODER = "encoder"  # an image encoder, which is all of a repository
-PART = re.compile(r"unet|transformer|vae|scheduler|text_conditioner|t5_tokenizer|(?:text_encoder|tokenizer)(?:_[2-9])?")
+PART = re.compile(
+    r"unet|transformer|vae|scheduler|processor|text_conditioner|t5_tokenizer|(?:text_encoder|tokenizer)(?:_[2-9])?"
+)
 _FILE = re.compile(r"\w[\w.-]{0,120}", re.ASCII)
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("tokenizer.model",))
+CONFIGS = {"scheduler": "scheduler_config.json", "processor": "preprocessor_config.json"}  # of parts without weights
 WORDS = (".json", ".txt", ".model", ".jinja")  # endings of a tokenizer's files
 MOST_SMALL_BYTES = 1 << 26  # of a file that holds no weights; vocabularies of language models have 16 MiB
 
@@ -65,7 +68,7 @@ def choose_parts(
             if part not in left_out and not any(inside.issuperset(files) for files in VOCABULARIES):
                 lacking.append(f"{place} holds no vocabulary")
             continue
-        config = "scheduler_config.json" if part == "scheduler" else "config.json"
+        config = CONFIGS.get(part, "config.json")
         if config in inside:
             small.append(f"{place}{config}")
         elif part not in left_out:
@@ -74,7 +77,7 @@ def choose_parts(
             described = [name for name in PROCESSORS if name in inside]
             small += described
             lacking += [] if described else [f"{PROCESSORS[0]} is missing"]
-        if part == "scheduler" or part in left_out or not weights:
+        if part in CONFIGS or part in left_out or not weights:
             continue
         found = weights_of(inside)
         heavy += [f"{place}{name}" for name in found]

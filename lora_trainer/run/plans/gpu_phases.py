@@ -40,7 +40,7 @@ def plan_phases(
 
     Text encoders of `without` are left out.
     """
-    costs = costs_of(facts, without)
+    costs = costs_of(facts, without, demand.controls)
     usable = None if demand.limit_gib is None else int(usable_gib(demand.limit_gib) * GIB)
     pixels = demand.area * demand.downscale**2
     together = images_at_once(images, pixels, ENCODED_IN, costs, usable)

@@ -54,7 +54,7 @@ def host_phases(
 
     Raises UsageError for weights that cannot be read.
     """
-    costs = costs_of(facts, family.text.options.without)
+    costs = costs_of(facts, family.text.options.without, demand.controls)
     base = _base(demand, family, facts, costs)
     if demand.limit_gib is not None:
         loaded = base.pipeline(NAMES.get(fit.precision, "BF16")) / GIB

@@ -263,6 +263,7 @@ def make_demand(
         others=partial(other_peaks, facts=facts, images=config.cache.batch_size, without=family.text.options.without),
         texts=text_sizes(config, family, facts),
         controls=named_controls(config),
+        control_tokens=facts.control_tokens,
         frozen=sum(elements(read_tensor_header(Path(path).expanduser())) for path in beside),
         guided=config.loss.guidance_target is not None,
     )
