@@ -12,8 +12,8 @@ from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import counted
 
 EXAMPLES = (
-    "examples:\n  lora-trainer extract sd15.safetensors tuned.safetensors --rank 64 \\\n    --output tuned-lora.safetensors\n"
-    "  lora-trainer extract ./my-sdxl ./my-sdxl-tuned --rank 32 --frobenius 0.9 \\\n    --output tuned-lora.safetensors\n\n"
+    "examples:\n  lora-trainer extract base.safetensors tuned.safetensors --rank 64 \\\n    --output tuned-lora.safetensors\n"
+    "  lora-trainer extract ./base ./tuned --rank 32 --frobenius 0.9 \\\n    --output tuned-lora.safetensors\n\n"
     "Both are single checkpoints or diffusers folders of one family, in any type.\nThe result is a LoRA.\n"
 )
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "examples:\n  lora-trainer merge a.safetensors b.safetensors --weights 1 0.6 \\\n    --output both.safetensors\n"
     "  lora-trainer merge a.safetensors b.safetensors --rank 8 --output c.safetensors\n"
-    "  lora-trainer merge cat.safetensors --into sd15.safetensors \\\n    --output sd15-cat.safetensors\n\n"
+    "  lora-trainer merge cat.safetensors --into base.safetensors \\\n    --output base-cat.safetensors\n\n"
     "Without --rank, --energy, --frobenius or --ratio the merge is exact and the\n"
     "ranks add up; with one of them each layer gets the best lower rank (SVD).\n"
 )

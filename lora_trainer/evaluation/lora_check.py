@@ -34,7 +34,7 @@ from lora_trainer.core.findings import Finding, counted
 from lora_trainer.data.caches.base_half import BaseHalf, digest_of
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, base_visits, drift
-from lora_trainer.evaluation.encode import read_each, text_reader, with_seen
+from lora_trainer.evaluation.encode import EncodeTexts, read_each, text_reader, with_seen
 from lora_trainer.evaluation.encoder_features import open_encoder
 from lora_trainer.evaluation.evidence import AT_ONCE, GUIDANCE, Effort, RealImages, Sides, Studio
 from lora_trainer.evaluation.features import LATENT_GRID, NOISE_LEVEL
@@ -188,22 +188,12 @@ def open_lora(
         return refused
     encoding = device if usable != 0 else torch.device("cpu")
     facts, process = family.describe(base), family.denoiser.make_process(base)
-    prompts, longer = gate.prompts[: effort.unrelated], with_added_words(images.every)
-    # The encoders are freed before the pipeline loads its own.
-    read = text_reader(family, facts, dtype, encoding, usable or None)
+    prompts = gate.prompts[: effort.unrelated]
     is_guided = family.pipeline.sampling_defaults(base).negative
-    measured = [*images.every, *longer]
-    text = read_each(read, [*prompts, *(with_seen(each.caption, each.seen) for each in longer)])
-    if is_guided and any(each.seen for each in measured):
-        empties = read_each(read, [with_seen("", each.seen) for each in measured])
-        measured = [replace(each, empty=empty) for each, empty in zip(measured, empties, strict=True)]
-    del read
-    free_memory(device)
-    neutral = {name: torch.stack([row[name] for row in text[: len(prompts)]]).to(device, dtype) for name in text[0]}
-    longer = [
-        replace(each, cond=row) for each, row in zip(measured[len(images.every) :], text[len(prompts) :], strict=True)
-    ]
-    samples = [*measured[: len(images.every)], *longer]
+    original = encoded_texts(
+        text_reader(family, facts, dtype, encoding, usable or None), prompts, images, compute, is_guided=is_guided
+    )
+    free_memory(device)  # the encoders, before the pipeline loads its own
     compute.say("loading the LoRA on a fresh copy of the base model")
     # Only the denoiser runs: the rest of the pipeline need not fit on the GPU with it.
     pipeline = fresh_pipeline(family, base, dtype, torch.device("cpu"))
@@ -220,8 +210,7 @@ def open_lora(
         for name, update in weights.modules.items()
         if update.needs_weight
     }
-    original = EncodedTexts(neutral, samples)
-    texts = dict.fromkeys(gate.strengths, original)
+    samples, texts = original.samples, dict.fromkeys(gate.strengths, original)
     if reads_again(weights, samples, family):
         reading = replace(compute, device=encoding)
         original, texts = texts_at(pipeline, family, original, weights, (prompts, gate.strengths), reading)
@@ -260,6 +249,29 @@ def open_lora(
     if gate.cache is not None:
         studio = replace(studio, kept=BaseHalf(gate.cache, model_key(studio, base, family, gate.encoder)))
     return OpenLora(studio, pipeline, weights, norms, sizes_on_base, images, texts)
+
+
+def encoded_texts(
+    read: EncodeTexts, prompts: Sequence[str], images: RealImages, compute: Compute, *, is_guided: bool
+) -> EncodedTexts:
+    """The embeddings of the neutral prompts, and the real images and those with longer captions with theirs.
+
+    With guidance, images whose captions are read with control images also have the embedding of an empty one.
+    """
+    longer = with_added_words(images.every)
+    text = read_each(read, [*prompts, *(with_seen(each.caption, each.seen) for each in longer)])
+    measured = [*images.every, *longer]
+    if is_guided and any(each.seen for each in measured):
+        empties = read_each(read, [with_seen("", each.seen) for each in measured])
+        measured = [replace(each, empty=empty) for each, empty in zip(measured, empties, strict=True)]
+    neutral = {
+        name: torch.stack([row[name] for row in text[: len(prompts)]]).to(compute.device, compute.dtype)
+        for name in text[0]
+    }
+    known, rest = measured[: len(images.every)], measured[len(images.every) :]
+    return EncodedTexts(
+        neutral, [*known, *(replace(each, cond=row) for each, row in zip(rest, text[len(prompts) :], strict=True))]
+    )
 
 
 def measure_lora(

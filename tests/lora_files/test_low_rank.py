@@ -91,8 +91,9 @@ def test_a_lower_rank_is_the_best_of_that_rank(files, rank):
 def test_each_limit_keeps_the_fewest_directions_that_satisfy_it(lora, value, limit):
     keep = RankLimits(ratio=1 / value) if limit == "ratio" else RankLimits(**{limit: value})
     found = combine([lora], [1.0], keep).weights
-    for name, lower in found.modules.items():
-        values = torch.linalg.svdvals(delta(lora, name).flatten(1))
+    for group in sharing(lora.modules):  # one layer, fused, where they have a down projection in common
+        fused = torch.cat([delta(lora, name).flatten(1) for name in group])
+        values = torch.linalg.svdvals(fused)
         squares = values.square().cumsum(0) / values.square().sum()
         if limit == "ratio":
             # Values at the limit itself may be rounded to either side.
@@ -100,8 +101,10 @@ def test_each_limit_keeps_the_fewest_directions_that_satisfy_it(lora, value, lim
         else:
             wanted = value**2 if limit == "frobenius" else value
             counts = {int((squares < wanted * (1 + off)).sum()) + 1 for off in (-1e-6, 1e-6)}
-        real = min(lora.modules[name].rank, *delta(lora, name).flatten(1).shape)
-        assert lower.rank in {max(1, min(count, real)) for count in counts}
+        real = min(lora.modules[group[0]].rank, *fused.shape)
+        ranks = {found.modules[name].rank for name in group}
+        assert len(ranks) == 1
+        assert ranks <= {max(1, min(count, real)) for count in counts}
 
 
 def test_limits_hold_together():
