@@ -18,15 +18,22 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, SD3Transformer2DModel
+from diffusers import (
+    AnimaTextConditioner,
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
+    SD3Transformer2DModel,
+)
 
 from lora_trainer.core.tensorfile import BITS, data_begins, read_tensor_header
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.places import Place, stored_weights
+from lora_trainer.models.published import public_architecture, public_forms
 from lora_trainer.models.single.lay_out import vae_of_file
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.models.single.stored import Part, Stored
-from lora_trainer.models.single.transformers import TRANSFORMERS
+from lora_trainer.models.single.transformers import TRANSFORMERS, anima_conditioner_part
 from lora_trainer.models.single.unet import unet_part
 from lora_trainer.models.single.vae import vae_part
 
@@ -36,7 +43,7 @@ Listed = dict[str, tuple[list[int], str]]
 
 
 def listed(name: str) -> Listed:
-    """Shape and type of each tensor. A line has a name, whose numbers may be ranges, and both."""
+    """Shape and type of each tensor. A line has a name, whose numbers may be ranges, and both; `-` is a shape without sides."""
     found: Listed = {}
     for line in (HEADERS / f"{name}.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
@@ -45,7 +52,7 @@ def listed(name: str) -> Listed:
         parts = RANGE.split(pattern)
         choices = [numbers(part) if index % 2 else [part] for index, part in enumerate(parts)]
         for each in itertools.product(*choices):
-            found["".join(each)] = ([int(side) for side in shape.split("x")], dtype)
+            found["".join(each)] = ([int(side) for side in shape.split("x") if side != "-"], dtype)
     return found
 
 
@@ -75,13 +82,24 @@ def sparse(path: Path, tensors: Listed, values: bytes = b"") -> Path:
 DENOISERS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "flux-dev": ("flux", "dev", 780, {"guidance_embeds": True, "num_layers": 19, "num_single_layers": 38}),
     "flux-schnell": ("flux", "schnell", 776, {"guidance_embeds": False, "num_layers": 19}),
+    "flux-dev-kontext": ("flux", "kontext", 780, {"guidance_embeds": True, "in_channels": 64}),
     "flux-dev-int8-convrot": ("flux", "dev", 1312, {"guidance_embeds": True, "joint_attention_dim": 4096}),
+    "flux2-klein-4b": ("flux2", "distilled", 149, dict(public_forms("flux2")[0])),
+    "flux2-klein-base-4b": ("flux2", "base", 149, dict(public_forms("flux2")[0])),
+    "flux2-klein-9b": ("flux2", "distilled", 201, public_forms("flux2")[1]),
+    "chroma": ("chroma", "", 643, dict(public_architecture("chroma").denoiser)),
+    "qwen-image": ("qwen_image", "", 1933, dict(public_architecture("qwen_image").denoiser)),
+    "krea2": ("krea2", "base", 430, dict(public_architecture("krea2").denoiser)),
+    "krea2-turbo": ("krea2", "turbo", 430, dict(public_architecture("krea2").denoiser)),
+    "anima": ("anima", "", 685, dict(public_architecture("anima").denoiser)),
     "sd3.5-medium": ("sd3", "", 665, {"dual_attention_layers": [*range(13)], "qk_norm": "rms_norm", "num_layers": 24}),
     "sd15": ("sd15", "", 686, {"block_out_channels": [320, 640, 1280, 1280], "cross_attention_dim": 768}),
     "sdxl": ("sdxl", "", 1680, {"transformer_layers_per_block": [1, 2, 10], "projection_class_embeddings_input_dim": 2816}),
     "z-image-turbo": ("z_image", "turbo", 453, {"n_layers": 30, "n_refiner_layers": 2, "cap_feat_dim": 2560, "dim": 3840}),
     "z-image-turbo-fp8-scaled": ("z_image", "turbo", 662, {"n_layers": 30, "n_heads": 30}),
 }  # fmt: skip
+# Models whose files differ from another's in their values and names alone.
+SAME = {"flux-dev-kontext": "flux-dev", "flux2-klein-base-4b": "flux2-klein-4b", "krea2-turbo": "krea2"}
 FORMS = {"flux-dev-int8-convrot": "int8 rotated with scales", "z-image-turbo-fp8-scaled": "fp8 e4m3 with scales"}
 CONVROT = b'{"format": "int8_tensorwise", "per_row": true, "convrot": true, "convrot_groupsize": 256}'
 
@@ -89,9 +107,9 @@ CONVROT = b'{"format": "int8_tensorwise", "per_row": true, "convrot": true, "con
 @pytest.mark.parametrize("name", DENOISERS)
 def test_every_key_of_a_published_denoiser_is_read_once(name: str, tmp_path: Path) -> None:
     family, variant, count, facts = DENOISERS[name]
-    tensors = listed(name)
+    tensors = listed(SAME.get(name, name))
     assert len(tensors) == count
-    file = sparse(tmp_path / "turbo.safetensors", tensors, CONVROT)
+    file = sparse(tmp_path / f"{name}.safetensors", tensors, CONVROT)
     found = recognize(file)
     assert (found.family, found.variant, found.form) == (family, variant, FORMS.get(name, ""))
     part = TRANSFORMERS[family](found.denoiser) if family in TRANSFORMERS else unet_part(found.denoiser, family)
@@ -99,35 +117,58 @@ def test_every_key_of_a_published_denoiser_is_read_once(name: str, tmp_path: Pat
     with torch.device("meta"):
         # SD3's own `make` keeps the middle of the positions alone.
         make = SD3Transformer2DModel.from_config if family == "sd3" else FAMILIES[family].denoiser.make
-        model = make(dict(part.config))
-    covered(part, tensors, model)
+        parts = [(part, make(dict(part.config)))]
+        if family == "anima":
+            beside = anima_conditioner_part(found.denoiser)
+            parts.append((beside, AnimaTextConditioner.from_config(dict(beside.config))))
+    covered(parts, tensors)
     scaled = [place.scaled for place in part.places.values() if place.scaled is not None]
     assert all(each.rotated == (256 if each.form == "I8" else 0) for each in scaled)
     assert bool(scaled) == (name in FORMS)
 
 
-@pytest.mark.parametrize(("name", "channels"), [("vae", 4), ("flux-ae", 16)])
-def test_every_key_of_a_published_vae_is_read_once(name: str, channels: int, tmp_path: Path) -> None:
+VAES: dict[str, tuple[type[Any], int, dict[str, Any]]] = {
+    "vae": (AutoencoderKL, 4, {"block_out_channels": [128, 256, 512, 512]}),
+    "flux-ae": (AutoencoderKL, 16, {"block_out_channels": [128, 256, 512, 512]}),
+    "flux2-ae": (AutoencoderKLFlux2, 32, {"block_out_channels": [128, 256, 512, 512]}),
+    "flux2-vae": (AutoencoderKLFlux2, 32, {"block_out_channels": [128, 256, 512, 512]}),
+    "qwen-image-vae": (AutoencoderKLQwenImage, 16, {"base_dim": 96, "dim_mult": [1, 2, 4, 4]}),
+}
+
+
+@pytest.mark.parametrize("name", VAES)
+def test_every_key_of_a_published_vae_is_read_once(name: str, tmp_path: Path) -> None:
+    kind, channels, facts = VAES[name]
     tensors = listed(name)
     file = sparse(tmp_path / "vae.safetensors", tensors)
     part = vae_of_file(file, {})
-    assert part.config["latent_channels"] == channels
-    assert part.config["block_out_channels"] == [128, 256, 512, 512]
+    assert part.config["z_dim" if "base_dim" in facts else "latent_channels"] == channels
+    assert facts.items() <= dict(part.config).items()
     with torch.device("meta"):
-        model = AutoencoderKL.from_config(dict(part.config))
-    covered(part, tensors, model)
+        model = kind.from_config(dict(part.config))
+    covered([(part, model)], tensors)
     prefix = "first_stage_model." if name == "vae" else ""
-    assert vae_part(Stored.of(file, read_tensor_header(file), prefix), {}).places == part.places
+    if name != "qwen-image-vae":
+        assert vae_part(Stored.of(file, read_tensor_header(file), prefix), {}).places == part.places
 
 
-def covered(part: Part, tensors: Listed, model: torch.nn.Module) -> None:
-    """Each weight of diffusers' model has its shape, and each row of each stored tensor is in one weight."""
-    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    assert {key: tuple(entry["shape"]) for key, entry in stored_weights(part.places).items()} == shapes
+def covered(parts: list[tuple[Part, torch.nn.Module]], tensors: Listed) -> None:
+    """Each weight of diffusers' models has its shape, and each row of each stored tensor is in one weight.
+
+    Krea 2's tables are stored as one row, which loading divides.
+    """
     read: dict[str, list[Place]] = defaultdict(list)
-    for place in part.places.values():
-        read[place.key].append(place)
-    scales = {place.scaled.key for place in part.places.values() if place.scaled is not None}
+    for part, model in parts:
+        stored = {key: tuple(each["shape"]) for key, each in stored_weights(part.places).items()}
+        shapes = {
+            key: (each.numel(),) if key.endswith("scale_shift_table") and len(stored[key]) == 1 else tuple(each.shape)
+            for key, each in model.state_dict().items()
+        }
+        assert stored == shapes
+        for place in part.places.values():
+            read[place.key].append(place)
+    places = [place for part, _ in parts for place in part.places.values()]
+    scales = {place.scaled.key for place in places if place.scaled is not None}
     companions = scales | {key for key in tensors if key.endswith((".comfy_quant", "scaled_fp8"))}
     assert read.keys() | companions == tensors.keys()
     assert not read.keys() & companions
