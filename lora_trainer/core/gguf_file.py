@@ -62,7 +62,7 @@ ORIGINAL_SHAPE = (
 )
 KEPT = ("general.architecture", "general.alignment", "general.name")
 # Programs of ggml drop a tensor's first sides of 1. These have so many sides in the models that they come from.
-SIDES = {"pos_embed": 3, "x_pad_token": 2, "cap_pad_token": 2}
+SIDES = {"pos_embed": 3, "x_pad_token": 2, "cap_pad_token": 2, "txtfusion.projector.weight": 2}
 
 # Text encoders have llama.cpp's names, where other models have their own code's. Modules of a block, and names at the ends.
 BLOCK = re.compile(r"(?:enc\.)?blk\.(\d+)\.(\w+)\.(\w+)", re.ASCII)

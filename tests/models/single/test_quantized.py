@@ -29,7 +29,18 @@ from lora_trainer.models.single.recognize import recognize
 from lora_trainer.run.bases.find import find_base
 from lora_trainer.run.bases.hub_header import make_placeholder
 from tests.export.tiny import facts
-from tests.models.single.originals import Tensors, flow_checkpoint, unet_original, write, z_image_original
+from tests.models.single.originals import (
+    Tensors,
+    anima_checkpoint,
+    chroma_checkpoint,
+    flow_checkpoint,
+    flux2_checkpoint,
+    krea2_checkpoint,
+    qwen_image_checkpoint,
+    unet_original,
+    write,
+    z_image_original,
+)
 from tests.models.single.quantized import (
     as_bytes,
     comfy,
@@ -39,7 +50,16 @@ from tests.models.single.quantized import (
     turning,
     write_gguf,
 )
-from tests.models.single.tiny import tiny_flow_pipeline, tiny_pipeline, tiny_z_image
+from tests.models.single.tiny import (
+    tiny_anima,
+    tiny_chroma,
+    tiny_flow_pipeline,
+    tiny_flux2,
+    tiny_krea2,
+    tiny_pipeline,
+    tiny_qwen_image,
+    tiny_z_image,
+)
 
 CPU = torch.device("cpu")
 GGUF_PACKAGE = "pip install 'lora-trainer[gguf]'"
@@ -310,6 +330,60 @@ def test_a_gguf_checkpoint_is_the_model_that_it_stands_for(
     assert recognize(file).form.startswith("GGUF")
     assert form in recognize(file).form
     assert recognize(file).family == family
+
+
+# Each with the architecture that ComfyUI-GGUF's converter writes into its files; it has none for Krea 2.
+LATER = {"flux2": "flux", "chroma": "flux", "qwen_image": "qwen_image", "krea2": "krea2", "anima": "cosmos"}
+
+
+def later_family(family: str, folder: Path) -> tuple[Any, Tensors]:
+    """A tiny pipeline, and its transformer's tensors by the names of its first code."""
+    if family == "flux2":
+        pipeline = tiny_flux2(folder)
+        return pipeline, flux2_checkpoint(pipeline, bare=True)
+    if family == "chroma":
+        pipeline = tiny_chroma(folder)
+        return pipeline, chroma_checkpoint(pipeline, bare=True)
+    make, checkpoint = {
+        "qwen_image": (tiny_qwen_image, qwen_image_checkpoint),
+        "krea2": (tiny_krea2, krea2_checkpoint),
+        "anima": (tiny_anima, anima_checkpoint),
+    }[family]
+    pipeline = make()
+    return pipeline, checkpoint(pipeline, bare=True)
+
+
+@pytest.mark.parametrize("family", LATER)
+def test_later_families_are_read_from_fp8_and_gguf_and_predict_within_the_rounding(family: str, tmp_path: Path) -> None:
+    """Each file is loaded as the weights that it stands for; against the model before it was rounded, predictions differ little."""
+    pytest.importorskip("gguf", reason=GGUF_PACKAGE)
+    pipeline, tensors = later_family(family, tmp_path / "words")
+    pipeline.save_pretrained(tmp_path / "folder")
+    denoiser = FAMILIES[family].denoiser
+    facts_of = FAMILIES[family].describe(tmp_path / "folder")
+    cond = FAMILIES[family].load_encoders(tmp_path / "folder", torch.float32, CPU).encode_text(["a red ring"])
+    noisy = torch.randn(1, facts_of.latent_channels, 8, 8, generator=torch.Generator().manual_seed(0))
+
+    def predict(base: Path) -> tuple[dict[str, Tensor], Tensor]:
+        model = denoiser.load(base, torch.float32, CPU)
+        with torch.no_grad():
+            return model.state_dict(), denoiser.predict(model, noisy, torch.tensor([500]), cond, torch.zeros(1, 6))
+
+    whole = predict(tmp_path / "folder")[1]
+    bare = {name.removeprefix("net."): each for name, each in tensors.items()}  # as the converter of GGUF files does
+    for form, most in (("fp8", 0.06), ("GGUF Q8_0", 0.01)):
+        if form.startswith("GGUF"):
+            file, meant = gguf_of(bare, "Q8_0", tmp_path / "base.gguf", LATER[family])
+        else:
+            scaled, meant = comfy(tensors)
+            file = write(scaled, tmp_path / "scaled.safetensors")
+        assert (recognize(file).family, recognize(file).form.startswith(form)) == (family, True)
+        weights, found = predict(folder_of(file, tmp_path))
+        expected = predict(folder_of(write(meant, tmp_path / "base.safetensors"), tmp_path))[0]
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(each, expected[name]) for name, each in weights.items())
+        error = float((found - whole).norm() / whole.norm())
+        assert 0 < error < most, form
 
 
 def test_a_gguf_file_without_its_package_is_recognized(tmp_path: Path, plain: Tensors) -> None:
