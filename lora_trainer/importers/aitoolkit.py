@@ -68,14 +68,22 @@ FAMILIES = (
     "sd",
     "sd3",
     "flux",
-    "flux2",
+    "flux_kontext",
     "flux2_klein_4b",
     "flux2_klein_9b",
     "chroma",
+    "anima",
     "zimage",
     "qwen_image",
     "krea2",
 )
+
+
+NOT_TRAINED = {
+    "flux2": "FLUX.2 dev is not trained here; FLUX.2 klein is",
+    **dict.fromkeys(("qwen_image_edit", "qwen_image_edit_plus"), "Qwen-Image-Edit is not trained here; Qwen-Image is"),
+    "chroma_radiance": "Chroma Radiance is not trained here; Chroma1-Base and Chroma1-HD are",
+}
 
 
 def _assistant(value: Any, around: Around) -> Took:
@@ -174,8 +182,10 @@ def _samples(value: Any, around: Around) -> Took:
 
 
 def _arch(value: Any, around: Around) -> Took:
-    known = text(value).lower().split(":")[0] in FAMILIES
-    return Took({}, READ_FROM_MODEL if known else OTHER_FAMILY, "ignored" if known else "changed")
+    arch = text(value).lower().split(":")[0]
+    if arch in FAMILIES:
+        return Took({}, READ_FROM_MODEL, "ignored")
+    return Took({}, NOT_TRAINED.get(arch, OTHER_FAMILY), "changed")
 
 
 def _resolutions(value: Any, around: Around) -> Took:

@@ -26,13 +26,17 @@ OF_DIFFUSION = frozenset(
 )
 NOT_READ = "its program does not read it for models with flow matching"
 NOT_OF_FLOWS = "a flow has no such thing here (docs/flow.md)"
-# Keys of kohya's that only its scripts for SD3, or for FLUX and later models, read.
+# Keys of kohya's that only its scripts for Anima, for SD3, or for FLUX and later models, read.
+OF_ANIMA = ("qwen3", "llm_adapter_path", "t5_tokenizer_path", "qwen3_max_token_length", "t5_max_token_length")
 OF_SD3 = ("clip_g", "training_shift", "sd3_cache_text_encoder_outputs")
 OF_FLUX = ("ae", "timestep_sampling", "model_prediction_type", "guidance_scale", "discrete_flow_shift")
 KOHYA_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "flux": {"timestep_sampling": "sigma", "model_prediction_type": "sigma_scaled", "guidance_scale": 3.5},
     "sd3": {"weighting_scheme": "uniform"},
+    "anima": {"timestep_sampling": "sigmoid"},
 }
+KOHYA_SHIFTS = {"flux": 3.0, "anima": 1.0}
+KOHYA_BOXES = {"flux": "flux1_checkbox", "sd3": "sd3_checkbox", "anima": "anima_checkbox"}
 
 
 def times(
@@ -98,11 +102,13 @@ def _distribution(scheme: str, around: Around, shift: float | str, backwards: bo
 
 
 def kohya_family(around: Around | Mapping[str, Any]) -> str:
-    """`flux`, `sd3`, or nothing where the config is of a diffusion model."""
+    """`flux`, `sd3`, `anima`, or nothing where the config is of a diffusion model."""
     keys = around.keys if isinstance(around, Around) else around
     seen = {key for key, value in keys.items() if value is not None and value != ""}
     if "LoRA_type" in seen:  # the GUI keeps keys of all families; a checkbox selects one
-        return next((name for name, box in (("flux", "flux1_checkbox"), ("sd3", "sd3_checkbox")) if _on(keys, box)), "")
+        return next((name for name, box in KOHYA_BOXES.items() if _on(keys, box)), "")
+    if seen & {*OF_ANIMA} or keys.get("network_module") == "networks.lora_anima":
+        return "anima"
     if seen & {*OF_SD3}:
         return "sd3"
     return "flux" if seen & {*OF_FLUX} else "sd3" if "t5xxl" in seen else ""
@@ -114,9 +120,10 @@ def _on(keys: Mapping[str, Any], key: str) -> bool:
 
 def _kohya_sampling(value: Any, around: Around) -> Took:
     family, word = kohya_family(around), text(value).lower()
-    if family != "flux":
+    if family not in KOHYA_SHIFTS:
         return Took({}, "weighting_scheme rules" if family else NO_FLOW, "ignored")
-    spread, shift = number_of(around, "sigmoid_scale", 1.0), number_of(around, "discrete_flow_shift", 3.0)
+    spread = number_of(around, "sigmoid_scale", 1.0)
+    shift = number_of(around, "discrete_flow_shift", KOHYA_SHIFTS[family])
     shifts: dict[str, float | str] = {"sigmoid": 1.0, "shift": shift, "flux_shift": "resolution"}
     if word in shifts:
         return Took(times("logit_normal", spread=spread, shift=shifts[word]))
@@ -258,10 +265,12 @@ ONETRAINER: Mapping[str, KeyRule] = {
 }
 AITOOLKIT_FLOWS = (
     "flux",
+    "flux_kontext",
     "flux2",
     "flux2_klein_4b",
     "flux2_klein_9b",
     "chroma",
+    "anima",
     "sd3",
     "flex1",
     "zimage",

@@ -54,7 +54,7 @@ from lora_trainer.importers.words import (
 READ_FROM_MODEL = "read from the model's files"
 OTHER_FAMILY = "of model families that are not trained here"
 PLAIN_MODULES = ("networks.lora", "networks.lora_fa")
-OF_TRANSFORMERS = ("networks.lora_flux", "networks.lora_sd3")
+OF_TRANSFORMERS = ("networks.lora_flux", "networks.lora_sd3", "networks.lora_anima")
 LORA_ALGORITHMS = ("lora", "locon")
 IN_BUCKETS = (
     "kohya fills a batch from one bucket, so with batches above 1 an epoch has more steps there: of 20 images of 20 shapes"
@@ -257,6 +257,8 @@ def rates_of_texts(rate: Any, around: Around) -> Took:
     if not any(rates):
         return Took({}, STAY, "ignored")
     family, t5, of_t5 = kohya_family(around), str(around["network_args.train_t5xxl"]) == "True", around["t5xxl_lr"]
+    if family == "anima":
+        return Took({}, "Anima's text encoder is not trained here", "changed")
     if family and around["LoRA_type"] is not None:  # the GUI, whose list comes from its two fields
         t5 = t5 or (family == "flux" and is_on(around["train_t5xxl"] or False))
         rates = [*rates, number(of_t5)] if is_on(of_t5 or 0) else rates
@@ -320,7 +322,14 @@ RULES: Mapping[str, KeyRule] = {
     "max_token_length": by(_max_tokens, "text_encoder.max_tokens"),
     "vae": VAE,
     "ae": of_flow(VAE),
-    **{key: of_flow(lacking(OF_FILES)) for key in ("clip_l", "clip_g", "t5xxl")},
+    **{key: of_flow(lacking(OF_FILES)) for key in ("clip_l", "clip_g", "t5xxl", "qwen3")},
+    "llm_adapter_path": lacking("it is read from the model's own file"),
+    "t5_tokenizer_path": lacking("it is found beside the text encoders of model.text_encoders"),
+    **{
+        key: lacking("captions have 512 tokens", off=(512,))
+        for key in ("qwen3_max_token_length", "t5_max_token_length")
+    },
+    "network_args.train_llm_adapter": lacking("Anima's text conditioner stays as it is", off=("False", "false")),
     "t5xxl_max_token_length": of_flow(same("text_encoder.max_sequence_length", whole)),
     "apply_t5_attn_mask": of_flow(lacking("T5's padding is seen, as the model was trained")),
     "network_args.train_t5xxl": part_of("text_encoder_lr", TEXT_RATES.split()[0]),

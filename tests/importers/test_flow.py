@@ -52,12 +52,46 @@ def drawn(config: Config) -> tuple[Any, ...]:
         ({"timestep_sampling": "sigma", "weighting_scheme": "mode", "mode_scale": 1.1}, ("mode", 1.1, 3.0)),
         ({"clip_g": "g", "weighting_scheme": "logit_normal", "logit_mean": 0.5}, ("logit_normal", 0.5, 1.0, 1.0)),
         ({"clip_g": "g", "training_shift": 2.0}, ("uniform", 2.0)),
+        ({"qwen3": "q"}, ("logit_normal", 0.0, 1.0, 1.0)),  # Anima's script has other defaults than FLUX.1's
+        ({"network_module": "networks.lora_anima", "sigmoid_scale": 1.2}, ("logit_normal", 0.0, 1.2, 1.0)),
+        ({"qwen3": "q", "timestep_sampling": "shift"}, ("logit_normal", 0.0, 1.0, 1.0)),
+        ({"qwen3": "q", "timestep_sampling": "shift", "discrete_flow_shift": 3}, ("logit_normal", 0.0, 1.0, 3.0)),
     ],
 )
 def test_timesteps_of_kohya(keys: dict[str, object], expected: tuple[Any, ...], tmp_path: Path) -> None:
     imported = kohya(tmp_path, **keys)
     assert drawn(imported.config) == expected
     assert imported.config.lora.target_modules == "attention+ff"
+
+
+def test_keys_of_kohyas_anima_script(tmp_path: Path) -> None:
+    imported = kohya(
+        tmp_path, qwen3="q", text_encoder_lr=1e-5, llm_adapter_path="a", t5_max_token_length=512, attn_mode="flash"
+    )
+    assert line_of(imported, "text_encoder_lr") == ("changed", "Anima's text encoder is not trained here")
+    assert line_of(imported, "llm_adapter_path")[0] == line_of(imported, "qwen3")[0] == "changed"
+    assert line_of(imported, "t5_max_token_length")[0] == line_of(imported, "attn_mode")[0] == "ignored"
+    assert not imported.config.text_encoder.learning_rates
+
+
+@pytest.mark.parametrize(
+    ("arch", "verdict", "why"),
+    [
+        *(
+            (arch, "ignored", "read from the model's files")
+            for arch in ("flux_kontext", "flux2_klein_9b", "anima", "krea2")
+        ),
+        ("flux2", "changed", "FLUX.2 klein is"),
+        ("qwen_image_edit_plus", "changed", "Qwen-Image is"),
+        ("hidream", "changed", "of model families that are not trained here"),
+    ],
+)
+def test_architectures_of_ai_toolkit_are_known_or_refused_with_the_nearest(
+    arch: str, verdict: str, why: str, tmp_path: Path
+) -> None:
+    found, reason = line_of(imported_text(tmp_path, "a.json", toolkit_job(arch)), "model.arch")
+    assert found == verdict
+    assert why in reason
 
 
 def test_a_diffusion_config_of_kohya_reports_no_timesteps(tmp_path: Path) -> None:
@@ -173,6 +207,7 @@ def test_one_weighting_of_kohyas_is_followed_and_none_for_a_flow(tmp_path: Path)
         ("a.json", toolkit_job("krea2"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("flux", linear_timesteps=True), ("uniform", 1.0)),
         ("a.json", toolkit_job("flux2_klein_4b"), ("logit_normal", 0.0, 1.0, 1.0)),
+        ("a.json", toolkit_job("anima"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("chroma"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("o.json", one_trainer("CHROMA_1"), ("uniform", 1.0)),
         ("s.json", tuner("flux2"), ("logit_normal", 0.0, 1.0, 3.0)),
