@@ -47,7 +47,9 @@ def average_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     rank = number(arguments, "rank", int, lambda value: 1 <= value <= MOST_RANK, problems)
     decay = number(arguments, "decay", float, lambda value: 0.0 < value <= 1.0, problems)
     _contradictions(arguments, paths, is_run, problems)
-    target = target_of(arguments, paths, problems)
+    # A run may be named by its `checkpoints`; nothing is written into the run then either.
+    read = [path.parent if path.is_dir() and path.name == "checkpoints" else path for path in paths]
+    target = target_of(arguments, read, problems)
     if is_run:
         return _run(arguments, paths[0], decay, target, problems)
     weights = _weights(arguments.weights, decay, len(paths), problems)

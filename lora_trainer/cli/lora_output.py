@@ -101,13 +101,33 @@ def target_of(arguments: argparse.Namespace, inputs: Sequence[Path], problems: l
 
 def output_problems(path: Path, inputs: Sequence[Path], *, overwrite: bool) -> list[Problem]:
     """Why a LoRA or a checkpoint cannot be written there."""
+    from lora_trainer.export.lora_file import learned_tokens_beside
+
     if path.suffix != ".safetensors" or path.is_dir():
         return [Problem(f"{path} does not name a .safetensors file.", "Programs need this ending.")]
     if path.exists() and any(each.exists() and path.samefile(each) for each in inputs):
         return [Problem(f"{path} is an input of this command, which is never overwritten.", "Name another file.")]
+    if problems := inside_problems(path, inputs):
+        return problems
     tokens = list(path.parent.glob(f"{glob.escape(path.stem)}.embedding-*.safetensors"))
+    for each in inputs:
+        if shared := [token for token in learned_tokens_beside(each) if token in tokens]:
+            message = (
+                f"{shared[0]} is a learned token of {each.name}, an input of this command, and would be one of OUT."
+            )
+            return [Problem(message, "Name another file.")]
     if not overwrite and (path.exists() or tokens):
         return [Problem(f"{path} exists already.", "Name another file, or add --overwrite.")]
+    return []
+
+
+def inside_problems(path: Path, inputs: Sequence[Path]) -> list[Problem]:
+    """Why nothing can be written at `path`: it lies inside a folder that the command reads."""
+    parents = [parent for parent in path.resolve().parents if parent.exists()]
+    for folder in filter(Path.is_dir, inputs):
+        if any(parent.samefile(folder) for parent in parents):
+            message = f"{path} lies inside {folder}, an input of this command, which is never changed."
+            return [Problem(message, "Name a place outside this folder.")]
     return []
 
 

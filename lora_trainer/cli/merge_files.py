@@ -11,6 +11,7 @@ from lora_trainer.cli.arguments import say
 from lora_trainer.cli.lora_output import (
     add_keep_arguments,
     add_output_arguments,
+    inside_problems,
     keep_of,
     output_problems,
     report_made,
@@ -124,6 +125,8 @@ def _into(
         problems += output_problems(target, [base, *paths], overwrite=arguments.overwrite)
     elif target.exists():
         problems.append(Problem(f"{target} exists already, and a folder is never overwritten.", "Name another folder."))
+    else:
+        problems += inside_problems(target, [base])
     inputs = read_all(paths, problems)
     made = written(target, lambda: merge_into(base, inputs, weights, target))
     rounding = f"rounding to its types changes a layer's update by {made.worst.error:.1e} at most ({made.worst.name})"

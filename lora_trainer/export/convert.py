@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from lora_trainer.export import kohya as kohya_form
 from lora_trainer.export.earlier import EARLIER, Earlier, earlier_of, remembered, restored
 from lora_trainer.export.keys import KOHYA_ALPHA
 from lora_trainer.export.layout import Names
-from lora_trainer.export.lora_file import write_learned_tokens, write_tensors
+from lora_trainer.export.lora_file import TensorsAndHeader, learned_token_files, learned_tokens_beside, write_together
 from lora_trainer.export.metadata import with_hashes
 from lora_trainer.export.reading import only_lora, some, values, weights_of
 from lora_trainer.export.weights import LayerUpdate, LoraPair, LoraWeights, product_norm
@@ -68,7 +68,8 @@ def convert(
     files of their own beside a file in diffusers' form, which has no place for them. A file that comes back to the form
     it had gets the alphas it had.
 
-    Raises UsageError, and writes nothing, for what the form cannot hold exactly.
+    Raises UsageError, and writes nothing, for what the form cannot hold exactly, and where files of other learned tokens
+    lie under the target's name.
     """
     source, form = file.weights, file.form
     if problems := [*values("The LoRA", source), *_of_others(source, names)]:
@@ -86,22 +87,27 @@ def convert(
         tensors, header, notes = _to_diffusers(weights, metadata, back)
     difference = 0.0
 
-    def hold(back: Mapping[str, Tensor]) -> None:
+    def check(path: Path, back: Mapping[str, Tensor]) -> None:
         nonlocal difference
-        again = only_lora(target.name, weights_of(target.name, back, header, families))
-        difference = _difference(source, again, to)
+        if path == target:
+            again = only_lora(target.name, weights_of(target.name, back, header, families))
+            difference = _difference(source, again, to)
 
-    token_files: list[Path] = []
+    token_files: dict[Path, TensorsAndHeader] = {}
     if to == "diffusers" and weights.embeddings:
         kept = next(iter(weights.embeddings.values())).dtype
-        token_files = write_learned_tokens(target.parent, target.stem, weights, dtype=kept)
-    try:
-        write_tensors(target, tensors, header, hold)
-    except BaseException:
-        for path in token_files:
-            path.unlink(missing_ok=True)
-        raise
+        token_files = learned_token_files(target.parent, target.stem, weights, kept)
+    if (token_files or not weights.embeddings) and (others := _others_tokens(target, token_files)):
+        message = f"{some([path.name for path in others])} would be read as learned tokens of {target.name}."
+        raise UsageError(Problem(message, "Remove what an earlier file of this name left, or name another file."))
+    write_together({target: (tensors, header), **token_files}, check)
     return Converted((target, *token_files), len(source.modules), difference, tuple(notes))
+
+
+def _others_tokens(target: Path, own: Collection[Path]) -> list[Path]:
+    """Files that would be read as learned tokens of `target`, which has its `own` ones."""
+    found = [path for path in learned_tokens_beside(target) if path not in own]
+    return [path for path in found if not own or path.name.startswith(f"{target.stem}.embedding-")]
 
 
 def _of_others(weights: LoraWeights, names: Names) -> list[Problem]:

@@ -6,6 +6,7 @@ import errno
 import glob
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +31,7 @@ from lora_trainer.export.weights import AdapterWeights, LoraPair, LoraWeights, c
 
 ONE_ENCODER_SLOT = "string_to_param.*"  # a token's name inside a file, of one text encoder
 MOST_CONFIG_BYTES = 1 << 20
+TensorsAndHeader = tuple[Mapping[str, Tensor], Mapping[str, str]]
 PEFT_CONFIG = "adapter_config.json"  # peft's config beside its file, the only place of alpha
 
 
@@ -115,35 +117,46 @@ def write_learned_tokens(
 ) -> list[Path]:
     """Write each learned token as a file of its own, `NAME.embedding-WORD.safetensors`, as ComfyUI, A1111 and diffusers load it.
 
+    All of them or none. Raises OSError as `write_together`.
+    """
+    files = learned_token_files(folder, name, weights, dtype)
+    write_together(files)
+    return list(files)
+
+
+def learned_token_files(
+    folder: Path, name: str, weights: AdapterWeights, dtype: torch.dtype
+) -> dict[Path, TensorsAndHeader]:
+    """The files of the learned tokens, each with its tensors and header.
+
     The embeddings of the only text encoder are called `emb_params`, others as in the LoRA (`clip_l`, `t5`).
     """
     tokens: dict[str, dict[str, Tensor]] = {}
     for key, tensor in folded(LoraWeights({}, embeddings=weights.embeddings), dtype).embeddings.items():
         token, _, slot = key.partition(".")
         tokens.setdefault(token, {})["emb_params" if slot == ONE_ENCODER_SLOT else slot] = tensor
-    paths: list[Path] = []
-    try:
-        for token, tensors in tokens.items():
-            plain = re.sub(r"[^\w-]", "", token) or "word"
-            path = folder / f"{name}.embedding-{plain}.safetensors"
-            if path in paths:
-                path = folder / f"{name}.embedding-{plain}-{len(paths) + 1}.safetensors"
-            write_tensors(path, tensors, {"name": token, "format": "pt"})
-            paths.append(path)
-    except BaseException:
-        for path in paths:
-            path.unlink(missing_ok=True)
-        raise
-    return paths
+    files: dict[Path, TensorsAndHeader] = {}
+    for token, tensors in tokens.items():
+        plain = re.sub(r"[^\w-]", "", token) or "word"
+        path = folder / f"{name}.embedding-{plain}.safetensors"
+        if path in files:
+            path = folder / f"{name}.embedding-{plain}-{len(files) + 1}.safetensors"
+        files[path] = tensors, {"name": token, "format": "pt"}
+    return files
+
+
+def learned_tokens_beside(path: Path) -> list[Path]:
+    """The files that are read as a LoRA's learned tokens: those of its name, else those of its name without `.diffusers`."""
+    for stem in (path.stem, path.stem.removesuffix(".diffusers")):
+        if found := sorted(path.parent.glob(f"{glob.escape(stem)}.embedding-*.safetensors")):
+            return found
+    return []
 
 
 def read_learned_tokens(path: Path) -> dict[str, Tensor]:
     """The learned tokens beside a LoRA in diffusers' form, as written by `write_learned_tokens`. Raises UsageError."""
-    stems = dict.fromkeys((path.stem, path.stem.removesuffix(".diffusers")))
     found: dict[str, Tensor] = {}
-    for file in (
-        each for stem in stems for each in sorted(path.parent.glob(f"{glob.escape(stem)}.embedding-*.safetensors"))
-    ):
+    for file in learned_tokens_beside(path):
         tensors, metadata = open_tensors(file)
         token = metadata.get("name", file.stem.partition(".embedding-")[2])
         for slot, tensor in tensors.items():
@@ -151,25 +164,31 @@ def read_learned_tokens(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def write_tensors(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str],
-    hold: Callable[[Mapping[str, Tensor]], None] = lambda back: None,
-) -> None:
-    """Write a safetensors file atomically, reading it back before it takes its name; `hold` may refuse what was read.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file atomically, reading it back before it takes its name. Raises OSError as `write_together`."""
+    write_together({path: (tensors, metadata)})
 
-    Raises OSError when the disk refuses, or what is read back differs from what was written.
+
+def write_together(
+    files: Mapping[Path, TensorsAndHeader],
+    check: Callable[[Path, Mapping[str, Tensor]], None] = lambda path, back: None,
+) -> None:
+    """Write safetensors files that belong together. The first takes its name last, and none does before all are whole.
+
+    `check` may refuse what was read back, by raising. Raises OSError when the disk refuses, or what is read back differs
+    from what was written; files that have the names already are unchanged then.
     """
-    with atomic_path(path) as temporary:
-        try:
-            save_file({key: _own(tensor) for key, tensor in tensors.items()}, temporary, metadata=dict(metadata))
-        except SafetensorError as error:  # only its message shows that it is a disk error
-            raise OSError(refusal(error) or errno.EIO, str(error), str(path)) from error
-        back = load_file(temporary)
-        if set(back) != set(tensors) or not all(torch.equal(back[key], tensors[key]) for key in tensors):
-            raise OSError(f"{path.name} reads back differently from what was written")
-        hold(back)
+    with ExitStack() as stack:
+        for path, (tensors, metadata) in files.items():
+            temporary = stack.enter_context(atomic_path(path))
+            try:
+                save_file({key: _own(tensor) for key, tensor in tensors.items()}, temporary, metadata=dict(metadata))
+            except SafetensorError as error:  # only its message shows that it is a disk error
+                raise OSError(refusal(error) or errno.EIO, str(error), str(path)) from error
+            back = load_file(temporary)
+            if set(back) != set(tensors) or not all(torch.equal(back[key], tensors[key]) for key in tensors):
+                raise OSError(f"{path.name} reads back differently from what was written")
+            check(path, back)
 
 
 def _own(tensor: Tensor) -> Tensor:

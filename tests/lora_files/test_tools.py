@@ -191,6 +191,77 @@ def test_learned_tokens_are_carried_on(tmp_path, capsys):
     assert "the learned token zobo with other values" in " ".join(capsys.readouterr().err.split())
 
 
+def lora_with_token(folder: Path, name: str, value: float) -> Path:
+    """A LoRA in kohya's form with the learned token `name`, whose numbers are all `value`."""
+    key = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q"
+    tensors = {
+        f"{key}.lora_down.weight": torch.randn(2, 32),
+        f"{key}.lora_up.weight": torch.randn(32, 2),
+        f"bundle_emb.{name}.string_to_param.*": torch.full((2, 8), value),
+    }
+    path = folder / f"{name}.safetensors"
+    save_file(tensors, path, metadata={"ss_base_model_version": "sd_v1"})
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("broken", ["out.safetensors", "out.embedding-zobo.safetensors"])
+def test_what_fails_to_be_written_leaves_the_old_lora_and_its_learned_tokens(broken, tmp_path, capsys, monkeypatch):
+    old, new, out = tmp_path / "old", tmp_path / "new", tmp_path / "out" / "out.safetensors"
+    for folder, value in ((old, 1.0), (new, 2.0)):
+        folder.mkdir()
+        lora_with_token(folder, "zobo", value)
+    command = ["resize", "--rank", "1", "--to", "diffusers", "--output", str(out), "--overwrite"]
+    assert main([*command, str(old / "zobo.safetensors")]) == 0, capsys.readouterr().err
+    before, true = contents(out.parent), lora_file.save_file
+    assert set(before) == {"out.safetensors", "out.embedding-zobo.safetensors"}
+
+    def full(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+        if path.name.startswith(f".{broken}"[:20]):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        true(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(lora_file, "save_file", full)
+    assert main([*command, str(new / "zobo.safetensors")]) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert contents(out.parent) == before
+    monkeypatch.undo()
+    assert main([*command, str(new / "zobo.safetensors")]) == 0, capsys.readouterr().err
+    assert float(read_adapter_with_tokens(out).embeddings["zobo.string_to_param.*"].max()) == 2.0
+
+
+@pytest.mark.parametrize("to", ["diffusers", "kohya"])
+def test_learned_tokens_that_an_earlier_file_left_are_refused(to, tmp_path, bad_inputs, capsys):
+    """The next program would take them for tokens of the new file."""
+    zobo, out = lora_with_token(tmp_path, "zobo", 1.0), tmp_path / "out.safetensors"
+    assert main(["resize", str(zobo), "--rank", "1", "--to", "diffusers", "--output", str(out)]) == 0
+    before = contents(tmp_path)
+    plain = str(bad_inputs / "sd15.safetensors")
+    command = ["--rank", "2", "--to", to, "--output", str(out), "--overwrite"]
+    assert main(["resize", plain, *command]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "out.embedding-zobo.safetensors would be read as learned tokens of out.safetensors" in error
+    assert contents(tmp_path) == before
+    (tmp_path / "out.embedding-zobo.safetensors").unlink()
+    assert main(["resize", plain, *command]) == 0, capsys.readouterr().err
+    assert not read_adapter_with_tokens(out).embeddings
+
+
+def test_learned_tokens_beside_an_input_are_never_overwritten(tmp_path, capsys):
+    zobo = lora_with_token(tmp_path, "zobo", 1.0)
+    named = tmp_path / "cat.diffusers.safetensors"
+    assert main(["convert", str(zobo), str(named), "--to", "diffusers"]) == 0
+    (tmp_path / "cat.diffusers.embedding-zobo.safetensors").rename(tmp_path / "cat.embedding-zobo.safetensors")
+    before = contents(tmp_path)
+    out = str(tmp_path / "cat.safetensors")
+    assert main(["resize", str(named), "--rank", "1", "--output", out, "--overwrite"]) == 2
+    assert "is a learned token of cat.diffusers.safetensors" in " ".join(capsys.readouterr().err.split())
+    assert contents(tmp_path) == before
+
+
 def test_averages_say_which_they_are(tmp_path, capsys):
     one, two = unet_lora(0), unet_lora(7)
     paths = [files(tmp_path, name, lora)[0] for name, lora in (("one", one), ("two", two))]
@@ -232,13 +303,21 @@ BAD = {
     "a LoRA as base": (["merge", "sd15", "--into", "sd15b", "--output", "o.safetensors"], "a LoRA, no base model"),
     "GGUF": (["merge", "sd15", "--into", "none.gguf", "--output", "o.safetensors"], "there is no model at"),
     "base rank": (["merge", "sd15", "--into", "base", "--rank", "4", "--output", "o.safetensors"], "do not apply"),
+    "inside the base": (
+        ["extract", "base", "words", "--rank", "4", "--output", "words/o.safetensors"],
+        "lies inside words",
+    ),
+    "a new folder inside the base": (
+        ["merge", "sd15", "--into", "words", "--output", "words/unet/new"],
+        "lies inside words",
+    ),
     "over the base": (["merge", "sd15", "--into", "base", "--output", "base", "--overwrite"], "never overwritten"),
     "one file": (["average", "sd15", "--output", "o.safetensors"], "One file has no average"),
     "other ranks": (
         ["average", "sd15", "sd15c", "--of", "parameters", "--output", "o.safetensors"],
         "different ranks or alphas",
     ),
-    "no run": (["average", ".", "--output", "o.safetensors"], "is no run"),
+    "no run": (["average", "words", "--output", "o.safetensors"], "is no run"),
     "steps": (["average", ".", "--steps", "9..3", "--output", "o.safetensors"], "ends before it begins"),
     "extract rank": (["extract", "base", "base", "--rank", "x", "--output", "o.safetensors"], "a whole number"),
     "equal models": (["extract", "base", "base", "--rank", "4", "--output", "o.safetensors"], "have the same"),
@@ -272,12 +351,12 @@ def test_bad_input_is_refused_with_the_reason_and_nothing_is_written(kind, bad_i
     monkeypatch.chdir(bad_inputs)
     arguments, reason = BAD[kind]
     known = {path.stem for path in bad_inputs.glob("*.safetensors")}
-    before = {path: path.read_bytes() for path in bad_inputs.iterdir() if path.is_file()}
+    before = {path: path.read_bytes() for path in bad_inputs.rglob("*") if path.is_file()}
     assert main([f"{each}.safetensors" if each in known else each for each in arguments]) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert reason in error
     assert "Traceback" not in error
-    assert {path: path.read_bytes() for path in bad_inputs.iterdir() if path.is_file()} == before
+    assert {path: path.read_bytes() for path in bad_inputs.rglob("*") if path.is_file()} == before
 
 
 def test_all_problems_are_listed_at_once(bad_inputs, capsys, monkeypatch):

@@ -57,6 +57,18 @@ def test_a_runs_checkpoints_are_averaged(bench: Bench, capsys: pytest.CaptureFix
         "of": "parameters",
         "steps": [2, 3, 4],
     }
+    inside = (
+        "checkpoints/step-000002/adapter.safetensors",
+        "run.safetensors",
+        "new.safetensors",
+        "checkpoints/x.safetensors",
+    )
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for name in inside:  # by either name of the run, nothing is written into it
+        for read in (folder, folder / "checkpoints"):
+            assert main(["average", str(read), "--output", str(folder / name), "--overwrite"]) == 2, name
+            assert "lies inside" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert main([*command, "--overwrite"]) == 0
     assert "of 4 checkpoints (steps 1, 2, 3, 4)" in " ".join(capsys.readouterr().err.split())
     assert main([*command, "--overwrite", "--steps", "4.."]) == 2
