@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,21 +58,23 @@ def average_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
 
     def write() -> Made:
         from lora_trainer.lora_files.combining import average_of_parameters, combine
-        from lora_trainer.lora_files.lora_inputs import common_header, origin_of, write_made
+        from lora_trainer.lora_files.lora_inputs import common_header, origin_of, with_weight, write_made
         from lora_trainer.lora_files.low_rank import RankLimits
 
-        loras = [each.weights for each in inputs]
+        used, shares, notes = with_weight(inputs, weights)
+        loras = [each.weights for each in used]
         if arguments.of == PARAMETERS:
-            combined = average_of_parameters([path.name for path in paths], loras, weights)
+            combined = average_of_parameters([each.path.name for each in used], loras, shares)
         else:
-            combined = combine(loras, weights, None if rank is None else RankLimits(rank=rank))
-        details = {"weights": weights, "of": arguments.of or UPDATES, "rank": rank}
-        header = common_header(inputs) | origin_of("average", inputs, **details)
-        return write_made(combined, inputs[0].file, header, target)
+            combined = combine(loras, shares, None if rank is None else RankLimits(rank=rank))
+        details = {"weights": shares, "of": arguments.of or UPDATES, "rank": rank}
+        header = common_header(used) | origin_of("average", used, **details)
+        made = write_made(combined, used[0].file, header, target)
+        return replace(made, notes=(*notes, *made.notes))
 
     made = written(target.path, write)
     report_made(made, arguments.json, table=rank is not None, of=arguments.of or UPDATES, weights=weights)
-    _say(made, arguments.of or UPDATES, counted(len(paths), "file"))
+    _say(made, arguments.of or UPDATES, counted(sum(map(bool, weights)), "file"))
     return DONE
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,7 @@ def merge_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     inputs = read_all(paths, problems)
     made = written(target.path, lambda: _merge(inputs, weights, keep, target))
     largest = f"largest error {made.worst.error:.1e} of an update ({made.worst.name})"
-    say(f"{counted(len(paths), 'LoRA')} merged, {counted(len(made.layers), 'module')}: {largest}")
+    say(f"{counted(sum(map(bool, weights)), 'LoRA')} merged, {counted(len(made.layers), 'module')}: {largest}")
     report_made(made, arguments.json, table=keep is not None, weights=weights)
     return DONE
 
@@ -94,8 +95,16 @@ def read_all(paths: list[Path], problems: list[Problem]) -> list[LoraInput]:
 
 def _merge(inputs: list[LoraInput], weights: list[float], keep: RankLimits | None, target: LoraTarget) -> Made:
     from lora_trainer.lora_files.combining import combine
-    from lora_trainer.lora_files.lora_inputs import MERGED_FROM, common_header, origin_of, trigger_words, write_made
+    from lora_trainer.lora_files.lora_inputs import (
+        MERGED_FROM,
+        common_header,
+        origin_of,
+        trigger_words,
+        with_weight,
+        write_made,
+    )
 
+    inputs, weights, notes = with_weight(inputs, weights)
     combined = combine([each.weights for each in inputs], weights, keep)
     header = {
         **common_header(inputs),
@@ -103,7 +112,8 @@ def _merge(inputs: list[LoraInput], weights: list[float], keep: RankLimits | Non
         MERGED_FROM: ", ".join(each.path.name for each in inputs),
         **origin_of("merge", inputs, weights=weights),
     }
-    return write_made(combined, inputs[0].file, header, target)
+    made = write_made(combined, inputs[0].file, header, target)
+    return replace(made, notes=(*notes, *made.notes))
 
 
 def _into(
@@ -130,6 +140,8 @@ def _into(
     inputs = read_all(paths, problems)
     made = written(target, lambda: merge_into(base, inputs, weights, target))
     rounding = f"rounding to its types changes a layer's update by {made.worst.error:.1e} at most ({made.worst.name})"
-    say(f"{counted(len(paths), 'LoRA')} merged into {base.name}, {counted(len(made.layers), 'layer')}: {rounding}")
+    say(
+        f"{counted(sum(map(bool, weights)), 'LoRA')} merged into {base.name}, {counted(len(made.layers), 'layer')}: {rounding}"
+    )
     report_made(made, arguments.json, table=False, weights=weights)
     return DONE

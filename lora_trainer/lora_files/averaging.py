@@ -44,7 +44,7 @@ def checkpoints_in(folder: Path, first: int = 0, last: int | None = None) -> lis
     if len(found) < 2:
         steps = ", ".join(str(step_of(path)) for path in every) or "none"
         message = f"{place} holds {counted(len(found), 'checkpoint')} to average (all steps: {steps})."
-        raise UsageError(Problem(message, "RankLimits more with checkpoint.keep_last, or widen --steps."))
+        raise UsageError(Problem(message, "Keep more with checkpoint.keep_last, or widen --steps."))
     return found
 
 

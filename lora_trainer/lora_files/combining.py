@@ -35,7 +35,12 @@ def combine(loras: Sequence[LoraWeights], weights: Sequence[float], keep: RankLi
         for name, pair in scaled(lora.modules, weight).items() if weight else ():
             parts.setdefault(name, []).append(pair)
     exact = {name: joined(pairs) for name, pairs in parts.items()}
-    tokens = {word: tensor for lora in loras for word, tensor in lora.embeddings.items()}
+    tokens = {
+        word: tensor
+        for lora, weight in zip(loras, weights, strict=True)
+        if weight
+        for word, tensor in lora.embeddings.items()
+    }
     whole = LoraWeights(exact, embeddings=tokens, family=next((lora.family for lora in loras if lora.family), None))
     if keep is None:
         return Combined(whole, tuple(LayerRow(name, pair.rank, pair.rank) for name, pair in exact.items()), exact)

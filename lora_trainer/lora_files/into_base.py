@@ -26,7 +26,7 @@ from lora_trainer.core.tensorfile import METADATA, hash_of_tensors, read_tensor_
 from lora_trainer.export.tensor_file import DTYPES
 from lora_trainer.export.weights import LayerUpdate
 from lora_trainer.lora_files.base_layers import BaseLayers, misfits_of, read_base, refuse_unwritable
-from lora_trainer.lora_files.lora_inputs import MERGED_FROM, ORIGIN, LoraInput, Made
+from lora_trainer.lora_files.lora_inputs import MERGED_FROM, ORIGIN, LoraInput, Made, with_weight
 from lora_trainer.lora_files.low_rank import LayerRow
 from lora_trainer.models.folder import files_of_part
 from lora_trainer.models.places import Place
@@ -95,6 +95,7 @@ def merge_into(base: Path, inputs: Sequence[LoraInput], weights: Sequence[float]
     Raises UsageError with all problems before anything is written, and for a result that its types cannot hold.
     """
     layers = read_base(base, "--into")
+    inputs, weights, notes = with_weight(inputs, weights)
     problems = [problem for each in inputs for problem in misfits_of(each.path.name, each.weights, layers)]
     modules = sorted({name for each in inputs for name in each.weights.modules})
     problems += refuse_unwritable(layers, modules)
@@ -106,7 +107,7 @@ def merge_into(base: Path, inputs: Sequence[LoraInput], weights: Sequence[float]
             name: [
                 (weight, each.weights.modules[name])
                 for each, weight in zip(inputs, weights, strict=True)
-                if weight and name in each.weights.modules
+                if name in each.weights.modules
             ]
             for name in modules
         }
@@ -122,7 +123,7 @@ def merge_into(base: Path, inputs: Sequence[LoraInput], weights: Sequence[float]
         with atomic_path(target) as temporary:
             _file(base, temporary, {name: layers.weights[name] for name in merging.changes}, merging, origin)
             _refuse_broken(merging)
-    return Made((target,), tuple(merging.layers), tuple(_notes(layers, merging, inputs)))
+    return Made((target,), tuple(merging.layers), (*notes, *_notes(layers, merging, inputs)))
 
 
 def _file(source: Path, target: Path, places: Mapping[str, Place], merging: Merging, origin: Mapping[str, str]) -> None:
@@ -193,7 +194,7 @@ def _refuse_full_disk(base: Path, target: Path) -> None:
 
 def _notes(base: BaseLayers, merging: Merging, inputs: Sequence[LoraInput]) -> Iterator[str]:
     if any(each.weights.embeddings for each in inputs):
-        yield "learned tokens are not merged: a base model has no place for them. RankLimits their files."
+        yield "learned tokens are not merged: a base model has no place for them. Keep their files."
     coarse = [layer for layer in merging.layers if layer.error > COARSE]
     if coarse:
         worst = max(coarse, key=lambda layer: layer.error)

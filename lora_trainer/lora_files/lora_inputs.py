@@ -119,6 +119,16 @@ def differences(inputs: Sequence[LoraInput]) -> list[Problem]:
     return problems
 
 
+def with_weight(
+    inputs: Sequence[LoraInput], weights: Sequence[float]
+) -> tuple[list[LoraInput], list[float], tuple[str, ...]]:
+    """The files whose weight is not 0, their weights, and a note on the others: these give neither layers nor learned tokens."""
+    used = [(each, weight) for each, weight in zip(inputs, weights, strict=True) if weight]
+    others = [each.path.name for each, weight in zip(inputs, weights, strict=True) if not weight]
+    notes = (f"left out, with weight 0: {', '.join(others)}",) if others else ()
+    return [each for each, _ in used], [weight for _, weight in used], notes
+
+
 def common_header(inputs: Sequence[LoraInput]) -> dict[str, str]:
     """The header entries that all files share; of one file, all of them."""
     first, *others = (each.weights.metadata for each in inputs)

@@ -161,6 +161,17 @@ def test_several_loras_are_merged_into_a_bare_transformer_at_once(tmp_path, caps
     assert main(command) == 0, capsys.readouterr().err
     found = load_file(merged)
     assert all(torch.allclose(found[name], each, atol=1e-6) for name, each in tensors.items())
+    first = dict(list(lora.modules.items())[:1])
+    less, _ = written_lora(tmp_path, LoraWeights(first), "flux", "less")
+    outputs = [tmp_path / "alone.safetensors", tmp_path / "with.safetensors"]
+    into = ["--into", str(base), "--output"]
+    assert main(["merge", str(less), *into, str(outputs[0])]) == 0, capsys.readouterr().err
+    # `one` alone has most of these layers, and its weight is 0.
+    assert main(["merge", str(one), str(less), "--weights", "0", "1", *into, str(outputs[1])]) == 0
+    assert "left out, with weight 0: one.safetensors" in " ".join(capsys.readouterr().err.split())
+    alone, with_none = map(load_file, outputs)
+    assert all(torch.equal(each, with_none[name]) for name, each in alone.items())
+    assert sum(not torch.equal(each, tensors[name]) for name, each in alone.items()) == 1
     text, _ = written_lora(tmp_path, whole, "flux", "text")
     assert main(["merge", str(text), "--into", str(base), "--output", str(tmp_path / "x.safetensors")]) == 2
     assert "text_encoder, which base.safetensors does not hold" in " ".join(capsys.readouterr().err.split())

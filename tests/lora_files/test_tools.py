@@ -283,6 +283,34 @@ def test_averages_say_which_they_are(tmp_path, capsys):
         assert torch.allclose(each.delta(), mean.delta(), rtol=1e-4, atol=1e-5)
 
 
+def test_a_file_of_weight_0_gives_nothing(tmp_path, bad_inputs, capsys):
+    """Neither its learned tokens nor its trigger words, and the result is that of the others alone."""
+    cat, zobo, out = (
+        bad_inputs / "sd15.safetensors",
+        lora_with_token(tmp_path, "zobo", 1.0),
+        tmp_path / "out.safetensors",
+    )
+    more = ["--output", str(out), "--overwrite"]
+    for command in (["merge"], ["average"], ["average", "--of", "parameters"]):
+        assert main([*command, str(zobo), str(cat), "--weights", "0", "1", *more]) == 0, capsys.readouterr().err
+        assert "left out, with weight 0: zobo.safetensors" in " ".join(capsys.readouterr().err.split())
+        found = read_adapter_with_tokens(out)
+        assert not found.embeddings
+        assert_updates(out, {name: each.delta() for name, each in read_lora(cat).modules.items()})
+        assert [each["name"] for each in json.loads(header_of(out)["lora_trainer.origin"])["files"]] == [cat.name]
+
+
+def test_a_base_model_takes_no_learned_tokens_which_a_note_says(tmp_path, bad_inputs, capsys):
+    name = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+    lora, _ = files(tmp_path, "cat", LoraWeights({name: pair(32, 32, 2, 1)}))
+    tensors = {**load_file(lora), "bundle_emb.zobo.string_to_param.*": torch.ones(2, 8)}
+    save_file(tensors, lora, metadata=header_of(Path(lora)))
+    out = tmp_path / "out.safetensors"
+    assert main(["merge", lora, "--into", str(bad_inputs / "base.safetensors"), "--output", str(out)]) == 0
+    error = " ".join(capsys.readouterr().err.split())
+    assert "learned tokens are not merged: a base model has no place for them. Keep their files." in error
+
+
 BAD = {
     "two families": (["merge", "sd15", "sdxl", "--output", "o.safetensors"], "for 2 families of models"),
     "other sizes": (["merge", "sd15", "wide", "--output", "o.safetensors"], "2 layers of other sizes than sd15"),

@@ -72,7 +72,9 @@ def test_a_runs_checkpoints_are_averaged(bench: Bench, capsys: pytest.CaptureFix
     assert main([*command, "--overwrite"]) == 0
     assert "of 4 checkpoints (steps 1, 2, 3, 4)" in " ".join(capsys.readouterr().err.split())
     assert main([*command, "--overwrite", "--steps", "4.."]) == 2
-    assert "holds 1 checkpoint" in capsys.readouterr().err
+    error = " ".join(capsys.readouterr().err.split())
+    assert "holds 1 checkpoint" in error
+    assert "Keep more with checkpoint.keep_last, or widen --steps." in error
     damaged = folder / "checkpoints" / "step-000003" / "adapter.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-9])
     assert main([*command, "--overwrite"]) == 2
