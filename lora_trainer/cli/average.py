@@ -54,7 +54,7 @@ def average_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     if is_run:
         return _run(arguments, paths[0], decay, target, problems)
     weights = _weights(arguments.weights, decay, len(paths), problems)
-    inputs = read_all(paths, problems)
+    inputs = read_all(paths, problems, arguments.family)
 
     def write() -> Made:
         from lora_trainer.lora_files.combining import average_of_parameters, combine
@@ -115,6 +115,7 @@ def _run(
     arguments: argparse.Namespace, named: Path, decay: float | None, target: LoraTarget, problems: list[Problem]
 ) -> int:
     from lora_trainer.core.errors import gathering
+    from lora_trainer.export.metadata import EMA_DECAY, SWA_START
     from lora_trainer.lora_files.averaging import ema_weights, parse_steps
     from lora_trainer.lora_files.lora_inputs import origin_of, write_made
     from lora_trainer.run.average_run import average_run
@@ -127,7 +128,9 @@ def _run(
         raise UsageError(problems)
     found = average_run(named, steps, lambda count: ema_weights(count, decay or 1.0))
     details = {"run": found.name, "steps": list(found.steps), "decay": decay, "of": PARAMETERS}
-    header = {**found.like.weights.metadata, "ss_steps": str(max(found.steps)), **origin_of("average", [], **details)}
+    # Of the run's own average: that of this file is in its origin.
+    entries = {key: each for key, each in found.like.weights.metadata.items() if key not in (EMA_DECAY, SWA_START)}
+    header = {**entries, "ss_steps": str(max(found.steps)), **origin_of("average", [], **details)}
     made = written(target.path, lambda: write_made(found.combined, found.like, header, target))
     report_made(made, arguments.json, table=False, of=PARAMETERS, steps=list(found.steps))
     _say(made, PARAMETERS, f"{counted(len(found.steps), 'checkpoint')} (steps {', '.join(map(str, found.steps))})")

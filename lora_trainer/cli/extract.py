@@ -27,7 +27,7 @@ def add_extract_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "cut numbers off at this quantile, as sd-scripts does with 0.99 (default: off, which is exact)"
     parser.add_argument("--clamp-quantile", metavar="Q", help=text)
-    add_output_arguments(parser)
+    add_output_arguments(parser, to="kohya", dtype="fp16", reads=False)
 
 
 def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
@@ -38,7 +38,7 @@ def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     from lora_trainer.export.weights import LoraWeights
     from lora_trainer.lora_files.extraction import extract
     from lora_trainer.lora_files.lora_inputs import MERGED_FROM, origin_of, write_made
-    from lora_trainer.lora_files.low_rank import RankLimits
+    from lora_trainer.lora_files.low_rank import RankLimits, below_share
 
     problems, base, tuned = list(unknown), Path(arguments.base), Path(arguments.tuned)
     rank = number(arguments, "rank", int, lambda value: 1 <= value <= MOST_RANK, problems)
@@ -48,13 +48,14 @@ def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     if problems:
         raise UsageError(problems)
     assert rank is not None
-    found = extract(base, tuned, RankLimits(rank, frobenius=share), rank, clamp)
+    limits_of_rank = RankLimits(rank, frobenius=share)
+    found = extract(base, tuned, limits_of_rank, rank, clamp)
     limits = {"rank": rank, "frobenius": share, "clamp_quantile": clamp, "base": base.name, "tuned": tuned.name}
     header = {**origin_of("extract", [], **limits), MERGED_FROM: f"{tuned.name} - {base.name}"}
     like = SourceFile(LoraWeights({}, family=found.family), "kohya")
     target = replace(target, dtype=target.dtype or torch.float16)
     made = written(target.path, lambda: write_made(found.combined, like, header, target))
-    made = replace(made, notes=(*found.notes, *made.notes))
+    made = replace(made, notes=(*found.notes, *below_share(made.layers, limits_of_rank), *made.notes))
     report_made(made, arguments.json, components=list(found.components), unchanged=found.unchanged)
     say(
         f"{counted(len(made.layers), 'layer')} of {', '.join(found.components)}; {found.unchanged} without a difference"

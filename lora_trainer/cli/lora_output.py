@@ -27,12 +27,19 @@ NAME = 58  # columns of a layer's name in the table
 T = TypeVar("T")
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a command that writes one LoRA file."""
+def add_output_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    to: str = "the first file's",
+    dtype: str = "the first file's",
+    reads: bool = True,
+) -> None:
+    """The arguments of a command that writes one LoRA file, with its defaults in words; `reads`: it reads LoRA files."""
     parser.add_argument("--output", metavar="OUT", required=True, help="the file to write, ending in .safetensors")
-    parser.add_argument("--to", metavar="|".join(FORMS), help="the format to write (default: the first file's)")
-    parser.add_argument("--dtype", metavar="|".join(DTYPES), help="type of the weights (default: the first file's)")
-    parser.add_argument("--family", metavar="FAMILY", help="model family, if the files do not say it")
+    parser.add_argument("--to", metavar="|".join(FORMS), help=f"the format to write (default: {to})")
+    parser.add_argument("--dtype", metavar="|".join(DTYPES), help=f"type of the weights (default: {dtype})")
+    if reads:
+        parser.add_argument("--family", metavar="FAMILY", help="model family, if the files do not say it")
     parser.add_argument("--overwrite", action="store_true", help="overwrite OUT")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout, with a row for each layer")
 
@@ -90,13 +97,15 @@ def target_of(arguments: argparse.Namespace, inputs: Sequence[Path], problems: l
     from lora_trainer.models import FAMILIES
 
     for flag, known in (("to", FORMS), ("dtype", DTYPES), ("family", tuple(FAMILIES))):
-        value = getattr(arguments, flag)
+        value = getattr(arguments, flag, None)
         if value is not None and value not in known:
             problems.append(Problem(f"--{flag} {value} is not known.", f"One of: {', '.join(known)}."))
     path = Path(arguments.output)
     problems += output_problems(path, inputs, overwrite=arguments.overwrite)
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-    return LoraTarget(path, inputs[0], arguments.to, dtypes.get(arguments.dtype or ""), arguments.family)
+    return LoraTarget(
+        path, inputs[0], arguments.to, dtypes.get(arguments.dtype or ""), getattr(arguments, "family", None)
+    )
 
 
 def output_problems(path: Path, inputs: Sequence[Path], *, overwrite: bool) -> list[Problem]:

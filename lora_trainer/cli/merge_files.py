@@ -52,7 +52,7 @@ def merge_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if arguments.into is not None:
         return _into(arguments, paths, weights, keep is not None, problems)
     target = target_of(arguments, paths, problems)
-    inputs = read_all(paths, problems)
+    inputs = read_all(paths, problems, arguments.family)
     made = written(target.path, lambda: _merge(inputs, weights, keep, target))
     largest = f"largest error {made.worst.error:.1e} of an update ({made.worst.name})"
     say(f"{counted(sum(map(bool, weights)), 'LoRA')} merged, {counted(len(made.layers), 'module')}: {largest}")
@@ -80,14 +80,18 @@ def weights_of(texts: list[str] | None, count: int, problems: list[Problem]) -> 
     return found
 
 
-def read_all(paths: list[Path], problems: list[Problem]) -> list[LoraInput]:
-    """The LoRA files. Raises UsageError with their problems and those of the arguments."""
+def read_all(paths: list[Path], problems: list[Problem], family: str | None) -> list[LoraInput]:
+    """The LoRA files, for `family` where the user names one. Raises UsageError with their problems and those of the arguments."""
     from lora_trainer.core.errors import gathering
     from lora_trainer.lora_files.lora_inputs import read_inputs
+    from lora_trainer.models import FAMILIES
+    from lora_trainer.models.lora_names import wrong_family
 
     inputs: list[LoraInput] = []
     with gathering(problems):
         inputs = read_inputs(paths)
+    if family in FAMILIES:  # another name is among the problems
+        problems += [problem for each in inputs for problem in wrong_family(each.path, each.weights, family)]
     if problems:
         raise UsageError(problems)
     return inputs
@@ -103,6 +107,7 @@ def _merge(inputs: list[LoraInput], weights: list[float], keep: RankLimits | Non
         with_weight,
         write_made,
     )
+    from lora_trainer.lora_files.low_rank import below_share
 
     inputs, weights, notes = with_weight(inputs, weights)
     combined = combine([each.weights for each in inputs], weights, keep)
@@ -113,6 +118,7 @@ def _merge(inputs: list[LoraInput], weights: list[float], keep: RankLimits | Non
         **origin_of("merge", inputs, weights=weights),
     }
     made = write_made(combined, inputs[0].file, header, target)
+    notes += () if keep is None else below_share(made.layers, keep)
     return replace(made, notes=(*notes, *made.notes))
 
 
@@ -137,7 +143,7 @@ def _into(
         problems.append(Problem(f"{target} exists already, and a folder is never overwritten.", "Name another folder."))
     else:
         problems += inside_problems(target, [base])
-    inputs = read_all(paths, problems)
+    inputs = read_all(paths, problems, arguments.family)
     made = written(target, lambda: merge_into(base, inputs, weights, target))
     rounding = f"rounding to its types changes a layer's update by {made.worst.error:.1e} at most ({made.worst.name})"
     say(

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "examples:\n  lora-trainer resize cat.safetensors --rank 8 --output cat-8.safetensors\n"
     "  lora-trainer resize cat.safetensors --frobenius 0.95 --rank 32 \\\n    --output cat-small.safetensors\n\n"
-    "Each layer gets the lowest rank that satisfies every limit.\nThe format stays that of IN.\n"
+    "Each limit gives every layer a rank; the layer gets the smallest of them.\n"
+    "So --rank and --ratio may keep less than --energy or --frobenius asks for:\n"
+    "the number of these layers is printed.\nThe format stays that of IN.\n"
 )
 
 
@@ -43,7 +45,7 @@ def resize_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
     if keep is None and len(problems) == wrong:
         problems.append(Problem("resize needs a limit.", "Add --rank, --energy, --frobenius or --ratio."))
     target = target_of(arguments, [path], problems)
-    (source,) = read_all([path], problems)
+    (source,) = read_all([path], problems, arguments.family)
     assert keep is not None
     highest = max((pair.rank for pair in source.weights.modules.values()), default=0)
     made = written(target.path, lambda: _resize(source, keep, target))
@@ -58,13 +60,15 @@ def resize_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
 
 
 def _resize(source: LoraInput, keep: RankLimits, target: LoraTarget) -> Made:
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from lora_trainer.lora_files.combining import combine
     from lora_trainer.lora_files.lora_inputs import common_header, origin_of, with_comment, write_made
+    from lora_trainer.lora_files.low_rank import below_share
 
     combined = combine([source.weights], [1.0], keep)
     limits = {key: value for key, value in asdict(keep).items() if value is not None}
     words = ", ".join(f"{key} {value:g}" for key, value in limits.items())
     header = with_comment(common_header([source]), f"resized to {words}") | origin_of("resize", [source], **limits)
-    return write_made(combined, source.file, header, target)
+    made = write_made(combined, source.file, header, target)
+    return replace(made, notes=(*below_share(made.layers, keep), *made.notes))

@@ -19,7 +19,7 @@ from lora_trainer.export.earlier import EARLIER, Earlier, earlier_of, remembered
 from lora_trainer.export.keys import KOHYA_ALPHA
 from lora_trainer.export.layout import Names
 from lora_trainer.export.lora_file import TensorsAndHeader, learned_token_files, learned_tokens_beside, write_together
-from lora_trainer.export.metadata import with_hashes
+from lora_trainer.export.metadata import HASH, with_hashes
 from lora_trainer.export.reading import only_lora, some, values, weights_of
 from lora_trainer.export.weights import LayerUpdate, LoraPair, LoraWeights, product_norm
 
@@ -33,6 +33,7 @@ OF_ONE_FORM = (
     kohya_form.FUSED_RANKS,
     "sshs_model_hash",
     "sshs_legacy_hash",
+    HASH,
 )
 
 

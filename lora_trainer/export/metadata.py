@@ -19,6 +19,8 @@ from lora_trainer.export.keys import BASE_FORM, OWN_VERSION, T5_TOKENS, WITHOUT
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate
 
 PLAIN_TOKENS = 75  # the default, which programs do not record
+EMA_DECAY, SWA_START = "lora_trainer.ema_decay", "lora_trainer.swa_start"
+HASH = "modelspec.hash_sha256"  # of all tensors' bytes
 LEGACY_FROM, LEGACY_BYTES = 0x100000, 0x10000
 
 
@@ -152,7 +154,7 @@ def header(facts: TrainingFacts, weights: AdapterWeights) -> dict[str, str]:
         OWN_VERSION: facts.version,
         "lora_trainer.alpha": facts.alpha,
         "lora_trainer.text_encoder_alpha": facts.text_alpha if texts else None,
-        "lora_trainer.ema_decay": facts.ema_decay,
+        EMA_DECAY: facts.ema_decay,
         "lora_trainer.validation_images": facts.validation_images,
     }
     if facts.base_form:
@@ -162,7 +164,7 @@ def header(facts: TrainingFacts, weights: AdapterWeights) -> dict[str, str]:
     if facts.t5_tokens is not None:
         values[T5_TOKENS] = facts.t5_tokens
     if facts.swa_start is not None:
-        values["lora_trainer.swa_start"] = facts.swa_start
+        values[SWA_START] = facts.swa_start
     if facts.without_t5:
         values[WITHOUT] = True
     # kohya writes Python's own text of each value, and its readers look for "None", "True" and "False".

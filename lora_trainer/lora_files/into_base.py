@@ -23,6 +23,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.io import atomic_path, flush_file, flush_folder
 from lora_trainer.core.tensorfile import METADATA, hash_of_tensors, read_tensor_header, rewrite_tensors
+from lora_trainer.export.metadata import HASH
 from lora_trainer.export.tensor_file import DTYPES
 from lora_trainer.export.weights import LayerUpdate
 from lora_trainer.lora_files.base_layers import BaseLayers, misfits_of, read_base, refuse_unwritable
@@ -31,7 +32,6 @@ from lora_trainer.lora_files.low_rank import LayerRow
 from lora_trainer.models.folder import files_of_part
 from lora_trainer.models.places import Place
 
-HASH = "modelspec.hash_sha256"
 OF_OTHER_TENSORS = ("sshs_model_hash", "sshs_legacy_hash", HASH)  # header entries that a changed tensor makes wrong
 COARSE = 0.1  # error of a layer from which users are warned
 ROOM = 1 << 26  # bytes beside the files themselves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,13 @@ ORIGIN = "lora_trainer.origin"  # header: the command that made a file, and the 
 MERGED_FROM, COMMENT = "modelspec.merged_from", "ss_training_comment"
 BASE_VERSION = ("ss_base_model_version", "ss_v2")
 TRIGGER = "modelspec.trigger_phrase"
+MODULE, ARGUMENTS = "ss_network_module", "ss_network_args"
+PLAIN_LORA = "networks.lora"  # sd-scripts' modules of plain LoRAs begin so: `networks.lora_flux`
+# Network arguments on ranks, alphas and the kind, which a tool changes, of sd-scripts, LyCORIS and this program.
+OF_OTHER_WEIGHTS = re.compile(
+    r"(conv_|text_encoder_|conv_block_|block_)(dims?|alphas?)|algo|factor|decompose_both|use_tucker|use_cp|full_matrix"
+    r"|dora_wd|wd_on_output|alpha_folded|rank_stabilized|rs_lora|use_scalar"
+)
 
 
 @dataclass(frozen=True)
@@ -167,13 +175,25 @@ def _described(header: Mapping[str, str], made: Combined, path: Path) -> dict[st
     most: Any = Counter((pair.rank, pair.alpha) for pair in denoiser).most_common(1)
     rank, alpha = most[0][0] if most else (0, 0.0)
     return {
-        "ss_network_module": "networks.lora",
         **header,
+        **_network(header),
         "ss_network_dim": str(rank),
         "ss_network_alpha": str(alpha),
         "ss_output_name": path.stem,
         "modelspec.title": path.stem,
     }
+
+
+def _network(header: Mapping[str, str]) -> dict[str, str]:
+    """The entries on the kind of a plain LoRA: the network's module, and those of its arguments that still hold."""
+    module = header.get(MODULE, "")
+    entries = {MODULE: module if module.startswith(PLAIN_LORA) else PLAIN_LORA}
+    try:
+        arguments = json.loads(header.get(ARGUMENTS, "{}"))
+        kept = {key: each for key, each in arguments.items() if not OF_OTHER_WEIGHTS.fullmatch(key)}
+    except (ValueError, AttributeError, RecursionError):  # another program's
+        return entries
+    return {**entries, ARGUMENTS: json.dumps(kept, sort_keys=True)} if ARGUMENTS in header else entries
 
 
 def usual_dtype(weights: LoraWeights) -> torch.dtype:

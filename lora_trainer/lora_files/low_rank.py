@@ -24,7 +24,7 @@ SEED = 0  # of its draws, so that the same files give the same LoRA
 
 @dataclass(frozen=True)
 class RankLimits:
-    """Which singular directions of a layer stay: the fewest that satisfy every limit that is set, at least one.
+    """How many singular directions of a layer stay: each limit that is set gives a number, and the smallest counts; at least 1.
 
     `rank` is the most. `energy` is the share of the sum of squares of the singular values, `frobenius` the share of its
     square root (energy = frobenius²), and `ratio` the largest singular value over the smallest that stays.
@@ -60,6 +60,15 @@ class LayerRow:
     rank: int
     kept: float = 1.0
     error: float = 0.0
+
+
+def below_share(layers: Sequence[LayerRow], keep: RankLimits) -> tuple[str, ...]:
+    """A note on the layers that keep less of their norm than `energy` or `frobenius` asks for, since another limit is lower."""
+    share = max(math.sqrt(keep.energy or 0.0), keep.frobenius or 0.0)
+    count = sum(layer.kept < share - 1e-6 for layer in layers)
+    if not count:
+        return ()
+    return (f"{count} of {len(layers)} layers keep less than {share:.2%} of their norm: --rank or --ratio limits them",)
 
 
 def sharing(modules: Mapping[str, LoraPair]) -> list[list[str]]:

@@ -117,7 +117,10 @@ def _written(file: SourceFile, target: Path, to: Form, names: Names, dtype: torc
 
 
 def names_for(path: Path, weights: LoraWeights, family: str | None, numbered: bool) -> Names:
-    """The names of a LoRA's family, `path` for messages. Raises UsageError where neither the file nor the user names it."""
+    """The names of a LoRA's family, `path` for messages. Raises UsageError where neither the file nor the user names it, or both
+    do and contradict each other."""
+    if problems := wrong_family(path, weights, family):
+        raise UsageError(problems)
     if known := family or weights.family:
         return names_of(FAMILIES[known])
     components = {module.partition(".")[0] for module in weights.modules}
@@ -127,6 +130,15 @@ def names_for(path: Path, weights: LoraWeights, family: str | None, numbered: bo
             return names
     message = f"{path.name} does not tell which family of models it is for."
     raise UsageError(Problem(message, f"Name it: --family {'|'.join(FAMILIES)}."))
+
+
+def wrong_family(path: Path, weights: AdapterWeights, family: str | None) -> list[Problem]:
+    """Why a file cannot be of the family that the user names: its names, header or shapes identify another one."""
+    found = weights.family
+    if not family or not found or found in (family, FAMILIES[family].lora_files.like):
+        return []
+    message = f"--family is {family}, but {path.name} is for {found}."
+    return [Problem(message, f"Remove --family, or use a file for {family}.")]
 
 
 def _with_base(weights: LoraWeights, family: str) -> LoraWeights:

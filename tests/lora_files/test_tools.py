@@ -117,9 +117,16 @@ def test_a_resized_file_keeps_its_format_and_header_and_says_what_was_kept(tmp_p
     changed = {key for key in {*before, *after} if before.get(key) != after.get(key)}
     assert changed == {
         *("ss_network_dim", "ss_network_alpha", "ss_output_name", "modelspec.title", "ss_training_comment"),
-        *("lora_trainer.origin", "sshs_model_hash"),  # the other hash is of bytes after the first 1 MB
+        *(
+            "lora_trainer.origin",
+            "ss_network_args",
+            "sshs_model_hash",
+        ),  # the other hash is of bytes after the first 1 MB
     }
     assert (after["ss_network_dim"], after["ss_network_alpha"]) == ("3", "3.0")
+    assert set(json.loads(before["ss_network_args"])) - set(json.loads(after["ss_network_args"])) == {
+        *("algo", "alpha_folded", "text_encoder_dim", "text_encoder_alpha")
+    }
     assert after["ss_training_comment"].startswith("resized to rank 3")
     assert {each.dtype for key, each in load_file(out).items() if not key.endswith(".alpha")} == {torch.float16}
     assert out.stat().st_size < Path(source).stat().st_size
@@ -134,6 +141,67 @@ def test_a_resized_file_keeps_its_format_and_header_and_says_what_was_kept(tmp_p
         assert rows[name]["error"] == pytest.approx((1 - kept**2) ** 0.5, abs=2e-3)
     alphas = {float(each) for key, each in load_file(out).items() if key.endswith(".alpha") and "unet" in key}
     assert len(alphas) == 1  # diffusers takes the commonest alpha for all layers of kohya's form
+
+
+STALE = {"conv_dim": "8", "conv_alpha": "4", "loraplus_lr_ratio": "16"}
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "expected"),
+    [
+        ("lycoris.kohya", json.dumps(STALE), ("networks.lora", '{"loraplus_lr_ratio": "16"}')),
+        ("networks.lora_flux", "None", ("networks.lora_flux", "None")),
+        (None, None, ("networks.lora", None)),
+    ],
+)
+@pytest.mark.parametrize(
+    "command", [["resize", "--rank", "2", "IN", "--output"], ["merge", "IN", "IN", "--output"], ["convert", "--to", "lora", "--rank", "2", "IN"]]
+)  # fmt: skip
+def test_entries_about_the_old_tensors_are_not_carried_on(command, module, arguments, expected, tmp_path, capsys):
+    source, out = Path(files(tmp_path, "one", unet_lora())[0]), tmp_path / "out.safetensors"
+    header = {**header_of(source), "ss_network_module": module, "ss_network_args": arguments}
+    header["modelspec.hash_sha256"] = "0x12"
+    save_file(load_file(source), source, metadata={key: each for key, each in header.items() if each is not None})
+    assert main([*(each.replace("IN", str(source)) for each in command), str(out)]) == 0, capsys.readouterr().err
+    after = header_of(out)
+    assert "modelspec.hash_sha256" not in after
+    assert (after["ss_network_module"], after.get("ss_network_args")) == expected
+
+
+@pytest.mark.parametrize("limit", [["--frobenius", "0.99"], ["--energy", "0.9801"]])
+def test_layers_that_miss_the_requested_share_are_counted(limit, tmp_path, capsys):
+    """`--rank` is the smaller limit in two of the layers; the others have no more directions than it."""
+    lora = LoraWeights({**dict(list(unet_lora(rank=8).modules.items())[:2]), f"{BLOCK}.attn1.to_k": pair(32, 32, 2, 9)})
+    source, _ = files(tmp_path, "one", lora)
+    command = ["resize", source, *limit, "--output", str(tmp_path / "out.safetensors"), "--overwrite"]
+    assert main([*command, "--rank", "3"]) == 0
+    assert "2 of 3 layers keep less than 99.00% of their norm" in " ".join(capsys.readouterr().err.split())
+    assert main([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["notes"] == []
+    assert all(layer["kept"] >= 0.99 for layer in document["layers"])
+
+
+@pytest.mark.parametrize(
+    "command", [["resize", "--rank", "2", "sd15"], ["merge", "sd15", "sd15b"], ["average", "sd15", "sd15b"], ["convert", "sd15"]]
+)  # fmt: skip
+def test_a_family_that_contradicts_the_files_is_refused(command, bad_inputs, tmp_path, capsys):
+    out = tmp_path / "out.safetensors"
+    named = [str(bad_inputs / f"{each}.safetensors") if each.startswith("sd15") else each for each in command]
+    rest = [str(out), "--to", "kohya"] if command[0] == "convert" else ["--output", str(out)]
+    assert main([*named, *rest, "--family", "sdxl"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "--family is sdxl, but sd15.safetensors is for sd15. Remove --family" in error
+    assert not out.exists()
+    assert main([*named, *rest, "--family", "sd15"]) == 0, capsys.readouterr().err
+
+
+def test_extract_knows_the_family_and_has_defaults_of_its_own(capsys):
+    assert main(["extract", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--family" not in text
+    assert "format to write (default: kohya)" in text
+    assert "type of the weights (default: fp16)" in text
 
 
 def test_a_layer_trained_as_a_fused_one_stays_one_of_the_wanted_rank(tmp_path, capsys):

@@ -48,6 +48,8 @@ def test_a_runs_checkpoints_are_averaged(bench: Bench, capsys: pytest.CaptureFix
     with safe_open(out, framework="numpy") as file:
         header = file.metadata()
     assert header["ss_steps"] == "4"
+    assert "lora_trainer.ema_decay" in exported.metadata
+    assert "lora_trainer.ema_decay" not in header  # of the run's own file
     assert header["ss_base_model_version"] == exported.metadata["ss_base_model_version"]
     assert json.loads(header["lora_trainer.origin"]) == {
         "command": "average",
