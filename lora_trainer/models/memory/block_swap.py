@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 ALIGNMENT = 512  # bytes, as CUDA's allocator aligns: kernels may choose by it
-REPEATED = ("BasicTransformerBlock", "ResnetBlock2D", "JointTransformerBlock")  # where a denoiser does not name its own
+# Where a denoiser does not name its own.
+REPEATED = ("BasicTransformerBlock", "ResnetBlock2D", "JointTransformerBlock", "CosmosTransformerBlock")
 LEAST_SHARE = 1 / 8  # of the largest block: what is smaller frees little, and would hide no copy
 STAGES = {"down_blocks": 0, "mid_block": 1, "up_blocks": 2}  # of a U-Net, which registers its middle last
 BLOCK_SWAP = "_streaming"

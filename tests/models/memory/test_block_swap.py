@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.config.schema import Precision
+from lora_trainer.models import FAMILIES
 from lora_trainer.models.compiled import compile_blocks
 from lora_trainer.models.memory import block_swap
 from lora_trainer.models.memory.block_swap import (
@@ -33,7 +34,7 @@ from lora_trainer.models.memory.block_swap import (
 )
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.quantization.store import make_quantizer, store_layers
-from tests.export.tiny import tiny_unet
+from tests.export.tiny import tiny_transformer, tiny_unet
 
 pytestmark = pytest.mark.exact
 CPU = torch.device("cpu")
@@ -187,6 +188,13 @@ def test_block_swap_changes_no_bit_and_loads_at_most_two_blocks(kind: str, store
     swap_blocks(denoiser, 0, CPU)
     assert swapped_count(denoiser) == 0
     assert same(tried.step(), expected)
+
+
+def test_every_family_has_blocks_that_can_be_swapped() -> None:
+    """diffusers names the repeated blocks of most denoisers, and not those of Anima, SD3 and the U-Nets."""
+    makers = {"unet": tiny_unet, "transformer": tiny_transformer}
+    for name, family in FAMILIES.items():
+        assert swappable_blocks(makers[family.denoiser.component](name).requires_grad_(False)), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
