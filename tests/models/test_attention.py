@@ -16,6 +16,7 @@ from torch import nn
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.anima import cosmos_transformer
 from lora_trainer.models.attention.choose import choose_attention, fastest_attention
 from lora_trainer.models.attention.install import install_attention, remember_signature
 from lora_trainer.models.attention.kinds import KINDS
@@ -298,7 +299,7 @@ def krea2(lengths: tuple[int, int] = (5, 5)) -> tuple[nn.Module, dict[str, objec
 def anima() -> tuple[nn.Module, dict[str, object]]:
     inputs: dict[str, object] = {"hidden_states": torch.randn(2, 16, 1, 8, 6), "timestep": torch.tensor([0.1, 0.7])}
     inputs |= {"encoder_hidden_states": torch.randn(2, 5, 64), "padding_mask": torch.zeros(1, 1, 8, 6)}
-    FAMILIES["anima"].denoiser.make({})  # diffusers' code needs torchvision, or what takes its place
+    cosmos_transformer()  # diffusers' code needs torchvision, or what takes its place
     return tiny_transformer("anima"), inputs
 
 
