@@ -214,7 +214,7 @@ def test_damage_in_a_large_cache_is_found_and_rebuilt_when_read(
     assert fill(data, cache).rebuilt == 0
     store = Store(cache, "latents", plan.keys)
     store.read(plan.keys[0])
-    with pytest.raises(TrainingFailed, match="--resume"):
+    with pytest.raises(TrainingFailed, match="built anew when the run starts again"):
         store.read(plan.keys[2])
     assert fill(data, cache) == Filled("latents", 4, 1, {"damaged": 1})
     assert store.read(plan.keys[2])["mean"].dtype == HALF
@@ -309,7 +309,7 @@ def test_progress_counts_to_the_end(data: Path, cache: Path) -> None:
 
 
 def test_an_entry_lost_during_a_run_is_explained(cache: Path) -> None:
-    with pytest.raises(TrainingFailed, match="--resume"):
+    with pytest.raises(TrainingFailed, match="built anew when the run starts again"):
         Store(cache, "latents").read("ab" * 32)
 
 
