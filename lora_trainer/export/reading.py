@@ -6,6 +6,7 @@ Exact where the file holds LoRA, DoRA, LoKr, LoHa or whole changes of weights; e
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,11 @@ OTHER_FILES = (  # by a beginning of any key, the surest first
     ("double_blocks.", "a base model's transformer"),
     ("transformer_blocks.", "a base model's transformer"),
 )
+# Layers that other programs train beside the denoiser, by a part of their names, and what they are.
+NOT_SUPPORTED = {
+    re.compile(r"(?:^|[._])llm_adapter[._]"): "Anima's text conditioner (llm_adapter)",
+    re.compile(r"^text_conditioner\."): "Anima's text conditioner (text_conditioner)",
+}
 WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # read as float32
 FORMS = {
@@ -157,7 +163,13 @@ def collect(
     shapes = {name: update.weight_shape for name, update in updates.items() if update is not None}
     sides = _sides(halves) | {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
     found, family = resolve(halves, families, hint, sides)
-    if foreign := sorted(set(halves) - set(found)):
+    foreign = sorted(set(halves) - set(found))
+    for pattern, what in NOT_SUPPORTED.items():
+        if layers := [name for name in foreign if pattern.search(name)]:
+            message = f"{file} has {counted(len(layers), 'layer')} of {what}, which are not supported ({some(layers)})."
+            problems.append(Problem(message, "Use a LoRA that was trained on the transformer alone."))
+            foreign = [name for name in foreign if name not in layers]
+    if foreign:
         fix = f"Known beginnings: {', '.join(COMPONENT_OF_PREFIX)}. Was it made for another kind of model?"
         message = f"{file} holds {counted(len(foreign), 'name')} of unknown parts ({some(foreign)})."
         problems.append(Problem(message, fix))

@@ -32,7 +32,7 @@ class Client:
 def clients(file: Inspected) -> list[Client]:
     """diffusers, ComfyUI, A1111 with Forge, and sd-scripts; unknown for a damaged file."""
     if file.errors:
-        return [Client(name, "unknown", "the file is not sound") for name in PROGRAMS]
+        return [Client(name, "unknown", "the file has errors") for name in PROGRAMS]
     family = _family(file)
     kinds = {update.algorithm for update in file.weights.modules.values()} - {"lora"}
     if kinds:

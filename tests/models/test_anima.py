@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AnimaModularPipeline, ClassifierFreeGuidance, ModularPipeline
+from safetensors.torch import save_file
 
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.core.errors import UsageError
@@ -22,7 +23,8 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import read_prompts
 from lora_trainer.models.family import TextOptions
-from lora_trainer.models.lora_names import names_of
+from lora_trainer.models.lora_clients import clients
+from lora_trainer.models.lora_names import inspect_lora, names_of, read_adapter
 from lora_trainer.run.bases.hub_files import choose_files, files_in
 from tests.export.tiny import random_lora, tiny_pipeline, tiny_transformer
 
@@ -135,6 +137,28 @@ def test_all_layers_of_the_targets_learn(model):
 def test_the_layout_has_every_linear_layer():
     for name, module in tiny_transformer("anima").named_modules():
         assert not isinstance(module, torch.nn.Linear) or rule_of(FAMILY.lora_files.layout, name) is not None, name
+
+
+@pytest.mark.parametrize("form", ["diffusion_model.llm_adapter.blocks.0.mlp.0", "lora_unet_llm_adapter_blocks_0_mlp_0"])
+def test_layers_of_the_text_conditioner_in_a_lora_are_named(form, tmp_path):
+    """Of other programs, beside those of the transformer, which alone is read."""
+    plain = random_lora(tiny_transformer("anima"), endings=("attn1.to_q",), component="transformer")
+    tensors = kohya_tensors(plain, names_of(FAMILY))[0]
+    down, up = torch.randn(4, 8), torch.randn(8, 4)
+    if "." in form:
+        read = {f"diffusion_model.blocks.0.self_attn.q_proj.lora_{half}.weight": torch.randn(8, 8) for half in "AB"}
+        tensors = {**read, f"{form}.lora_A.weight": down, f"{form}.lora_B.weight": up}
+    else:
+        tensors |= {f"{form}.lora_down.weight": down, f"{form}.lora_up.weight": up, f"{form}.alpha": torch.tensor(4.0)}
+    save_file(tensors, file := tmp_path / "other.safetensors")
+    with pytest.raises(
+        UsageError, match=r"has 1 layer of Anima's text conditioner \(llm_adapter\), which are not"
+    ) as why:
+        read_adapter(file)
+    assert "unknown parts" not in str(why.value)
+    inspected = inspect_lora(file)
+    assert [each.message for each in inspected.errors] == [each.message for each in why.value.problems]
+    assert {each.why for each in clients(inspected)} == {"the file has errors"}
 
 
 def test_diffusers_reads_the_original_names_without_alpha():
