@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import types
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lora_trainer.monitor.tracker_kinds import TRACKERS
+from lora_trainer.monitor.tracker_kinds import TRACKERS, trackio
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, ShownImage, TrackedRun
 from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.monitor.trackers import Trackers
@@ -101,6 +102,24 @@ def test_trackio_keeps_a_run_in_a_folder_beside_it(tmp_path: Path) -> None:
     assert shown["updates/relative_change"]["_type"] == "trackio.histogram"
     assert json.loads(config)["lora.rank"] == 8
     assert json.loads(config)["origins"] == {"lora.rank": "--set"}
+
+
+@pytest.mark.parametrize("interval", [0.5, None])
+def test_the_interval_of_trackio_is_set_only_where_it_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: float | None
+) -> None:
+    """A stand-in for the library: its interval is a name of its own, which another version may not have."""
+    modules = {name: types.ModuleType(name) for name in ("trackio", "trackio.run", "trackio.utils")}
+    started = list[dict[str, Any]]()
+    vars(modules["trackio"])["init"] = lambda **settings: started.append(settings)
+    if interval is not None:
+        vars(modules["trackio.run"])["BATCH_SEND_INTERVAL"] = interval
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    trackio.open_tracker(TrackedRun("run", tmp_path / "run"))
+    assert len(started) == 1
+    assert getattr(modules["trackio.run"], "BATCH_SEND_INTERVAL", None) == (interval and trackio.WRITE_EVERY)
 
 
 @pytest.fixture

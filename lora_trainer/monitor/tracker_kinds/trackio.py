@@ -32,7 +32,8 @@ class TrackioRun(Tracker):
             sys.modules[name].print = lambda *_, **__: None  # type: ignore[attr-defined]
         # The user's name is part of each config, and asking the hub for it is a request.
         sys.modules["trackio.run"]._get_default_namespace = lambda: None  # type: ignore[attr-defined]
-        sys.modules["trackio.run"].BATCH_SEND_INTERVAL = WRITE_EVERY  # type: ignore[attr-defined]
+        if hasattr(sys.modules["trackio.run"], "BATCH_SEND_INTERVAL"):  # of trackio's own, and not of all its versions
+            sys.modules["trackio.run"].BATCH_SEND_INTERVAL = WRITE_EVERY  # type: ignore[attr-defined]
         self._trackio, self._run = trackio, run
         settings = {f"{section}.{key}": value for section, keys in run.config.items() for key, value in keys.items()}
         self._shown = trackio.init(
