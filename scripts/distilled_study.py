@@ -72,6 +72,7 @@ ARMS: Mapping[str, tuple[bool, Mapping[str, Any]]] = {
     "control": (False, {}),
 }
 TITLES = {
+    "few": "the base in 4 steps without guidance",
     "none": "the student without a LoRA",
     "plain": "plain training on the student",
     "base": "trained on the base",
@@ -230,6 +231,8 @@ def table(out: Path, dataset: str) -> str:
         plain = far.get(f"{dataset}-plain-{row['seed']}") if row["arm"] != "plain" else None
         paired = row["far"] is not None and plain is not None
         row["nearer"] = [other - own for other, own in zip(plain, row["far"], strict=True)] if paired else None
+    if "base" in far:
+        rows.append({**dict.fromkeys(("nearer", "right", "moved", "subject")), "arm": "few", "far": far["base"]})
     heads = (
         "",
         "seeds",

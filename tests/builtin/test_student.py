@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +43,18 @@ def test_a_step_of_the_student_is_two_of_the_teacher() -> None:
         assert step.t == first.t
         assert abs(step.keep - first.keep * second.keep) < 1e-9
         assert abs(step.add - (second.keep * first.add + second.add)) < 1e-9
+
+
+def test_the_table_of_the_study_shows_what_was_measured_and_a_dash_for_the_rest(tmp_path: Path) -> None:
+    row = {"right": [1, 0], "moved": [2.0, 4.0], "subject": [0.5, 0.5], "steps": 100, "cpu_seconds": 1.0}
+    rows = [{"dataset": "known", "arm": "plain", "seed": seed, **row} for seed in (1, 2)]
+    lines = "".join(json.dumps(each) + "\n" for each in (*rows, {"dataset": "none", "arm": "none", "seed": 0, **row}))
+    (tmp_path / "results.jsonl").write_text(lines, encoding="utf-8")
+    far = {"base": [0.3, 0.3], "none": [0.1, 0.1], "known-plain-1": [0.2, 0.2], "known-plain-2": [0.2, 0.2]}
+    assert "in 4 steps" not in distilled_study.table(tmp_path, "known"), "its distance was not measured yet"
+    (tmp_path / "distances.json").write_text(json.dumps(far), encoding="utf-8")
+    found = distilled_study.table(tmp_path, "known").splitlines()[2:]
+    assert found[0] == "| the base in 4 steps without guidance | 1 | 0.300 | – | – | – | – |"
+    assert found[1].startswith("| the student without a LoRA | 1 | 0.100 | – | 50 % (0 % to 100 %) | 3.0 ")
+    assert found[2].startswith("| plain training on the student | 2 | 0.200 | – | 50 % ")
+    assert len(found) == 3
