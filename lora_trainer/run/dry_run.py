@@ -37,7 +37,7 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     steps = arithmetic(config, inputs.train, choices.micro, processes.world)
     if config.model.path is not None:  # the built-in one was announced
         console.print(f"model: {describe_model(config.model)} ({inputs.family.name}, {inputs.resolution} px)")
-    for line in model_lines(config, inputs):
+    for line in model_lines(resolved, inputs):
         console.print(line)
     console.print(inputs.split_line)
     show_views(config, inputs, steps, console)

@@ -193,7 +193,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
     for line in (
         inputs.split_line,
         f"steps: {session.steps.line}",
-        *model_lines(config, inputs),
+        *model_lines(session.order.resolved, inputs),
         *session.choices.lines,
         *(() if config.checkpoint.save_state else (WITHOUT_STATE,)),
     ):
@@ -413,7 +413,7 @@ def with_preparation(record: Record, session: Session, run: Run) -> Record:
         setup=asdict(run.setup),
         choices=(
             *session.order.resolved.notes,
-            *model_lines(session.config, session.inputs),
+            *model_lines(session.order.resolved, session.inputs),
             *session.choices.lines,
             *built.notes,
             *built.details,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from lora_trainer.config.presets import presets
+from lora_trainer.config.layers import Resolved
+from lora_trainer.config.presets import CHOSEN, presets
 from lora_trainer.config.schema import CaptionsSection, Config
 from lora_trainer.core.errors import Problem, UsageError, UserError
 from lora_trainer.core.findings import counted, printable
@@ -43,6 +44,8 @@ KNOWN_BASES = {
     "illustrious": re.compile(r"illustrious|(?<![a-z])ilxl(?![a-z])", re.IGNORECASE),
     "pony": re.compile(r"pony(?!tail)|(?<![a-z])pdxl", re.IGNORECASE),
 }
+VELOCITY_NAMES = re.compile(r"v[-_ ]?pred", re.IGNORECASE)
+CHECKPOINTS = (".safetensors", ".gguf")
 CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
 SEVERITIES = ("error", "warning", "note")  # in the order of the lines at the end
 
@@ -53,8 +56,7 @@ def distilled_line(config: Config, family: Family, facts: ModelFacts) -> str | N
     By its config, or where that is the same as others' by the name of its files. Where one of the choices is made there
     is none; `loss.guidance_target` on a model that is sampled with a guidance scale is one of its own.
     """
-    names = " ".join((facts.name, *Path(config.model.path or "").parts[-2:]))  # folders above are not the model's
-    base = facts.distilled_from or ("the model that it was made from" if DISTILLED_NAMES.search(names) else "")
+    base = facts.distilled_from or ("the model that it was made from" if DISTILLED_NAMES.search(facts.name) else "")
     scale = config.loss.guidance_target
     if scale is not None and not base and family.pipeline.sampling_defaults(facts.path).guided:
         return (
@@ -70,16 +72,38 @@ def distilled_line(config: Config, family: Family, facts: ModelFacts) -> str | N
     )
 
 
-def known_base_line(config: Config, facts: ModelFacts) -> str | None:
-    """Which well-known model this one was made from, by its metadata or its name, and the preset for it if none is chosen."""
-    names = {f"the title {facts.title!r} in its metadata": facts.title}
-    names |= {f"its name {part}": part for part in (*Path(config.model.path or "").parts[-2:][::-1], facts.name)}
+def known_base_line(resolved: Resolved, facts: ModelFacts) -> str | None:
+    """Which well-known model this one was made from, by its metadata or its name, with the preset for it.
+
+    The preset is not named where it is chosen or prompts have a prefix already; where that of another model is chosen,
+    the line is a warning.
+    """
+    chosen = next((preset for preset in KNOWN_BASES if CHOSEN + preset in resolved.origin.values()), "")
+    names = {f"the title {facts.title!r} in its metadata": facts.title, f"its name {facts.name}": facts.name}
     for by, name in names.items():
         known = next((preset for preset, pattern in KNOWN_BASES.items() if pattern.search(name)), "")
         if known and presets()[known].family == facts.family:
-            advice = f". --preset {known} sets captions and sample prompts for it"
-            return f"base model: {known} by {printable(by)}{'' if config.sample.prompt_prefix else advice}"
+            line = f"base model: {known} by {printable(by)}"
+            if chosen and chosen != known:
+                return f"warning: {line}, and --preset {chosen} is for another. --preset {known} is for this one"
+            follows = chosen or resolved.config.sample.prompt_prefix
+            return line if follows else f"{line}. --preset {known} sets captions and sample prompts for it"
     return None
+
+
+def unmarked_velocity_line(config: Config, facts: ModelFacts) -> str | None:
+    """A warning for a model that is V-Pred by its name or title, and predicts noise by everything else."""
+    named = next((name for name in (facts.title, facts.name) if VELOCITY_NAMES.search(name)), "")
+    if not named or facts.prediction != "epsilon" or config.model.prediction_type is not None:
+        return None
+    a_file = facts.name.lower().endswith(CHECKPOINTS)
+    where, setting = (
+        ("keys or metadata", "model.prediction_type=") if a_file else ("scheduler config", "prediction_type in it to ")
+    )
+    return (
+        f"warning: {printable(named)} looks like a model that predicts velocity (V-Pred), but its {where} do not show"
+        f" it, so it is trained as one that predicts noise (epsilon). If it is V-Pred, set {setting}v_prediction"
+    )
 
 
 def velocity_line(config: Config, facts: ModelFacts, process: Process) -> str:
@@ -91,10 +115,15 @@ def velocity_line(config: Config, facts: ModelFacts, process: Process) -> str:
     return f"prediction: velocity (v_prediction) by {facts.prediction_by or 'its scheduler config'}; {schedule}"
 
 
-def model_lines(config: Config, inputs: Inputs) -> tuple[str, ...]:
+def model_lines(resolved: Resolved, inputs: Inputs) -> tuple[str, ...]:
     """What the model was recognized as, the VAE where it is not its own, a flow's timesteps, and which trained encoders
     diffusers ignores."""
-    recognized = (known_base_line(config, inputs.facts), distilled_line(config, inputs.family, inputs.facts))
+    config = resolved.config
+    recognized = (
+        known_base_line(resolved, inputs.facts),
+        unmarked_velocity_line(config, inputs.facts),
+        distilled_line(config, inputs.family, inputs.facts),
+    )
     lines = [line for line in recognized if line]
     if config.model.vae is not None:
         scale = read_config(inputs.facts.path, "vae/config.json").get("scaling_factor")

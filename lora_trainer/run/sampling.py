@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 BUILT_IN = "built-in"
 LONGEST_TAG = 60  # characters of a prompt in a tracker's list
 # The keys of [model] that images depend on, besides its name.
-MODEL_PARTS = ("revision", "vae", "text_encoders", "flavor", "without_t5", "loras")
+MODEL_PARTS = ("revision", "vae", "text_encoders", "flavor", "prediction_type", "without_t5", "loras")
 
 
 def drawing_of(config: Config, family: Family, facts: ModelFacts, size: tuple[int, int]) -> Drawing:

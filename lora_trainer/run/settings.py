@@ -11,7 +11,7 @@ from lora_trainer.config.layers import Layer, Resolved, resolve, valid_settings
 from lora_trainer.config.presets import family_layers, refuse_other_family
 from lora_trainer.config.schema import Config
 from lora_trainer.config.schema.inputs import ModelSection
-from lora_trainer.config.schema.types import Flavor
+from lora_trainer.config.schema.types import Flavor, PredictionType
 from lora_trainer.config.toml import EMPTY
 from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.importers.data_files import with_data_files
@@ -128,6 +128,8 @@ def _plain_section(model: Mapping[str, Any]) -> ModelSection:
     values: dict[str, Any] = {key: model[key] for key in texts if isinstance(model.get(key), str)}
     if model.get("flavor") in get_args(Flavor):
         values["flavor"] = model["flavor"]
+    if model.get("prediction_type") in get_args(PredictionType):
+        values["prediction_type"] = model["prediction_type"]
     return ModelSection(**values, without_t5=model.get("without_t5") is True)
 
 

@@ -9,11 +9,17 @@ import pytest
 import torch
 
 from lora_trainer.cli.main import main
-from lora_trainer.config.presets import BASES, presets
-from lora_trainer.config.schema import Config, ModelSection, SampleSection
+from lora_trainer.config.layers import Layer, resolve
+from lora_trainer.config.presets import BASES, preset_layers, presets
+from lora_trainer.config.schema import ModelSection
+from lora_trainer.core.errors import UsageError
+from lora_trainer.models.family import PREDICTIONS
+from lora_trainer.models.noise_schedule import make_process
 from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single import tokenizers
-from lora_trainer.run.messages import KNOWN_BASES, known_base_line
+from lora_trainer.models.single.recognize import recognize
+from lora_trainer.run.bases.find import find_base
+from lora_trainer.run.messages import KNOWN_BASES, known_base_line, unmarked_velocity_line
 from lora_trainer.run.sampling import prefixed
 from tests.models.single.originals import unet_checkpoint, write
 from tests.models.single.tiny import tiny_pipeline
@@ -29,33 +35,44 @@ def test_every_base_preset_has_its_names() -> None:
 @pytest.mark.parametrize(
     ("path", "known"),
     [
-        ("models/ponyDiffusionV6XL_v6StartWithThisOne.safetensors", "pony"),
+        ("ponyDiffusionV6XL_v6StartWithThisOne.safetensors", "pony"),
         ("autismmixSDXL_autismmixPony.safetensors", "pony"),
         ("OnomaAIResearch/Illustrious-xl-early-release-v0", "illustrious"),
         ("waiIllustriousSDXL_v160.safetensors", "illustrious"),
         ("Laxhar/noobai-XL-Vpred-1.0", "noobai"),
         ("NoobAI-XL-v1.1.safetensors", "noobai"),
         ("ponytail-xl.safetensors", None),
-        ("/home/pony/models/sdxl/sd_xl_base_1.0.safetensors", None),
     ],
 )
 def test_recognized_by_its_name(path: str, known: str | None) -> None:
-    line = known_base_line(Config(model=ModelSection(path=path)), SDXL)
+    line = known_base_line(resolve([]), replace(SDXL, named=path))
     assert (line or "").startswith(f"base model: {known} by its name " if known else "")
     assert bool(line) == bool(known)
 
 
 def test_metadata_counts_before_the_name_and_only_the_family_of_the_preset() -> None:
-    config = Config(model=ModelSection(path="pony-like.safetensors"))
-    titled = replace(SDXL, title="Illustrious-XL-v1.0")
-    line = known_base_line(config, titled)
+    named = replace(SDXL, named="pony-like.safetensors")
+    titled = replace(named, title="Illustrious-XL-v1.0")
+    line = known_base_line(resolve([]), titled)
     assert line == (
         "base model: illustrious by the title 'Illustrious-XL-v1.0' in its metadata."
         " --preset illustrious sets captions and sample prompts for it"
     )
-    chosen = config.model_copy(update={"sample": SampleSection(prompt_prefix="masterpiece")})
-    assert "--preset" not in str(known_base_line(chosen, titled))
-    assert known_base_line(config, replace(titled, family="flux")) is None
+    prefixed_by_hand = resolve([Layer("--set", {"sample": {"prompt_prefix": "masterpiece"}})])
+    assert "--preset" not in str(known_base_line(prefixed_by_hand, titled))
+    assert known_base_line(resolve([]), replace(titled, family="flux")) is None
+
+
+def test_a_chosen_preset_is_not_advised_again_and_a_contradiction_is_a_warning() -> None:
+    named = replace(SDXL, named="ponyDiffusionV6XL.safetensors")
+    cleared = Layer("--set", {"sample": {"prompt_prefix": ""}})
+    chosen = resolve([*preset_layers(["pony"]).layers, cleared])
+    assert known_base_line(chosen, named) == "base model: pony by its name ponyDiffusionV6XL.safetensors"
+    other = known_base_line(resolve([*preset_layers(["illustrious"]).layers, cleared]), named)
+    assert other == (
+        "warning: base model: pony by its name ponyDiffusionV6XL.safetensors, and --preset illustrious is for another."
+        " --preset pony is for this one"
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,6 +88,17 @@ def test_a_prefix_adds_the_tags_that_a_prompt_lacks(prompt: str, expected: str) 
     assert prefixed(prompt, "") == prompt
 
 
+def planned(folder: Path, file: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """What a dry run on a checkpoint prints, in one line."""
+    data = folder / "data"
+    if not data.exists():
+        draw_images(data, 6)
+    command = ["train", "--model", str(file), "--data", str(data), "--output", str(folder / "runs"), "--dry-run"]
+    usual = ("data.resolution=64", "gates.dataset=0", f"cache.dir={folder / 'cache'}")
+    assert main([*command, *(word for each in usual for word in ("--set", each)), *more]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
 def test_a_checkpoint_that_predicts_velocity_says_by_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,11 +107,58 @@ def test_a_checkpoint_that_predicts_velocity_says_by_what(
     tensors = unet_checkpoint(tiny_pipeline(tmp_path / "words", "sdxl", "epsilon"), "sdxl")
     marks = {"v_pred": torch.zeros(0), "ztsnr": torch.zeros(0)}
     file = write(tensors | marks, tmp_path / "merge.safetensors", {"modelspec.title": "NoobAI-XL V-Pred 1.0"})
-    data = draw_images(tmp_path / "data", 6)
-    command = ["train", "--model", str(file), "--data", str(data), "--output", str(tmp_path / "runs"), "--dry-run"]
-    more = ["--set", "data.resolution=64", "--set", "gates.dataset=0", "--set", f"cache.dir={tmp_path / 'cache'}"]
-    assert main([*command, *more, "--preset", "noobai"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = planned(tmp_path, file, capsys, "--preset", "noobai")
     assert "base model: noobai by the title 'NoobAI-XL V-Pred 1.0' in its metadata" in printed
     assert "prediction: velocity (v_prediction) by its key v_pred and its key ztsnr;" in printed
     assert "the last timestep holds no signal (zero terminal SNR)" in printed
+
+
+def test_a_checkpoint_that_is_v_pred_by_its_name_alone_warns_until_its_prediction_type_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Merges lose the key `v_pred`. The folder `pony` is not the model's name."""
+    monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
+    tensors = unet_checkpoint(tiny_pipeline(tmp_path / "words", "sdxl", "epsilon"), "sdxl")
+    (tmp_path / "pony").mkdir()
+    file = write(tensors, tmp_path / "pony" / "mergeXL_vPred10.safetensors")
+    printed = planned(tmp_path, file, capsys)
+    assert "warning: mergeXL_vPred10.safetensors looks like a model that predicts velocity (V-Pred)" in printed
+    assert "set model.prediction_type=v_prediction" in printed
+    assert "base model:" not in printed
+    velocity = planned(tmp_path, file, capsys, "--set", "model.prediction_type=v_prediction")
+    assert "looks like" not in velocity
+    assert "prediction: velocity (v_prediction) by model.prediction_type;" in velocity
+    assert "the last timestep holds some signal" in velocity
+    noise = planned(tmp_path, file, capsys, "--set", "model.prediction_type=epsilon")
+    assert "looks like" not in noise
+    assert "velocity" not in noise
+    folders = [find_base(ModelSection(path=str(file), prediction_type=each)).folder for each in PREDICTIONS]
+    assert [make_process(folder).prediction for folder in folders] == [*PREDICTIONS], "each has a folder of its own"
+
+
+@pytest.mark.parametrize(
+    ("named", "title", "warned"),
+    [
+        ("noobaiXL_vPred10.safetensors", "", "set model.prediction_type=v_prediction"),
+        ("Laxhar/noobai-XL-Vpred-1.0", "", "set prediction_type in it to v_prediction"),
+        ("merge.safetensors", "NoobAI V_Pred", "NoobAI V_Pred looks like"),
+        ("improved.safetensors", "", None),
+    ],
+)
+def test_v_pred_in_a_name_or_title_is_compared_with_the_prediction_type(
+    named: str, title: str, warned: str | None
+) -> None:
+    facts = replace(SDXL, named=named, title=title)
+    line = unmarked_velocity_line(resolve([]).config, facts)
+    assert line is None if warned is None else warned in str(line)
+    assert unmarked_velocity_line(resolve([]).config, replace(facts, prediction="v_prediction")) is None
+
+
+def test_a_prediction_type_is_refused_where_files_decide_it(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny_pipeline(tmp_path / "words", "sdxl", "epsilon").save_pretrained(folder)
+    with pytest.raises(UsageError, match="a folder with a scheduler of its own"):
+        find_base(ModelSection(path=str(folder), prediction_type="v_prediction"))
+    flow = write({"joint_blocks.0.x_block.attn.qkv.weight": torch.zeros(6, 2)}, tmp_path / "sd3.safetensors")
+    with pytest.raises(UsageError, match="flow model"):
+        recognize(flow, prediction="epsilon")

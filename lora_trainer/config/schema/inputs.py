@@ -15,6 +15,7 @@ from lora_trainer.config.schema.types import (
     LatentsDtype,
     NotNegative,
     Positive,
+    PredictionType,
     Section,
     Share,
     Side,
@@ -48,6 +49,11 @@ class ModelSection(Section):
         None,
         "fixed in effect",
         "which of two models with the same architecture a checkpoint is: `base` or `turbo` of Z-Image and Krea 2, `base` or `distilled` of FLUX.2 klein, `dev` or `kontext` of FLUX.1",
+    )
+    prediction_type: PredictionType | None = setting(
+        None,
+        "fixed in effect",
+        "what a checkpoint of SD1.x, SD2.x or SDXL predicts, `epsilon` or `v_prediction`, where its keys and metadata do not show it; empty means what they show",
     )
     training_adapter: str | None = setting(
         None,

@@ -57,7 +57,7 @@ def lay_out(base: Path | SingleFile, parts: Parts | None = None, *, kept: bool =
     replacement = dict(parts or {})
     if isinstance(base, Path) and base.is_file():
         base = recognize(base)
-    place, variant = (base.file, base.variant) if isinstance(base, SingleFile) else (base, "")
+    place, variant = (base.file, f"{base.variant} {base.prediction}") if isinstance(base, SingleFile) else (base, "")
     name = f"{place.stem[:SHOWN_OF_NAME]}-{_key(place, variant, replacement)[:16]}"
     target = laid_out_models() / (name if kept else f"{name}.{os.getpid()}.part")
     if (target / "model_index.json").exists():

@@ -88,8 +88,8 @@ class SingleFile:
         return Stored.of(self.file, self.header, prefix)
 
 
-def recognize(file: Path, variant: str | None = None) -> SingleFile:
-    """Family and variant of a checkpoint, from its header alone; `variant` is set by the user where no key shows it.
+def recognize(file: Path, variant: str | None = None, prediction: str | None = None) -> SingleFile:
+    """Family and variant of a checkpoint, from its header alone; `variant` and `prediction` are set by the user.
 
     Raises UsageError for a file that is damaged or a pickle, for models that cannot be trained, and for files that
     hold something else, naming what.
@@ -105,7 +105,7 @@ def recognize(file: Path, variant: str | None = None) -> SingleFile:
                 denoiser = Stored.of(file, header, prefix) if prefix else _own(Stored.of(file, header, prefix))
                 refuse_not_read(denoiser)
                 found = replace(known(SingleFile(file, "", denoiser, header)), form=stored_form(denoiser))
-                return _of_variant(found, variant)
+                return _of_prediction(_of_variant(found, variant), prediction)
     refuse_quantized(file, {name: header[name]["dtype"] for name in names})
     raise UsageError(_unknown(file, names))
 
@@ -121,6 +121,18 @@ def _of_variant(found: SingleFile, variant: str | None) -> SingleFile:
             message = f"model.flavor = {variant}: {found.file} may be {' or '.join(variants)}."
         raise UsageError(Problem(message, "Remove model.flavor." if not variants else f"Set {variants[0]}."))
     return replace(found, variant=variant, note="")
+
+
+def _of_prediction(found: SingleFile, prediction: str | None) -> SingleFile:
+    """The checkpoint with the user's prediction type. Raises UsageError for a flow, which has none."""
+    if prediction is None:
+        return found
+    if found.prediction is None:
+        message = f"model.prediction_type = {prediction}: {found.file} is a flow model, which has one prediction type."
+        raise UsageError(Problem(message, "Remove model.prediction_type."))
+    zero_terminal = prediction == "v_prediction" and "ztsnr" in found.header
+    by = "model.prediction_type" + (" and its key ztsnr" if zero_terminal else "")
+    return replace(found, prediction=prediction, prediction_by=by, zero_terminal=zero_terminal)
 
 
 def values_read(header: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -83,16 +83,18 @@ def find_base(
     Raises UsageError for what is no model here or on the hub; `origin` is the flag or setting that names it.
     """
     base = _named(model, offline=offline, weights=weights, origin=origin, say=say)
-    if model.flavor is not None and not base.folder.is_file():
-        message = f"model.flavor is {model.flavor}, but {base.named} is a folder with a scheduler of its own."
-        raise UsageError(Problem(message, "Remove model.flavor."))
+    of_files = {"model.flavor": model.flavor, "model.prediction_type": model.prediction_type}
+    for name, value in of_files.items():
+        if value is not None and not base.folder.is_file():
+            message = f"{name} is {value}, but {base.named} is a folder with a scheduler of its own."
+            raise UsageError(Problem(message, f"Remove {name}."))
     places = dict(base.places)
     checkpoint = None
     with known_as(places):
         if base.folder.is_file():
             from lora_trainer.models.single.recognize import recognize
 
-            checkpoint = recognize(base.folder, model.flavor)
+            checkpoint = recognize(base.folder, model.flavor, model.prediction_type)
             form = (
                 f"{base.folder.name} is stored as {checkpoint.form}: it is dequantized layer by layer while it loads."
             )
