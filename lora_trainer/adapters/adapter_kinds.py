@@ -30,22 +30,22 @@ ADAPTERS: dict[str, AdapterSpec] = {
     "dora": AdapterSpec(
         partial(_kind, "dora"),
         "DoRA",
-        "exact in LyCORIS, and in diffusers from its own file; newer versions of ComfyUI compute a DoRA differently",
+        "exact in LyCORIS; ComfyUI 0.3.64 and newer compute a DoRA differently",
+        diffusers_entry="",
         is_checked=True,
     ),
     "lokr": AdapterSpec(
         partial(_kind, "lokr"),
         "LoKr",
-        "exact in LyCORIS and ComfyUI; diffusers reads one of FLUX.2 and Z-Image only, from its own file",
+        "exact in LyCORIS and ComfyUI",
+        diffusers_entry="diffusers: LoKr",
         is_checked=True,
     ),
-    "loha": AdapterSpec(
-        partial(_kind, "loha"), "LoHa", "exact in LyCORIS and ComfyUI; diffusers does not read it", is_checked=True
-    ),
+    "loha": AdapterSpec(partial(_kind, "loha"), "LoHa", "exact in LyCORIS and ComfyUI", is_checked=True),
     "oft": AdapterSpec(
         partial(_kind, "oft"),
         "OFT",
-        "exact in LyCORIS, and in ComfyUI at strength 1; diffusers does not read it",
+        "exact in LyCORIS, and in ComfyUI at strength 1",
         is_checked=True,
         ignores=LAYER_SETTINGS | {"alpha", "dropout", "use_rslora"},
     ),

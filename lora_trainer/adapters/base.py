@@ -98,7 +98,18 @@ class AdapterSpec:
 
     load: Callable[[], AdapterKind]
     title: str = "adapter"  # as people name it
-    readers: str = ""  # which programs read its files exactly, where that is not all of them
+    readers: str = ""  # how LyCORIS and ComfyUI read its files, where other programs do not read all of them
+    # The entry in a family's `lora_files.readers` without which diffusers cannot load them; "" where it always can.
+    diffusers_entry: str | None = None
     has_memory_profiles: bool = False  # published models have stored profiles with it
     is_checked: bool = False  # the LoRA gate reads its files, and images are made with them
     ignores: frozenset[str] = LAYER_SETTINGS  # of [lora]: what it cannot follow
+
+    def read_by(self, family_readers: Sequence[str]) -> str:
+        """Which programs read its files of a family with these `lora_files.readers`; empty where all do."""
+        if not self.readers:
+            return ""
+        is_read = self.diffusers_entry == "" or self.diffusers_entry in family_readers
+        return f"{self.readers}; diffusers " + (
+            "loads NAME.diffusers.safetensors" if is_read else "cannot load them for this model family"
+        )

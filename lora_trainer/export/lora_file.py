@@ -24,7 +24,7 @@ from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.export import diffusers as diffusers_form
 from lora_trainer.export import kohya as kohya_form
 from lora_trainer.export.keys import DORA, EMBEDDING, ONE_TEXT_ENCODER, PEFT
-from lora_trainer.export.layout import Names
+from lora_trainer.export.layout import Names, rule_of
 from lora_trainer.export.metadata import TrainingFacts, header, with_hashes
 from lora_trainer.export.reading import only_lora, some, weights_of
 from lora_trainer.export.weights import AdapterWeights, LoraPair, LoraWeights, check_keys, folded
@@ -94,15 +94,21 @@ def lora_forms(updates: AdapterWeights, names: Names) -> tuple[FileForm, FileFor
 def plain_forms(weights: AdapterWeights, names: Names) -> tuple[FileForm, FileForm]:
     """Each update's parts behind its module's name: as LyCORIS, ComfyUI and A1111 read them, and in peft's names.
 
-    Layers that the original's code fuses cannot be joined as pairs can. So a transformer's have LyCORIS' names, which are
-    diffusers' own: ComfyUI puts each on its rows of the fused layer.
+    Layers that the original's code fuses cannot be joined as pairs can. So transformers with such layers have LyCORIS' names,
+    which are diffusers' own: ComfyUI puts each on its rows of the fused layer. Others have kohya's: ComfyUI knows no LyCORIS
+    names of Anima.
     """
+    is_fused = any(len(rule.shares) > 1 for rule in names.layout)
     kohya: dict[str, Tensor] = {f"{EMBEDDING}{word}": tensor for word, tensor in weights.embeddings.items()}
     diffusers: dict[str, Tensor] = {}
     for module, update in weights.modules.items():
         component, _, rest = module.partition(".")
-        is_ruled = bool(names.layout) and component == names.denoiser
-        name = f"lycoris_{rest.replace('.', '_')}" if is_ruled else kohya_form.plain_name(module, names)
+        if component != names.denoiser or not names.layout:
+            name = kohya_form.plain_name(module, names)
+        elif is_fused or not (ruled := rule_of(names.layout, rest)):
+            name = f"lycoris_{rest.replace('.', '_')}"
+        else:
+            name = f"{names.prefixes[component]}_{ruled[1].replace('.', '_')}"
         for end, tensor in update.parts().items():
             kohya[f"{name}.{end}"] = tensor
             if end == DORA:  # peft's is [out], or [1, out, 1, 1]

@@ -58,7 +58,7 @@ def _comfyui_of(file: Inspected, family: Family | None, kinds: set[str]) -> Clie
     if family is None or f"{name}: {file.style}" not in family.lora_files.readers:
         return Client(name, "unknown")
     if "dora" in kinds:
-        return Client(name, "in part", "newer versions divide by the norm of the base's weight alone")
+        return Client(name, "in part", "0.3.64 and newer divide by the norm of the base's weight alone")
     return Client(name, "whole", "exact at strength 1; it counts other strengths twice" if "diag-oft" in kinds else "")
 
 

@@ -76,7 +76,7 @@ def build_step_context(
     stored = ", in bf16 with stochastic rounding" if is_rounded else ""
     spec = ADAPTERS[config.lora.type]
     line = f"{spec.title}: rank {config.lora.rank}, {size}{', text encoders included' if texts else ''}{stored}"
-    read = (f"{spec.title} files: {spec.readers}",) if spec.readers else ()
+    read = (f"{spec.title} files: {readers}",) if (readers := spec.read_by(family.lora_files.readers)) else ()
     lines = (line, *read, *layer_notes(adapter.masters, config.optimizer))
     if texts:
         built = replace(built, shapes={**built.shapes, **texts.shapes}, notes=(*texts.notes, *built.notes))
