@@ -108,7 +108,7 @@ def test_trackio_keeps_a_run_in_a_folder_beside_it(tmp_path: Path) -> None:
 def test_the_interval_of_trackio_is_set_only_where_it_has_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: float | None
 ) -> None:
-    """A stand-in for the library: its interval is a name of its own, which another version may not have."""
+    """A small replacement of the library: its interval is a name of its own, which another version may not have."""
     modules = {name: types.ModuleType(name) for name in ("trackio", "trackio.run", "trackio.utils")}
     started = list[dict[str, Any]]()
     vars(modules["trackio"])["init"] = lambda **settings: started.append(settings)
