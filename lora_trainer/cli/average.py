@@ -62,7 +62,7 @@ def average_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
         from lora_trainer.lora_files.low_rank import RankLimits
 
         used, shares, notes = with_weight(inputs, weights)
-        loras = [each.weights for each in used]
+        loras = [each.pairs for each in used]
         if arguments.of == PARAMETERS:
             combined = average_of_parameters([each.path.name for each in used], loras, shares)
         else:

@@ -14,19 +14,24 @@ LORA = "lora"  # of any kind of adapter, in the format of IN
 EXAMPLES = (
     "examples:\n  lora-trainer convert downloaded.safetensors cat.safetensors --to kohya\n"
     "  lora-trainer convert cat.safetensors cat.diffusers.safetensors --to diffusers\n"
-    "  lora-trainer convert lokr.safetensors lora.safetensors --to lora --rank 32\n\n"
+    "  lora-trainer convert lokr.safetensors lora.safetensors --to lora --rank 32\n"
+    "  lora-trainer convert dora.safetensors lora.safetensors --to lora --rank 32 \\\n    --model base.safetensors\n\n"
     "ComfyUI, A1111, Forge and sd-scripts load kohya's format,\n"
     "load_lora_weights loads diffusers' format.\n"
 )
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("lora", metavar="IN", help="a LoRA file of any program")
+    parser.add_argument(
+        "lora", metavar="IN", help="a LoRA file of any program; with --to lora also DoRA, LoKr, LoHa and OFT"
+    )
     parser.add_argument("target", metavar="OUT", help="the file to write, ending in .safetensors")
     parser.add_argument(
         "--to", required=True, metavar="|".join((*FORMS, LORA)), help="the format to write, or a plain LoRA"
     )
     parser.add_argument("--rank", metavar="N", help="with --to lora: the highest rank of a layer")
+    text = "with --to lora: the base model, which DoRA and OFT need: a .safetensors checkpoint, or a diffusers folder"
+    parser.add_argument("--model", metavar="BASE", help=text)
     parser.add_argument("--family", metavar="FAMILY", help="model family, if the file does not say it")
     parser.add_argument("--dtype", metavar="|".join(DTYPES), help="cast the weights (default: unchanged)")
     parser.add_argument("--overwrite", action="store_true", help="overwrite OUT")
@@ -47,7 +52,10 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
         problems.append(Problem("--to lora needs --rank.", "For example --rank 32."))
     if arguments.to != LORA and arguments.rank is not None:
         problems.append(Problem("--rank is for --to lora: other formats are exact.", "Remove --rank."))
-    problems += output_problems(target, [source], overwrite=arguments.overwrite)
+    if arguments.to != LORA and arguments.model is not None:
+        problems.append(Problem("--model is for --to lora: other formats need no base model.", "Remove --model."))
+    read = [source] if arguments.model is None else [source, Path(arguments.model)]
+    problems += output_problems(target, read, overwrite=arguments.overwrite)
     if problems:
         raise UsageError(problems)
     if rank is not None:
@@ -73,20 +81,27 @@ def _as_lora(source: Path, target: Path, rank: int, arguments: argparse.Namespac
     import torch
 
     from lora_trainer.export.reading import values
-    from lora_trainer.lora_files.combining import to_lora
-    from lora_trainer.lora_files.lora_inputs import LoraInput, LoraTarget, origin_of, with_comment, write_made
+    from lora_trainer.lora_files.lora_inputs import (
+        LoraInput,
+        LoraTarget,
+        origin_of,
+        with_comment,
+        write_made,
+    )
+    from lora_trainer.lora_files.to_lora import to_lora
     from lora_trainer.models.lora_names import read_source
 
     file = read_source(source)
     if problems := values(source.name, file.weights):
         raise UsageError(problems)
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}.get(arguments.dtype or "")
-    combined = to_lora(file.weights, rank)
+    base = None if arguments.model is None else Path(arguments.model)
+    combined = to_lora(source.name, file.weights, rank, base)
     header = with_comment(file.weights.metadata, f"converted to a LoRA of rank {rank}")
-    header |= origin_of("convert", [LoraInput(source, file)], rank=rank)
+    header |= origin_of("convert", [LoraInput(source, file)], rank=rank, base=base and base.name)
     place = LoraTarget(target, source, None, dtype, arguments.family)
     made = written(target, lambda: write_made(combined, file, header, place))
-    lost = f"{made.worst.error:.2%} of the update is lost in the layer that loses most ({made.worst.name})"
+    lost = f"error {made.error:.2%} of the update, {made.worst.error:.2%} in the worst layer ({made.worst.name})"
     say(f"{len(made.layers)} modules as a LoRA of rank {rank} or less: {lost}")
     for note in made.notes:
         say(f"note: {note}")

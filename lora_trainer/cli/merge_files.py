@@ -36,7 +36,12 @@ EXAMPLES = (
 
 
 def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("loras", nargs="+", metavar="FILE", help="LoRA files of any program, for one family of models")
+    parser.add_argument(
+        "loras",
+        nargs="+",
+        metavar="FILE",
+        help="LoRA files of any program, for one family of models; with --into also DoRA, LoKr, LoHa and OFT",
+    )
     parser.add_argument("--weights", nargs="+", metavar="W", help="the weight of each file (default: 1)")
     add_keep_arguments(parser)
     text = "merge into this base model: a .safetensors checkpoint, or a diffusers folder; OUT has its layout and types"
@@ -80,8 +85,13 @@ def weights_of(texts: list[str] | None, count: int, problems: list[Problem]) -> 
     return found
 
 
-def read_all(paths: list[Path], problems: list[Problem], family: str | None) -> list[LoraInput]:
-    """The LoRA files, for `family` where the user names one. Raises UsageError with their problems and those of the arguments."""
+def read_all(
+    paths: list[Path], problems: list[Problem], family: str | None, *, any_kind: bool = False
+) -> list[LoraInput]:
+    """The LoRA files, with `any_kind` those of every readable kind, for `family` where the user names one.
+
+    Raises UsageError with their problems and those of the arguments.
+    """
     from lora_trainer.core.errors import gathering
     from lora_trainer.lora_files.lora_inputs import read_inputs
     from lora_trainer.models import FAMILIES
@@ -89,7 +99,7 @@ def read_all(paths: list[Path], problems: list[Problem], family: str | None) -> 
 
     inputs: list[LoraInput] = []
     with gathering(problems):
-        inputs = read_inputs(paths)
+        inputs = read_inputs(paths, any_kind=any_kind)
     if family in FAMILIES:  # another name is among the problems
         problems += [problem for each in inputs for problem in wrong_family(each.path, each.weights, family)]
     if problems:
@@ -110,7 +120,7 @@ def _merge(inputs: list[LoraInput], weights: list[float], keep: RankLimits | Non
     from lora_trainer.lora_files.low_rank import below_share
 
     inputs, weights, notes = with_weight(inputs, weights)
-    combined = combine([each.weights for each in inputs], weights, keep)
+    combined = combine([each.pairs for each in inputs], weights, keep)
     header = {
         **common_header(inputs),
         **trigger_words(inputs),
@@ -143,7 +153,7 @@ def _into(
         problems.append(Problem(f"{target} exists already, and a folder is never overwritten.", "Name another folder."))
     else:
         problems += inside_problems(target, [base])
-    inputs = read_all(paths, problems, arguments.family)
+    inputs = read_all(paths, problems, arguments.family, any_kind=True)
     made = written(target, lambda: merge_into(base, inputs, weights, target))
     rounding = f"rounding to its types changes a layer's update by {made.worst.error:.1e} at most ({made.worst.name})"
     say(

@@ -66,7 +66,7 @@ def _resize(source: LoraInput, keep: RankLimits, target: LoraTarget) -> Made:
     from lora_trainer.lora_files.lora_inputs import common_header, origin_of, with_comment, write_made
     from lora_trainer.lora_files.low_rank import below_share
 
-    combined = combine([source.weights], [1.0], keep)
+    combined = combine([source.pairs], [1.0], keep)
     limits = {key: value for key, value in asdict(keep).items() if value is not None}
     words = ", ".join(f"{key} {value:g}" for key, value in limits.items())
     header = with_comment(common_header([source]), f"resized to {words}") | origin_of("resize", [source], **limits)

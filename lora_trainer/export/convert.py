@@ -21,7 +21,7 @@ from lora_trainer.export.layout import Names
 from lora_trainer.export.lora_file import TensorsAndHeader, learned_token_files, learned_tokens_beside, write_together
 from lora_trainer.export.metadata import HASH, with_hashes
 from lora_trainer.export.reading import only_lora, some, values, weights_of
-from lora_trainer.export.weights import LayerUpdate, LoraPair, LoraWeights, product_norm
+from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, product_norm
 
 Form = Literal["kohya", "diffusers"]
 # The largest difference of a module's update, as a share of it, that rounding to each type may make.
@@ -49,9 +49,9 @@ class Converted:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A LoRA and the form that its file is in; whether the names of its text encoders are numbered."""
+    """A LoRA, or another kind of adapter, and the form that its file is in; whether the names of its text encoders are numbered."""
 
-    weights: LoraWeights
+    weights: AdapterWeights
     form: Form
     numbered: bool = False
 
@@ -69,10 +69,10 @@ def convert(
     files of their own beside a file in diffusers' form, which has no place for them. A file that comes back to the form
     it had gets the alphas it had.
 
-    Raises UsageError, and writes nothing, for what the form cannot hold exactly, and where files of other learned tokens
-    lie under the target's name.
+    Raises UsageError, and writes nothing, for what the form cannot hold exactly, for another kind than LoRA, and where files of
+    other learned tokens lie under the target's name.
     """
-    source, form = file.weights, file.form
+    source, form = only_lora("The file", file.weights), file.form
     if problems := [*values("The LoRA", source), *_of_others(source, names)]:
         raise UsageError(problems)
     earlier = earlier_of(source.metadata)

@@ -26,6 +26,7 @@ from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, L
 
 MAGNITUDES = ("dora_scale", "lora_magnitude_vector")
 SHOWN = 3  # names listed in one message
+AS_LORA = "Write it as a LoRA first: lora-trainer convert IN OUT --to lora --rank N."
 OTHER_METHODS = {  # beginnings or ends of the part after a module's name, of methods that are not read
     ".oft_R": "OFT as peft rotates it, by inputs,",
     ".boft_": "BOFT",
@@ -122,7 +123,7 @@ def only_lora(file: str, weights: AdapterWeights) -> LoraWeights:
     """The weights of a plain LoRA. Raises UsageError for other kinds."""
     if (pairs := plain_pairs(weights)) is None:
         kinds = titles(list(weights.modules.values()))
-        raise UsageError(Problem(f"{file} is {kinds}, not a plain LoRA.", "Use a LoRA here."))
+        raise UsageError(Problem(f"{file} is {kinds}, not a plain LoRA.", AS_LORA))
     return pairs
 
 

@@ -12,8 +12,8 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.export.convert import relative_difference
 from lora_trainer.export.reading import some
-from lora_trainer.export.weights import AdapterWeights, LoraPair, LoraWeights
-from lora_trainer.lora_files.low_rank import LayerRow, RankLimits, compressed, factored, joined, scaled, sharing
+from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.lora_files.low_rank import LayerRow, RankLimits, compressed, joined, scaled, sharing
 
 
 @dataclass(frozen=True)
@@ -100,31 +100,6 @@ def average_of_parameters(names: Sequence[str], loras: Sequence[LoraWeights], we
 
 def _alike(one: LoraPair, other: LoraPair) -> bool:
     return one.alpha == other.alpha and one.down.shape == other.down.shape and one.up.shape == other.up.shape
-
-
-def to_lora(weights: AdapterWeights, rank: int) -> Combined:
-    """Updates of any kind as low-rank pairs of at most `rank`, each the best one in the Frobenius norm.
-
-    A LoRA's own pairs are decomposed without forming their updates, others by the whole change of their layer.
-    """
-    pairs = {name: update for name, update in weights.modules.items() if isinstance(update, LoraPair)}
-    plain = LoraWeights(pairs, embeddings=weights.embeddings, family=weights.family)
-    done = combine([plain], [1.0], RankLimits(rank=rank))
-    modules, layers = dict(done.weights.modules), {layer.name: layer for layer in done.layers}
-    for name, update in weights.modules.items():
-        if name not in pairs:
-            modules[name], kept, error = factored(update.delta(), RankLimits(rank=rank), rank)
-            layers[name] = LayerRow(name, min(_sides(update.weight_shape)), modules[name].rank, kept, error)
-    ordered = {name: modules[name] for name in weights.modules}
-    return Combined(replace(done.weights, modules=ordered), tuple(layers[name] for name in weights.modules), done.exact)
-
-
-def _sides(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a layer's weight as a matrix."""
-    columns = 1
-    for side in shape[1:]:
-        columns *= side
-    return shape[0], columns
 
 
 def stored(combined: Combined, dtype: torch.dtype, *, one_alpha: bool) -> Combined:

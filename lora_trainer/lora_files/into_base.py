@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Merging:
     """The LoRAs and what was measured: of each changed layer the rounding error, as a share of its change."""
 
     changes: Mapping[str, Sequence[tuple[float, LayerUpdate]]]  # by module, with the weight of each
+    shapes: Mapping[str, tuple[int, ...]]  # of the modules' weights
     layers: list[LayerRow] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
@@ -59,13 +61,14 @@ class Merging:
     def _add(self, name: str, place: Place, stored: Tensor) -> None:
         """Add one module's change to its rows of a stored tensor [rows, …], in place."""
         wide = torch.float64 if stored.dtype == torch.float64 else torch.float32
-        change = self._sum(name, wide)
+        spans = place.rows or ((0, len(stored)),)
+        change = self._sum(name, wide, partial(_weight, stored, spans, place.transposed, self.shapes[name]))
         size, missed, first = float(change.norm()), 0.0, 0
         if place.transposed:
             change = change.t()
         limit = torch.finfo(stored.dtype).max
         step = max(1, AT_ONCE // max(1, stored[:1].numel()))
-        for begin, end in place.rows or ((0, len(stored)),):
+        for begin, end in spans:
             for row in range(begin, end, step):
                 part = stored[row : min(row + step, end)]
                 exact = part.to(wide) + change[first : first + len(part)].reshape(part.shape)
@@ -76,17 +79,23 @@ class Merging:
                     self.broken.append(name)
                 part.copy_(exact)
                 missed += float((part.to(wide) - exact).double().square().sum())
-        rank = sum(getattr(update, "rank", 0) for _, update in self.changes[name])
+        rank = sum(update.rank for _, update in self.changes[name])
         self.layers.append(LayerRow(name, rank, rank, 1.0, math.sqrt(missed) / size if size else 0.0))
 
-    def _sum(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The change of a module's weight by all LoRAs."""
+    def _sum(self, name: str, dtype: torch.dtype, weight_of: Callable[[], Tensor]) -> Tensor:
+        """The change of a module's weight by all files, each as if it were the only one."""
         total: Tensor | None = None
         for weight, update in self.changes[name]:
-            change = update.delta().to(dtype).mul_(weight)
-            total = change if total is None else total.add_(change)
+            change = update.delta(weight_of() if update.needs_weight else None).to(dtype) * weight
+            total = change if total is None else total.add_(change.reshape(total.shape))
         assert total is not None
         return total
+
+
+def _weight(stored: Tensor, spans: Sequence[tuple[int, int]], transposed: bool, shape: tuple[int, ...]) -> Tensor:
+    """A module's weight in fp32 and in its own shape, of its rows of a stored tensor."""
+    rows = torch.cat([stored[begin:end] for begin, end in spans]).float()
+    return (rows.t() if transposed else rows).reshape(shape)
 
 
 def merge_into(base: Path, inputs: Sequence[LoraInput], weights: Sequence[float], target: Path) -> Made:
@@ -110,7 +119,8 @@ def merge_into(base: Path, inputs: Sequence[LoraInput], weights: Sequence[float]
                 if name in each.weights.modules
             ]
             for name in modules
-        }
+        },
+        layers.shapes,
     )
     named = [{"name": each.path.name, "weight": weight} for each, weight in zip(inputs, weights, strict=True)]
     origin = {

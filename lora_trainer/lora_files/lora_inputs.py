@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,9 @@ from lora_trainer.core.findings import counted
 from lora_trainer.core.io import sha256_file
 from lora_trainer.export.convert import Form, SourceFile
 from lora_trainer.export.earlier import EARLIER
-from lora_trainer.export.reading import some, values
-from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.export.reading import only_lora, some, values
+from lora_trainer.export.updates import DecomposedUpdate, RowsUpdate
+from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights
 from lora_trainer.lora_files.combining import Combined, stored
 from lora_trainer.lora_files.low_rank import LayerRow
 from lora_trainer.models.lora_names import names_for, read_source, write_source
@@ -44,8 +46,13 @@ class LoraInput:
     file: SourceFile
 
     @property
-    def weights(self) -> LoraWeights:
+    def weights(self) -> AdapterWeights:
         return self.file.weights
+
+    @property
+    def pairs(self) -> LoraWeights:
+        """The weights of a plain LoRA. Raises UsageError for other kinds."""
+        return only_lora(self.path.name, self.file.weights)
 
 
 @dataclass(frozen=True)
@@ -73,9 +80,20 @@ class Made:
         """The layer with the largest error."""
         return max(self.layers, key=lambda layer: layer.error)
 
+    @property
+    def error(self) -> float:
+        """That of all layers together, as a share of the norm of all changes."""
+        lost, whole = (
+            math.hypot(*each) for each in zip(*((row.error * row.norm, row.norm) for row in self.layers), strict=True)
+        )
+        return lost / whole if whole else 0.0
 
-def read_inputs(paths: Sequence[Path]) -> list[LoraInput]:
-    """The LoRA files. Raises UsageError with all problems of all files: damage, other kinds, NaN, two families, other shapes."""
+
+def read_inputs(paths: Sequence[Path], *, any_kind: bool = False) -> list[LoraInput]:
+    """The LoRA files, or with `any_kind` those of every readable kind.
+
+    Raises UsageError with all problems of all files: damage, other kinds, NaN, two families, other shapes.
+    """
     problems: list[Problem] = []
     found: list[LoraInput] = []
     for path in paths:
@@ -83,11 +101,9 @@ def read_inputs(paths: Sequence[Path]) -> list[LoraInput]:
             found.append(LoraInput(path, read_source(path)))
     for each in found:
         problems += values(each.path.name, each.weights)
-        others = [name for name, update in each.weights.modules.items() if not isinstance(update, LoraPair)]
-        if others:
-            message = f"{each.path.name} has {counted(len(others), 'layer')} that no low-rank pair describes ({some(others)})."
-            fix = "Write it as a LoRA first: lora-trainer convert IN OUT --to lora --rank N."
-            problems.append(Problem(message, fix))
+        if not any_kind:
+            with gathering(problems):
+                only_lora(each.path.name, each.weights)
     problems += [] if problems else differences(found)
     if problems:
         raise UsageError(problems)
@@ -109,7 +125,8 @@ def differences(inputs: Sequence[LoraInput]) -> list[Problem]:
         unlike = [
             name
             for name, pair in each.weights.modules.items()
-            if shapes.setdefault(name, (each.path, pair.weight_shape))[1] != pair.weight_shape
+            if isinstance(pair, LoraPair)  # others may not tell all sides
+            and shapes.setdefault(name, (each.path, pair.weight_shape))[1] != pair.weight_shape
         ]
         if unlike:
             path, shape = shapes[unlike[0]]
@@ -196,11 +213,18 @@ def _network(header: Mapping[str, str]) -> dict[str, str]:
     return {**entries, ARGUMENTS: json.dumps(kept, sort_keys=True)} if ARGUMENTS in header else entries
 
 
-def usual_dtype(weights: LoraWeights) -> torch.dtype:
-    """The type that most of a file's pairs are stored in; fp16 for one that is not written any more (float64)."""
-    kinds = Counter(pair.up.dtype for pair in weights.modules.values()).most_common(1)
+def usual_dtype(weights: AdapterWeights) -> torch.dtype:
+    """The type that most of a file's factors are stored in, fp32 for float64; fp16 where it has none."""
+    kinds = Counter(_dtype(update) for update in weights.modules.values()).most_common(1)
     dtype = kinds[0][0] if kinds else torch.float16
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def _dtype(update: LayerUpdate) -> torch.dtype:
+    """The type of a change's own factors: magnitudes and alphas are in fp32 in any file."""
+    while isinstance(update, DecomposedUpdate | RowsUpdate):
+        update = update.change if isinstance(update, DecomposedUpdate) else update.whole
+    return next(iter(update.parts().values())).dtype
 
 
 def with_comment(header: Mapping[str, str], text: str) -> dict[str, str]:

@@ -53,13 +53,17 @@ class RankLimits:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """What became of one layer: its ranks, the share of its norm that was kept, and the error as a share of the norm."""
+    """What became of one layer: its ranks, the share of its norm that was kept, and the error as a share of the norm.
+
+    `norm` is the Frobenius norm of its change, 0 where it was not computed.
+    """
 
     name: str
     rank_before: int
     rank: int
     kept: float = 1.0
     error: float = 0.0
+    norm: float = 0.0
 
 
 def below_share(layers: Sequence[LayerRow], keep: RankLimits) -> tuple[str, ...]:

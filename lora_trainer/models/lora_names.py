@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lora_trainer.export.weights import AdapterWeights, LoraWeights
 
 
+WITHOUT_DOTS = ("lora_", "lycoris_")  # beginnings of names in which dots became underscores
 NUMBERED_BLOCK = re.compile(r"(\w+\.\w+)\.(\d+)\.")  # `transformer.single_transformer_blocks`, and its number
 
 
@@ -84,21 +85,24 @@ def convert_lora(
 
     Raises UsageError for a file that is no LoRA, for content that the format cannot hold, and where `family` is needed.
     """
+    from lora_trainer.export.reading import only_lora
+
     file = read_source(path, beside=to == "kohya")
+    only_lora(path.name, file.weights)
     names = names_for(path, file.weights, family, file.numbered)
     return _written(file, target, to, names, dtype)
 
 
 def read_source(path: Path, *, beside: bool = True) -> SourceFile:
-    """A LoRA file of any program with the form that it is in, and the learned tokens that lie `beside` it. Raises UsageError."""
+    """A file of any readable kind with the form that it is in, and the learned tokens that lie `beside` it. Raises UsageError."""
     from lora_trainer.core.tensorfile import read_tensor_header
     from lora_trainer.export.convert import SourceFile
     from lora_trainer.export.earlier import earlier_of
-    from lora_trainer.export.reading import only_lora
 
-    weights = only_lora(path.name, read_adapter_with_tokens(path) if beside else read_adapter(path))
+    weights = read_adapter_with_tokens(path) if beside else read_adapter(path)
     keys = list(read_tensor_header(path))
-    form: Form = "kohya" if any(key.endswith(KOHYA_DOWN) for key in keys) else "diffusers"
+    is_kohya = any(key.endswith(KOHYA_DOWN) or key.startswith(WITHOUT_DOTS) for key in keys)
+    form: Form = "kohya" if is_kohya else "diffusers"
     earlier = earlier_of(weights.metadata)
     numbered = any(key.startswith(NUMBERED) for key in keys) or (earlier is not None and earlier.numbered)
     return SourceFile(weights, form, numbered)
@@ -116,7 +120,7 @@ def _written(file: SourceFile, target: Path, to: Form, names: Names, dtype: torc
     return convert(based, target, to, names, all_names(), dtype=dtype)
 
 
-def names_for(path: Path, weights: LoraWeights, family: str | None, numbered: bool) -> Names:
+def names_for(path: Path, weights: AdapterWeights, family: str | None, numbered: bool) -> Names:
     """The names of a LoRA's family, `path` for messages. Raises UsageError where neither the file nor the user names it, or both
     do and contradict each other."""
     if problems := wrong_family(path, weights, family):
@@ -141,7 +145,7 @@ def wrong_family(path: Path, weights: AdapterWeights, family: str | None) -> lis
     return [Problem(message, f"Remove --family, or use a file for {family}.")]
 
 
-def _with_base(weights: LoraWeights, family: str) -> LoraWeights:
+def _with_base(weights: AdapterWeights, family: str) -> AdapterWeights:
     """The header completed with the base model's names, as far as all models of the family share them."""
     if weights.family is None or "ss_base_model_version" in weights.metadata:
         return weights

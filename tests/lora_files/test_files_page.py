@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lora_trainer.cli.main import main
+from lora_trainer.export.keys import DORA, KOHYA_UP
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.models.lora_names import read_lora
 from tests.export.tiny import facts, random_lora
@@ -25,6 +27,10 @@ def test_the_commands_of_the_page_run_in_their_order(
     write(unet_checkpoint(pipeline, "sd15"), tmp_path / "sd15.safetensors")
     for name, rank in (("cat", 6), ("style", 12)):
         write_lora(tmp_path, name, random_lora(pipeline.unet, rank=rank), facts(name=name))
+    tensors = load_file(tmp_path / "cat.safetensors")
+    ups = {key.removesuffix(KOHYA_UP): each for key, each in tensors.items() if key.endswith(KOHYA_UP)}
+    magnitudes = {f"{name}.{DORA}": torch.ones(len(up), *[1] * (up.ndim - 1)) for name, up in ups.items()}
+    save_file(tensors | magnitudes, tmp_path / "dora.safetensors")
     monkeypatch.chdir(tmp_path)
     lines = [
         line

@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.export.updates import WholeUpdate
+from lora_trainer.export.weights import AdapterWeights, LoraPair, LoraWeights
 from lora_trainer.lora_files.averaging import ema_weights
-from lora_trainer.lora_files.combining import average_of_parameters, combine, stored, to_lora
+from lora_trainer.lora_files.combining import average_of_parameters, combine, stored
 from lora_trainer.lora_files.low_rank import EXACT_SIDE, RankLimits, factored, principal, sharing
+from lora_trainer.lora_files.to_lora import to_lora
 
 NAMES = ("unet.a.attn1.to_q", "unet.a.attn1.to_k", "unet.mid.conv1", "text_encoder.text_model.encoder.layers.0.mlp.fc1")
 SHAPES = {NAMES[0]: (24, 20), NAMES[1]: (9, 20), NAMES[2]: (16, 6, 3, 3), NAMES[3]: (40, 12)}
@@ -195,17 +197,8 @@ def test_a_clamp_cuts_off_the_largest_numbers():
 @given(loras(), st.integers(1, 12))
 @settings(max_examples=20)
 def test_a_change_of_any_kind_becomes_the_nearest_lora(lora, rank):
-    class Whole:
-        """An update that only has a whole change, as LoKr or OFT."""
-
-        def __init__(self, change: torch.Tensor) -> None:
-            self.change, self.finite, self.weight_shape = change, True, tuple(change.shape)
-
-        def delta(self) -> torch.Tensor:
-            return self.change
-
     changes = {name: delta(lora, name).float() for name in lora.modules}
-    found = to_lora(LoraWeights({name: Whole(each) for name, each in changes.items()}), rank)  # type: ignore[arg-type]
+    found = to_lora("cat", AdapterWeights({name: WholeUpdate({"diff": each}) for name, each in changes.items()}), rank)
     for row in found.layers:
         exact = changes[row.name].double()
         best = float(torch.linalg.svdvals(exact.flatten(1))[rank:].norm() / exact.norm())

@@ -552,7 +552,7 @@ def test_a_lora_of_a_lower_rank_by_convert(tmp_path, bad_inputs, capsys):
     source = bad_inputs / "sd15.safetensors"
     assert main(["convert", str(source), str(out), "--to", "lora", "--rank", "2"]) == 0
     error = " ".join(capsys.readouterr().err.split())
-    assert "of the update is lost" in error
+    assert "of the update, " in error
     assert {each.rank for each in read_lora(out).modules.values()} == {2}
     same = tmp_path / "same.safetensors"
     assert main(["convert", str(source), str(same), "--to", "lora", "--rank", "64"]) == 0
