@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lora_trainer.adapters.base import AdapterKind, AdapterOptions
 from lora_trainer.adapters.injection import ADAPTER, by_module, trained
+from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.lora_file import plain_forms
 from lora_trainer.export.updates import RotationUpdate, rotated, rotation
 from lora_trainer.export.weights import LayerUpdate, module_name
@@ -31,9 +32,8 @@ class RotatedLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc]  # peft is 
     def __init__(self, layer: nn.Linear | nn.Conv2d, rank: int) -> None:
         super().__init__()
         self.base_layer = layer
-        outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
-        size = max(each for each in range(1, min(rank, isqrt(outputs)) + 1) if outputs % each == 0)
-        zeros = torch.zeros(outputs // size, size, size, device=layer.weight.device)
+        size = block_size(layer, rank)
+        zeros = torch.zeros(outputs_of(layer) // size, size, size, device=layer.weight.device)
         self.oft_blocks = nn.ParameterDict({ADAPTER: nn.Parameter(zeros)})
         if is_narrow(layer):
             setattr(self, COMPUTED_IN, getattr(layer, COMPUTED_IN))
@@ -51,16 +51,30 @@ class RotatedLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc]  # peft is 
         return turned.movedim(-1, 1) if is_image else turned
 
 
+def outputs_of(layer: nn.Linear | nn.Conv2d) -> int:
+    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+
+
+def block_size(layer: nn.Linear | nn.Conv2d, rank: int) -> int:
+    """The largest divisor of the outputs that is no larger than `rank` and than their number's square root."""
+    outputs = outputs_of(layer)
+    return max(each for each in range(1, min(rank, isqrt(outputs)) + 1) if outputs % each == 0)
+
+
 def inject_oft(model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int) -> dict[str, nn.Parameter]:
     """Rotate the outputs of the modules, in place; return the trainable parameters by name, all 0 at first.
 
-    The block size is the largest divisor of a layer's outputs that is no larger than `rank` and than their number's square
-    root: LyCORIS reads no blocks that are fewer than they are large.
+    Blocks are no larger than the square root of a layer's outputs, since LyCORIS reads none that are fewer than they are large.
+    Modules with a prime number of outputs are left out: a block of one output has no rotation. Raises UsageError where all are.
     """
     model.requires_grad_(False)
-    for name in modules:
+    layers = {name: cast("nn.Linear | nn.Conv2d", model.get_submodule(name)) for name in modules}
+    layers = {name: layer for name, layer in layers.items() if block_size(layer, options.rank) > 1}
+    if not layers:
+        message = f"lora.type=oft rotates outputs in blocks of at most lora.rank={options.rank}, which leaves nothing to train."
+        raise UsageError(Problem(message, "Set lora.rank to 8 or more, or lora.type=lora."))
+    for name, layer in layers.items():
         parent, _, own = name.rpartition(".")
-        layer = cast("nn.Linear | nn.Conv2d", model.get_submodule(name))
         setattr(model.get_submodule(parent), own, RotatedLayer(layer, options.rank))
     return trained(model)
 

@@ -12,6 +12,7 @@ from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.masters import make_adapter
 from lora_trainer.config.schema import OptimizerSection
+from lora_trainer.core.errors import UsageError
 from lora_trainer.evaluation.loading import at_strength, without_lora
 from lora_trainer.evaluation.weight_changes import change_weights
 from lora_trainer.export.keys import ONE_TEXT_ENCODER
@@ -188,3 +189,12 @@ def test_dropout_is_of_the_adapters_input(kind: str):
     x = torch.randn(2, 16, 10, 10, generator=generator)
     assert torch.equal(model.eval()(x), model(x))
     assert not torch.equal(model.train()(x), model(x))
+
+
+def test_oft_leaves_out_layers_without_a_block_to_rotate():
+    """13 outputs have no divisor but 1: such a layer would train numbers that change nothing."""
+    model = nn.ModuleDict({"one": nn.Linear(8, 13), "other": nn.Linear(8, 12)})
+    parameters = ADAPTERS["oft"].load().inject(model, ["one", "other"], AdapterOptions(4, 4.0), 1)
+    assert list(parameters) == ["other.oft_blocks.default"]
+    with pytest.raises(UsageError, match="nothing to train"):
+        ADAPTERS["oft"].load().inject(small(), NAMES, AdapterOptions(1, 1.0), 1)
