@@ -256,6 +256,11 @@ def adapters(settings: Settings) -> list[Yields]:
             "lora.timestep_min_rank is empty, so all rows are trained at each timestep",
             "Set lora.timestep_min_rank, or remove lora.timestep_rank_exponent.",
         )
+    elif settings["lora.timestep_min_rank"] > (
+        rank := max([settings["lora.rank"], *settings["lora.rank_pattern"].values()])
+    ):
+        reason = f"no layer's rank is so high (the largest is {rank}), so all rows would be trained at each timestep"
+        drop("timestep_min_rank", reason, f"Set it below {rank}; half of the rank is the paper's.")
     elif settings["compile.enabled"]:
         reason = "compile.enabled compiles the blocks, in which the trained rows differ from step to step"
         drop("timestep_min_rank", reason, "Set compile.enabled=false, or remove lora.timestep_min_rank.")

@@ -136,7 +136,7 @@ def refuse_other_family(layers: Sequence[Layer], family: str) -> list[Problem]:
     return [
         Problem(
             f"--preset {each.name} is for models of the family {each.family}, and this one is of {family}.",
-            f"Remove {each.name}, or name such a model with --model.",
+            f"Name such a model with --model, in `plan` set --set model.family={each.family}, or remove {each.name}.",
         )
         for each in chosen
         if each.kind == BASES and each.family != family

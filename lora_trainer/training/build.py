@@ -31,7 +31,7 @@ from lora_trainer.optim.random_updates import make_bf16_step, make_gradient_nois
 from lora_trainer.training.attention import set_up_attention
 from lora_trainer.training.compiling import compile_if_enabled
 from lora_trainer.training.denoiser_layout import Layout
-from lora_trainer.training.layer_options import layer_option_notes, limit_timestep_ranks, with_loraplus
+from lora_trainer.training.layer_options import layer_option_notes, limit_timestep_ranks, option_notes, with_loraplus
 from lora_trainer.training.network_weights import add_training_adapter, start_from_file
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import Built, Guard, StepContext
@@ -77,7 +77,7 @@ def build_step_context(
     spec = ADAPTERS[config.lora.type]
     line = f"{spec.title}: rank {config.lora.rank}, {size}{', text encoders included' if texts else ''}{stored}"
     read = (f"{spec.title} files: {readers}",) if (readers := spec.read_by(family.lora_files.readers)) else ()
-    lines = (line, *read, *layer_notes(adapter.masters, config.optimizer))
+    lines = (line, *read, *option_notes(config.lora), *layer_notes(adapter.masters, config.optimizer))
     if texts:
         built = replace(built, shapes={**built.shapes, **texts.shapes}, notes=(*texts.notes, *built.notes))
     return StepContext(

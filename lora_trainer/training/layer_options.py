@@ -12,7 +12,7 @@ from lora_trainer.adapters.adapter_kinds import adapter_kind, denoiser_options
 from lora_trainer.adapters.base import AS_USUAL, AdapterOptions
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.adapters.timestep_rank import TimestepRank
-from lora_trainer.config.schema import Config
+from lora_trainer.config.schema import Config, LoraSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.diffusion.process import Process
@@ -123,6 +123,17 @@ def with_loraplus(
         if ups and own is not None:
             found.append((lr * own, ups))
     return found
+
+
+def option_notes(lora: LoraSection) -> list[str]:
+    """Lines on LoRA+ and T-LoRA, which change no number of the LoRA's size."""
+    notes = []
+    if lora.timestep_min_rank is not None:
+        rows = f"{lora.timestep_min_rank} rows of each layer at the most noise, up to all without noise"
+        notes.append(f"T-LoRA: trains {rows} (lora.timestep_min_rank)")
+    if lora.loraplus_lr_ratio is not None:
+        notes.append(f"LoRA+: up projections learn at {lora.loraplus_lr_ratio:g} times the learning rate")
+    return notes
 
 
 def limit_timestep_ranks(config: Config, denoiser: nn.Module, process: Process) -> TimestepRank | None:

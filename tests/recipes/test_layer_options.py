@@ -130,7 +130,8 @@ def test_patterns_that_cannot_be_followed_are_refused_at_once(bench: Bench, caps
         ({"init_lora_weights": "pissa", "timestep_min_rank": 2}, "starts from parts of the base model's weights"),
         ({"init_lora_weights": "olora", "network_weights": "a.safetensors"}, "starts from parts of the base model's"),
         ({"timestep_rank_exponent": 2.0}, "lora.timestep_min_rank is empty"),
-        ({"init_lora_weights": "eva"}, "lora.init_lora_weights"),
+        ({"timestep_min_rank": 33, "rank": 8, "rank_pattern": {"*": 32}}, "no layer's rank is so high"),
+        ({"init_lora_weights": "pisa"}, "lora.init_lora_weights"),
         ({"rank_pattern": {"*": 0}}, "lora.rank_pattern"),
     ],
 )

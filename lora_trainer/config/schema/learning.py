@@ -11,6 +11,7 @@ from lora_trainer.config.schema.types import (
     Count,
     CountOrZero,
     EarlyStoppingMetricName,
+    InitialWeightsName,
     LossName,
     NotNegative,
     OnNonfiniteName,
@@ -44,12 +45,10 @@ class LoraSection(Section):
         "fixed in effect",
         "LoRA file of any program to start from, its alpha included; its rank may be lower than `rank`",
     )
-    init_lora_weights: Annotated[
-        str, Field(pattern=r"^(default|gaussian|svd_down|olora|pissa(_niter_[1-9][0-9]?)?)$")
-    ] = setting(
+    init_lora_weights: InitialWeightsName = setting(
         "default",
         "fixed",
-        "initial weights of linear layers, as peft names them: `default` (Kaiming, up at 0), `gaussian`, `svd_down` (down holds the base weight's first right singular vectors), `pissa` (arXiv:2404.02948), `pissa_niter_4` (the same by a fast SVD) or `olora` (arXiv:2406.01775); the last three double the file's rank",
+        "initial weights of linear layers, as peft names them: `default` (Kaiming, up at 0), `gaussian`, `svd_down` (down holds the base weight's first right singular vectors), `pissa` (arXiv:2404.02948), `pissa_niter_4` and `pissa_niter_16` (the same by a fast SVD of so many iterations) or `olora` (arXiv:2406.01775); the last three double the file's rank",
     )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.0, "changes training", "dropout inside the LoRA")
     rank_pattern: dict[str, Annotated[int, Field(ge=1, le=4096)]] = setting(

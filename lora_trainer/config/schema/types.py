@@ -18,6 +18,9 @@ Precision = Literal["bf16", "fp16", "fp32", "fp8", "int8", "nf4"]
 OptimizerName = Annotated[str, one_of("optimizer.name")]
 SchedulerName = Literal["constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "one_cycle"]
 AdapterName = Annotated[str, one_of("lora.type")]
+InitialWeightsName = Literal[
+    "default", "gaussian", "svd_down", "pissa", "pissa_niter_4", "pissa_niter_16", "olora"
+]  # peft's names, and `svd_down`
 LossName = Annotated[str, one_of("loss.type")]
 TrackerName = Annotated[str, one_of("run.trackers")]
 WeightingName = Annotated[str, one_of("loss.weighting")]
