@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.cli.arguments import say
-from lora_trainer.cli.lora_output import MOST_RANK, add_output_arguments, number, report_made, target_of, written
+from lora_trainer.cli.lora_output import MOST_RANK, add_output_arguments, number, print_result, run_write, target_of
 from lora_trainer.cli.merge_files import read_all, weights_of
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import counted
 
 if TYPE_CHECKING:
-    from lora_trainer.lora_files.lora_inputs import LoraTarget, Made
+    from lora_trainer.lora_files.lora_inputs import LoraTarget, ToolResult
 
 UPDATES, PARAMETERS = "updates", "parameters"
 EXAMPLES = (
@@ -56,9 +56,9 @@ def average_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     weights = _weights(arguments.weights, decay, len(paths), problems)
     inputs = read_all(paths, problems, arguments.family)
 
-    def write() -> Made:
+    def write() -> ToolResult:
         from lora_trainer.lora_files.combining import average_of_parameters, combine
-        from lora_trainer.lora_files.lora_inputs import common_header, origin_of, with_weight, write_made
+        from lora_trainer.lora_files.lora_inputs import common_header, origin_of, with_weight, write_result
         from lora_trainer.lora_files.low_rank import RankLimits
 
         used, shares, notes = with_weight(inputs, weights)
@@ -69,12 +69,12 @@ def average_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
             combined = combine(loras, shares, None if rank is None else RankLimits(rank=rank))
         details = {"weights": shares, "of": arguments.of or UPDATES, "rank": rank}
         header = common_header(used) | origin_of("average", used, **details)
-        made = write_made(combined, used[0].file, header, target)
-        return replace(made, notes=(*notes, *made.notes))
+        result = write_result(combined, used[0].file, header, target)
+        return replace(result, notes=(*notes, *result.notes))
 
-    made = written(target.path, write)
-    report_made(made, arguments.json, table=rank is not None, of=arguments.of or UPDATES, weights=weights)
-    _say(made, arguments.of or UPDATES, counted(sum(map(bool, weights)), "file"))
+    result = run_write(target.path, write)
+    print_result(result, arguments.json, table=rank is not None, of=arguments.of or UPDATES, weights=weights)
+    _say(result, arguments.of or UPDATES, counted(sum(map(bool, weights)), "file"))
     return DONE
 
 
@@ -117,7 +117,7 @@ def _run(
     from lora_trainer.core.errors import gathering
     from lora_trainer.export.metadata import EMA_DECAY, SWA_START
     from lora_trainer.lora_files.averaging import ema_weights, parse_steps
-    from lora_trainer.lora_files.lora_inputs import origin_of, write_made
+    from lora_trainer.lora_files.lora_inputs import origin_of, write_result
     from lora_trainer.run.average_run import average_run
 
     steps: tuple[int, int | None] = (0, None)
@@ -131,13 +131,13 @@ def _run(
     # Of the run's own average: that of this file is in its origin.
     entries = {key: each for key, each in found.like.weights.metadata.items() if key not in (EMA_DECAY, SWA_START)}
     header = {**entries, "ss_steps": str(max(found.steps)), **origin_of("average", [], **details)}
-    made = written(target.path, lambda: write_made(found.combined, found.like, header, target))
-    report_made(made, arguments.json, table=False, of=PARAMETERS, steps=list(found.steps))
-    _say(made, PARAMETERS, f"{counted(len(found.steps), 'checkpoint')} (steps {', '.join(map(str, found.steps))})")
+    result = run_write(target.path, lambda: write_result(found.combined, found.like, header, target))
+    print_result(result, arguments.json, table=False, of=PARAMETERS, steps=list(found.steps))
+    _say(result, PARAMETERS, f"{counted(len(found.steps), 'checkpoint')} (steps {', '.join(map(str, found.steps))})")
     return DONE
 
 
-def _say(made: Made, what: str, of: str) -> None:
+def _say(result: ToolResult, what: str, of: str) -> None:
     kind = "valid for states of one run" if what == PARAMETERS else "exact for any files"
-    rank = max(layer.rank for layer in made.layers)
-    say(f"average of the {what} ({kind}) of {of}: rank {rank}, largest error {made.worst.error:.1e}")
+    rank = max(layer.rank for layer in result.layers)
+    say(f"average of the {what} ({kind}) of {of}: rank {rank}, largest error {result.worst.error:.1e}")

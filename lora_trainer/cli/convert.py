@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from lora_trainer.cli.arguments import say
-from lora_trainer.cli.lora_output import DTYPES, FORMS, MOST_RANK, number, output_problems, written
+from lora_trainer.cli.lora_output import DTYPES, FORMS, MOST_RANK, number, output_problems, run_write
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import printable_lines
 
@@ -66,7 +66,7 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
 
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
     dtype = dtypes.get(arguments.dtype or "")
-    done = written(target, lambda: convert_lora(source, target, arguments.to, family=arguments.family, dtype=dtype))
+    done = run_write(target, lambda: convert_lora(source, target, arguments.to, family=arguments.family, dtype=dtype))
     exact = "bit for bit" if done.difference == 0 else f"largest difference {done.difference:.1e} of an update"
     say(f"{done.modules} modules in {arguments.to} format, compared with {source.name}: {exact}")
     for note in done.notes:
@@ -86,7 +86,7 @@ def _as_lora(source: Path, target: Path, rank: int, arguments: argparse.Namespac
         LoraTarget,
         origin_of,
         with_comment,
-        write_made,
+        write_result,
     )
     from lora_trainer.lora_files.to_lora import to_lora
     from lora_trainer.models.lora_names import read_source
@@ -100,11 +100,11 @@ def _as_lora(source: Path, target: Path, rank: int, arguments: argparse.Namespac
     header = with_comment(file.weights.metadata, f"converted to a LoRA of rank {rank}")
     header |= origin_of("convert", [LoraInput(source, file)], rank=rank, base=base and base.name)
     place = LoraTarget(target, source, None, dtype, arguments.family)
-    made = written(target, lambda: write_made(combined, file, header, place))
-    lost = f"error {made.error:.2%} of the update, {made.worst.error:.2%} in the worst layer ({made.worst.name})"
-    say(f"{len(made.layers)} modules as a LoRA of rank {rank} or less: {lost}")
-    for note in made.notes:
+    result = run_write(target, lambda: write_result(combined, file, header, place))
+    lost = f"error {result.error:.2%} of the update, {result.worst.error:.2%} in the worst layer ({result.worst.name})"
+    say(f"{len(result.layers)} modules as a LoRA of rank {rank} or less: {lost}")
+    for note in result.notes:
         say(f"note: {note}")
-    for path in made.paths:
+    for path in result.paths:
         print(printable_lines(str(path)))
     return DONE

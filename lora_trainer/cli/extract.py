@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.cli.arguments import say
-from lora_trainer.cli.lora_output import MOST_RANK, add_output_arguments, number, report_made, target_of, written
+from lora_trainer.cli.lora_output import MOST_RANK, add_output_arguments, number, print_result, run_write, target_of
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import counted
 
@@ -37,7 +37,7 @@ def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     from lora_trainer.export.convert import SourceFile
     from lora_trainer.export.weights import LoraWeights
     from lora_trainer.lora_files.extraction import extract
-    from lora_trainer.lora_files.lora_inputs import MERGED_FROM, origin_of, write_made
+    from lora_trainer.lora_files.lora_inputs import MERGED_FROM, origin_of, write_result
     from lora_trainer.lora_files.low_rank import RankLimits, below_share
 
     problems, base, tuned = list(unknown), Path(arguments.base), Path(arguments.tuned)
@@ -54,10 +54,10 @@ def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     header = {**origin_of("extract", [], **limits), MERGED_FROM: f"{tuned.name} - {base.name}"}
     like = SourceFile(LoraWeights({}, family=found.family), "kohya")
     target = replace(target, dtype=target.dtype or torch.float16)
-    made = written(target.path, lambda: write_made(found.combined, like, header, target))
-    made = replace(made, notes=(*found.notes, *below_share(made.layers, limits_of_rank), *made.notes))
-    report_made(made, arguments.json, components=list(found.components), unchanged=found.unchanged)
+    result = run_write(target.path, lambda: write_result(found.combined, like, header, target))
+    result = replace(result, notes=(*found.notes, *below_share(result.layers, limits_of_rank), *result.notes))
+    print_result(result, arguments.json, components=list(found.components), unchanged=found.unchanged)
     say(
-        f"{counted(len(made.layers), 'layer')} of {', '.join(found.components)}; {found.unchanged} without a difference"
+        f"{counted(len(result.layers), 'layer')} of {', '.join(found.components)}; {found.unchanged} without a difference"
     )
     return DONE

@@ -16,7 +16,7 @@ from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.io import finite
 
 if TYPE_CHECKING:
-    from lora_trainer.lora_files.lora_inputs import LoraTarget, Made
+    from lora_trainer.lora_files.lora_inputs import LoraTarget, ToolResult
     from lora_trainer.lora_files.low_rank import LayerRow, RankLimits
 
 FORMS, DTYPES = ("kohya", "diffusers"), ("fp16", "bf16", "fp32")
@@ -140,7 +140,7 @@ def inside_problems(path: Path, inputs: Sequence[Path]) -> list[Problem]:
     return []
 
 
-def written(target: Path, write: Callable[[], T]) -> T:
+def run_write(target: Path, write: Callable[[], T]) -> T:
     """The result of `write`. Raises UsageError where the disk refuses."""
     try:
         return write()
@@ -149,11 +149,11 @@ def written(target: Path, write: Callable[[], T]) -> T:
         raise UsageError(Problem(message, "Nothing was kept.")) from error
 
 
-def report_made(made: Made, as_json: bool, *, table: bool = True, **more: Any) -> None:
+def print_result(result: ToolResult, as_json: bool, *, table: bool = True, **more: Any) -> None:
     """Print the table of layers and notes on stderr and the files on stdout, or all as one JSON document."""
     if as_json:
         document = {
-            "files": [str(path) for path in made.paths],
+            "files": [str(path) for path in result.paths],
             **more,
             "layers": [
                 {
@@ -163,17 +163,17 @@ def report_made(made: Made, as_json: bool, *, table: bool = True, **more: Any) -
                     "kept": each.kept,
                     "error": each.error,
                 }
-                for each in made.layers
+                for each in result.layers
             ],
-            "notes": list(made.notes),
+            "notes": list(result.notes),
         }
         print(json.dumps(finite(document), indent=2, ensure_ascii=False, allow_nan=False))
         return
-    for line in _table(made.layers) if table else ():
+    for line in _table(result.layers) if table else ():
         print(printable_lines(line), file=sys.stderr)
-    for note in made.notes:
+    for note in result.notes:
         say(f"note: {note}")
-    for path in made.paths:
+    for path in result.paths:
         print(printable_lines(str(path)))
 
 

@@ -15,15 +15,15 @@ from lora_trainer.cli.lora_output import (
     inside_problems,
     keep_of,
     output_problems,
-    report_made,
+    print_result,
+    run_write,
     target_of,
-    written,
 )
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import counted
 
 if TYPE_CHECKING:
-    from lora_trainer.lora_files.lora_inputs import LoraInput, LoraTarget, Made
+    from lora_trainer.lora_files.lora_inputs import LoraInput, LoraTarget, ToolResult
     from lora_trainer.lora_files.low_rank import RankLimits
 
 EXAMPLES = (
@@ -58,10 +58,10 @@ def merge_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         return _into(arguments, paths, weights, keep is not None, problems)
     target = target_of(arguments, paths, problems)
     inputs = read_all(paths, problems, arguments.family)
-    made = written(target.path, lambda: _merge(inputs, weights, keep, target))
-    largest = f"largest error {made.worst.error:.1e} of an update ({made.worst.name})"
-    say(f"{counted(sum(map(bool, weights)), 'LoRA')} merged, {counted(len(made.layers), 'module')}: {largest}")
-    report_made(made, arguments.json, table=keep is not None, weights=weights)
+    result = run_write(target.path, lambda: _merge(inputs, weights, keep, target))
+    largest = f"largest error {result.worst.error:.1e} of an update ({result.worst.name})"
+    say(f"{counted(sum(map(bool, weights)), 'LoRA')} merged, {counted(len(result.layers), 'module')}: {largest}")
+    print_result(result, arguments.json, table=keep is not None, weights=weights)
     return DONE
 
 
@@ -107,7 +107,7 @@ def read_all(
     return inputs
 
 
-def _merge(inputs: list[LoraInput], weights: list[float], keep: RankLimits | None, target: LoraTarget) -> Made:
+def _merge(inputs: list[LoraInput], weights: list[float], keep: RankLimits | None, target: LoraTarget) -> ToolResult:
     from lora_trainer.lora_files.combining import combine
     from lora_trainer.lora_files.lora_inputs import (
         MERGED_FROM,
@@ -115,7 +115,7 @@ def _merge(inputs: list[LoraInput], weights: list[float], keep: RankLimits | Non
         origin_of,
         trigger_words,
         with_weight,
-        write_made,
+        write_result,
     )
     from lora_trainer.lora_files.low_rank import below_share
 
@@ -127,9 +127,9 @@ def _merge(inputs: list[LoraInput], weights: list[float], keep: RankLimits | Non
         MERGED_FROM: ", ".join(each.path.name for each in inputs),
         **origin_of("merge", inputs, weights=weights),
     }
-    made = write_made(combined, inputs[0].file, header, target)
-    notes += () if keep is None else below_share(made.layers, keep)
-    return replace(made, notes=(*notes, *made.notes))
+    result = write_result(combined, inputs[0].file, header, target)
+    notes += () if keep is None else below_share(result.layers, keep)
+    return replace(result, notes=(*notes, *result.notes))
 
 
 def _into(
@@ -154,10 +154,12 @@ def _into(
     else:
         problems += inside_problems(target, [base])
     inputs = read_all(paths, problems, arguments.family, any_kind=True)
-    made = written(target, lambda: merge_into(base, inputs, weights, target))
-    rounding = f"rounding to its types changes a layer's update by {made.worst.error:.1e} at most ({made.worst.name})"
-    say(
-        f"{counted(sum(map(bool, weights)), 'LoRA')} merged into {base.name}, {counted(len(made.layers), 'layer')}: {rounding}"
+    result = run_write(target, lambda: merge_into(base, inputs, weights, target))
+    rounding = (
+        f"rounding to its types changes a layer's update by {result.worst.error:.1e} at most ({result.worst.name})"
     )
-    report_made(made, arguments.json, table=False, weights=weights)
+    say(
+        f"{counted(sum(map(bool, weights)), 'LoRA')} merged into {base.name}, {counted(len(result.layers), 'layer')}: {rounding}"
+    )
+    print_result(result, arguments.json, table=False, weights=weights)
     return DONE

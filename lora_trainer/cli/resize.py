@@ -11,15 +11,15 @@ from lora_trainer.cli.lora_output import (
     add_keep_arguments,
     add_output_arguments,
     keep_of,
-    report_made,
+    print_result,
+    run_write,
     target_of,
-    written,
 )
 from lora_trainer.cli.merge_files import read_all
 from lora_trainer.core.errors import DONE, Problem
 
 if TYPE_CHECKING:
-    from lora_trainer.lora_files.lora_inputs import LoraInput, LoraTarget, Made
+    from lora_trainer.lora_files.lora_inputs import LoraInput, LoraTarget, ToolResult
     from lora_trainer.lora_files.low_rank import RankLimits
 
 EXAMPLES = (
@@ -48,27 +48,27 @@ def resize_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
     (source,) = read_all([path], problems, arguments.family)
     assert keep is not None
     highest = max((pair.rank for pair in source.weights.modules.values()), default=0)
-    made = written(target.path, lambda: _resize(source, keep, target))
-    size = made.paths[0].stat().st_size / path.stat().st_size
-    report_made(made, arguments.json)
-    lowest, most = (pick(layer.rank for layer in made.layers) for pick in (min, max))
+    result = run_write(target.path, lambda: _resize(source, keep, target))
+    size = result.paths[0].stat().st_size / path.stat().st_size
+    print_result(result, arguments.json)
+    lowest, most = (pick(layer.rank for layer in result.layers) for pick in (min, max))
     ranks = f"{most}" if lowest == most else f"{lowest} to {most}"
     say(
-        f"rank {highest} -> {ranks}, {size:.0%} of the file's size; largest error {made.worst.error:.1%} ({made.worst.name})"
+        f"rank {highest} -> {ranks}, {size:.0%} of the file's size; largest error {result.worst.error:.1%} ({result.worst.name})"
     )
     return DONE
 
 
-def _resize(source: LoraInput, keep: RankLimits, target: LoraTarget) -> Made:
+def _resize(source: LoraInput, keep: RankLimits, target: LoraTarget) -> ToolResult:
     from dataclasses import asdict, replace
 
     from lora_trainer.lora_files.combining import combine
-    from lora_trainer.lora_files.lora_inputs import common_header, origin_of, with_comment, write_made
+    from lora_trainer.lora_files.lora_inputs import common_header, origin_of, with_comment, write_result
     from lora_trainer.lora_files.low_rank import below_share
 
     combined = combine([source.pairs], [1.0], keep)
     limits = {key: value for key, value in asdict(keep).items() if value is not None}
     words = ", ".join(f"{key} {value:g}" for key, value in limits.items())
     header = with_comment(common_header([source]), f"resized to {words}") | origin_of("resize", [source], **limits)
-    made = write_made(combined, source.file, header, target)
-    return replace(made, notes=(*below_share(made.layers, keep), *made.notes))
+    result = write_result(combined, source.file, header, target)
+    return replace(result, notes=(*below_share(result.layers, keep), *result.notes))

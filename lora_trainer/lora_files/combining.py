@@ -13,7 +13,7 @@ from lora_trainer.core.findings import counted
 from lora_trainer.export.convert import relative_difference
 from lora_trainer.export.reading import some
 from lora_trainer.export.weights import LoraPair, LoraWeights
-from lora_trainer.lora_files.low_rank import LayerRow, RankLimits, compressed, joined, scaled, sharing
+from lora_trainer.lora_files.low_rank import LayerRow, RankLimits, compress, join_pairs, scale_updates, sharing
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ def combine(loras: Sequence[LoraWeights], weights: Sequence[float], keep: RankLi
     """
     parts: dict[str, list[LoraPair]] = {}
     for lora, weight in zip(loras, weights, strict=True):
-        for name, pair in scaled(lora.modules, weight).items() if weight else ():
+        for name, pair in scale_updates(lora.modules, weight).items() if weight else ():
             parts.setdefault(name, []).append(pair)
-    exact = {name: joined(pairs) for name, pairs in parts.items()}
+    exact = {name: join_pairs(pairs) for name, pairs in parts.items()}
     tokens = {
         word: tensor
         for lora, weight in zip(loras, weights, strict=True)
@@ -51,7 +51,7 @@ def combine(loras: Sequence[LoraWeights], weights: Sequence[float], keep: RankLi
         if keep == RankLimits(rank=keep.rank) and rank <= (keep.rank or rank):
             found, row = pairs, LayerRow(group[0], rank, rank)
         else:
-            found, row = compressed(pairs, keep)
+            found, row = compress(pairs, keep)
         fewer |= found
         layers |= {name: replace(row, name=name) for name in group}
     modules = {name: fewer[name] for name in exact}
@@ -102,7 +102,7 @@ def _alike(one: LoraPair, other: LoraPair) -> bool:
     return one.alpha == other.alpha and one.down.shape == other.down.shape and one.up.shape == other.up.shape
 
 
-def stored(combined: Combined, dtype: torch.dtype, *, one_alpha: bool) -> Combined:
+def cast_for_storage(combined: Combined, dtype: torch.dtype, *, one_alpha: bool) -> Combined:
     """The result as a file stores it, with each layer's error measured between that and the exact update, as a share of it.
 
     With `one_alpha` all modules of a component get one alpha, the highest rank: diffusers reads kohya's form of a U-Net so.

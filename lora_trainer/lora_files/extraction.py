@@ -16,7 +16,7 @@ from lora_trainer.export.reading import some
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.lora_files.base_layers import BaseLayers, read_base
 from lora_trainer.lora_files.combining import Combined
-from lora_trainer.lora_files.low_rank import LayerRow, RankLimits, factored
+from lora_trainer.lora_files.low_rank import LayerRow, RankLimits, factor
 from lora_trainer.models.places import Place
 from lora_trainer.models.quantization.stored_forms import WeightReader
 
@@ -61,7 +61,7 @@ def extract(base: Path, tuned: Path, keep: RankLimits, most: int, clamp_quantile
         if norm == 0.0:
             unchanged += 1
             continue
-        modules[name], kept, error = factored(change, keep, most, clamp_quantile)
+        modules[name], kept, error = factor(change, keep, most, clamp_quantile)
         layers.append(LayerRow(name, min(change.flatten(1).shape), modules[name].rank, kept, error))
         whole, lost = whole + norm**2, lost + (error * norm) ** 2
     rest = _rest(one, other)

@@ -28,7 +28,7 @@ from lora_trainer.export.metadata import HASH
 from lora_trainer.export.tensor_file import DTYPES
 from lora_trainer.export.weights import LayerUpdate
 from lora_trainer.lora_files.base_layers import BaseLayers, misfits_of, read_base, refuse_unwritable
-from lora_trainer.lora_files.lora_inputs import MERGED_FROM, ORIGIN, LoraInput, Made, with_weight
+from lora_trainer.lora_files.lora_inputs import MERGED_FROM, ORIGIN, LoraInput, ToolResult, with_weight
 from lora_trainer.lora_files.low_rank import LayerRow
 from lora_trainer.models.folder import files_of_part
 from lora_trainer.models.places import Place
@@ -98,7 +98,7 @@ def _weight(stored: Tensor, spans: Sequence[tuple[int, int]], transposed: bool, 
     return (rows.t() if transposed else rows).reshape(shape)
 
 
-def merge_into(base: Path, inputs: Sequence[LoraInput], weights: Sequence[float], target: Path) -> Made:
+def merge_into(base: Path, inputs: Sequence[LoraInput], weights: Sequence[float], target: Path) -> ToolResult:
     """Write the base model with the LoRAs merged in: a file to a file, a folder to a new folder.
 
     Raises UsageError with all problems before anything is written, and for a result that its types cannot hold.
@@ -133,7 +133,7 @@ def merge_into(base: Path, inputs: Sequence[LoraInput], weights: Sequence[float]
         with atomic_path(target) as temporary:
             _file(base, temporary, {name: layers.weights[name] for name in merging.changes}, merging, origin)
             _refuse_broken(merging)
-    return Made((target,), tuple(merging.layers), (*notes, *_notes(layers, merging, inputs)))
+    return ToolResult((target,), tuple(merging.layers), (*notes, *_notes(layers, merging, inputs)))
 
 
 def _file(source: Path, target: Path, places: Mapping[str, Place], merging: Merging, origin: Mapping[str, str]) -> None:

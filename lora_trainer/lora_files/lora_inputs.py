@@ -21,7 +21,7 @@ from lora_trainer.export.earlier import EARLIER
 from lora_trainer.export.reading import only_lora, some, values
 from lora_trainer.export.updates import DecomposedUpdate, RowsUpdate
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights
-from lora_trainer.lora_files.combining import Combined, stored
+from lora_trainer.lora_files.combining import Combined, cast_for_storage
 from lora_trainer.lora_files.low_rank import LayerRow
 from lora_trainer.models.lora_names import names_for, read_source, write_source
 
@@ -68,7 +68,7 @@ class LoraTarget:
 
 
 @dataclass(frozen=True)
-class Made:
+class ToolResult:
     """What a tool wrote: the files, each layer's row, and notes."""
 
     paths: tuple[Path, ...]
@@ -167,7 +167,7 @@ def origin_of(command: str, inputs: Sequence[LoraInput], **details: Any) -> dict
     return {ORIGIN: json.dumps(document, sort_keys=True)}
 
 
-def write_made(combined: Combined, like: SourceFile, header: Mapping[str, str], target: LoraTarget) -> Made:
+def write_result(combined: Combined, like: SourceFile, header: Mapping[str, str], target: LoraTarget) -> ToolResult:
     """Write a tool's result as a LoRA file, in the format and type of `like` unless the target has others.
 
     `header` are the entries to carry on; rank, alpha, name and hashes are those of the new file. Raises UsageError, and
@@ -177,17 +177,19 @@ def write_made(combined: Combined, like: SourceFile, header: Mapping[str, str], 
     header = {key: value for key, value in header.items() if key != EARLIER}
     weights = combined.weights
     names = names_for(target.named, weights, target.family, like.numbered)
-    ready = stored(combined, target.dtype or usual_dtype(like.weights), one_alpha=to == "kohya" and not names.layout)
+    ready = cast_for_storage(
+        combined, target.dtype or usual_dtype(like.weights), one_alpha=to == "kohya" and not names.layout
+    )
     file = SourceFile(replace(ready.weights, metadata=dict(header)), to, like.numbered)
     named = bool(set(header) & set(BASE_VERSION)) or weights.family is not None or target.family is not None
     if named:  # A1111 takes any header that does not name its base model for one of SD1
         file = replace(file, weights=replace(file.weights, metadata=_described(header, ready, target.path)))
     written = write_source(file, target.path, to, family=target.family)
-    return Made(written.paths, ready.layers, written.notes)
+    return ToolResult(written.paths, ready.layers, written.notes)
 
 
-def _described(header: Mapping[str, str], made: Combined, path: Path) -> dict[str, str]:
-    pairs = made.weights.modules
+def _described(header: Mapping[str, str], combined: Combined, path: Path) -> dict[str, str]:
+    pairs = combined.weights.modules
     denoiser = [pair for name, pair in pairs.items() if not name.startswith("text_encoder")] or list(pairs.values())
     most: Any = Counter((pair.rank, pair.alpha) for pair in denoiser).most_common(1)
     rank, alpha = most[0][0] if most else (0, 0.0)

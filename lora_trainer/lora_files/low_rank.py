@@ -88,7 +88,7 @@ def sharing(modules: Mapping[str, LoraPair]) -> list[list[str]]:
     return list(groups.values())
 
 
-def scaled(modules: Mapping[str, LoraPair], weight: float = 1.0) -> dict[str, LoraPair]:
+def scale_updates(modules: Mapping[str, LoraPair], weight: float = 1.0) -> dict[str, LoraPair]:
     """The updates times `weight` in fp32, with alpha = rank.
 
     A power of two moves between the halves, so that both have numbers of the same size and fp16 rounds neither more.
@@ -111,16 +111,16 @@ def _balanced(ups: Mapping[str, Tensor], down: Tensor) -> dict[str, LoraPair]:
     return {name: LoraPair(down, up * 2.0**shift, float(len(down))) for name, up in ups.items()}
 
 
-def joined(pairs: Sequence[LoraPair]) -> LoraPair:
+def join_pairs(pairs: Sequence[LoraPair]) -> LoraPair:
     """The sum of updates of one module, exactly: downs below each other, ups beside each other; the ranks add up.
 
-    The pairs have alpha = rank, as `scaled` gives them.
+    The pairs have alpha = rank, as `scale_updates` gives them.
     """
     down, up = torch.cat([pair.down for pair in pairs]), torch.cat([pair.up for pair in pairs], dim=1)
     return LoraPair(down, up, float(len(down)))
 
 
-def compressed(pairs: Mapping[str, LoraPair], keep: RankLimits) -> tuple[dict[str, LoraPair], LayerRow]:
+def compress(pairs: Mapping[str, LoraPair], keep: RankLimits) -> tuple[dict[str, LoraPair], LayerRow]:
     """The best pairs of a lower rank of modules that share their down projection, which they keep sharing.
 
     The module names' first stands for the group in the returned row. Computed in float64.
@@ -149,7 +149,7 @@ def _split(up: Tensor, down: Tensor, values: Tensor, rows: Iterable[int], like: 
     ]
 
 
-def factored(
+def factor(
     change: Tensor, keep: RankLimits, most: int, clamp_quantile: float | None = None
 ) -> tuple[LoraPair, float, float]:
     """The pair of the first singular directions of a layer's whole change, the share of its norm that they hold, and the error.

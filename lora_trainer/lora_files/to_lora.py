@@ -19,7 +19,7 @@ from lora_trainer.export.updates import WholeUpdate, titles
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, shapes_of
 from lora_trainer.lora_files.base_layers import misfits_of, read_base
 from lora_trainer.lora_files.combining import Combined, combine
-from lora_trainer.lora_files.low_rank import LayerRow, RankLimits, factored
+from lora_trainer.lora_files.low_rank import LayerRow, RankLimits, factor
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.published import public_forms
 from lora_trainer.models.quantization.stored_forms import WeightReader
@@ -62,7 +62,7 @@ def _decomposed(
         weight = read(name).reshape(shapes[name]) if read is not None and update.needs_weight else None
         change = update.delta(weight)
         change = change.reshape(_shape_of(name, update, shapes) if weight is None else weight.shape)
-        modules[name], kept, error = factored(change, keep, rank)
+        modules[name], kept, error = factor(change, keep, rank)
         before = min(change.flatten(1).shape)
         layers[name] = LayerRow(name, before, modules[name].rank, kept, error, float(change.norm()))
     ordered = {name: modules[name] for name in weights.modules}

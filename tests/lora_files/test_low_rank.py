@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from lora_trainer.export.updates import WholeUpdate
 from lora_trainer.export.weights import AdapterWeights, LoraPair, LoraWeights
 from lora_trainer.lora_files.averaging import ema_weights
-from lora_trainer.lora_files.combining import average_of_parameters, combine, stored
-from lora_trainer.lora_files.low_rank import EXACT_SIDE, RankLimits, factored, principal, sharing
+from lora_trainer.lora_files.combining import average_of_parameters, cast_for_storage, combine
+from lora_trainer.lora_files.low_rank import EXACT_SIDE, RankLimits, factor, principal, sharing
 from lora_trainer.lora_files.to_lora import to_lora
 
 NAMES = ("unet.a.attn1.to_q", "unet.a.attn1.to_k", "unet.mid.conv1", "text_encoder.text_model.encoder.layers.0.mlp.fc1")
@@ -138,7 +138,7 @@ def test_small_updates_keep_their_precision_in_fp16():
     """A scale folded into one half alone would lie among fp16's subnormal numbers."""
     small = pair((24, 20), 4, 0.01, 3)
     small = LoraPair(small.down, small.up * 1e-4, 0.01)
-    found = stored(combine([LoraWeights({NAMES[0]: small})], [1.0]), torch.float16, one_alpha=True)
+    found = cast_for_storage(combine([LoraWeights({NAMES[0]: small})], [1.0]), torch.float16, one_alpha=True)
     assert found.layers[0].error < 2**-10
     folded = (small.up * small.scale).half().double() @ small.down.half().double()
     assert share_of_error(folded, delta(LoraWeights({NAMES[0]: small}), NAMES[0])) > 5 * 2**-10
@@ -146,7 +146,7 @@ def test_small_updates_keep_their_precision_in_fp16():
 
 def test_one_alpha_for_all_ranks_changes_no_update():
     lora = LoraWeights({NAMES[0]: pair(SHAPES[NAMES[0]], 5, 2.0, 1), NAMES[2]: pair(SHAPES[NAMES[2]], 3, 1.0, 2)})
-    found = stored(combine([lora], [1.0]), torch.float32, one_alpha=True)
+    found = cast_for_storage(combine([lora], [1.0]), torch.float32, one_alpha=True)
     assert {each.alpha for each in found.weights.modules.values()} == {5.0}
     for name in lora.modules:
         assert share_of_error(delta(found.weights, name), delta(lora, name)) < 1e-6
@@ -163,12 +163,12 @@ def test_large_layers_are_decomposed_nearly_as_well_as_exactly(shape, decay):
     left, right = torch.linalg.qr(torch.randn(rows, side)).Q, torch.linalg.qr(torch.randn(columns, side)).Q
     values = decay ** torch.arange(side)
     change = (left * values @ right.T).reshape(shape)
-    low, kept, error = factored(change, RankLimits(rank=16), 16)
+    low, kept, error = factor(change, RankLimits(rank=16), 16)
     best = float(values[16:].norm() / values.norm())
     assert error <= best * 1.005 + 1e-5
     assert kept == pytest.approx(math.sqrt(1 - best**2), rel=1e-3)
     assert low.weight_shape == shape
-    again, _, _ = factored(change, RankLimits(rank=16), 16)
+    again, _, _ = factor(change, RankLimits(rank=16), 16)
     assert torch.equal(low.up, again.up)
     assert torch.equal(low.down, again.down)
 
@@ -189,9 +189,9 @@ def test_a_clamp_cuts_off_the_largest_numbers():
     up, down = left[:, :4] * values[:4], right[:4]
     limit = torch.quantile(torch.cat([up.flatten(), down.flatten()]), 0.9)
     expected = up.clamp(-limit, limit) @ down.clamp(-limit, limit)
-    low, _, error = factored(change, RankLimits(rank=4), 4, 0.9)
+    low, _, error = factor(change, RankLimits(rank=4), 4, 0.9)
     assert float((low.delta() - expected).norm() / expected.norm()) < 0.02  # one number lies between
-    assert error > factored(change, RankLimits(rank=4), 4)[2]
+    assert error > factor(change, RankLimits(rank=4), 4)[2]
 
 
 @given(loras(), st.integers(1, 12))
