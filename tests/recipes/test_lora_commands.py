@@ -129,7 +129,7 @@ def test_a_family_with_another_denoiser_is_refused(tmp_path, capsys):
     name = "transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj"
     saved({f"{name}.lora_A.weight": (4, 8), f"{name}.lora_B.weight": (8, 4)})(path)
     assert main(["convert", str(path), str(target), "--to", "diffusers", "--family", "sd15"]) == 2
-    assert "no part of sd15" in capsys.readouterr().err
+    assert "--family is sd15, but flux2.safetensors is for flux2" in capsys.readouterr().err
     assert not target.exists()
 
 
@@ -138,7 +138,7 @@ def test_a_folder_lists_its_files(tmp_path, capsys):
     saved(GOOD)(tmp_path / "adapter_model.safetensors")
     for command in (
         ["inspect", str(tmp_path)],
-        ["convert", str(tmp_path), str(tmp_path / "o.safetensors"), "--to", "kohya"],
+        ["convert", str(tmp_path), str(tmp_path.parent / f"{tmp_path.name}.safetensors"), "--to", "kohya"],
     ):
         assert main(command) == 2
         assert "adapter_model.safetensors" in capsys.readouterr().err

@@ -51,8 +51,8 @@ def test_the_gate_and_samples_use_less_memory(bench, finished, monkeypatch, caps
     output = capsys.readouterr().out
     assert output.count("out of memory: trying again with less on the GPU") == 3
     again, whole = (record(each.folder("first"))["lora"] for each in (bench, finished))
-    # What is measured of the base model alone is read from the cache.
-    assert 0 < again.pop("cost")["forward_passes"] < whole.pop("cost")["forward_passes"]
+    # What is measured of the base model alone is read from the cache; so it is in both where an earlier test filled it.
+    assert 0 < again.pop("cost")["forward_passes"] <= whole.pop("cost")["forward_passes"]
     assert again == whole
     assert (bench.folder("first") / "samples" / "before_after.png").is_file()
 

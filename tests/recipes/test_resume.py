@@ -226,7 +226,10 @@ def test_another_base_model_is_refused_on_resume(bench, tmp_path, capsys):
     arguments = bench.arguments("swapped", "--resume", steps=2)
     arguments[arguments.index("--model") + 1] = str(other)
     assert main(arguments) == 2
-    assert "The model's weights differ from those at the start of the run." in capsys.readouterr().err
+    assert (
+        "The model's weights, or those of model.loras, differ from those at the start of the run."
+        in capsys.readouterr().err
+    )
 
 
 def test_sample_counts_are_the_same_after_a_stop_in_the_middle_of_an_epoch(bench, finished, capsys):

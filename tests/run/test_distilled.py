@@ -42,8 +42,11 @@ def test_other_names(name: str) -> None:
 
 
 def test_folders_above_the_model_do_not_name_it() -> None:
-    facts = replace(public_architecture("sdxl").facts, path=Path("/laid/out"), named="sdxl")
-    for path, line in (("/home/turbo/models/one.safetensors", False), ("me/sdxl-turbo", True)):
+    for path, named, line in (
+        ("/home/turbo/models/one.safetensors", "one.safetensors", False),
+        ("me/sdxl-turbo", "me/sdxl-turbo", True),
+    ):
+        facts = replace(public_architecture("sdxl").facts, path=Path("/laid/out"), named=named)
         assert bool(distilled_line(Config(model=ModelSection(path=path)), SDXL, facts)) == line
 
 
