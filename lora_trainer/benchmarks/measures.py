@@ -147,6 +147,11 @@ MEASURES: Mapping[str, Measure] = {
     "batch": Measure("how many samples at once pay", "trials.batch", frozenset({"tiny"})),
     "trackers": Measure("what trackers cost a step", "trials.tracker_cost", frozenset({"tiny", "subjects"})),
     "ablation": Measure("each optimization: claimed, measured", "trials.ablation", frozenset({"tiny", "only"})),
+    "adapters": Measure(
+        "what each kind of adapter costs and learns",
+        "trials.adapters",
+        frozenset({"tiny", "subjects", "seeds", "only"}),
+    ),
     "challenge": Measure(
         "time, memory and score of a production run beside their aims", "trials.challenge", frozenset({"only"})
     ),

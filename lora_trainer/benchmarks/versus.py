@@ -114,6 +114,7 @@ class Taken:
     losses: list[float | None]  # None of skipped steps
     held: float | None
     model: str
+    parameters: int  # trained
     not_run: str | None = None  # why its settings did not take effect
 
 
@@ -270,7 +271,7 @@ def taken_of(
 ) -> Taken:
     why = untaken(side.config, asked.resolved.config, subject, folder)
     losses = [row["loss"] for row in read_lines(folder / METRICS)]
-    return Taken(seconds, losses, held.gib, subject.name, why)
+    return Taken(seconds, losses, held.gib, subject.name, subject.context.adapter.size, why)
 
 
 def made_ready(

@@ -39,7 +39,12 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MEASUREMENT",
         help="; ".join(f"{name}: {measure.summary}" for name, measure in MEASURES.items()),
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="timed steps (30) or rounds of reading (9) of each row")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="timed steps (30) or rounds of reading (9) of each row; adapters: steps of each trained run (220)",
+    )
     parser.add_argument(
         "--tiny",
         action="store_true",
@@ -65,7 +70,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--seeds",
         type=int,
         metavar="N",
-        help="of --compare: seeds whose losses decide about quality (4); 1 decides nothing",
+        help="of --compare and adapters: seeds whose losses are compared (4 and 3); 1 decides nothing",
     )
     parser.add_argument(
         "--export-preset",
@@ -89,7 +94,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--filter",
         dest="only",
         metavar="TEXT",
-        help="table, ablation, challenge: only rows with this text in their names",
+        help="table, ablation, adapters, challenge: only rows with this text in their names",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_run_arguments(parser, hidden=("--profile",))
