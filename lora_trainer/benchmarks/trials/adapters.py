@@ -46,6 +46,10 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "loha": {"lora.type": "loha"},
     "oft": {"lora.type": "oft"},
     "rslora": {"lora.use_rslora": True},
+    "lora+": {"lora.loraplus_lr_ratio": 16.0},
+    "pissa": {"lora.init_lora_weights": "pissa"},
+    "svd_down": {"lora.init_lora_weights": "svd_down"},
+    "t-lora": {"lora.timestep_min_rank": 16},
 }
 SEEDS, TRAINED = 3, 220  # of the losses; steps of each run
 FACTORS = (1 / 3, 1.0, 3.0)  # of the settings' learning rate, that are tried first
