@@ -150,7 +150,7 @@ MEASURES: Mapping[str, Measure] = {
     "adapters": Measure(
         "what each kind of adapter costs and learns",
         "trials.adapters",
-        frozenset({"tiny", "subjects", "seeds", "only"}),
+        frozenset({"tiny", "subjects", "seeds", "rows", "only"}),
     ),
     "challenge": Measure(
         "time, memory and score of a production run beside their aims", "trials.challenge", frozenset({"only"})

@@ -7,13 +7,17 @@ runs of all seeds are validated on held-out images at fixed noise. Seeds are com
 
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.benchmarks.baseline import read_measurement
+from lora_trainer.benchmarks.device import device_name
 from lora_trainer.benchmarks.measures import (
     OWN,
     SMALL,
@@ -28,9 +32,11 @@ from lora_trainer.benchmarks.measures import (
 from lora_trainer.benchmarks.subject import architecture_named
 from lora_trainer.benchmarks.trials.steps import changed
 from lora_trainer.benchmarks.versus import VersusRow, in_turn, rows_of
-from lora_trainer.config.layers import Resolved
+from lora_trainer.config.layers import Resolved, flattened
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.hardware import package_versions
 from lora_trainer.core.intervals import FEWEST_VALUES, mean_interval
+from lora_trainer.core.io import write_json
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import VALIDATION, read_lines
@@ -38,6 +44,7 @@ from lora_trainer.run.order import make_order, plain_console
 from lora_trainer.run.train import train
 from lora_trainer.training.processes import join_processes
 
+BENCH = "adapters"
 BASELINE = "lora"
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     BASELINE: {},
@@ -172,12 +179,19 @@ def with_losses(
     steps, count = asked.steps or TRAINED, asked.seeds or SEEDS
     base = changed(asked.resolved, RUN | {"run.output": str(folder / "runs"), "cache.dir": str(folder / "cache")})
     seed, quickest = base.config.train.seed, min(row.ratio for row in rows)
+    kept = {} if asked.rows is None else kept_runs(asked.rows)
 
     def trained(name: str, rate: float, offset: int, steps: int) -> TrainedRun:
         own = {"optimizer.learning_rate": rate, "train.seed": seed + offset, "train.max_steps": steps}
         name_of_run = f"{name}-{rate:.3g}-{offset}-{steps}"
         every = {"validation.every_n_steps": max(1, steps // VALIDATIONS), "run.name": name_of_run}
-        return run_of(changed(base, {**wanted[name], **own, **every}))
+        resolved = changed(base, {**wanted[name], **own, **every})
+        key = settings_key(resolved)
+        if key not in kept:
+            kept[key] = run_of(resolved)
+            if asked.rows is not None:
+                keep_runs(asked.rows, kept)
+        return kept[key]
 
     found = dict[str, list[TrainedRun]]()
     chosen = list[AdapterRow]()
@@ -211,6 +225,28 @@ def run_of(resolved: Resolved) -> TrainedRun:
     result = train(order)
     curve = {int(row["step"]): float(row["loss"]) for row in read_lines(order.folder / VALIDATION)}
     return TrainedRun(curve, result.files["kohya"].stat().st_size)
+
+
+def settings_key(resolved: Resolved) -> str:
+    """The settings of a run but its place, which changes nothing."""
+    values = flattened(resolved.config)
+    own = {name: str(value) for name, value in values.items() if not name.startswith(("run.", "cache."))}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+
+def kept_runs(path: Path) -> dict[str, TrainedRun]:
+    """The trained runs that a file has already, by their settings. Raises UsageError for a file of something else."""
+    if not path.exists():
+        return {}
+    return {
+        row["settings"]: TrainedRun({int(step): loss for step, loss in row["curve"].items()}, row["file_bytes"])
+        for row in read_measurement(path, BENCH)["rows"]
+    }
+
+
+def keep_runs(path: Path, runs: Mapping[str, TrainedRun]) -> None:
+    rows = [{"settings": key, **asdict(run)} for key, run in runs.items()]
+    write_json(path, {"bench": BENCH, "device": device_name(), "versions": package_versions(), "rows": rows})
 
 
 def best_rate(rate: float, loss_of: Callable[[float], float]) -> float:
