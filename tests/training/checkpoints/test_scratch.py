@@ -19,6 +19,7 @@ import torch
 
 from lora_trainer.core.io import remove_unfinished
 from lora_trainer.training.checkpoints import save as saving
+from lora_trainer.training.checkpoints import scratch as scratching
 from lora_trainer.training.checkpoints.best import read_best, write_best
 from lora_trainer.training.checkpoints.checkpoint import (
     Checkpoint,
@@ -46,7 +47,9 @@ def checkpoint_at(step: int) -> Checkpoint:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A scratch folder on this machine's disk, however full that is."""
+    monkeypatch.setattr(scratching, "LEFT_FREE", 0.0)
     (tmp_path / "fast").mkdir()
     return tmp_path / "fast"
 
