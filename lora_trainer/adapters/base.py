@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -52,6 +53,11 @@ class AdapterOptions:
     def has_usual_size(self) -> bool:
         """Whether all layers have one rank, and hold nothing but what is trained."""
         return not self.ranks and not self.initialization.startswith(("pissa", "olora"))
+
+    @property
+    def file_alpha(self) -> float:
+        """The alpha whose alpha / rank is the scale in training, rank-stabilized (arXiv:2312.03732) or not."""
+        return self.alpha * math.sqrt(self.rank) if self.rank_stabilized else self.alpha
 
     def of_layer(self, module: str) -> AdapterOptions:
         """Those of one module, without patterns."""

@@ -6,17 +6,15 @@ dequantized weights.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig
 from peft.tuners.lora.layer import Conv2d, Linear
 from torch import Tensor, nn
 
 from lora_trainer.adapters.base import AdapterKind, AdapterOptions
-from lora_trainer.adapters.injection import ADAPTER, inject, trained
+from lora_trainer.adapters.injection import ADAPTER, inject, lora_config, trained
 from lora_trainer.export.lora_file import plain_forms
 from lora_trainer.export.updates import TINY, DecomposedUpdate
 from lora_trainer.export.weights import LayerUpdate, module_name, weights_from_peft
@@ -79,14 +77,7 @@ def inject_dora(
     model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int
 ) -> dict[str, nn.Parameter]:
     """Put a DoRA on the modules, in place; return its trainable parameters by name. The low-rank part is a LoRA's."""
-    config = LoraConfig(
-        r=options.rank,
-        lora_alpha=options.alpha,
-        lora_dropout=options.dropout,
-        target_modules=list(modules),
-        use_rslora=options.rank_stabilized,
-    )
-    inject(config, model, seed)
+    inject(lora_config(modules, options), model, seed)
     for module in cast("Iterator[Any]", model.modules()):
         for kind, own in ((Linear, DecomposedLinear), (Conv2d, DecomposedConv2d)):
             if type(module) is kind:
@@ -100,7 +91,6 @@ def inject_dora(
 
 def updates(values: Mapping[str, Tensor], component: str, options: AdapterOptions) -> Mapping[str, LayerUpdate]:
     """The low-rank part and the magnitude of each module."""
-    alpha = options.alpha * math.sqrt(options.rank) if options.rank_stabilized else options.alpha
     ending = f".{MAGNITUDE}.{ADAPTER}"
     magnitudes = {
         module_name(component, name.removesuffix(ending)): value
@@ -109,7 +99,7 @@ def updates(values: Mapping[str, Tensor], component: str, options: AdapterOption
     }
     return {
         module: DecomposedUpdate(pair, magnitudes[module].view(-1, *[1] * (len(pair.weight_shape) - 1)))
-        for module, pair in weights_from_peft(values, component, alpha).modules.items()
+        for module, pair in weights_from_peft(values, component, options.file_alpha).modules.items()
     }
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
-from peft import PeftConfig, inject_adapter_in_model
+from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
 
 ADAPTER = "default"  # peft's name of the only adapter
@@ -30,6 +32,18 @@ def inject(
         if is_narrow(base := getattr(module, "base_layer", None)):
             setattr(module, COMPUTED_IN, getattr(base, COMPUTED_IN))
     return trained(model)
+
+
+def lora_config(modules: Sequence[str], options: AdapterOptions, **more: Any) -> LoraConfig:
+    """peft's config of the low-rank part that LoRA and DoRA have."""
+    return LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=list(modules),
+        use_rslora=options.rank_stabilized,
+        **more,
+    )
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -27,8 +26,9 @@ def inject_loha(
     delta = (w1_a w1_b) * (w2_a w2_b) * alpha / rank, entry by entry, of a rank up to rank^2. w2_b is 0 at first, the others as in
     peft (Kaiming uniform, from `seed`).
     """
-    alpha = options.alpha * (math.sqrt(options.rank) if options.rank_stabilized else 1.0)
-    config = LoHaConfig(r=options.rank, alpha=alpha, target_modules=list(modules), use_effective_conv2d=False)
+    config = LoHaConfig(
+        r=options.rank, alpha=options.file_alpha, target_modules=list(modules), use_effective_conv2d=False
+    )
     inject(config, model, seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -63,9 +63,10 @@ class HadamardConv2d(ChangedLayer, Conv2d):  # type: ignore[misc]  # peft is unt
 
 def updates(values: Mapping[str, Tensor], component: str, options: AdapterOptions) -> Mapping[str, LayerUpdate]:
     """The factors of each module."""
-    alpha = options.alpha * (math.sqrt(options.rank) if options.rank_stabilized else 1.0)
     return {
-        module_name(component, module): HadamardUpdate({end: values[name] for end, name in names.items()}, alpha)
+        module_name(component, module): HadamardUpdate(
+            {end: values[name] for end, name in names.items()}, options.file_alpha
+        )
         for module, names in by_module(values, "hada_").items()
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -28,7 +27,7 @@ def inject_lokr(
     """
     config = LoKrConfig(
         r=options.rank,
-        alpha=_alpha(options),
+        alpha=options.file_alpha,
         target_modules=list(modules),
         use_effective_conv2d=False,  # its core fails in ComfyUI with torch 2.13
     )
@@ -39,10 +38,6 @@ def inject_lokr(
                 module.__class__ = own
                 module.input_dropout = options.dropout
     return parameters
-
-
-def _alpha(options: AdapterOptions) -> float:
-    return options.alpha * (math.sqrt(options.rank) if options.rank_stabilized else 1.0)
 
 
 class KroneckerLinear(ChangedLayer, Linear):  # type: ignore[misc]  # peft is untyped
@@ -79,12 +74,12 @@ class KroneckerConv2d(ChangedLayer, Conv2d):  # type: ignore[misc]  # peft is un
 
 def updates(trained: Mapping[str, Tensor], component: str, options: AdapterOptions) -> Mapping[str, LayerUpdate]:
     """The factors of each module. Of two whole ones no program counts alpha, so alpha / rank is multiplied into w1."""
-    found, scale = dict[str, LayerUpdate](), _alpha(options) / options.rank
+    found, scale = dict[str, LayerUpdate](), options.file_alpha / options.rank
     for module, names in by_module(trained, "lokr_").items():
-        update = KroneckerUpdate({end: trained[name] for end, name in names.items()}, _alpha(options))
+        update = KroneckerUpdate({end: trained[name] for end, name in names.items()}, options.file_alpha)
         if update.is_whole and scale != 1.0:
             tensors = {**update.tensors, "lokr_w1": update.tensors["lokr_w1"].float() * scale}
-            update = KroneckerUpdate(tensors, _alpha(options))
+            update = KroneckerUpdate(tensors, options.file_alpha)
         found[module_name(component, module)] = update
     return found
 

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from peft.tuners.lora.layer import Conv2d, Linear
 from torch import Tensor, nn
 
 from lora_trainer.adapters.base import AS_USUAL, AdapterKind, AdapterOptions
-from lora_trainer.adapters.injection import ADAPTER, inject
+from lora_trainer.adapters.injection import ADAPTER, inject, lora_config
 from lora_trainer.adapters.timestep_rank import TimestepRank
 from lora_trainer.export.lora_file import lora_forms
 from lora_trainer.export.weights import LayerUpdate, LoraPair, module_name, weights_from_peft
@@ -33,12 +32,9 @@ def inject_lora(
     excepted but for `gaussian`.
     """
     layers = {name: options.of_layer(name) for name in modules}
-    config = LoraConfig(
-        r=options.rank,
-        lora_alpha=options.alpha,
-        lora_dropout=options.dropout,
-        target_modules=list(modules),
-        use_rslora=options.rank_stabilized,
+    config = lora_config(
+        modules,
+        options,
         init_lora_weights="gaussian" if options.initialization == "gaussian" else True,
         rank_pattern=_exactly({name: own.rank for name, own in layers.items()}, options.rank),
         alpha_pattern=_exactly({name: own.alpha for name, own in layers.items()}, options.alpha),
@@ -200,7 +196,7 @@ def updates(trained: Mapping[str, Tensor], component: str, options: AdapterOptio
     for module in {name.partition(".lora_")[0] for name in trained if ".lora_" in name}:
         own, pair = options.of_layer(module), plain[module_name(component, module)]
         down, up = pair.down, pair.up
-        alpha = own.alpha * math.sqrt(own.rank) if own.rank_stabilized else own.alpha
+        alpha = own.file_alpha
         if (initial_down := trained.get(f"{module}.{INITIAL_DOWN}")) is not None:
             initial_up = trained[f"{module}.{INITIAL_UP}"].to(up)
             down, up = torch.cat([down, down + initial_down.to(down)]), torch.cat([initial_up, up], dim=1)

@@ -25,14 +25,13 @@ from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
 
 
 class RotatedLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc]  # peft is untyped
-    """A linear layer or convolution whose outputs without bias are rotated, in blocks of at most `rank`."""
+    """A linear layer or convolution whose outputs without bias are rotated, in blocks of `size`."""
 
     adapter_layer_names = ("oft_blocks",)
 
-    def __init__(self, layer: nn.Linear | nn.Conv2d, rank: int) -> None:
+    def __init__(self, layer: nn.Linear | nn.Conv2d, size: int) -> None:
         super().__init__()
         self.base_layer = layer
-        size = block_size(layer, rank)
         zeros = torch.zeros(outputs_of(layer) // size, size, size, device=layer.weight.device)
         self.oft_blocks = nn.ParameterDict({ADAPTER: nn.Parameter(zeros)})
         if is_narrow(layer):
@@ -69,13 +68,13 @@ def inject_oft(model: nn.Module, modules: Sequence[str], options: AdapterOptions
     """
     model.requires_grad_(False)
     layers = {name: cast("nn.Linear | nn.Conv2d", model.get_submodule(name)) for name in modules}
-    layers = {name: layer for name, layer in layers.items() if block_size(layer, options.rank) > 1}
-    if not layers:
+    sizes = {name: size for name, layer in layers.items() if (size := block_size(layer, options.rank)) > 1}
+    if not sizes:
         message = f"lora.type=oft rotates outputs in blocks of at most lora.rank={options.rank}, which leaves nothing to train."
         raise UsageError(Problem(message, "Set lora.rank to 8 or more, or lora.type=lora."))
-    for name, layer in layers.items():
+    for name, size in sizes.items():
         parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, RotatedLayer(layer, options.rank))
+        setattr(model.get_submodule(parent), own, RotatedLayer(layers[name], size))
     return trained(model)
 
 

@@ -252,18 +252,10 @@ def rotated(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class DecomposedUpdate:
-    """DoRA of any change: W' = m (W + D) / |W + D|, so delta = W' - W (arXiv:2402.09353, equation 5).
-
-    `magnitude` is m: `[out, 1, …]` with the norm over each output's weights, or `[1, in, …]` over each input's, as OneTrainer
-    writes it. delta needs the base model's weight.
-    """
+class ChangeOfAnother:
+    """What is made of another change of the layer, with its rank and scale."""
 
     change: LayerUpdate
-    magnitude: Tensor
-    algorithm: ClassVar[str] = "dora"
-    title: ClassVar[str] = "DoRA"
-    needs_weight: ClassVar[bool] = True
 
     @property
     def rank(self) -> int:
@@ -276,6 +268,20 @@ class DecomposedUpdate:
     @property
     def scale(self) -> float:
         return self.change.scale
+
+
+@dataclass(frozen=True)
+class DecomposedUpdate(ChangeOfAnother):
+    """DoRA of any change: W' = m (W + D) / |W + D|, so delta = W' - W (arXiv:2402.09353, equation 5).
+
+    `magnitude` is m: `[out, 1, …]` with the norm over each output's weights, or `[1, in, …]` over each input's, as OneTrainer
+    writes it. delta needs the base model's weight.
+    """
+
+    magnitude: Tensor
+    algorithm: ClassVar[str] = "dora"
+    title: ClassVar[str] = "DoRA"
+    needs_weight: ClassVar[bool] = True
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -350,52 +356,39 @@ def by_output(values: Tensor | None, weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RowsUpdate:
+class RowsUpdate(ChangeOfAnother):
     """Some rows of another change, as where a file has one for a fused layer. `swapped`: their halves change places."""
 
-    whole: LayerUpdate
     begin: int
     end: int
     swapped: bool = False
 
     @property
     def algorithm(self) -> str:
-        return self.whole.algorithm
+        return self.change.algorithm
 
     @property
     def title(self) -> str:
-        return self.whole.title
+        return self.change.title
 
     @property
     def needs_weight(self) -> bool:
-        return self.whole.needs_weight
-
-    @property
-    def rank(self) -> int:
-        return self.whole.rank
-
-    @property
-    def alpha(self) -> float | None:
-        return self.whole.alpha
-
-    @property
-    def scale(self) -> float:
-        return self.whole.scale
+        return self.change.needs_weight
 
     @property
     def finite(self) -> bool:
-        return self.whole.finite
+        return self.change.finite
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        return (self.end - self.begin, *self.whole.weight_shape[1:])
+        return (self.end - self.begin, *self.change.weight_shape[1:])
 
     @property
     def norm(self) -> float:
         return float(self.delta().norm())
 
     def delta(self, weight: Tensor | None = None) -> Tensor:
-        rows = self.whole.delta()[self.begin : self.end]
+        rows = self.change.delta()[self.begin : self.end]
         return torch.cat([*reversed(rows.chunk(2))]) if self.swapped else rows
 
     def rounded(self, dtype: torch.dtype) -> WholeUpdate:
@@ -405,7 +398,7 @@ class RowsUpdate:
         return {"diff": self.delta()}
 
     def to(self, device: torch.device) -> RowsUpdate:
-        return replace(self, whole=self.whole.to(device))
+        return replace(self, change=self.change.to(device))
 
     def act(self, output: Tensor, product: Product) -> Tensor:
         return product(self.delta())

@@ -225,7 +225,7 @@ def usual_dtype(weights: AdapterWeights) -> torch.dtype:
 def _dtype(update: LayerUpdate) -> torch.dtype:
     """The type of a change's own factors: magnitudes and alphas are in fp32 in any file."""
     while isinstance(update, DecomposedUpdate | RowsUpdate):
-        update = update.change if isinstance(update, DecomposedUpdate) else update.whole
+        update = update.change
     return next(iter(update.parts().values())).dtype
 
 

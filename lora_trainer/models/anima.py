@@ -34,21 +34,25 @@ from lora_trainer.models.folder import COPY, check_components, read_config
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.qwen3 import QWEN, TOKENIZER, check_qwen3, load_qwen3
 from lora_trainer.models.t5 import check_t5_tokenizer, load_t5_tokenizer
-from lora_trainer.models.transformer import PATCH, block_features, refuse_widths, transformer_config
+from lora_trainer.models.transformer import (
+    PATCH,
+    block_features,
+    refuse_widths,
+    thinner,
+    transformer_config,
+    transformer_functions,
+)
 from lora_trainer.models.weighting import padded_tokens, tokens_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from lora_trainer.models.quantization.store import Narrow
-
 KIND, CONDITIONER = "CosmosTransformer3DModel", "text_conditioner"
 T5, T5_TOKENIZER = "t5_text_encoder", "t5_tokenizer"  # whose tokens alone are read: there is no such text encoder
 TOKENS = 512  # of a caption; the transformer attends to as many, zeros behind the text among them
 SIDE = 128  # of the latents that the model was trained for
 TIMESTEPS = 1000
-THINNER_HEADS, FEWER_LAYERS = 4, 4
 THINNESS = "a quarter of its width and a quarter of its layers"
 IN_ATTENTION = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out.0": "output_proj"}
 ATTENTION = tuple(f"transformer_blocks.*.{part}.{name}" for part in ("attn1", "attn2") for name in IN_ATTENTION)
@@ -159,7 +163,7 @@ def encode_text(parts: TextParts, captions: Sequence[Caption], options: TextOpti
     return {"embeds": asking.weigh(embeds)}
 
 
-def cosmos_transformer() -> Any:
+def cosmos_transformer(kind: str = KIND) -> Any:
     """diffusers' class, which resizes a mask of zeros with torchvision: without it, torch does the same."""
     from diffusers.models.transformers import transformer_cosmos
     from torch.nn.functional import interpolate
@@ -171,17 +175,7 @@ def cosmos_transformer() -> Any:
                 resize=lambda mask, size, interpolation: interpolate(mask, size, mode=interpolation)
             ),
         )
-    return transformer_cosmos.CosmosTransformer3DModel
-
-
-def make_denoiser(config: Mapping[str, Any]) -> nn.Module:
-    """The transformer with random weights, on torch's current default device."""
-    return cast("nn.Module", cosmos_transformer().from_config(dict(config)))
-
-
-def load_transformer(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None) -> nn.Module:
-    """The transformer, frozen, on the device."""
-    return cast("nn.Module", load_frozen(cosmos_transformer(), folder / "transformer", dtype, device, narrow))
+    return getattr(transformer_cosmos, kind)
 
 
 def predict(denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
@@ -218,15 +212,7 @@ def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict
     return {"embeds": (TOKENS, int(config.get("text_embed_dim", 1024)))}
 
 
-def thin(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A quarter of the heads, each of the same size, and a quarter of the layers."""
-    return {
-        **config,
-        "num_attention_heads": max(1, int(config["num_attention_heads"]) // THINNER_HEADS),
-        "num_layers": max(1, int(config["num_layers"]) // FEWER_LAYERS),
-    }
-
-
+load_transformer, make_denoiser = transformer_functions(KIND, cosmos_transformer)
 TEXT = TextSpec(
     load=load_texts,
     encode=encode_text,
@@ -244,7 +230,7 @@ FAMILY = Family(
         predict=predict,
         features=block_features("transformer_blocks"),
         lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
-        thin=thin,
+        thin=thinner(4, 4),
         thinness=THINNESS,
     ),
     encoders=encoders_from(

@@ -41,6 +41,7 @@ from lora_trainer.models.transformer import (
     block_features,
     packed,
     refuse_widths,
+    thinner,
     token_places,
     transformer_config,
     transformer_facts,
@@ -61,7 +62,6 @@ TIMESTEPS = 1000
 KONTEXT = "kontext"
 KONTEXT_PIPELINE = "FluxKontextPipeline"
 GUIDANCE = 1.0  # input of a distilled model while it is trained: as if it were not guided
-THINNER_HEADS, FEWER_LAYERS = 12, 6
 THINNESS = "a twelfth of its width and a sixth of its layers"
 ATTENTION = tuple(f"*transformer_blocks.*.attn.{name}" for name in STREAMS)
 FEED_FORWARD = (
@@ -278,20 +278,12 @@ def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict
     }
 
 
-def thin(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A twelfth of the heads, each of the same size, and a sixth of the layers of each kind."""
-    return {
-        **config,
-        "num_attention_heads": max(1, int(config["num_attention_heads"]) // THINNER_HEADS),
-        **{kind: max(1, int(config[kind]) // FEWER_LAYERS) for kind in ("num_layers", "num_single_layers")},
-    }
-
-
 def base_names(facts: ModelFacts) -> tuple[str, str]:
     return "flux1", f"flux-1-{facts.variant}/lora"
 
 
 load_transformer, make_denoiser = transformer_functions(KIND)
+thin = thinner(12, 6)
 TEXT = TextSpec(
     load=load_texts,
     encode=encode_text,

@@ -49,6 +49,7 @@ from lora_trainer.models.transformer import (
     one_encoder_pipeline,
     packed,
     refuse_widths,
+    thinner,
     token_places,
     transformer_config,
     transformer_functions,
@@ -68,7 +69,6 @@ SIDE = 128  # of the latents that the model was made for
 TIMESTEPS = 1000
 CONTROL_STEP = 10  # from one image's number to the next: 0 is the generated one, 10 the first control image
 BLANK = (64, 64)  # the least width and height of a control image that the pipeline takes
-THINNER_HEADS, FEWER_LAYERS = 8, 5
 THINNESS = "an eighth of its width and a fifth of its layers"
 # A single block has one layer for queries, keys, values and its feed-forward part, and one on the way out.
 ATTENTION = (
@@ -209,15 +209,6 @@ def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict
     return {"embeds": (text.t5_tokens or TOKENS, int(config["joint_attention_dim"]))}
 
 
-def thin(config: Mapping[str, Any]) -> dict[str, Any]:
-    """An eighth of the heads, each of the same size, and a fifth of the layers of each kind."""
-    return {
-        **config,
-        "num_attention_heads": max(1, int(config["num_attention_heads"]) // THINNER_HEADS),
-        **{kind: max(1, int(config[kind]) // FEWER_LAYERS) for kind in ("num_layers", "num_single_layers")},
-    }
-
-
 def base_names(facts: ModelFacts) -> tuple[str, str]:
     return "flux2", f"flux-2-{facts.variant}/lora"
 
@@ -240,7 +231,7 @@ FAMILY = Family(
         predict=predict,
         features=block_features("transformer_blocks"),
         lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
-        thin=thin,
+        thin=thinner(8, 5),
         thinness=THINNESS,
     ),
     encoders=encoders_from(load_whole_image_encoder, TEXT, one_encoder_keys(f"-{STATES}")),

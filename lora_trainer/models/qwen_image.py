@@ -57,6 +57,7 @@ from lora_trainer.models.transformer import (
     one_encoder_pipeline,
     packed,
     refuse_widths,
+    thinner,
     transformer_config,
     transformer_functions,
     unpacked,
@@ -76,7 +77,6 @@ EDITS = {EDIT: "edit", PLUS: "edit-plus"}
 SEEN_PIXELS = {EDIT: 1024 * 1024, PLUS: 384 * 384}  # of a control image, by the text encoder
 MOST_CONTROLS = {EDIT: 1, PLUS: 3}  # as their authors say
 BLANK = (64, 64)  # width and height of an image that a pipeline asks for and does not read
-THINNER_HEADS, FEWER_LAYERS = 12, 6
 THINNESS = "a twelfth of its width and a sixth of its layers"
 ATTENTION = tuple(f"transformer_blocks.*.attn.{name}" for name in STREAMS)
 FEED_FORWARD = tuple(
@@ -291,15 +291,6 @@ def cond_shapes(config: Mapping[str, Any], text: TextOptions = PLAIN, /) -> dict
     return {"embeds": (tokens, int(config["joint_attention_dim"])), "padding": (tokens,)}
 
 
-def thin(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A twelfth of the heads, each of the same size, and a sixth of the layers."""
-    return {
-        **config,
-        "num_attention_heads": max(1, int(config["num_attention_heads"]) // THINNER_HEADS),
-        "num_layers": max(1, int(config["num_layers"]) // FEWER_LAYERS),
-    }
-
-
 def base_names(facts: ModelFacts) -> tuple[str, str]:
     return "qwen_image", "-".join(
         ("Qwen-Image", *(part.title() for part in facts.variant.split("-") if part))
@@ -325,7 +316,7 @@ FAMILY = Family(
         predict=predict,
         features=block_features("transformer_blocks"),
         lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
-        thin=thin,
+        thin=thinner(12, 6),
         thinness=THINNESS,
         unread=unread,
     ),

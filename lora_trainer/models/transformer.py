@@ -35,20 +35,35 @@ def transformer_config(folder: Path, kind: str, needs: tuple[str, ...]) -> dict[
     return config
 
 
-def transformer_functions(kind: str) -> tuple[LoadDenoiser, Callable[[Mapping[str, Any]], nn.Module]]:
-    """`load` and `make` of a `DenoiserSpec`, for a transformer of diffusers' class `kind`: each imports it when it runs."""
+def class_of_diffusers(kind: str) -> Any:
+    """Imported when it is needed, since that costs seconds."""
+    import diffusers
+
+    return getattr(diffusers, kind)
+
+
+def transformer_functions(
+    kind: str, find: Callable[[str], Any] = class_of_diffusers
+) -> tuple[LoadDenoiser, Callable[[Mapping[str, Any]], nn.Module]]:
+    """`load` and `make` of a `DenoiserSpec`, for a transformer of diffusers' class `kind`, which each finds when it runs."""
 
     def load(folder: Path, dtype: torch.dtype, device: torch.device, narrow: Narrow | None = None, /) -> nn.Module:
-        import diffusers
-
-        return cast("nn.Module", load_frozen(getattr(diffusers, kind), folder / "transformer", dtype, device, narrow))
+        return cast("nn.Module", load_frozen(find(kind), folder / "transformer", dtype, device, narrow))
 
     def make(config: Mapping[str, Any]) -> nn.Module:
-        import diffusers
-
-        return cast("nn.Module", getattr(diffusers, kind).from_config(dict(config)))
+        return cast("nn.Module", find(kind).from_config(dict(config)))
 
     return load, make
+
+
+def thinner(heads: int, layers: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """`thin` of a `DenoiserSpec`: one of so many heads, each of the same size, and one of so many layers of each kind."""
+
+    def thin(config: Mapping[str, Any]) -> dict[str, Any]:
+        parts = {"num_attention_heads": heads, "num_layers": layers, "num_single_layers": layers}
+        return {**config, **{key: max(1, int(config[key]) // part) for key, part in parts.items() if key in config}}
+
+    return thin
 
 
 def one_encoder_pipeline(
@@ -60,11 +75,9 @@ def one_encoder_pipeline(
     """
 
     def make(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-        import diffusers
-
         texts = load_texts(folder, None, device)
         index = read_config(folder, "model_index.json") if settings else {}
-        pipeline = getattr(diffusers, kind)(
+        pipeline = class_of_diffusers(kind)(
             vae=drawing_vae(folder, dtype, device),
             text_encoder=texts.encoders["text_encoder"],
             tokenizer=texts.tokenizers["text_encoder"],

@@ -110,8 +110,6 @@ class RotaryProcessor(_Processor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        from diffusers.models.embeddings import apply_rotary_emb
-
         if attention_mask is not None:
             usual = self.usual(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
             return cast("Tensor | tuple[Tensor, Tensor]", usual)
@@ -120,8 +118,7 @@ class RotaryProcessor(_Processor):
             text = _added(attn, encoder_hidden_states)
             parts = tuple(torch.cat(pair, dim=2) for pair in zip(text, parts, strict=True))
         query, key, value = parts
-        if image_rotary_emb is not None:
-            query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
+        query, key = _rotated(query, key, image_rotary_emb)
         mixed = self.mixed(query, key, value)
         if encoder_hidden_states is None:
             return mixed
@@ -162,16 +159,13 @@ class ParallelProcessor(_Processor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        from diffusers.models.embeddings import apply_rotary_emb
-
         _refuse_mask(attention_mask)
         shared = attn.to_qkv_mlp_proj(hidden_states)
         attending = 3 * attn.inner_dim
         queries, inner = shared.split((attending, shared.shape[-1] - attending), dim=-1)
         query, key, value = queries.chunk(3, dim=-1)
         query, key, value = _heads(attn, query, key, value, attn.norm_q, attn.norm_k)
-        if image_rotary_emb is not None:
-            query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
+        query, key = _rotated(query, key, image_rotary_emb)
         mixed = torch.cat([self.mixed(query, key, value), attn.mlp_act_fn(inner)], dim=-1)
         return cast("Tensor", attn.to_out(mixed))
 
@@ -219,8 +213,6 @@ class GatedProcessor(_Processor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        from diffusers.models.embeddings import apply_rotary_emb
-
         if attention_mask is not None:
             return cast("Tensor", self.usual(attn, hidden_states, attention_mask, image_rotary_emb))
         layers = attn.to_q, attn.to_k, attn.to_v
@@ -228,8 +220,7 @@ class GatedProcessor(_Processor):
             layer(hidden_states).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2) for layer in layers
         )
         query, key = attn.norm_q(query), attn.norm_k(key)
-        if image_rotary_emb is not None:
-            query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
+        query, key = _rotated(query, key, image_rotary_emb)
         shared = attn.num_heads // attn.num_kv_heads
         key, value = (part.repeat_interleave(shared, dim=1) if shared > 1 else part for part in (key, value))
         mixed = self.mixed(query, key, value) * torch.sigmoid(attn.to_gate(hidden_states))
@@ -247,13 +238,10 @@ class CosmosProcessor(_Processor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        from diffusers.models.embeddings import apply_rotary_emb
-
         _refuse_mask(attention_mask)
         seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query, key, value = _own(attn, hidden_states, seen)
-        if image_rotary_emb is not None:
-            query, key = (apply_rotary_emb(part, image_rotary_emb, use_real_unbind_dim=-2) for part in (query, key))
+        query, key = _rotated(query, key, image_rotary_emb, -2)
         return cast("Tensor", _out(attn, self.mixed(query, key, value)))
 
 
@@ -287,6 +275,18 @@ def _heads(attn: Any, query: Tensor, key: Tensor, value: Tensor, norm_q: Any, no
     size = key.shape[-1] // attn.heads
     query, key, value = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in (query, key, value))
     return query if norm_q is None else norm_q(query), key if norm_k is None else norm_k(key), value
+
+
+def _rotated(
+    query: Tensor, key: Tensor, positions: tuple[Tensor, Tensor] | None, pairs_along: int = -1
+) -> tuple[Tensor, Tensor]:
+    """[B, H, L, D] rotated by cosines and sines of its positions, in pairs side by side, or along -2 half of D apart."""
+    if positions is None:
+        return query, key
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    turned = (apply_rotary_emb(part, positions, use_real_unbind_dim=pairs_along) for part in (query, key))
+    return cast("tuple[Tensor, Tensor]", tuple(turned))
 
 
 def _turned(part: Tensor, turns: Tensor) -> Tensor:
