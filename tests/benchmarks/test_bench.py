@@ -14,6 +14,7 @@ import torch
 
 from lora_trainer.benchmarks import bench, bench_loader, best, measures, subject, turns, versus
 from lora_trainer.benchmarks.measures import COLUMNS, SMALL, SUBJECTS, Report
+from lora_trainer.benchmarks.trials import adapters
 from lora_trainer.cli.bench import legend, tables_that_fit
 from lora_trainer.cli.main import main
 from lora_trainer.config.layers import Layer
@@ -140,6 +141,27 @@ def test_a_signal_in_a_measured_step_ends_the_command(place, number, code, at, m
     monkeypatch.setattr(fallbacks, "train_step", step_then_signal)
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
     assert main([arguments[0], "step", *arguments[1:], "--steps", "4"]) == code
+    assert "bug" not in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="os.kill ends the process elsewhere")
+def test_a_signal_in_a_trained_run_ends_the_command(place, monkeypatch, capsys):
+    train_step, make_order, orders = fallbacks.train_step, adapters.make_order, []
+
+    def step_then_signal(*args: object) -> object:
+        if orders:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(*args)
+
+    def note_order(*args: object, **named: object) -> object:
+        orders.append(None)
+        return make_order(*args, **named)
+
+    monkeypatch.setattr(fallbacks, "train_step", step_then_signal)
+    monkeypatch.setattr(adapters, "make_order", note_order)
+    arguments = place.arguments("x", command="bench", data__resolution=64)
+    wanted = ["--steps", "4", "--filter", "oft", "--subject", "own"]
+    assert main([arguments[0], "adapters", *arguments[1:], *wanted]) == 143
     assert "bug" not in capsys.readouterr().err
 
 

@@ -35,6 +35,7 @@ from lora_trainer.benchmarks.versus import VersusRow, in_turn, rows_of
 from lora_trainer.config.layers import Resolved, flattened
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.hardware import package_versions
+from lora_trainer.core.interrupt import Stopped
 from lora_trainer.core.intervals import FEWEST_VALUES, mean_interval
 from lora_trainer.core.io import write_json
 from lora_trainer.evaluation.loading import free_memory
@@ -220,10 +221,11 @@ def with_losses(
 
 
 def run_of(resolved: Resolved) -> TrainedRun:
-    """Train an ordinary run. Raises UserError."""
-    order = make_order(resolved, console=plain_console(quiet=True), watch=unwatched)
-    result = train(order)
-    curve = {int(row["step"]): float(row["loss"]) for row in read_lines(order.folder / VALIDATION)}
+    """Train an ordinary run. Raises UserError; Stopped for a signal."""
+    result = train(make_order(resolved, console=plain_console(quiet=True), watch=unwatched))
+    if result.exit_code:
+        raise Stopped(result.exit_code)
+    curve = {int(row["step"]): float(row["loss"]) for row in read_lines(result.folder / VALIDATION)}
     return TrainedRun(curve, result.files["kohya"].stat().st_size)
 
 
