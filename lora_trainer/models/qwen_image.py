@@ -34,6 +34,7 @@ from lora_trainer.models.family import (
 from lora_trainer.models.flow_schedule import make_process, read_flow_schedule
 from lora_trainer.models.folder import check_components, fingerprint, read_config
 from lora_trainer.models.qwen_edit import (
+    PLACE,
     READER,
     SETTINGS,
     TOKEN,
@@ -183,6 +184,8 @@ def load_texts(
     if kind not in EDITS:
         return language_model("Qwen2_5_VLTextModel")(folder, dtype, device, without)
     parts = language_model("Qwen2_5_VLModel")(folder, dtype, device, without)
+    # The tokenizer knows it; a single file of weights does not.
+    parts.encoders[QWEN].config.image_token_id = parts.tokenizers[QWEN].convert_tokens_to_ids(PLACE)
     return replace(parts, image_processor=load_reader(folder, SEEN_PIXELS[kind], numbered=kind == PLUS))
 
 

@@ -226,8 +226,7 @@ def tiny_conditioner() -> AnimaTextConditioner:
 
 def tiny_edit_pipeline(kind: str, transformer: torch.nn.Module) -> DiffusionPipeline:
     """Qwen-Image-Edit, or Edit-2511. Of its processing class the part that prepares images: the whole one needs torchvision."""
-    tokenizer = qwen_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]})
+    tokenizer = qwen_edit_tokenizer()
     return (QwenImageEditPlusPipeline if kind.endswith("plus") else QwenImageEditPipeline)(
         vae=tiny_video_vae(),
         text_encoder=tiny_qwen_vl(tokenizer),
@@ -315,6 +314,13 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
     tokenizer = Qwen2Tokenizer(vocab=letters, merges=[], model_max_length=1024)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def qwen_edit_tokenizer() -> Qwen2Tokenizer:
+    """The same with the tokens around an image."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]})
     return tokenizer
 
 

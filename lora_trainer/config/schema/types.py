@@ -12,7 +12,8 @@ FamilyName = Annotated[str, one_of("model.family")]
 Blocks = Annotated[
     StrictBool | Literal["auto"] | Annotated[int, Field(ge=0)], Field(union_mode="left_to_right")
 ]  # all, none, as few as needed, a number: 1 is one block and not `true`
-Flavor = Literal["base", "turbo", "distilled", "dev", "kontext"]  # of models with the same architecture
+# Of models with the same architecture.
+Flavor = Literal["base", "turbo", "distilled", "dev", "kontext", "edit", "edit-2509", "edit-2511"]
 PredictionType = Literal["epsilon", "v_prediction"]  # as in diffusers, of models with a noise schedule
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "int8", "nf4"]
 OptimizerName = Annotated[str, one_of("optimizer.name")]

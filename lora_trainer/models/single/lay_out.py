@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -27,6 +28,7 @@ from lora_trainer.models.folder import (
     weights_are_here,
 )
 from lora_trainer.models.places import Place, laid_out_models, prune_laid_out, write_places
+from lora_trainer.models.qwen_edit import READER, SETTINGS
 from lora_trainer.models.single.fitting import check_vae
 from lora_trainer.models.single.recognize import SingleFile, recognize
 from lora_trainer.models.single.stored import Part, Stored, refuse_not_read
@@ -37,12 +39,15 @@ from lora_trainer.models.single.unet import unet_part
 from lora_trainer.models.single.vae import vae_part
 from lora_trainer.models.single.video_vae import is_video_vae, video_vae_part
 
-VERSION = 4  # of the layout; raise it when the same file becomes another folder
+VERSION = 5  # of the layout; raise it when the same file becomes another folder
 SHOWN_OF_NAME = 40
 VAE_PREFIXES = ("first_stage_model.", "vae.")
 VAE_OF_2_1 = 768  # pixels, of models that predict velocity
 # Beginnings of parts that are used.
-NEEDED = ("unet", "transformer", "vae", "scheduler", "text_encoder", "tokenizer", "text_conditioner", "t5_tokenizer")
+NEEDED = (
+    *("unet", "transformer", "vae", "scheduler", "text_encoder", "tokenizer", "text_conditioner", "t5_tokenizer"),
+    READER,
+)
 Parts = Mapping[str, Path | None]
 
 
@@ -106,7 +111,7 @@ def places_of_parts(checkpoint: SingleFile) -> dict[str, Mapping[str, Place]]:
         if _is_usable(stored := checkpoint.part(prefix))
     }
     denoiser = "transformer" if checkpoint.family in TRANSFORMERS else "unet"
-    return {denoiser: _denoiser(checkpoint).places, **texts}
+    return {denoiser: _denoiser(checkpoint, {}).places, **texts}
 
 
 def _is_usable(stored: Stored) -> bool:
@@ -134,17 +139,18 @@ def _from_checkpoint(checkpoint: SingleFile, replacement: dict[str, Path | None]
     """Write the folder of a checkpoint. Raises one UsageError for everything that it lacks."""
     family = checkpoint.family
     published = _published(family)
+    index = published["model_index"] | published.get("model_index_of", {}).get(checkpoint.variant, {})
     texts = {name: kind for name, kind in TEXTS[family].items() if replacement.get(name, target) is not None}
     problems: list[Problem] = []
     components: dict[str, Part | Path] = {}
     for name, (kind, prefix) in texts.items():
         try:
-            components[name] = _text_part(checkpoint, name, kind, prefix, replacement.get(name))
+            components[name] = _text_part(checkpoint, name, kind, prefix, replacement.get(name), READER in index)
         except UsageError as error:
             problems.extend(error.problems)
     denoiser = "transformer" if family in TRANSFORMERS else "unet"
     others: dict[str, Callable[[], Part | Path]] = {
-        denoiser: lambda: _denoiser(checkpoint),
+        denoiser: lambda: _denoiser(checkpoint, published.get("denoiser_of", {}).get(checkpoint.variant, {})),
         "vae": lambda: _vae(checkpoint, published["vae"], replacement.get("vae")),
         **{name: partial(part, checkpoint.denoiser) for name, part in BESIDE.get(family, {}).items()},
     }
@@ -165,8 +171,10 @@ def _from_checkpoint(checkpoint: SingleFile, replacement: dict[str, Path | None]
         _write_part(component, target / name)
     write_json(target / "scheduler" / "scheduler_config.json", _scheduler(checkpoint, published))
     absent = {name: [None, None] for text in set(TEXTS[family]) - set(texts) for name in (text, tokenizer_of(text))}
-    own = published.get("model_index_of", {}).get(checkpoint.variant, {})
-    write_json(target / "model_index.json", published["model_index"] | own | absent)
+    if READER in index:
+        (target / READER).mkdir()
+        write_json(target / SETTINGS, published[READER])
+    write_json(target / "model_index.json", index | absent)
 
 
 def _published(family: str) -> dict[str, Any]:
@@ -175,9 +183,11 @@ def _published(family: str) -> dict[str, Any]:
     return document
 
 
-def _denoiser(checkpoint: SingleFile) -> Part:
+def _denoiser(checkpoint: SingleFile, of_variant: Mapping[str, Any]) -> Part:
+    """The denoiser; its config with what is said `of_variant` alone, which no shape shows."""
     if checkpoint.family in TRANSFORMERS:
-        return TRANSFORMERS[checkpoint.family](checkpoint.denoiser)
+        part = TRANSFORMERS[checkpoint.family](checkpoint.denoiser)
+        return replace(part, config={**part.config, **of_variant})
     part = unet_part(checkpoint.denoiser, checkpoint.family)
     if checkpoint.family == "sd2" and checkpoint.prediction == "epsilon":
         return Part({**part.config, "sample_size": 64, "upcast_attention": False}, part.places)
@@ -193,12 +203,14 @@ def _scheduler(checkpoint: SingleFile, published: Mapping[str, Any]) -> dict[str
     return dict(config)
 
 
-def _text_part(checkpoint: SingleFile, name: str, kind: str, prefix: str, replacement: Path | None) -> Part | Path:
-    """A text encoder: the replacement, else the checkpoint's own."""
+def _text_part(
+    checkpoint: SingleFile, name: str, kind: str, prefix: str, replacement: Path | None, sees: bool
+) -> Part | Path:
+    """A text encoder: the replacement, else the checkpoint's own; with the half that sees images where it `sees`."""
     if replacement is not None and replacement.is_dir():
         return replacement
     if replacement is not None:
-        return text_part(kind, Stored.of(replacement, read_weights_header(replacement), ""))
+        return text_part(kind, Stored.of(replacement, read_weights_header(replacement), ""), sees=sees)
     stored = checkpoint.part(prefix)
     if not _is_usable(stored):
         may = ", or set model.without_t5" if MAY_LACK.get(checkpoint.family) == name else ""
@@ -207,7 +219,7 @@ def _text_part(checkpoint: SingleFile, name: str, kind: str, prefix: str, replac
             message = f"{checkpoint.file} holds {name} quantized ({stored.not_read})."
         fix = f"Name a folder that holds {name}/, or its .safetensors file, with model.text_encoders{may}."
         raise UsageError(Problem(message, fix))
-    return text_part(kind, stored)
+    return text_part(kind, stored, sees=sees)
 
 
 def _vae(checkpoint: SingleFile, published: Mapping[str, Any], replacement: Path | None) -> Part | Path:
@@ -280,7 +292,7 @@ def _from_folder(base: Path, replacement: dict[str, Path | None], target: Path) 
         if name == "vae" and name in added:
             part = _replaced_vae(replacement["vae"] or base / name, read_config(base, "vae/config.json"))
         elif name in kinds and isinstance(part, Path) and part.is_file():
-            part = text_part(kinds[name][0], Stored.of(part, read_weights_header(part), ""))
+            part = text_part(kinds[name][0], Stored.of(part, read_weights_header(part), ""), sees=READER in index)
         if isinstance(part, Path) and not (part / "config.json").exists():
             copy_small(part, target / name)  # a tokenizer or the scheduler
         else:

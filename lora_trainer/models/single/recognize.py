@@ -24,11 +24,14 @@ UNUSUAL_CHANNELS = {5: "a depth model", 7: "an upscaler", 8: "a model of instruc
 # This norm spreads more in 2.x models that predict velocity than in those that predict noise (ComfyUI uses it, too).
 SD2_NORM, SD2_SPREAD = "output_blocks.11.1.transformer_blocks.0.norm1.bias", 0.09
 KONTEXT = "kontext"
+ZERO_FOR_CONTROLS = "__index_timestep_zero__"  # an empty tensor that marks Qwen-Image-Edit 2511 in ComfyUI's files
+QWEN_IMAGES = ("base", "edit", "edit-2509", "edit-2511")
 # Models with the same keys, by the family and the variant that is assumed where the user says nothing.
 OF_ONE_FORM = {
     **dict.fromkeys((("z_image", "turbo"), ("krea2", "base"), ("krea2", "turbo")), ("base", "turbo")),
     **dict.fromkeys((("flux", "dev"), ("flux", KONTEXT)), ("dev", KONTEXT)),
     **dict.fromkeys((("flux2", "base"), ("flux2", "distilled")), ("base", "distilled")),
+    **{("qwen_image", name): QWEN_IMAGES for name in QWEN_IMAGES},
 }
 MOST_SPANS = 64  # of formats; they lie together in files that safetensors wrote
 FIRST_OF_FLUX = 64  # input channels of the plain model: 16 of latents, of four places
@@ -114,10 +117,11 @@ def _of_variant(found: SingleFile, variant: str | None) -> SingleFile:
     """The checkpoint with the user's variant. Raises UsageError where keys decide, or its family has no such model."""
     if variant is None:
         return found
-    variants = OF_ONE_FORM.get((found.family, found.variant), ())
+    marked = ZERO_FOR_CONTROLS in found.denoiser.shapes
+    variants = (found.variant,) if marked else OF_ONE_FORM.get((found.family, found.variant), ())
     if variant not in variants:
         message = f"model.flavor = {variant}: the keys of {found.file} already decide it."
-        if variants:
+        if variants and not marked:
             message = f"model.flavor = {variant}: {found.file} may be {' or '.join(variants)}."
         raise UsageError(Problem(message, "Remove model.flavor." if not variants else f"Set {variants[0]}."))
     return replace(found, variant=variant, note="")
@@ -298,21 +302,26 @@ def _z_image(found: SingleFile) -> SingleFile:
 
 
 def _qwen_image(found: SingleFile) -> SingleFile:
-    """Models that edit have the same keys but for 2511's mark, so the file's name counts as well."""
+    """Models that edit have the same keys but for 2511's mark, so the file's name decides which one it is."""
     stored, name = found.denoiser, found.file.name.lower()
     others = {
-        "edits images": "__index_timestep_zero__" in stored.shapes or "edit" in name,
         "makes images in layers": "time_text_embed.addition_t_embedding.weight" in stored.shapes,
         "is Qwen-Image 2.1": "transformer_blocks.0.attn.to_q.weight" not in stored.shapes
         or "transformer_blocks.0.attn.add_q_proj.weight" not in stored.shapes,
     }
     if what := next((what for what, is_so in others.items() if is_so), None):
-        message = f"{found.file} {what} by its keys or name, and such single files are not read."
-        fix = (
-            "Use Qwen-Image or Qwen-Image 2512, which make images from text; or the diffusers folder of an edit model."
-        )
-        raise UsageError(Problem(message, fix))
-    return SingleFile(found.file, "qwen_image", stored, found.header)
+        message = f"{found.file} {what} by its keys, and such single files are not read."
+        raise UsageError(Problem(message, "Use Qwen-Image, Qwen-Image 2512, or Qwen-Image-Edit (2509, 2511)."))
+    if ZERO_FOR_CONTROLS in stored.shapes:
+        return SingleFile(found.file, "qwen_image", stored, found.header, variant="edit-2511")
+    edits, dated = "edit" in name, next((date for date in ("2509", "2511") if date in name), "")
+    variant = "-".join(filter(None, ("edit", dated))) if edits else "base"
+    note = (
+        f"{found.file.name} is assumed to be {'the first Qwen-Image-Edit' if edits else 'Qwen-Image without control images'}: "
+        f"the edit models have the same keys. If it is another one, set model.flavor={'edit-2509' if edits else 'edit'}."
+    )
+    named = dated if edits else "qwen_image" in name.replace("-", "_")
+    return SingleFile(found.file, "qwen_image", stored, found.header, variant=variant, note="" if named else note)
 
 
 def _krea2(found: SingleFile) -> SingleFile:

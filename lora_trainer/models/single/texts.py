@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import atomic_path
 from lora_trainer.export.layout import Layout, Rule, fused
 from lora_trainer.models.places import Place, laid_out_models
@@ -75,6 +76,9 @@ OPEN_CLIP: Layout = (
 LAYERS_OF_H = 24  # the CLIP of 2.x, between the two others
 QWEN_NORM, QWEN2_BIAS = "layers.0.self_attn.q_norm.weight", "layers.0.self_attn.q_proj.bias"
 QWEN_HEAD = 128  # channels, in every published one of both
+EYES = "visual."  # begins the names of the half of Qwen-VL that sees images
+PATCHES = f"{EYES}patch_embed.proj.weight"
+EYES_HEAD = 80  # channels, in every published Qwen2.5-VL
 ROPES = {
     "qwen2_5_vl": {"mrope_section": [16, 24, 24], "rope_theta": 1000000.0},
     "qwen3_vl": {"mrope_section": [24, 20, 20], "rope_theta": 5000000.0, "mrope_interleaved": True},
@@ -85,15 +89,18 @@ TEXT_MODEL = ("embeddings.", "encoder.", "final_layer_norm.")  # of CLIP, whose 
 WIDEST = 8192  # channels of a CLIP; published ones have up to 1280
 
 
-def text_part(kind: str, stored: Stored) -> Part:
-    """Config and places of a text encoder of a kind. Raises UsageError for one that is quantized, or damaged."""
+def text_part(kind: str, stored: Stored, *, sees: bool = False) -> Part:
+    """Config and places of a text encoder of a kind, of Qwen2.5-VL with the half that sees images where it `sees`.
+
+    Raises UsageError for one that is quantized, or damaged.
+    """
     refuse_not_read(stored)
     if kind == "t5":
         return t5_part(stored)
     if kind == "qwen3":
         return qwen_part(stored)
     if kind in ROPES:
-        return qwen_vl_part(stored, kind)
+        return qwen_vl_part(stored, kind, sees=sees)
     if any(name.startswith("transformer.resblocks.") for name in stored.shapes):
         return open_clip_part(stored, projected=kind != "open_clip_h")
     activation = "quick_gelu" if kind.startswith("clip_l") else "gelu"
@@ -260,13 +267,19 @@ def qwen_part(stored: Stored) -> Part:
     return Part(config, places)
 
 
-def qwen_vl_part(stored: Stored, kind: str) -> Part:
-    """The language model of Qwen2.5-VL or Qwen3-VL, by transformers' names of any version; what sees images is skipped."""
+def qwen_vl_part(stored: Stored, kind: str, *, sees: bool = False) -> Part:
+    """The language model of Qwen2.5-VL or Qwen3-VL, by transformers' names of any version.
+
+    What sees images is skipped, unless the model `sees` control images, as Qwen-Image-Edit does with Qwen2.5-VL.
+    """
     mark = QWEN2_BIAS if kind == "qwen2_5_vl" else QWEN_NORM
     begin = next((each for each in BEFORE_LAYERS if f"{each}{mark}" in stored.shapes), "")
     parts = ("embed_tokens.", "layers.", "norm.")
+    eyes = next((each for each in ("model.", "") if f"{each}{PATCHES}" in stored.shapes), "")
 
     def rename(name: str) -> str | None:
+        if sees and name.startswith(f"{eyes}{EYES}"):
+            return name.removeprefix(eyes)
         own = name.removeprefix(begin)
         return own if name.startswith(begin) and own.startswith(parts) else None
 
@@ -288,5 +301,30 @@ def qwen_vl_part(stored: Stored, kind: str) -> Part:
         "architectures": ["Qwen2_5_VLForConditionalGeneration" if kind == "qwen2_5_vl" else "Qwen3VLModel"],
         "model_type": kind,
         "text_config": {**config, "model_type": f"{kind}_text"},
+        **({"vision_config": _eyes_config(stored, eyes)} if sees else {}),
     }
     return Part(whole, renamed(stored, rename))
+
+
+def _eyes_config(stored: Stored, begin: str) -> dict[str, Any]:
+    """The half of Qwen2.5-VL that sees images. Raises UsageError where the file lacks it."""
+    if f"{begin}{PATCHES}" not in stored.shapes:
+        message = f"{stored.file} holds Qwen2.5-VL without the half that sees images, which an edit model needs."
+        raise UsageError(Problem(message, "Name ComfyUI's qwen_2.5_vl_7b file, or the text encoder of an edit model."))
+    width = stored.side(f"{begin}{PATCHES}", 0)
+    return {
+        "model_type": "qwen2_5_vl",
+        "depth": stored.count(f"{begin}{EYES}blocks."),
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": stored.side(f"{begin}{EYES}blocks.0.mlp.gate_proj.weight", 0),
+        "num_heads": max(1, width // EYES_HEAD),
+        "in_channels": stored.side(f"{begin}{PATCHES}", 1),
+        "out_hidden_size": stored.side(f"{begin}{EYES}merger.mlp.2.weight", 0),
+        "patch_size": stored.side(f"{begin}{PATCHES}", -1),
+        "spatial_merge_size": 2,
+        "temporal_patch_size": stored.side(f"{begin}{PATCHES}", 2),
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+        "window_size": 112,
+    }

@@ -10,6 +10,7 @@ from lora_trainer.export.layout import Layout, Rule
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.krea2 import BLOCKS as KREA2_BLOCKS
 from lora_trainer.models.published import public_architecture
+from lora_trainer.models.single.recognize import ZERO_FOR_CONTROLS
 from lora_trainer.models.single.stored import Part, Stored, by_layout, renamed
 
 PLACES_OF_A_TOKEN = 4  # of the latents
@@ -149,7 +150,7 @@ def z_image_part(stored: Stored) -> Part:
 
 
 def qwen_image_part(stored: Stored) -> Part:
-    """Config and places of Qwen-Image's transformer, whose original names are diffusers'."""
+    """Config and places of Qwen-Image's transformer, whose original names are diffusers'; ComfyUI marks 2511 in them."""
     config = dict(public_architecture("qwen_image").denoiser) | {
         "_class_name": "QwenImageTransformer2DModel",
         "in_channels": stored.side("img_in.weight", 1),
@@ -158,7 +159,7 @@ def qwen_image_part(stored: Stored) -> Part:
         "num_attention_heads": stored.side("img_in.weight", 0) // 128,
         "joint_attention_dim": stored.side("txt_in.weight", 1),
     }
-    return Part(config, by_layout(stored, FAMILIES["qwen_image"].lora_files.layout))
+    return Part(config, by_layout(stored, FAMILIES["qwen_image"].lora_files.layout, (ZERO_FOR_CONTROLS,)))
 
 
 KREA2_REST: Layout = (

@@ -338,8 +338,13 @@ def video_vae_original(vae: Any) -> Tensors:
 
 
 def qwen_image_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
-    """As `flow_checkpoint`; the text encoder with the half that sees images, by the names of its first version."""
+    """As `flow_checkpoint`; the text encoder with the half that sees images, by the names of its first version.
+
+    Of Edit 2511 with the mark that ComfyUI's files have.
+    """
     transformer = dict(pipeline.transformer.state_dict())
+    if pipeline.transformer.config.zero_cond_t:
+        transformer["__index_timestep_zero__"] = torch.zeros(0)
     if bare:
         return transformer
     text = {

@@ -13,6 +13,7 @@ import os
 import re
 import struct
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from diffusers import (
     AutoencoderKLQwenImage,
     SD3Transformer2DModel,
 )
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
 
 from lora_trainer.core.tensorfile import BITS, data_begins, read_tensor_header
 from lora_trainer.models import FAMILIES
@@ -33,10 +35,12 @@ from lora_trainer.models.published import public_architecture, public_forms
 from lora_trainer.models.single.lay_out import vae_of_file
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.models.single.stored import Part, Stored
+from lora_trainer.models.single.texts import kind_of_file, text_part
 from lora_trainer.models.single.transformers import TRANSFORMERS, anima_conditioner_part
 from lora_trainer.models.single.unet import unet_part
 from lora_trainer.models.single.vae import vae_part
 
+UNREAD = (".comfy_quant", "scaled_fp8", ".input_scale", ".scale_input")
 HEADERS = Path(__file__).parent / "published_headers"
 RANGE = re.compile(r"\{([\d,-]+)\}")
 Listed = dict[str, tuple[list[int], str]]
@@ -62,8 +66,8 @@ def numbers(ranges: str) -> list[str]:
     return [str(number) for first, last in pairs for number in range(int(first), int(last or first) + 1)]
 
 
-def sparse(path: Path, tensors: Listed, values: bytes = b"") -> Path:
-    """A file with this header, and zeros as its data; each `comfy_quant` holds the `values`."""
+def sparse(path: Path, tensors: Listed, values: Collection[bytes] = ()) -> Path:
+    """A file with this header, and zeros as its data; each `comfy_quant` holds that of the `values` which has its length."""
     header, end = {}, 0
     for name, (shape, dtype) in tensors.items():
         begin, end = end, end + math.prod(shape) * BITS[dtype] // 8
@@ -75,7 +79,8 @@ def sparse(path: Path, tensors: Listed, values: bytes = b"") -> Path:
         for name, entry in header.items():
             if name.endswith(".comfy_quant"):
                 file.seek(data_begins(path) + entry["data_offsets"][0])
-                file.write(values)
+                size = entry["data_offsets"][1] - entry["data_offsets"][0]
+                file.write(next(each for each in values if len(each) == size))
     return path
 
 
@@ -88,7 +93,15 @@ DENOISERS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "flux2-klein-base-4b": ("flux2", "base", 149, dict(public_forms("flux2")[0])),
     "flux2-klein-9b": ("flux2", "distilled", 201, public_forms("flux2")[1]),
     "chroma": ("chroma", "", 643, dict(public_architecture("chroma").denoiser)),
-    "qwen-image": ("qwen_image", "", 1933, dict(public_architecture("qwen_image").denoiser)),
+    "flux-dev-fp8-scaled": ("flux", "dev", 1409, {"guidance_embeds": True, "joint_attention_dim": 4096}),
+    "flux2-klein-4b-fp8": ("flux2", "distilled", 309, dict(public_forms("flux2")[0])),
+    "flux2-klein-9b-int8": ("flux2", "distilled", 425, public_forms("flux2")[1]),
+    "krea2-turbo-int8-convrot": ("krea2", "turbo", 878, dict(public_architecture("krea2").denoiser)),
+    "anima-fp8": ("anima", "", 1524, dict(public_architecture("anima").denoiser)),
+    "qwen_image_edit_bf16": ("qwen_image", "edit", 1933, dict(public_architecture("qwen_image").denoiser)),
+    "qwen_image_edit_2509_bf16": ("qwen_image", "edit-2509", 1933, dict(public_architecture("qwen_image").denoiser)),
+    "qwen_image_edit_2511_bf16": ("qwen_image", "edit-2511", 1934, dict(public_architecture("qwen_image").denoiser)),
+    "qwen-image": ("qwen_image", "base", 1933, dict(public_architecture("qwen_image").denoiser)),
     "krea2": ("krea2", "base", 430, dict(public_architecture("krea2").denoiser)),
     "krea2-turbo": ("krea2", "turbo", 430, dict(public_architecture("krea2").denoiser)),
     "anima": ("anima", "", 685, dict(public_architecture("anima").denoiser)),
@@ -99,17 +112,36 @@ DENOISERS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "z-image-turbo-fp8-scaled": ("z_image", "turbo", 662, {"n_layers": 30, "n_heads": 30}),
 }  # fmt: skip
 # Models whose files differ from another's in their values and names alone.
-SAME = {"flux-dev-kontext": "flux-dev", "flux2-klein-base-4b": "flux2-klein-4b", "krea2-turbo": "krea2"}
-FORMS = {"flux-dev-int8-convrot": "int8 rotated with scales", "z-image-turbo-fp8-scaled": "fp8 e4m3 with scales"}
-CONVROT = b'{"format": "int8_tensorwise", "per_row": true, "convrot": true, "convrot_groupsize": 256}'
+SAME = {
+    "flux-dev-kontext": "flux-dev",
+    "flux2-klein-base-4b": "flux2-klein-4b",
+    "krea2-turbo": "krea2",
+    # Named as Comfy-Org publishes them. musubi-tuner at 30c658c builds all from one class, and drops the mark of 2511 which ComfyUI's
+    # files add (its pull request 11362); a converter of them has met it as a number without sides.
+    **dict.fromkeys((f"qwen_image_edit{name}_bf16" for name in ("", "_2509", "_2511")), "qwen-image"),
+}
+MARKS: dict[str, Listed] = {"qwen_image_edit_2511_bf16": {"__index_timestep_zero__": ([], "F32")}}
+FORMS = {
+    **dict.fromkeys(("flux-dev-int8-convrot", "krea2-turbo-int8-convrot"), "int8 rotated with scales"),
+    "flux2-klein-9b-int8": "int8 with scales",
+    **dict.fromkeys(("flux-dev-fp8-scaled", "flux2-klein-4b-fp8", "anima-fp8"), "fp8 e4m3 with scales"),
+    "z-image-turbo-fp8-scaled": "fp8 e4m3 with scales",
+}
+VALUES = (
+    b'{"format": "int8_tensorwise", "per_row": true, "convrot": true, "convrot_groupsize": 256}',
+    b'{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": 256}',
+    b'{"format": "int8_tensorwise"}',
+    b'{"format": "float8_e4m3fn", "full_precision_matrix_mult": false}',
+    b'{"format": "float8_e4m3fn", "full_precision_matrix_mult": true}',
+)
 
 
 @pytest.mark.parametrize("name", DENOISERS)
 def test_every_key_of_a_published_denoiser_is_read_once(name: str, tmp_path: Path) -> None:
     family, variant, count, facts = DENOISERS[name]
-    tensors = listed(SAME.get(name, name))
+    tensors = listed(SAME.get(name, name)) | MARKS.get(name, {})
     assert len(tensors) == count
-    file = sparse(tmp_path / f"{name}.safetensors", tensors, CONVROT)
+    file = sparse(tmp_path / f"{name}.safetensors", tensors, VALUES)
     found = recognize(file)
     assert (found.family, found.variant, found.form) == (family, variant, FORMS.get(name, ""))
     part = TRANSFORMERS[family](found.denoiser) if family in TRANSFORMERS else unet_part(found.denoiser, family)
@@ -121,9 +153,9 @@ def test_every_key_of_a_published_denoiser_is_read_once(name: str, tmp_path: Pat
         if family == "anima":
             beside = anima_conditioner_part(found.denoiser)
             parts.append((beside, AnimaTextConditioner.from_config(dict(beside.config))))
-    covered(parts, tensors)
+    covered(parts, {key: each for key, each in tensors.items() if key not in MARKS.get(name, {})})
     scaled = [place.scaled for place in part.places.values() if place.scaled is not None]
-    assert all(each.rotated == (256 if each.form == "I8" else 0) for each in scaled)
+    assert {each.rotated for each in scaled} <= {256 if "rotated" in FORMS.get(name, "") else 0}
     assert bool(scaled) == (name in FORMS)
 
 
@@ -152,6 +184,26 @@ def test_every_key_of_a_published_vae_is_read_once(name: str, tmp_path: Path) ->
         assert vae_part(Stored.of(file, read_tensor_header(file), prefix), {}).places == part.places
 
 
+def test_every_key_of_a_published_text_encoder_that_sees_is_read_once(tmp_path: Path) -> None:
+    """But the output head, which makes words."""
+    tensors = listed("qwen2.5-vl-7b-fp8-scaled")
+    assert len(tensors) == 1446
+    file = sparse(tmp_path / "qwen_2.5_vl_7b_fp8_scaled.safetensors", tensors)
+    stored = Stored.of(file, read_tensor_header(file), "")
+    assert kind_of_file(stored) == "qwen2_5_vl"
+    part = text_part("qwen2_5_vl", stored, sees=True)
+    assert all((place.scaled is None) == (f"{place.key[:-6]}scale_weight" not in tensors) for place in part.places.values())
+    with torch.device("meta"):
+        model = Qwen2_5_VLModel(Qwen2_5_VLConfig(**part.config))
+    del tensors["lm_head.weight"]
+    covered([(part, model)], tensors)
+    # An image of a million pixels is read in windows, but for four blocks of 32; these numbers are in no file.
+    ours, usual = part.config["vision_config"], Qwen2_5_VLConfig().vision_config
+    assert ours["fullatt_block_indexes"] == [*usual.fullatt_block_indexes]
+    for key in ("depth", "window_size", "spatial_merge_size", "num_heads", "temporal_patch_size"):
+        assert ours[key] == getattr(usual, key)
+
+
 def covered(parts: list[tuple[Part, torch.nn.Module]], tensors: Listed) -> None:
     """Each weight of diffusers' models has its shape, and each row of each stored tensor is in one weight.
 
@@ -164,12 +216,13 @@ def covered(parts: list[tuple[Part, torch.nn.Module]], tensors: Listed) -> None:
             key: (each.numel(),) if key.endswith("scale_shift_table") and len(stored[key]) == 1 else tuple(each.shape)
             for key, each in model.state_dict().items()
         }
+        shapes = {key.removeprefix("language_model."): each for key, each in shapes.items()}
         assert stored == shapes
         for place in part.places.values():
             read[place.key].append(place)
     places = [place for part, _ in parts for place in part.places.values()]
     scales = {place.scaled.key for place in places if place.scaled is not None}
-    companions = scales | {key for key in tensors if key.endswith((".comfy_quant", "scaled_fp8"))}
+    companions = scales | {key for key in tensors if key.endswith(UNREAD)}
     assert read.keys() | companions == tensors.keys()
     assert not read.keys() & companions
     for key, places in read.items():

@@ -12,6 +12,7 @@ from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
 from lora_trainer.config.schema.inputs import ModelSection
+from lora_trainer.core.conditioning import EditCaption
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import read_tensor_header
 from lora_trainer.models import FAMILIES
@@ -98,18 +99,95 @@ def test_three_files_as_comfyui_keeps_them_equal_a_folder(pipeline: Any, tmp_pat
     same_as(found, folder)
 
 
+def test_a_model_that_makes_layers_is_refused(pipeline: Any, tmp_path: Path) -> None:
+    extra = {"time_text_embed.addition_t_embedding.weight": torch.ones(2, 2)}
+    with pytest.raises(UsageError, match="makes images in layers"):
+        recognize(write(qwen_image_checkpoint(pipeline, bare=True) | extra, tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize(("edit", "files"), [("edit", 1), ("edit-2509", 3), ("edit-2511", 1), ("edit-2511", 3)])
+def test_an_edit_model_equals_its_folder(edit: str, files: int, tmp_path: Path) -> None:
+    """In one file, or in three as ComfyUI keeps them, whose text encoder has the half that sees images."""
+    pipeline = tiny_qwen_image(edit)
+    folder, tensors = tmp_path / "folder", qwen_image_checkpoint(pipeline)
+    pipeline.save_pretrained(folder)
+    named = tmp_path / f"qwen_image_{edit.replace('-', '_')}_bf16.safetensors"
+    parts: dict[str, Path | None] = {"tokenizer": folder / "tokenizer"}
+    if files == 1:
+        write(tensors, named)
+    else:
+        beginnings = {"text_encoder": "text_encoders.qwen25_7b.transformer.", "vae": "vae.", "": "model.diffusion_model."}
+        for part, begin in beginnings.items():
+            own = {key.removeprefix(begin): each for key, each in tensors.items() if key.startswith(begin)}
+            place = write(own, tmp_path / f"{part}.safetensors" if part else named)
+            parts |= {part: place} if part else {}
+    assert (recognize(named).variant, recognize(named).note != "") == (edit, edit == "edit")
+    laid_out = lay_out(named, parts)
+    ours, theirs = FAMILY.describe(laid_out), FAMILY.describe(folder)
+    shown = [(each.variant, each.most_controls, each.control_tokens) for each in (ours, theirs)]
+    assert shown[0] == shown[1] == (("edit", 1, 1369) if edit == "edit" else ("edit-plus", 3, 196))
+    same_as(laid_out, folder)
+    # The control images as the text encoder sees them, and a prediction with their tokens beside the noisy image's.
+    torch.manual_seed(1)
+    pixels = torch.rand(3, 64, 96) * 2 - 1
+    caption = EditCaption("make it snow", (pixels,))
+    read, expected = (
+        FAMILY.load_encoders(each, torch.float32, CPU).encode_text([caption]) for each in (laid_out, folder)
+    )
+    assert all(torch.equal(read[name], expected[name]) for name in expected)
+    cond = {**read, "control_0": torch.randn(1, 16, 8, 12)}
+    noisy, t = torch.randn(1, 16, 8, 12), torch.tensor([500])
+    models = [FAMILY.denoiser.load(each, torch.float32, CPU) for each in (laid_out, folder)]
+    assert [each.zero_cond_t for each in models] == [edit == "edit-2511"] * 2
+    with torch.no_grad():
+        first, second = (FAMILY.denoiser.predict(each, noisy, t, cond, torch.zeros(1, 6)) for each in models)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize(
-    ("name", "extra", "words"),
+    ("name", "mark", "variant", "is_noted"),
     [
-        ("qwen_image_edit_2509.safetensors", "", "edits images"),
-        ("model.safetensors", "__index_timestep_zero__", "edits images"),
-        ("model.safetensors", "time_text_embed.addition_t_embedding.weight", "makes images in layers"),
+        ("qwen_image_bf16", False, "base", False),
+        ("Qwen-Image-2512-Q4", False, "base", False),
+        ("my_merge", False, "base", True),
+        ("Qwen_Image_Edit-Q8_0", False, "edit", True),
+        ("Qwen-Image-Edit-2509-merge", False, "edit-2509", False),
+        ("qwen_image_edit_2511_fp8mixed", True, "edit-2511", False),
+        ("my_merge", True, "edit-2511", False),
     ],
 )
-def test_other_models_of_its_form_are_refused(pipeline: Any, name: str, extra: str, words: str, tmp_path: Path) -> None:
-    tensors = qwen_image_checkpoint(pipeline, bare=True) | ({extra: torch.ones(2, 2)} if extra else {})
-    with pytest.raises(UsageError, match=words):
-        recognize(write(tensors, tmp_path / name))
+def test_the_name_and_a_mark_decide_which_edit_model_it_is(
+    pipeline: Any, name: str, mark: bool, variant: str, is_noted: bool, tmp_path: Path
+) -> None:
+    tensors = qwen_image_checkpoint(pipeline, bare=True)
+    file = write(
+        tensors | ({"__index_timestep_zero__": torch.zeros(())} if mark else {}), tmp_path / f"{name}.safetensors"
+    )
+    found = recognize(file)
+    assert (found.variant, found.note != "") == (variant, is_noted)
+    if mark:
+        with pytest.raises(UsageError, match="the keys of .* already decide it"):
+            recognize(file, "edit")
+        assert recognize(file, "edit-2511").variant == "edit-2511"
+    else:
+        assert recognize(file, "edit-2509").variant == "edit-2509"
+        assert recognize(file, "edit-2509").note == ""
+
+
+def test_an_edit_model_needs_the_half_of_the_text_encoder_that_sees(tmp_path: Path) -> None:
+    pipeline = tiny_qwen_image("edit")
+    tensors = {name: each for name, each in qwen_image_checkpoint(pipeline).items() if ".visual." not in name}
+    pipeline.save_pretrained(tmp_path / "folder")
+    file = write(tensors, tmp_path / "qwen_image_edit_2509.safetensors")
+    with pytest.raises(UsageError, match="without the half that sees images"):
+        lay_out(file, {"tokenizer": tmp_path / "folder" / "tokenizer"})
+
+
+def test_an_edit_folder_with_another_vae_still_sees_control_images(tmp_path: Path) -> None:
+    pipeline = tiny_qwen_image("edit")
+    pipeline.save_pretrained(tmp_path / "folder")
+    found = lay_out(tmp_path / "folder", {"vae": tmp_path / "folder" / "vae"})
+    assert FAMILY.describe(found).control_tokens == 1369
 
 
 def test_the_vae_has_every_tensor_as_in_diffusers_converter(pipeline: Any, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from diffusers import (
     Krea2Pipeline,
     Krea2Transformer2DModel,
     PNDMScheduler,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -38,6 +40,7 @@ from transformers import (
     CLIPTokenizer,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
     Qwen3VLConfig,
     Qwen3VLModel,
     T5Config,
@@ -47,7 +50,15 @@ from transformers import (
 from builtin_base.architecture import make_tokenizer
 from lora_trainer.models.published import public_architecture
 from tests.export import tiny
-from tests.export.tiny import FLUX2_WIDTH, QWEN_SCHEDULE, T5_WIDTH, qwen_tokenizer, t5_tokenizer, tiny_qwen
+from tests.export.tiny import (
+    FLUX2_WIDTH,
+    QWEN_SCHEDULE,
+    T5_WIDTH,
+    qwen_edit_tokenizer,
+    qwen_tokenizer,
+    t5_tokenizer,
+    tiny_qwen,
+)
 
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 UNETS: dict[str, dict[str, Any]] = {
@@ -226,22 +237,30 @@ def tiny_z_image(folder: Path) -> Any:
     )
 
 
-def tiny_qwen_image() -> Any:
-    """With published positions and head sizes, which no file stores."""
+def tiny_qwen_image(edit: str = "") -> Any:
+    """With published positions and head sizes, which no file stores; `edit` as in `model.flavor`."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
     places = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1000000.0}
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 128}
-    text = {**sizes, "num_key_value_heads": 1, "vocab_size": len(qwen_tokenizer()), "rope_parameters": places}
+    vision = {"depth": 1, "hidden_size": 80, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 128}
+    tokenizer = qwen_edit_tokenizer() if edit else qwen_tokenizer()
+    text = {**sizes, "num_key_value_heads": 1, "vocab_size": len(tokenizer), "rope_parameters": places}
     text["rms_norm_eps"] = 1e-6
-    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
-    return QwenImagePipeline(
-        vae=AutoencoderKLQwenImage(base_dim=4),
-        text_encoder=encoder.eval(),
-        tokenizer=qwen_tokenizer(),
-        transformer=QwenImageTransformer2DModel(num_attention_heads=1, num_layers=2, joint_attention_dim=128),
-        scheduler=FlowMatchEulerDiscreteScheduler(**QWEN_SCHEDULE),
-    )
+    seen = {"image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>")} if edit else {}
+    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **seen))
+    heads = {"num_attention_heads": 1, "num_layers": 2, "joint_attention_dim": 128}
+    parts = {
+        "vae": AutoencoderKLQwenImage(base_dim=4),
+        "text_encoder": encoder.eval(),
+        "tokenizer": tokenizer,
+        "transformer": QwenImageTransformer2DModel(**heads, zero_cond_t=edit.endswith("2511")),
+        "scheduler": FlowMatchEulerDiscreteScheduler(**QWEN_SCHEDULE),
+    }
+    if not edit:
+        return QwenImagePipeline(**parts)
+    most = {"min_pixels": 3136, "max_pixels": 12845056}  # as published
+    kind = QwenImageEditPipeline if edit == "edit" else QwenImageEditPlusPipeline
+    return kind(**parts, processor=Qwen2VLImageProcessorPil(**most))
 
 
 def tiny_krea2(*, turbo: bool = False) -> Any:
