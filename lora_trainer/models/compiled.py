@@ -20,8 +20,8 @@ from torch import nn
 from lora_trainer.core.errors import first_line
 from lora_trainer.core.findings import counted
 
-# Repeated too, though diffusers lists them for no model: the convolutions of U-Nets, and blocks of two streams.
-UNLISTED = ("ResnetBlock2D", "BasicTransformerBlock", "JointTransformerBlock")
+# Repeated too, though diffusers lists them for no model: the convolutions of U-Nets, the blocks of SD3 and of Anima.
+UNLISTED = ("ResnetBlock2D", "BasicTransformerBlock", "JointTransformerBlock", "CosmosTransformerBlock")
 MOST_SHAPES = 8  # of micro-batches with a compilation of their own; with more there is one for all
 MOST_COMPILATIONS = 4 * MOST_SHAPES  # of one form: a first block needs no gradient of its input, memory may run out
 MOST_OF_A_CLASS = 1024

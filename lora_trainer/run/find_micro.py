@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import read_toml
+from lora_trainer.core.conditioning import CONTROL
 from lora_trainer.core.errors import UsageError, memory_may_run_out
 from lora_trainer.data.loader import CachedData
 from lora_trainer.evaluation.loading import free_memory
@@ -161,12 +162,25 @@ def expected_bytes(trials: Sequence[Trial], count: int) -> int:
 
 
 def largest_sample(inputs: Inputs, data: CachedData) -> MicroBatch:
-    """One sample of the largest bucket with a caption of the data; its latents are zeros."""
-    bucket = max(inputs.train_plan.counts, key=lambda bucket: bucket.width * bucket.height)
-    side = inputs.facts.downscale
+    """The sample that takes most: of the largest bucket, counting its control images, with the longest caption there.
+
+    Its latents are zeros, and those of its control images.
+    """
+
+    def size(place: tuple[int, int]) -> tuple[int, int]:
+        sample, bucket = data.samples[place[0]], data.views[place[0]][place[1]].fit.bucket
+        return bucket.width * bucket.height * (1 + len(sample.controls)), max(map(len, sample.texts))
+
+    index, turn = max(((index, turn) for index, own in enumerate(data.views) for turn in range(len(own))), key=size)
+    sample, bucket, side = data.samples[index], data.views[index][turn].fit.bucket, inputs.facts.downscale
     shape = (1, inputs.facts.latent_channels, bucket.height // side, bucket.width // side)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    cond = {name: value[None] for name, value in data.texts.read(data.empty_key).items()} if data.text_keys else {}
+    cond: dict[str, Tensor] = {}
+    if data.text_keys:
+        number = max(range(len(sample.texts)), key=lambda number: len(sample.texts[number]))
+        keys = data.edit_keys[index][turn] if data.edit_keys and data.edit_keys[index] else data.text_keys[index]
+        cond |= {name: value[None] for name, value in data.texts.read(keys[number]).items()}
+    cond |= {f"{CONTROL}{number}": torch.zeros(shape) for number in range(len(sample.controls))}
     longest = max((text for sample in data.samples for text in sample.texts), key=len)
     sizes = torch.tensor([[bucket.height, bucket.width, 0, 0, bucket.height, bucket.width]], dtype=torch.float32)
     return MicroBatch(

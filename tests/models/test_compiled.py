@@ -19,6 +19,7 @@ from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.cli.main import main
 from lora_trainer.core import compilations
 from lora_trainer.core.compilations import keep_compilations
+from lora_trainer.models import FAMILIES
 from lora_trainer.models.compiled import (
     Compiled,
     compile_blocks,
@@ -28,6 +29,7 @@ from lora_trainer.models.compiled import (
     repeated_blocks,
 )
 from tests.conftest import needs_links
+from tests.export.tiny import T5_WIDTH, TRANSFORMERS, UNETS, tiny_transformer, tiny_unet
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, while it traces
 REAL = torch.compile
@@ -183,20 +185,40 @@ def test_an_error_of_the_model_is_not_the_compilers() -> None:
 
 
 def test_repeated_blocks_are_found_in_the_families() -> None:
-    from diffusers import SD3Transformer2DModel, UNet2DConditionModel
-
-    from lora_trainer.models.published import public_architecture
+    """Every block that gradient checkpointing recomputes is compiled, of every family."""
 
     def kinds(module: nn.Module) -> set[str]:
         return {type(block).__name__ for block in repeated_blocks(module)}
 
-    with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(dict(public_architecture("sd15").denoiser))
-        other = SD3Transformer2DModel(
-            num_layers=2, attention_head_dim=8, num_attention_heads=2, caption_projection_dim=16
-        )
-    assert kinds(unet) == {"ResnetBlock2D", "BasicTransformerBlock"}
-    assert kinds(other) == {"JointTransformerBlock"}
+    for family in UNETS:
+        assert kinds(tiny_unet(family)) == {"ResnetBlock2D", "BasicTransformerBlock"}
+    for name in TRANSFORMERS:
+        model = tiny_transformer(name)
+        layers = [each for each in model.children() if isinstance(each, nn.ModuleList) and len(each) > 1]
+        assert kinds(model) >= {type(block).__name__ for each in layers for block in each} > set(), name
+
+
+def test_anima_compiles_as_a_whole_block_and_learns_the_same() -> None:
+    """diffusers lists no repeated blocks of Cosmos; nothing in one breaks the graph."""
+    family = FAMILIES["anima"].denoiser
+    cond = {"embeds": torch.randn(2, 512, T5_WIDTH)}
+    noisy, t, sizes = torch.randn(2, 16, 8, 12), torch.tensor([3, 900]), torch.zeros(2, 6)
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = family.make(tiny_transformer("anima").config).requires_grad_(False)
+        inject_lora(model, [f"transformer_blocks.{n}.attn2.to_q" for n in range(2)], AdapterOptions(2, 2.0), 0)
+        if is_compiled:
+            compiled, before = with_regions(model), count().graphs
+            assert (compiled.kinds, compiled.forms) == ({"CosmosTransformerBlock": 2}, 1)
+        velocity = family.predict(model, noisy, t, cond, sizes)
+        velocity.square().mean().backward()
+        trained = [value.grad for value in model.parameters() if value.grad is not None]
+        assert any(each.abs().max() > 0 for each in trained)
+        found.append([velocity.detach(), *trained])
+    assert count().graphs > before
+    for eager, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, eager, atol=1e-6, rtol=1e-4)
 
 
 def test_the_compile_cache_is_in_a_private_folder(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -16,6 +16,7 @@ from PIL import Image, ImageDraw
 
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import SourceSection
+from lora_trainer.core.conditioning import controls_of
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.images.pixels import read_shown
 from lora_trainer.data.manifest import read_manifest
@@ -23,6 +24,8 @@ from lora_trainer.data.sample import ControlImage
 from lora_trainer.data.views import Framing, views_of
 from lora_trainer.models import FAMILIES, qwen_image
 from lora_trainer.models.lora_names import read_lora
+from lora_trainer.run import find_micro
+from lora_trainer.training.micro_batch import MicroBatch
 from tests.recipes.recipe import COLORS, Bench, exported, losses, record, rows, save_tiny_model
 
 FLUX = FAMILIES["flux"]
@@ -362,6 +365,27 @@ def test_captions_that_are_read_with_control_images(bench, qwen, capsys):
     assert run_pairs(bench, "changed", steps=1, **kept) == 0
     shown = capsys.readouterr().out
     assert "text embedding cache: 22 texts, encoding 4 (4 control images changed)" in shown
+
+
+def test_the_largest_micro_batch_is_found_with_control_images(bench, qwen, monkeypatch):
+    """Their latents in the denoiser, and their tokens before the caption: 196 of each here."""
+    bench = replace(bench, model=qwen)
+    folders = [bench.data.parent / "before", draw_pairs(bench.data.parent / "others", shift=3) / "before"]
+    tried, measure = list[MicroBatch](), find_micro.measure_step
+
+    def measure_step(context, micro, **named):
+        tried.append(micro)
+        return measure(context, micro, **named)
+
+    monkeypatch.setattr(find_micro, "measure_step", measure_step)
+    found = {"train__auto_find_micro_batch_size": "true", "train__effective_batch_size": 2}
+    assert run_pairs(bench, "found", steps=1, before=folders, **found) == 0
+    assert [len(micro.t) for micro in tried] == [1, 2]
+    for micro in tried:
+        controls = controls_of(micro.cond)
+        assert [*controls] == ["control_0", "control_1"]
+        assert all(each.shape == micro.latents.shape for each in controls.values())
+        assert all(2 * 196 < int(torch.logical_not(row).sum()) for row in micro.cond["padding"])
 
 
 def test_runs_samples_and_gate_read_captions_with_control_images(bench, qwen, monkeypatch, capsys):
