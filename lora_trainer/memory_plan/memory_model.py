@@ -124,15 +124,20 @@ def _memory(path: Path) -> Callable[[str, Callable[[], Any]], Any]:
 
 
 def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
-    """The peak by one trace; gradients that exist at the peak count as activations."""
+    """The peak by one trace; gradients that exist at the peak count as activations.
+
+    The latents are a square, or where the denoiser cannot read one, a rectangle that it can: of that area, else a little more.
+    """
     from lora_trainer.memory_plan.trace import trace
 
-    side = math.isqrt(sizes.area)
+    step = subject.architecture.facts.pixel_step // subject.architecture.facts.downscale
+    most = max(1, math.isqrt(sizes.area) // step) * step
+    height = next((side for side in range(most, most // 2, -step) if sizes.area % (side * step) == 0), most)
     found = trace(
         subject,
         micro=sizes.micro,
-        height=side,
-        width=side,
+        height=height,
+        width=math.ceil(sizes.area / height / step) * step,
         checkpointed=sizes.checkpointed,
         recompute=cast("CheckpointingMode", sizes.recompute),
         offloaded=sizes.offloaded,
