@@ -83,7 +83,7 @@ TITLES = {
     "control": "control: trained on the base, drawn with it so",
 }
 DRAWS = 2000  # of the bootstrap
-HELD, HELD_SEED = 48, 777  # trajectories of the teacher that the student was not made from
+HELD, HELD_SEED = 192, 777  # trajectories of the teacher that the student was not made from
 
 
 def train(out: Path, name: str, model: Path, data: Path, steps: int, seed: int, settings: Mapping[str, Any]) -> Path:
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--dataset", choices=DATASETS, default=DATASETS[0])
     parser.add_argument("--arms", nargs="+", default=[*ARMS], choices=[*ARMS])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5, 6])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--adapter-steps", type=int, default=80)
     parser.add_argument("--budget-minutes", type=float, default=60.0)

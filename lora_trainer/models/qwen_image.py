@@ -185,7 +185,7 @@ def load_texts(
         return language_model("Qwen2_5_VLTextModel")(folder, dtype, device, without)
     parts = language_model("Qwen2_5_VLModel")(folder, dtype, device, without)
     # The tokenizer knows it; a single file of weights does not.
-    parts.encoders[QWEN].config.image_token_id = parts.tokenizers[QWEN].convert_tokens_to_ids(PLACE)
+    cast("Any", parts.encoders[QWEN]).config.image_token_id = parts.tokenizers[QWEN].convert_tokens_to_ids(PLACE)
     return replace(parts, image_processor=load_reader(folder, SEEN_PIXELS[kind], numbered=kind == PLUS))
 
 

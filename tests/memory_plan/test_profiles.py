@@ -10,7 +10,14 @@ import torch
 
 from lora_trainer.memory_plan.estimate import Demand
 from lora_trainer.memory_plan.memory_model import traced_memory_model
-from lora_trainer.memory_plan.profiles import Footprint, MemoryModel, Sizes, is_published, stored_memory_model, stored_profile
+from lora_trainer.memory_plan.profiles import (
+    Footprint,
+    MemoryModel,
+    Sizes,
+    is_published,
+    stored_memory_model,
+    stored_profile,
+)
 from lora_trainer.memory_plan.trace import make_subject, trace
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, Family, ModelFacts
@@ -263,6 +270,6 @@ def test_stored_profiles_are_what_traces_of_published_edit_models_find(kind, sha
 
 
 def test_an_edit_model_whose_timesteps_differ_by_image_has_no_stored_profile():
-    """2511 takes a tenth more for each block: scale and shift of every token are kept."""
+    """2511 takes more in each block: scale and shift of every token are kept."""
     assert stored_memory_model(edited("qwen-2511", thin=False)[1], "attention") is None
     assert stored_memory_model(edited("qwen-2509", thin=False)[1], "attention") is not None

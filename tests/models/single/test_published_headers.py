@@ -192,7 +192,9 @@ def test_every_key_of_a_published_text_encoder_that_sees_is_read_once(tmp_path: 
     stored = Stored.of(file, read_tensor_header(file), "")
     assert kind_of_file(stored) == "qwen2_5_vl"
     part = text_part("qwen2_5_vl", stored, sees=True)
-    assert all((place.scaled is None) == (f"{place.key[:-6]}scale_weight" not in tensors) for place in part.places.values())
+    assert all(
+        (place.scaled is None) == (f"{place.key[:-6]}scale_weight" not in tensors) for place in part.places.values()
+    )
     with torch.device("meta"):
         model = Qwen2_5_VLModel(Qwen2_5_VLConfig(**part.config))
     del tensors["lm_head.weight"]

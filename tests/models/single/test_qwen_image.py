@@ -116,7 +116,11 @@ def test_an_edit_model_equals_its_folder(edit: str, files: int, tmp_path: Path) 
     if files == 1:
         write(tensors, named)
     else:
-        beginnings = {"text_encoder": "text_encoders.qwen25_7b.transformer.", "vae": "vae.", "": "model.diffusion_model."}
+        beginnings = {
+            "text_encoder": "text_encoders.qwen25_7b.transformer.",
+            "vae": "vae.",
+            "": "model.diffusion_model.",
+        }
         for part, begin in beginnings.items():
             own = {key.removeprefix(begin): each for key, each in tensors.items() if key.startswith(begin)}
             place = write(own, tmp_path / f"{part}.safetensors" if part else named)
@@ -166,7 +170,7 @@ def test_the_name_and_a_mark_decide_which_edit_model_it_is(
     found = recognize(file)
     assert (found.variant, found.note != "") == (variant, is_noted)
     if mark:
-        with pytest.raises(UsageError, match="the keys of .* already decide it"):
+        with pytest.raises(UsageError, match=r"the keys of .* already decide it"):
             recognize(file, "edit")
         assert recognize(file, "edit-2511").variant == "edit-2511"
     else:
