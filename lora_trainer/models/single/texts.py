@@ -100,7 +100,7 @@ def text_part(kind: str, stored: Stored, *, sees: bool = False) -> Part:
     if kind == "qwen3":
         return qwen_part(stored)
     if kind in ROPES:
-        return qwen_vl_part(stored, kind, sees=sees)
+        return qwen_vl_part(stored, kind, sees=sees and kind == "qwen2_5_vl")
     if any(name.startswith("transformer.resblocks.") for name in stored.shapes):
         return open_clip_part(stored, projected=kind != "open_clip_h")
     activation = "quick_gelu" if kind.startswith("clip_l") else "gelu"
