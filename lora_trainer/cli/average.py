@@ -117,7 +117,7 @@ def _run(
     from lora_trainer.core.errors import gathering
     from lora_trainer.export.metadata import EMA_DECAY, SWA_START
     from lora_trainer.lora_files.averaging import ema_weights, parse_steps
-    from lora_trainer.lora_files.lora_inputs import origin_of, write_result
+    from lora_trainer.lora_files.lora_inputs import origin_of, write_changes
     from lora_trainer.run.average_run import average_run
 
     steps: tuple[int, int | None] = (0, None)
@@ -131,7 +131,7 @@ def _run(
     # Of the run's own average: that of this file is in its origin.
     entries = {key: each for key, each in found.like.weights.metadata.items() if key not in (EMA_DECAY, SWA_START)}
     header = {**entries, "ss_steps": str(max(found.steps)), **origin_of("average", [], **details)}
-    result = run_write(target.path, lambda: write_result(found.combined, found.like, header, target))
+    result = run_write(target.path, lambda: write_changes(found.weights, found.layers, found.like, header, target))
     print_result(result, arguments.json, table=False, of=PARAMETERS, steps=list(found.steps))
     _say(result, PARAMETERS, f"{counted(len(found.steps), 'checkpoint')} (steps {', '.join(map(str, found.steps))})")
     return DONE

@@ -1,4 +1,4 @@
-"""`extract BASE TUNED`: a LoRA of the difference of two models."""
+"""`extract BASE TUNED`: a LoRA, DoRA or LoKr of the difference of two models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from lora_trainer.core.findings import counted
 EXAMPLES = (
     "examples:\n  lora-trainer extract base.safetensors tuned.safetensors --rank 64 \\\n    --output tuned-lora.safetensors\n"
     "  lora-trainer extract ./base ./tuned --rank 32 --frobenius 0.9 \\\n    --output tuned-lora.safetensors\n\n"
-    "Both are single checkpoints or diffusers folders of one family, in any type.\nThe result is a LoRA.\n"
+    "  lora-trainer extract base.safetensors tuned.safetensors --type lokr --rank 16 \\\n"
+    "    --output tuned-lokr.safetensors\n\n"
+    "Both are single checkpoints or diffusers folders of one family, in any type.\n"
 )
 
 
@@ -22,8 +24,9 @@ def add_extract_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("base", metavar="BASE", help="the model before its training: a file, or a diffusers folder")
     parser.add_argument("tuned", metavar="TUNED", help="the model after it")
     parser.add_argument("--rank", metavar="N", required=True, help="the highest rank of a layer")
+    parser.add_argument("--type", metavar="KIND", default="lora", help="lora (default), dora or lokr")
     parser.add_argument(
-        "--frobenius", metavar="SHARE", help="lower a layer's rank to keep this share of its change's norm"
+        "--frobenius", metavar="SHARE", help="of a LoRA: lower a layer's rank to keep this share of its change's norm"
     )
     text = "cut numbers off at this quantile, as sd-scripts does with 0.99 (default: off, which is exact)"
     parser.add_argument("--clamp-quantile", metavar="Q", help=text)
@@ -34,28 +37,39 @@ def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     """Write OUT and print what each layer kept. Raises UsageError with all problems before anything is written."""
     import torch
 
+    from lora_trainer.adapters.adapter_kinds import ADAPTERS
     from lora_trainer.export.convert import SourceFile
-    from lora_trainer.export.weights import LoraWeights
-    from lora_trainer.lora_files.extraction import extract
-    from lora_trainer.lora_files.lora_inputs import MERGED_FROM, origin_of, write_result
-    from lora_trainer.lora_files.low_rank import RankLimits, below_share
+    from lora_trainer.export.weights import AdapterWeights
+    from lora_trainer.lora_files.extraction import LORA, Extraction, extract, extraction_problems
+    from lora_trainer.lora_files.lora_inputs import MERGED_FROM, origin_of, write_changes
+    from lora_trainer.lora_files.low_rank import below_share
 
     problems, base, tuned = list(unknown), Path(arguments.base), Path(arguments.tuned)
     rank = number(arguments, "rank", int, lambda value: 1 <= value <= MOST_RANK, problems)
     share = number(arguments, "frobenius", float, lambda value: 0.0 < value <= 1.0, problems)
     clamp = number(arguments, "clamp-quantile", float, lambda value: 0.0 < value <= 1.0, problems)
+    kind = arguments.type
     target = target_of(arguments, [base, tuned], problems)
+    target = replace(target, dtype=target.dtype or torch.float16)
+    assert target.dtype is not None
+    how = Extraction(rank or 1, share, clamp, kind, target.dtype)
+    if kind not in ADAPTERS:
+        problems.append(Problem(f"--type {kind} is not known.", f"One of: {', '.join(ADAPTERS)}."))
+    problems += extraction_problems(how)
     if problems:
         raise UsageError(problems)
-    assert rank is not None
-    limits_of_rank = RankLimits(rank, frobenius=share)
-    found = extract(base, tuned, limits_of_rank, rank, clamp)
+    found = extract(base, tuned, how)
     limits = {"rank": rank, "frobenius": share, "clamp_quantile": clamp, "base": base.name, "tuned": tuned.name}
-    header = {**origin_of("extract", [], **limits), MERGED_FROM: f"{tuned.name} - {base.name}"}
-    like = SourceFile(LoraWeights({}, family=found.family), "kohya")
-    target = replace(target, dtype=target.dtype or torch.float16)
-    result = run_write(target.path, lambda: write_result(found.combined, like, header, target))
-    result = replace(result, notes=(*found.notes, *below_share(result.layers, limits_of_rank), *result.notes))
+    header = {
+        **origin_of("extract", [], type=None if kind == LORA else kind, **limits),
+        MERGED_FROM: f"{tuned.name} - {base.name}",
+    }
+    like = SourceFile(AdapterWeights({}, family=found.family), "kohya")
+    result = run_write(target.path, lambda: write_changes(found.weights, found.layers, like, header, target))
+    whole = (
+        f"the {ADAPTERS[kind].title} differs from tuned - base by {result.error:.1%} of its size, all layers together"
+    )
+    result = replace(result, notes=(whole, *found.notes, *below_share(result.layers, how.keep), *result.notes))
     print_result(result, arguments.json, components=list(found.components), unchanged=found.unchanged)
     say(
         f"{counted(len(result.layers), 'layer')} of {', '.join(found.components)}; {found.unchanged} without a difference"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,13 @@ from lora_trainer.export import kohya as kohya_form
 from lora_trainer.export.earlier import EARLIER, Earlier, earlier_of, remembered, restored
 from lora_trainer.export.keys import KOHYA_ALPHA
 from lora_trainer.export.layout import Names
-from lora_trainer.export.lora_file import TensorsAndHeader, learned_token_files, learned_tokens_beside, write_together
+from lora_trainer.export.lora_file import (
+    TensorsAndHeader,
+    learned_token_files,
+    learned_tokens_beside,
+    plain_forms,
+    write_together,
+)
 from lora_trainer.export.metadata import HASH, with_hashes
 from lora_trainer.export.reading import only_lora, some, values, weights_of
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, product_norm
@@ -88,12 +94,52 @@ def convert(
         tensors, header, notes = _to_diffusers(weights, metadata, back)
     difference = 0.0
 
-    def check(path: Path, back: Mapping[str, Tensor]) -> None:
+    def check(read: Mapping[str, Tensor]) -> None:
         nonlocal difference
-        if path == target:
-            again = only_lora(target.name, weights_of(target.name, back, header, families))
-            difference = _difference(source, again, to)
+        again = only_lora(target.name, weights_of(target.name, read, header, families))
+        difference = _difference(source, again, to)
 
+    paths = _write(target, (tensors, header), weights, to, check)
+    return Converted(paths, len(source.modules), difference, tuple(notes))
+
+
+def write_kind(
+    weights: AdapterWeights, target: Path, to: Form, names: Names, families: Sequence[Names], *, dtype: torch.dtype
+) -> tuple[Path, ...]:
+    """Write changes of any kind in `dtype` to `target`, with their header and new hashes, as `convert` writes a LoRA; the files.
+
+    Raises UsageError, and writes nothing, for NaN and infinity, for what the form has no names for, and where files of other
+    learned tokens lie under the target's name.
+    """
+    modules = {name: each.rounded(dtype) for name, each in weights.modules.items()}
+    embeddings = {name: tensor.to(dtype).contiguous() for name, tensor in weights.embeddings.items()}
+    rounded = replace(weights, modules=modules, embeddings=embeddings)
+    if problems := [*values(target.name, rounded), *_of_others(rounded, names)]:
+        raise UsageError(problems)
+    try:
+        kohya, diffusers = plain_forms(rounded, names)
+    except ValueError as error:
+        raise UsageError(Problem(f"The file has no names for its layers: {error}.", "Is --family right?")) from None
+    tensors = (kohya if to == "kohya" else diffusers).tensors
+    header = {key: value for key, value in weights.metadata.items() if key not in (*OF_ONE_FORM, EARLIER)}
+    header = with_hashes(tensors, header) if to == "kohya" else {**header, "format": "pt"}
+
+    def check(read: Mapping[str, Tensor]) -> None:
+        again = weights_of(target.name, read, header, families).modules
+        if lost := sorted(again.keys() ^ rounded.modules.keys()):
+            raise OSError(f"what was written reads back with other layers: {some(lost)}")
+
+    return _write(target, (tensors, header), rounded, to, check)
+
+
+def _write(
+    target: Path,
+    content: TensorsAndHeader,
+    weights: AdapterWeights,
+    to: Form,
+    check: Callable[[Mapping[str, Tensor]], None],
+) -> tuple[Path, ...]:
+    """Write a file and those of its learned tokens together, where the form has them beside it; `check` is of the tensors read back."""
     token_files: dict[Path, TensorsAndHeader] = {}
     if to == "diffusers" and weights.embeddings:
         kept = next(iter(weights.embeddings.values())).dtype
@@ -101,8 +147,8 @@ def convert(
     if (token_files or not weights.embeddings) and (others := _others_tokens(target, token_files)):
         message = f"{some([path.name for path in others])} would be read as learned tokens of {target.name}."
         raise UsageError(Problem(message, "Remove what an earlier file of this name left, or name another file."))
-    write_together({target: (tensors, header), **token_files}, check)
-    return Converted((target, *token_files), len(source.modules), difference, tuple(notes))
+    write_together({target: content, **token_files}, lambda path, read: check(read) if path == target else None)
+    return (target, *token_files)
 
 
 def _others_tokens(target: Path, own: Collection[Path]) -> list[Path]:
@@ -111,7 +157,7 @@ def _others_tokens(target: Path, own: Collection[Path]) -> list[Path]:
     return [path for path in found if not own or path.name.startswith(f"{target.stem}.embedding-")]
 
 
-def _of_others(weights: LoraWeights, names: Names) -> list[Problem]:
+def _of_others(weights: AdapterWeights, names: Names) -> list[Problem]:
     """A denoiser of another kind than the family has."""
     others = [
         name for name in weights.modules if name.startswith(DENOISERS) and not name.startswith(f"{names.denoiser}.")

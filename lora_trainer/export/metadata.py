@@ -108,18 +108,14 @@ class TrainingFacts:
 def header(facts: TrainingFacts, weights: AdapterWeights) -> dict[str, str]:
     """The header without hashes of a file with these tensors. Rank and alpha are those of most of the denoiser's."""
     width, height = facts.resolution
-    texts = [pair for name, pair in weights.modules.items() if name.startswith("text_encoder")]
-    denoiser = [pair for name, pair in weights.modules.items() if not name.startswith("text_encoder")]
-    rank, alpha = _most(denoiser or texts)
-    algorithm = Counter(update.algorithm for update in weights.modules.values()).most_common(1)
-    algo = algorithm[0][0] if algorithm else "lora"
+    own: dict[str, object] = {"targets": facts.targets}
+    if facts.rank_stabilized:
+        own["rank_stabilized"] = True
+    has_texts = any(name.startswith("text_encoder") for name in weights.modules)
     values: dict[str, object] = {
         "ss_v2": facts.base_version.startswith("sd_v2"),
         "ss_base_model_version": facts.base_version,
-        "ss_network_module": "networks.lora" if algo == "lora" else "lycoris.kohya",
-        "ss_network_dim": rank,
-        "ss_network_alpha": alpha,
-        "ss_network_args": json.dumps(_network_args(facts, texts, algo), sort_keys=True),
+        **network_entries(weights, own),
         "ss_network_dropout": facts.dropout or None,
         "ss_output_name": facts.name,
         "ss_sd_model_name": facts.base_name,
@@ -153,7 +149,7 @@ def header(facts: TrainingFacts, weights: AdapterWeights) -> dict[str, str]:
         **_flow(facts.flow),
         OWN_VERSION: facts.version,
         "lora_trainer.alpha": facts.alpha,
-        "lora_trainer.text_encoder_alpha": facts.text_alpha if texts else None,
+        "lora_trainer.text_encoder_alpha": facts.text_alpha if has_texts else None,
         EMA_DECAY: facts.ema_decay,
         "lora_trainer.validation_images": facts.validation_images,
     }
@@ -176,19 +172,24 @@ def _most(pairs: Collection[LayerUpdate]) -> tuple[int | None, float | None]:
     return Counter((pair.rank, pair.alpha) for pair in pairs).most_common(1)[0][0] if pairs else (None, None)
 
 
-def _network_args(facts: TrainingFacts, texts: Collection[LayerUpdate], algo: str) -> dict[str, object]:
-    args: dict[str, object] = {
-        "algo": "lora" if algo == "dora" else algo,
-        "targets": facts.targets,
-        "alpha_folded": True,
-    }
+def network_entries(weights: AdapterWeights, own: Mapping[str, object]) -> dict[str, object]:
+    """The entries on kind, rank and alpha of a file's tensors, with `own` arguments of the network; the commonest of its kinds."""
+    texts = [pair for name, pair in weights.modules.items() if name.startswith("text_encoder")]
+    denoiser = [pair for name, pair in weights.modules.items() if not name.startswith("text_encoder")]
+    rank, alpha = _most(denoiser or texts)
+    algorithm = Counter(update.algorithm for update in weights.modules.values()).most_common(1)
+    algo = algorithm[0][0] if algorithm else "lora"
+    arguments: dict[str, object] = {"algo": "lora" if algo == "dora" else algo, "alpha_folded": True, **own}
     if algo == "dora":
-        args |= {"dora_wd": True, "wd_on_output": True}  # as LyCORIS names it
-    if facts.rank_stabilized:
-        args["rank_stabilized"] = True
+        arguments |= {"dora_wd": True, "wd_on_output": True}  # as LyCORIS names it
     if texts:
-        args["text_encoder_dim"], args["text_encoder_alpha"] = _most(texts)
-    return args
+        arguments["text_encoder_dim"], arguments["text_encoder_alpha"] = _most(texts)
+    return {
+        "ss_network_module": "networks.lora" if algo == "lora" else "lycoris.kohya",
+        "ss_network_dim": rank,
+        "ss_network_alpha": alpha,
+        "ss_network_args": json.dumps(arguments, sort_keys=True),
+    }
 
 
 def _specification(facts: TrainingFacts) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -103,7 +104,7 @@ def _alike(one: LoraPair, other: LoraPair) -> bool:
 
 
 def cast_for_storage(combined: Combined, dtype: torch.dtype, *, one_alpha: bool) -> Combined:
-    """The result as a file stores it, with each layer's error measured between that and the exact update, as a share of it.
+    """The result as a file stores it, with each layer's error between that and the exact update, as a share of it.
 
     With `one_alpha` all modules of a component get one alpha, the highest rank: diffusers reads kohya's form of a U-Net so.
     Raises UsageError for numbers that the type cannot hold.
@@ -119,8 +120,11 @@ def cast_for_storage(combined: Combined, dtype: torch.dtype, *, one_alpha: bool)
         up = pair.up if alpha == pair.alpha else pair.up * (pair.alpha / alpha)
         modules[layer.name] = LoraPair(pair.down.to(dtype), up.to(dtype), alpha)
         if layer.name in combined.exact:
-            error = relative_difference(combined.exact[layer.name], modules[layer.name])
-            layer = replace(layer, error=error)
+            layer = replace(layer, error=relative_difference(combined.exact[layer.name], modules[layer.name]))
+        elif layer.norm:
+            # What the SVD left out is orthogonal to the pair, and so to its rounding up to products of two roundings.
+            rounding = relative_difference(pair, modules[layer.name]) * pair.norm / layer.norm
+            layer = replace(layer, error=math.hypot(layer.error, rounding))
         layers.append(layer)
     weights = replace(combined.weights, modules=modules)
     if bad := weights.not_finite():

@@ -18,12 +18,13 @@ from lora_trainer.core.findings import counted
 from lora_trainer.core.io import sha256_file
 from lora_trainer.export.convert import Form, SourceFile
 from lora_trainer.export.earlier import EARLIER
+from lora_trainer.export.metadata import network_entries
 from lora_trainer.export.reading import only_lora, some, values
 from lora_trainer.export.updates import DecomposedUpdate, RowsUpdate
-from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights
+from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, plain_pairs
 from lora_trainer.lora_files.combining import Combined, cast_for_storage
 from lora_trainer.lora_files.low_rank import LayerRow
-from lora_trainer.models.lora_names import names_for, read_source, write_source
+from lora_trainer.models.lora_names import names_for, read_source, write_source, write_weights
 
 ORIGIN = "lora_trainer.origin"  # header: the command that made a file, and the files that it read
 MERGED_FROM, COMMENT = "modelspec.merged_from", "ss_training_comment"
@@ -186,6 +187,27 @@ def write_result(combined: Combined, like: SourceFile, header: Mapping[str, str]
         file = replace(file, weights=replace(file.weights, metadata=_described(header, ready, target.path)))
     written = write_source(file, target.path, to, family=target.family)
     return ToolResult(written.paths, ready.layers, written.notes)
+
+
+def write_changes(
+    weights: AdapterWeights, layers: Sequence[LayerRow], like: SourceFile, header: Mapping[str, str], target: LoraTarget
+) -> ToolResult:
+    """Write changes of any kind as `write_result` writes a LoRA. Of other kinds the rows keep their errors."""
+    if (pairs := plain_pairs(weights)) is not None:
+        return write_result(Combined(pairs, tuple(layers), {}), like, header, target)
+    entries = {key: str(each) for key, each in network_entries(weights, {}).items()}
+    names = {"ss_output_name": target.path.stem, "modelspec.title": target.path.stem}
+    arguments = json.loads(header.get(ARGUMENTS, "{}")) | json.loads(entries[ARGUMENTS])
+    entries[ARGUMENTS] = json.dumps(arguments, sort_keys=True)
+    paths = write_weights(
+        replace(weights, metadata={**header, **entries, **names}),
+        target.path,
+        target.to or like.form,
+        family=target.family,
+        numbered=like.numbered,
+        dtype=target.dtype or usual_dtype(like.weights),
+    )
+    return ToolResult(paths, tuple(layers))
 
 
 def _described(header: Mapping[str, str], combined: Combined, path: Path) -> dict[str, str]:

@@ -113,6 +113,16 @@ def write_source(file: SourceFile, target: Path, to: Form, *, family: str | None
     return _written(file, target, to, names_for(target, file.weights, family, file.numbered), None)
 
 
+def write_weights(
+    weights: AdapterWeights, target: Path, to: Form, *, family: str | None, numbered: bool, dtype: torch.dtype
+) -> tuple[Path, ...]:
+    """Write changes of any kind in a format and type, with the header completed; the files. Raises UsageError as `write_kind`."""
+    from lora_trainer.export.convert import write_kind
+
+    names = names_for(target, weights, family, numbered)
+    return write_kind(_with_base(weights, names.family), target, to, names, all_names(), dtype=dtype)
+
+
 def _written(file: SourceFile, target: Path, to: Form, names: Names, dtype: torch.dtype | None) -> Converted:
     from lora_trainer.export.convert import convert
 

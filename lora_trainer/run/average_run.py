@@ -1,4 +1,4 @@
-"""The LoRA of an average over a run's checkpoints, with the header of the run's own LoRA."""
+"""The average over a run's checkpoints, of any kind of adapter, with the header of the run's own file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import read_json
 from lora_trainer.export.convert import SourceFile
-from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.export.weights import AdapterWeights
 from lora_trainer.lora_files.averaging import average_of_checkpoints, checkpoints_in
-from lora_trainer.lora_files.combining import Combined
 from lora_trainer.lora_files.low_rank import LayerRow
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_names import read_source
@@ -27,7 +26,8 @@ class RunAverage:
     """The average, the run's own LoRA file where it has one (else the form to write), and the steps."""
 
     name: str
-    combined: Combined
+    weights: AdapterWeights
+    layers: tuple[LayerRow, ...]
     like: SourceFile
     steps: tuple[int, ...]
 
@@ -49,13 +49,7 @@ def average_run(named: Path, steps: tuple[int, int | None], weights_of: Callable
     own = read_source(exported) if exported.is_file() else None
     family = FAMILIES[own.weights.family] if own is not None and own.weights.family else read_model(config)[0]
     averaged = average_of_checkpoints(paths, weights_of(len(paths)))
-    made = lora_weights(config, family, averaged)
-    pairs = {name: update for name, update in made.modules.items() if isinstance(update, LoraPair)}
-    if len(pairs) < len(made.modules):
-        message = f"{folder} trained lora.type={config.lora.type}, whose averages are not written yet."
-        raise UsageError(Problem(message, "Train with train.ema_decay, or average runs of lora.type=lora."))
-    weights = LoraWeights(pairs, embeddings=made.embeddings, family=family.name)
-    layers = tuple(LayerRow(name, pair.rank, pair.rank) for name, pair in pairs.items())
+    weights = replace(lora_weights(config, family, averaged), family=family.name)
+    layers = tuple(LayerRow(name, each.rank, each.rank, norm=each.norm) for name, each in weights.modules.items())
     like = own or SourceFile(replace(weights, modules={}), "kohya")
-    name = folder.resolve().name
-    return RunAverage(name, Combined(weights, layers, pairs), like, tuple(step_of(path) for path in paths))
+    return RunAverage(folder.resolve().name, weights, layers, like, tuple(step_of(path) for path in paths))

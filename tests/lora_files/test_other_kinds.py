@@ -131,30 +131,33 @@ def test_a_plain_lora_of_any_kind_has_its_change_or_the_printed_error(kind, pipe
     layers = {name: each.weight.detach().clone() for name, each in adaptable_modules({"unet": unet}).items()}
     weights = trained(kind, unet)
     file, out = written(tmp_path, kind, weights, base_unet(pipeline), "sd15"), tmp_path / "out.safetensors"
-    command = ["convert", str(file), str(out), "--to", "lora", "--dtype", "fp32", "--overwrite"]
+    command = ["convert", str(file), str(out), "--to", "lora", "--overwrite", "--dtype"]
     base = ["--model", str(pipeline.folder / "base.safetensors")] if kind in BY_BASE else []
     if base:
-        assert main([*command, "--rank", "4"]) == 2
+        assert main([*command, "fp32", "--rank", "4"]) == 2
         assert "Name the base model: --model BASE" in " ".join(capsys.readouterr().err.split())
     exact = {name: each.delta(layers[name]).reshape(layers[name].shape) for name, each in weights.modules.items()}
-    assert main([*command, "--rank", "4096", *base]) == 0, capsys.readouterr().err
-    for name, pair in read_lora(out).modules.items():
-        assert pair.delta().shape == exact[name].shape
-        assert gap(pair.delta(), exact[name]) < 1e-4, name
-    capsys.readouterr()
-    assert main([*command, "--rank", "2", *base]) == 0
-    found = read_lora(out).modules
-    assert found.keys() == exact.keys()
-    assert {pair.rank for pair in found.values()} <= {1, 2}
-    whole, worst = map(float, re.findall(r"([\d.]+)% (?:of the update|in the worst)", capsys.readouterr().err))
-    errors = {name: float((found[name].delta() - each).norm()) for name, each in exact.items()}
     size = float(torch.cat([each.flatten() for each in exact.values()]).norm())
-    assert whole / 100 == pytest.approx(sum(each**2 for each in errors.values()) ** 0.5 / size, abs=2e-4)
-    assert worst / 100 == pytest.approx(
-        max(each / float(exact[name].norm()) for name, each in errors.items()), abs=2e-4
-    )
     best = {name: torch.linalg.svdvals(each.flatten(1))[2:].norm() for name, each in exact.items()}
-    assert all(errors[name] <= float(best[name]) * 1.01 + 1e-4 * float(exact[name].norm()) for name in exact)
+    for rank, dtype in ((4096, "fp32"), (4096, "bf16"), (2, "fp16")):
+        assert main([*command, dtype, "--rank", str(rank), *base]) == 0, capsys.readouterr().err
+        found = read_lora(out).modules
+        assert {name: pair.delta().shape for name, pair in found.items()} == {
+            name: each.shape for name, each in exact.items()
+        }
+        printed = re.findall(r"([\d.]+)% (?:of the update|in the worst)", capsys.readouterr().err)
+        whole, worst = (float(each) / 100 for each in printed)
+        errors = {name: float((found[name].delta() - each).norm()) for name, each in exact.items()}
+        shares = {name: each / float(exact[name].norm()) for name, each in errors.items()}
+        # Of the file as it was written, rounded: 0.2 % in bf16, where nothing else is lost.
+        assert whole == pytest.approx(sum(each**2 for each in errors.values()) ** 0.5 / size, abs=6e-5)
+        assert worst == pytest.approx(max(shares.values()), abs=6e-5)
+        if rank == 4096:
+            assert max(shares.values()) < (1e-4 if dtype == "fp32" else 4e-3)
+            assert dtype == "fp32" or worst > 1e-3
+        else:
+            assert {pair.rank for pair in found.values()} <= {1, 2}
+            assert all(errors[name] <= float(best[name]) * 1.01 + 2e-3 * float(exact[name].norm()) for name in exact)
 
 
 def test_tools_of_low_rank_pairs_name_the_command_that_makes_them_and_take_its_result(pipeline, tmp_path, capsys):
