@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from lora_trainer.cli.main import main
-from lora_trainer.models.lora_names import read_lora
+from lora_trainer.config.schema import Config
+from lora_trainer.models import FAMILIES
+from lora_trainer.models.lora_names import read_adapter, read_lora
+from lora_trainer.run.release import lora_weights
 from lora_trainer.training.checkpoints.checkpoint import read_checkpoint
-from tests.recipes.recipe import Bench
+from tests.recipes.recipe import Bench, record
 
 
 def test_a_runs_checkpoints_are_averaged(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,3 +87,49 @@ def test_a_runs_checkpoints_are_averaged(bench: Bench, capsys: pytest.CaptureFix
     assert main([*command, "--overwrite"]) == 2
     assert "step-000003 is damaged" in " ".join(capsys.readouterr().err.split())
     assert read_lora(out).modules  # of the command before
+
+
+@pytest.mark.parametrize("kind", ["dora", "lokr", "loha", "oft"])
+def test_the_average_of_a_run_of_another_kind_is_the_one_that_training_exports(
+    kind: str, bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the parameters, as SWA does. It is nearer to the mean of the changes than the two states are."""
+    settings = {
+        "lora__type": kind,
+        "lora__target_modules": '["*.attn1.to_q","*.conv1"]',
+        "checkpoint__every_n_steps": 1,
+        "checkpoint__keep_last": 10,
+        "checkpoint__export_weights": "last",
+        "checkpoint__export_dtype": "fp32",
+        "train__swa_start": 2,  # counted from 0: the weights after the third and the fourth step
+        "train__swa_every_n_steps": 1,
+    }
+    assert bench.run("run", steps=4, **settings) == 0
+    folder = bench.folder("run")
+    for to, ending in (("kohya", ".safetensors"), ("diffusers", ".diffusers.safetensors")):
+        out, of_run = bench.output / f"mean{ending}", folder / f"run{ending}"
+        command = ["average", str(folder), "--output", str(out), "--dtype", "fp32", "--to", to, "--steps", "3.."]
+        assert main(command) == 0, capsys.readouterr().err
+        assert "average of the parameters" in capsys.readouterr().err
+        ours, theirs = load_file(out), load_file(of_run)
+        assert ours.keys() == theirs.keys()
+        for key, tensor in ours.items():
+            assert torch.allclose(tensor, theirs[key], rtol=1e-5, atol=1e-7), key
+    with safe_open(bench.output / "mean.safetensors", framework="numpy") as file:
+        header = file.metadata()
+    before = read_adapter(folder / "run.safetensors").metadata
+    assert "lora_trainer.swa_start" in before
+    assert "lora_trainer.swa_start" not in header
+    for key in ("ss_network_module", "ss_network_args", "ss_network_dim", "ss_base_model_version"):
+        assert header[key] == before[key]
+    config = Config.model_validate(record(folder)["config"])
+    states = [
+        lora_weights(config, FAMILIES["sd15"], read_checkpoint(folder / "checkpoints" / f"step-{step:06d}").adapter)
+        for step in (3, 4)
+    ]
+    for name, update in read_adapter(bench.output / "mean.safetensors").modules.items():
+        shape = (*update.weight_shape, *([8] if len(update.weight_shape) == 1 else []))
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        first, second = (state.modules[name].delta(weight).reshape(-1) for state in states)
+        mean = (first + second) / 2
+        assert float((update.delta(weight).reshape(-1) - mean).norm()) < 0.2 * float((first - mean).norm()), name
