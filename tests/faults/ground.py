@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,16 +71,13 @@ class Ended:
 
 
 @dataclass
-class Ground:
-    """One warmed process and the data of its children. `close` it at the end."""
+class Forks:
+    """One process that has run some commands, and forks a copy of itself for each try. `close` it at the end."""
 
     folder: Path
-    settings: dict[str, object] = field(default_factory=dict)
-    tries: int = 0
 
-    def __post_init__(self) -> None:
-        self.model = save_least_model(self.folder / "tiny")
-        self.data = draw_images(self.folder / "images", 8)
+    def start(self, commands: Sequence[Sequence[str]]) -> None:
+        """Start the process, and run the commands in it."""
         environment = os.environ | {
             "LD_PRELOAD": str(compiled()),
             "OMP_NUM_THREADS": "1",
@@ -99,7 +97,7 @@ class Ground:
             text=True,
         )
         try:
-            self.ask({"warm_up": self.arguments(self.folder)})
+            self.ask({"warm_up": commands})
         except BaseException:
             self.close()
             raise
@@ -113,6 +111,47 @@ class Ground:
         if not line:
             raise RuntimeError((self.folder / "warm.txt").read_text("utf-8")[-3000:])
         return json.loads(line)
+
+    def output_of(self, place: Path) -> Path:
+        """The output file of a place: not on the disk under test."""
+        return self.folder / f"said-{hashlib.sha256(str(place).encode()).hexdigest()[:12]}.txt"
+
+    def run_command(
+        self, place: Path, words: Sequence[str], *, at: int = NEVER, mode: Mode = Mode.COUNT, **more: Any
+    ) -> Ended:
+        """Run a command in a forked child; the operation below `place` that is numbered `at` fails as `mode` says.
+
+        It is killed after `seconds`, or `delay` seconds after a `phase` began. A `brief` run skips the gate and the images at its end.
+        """
+        out = self.output_of(place)
+        start = out.stat().st_size if out.exists() else 0
+        usual = {"number": 0, "trouble": None, "seconds": 60.0, "phase": None, "delay": 0.0, "brief": False}
+        places = {"root": str(place), "user": str(place / "user"), "out": str(out)}
+        answer = self.ask({"arguments": list(words), "at": at, "mode": int(mode), **places, **usual, **more})
+        output = out.read_text("utf-8", errors="replace")[start:]
+        return Ended(**answer | {"operations": tuple(answer["operations"])}, output=output)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(timeout=30)
+        self._log.close()
+
+
+@dataclass
+class Ground(Forks):
+    """A process that has trained, and the data of its children."""
+
+    settings: dict[str, object] = field(default_factory=dict)
+    tries: int = 0
+
+    def __post_init__(self) -> None:
+        self.model = save_least_model(self.folder / "tiny")
+        self.data = draw_images(self.folder / "images", 8)
+        first = self.arguments(self.folder)
+        self.start([first, [*first, "--name", "again"]])  # images are cached once they are some seconds old
 
     def arguments(self, place: Path, *extra: str, command: str = "train", **settings: object) -> list[str]:
         bench = Bench(self.model, self.data, place / "runs", place / "cache")
@@ -133,10 +172,6 @@ class Ground:
             shutil.copytree(self.folder / "cache", place / "cache", ignore=shutil.ignore_patterns("users"))
         shutil.copytree(self.folder / "user", place / "user")
 
-    def output_of(self, place: Path) -> Path:
-        """The output file of a place: not on the disk under test."""
-        return self.folder / f"said-{hashlib.sha256(str(place).encode()).hexdigest()[:12]}.txt"
-
     def run(
         self,
         place: Path,
@@ -152,36 +187,7 @@ class Ground:
         command: str = "train",
         **settings: object,
     ) -> Ended:
-        """Run the command in a forked child; the operation numbered `at` fails as `mode` says.
-
-        It is killed after `seconds`, or `delay` seconds after a `phase` began. A `brief` one skips the gate and the
-        images at its end.
-        """
-        out = self.output_of(place)
-        start = out.stat().st_size if out.exists() else 0
-        answer = self.ask(
-            {
-                "arguments": self.arguments(place, *extra, command=command, **settings),
-                "root": str(place),
-                "user": str(place / "user"),
-                "out": str(out),
-                "at": at,
-                "mode": int(mode),
-                "number": number,
-                "trouble": trouble,
-                "seconds": seconds,
-                "phase": phase,
-                "delay": delay,
-                "brief": brief,
-            }
-        )
-        output = out.read_text("utf-8", errors="replace")[start:]
-        return Ended(**answer | {"operations": tuple(answer["operations"])}, output=output)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(timeout=30)
-        self._log.close()
+        """Train in a forked child, as `run_command` does."""
+        words = self.arguments(place, *extra, command=command, **settings)
+        more = {"number": number, "trouble": trouble, "seconds": seconds, "phase": phase, "delay": delay}
+        return self.run_command(place, words, at=at, mode=mode, brief=brief, **more)

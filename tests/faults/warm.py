@@ -33,18 +33,17 @@ CRASHED = 70  # exit code of a child whose command raised an unexpected exceptio
 REPORTS: list[Any] = []  # the newest of the gate
 
 
-def warm_up(arguments: list[str]) -> None:
-    """Run once, so that all imports and first-time work happen before forking."""
+def warm_up(commands: list[list[str]]) -> None:
+    """Run commands, so that all imports and first-time work happen before forking."""
     tqdm.tqdm.monitor_interval = 0  # it would start a thread
     lora_check.TIMESTEPS, prediction.PREDICTED_AT_ONCE = 1, 16  # forward passes of the gate: other tests cover them
     lora_check.LORA_CHECKS = {**lora_check.LORA_CHECKS, "full": Effort(2, 2, 1, 1)}
     lora_check.base_visits = partial(lora_check.base_visits, steps=1)
     torch.set_num_threads(1)
     flow.judge_lora = partial(judged, flow.judge_lora)
-    for _ in range(2):
+    for arguments in commands:
         if main(arguments) != 0:
-            raise SystemExit("the undisturbed run failed")
-        arguments = [*arguments, "--name", "again"]  # images are cached once they are some seconds old
+            raise SystemExit(f"the undisturbed command failed: {' '.join(arguments)}")
     gc.collect()
     gc.freeze()
     threads = len(os.listdir("/proc/self/task"))
