@@ -61,6 +61,8 @@ everything, except for "a real command". The gate and the images are skipped whe
 The system decides how the writing thread and the loop interleave. So "every" means every number of an operation, and two
 tries may hit the same one. A run of 4 steps never deletes an old checkpoint; `tests/training/checkpoints/test_checkpoint.py`
 tests that. `tests/recipes/test_processes.py` tests several processes.
+
+The [tools for LoRA files](files.md) are disturbed at each operation too: outputs are the old ones or whole, and inputs unchanged.
 """
 
 

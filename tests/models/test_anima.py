@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AnimaModularPipeline, ClassifierFreeGuidance, ModularPipeline
+from diffusers import ClassifierFreeGuidance, ModularPipeline
 from safetensors.torch import save_file
 
 from lora_trainer.adapters.target_modules import target_modules
@@ -159,29 +159,6 @@ def test_layers_of_the_text_conditioner_in_a_lora_are_named(form, tmp_path):
     inspected = inspect_lora(file)
     assert [each.message for each in inspected.errors] == [each.message for each in why.value.problems]
     assert {each.why for each in clients(inspected)} == {"the file has errors"}
-
-
-def test_diffusers_reads_the_original_names_without_alpha():
-    """Every layer, as ai-toolkit names them; the kohya format has the same names with underscores."""
-    endings = tuple(
-        name for name, module in tiny_transformer("anima").named_modules() if hasattr(module, "in_features")
-    )
-    plain = random_lora(tiny_transformer("anima"), endings=endings, component="transformer")
-    tensors: dict[str, torch.Tensor] = {}
-    for module, pair in plain.modules.items():
-        ruled = rule_of(FAMILY.lora_files.layout, module.partition(".")[2])
-        assert ruled is not None
-        name = f"diffusion_model.{ruled[1]}"
-        tensors |= {f"{name}.lora_A.weight": pair.down, f"{name}.lora_B.weight": pair.up * pair.scale}
-    kohya, _ = kohya_tensors(plain, names_of(FAMILY))
-    names = {name.removesuffix(".lora_A.weight").removeprefix("diffusion_model.") for name in tensors if "_A." in name}
-    assert {name.partition(".")[0] for name in kohya} == {f"lora_unet_{name.replace('.', '_')}" for name in names}
-    assert {"blocks.0.self_attn.output_proj", "blocks.1.mlp.layer2"} <= names
-    read = AnimaModularPipeline.lora_state_dict(dict(tensors))
-    assert len(read) == 2 * len(plain.modules)
-    for name, pair in plain.modules.items():
-        change = read[f"{name}.lora_B.weight"] @ read[f"{name}.lora_A.weight"]
-        assert torch.allclose(change, pair.up @ pair.down * pair.scale, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,12 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
 from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 from lora_trainer.evaluation.sample import draw
-from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.layout import rule_of
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import read_prompts
-from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.qwen_text import read_template
-from tests.export.tiny import qwen_tokenizer, random_lora, tiny_pipeline, tiny_transformer
+from tests.export.tiny import qwen_tokenizer, tiny_pipeline, tiny_transformer
 
 CPU = torch.device("cpu")
 FAMILY = FAMILIES["krea2"]
@@ -160,28 +158,6 @@ def test_targets_are_the_attention_with_its_gate_of_all_blocks(model):
 def test_the_layout_has_every_linear_layer():
     for name, module in tiny_transformer("krea2").named_modules():
         assert not isinstance(module, torch.nn.Linear) or rule_of(FAMILY.lora_files.layout, name) is not None, name
-
-
-def test_diffusers_reads_the_original_names_without_alpha():
-    """Every layer, as ai-toolkit names them; the kohya format has the same names with underscores."""
-    endings = tuple(
-        name for name, module in tiny_transformer("krea2").named_modules() if hasattr(module, "in_features")
-    )
-    plain = random_lora(tiny_transformer("krea2"), endings=endings, component="transformer")
-    tensors: dict[str, torch.Tensor] = {}
-    for module, pair in plain.modules.items():
-        ruled = rule_of(FAMILY.lora_files.layout, module.partition(".")[2])
-        assert ruled is not None
-        name = f"diffusion_model.{ruled[1]}"
-        tensors |= {f"{name}.lora_A.weight": pair.down, f"{name}.lora_B.weight": pair.up * pair.scale}
-    kohya, _ = kohya_tensors(plain, names_of(FAMILY))
-    names = {name.removesuffix(".lora_A.weight").removeprefix("diffusion_model.") for name in tensors if "_A." in name}
-    assert {name.partition(".")[0] for name in kohya} == {f"lora_unet_{name.replace('.', '_')}" for name in names}
-    read = Krea2Pipeline.lora_state_dict(dict(tensors))
-    assert len(read) == 2 * len(plain.modules)
-    for name, pair in plain.modules.items():
-        change = read[f"{name}.lora_B.weight"] @ read[f"{name}.lora_A.weight"]
-        assert torch.allclose(change, pair.up @ pair.down * pair.scale, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,6 @@ CPU = torch.device("cpu")
 FAMILY = FAMILIES["anima"]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-
-
 @pytest.fixture(scope="module")
 def pipeline() -> Any:
     return tiny_anima()

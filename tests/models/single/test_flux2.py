@@ -24,12 +24,6 @@ CPU = torch.device("cpu")
 FAMILY = FAMILIES["flux2"]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-
-
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Any:
     tiny = tiny_flux2(tmp_path / "words")

@@ -27,12 +27,6 @@ CPU = torch.device("cpu")
 FAMILY = FAMILIES["krea2"]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-
-
 @pytest.fixture(scope="module")
 def pipeline() -> Any:
     return tiny_krea2()

@@ -42,11 +42,6 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
 @pytest.fixture(params=VARIANTS)
 def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path, Path]:
     """A family's name, a diffusers folder and a checkpoint with the same weights."""

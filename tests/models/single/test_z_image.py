@@ -26,12 +26,6 @@ CPU = torch.device("cpu")
 FAMILY = FAMILIES["z_image"]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-
-
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Any:
     tiny = tiny_z_image(tmp_path / "words")
