@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lora_trainer.adapters.adapter_kinds import ADAPTERS
@@ -20,7 +21,7 @@ from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.weights import AdapterWeights, LoraPair, adaptable_modules, shapes_of
 from lora_trainer.lora_files.base_layers import read_base
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.lora_names import names_of, read_lora
+from lora_trainer.models.lora_names import names_of, read_adapter, read_lora
 from lora_trainer.models.quantization.stored_forms import WeightReader
 from tests.export.tiny import facts
 from tests.models.single.originals import flow_checkpoint, unet_checkpoint, write
@@ -190,3 +191,53 @@ def test_tools_of_low_rank_pairs_name_the_command_that_makes_them_and_take_its_r
         assert main([word.format(plain) for word in tool]) == 0, capsys.readouterr().err
         Path(out).unlink()
         capsys.readouterr()
+
+
+def test_a_file_with_a_kind_for_each_layer_is_converted_merged_or_refused_once(pipeline, tmp_path, capsys):
+    tensors = {
+        f"lora_unet_mid_block_attentions_0_proj_in.{end}": torch.randn(shape) * 0.1
+        for end, shape in (("lora_down.weight", (2, 64, 1, 1)), ("lora_up.weight", (64, 2, 1, 1)))
+    } | {
+        f"lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.{end}": torch.randn(8, 8) * 0.3
+        for end in ("lokr_w1", "lokr_w2")
+    }  # fmt: skip
+    mixed, out = tmp_path / "mixed.safetensors", tmp_path / "out.safetensors"
+    save_file(tensors, mixed, metadata={"ss_base_model_version": "sd_v1"})
+    for tool in (
+        ["resize", str(mixed), "--rank", "1"],
+        ["merge", str(mixed), str(mixed)],
+        ["average", str(mixed), str(mixed)],
+    ):
+        assert main([*tool, "--output", str(out)]) == 2
+        error = " ".join(capsys.readouterr().err.split())
+        assert "mixed.safetensors is LoKr and LoRA, not a plain LoRA" in error
+        assert "convert IN OUT --to lora --rank N" in error
+    base = str(pipeline.folder / "base.safetensors")
+    assert main(["convert", str(mixed), str(out), "--to", "lora", "--rank", "64", "--dtype", "fp32"]) == 0
+    exact, found = read_adapter(mixed).modules, read_lora(out).modules
+    assert found.keys() == exact.keys()
+    assert all(gap(found[name].delta().flatten(), each.delta().flatten()) < 1e-4 for name, each in exact.items())
+    capsys.readouterr()
+    assert main(["merge", str(mixed), "--into", base, "--output", str(tmp_path / "merged.safetensors")]) == 0
+    extracted = tmp_path / "back.safetensors"
+    merged = [base, str(tmp_path / "merged.safetensors")]
+    assert main(["extract", *merged, "--rank", "64", "--dtype", "fp32", "--output", str(extracted)]) == 0
+    back = read_lora(extracted).modules
+    assert back.keys() == exact.keys()
+    assert all(gap(back[name].delta().flatten(), each.delta().flatten()) < 1e-4 for name, each in exact.items())
+
+
+def test_models_of_two_families_or_sizes_are_refused_by_name(pipeline, tmp_path, capsys):
+    other, wide = tmp_path / "other.safetensors", tmp_path / "wide.safetensors"
+    write(unet_checkpoint(tiny_pipeline(tmp_path / "words", "sdxl"), "sdxl"), other)
+    tensors = load_file(pipeline.folder / "base.safetensors")
+    key = "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q.weight"
+    write(tensors | {key: torch.randn(64, tensors[key].shape[1])}, wide)
+    for tuned, words in (
+        (other, "of sd15, and other.safetensors of sdxl"),
+        (wide, "of base.safetensors and wide.safetensors have two sizes"),
+    ):
+        command = ["extract", str(pipeline.folder / "base.safetensors"), str(tuned), "--rank", "4"]
+        assert main([*command, "--output", str(tmp_path / "out.safetensors")]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
+        assert not (tmp_path / "out.safetensors").exists()
