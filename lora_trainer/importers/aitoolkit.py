@@ -14,10 +14,21 @@ from lora_trainer.importers.kohya_blocks import ALPHAS, CONVOLUTIONS, RANKS
 from lora_trainer.importers.kohya_dataset import NEW_EACH_TIME
 from lora_trainer.importers.kohya_keys import (
     OTHER_FAMILY,
-    READ_FROM_MODEL,
+    TARGETS,
     betas,
 )
 from lora_trainer.importers.merge import RESOLUTIONS, add_together, flattened, no_validation, read_tables
+from lora_trainer.importers.network_kinds import (
+    ALPHA,
+    MOST_RANK,
+    NO_FACTOR,
+    RANK,
+    TYPE,
+    alpha_of,
+    kind_of,
+    rank_of,
+    with_kind,
+)
 from lora_trainer.importers.reading import Around, KeyRule, Line, Reading, Took, located
 from lora_trainer.importers.rules import (
     by,
@@ -49,6 +60,7 @@ from lora_trainer.importers.words import (
     OPTIMIZER,
     PRECISION,
     PRODIGY_SWITCH,
+    READ_FROM_MODEL,
     TEXT_RATES,
     VAE,
     average_with,
@@ -75,14 +87,18 @@ FAMILIES = (
     "anima",
     "zimage",
     "qwen_image",
+    "qwen_image_edit",
+    "qwen_image_edit_plus",
     "krea2",
 )
 
 
 NOT_TRAINED = {
     "flux2": "FLUX.2 dev is not trained here; FLUX.2 klein is",
-    **dict.fromkeys(("qwen_image_edit", "qwen_image_edit_plus"), "Qwen-Image-Edit is not trained here; Qwen-Image is"),
     "chroma_radiance": "Chroma Radiance is not trained here; Chroma1-Base and Chroma1-HD are",
+    "zeta_chroma": "Zeta-Chroma is not trained here; Chroma1-Base and Chroma1-HD are",
+    "zimage_l2p": "Z-Image in pixels is not trained here; Z-Image is",
+    **dict.fromkeys(("flex1", "flex2"), "Flex is not trained here; FLUX.1 is"),
 }
 
 
@@ -93,24 +109,50 @@ def _assistant(value: Any, around: Around) -> Took:
     return Took({}, "no such file here: download it, and set model.training_adapter to it", "changed")
 
 
+def _is_lokr(around: Around, *, whole_factors: bool = False) -> bool:
+    """Whether the network is a LoKr, or one whose factors are whole, as they are unless lokr_full_rank is false."""
+    is_whole = around["network.lokr_full_rank"] is None or bool(is_on(around["network.lokr_full_rank"]))
+    return str(around["network.type"] or "").lower() == "lokr" and (is_whole or not whole_factors)
+
+
+def _rank(value: Any, around: Around) -> Took:
+    if _is_lokr(around, whole_factors=True):
+        return Took({RANK: MOST_RANK}, "w2 is whole")
+    return rank_of(value, kind_of(str(around["network.type"] or "lora"))[0])
+
+
+def _full_rank(value: Any, around: Around) -> Took:
+    return Took({}, "read together with the rank") if _is_lokr(around) else Took({}, "of a LoKr", "ignored")
+
+
+def _factor(value: Any, around: Around) -> Took:
+    if not _is_lokr(around) or whole(value) == -1:
+        return Took({}, "off, or of a LoKr", "ignored")
+    return Took({})
+
+
 def _linear(value: Any, around: Around) -> Took:
     if around["network.rank"] is not None:
         return Took({}, "network.rank rules", "ignored")
-    return Took({"lora.rank": whole(value)})
+    return _rank(value, around)
 
 
 def _alpha(value: Any, around: Around) -> Took:
     if around["network.linear_alpha"] is not None:
         return Took({}, "network.linear_alpha rules", "ignored")
-    return Took({"lora.alpha": number(value)})
+    return _linear_alpha(value, around)
+
+
+def _linear_alpha(value: Any, around: Around) -> Took:
+    kind = kind_of(str(around["network.type"] or "lora"))[0]
+    return alpha_of(value, kind, is_whole=_is_lokr(around, whole_factors=True))
 
 
 def _kind(value: Any, around: Around) -> Took:
-    layers = ["*"] if around["network.conv"] is not None else list(ALL_LINEAR)
     if is_aitoolkit_flow(around.keys):
-        return Took({"lora.target_modules": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
-    plain = text(value).lower() in ("lora", "locon")
-    return Took({"lora.target_modules": layers}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
+        return with_kind({TARGETS: ALL_OF_BLOCKS}, kind_of(text(value)), OF_BLOCKS)
+    layers = ["*"] if around["network.conv"] is not None else list(ALL_LINEAR)
+    return with_kind({TARGETS: layers}, kind_of(text(value)))
 
 
 def _convolutions(value: Any, around: Around) -> Took:
@@ -119,6 +161,8 @@ def _convolutions(value: Any, around: Around) -> Took:
         return Took({}, "off", "ignored")
     if is_aitoolkit_flow(around.keys):
         return Took({}, "there are none to train in such a model", "ignored")
+    if _is_lokr(around, whole_factors=True):
+        return Took({}, "factors of convolutions are whole too", "ignored")
     patterns = ("conv_in", "conv_out", *CONVOLUTIONS)
     alpha = around["network.conv_alpha"] if around["network.conv_alpha"] is not None else value
     return Took({RANKS: dict.fromkeys(patterns, whole(value)), ALPHAS: dict.fromkeys(patterns, number(alpha))})
@@ -130,7 +174,8 @@ def _texts(value: Any, around: Around) -> Took:
     rate = number(around["train.text_encoder_lr"] or around["train.lr"])
     two = str(around["model.arch"] or "").lower() in ("sdxl", "sd3") or is_on(around["model.is_xl"] or False)
     alpha = around["network.linear_alpha"] if around["network.linear_alpha"] is not None else around["network.alpha"]
-    return Took(text_rates([rate] * (2 if two else 1), alpha))
+    counted = not _is_lokr(around, whole_factors=True)
+    return Took(text_rates([rate] * (2 if two else 1), alpha if counted else None))
 
 
 def _steps(value: Any, around: Around) -> Took:
@@ -225,11 +270,13 @@ RULES: Mapping[str, KeyRule] = {
     "type": lacking("only LoRA training is imported", off=("sd_trainer", "diffusion_trainer", "ui_trainer")),
     "training_folder": path_to("run.output"),
     "trigger_word": same("captions.trigger_word", text),
-    "network.type": by(_kind, "lora.target_modules", NOT_LORA),
-    "network.rank": same("lora.rank", whole),
-    "network.linear": by(_linear, "lora.rank"),
-    "network.alpha": by(_alpha, "lora.alpha"),
-    "network.linear_alpha": same("lora.alpha", number),
+    "network.type": by(_kind, f"{TARGETS} {TYPE}", NOT_LORA),
+    "network.rank": by(_rank, RANK),
+    "network.linear": by(_linear, RANK),
+    "network.alpha": by(_alpha, ALPHA),
+    "network.linear_alpha": by(_linear_alpha, ALPHA),
+    "network.lokr_full_rank": by(_full_rank, RANK),
+    "network.lokr_factor": by(_factor, "", NO_FACTOR, changes=True),
     "network.conv": by(_convolutions, f"{RANKS} {ALPHAS}"),
     "network.conv_alpha": part_of("network.conv", ALPHAS),
     "network.dropout": unless_off("lora.dropout", number),

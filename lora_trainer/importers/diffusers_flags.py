@@ -47,6 +47,7 @@ from lora_trainer.importers.words import (
     TEXT_RATES,
     VAE,
     batch_of,
+    prediction,
     text_rates,
 )
 
@@ -150,6 +151,8 @@ RULES: Mapping[str, KeyRule] = {
     "rank": same("lora.rank", whole),
     "lora_alpha": same("lora.alpha", number),
     "lora_dropout": unless_off("lora.dropout", number),
+    "use_dora": switch("lora.type", "dora"),
+    "prediction_type": prediction("pretrained_model_name_or_path"),
     "lora_layers": lacking("lora.target_modules says which layers learn"),
     "optimizer": OPTIMIZER,
     "use_8bit_adam": switch("optimizer.name", "adamw8bit"),

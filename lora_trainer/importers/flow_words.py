@@ -22,7 +22,11 @@ NO_GUIDANCE = "distilled models are trained with guidance 1"
 WEIGHED = "without its weighting of the loss"
 SQUARED = "its loss counts a time by its square there; all times count alike here"
 OF_DIFFUSION = frozenset(
-    {"loss.weighting", *(name for name, (predictions, _) in NEEDS.items() if "flow" not in predictions)}
+    {
+        "loss.weighting",
+        "model.prediction_type",
+        *(name for name, (predictions, _) in NEEDS.items() if "flow" not in predictions),
+    }
 )
 NOT_READ = "its program does not read it for models with flow matching"
 NOT_OF_FLOWS = "a flow has no such thing here (docs/flow.md)"
@@ -167,7 +171,7 @@ KOHYA: Mapping[str, KeyRule] = {
 }
 
 
-SIMPLETUNER_FLOWS = ("sd3", "flux", "flux2", "chroma", "z_image", "qwen_image")
+SIMPLETUNER_FLOWS = ("sd3", "flux", "flux2", "chroma", "z_image", "qwen_image", "krea2", "anima")
 SIMPLETUNER_DEFAULTS: Mapping[str, Any] = {"flow_schedule_shift": 3.0}
 
 
@@ -219,6 +223,7 @@ ONETRAINER_FLOWS = (
     "CHROMA_1",
     "Z_IMAGE",
     "QWEN",
+    "ANIMA",
     "KREA_2",
 )
 
@@ -275,6 +280,8 @@ AITOOLKIT_FLOWS = (
     "flex1",
     "zimage",
     "qwen_image",
+    "qwen_image_edit",
+    "qwen_image_edit_plus",
     "krea2",
 )
 AITOOLKIT_DEFAULTS: Mapping[str, Any] = {"train.timestep_type": "sigmoid"}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lora_trainer.importers.flow_words import NOT_READ, kohya_family
+from lora_trainer.importers.network_kinds import argument
 from lora_trainer.importers.reading import Around, KeyRule, Took
 from lora_trainer.importers.rules import by, is_on, number, whole
 from lora_trainer.importers.words import ALL_WITH_CONVOLUTIONS
@@ -134,12 +135,6 @@ def sizes_of_layers(targets: Callable[[Any, Around], Took]) -> dict[str, KeyRule
         "network_args.block_alphas": alphas,
         "network_args.conv_alpha": alphas,
     }
-
-
-def argument(around: Around, key: str) -> Any:
-    """One of `network_args`, which the GUI has beside its other keys."""
-    inside = around[f"network_args.{key}"]
-    return around[key] if inside is None else inside
 
 
 def numbers_of_blocks(written: str, *, has_convolutions: bool) -> dict[str, float]:

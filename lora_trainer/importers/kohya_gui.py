@@ -13,10 +13,12 @@ from lora_trainer.importers.kohya_blocks import LOCON
 from lora_trainer.importers.kohya_keys import (
     IN_BUCKETS,
     RULES,
+    TARGETS,
     epochs,
     share_of_steps,
     warmup,
 )
+from lora_trainer.importers.network_kinds import NETWORK_ARGUMENTS, TYPE, kohya_kind, with_kind
 from lora_trainer.importers.reading import Around, KeyRule, Reading, Took, is_empty, pairs
 from lora_trainer.importers.rules import by, is_on, nothing, number, part_of, same, text, unused_keys, whole
 from lora_trainer.importers.words import (
@@ -41,7 +43,6 @@ ARGUMENTS = ("conv_dim", "conv_alpha", "rank_dropout", "module_dropout", "lorapl
 MORE_ARGUMENTS = ("loraplus_text_encoder_lr_ratio", "down_lr_weight", "mid_lr_weight", "up_lr_weight", "block_dims")
 STILL_MORE = ("block_alphas", "conv_block_dims", "conv_block_alphas", "block_lr_zero_threshold", "train_norm")
 AS_ARGUMENTS = (*ARGUMENTS, *MORE_ARGUMENTS, *STILL_MORE)
-PLAIN = ("standard", "lora-fa")
 
 
 def _unless_zero(rule: KeyRule) -> KeyRule:
@@ -54,20 +55,20 @@ def _unless_zero(rule: KeyRule) -> KeyRule:
 
 
 def _kind(value: Any, around: Around) -> Took:
-    """The kind of network as the layers that learn."""
-    kind = text(value).strip().lower()
-    layers = ALL_WITH_CONVOLUTIONS if kind in LOCON else ALL_OF_ATTENTION
-    if kind.startswith("flux") or kohya_family(around):
-        return Took({"lora.target_modules": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
-    plain = kind in (*PLAIN, *LOCON)
-    return Took({"lora.target_modules": list(layers)}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
+    """The kind of network, and the layers that learn."""
+    name, kind = text(value).strip().lower(), kohya_kind(around)
+    if name.startswith("flux") or kohya_family(around):
+        return with_kind({TARGETS: ALL_OF_BLOCKS}, kind, OF_BLOCKS)
+    has_convolutions = name in LOCON or name.startswith("lycoris/")
+    return with_kind({TARGETS: list(ALL_WITH_CONVOLUTIONS if has_convolutions else ALL_OF_ATTENTION)}, kind)
 
 
 def _with_convolutions(rule: KeyRule) -> KeyRule:
     """A key of networks that train convolutions."""
 
     def read(value: Any, around: Around) -> Took:
-        if str(around["LoRA_type"]).lower() not in LOCON:
+        name = str(around["LoRA_type"]).lower()
+        if name not in LOCON and not name.startswith("lycoris/"):
             return Took({}, "means nothing for this kind of network", "ignored")
         return rule.read(value, around)
 
@@ -115,8 +116,8 @@ def _rules() -> dict[str, KeyRule]:
     return {
         **known,
         **{key: _unless_zero(known[key]) for key in zero},
-        **{key: kohya.RULES[f"network_args.{key}"] for key in AS_ARGUMENTS},
-        "LoRA_type": by(_kind, "lora.target_modules", f"where it is no LoRA or LoCon, {NOT_LORA}"),
+        **{key: kohya.RULES[f"network_args.{key}"] for key in (*AS_ARGUMENTS, *NETWORK_ARGUMENTS)},
+        "LoRA_type": by(_kind, f"{TARGETS} {TYPE}", NOT_LORA),
         "epoch": by(_epochs, "train.max_epochs", IN_BUCKETS, changes=True),
         "lr_warmup": by(_percent, "lr_scheduler.warmup_steps"),
         "lr_warmup_steps": _unless_zero(by(warmup, "lr_scheduler.warmup_steps")),

@@ -9,7 +9,17 @@ from typing import Any
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.importers.flow_words import KOHYA, kohya_family, of_flow
-from lora_trainer.importers.kohya_blocks import argument, block_rates, sizes_of_layers
+from lora_trainer.importers.kohya_blocks import block_rates, sizes_of_layers
+from lora_trainer.importers.network_kinds import (
+    DIM,
+    NETWORK_ALPHA,
+    NETWORK_ARGUMENTS,
+    TYPE,
+    alpha_of_texts,
+    argument,
+    kohya_kind,
+    with_kind,
+)
 from lora_trainer.importers.reading import Around, KeyRule, Took, located
 from lora_trainer.importers.rules import (
     by,
@@ -48,14 +58,13 @@ from lora_trainer.importers.words import (
     SHOWN_BY,
     TEXT_RATES,
     VAE,
+    prediction,
     text_rates,
 )
 
-READ_FROM_MODEL = "read from the model's files"
+TARGETS = "lora.target_modules"
 OTHER_FAMILY = "of model families that are not trained here"
-PLAIN_MODULES = ("networks.lora", "networks.lora_fa")
 OF_TRANSFORMERS = ("networks.lora_flux", "networks.lora_sd3", "networks.lora_anima")
-LORA_ALGORITHMS = ("lora", "locon")
 IN_BUCKETS = (
     "kohya fills a batch from one bucket, so with batches above 1 an epoch has more steps there: of 20 images of 20 shapes"
     " in batches of 4 it has 20, and 5 here. train.max_steps sets their number"
@@ -108,18 +117,18 @@ def share_of_steps(share: float, around: Around) -> Took:
 
 
 def targets(value: Any, around: Around) -> Took:
-    """All layers of the transformer blocks; with conv_dim the convolutions too."""
-    module, algorithm = text(value).lower(), str(around["network_args.algo"] or "lora").lower()
-    convolutions = is_on(around["network_args.conv_dim"] or 0) or module.startswith("lycoris")
-    layers = ALL_WITH_CONVOLUTIONS if convolutions else ALL_OF_ATTENTION
+    """The kind of network, and all layers of the transformer blocks; with conv_dim the convolutions too.
+
+    Its OFT is on the attention alone unless enable_all_linear is set.
+    """
+    module, kind = text(value).lower(), kohya_kind(around)
+    if module.startswith("networks.oft") and not is_on(around["network_args.enable_all_linear"] or False):
+        return with_kind({TARGETS: "attention"}, kind)
     if module in OF_TRANSFORMERS or kohya_family(around):
-        return Took({"lora.target_modules": ALL_OF_BLOCKS}, OF_BLOCKS, "changed")
-    plain = module in PLAIN_MODULES or (module == "lycoris.kohya" and algorithm in LORA_ALGORITHMS)
-    return Took({"lora.target_modules": list(layers)}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
-
-
-def _alpha(value: Any, around: Around) -> Took:
-    return Took({"lora.alpha": number(value)}) if is_on(value) else Took({}, "0 means as network_dim, as here")
+        return with_kind({TARGETS: ALL_OF_BLOCKS}, kind, OF_BLOCKS)
+    convolutions = is_on(around["network_args.conv_dim"] or 0) or module.startswith("lycoris")
+    convolutions = convolutions or is_on(around["network_args.enable_conv"] or False)
+    return with_kind({TARGETS: list(ALL_WITH_CONVOLUTIONS if convolutions else ALL_OF_ATTENTION)}, kind)
 
 
 def _loraplus(ours: str, *, later: tuple[str, ...]) -> KeyRule:
@@ -155,10 +164,6 @@ def betas(value: Any, around: Around) -> Took:
     if len(parts) < 2:
         raise ValueError("two numbers, such as 0.9,0.99")
     return Took({"optimizer.beta1": number(parts[0]), "optimizer.beta2": number(parts[1])})
-
-
-def _algorithm(value: Any, around: Around) -> Took:
-    return Took({}, "a plain LoRA, as here", "ignored") if str(value).lower() in LORA_ALGORITHMS else Took({})
 
 
 def _kept(ours: str) -> KeyRule:
@@ -265,7 +270,7 @@ def rates_of_texts(rate: Any, around: Around) -> Took:
     encoders = (2 if family == "sd3" or is_on(around["sdxl"] or False) else 1) + (bool(family) and t5)
     alike = bool(family) or len(rates) == 1
     kept = (rates + rates[-1:] * encoders)[:encoders] if alike else rates
-    return Took(text_rates(kept, around["network_alpha"]))
+    return Took(text_rates(kept, alpha_of_texts(around)))
 
 
 def _text_rate(value: Any, around: Around) -> Took:
@@ -296,9 +301,9 @@ RULES: Mapping[str, KeyRule] = {
     "max_train_steps": by(_steps, "train.max_steps"),
     "max_train_epochs": by(epochs, "train.max_epochs", IN_BUCKETS, changes=True),
     "seed": unless_off("train.seed", whole),
-    "network_module": by(targets, "lora.target_modules", f"where it is no plain LoRA, {NOT_LORA}"),
-    "network_dim": same("lora.rank", whole),
-    "network_alpha": by(_alpha, "lora.alpha"),
+    "network_module": by(targets, f"{TARGETS} {TYPE}", NOT_LORA),
+    "network_dim": DIM,
+    "network_alpha": NETWORK_ALPHA,
     "network_dropout": unless_off("lora.dropout", number),
     **sizes_of_layers(targets),
     "network_args.loraplus_lr_ratio": _loraplus("lora.loraplus_lr_ratio", later=("loraplus_unet_lr_ratio",)),
@@ -306,7 +311,9 @@ RULES: Mapping[str, KeyRule] = {
     "network_args.loraplus_text_encoder_lr_ratio": _loraplus("lora.loraplus_text_encoder_lr_ratio", later=()),
     "base_weights": by(_base_weights, "model.loras"),
     "base_weights_multiplier": part_of("base_weights", "model.loras"),
-    "network_args.algo": by(_algorithm, "", NOT_LORA, changes=True),
+    "network_args.algo": part_of("network_module", TYPE),
+    **{f"network_args.{key}": rule for key, rule in NETWORK_ARGUMENTS.items()},
+    **{f"network_args.{key}": part_of("network_module", TARGETS) for key in ("enable_all_linear", "enable_conv")},
     "network_args.preset": lacking("lora.target_modules says which layers learn", off=("full",)),
     "network_args.dropout": unless_off("lora.dropout", number),
     "optimizer_type": OPTIMIZER,
@@ -367,6 +374,7 @@ RULES: Mapping[str, KeyRule] = {
         "kohya's noise has a second level at full size: its discount is 1.4 times the one here at the same strength",
     ),
     "ip_noise_gamma": unless_off("noise.input_perturbation", number),
+    "v_parameterization": prediction("pretrained_model_name_or_path", "v_prediction"),
     "zero_terminal_snr": same("noise.zero_terminal_snr", truth),
     "loss_type": by(_loss, "loss.type", "others than the squared error are pseudo-Huber here"),
     "huber_c": only_with("loss_type", "huber", "loss.huber_delta", number),

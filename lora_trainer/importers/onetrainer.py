@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,21 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.importers.documents import read_document
 from lora_trainer.importers.flow_words import NOT_OF_FLOWS, ONETRAINER, ONETRAINER_FLOWS, is_onetrainer_flow, of_flows
 from lora_trainer.importers.kohya_dataset import AREA_OF_MASK
-from lora_trainer.importers.kohya_keys import OTHER_FAMILY, READ_FROM_MODEL
+from lora_trainer.importers.kohya_keys import OTHER_FAMILY
 from lora_trainer.importers.merge import add_together, flattened, no_validation, read_tables
+from lora_trainer.importers.network_kinds import (
+    ALPHA,
+    BY_INPUTS,
+    MOST_RANK,
+    NO_FACTOR,
+    NO_MAGNITUDES,
+    RANK,
+    TYPE,
+    alpha_of,
+    kind_of,
+    rank_of,
+    with_kind,
+)
 from lora_trainer.importers.onetrainer_concepts import CONCEPT_DEFAULTS, CONCEPT_RULES
 from lora_trainer.importers.reading import SOURCES, Around, KeyRule, Line, Reading, Took, located
 from lora_trainer.importers.rules import (
@@ -36,9 +50,9 @@ from lora_trainer.importers.words import (
     ALWAYS_ON,
     EXPORT_DTYPE,
     MODEL,
-    NOT_LORA,
     OPTIMIZER,
     PRODIGY_SWITCH,
+    READ_FROM_MODEL,
     SCHEDULE,
     TEXT_RATES,
     VAE,
@@ -46,6 +60,7 @@ from lora_trainer.importers.words import (
     batch_of,
     checkpointing,
     precision,
+    prediction,
     text_rates,
 )
 
@@ -161,6 +176,50 @@ def _kind(value: Any, around: Around) -> Took:
     return Took({}, "as here", "ignored") if text(value).upper() == "LORA" else Took({})
 
 
+def _kind_of_peft(around: Around) -> str:
+    return str(around["peft_type"] or "LORA").upper()
+
+
+def _peft_type(value: Any, around: Around) -> Took:
+    decomposed = bool(is_on(around["lora_decompose"] or False))
+    took = with_kind({}, kind_of(text(value), decomposed=decomposed))
+    return took if took.settings or took.why else Took({}, "as here", "ignored")
+
+
+def _of_kind(kind: str, rule: KeyRule) -> KeyRule:
+    """A rule that counts only for one `peft_type`; the file has the keys of all."""
+
+    def read(value: Any, around: Around) -> Took:
+        if is_on(value) and _kind_of_peft(around) != kind:
+            return Took({}, "of another kind of network", "ignored")
+        return rule.read(value, around) if is_on(value) else Took({}, "off", "ignored")
+
+    return replace(rule, read=read)
+
+
+def _size_of(*kinds: str) -> KeyRule:
+    """A rank or a block's size, which another key has for other kinds."""
+
+    def read(value: Any, around: Around) -> Took:
+        if _kind_of_peft(around) not in kinds:
+            return Took({}, "of another kind of network", "ignored")
+        if kinds == ("LOKR",) and is_on(around["lokr_full_matrix"] or False):
+            return Took({}, "lokr_full_matrix rules", "ignored")
+        return rank_of(value, kind_of(kinds[0])[0])
+
+    return by(read, RANK)
+
+
+def _alpha(value: Any, around: Around) -> Took:
+    return alpha_of(value, kind_of(_kind_of_peft(around))[0], is_whole=bool(is_on(around["lokr_full_matrix"] or False)))
+
+
+def _output_axis(value: Any, around: Around) -> Took:
+    if not is_on(around["lora_decompose"] or False) or _kind_of_peft(around) != "LORA":
+        return Took({}, "means nothing without lora_decompose", "ignored")
+    return Took({}, "as here", "ignored") if truth(value) else Took({})
+
+
 def _texts(value: Any, around: Around) -> Took:
     """Of any text encoder's switch: the rates of all that the model has. Language models learn in neither program."""
     truth(value)
@@ -173,13 +232,13 @@ def _texts(value: Any, around: Around) -> Took:
         rates.pop()
     if not rates:
         return Took({}, "not trained, as here", "ignored")
-    return Took(text_rates(rates, around["lora_alpha"]))
+    return Took(text_rates(rates, _alpha(around["lora_alpha"] or 1.0, around).settings.get(ALPHA)))
 
 
 def texts_of(around: Around) -> tuple[str, ...]:
     """The text encoders of the model: a file has switches of four, on unless they were turned off."""
     model = str(around["model_type"] or "").upper()
-    if model in ("FLUX_2", "CHROMA_1", "Z_IMAGE", "QWEN", "KREA_2"):
+    if model in ("FLUX_2", "CHROMA_1", "Z_IMAGE", "QWEN", "ANIMA", "KREA_2"):
         return ()
     one = model.startswith(FAMILIES[:3])
     return ENCODERS[: 1 if one else 3 if "DIFFUSION_3" in model else 2]
@@ -276,10 +335,21 @@ RULES: Mapping[str, KeyRule] = {
     "ema": average_with("ema_decay", 0.999, lambda value: text(value).upper() != "OFF"),
     "ema_decay": part_of("ema", "train.ema_decay"),
     "ema_update_step_interval": lacking("the average follows each step", off=(1,)),
-    "peft_type": by(_kind, "", NOT_LORA, changes=True),
-    "lora_rank": same("lora.rank", whole),
-    "lora_alpha": same("lora.alpha", number),
-    "lora_decompose": lacking(NOT_LORA),
+    "peft_type": by(_peft_type, TYPE),
+    "lora_rank": _size_of("LORA", "LOHA"),
+    "lora_alpha": by(_alpha, ALPHA),
+    "lora_decompose": _of_kind("LORA", part_of("peft_type", TYPE)),
+    "lora_decompose_output_axis": by(_output_axis, "", BY_INPUTS, changes=True),
+    "lokr_dim": _size_of("LOKR"),
+    "lokr_full_matrix": _of_kind("LOKR", unless_off(RANK, lambda value: MOST_RANK)),
+    "lokr_decompose_factor": _of_kind("LOKR", lacking(NO_FACTOR, off=(-1,))),
+    "lokr_decompose_both": _of_kind("LOKR", lacking("w1 is always whole")),
+    "lokr_use_tucker": _of_kind("LOKR", lacking("convolutions have no core")),
+    "lokr_weight_decompose": _of_kind("LOKR", lacking(NO_MAGNITUDES)),
+    "lokr_dora_on_output": part_of("lokr_weight_decompose"),
+    "oft_block_size": _size_of("OFT_2"),
+    "oft_block_share": _of_kind("OFT_2", lacking("each block of a layer has a rotation of its own")),
+    "oft_scaled": _of_kind("OFT_2", lacking("the entries of a rotation are not scaled")),
     "lora_model_name": lacking("training does not start from a LoRA"),
     "dropout_probability": unless_off("lora.dropout", number),
     "layer_filter_preset": by(_layers, "lora.target_modules"),
@@ -303,8 +373,8 @@ RULES: Mapping[str, KeyRule] = {
     "offset_noise_weight": unless_off("noise.offset", number),
     "perturbation_noise_weight": unless_off("noise.input_perturbation", number),
     "rescale_noise_scheduler_to_zero_terminal_snr": same("noise.zero_terminal_snr", truth),
-    "force_v_prediction": lacking("the model's own prediction is trained"),
-    "force_epsilon_prediction": lacking("the model's own prediction is trained"),
+    "force_v_prediction": prediction("base_model_name", "v_prediction"),
+    "force_epsilon_prediction": prediction("base_model_name", "epsilon"),
     **ONETRAINER,
     "min_noising_strength": lacking("all timesteps are trained"),
     "max_noising_strength": lacking("all timesteps are trained", off=(1, 1.0)),
@@ -352,6 +422,9 @@ DEFAULTS: Mapping[str, Any] = {
     "unet.gradient_checkpointing": True,
     "lora_rank": 16,
     "lora_alpha": 1.0,
+    "oft_block_size": 32,
+    "lokr_dim": 16,
+    "lora_decompose_output_axis": False,
     "layer_filter_preset": "full",
     "timestep_distribution": "UNIFORM",
     "text_encoder.train": True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,20 @@ from lora_trainer.importers.flow_words import (
     is_simpletuner_flow,
     of_flows,
 )
-from lora_trainer.importers.kohya_keys import OTHER_FAMILY, READ_FROM_MODEL
+from lora_trainer.importers.kohya_keys import OTHER_FAMILY, TARGETS
 from lora_trainer.importers.merge import RESOLUTIONS, add_together, flattened, no_validation, read_tables
+from lora_trainer.importers.network_kinds import (
+    ALPHA,
+    BOUND,
+    MOST_RANK,
+    NO_FACTOR,
+    RANK,
+    TYPE,
+    alpha_of,
+    kind_of,
+    rank_of,
+    with_kind,
+)
 from lora_trainer.importers.reading import (
     SOURCES,
     Around,
@@ -32,11 +44,13 @@ from lora_trainer.importers.reading import (
     located,
 )
 from lora_trainer.importers.rules import (
+    Kind,
     by,
     count,
     is_on,
     lacking,
     lookup,
+    nothing,
     number,
     part_of,
     path_to,
@@ -48,18 +62,21 @@ from lora_trainer.importers.rules import (
     whole,
 )
 from lora_trainer.importers.words import (
+    ALL_OF_BLOCKS,
     CHECKPOINTING,
     HUBER_SCHEDULE,
     MODEL,
     NOT_LORA,
     OPTIMIZER,
     PRECISION,
+    READ_FROM_MODEL,
     SCHEDULE,
     SHOWN_BY,
     TEXT_RATES,
     VAE,
     average_with,
     batch_of,
+    prediction,
     text_rates,
 )
 
@@ -82,8 +99,61 @@ def _backends(value: Any, around: Around) -> Took:
 
 
 def _kind(value: Any, around: Around) -> Took:
-    plain = text(value).lower() == "standard"
-    return Took({"lora.target_modules": "attention"}, "" if plain else NOT_LORA, "mapped" if plain else "changed")
+    """A peft LoRA or DoRA of the attention; LyCORIS' kinds are in the file that lycoris_config names."""
+    if text(value).lower() == "lycoris":
+        return Took({}, "read together with lycoris_config")
+    return with_kind({TARGETS: "attention"}, kind_of(text(value), decomposed=bool(is_on(around["use_dora"] or False))))
+
+
+def _sized(kind: str, read: Kind) -> Callable[[Any, Around], Took]:
+    """A size of a standard LoRA; a LyCORIS network has its own in the file that lycoris_config names."""
+
+    def sized(value: Any, around: Around) -> Took:
+        if str(around["lora_type"] or "standard").lower() == "lycoris":
+            return Took({}, "lycoris_config rules", "ignored")
+        return Took({kind: read(value)})
+
+    return sized
+
+
+def _lycoris(value: Any, around: Around) -> Took:
+    """The file with the network; its keys are listed as `lycoris_config.algo`."""
+    if str(around["lora_type"] or "standard").lower() != "lycoris":
+        return Took({}, "means nothing without lora_type = lycoris", "ignored")
+    if isinstance(value, Mapping) or found_upwards(around.folder, text(value)):
+        return Took({}, "its keys are listed below")
+    return Took({TARGETS: ALL_OF_BLOCKS}, f"there is no such file: {NOT_LORA}", "changed")
+
+
+def _algorithm(value: Any, around: Around) -> Took:
+    return with_kind({TARGETS: ALL_OF_BLOCKS}, kind_of(text(value), decomposed=bool(is_on(around["dora_wd"] or False))))
+
+
+def _is_whole(around: Around) -> bool:
+    dim = around["linear_dim"]
+    return bool(is_on(around["full_matrix"] or False)) or (isinstance(dim, int) and dim >= MOST_RANK)
+
+
+def _linear_dim(value: Any, around: Around) -> Took:
+    kind = kind_of(str(around["algo"] or "lora"))[0]
+    if kind == "lokr" and _is_whole(around):
+        return Took({RANK: MOST_RANK}, "w2 is whole")
+    return rank_of(value, kind)
+
+
+def _linear_alpha(value: Any, around: Around) -> Took:
+    return alpha_of(value, kind_of(str(around["algo"] or "lora"))[0], is_whole=_is_whole(around))
+
+
+def _of_algorithm(name: str, rule: KeyRule) -> KeyRule:
+    """A rule that counts only for one kind of network."""
+
+    def read(value: Any, around: Around) -> Took:
+        if not is_on(value) or kind_of(str(around["algo"] or "lora"), decomposed=name == "dora")[0] == name:
+            return rule.read(value, around)
+        return Took({}, "means nothing for this kind of network", "ignored")
+
+    return replace(rule, read=read)
 
 
 def _steps(value: Any, around: Around) -> Took:
@@ -211,7 +281,7 @@ RULES: Mapping[str, KeyRule] = {
     "pretrained_model_name_or_path": MODEL,
     "model_family": by(_family, "", OTHER_FAMILY),
     "model_type": lacking("only a LoRA is trained", off=("lora",)),
-    "lora_type": by(_kind, "lora.target_modules", f"where it is not standard, {NOT_LORA}"),
+    "lora_type": by(_kind, f"{TARGETS} {TYPE}"),
     "output_dir": path_to("run.output"),
     "tracker_run_name": same("run.name", text),
     "tracker_project_name": unless_off("run.tracker_project", text),
@@ -223,9 +293,9 @@ RULES: Mapping[str, KeyRule] = {
     "gradient_accumulation_steps": part_of("train_batch_size", "train.effective_batch_size"),
     "num_processes": part_of("train_batch_size", "train.effective_batch_size"),
     "seed": same("train.seed", whole),
-    "lora_rank": same("lora.rank", whole),
-    "lora_alpha": same("lora.alpha", number),
-    "lora_dropout": same("lora.dropout", number),
+    "lora_rank": by(_sized(RANK, whole), RANK),
+    "lora_alpha": by(_sized(ALPHA, number), ALPHA),
+    "lora_dropout": by(_sized("lora.dropout", number), "lora.dropout"),
     "optimizer": OPTIMIZER,
     "learning_rate": same("optimizer.learning_rate", number),
     "adam_beta1": same("optimizer.beta1", number),
@@ -269,13 +339,13 @@ RULES: Mapping[str, KeyRule] = {
     "num_validation_images": same("sample.count", whole),
     "train_text_encoder": by(_texts, TEXT_RATES),
     "text_encoder_lr": part_of("train_text_encoder", TEXT_RATES.split()[0]),
-    "lycoris_config": lacking(NOT_LORA),
-    "use_dora": lacking(NOT_LORA),
+    "lycoris_config": by(_lycoris, ""),
+    "use_dora": part_of("lora_type", TYPE),
     "init_lora": lacking("training does not start from a LoRA"),
     "lora_init_type": by(_initial, "lora.init_lora_weights", "others than peft's default, gaussian, olora and pissa"),
     "peft_lora_mode": lacking(NOT_LORA, off=("standard",)),
     "peft_lora_target_modules": lacking("lora.target_modules says which layers learn"),
-    "prediction_type": lacking("the model's own prediction is trained"),
+    "prediction_type": prediction("pretrained_model_name_or_path"),
     "pretrained_vae_model_name_or_path": VAE,
     "vae_path": VAE,
     **unused_keys("SimpleTuner"),
@@ -300,6 +370,25 @@ DEFAULTS: Mapping[str, Any] = {
     "resolution": 1024,
     "checkpoint_step_interval": 500,
     "checkpoints_total_limit": 5,
+}
+LYCORIS_RULES: Mapping[str, KeyRule] = {
+    "algo": by(_algorithm, f"{TARGETS} {TYPE}"),
+    "linear_dim": by(_linear_dim, RANK),
+    "linear_alpha": by(_linear_alpha, ALPHA),
+    "full_matrix": _of_algorithm("lokr", unless_off(RANK, lambda value: MOST_RANK)),
+    "dora_wd": _of_algorithm("dora", part_of("algo", TYPE)),
+    "factor": _of_algorithm("lokr", lacking(NO_FACTOR, off=(-1,))),
+    "decompose_both": _of_algorithm("lokr", lacking("w1 is always whole")),
+    "use_tucker": lacking("convolutions have no core"),
+    "use_scalar": lacking("there is no learned scale of a whole network"),
+    "rs_lora": unless_off("lora.use_rslora", truth),
+    "constraint": _of_algorithm("oft", lacking(BOUND)),
+    "rescaled": _of_algorithm("oft", lacking("an OFT has no learned scale")),
+    "multiplier": lacking("the network's strength is 1 in training", off=(1, 1.0)),
+    "apply_preset": lacking("lora.target_modules and lora.rank_pattern say which layers learn, and how"),
+    "tlora_min_rank": same("lora.timestep_min_rank", whole),
+    "tlora_alpha": same("lora.timestep_rank_exponent", number),
+    "bypass_mode": nothing("a way to compute the same"),
 }
 BACKEND_RULES: Mapping[str, KeyRule] = {
     "instance_data_dir": path_to("source.path"),
@@ -356,11 +445,34 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     flow = is_simpletuner_flow(keys)
     rules = of_flows(RULES, NOT_READ, "ignored") if flow else RULES
     reading.take_all(keys, rules, {**defaults, **(SIMPLETUNER_DEFAULTS if flow else {})})
+    add_network_of_file(reading, keys)
     no_validation(reading)
     named = keys.get("data_backend_config")
     if isinstance(named, str) and named and not reading.problems:
         add_backends_of_file(reading, named, keys)
     return reading
+
+
+def add_network_of_file(reading: Reading, keys: Mapping[str, Any]) -> None:
+    """The LyCORIS network of the file that `lycoris_config` names, or of the table that it is."""
+    named = keys.get("lycoris_config")
+    if str(keys.get("lora_type")).lower() != "lycoris" or is_empty(named):
+        return
+    if isinstance(named, str):
+        found = found_upwards(reading.path.parent, named)
+        if found is None:  # its rule reports it
+            return
+        try:
+            named = read_document(found)
+        except UsageError as error:
+            reading.problems.extend(error.problems)
+            return
+    if isinstance(named, Mapping):
+        inside = Reading(reading.tool, reading.path)
+        inside.take_all({str(key): value for key, value in named.items()}, LYCORIS_RULES, {})
+        reading.problems.extend(inside.problems)
+        for line in inside.lines:
+            reading.put(replace(line, key=f"lycoris_config.{line.key}"))
 
 
 def add_backends_of_file(reading: Reading, named: str, keys: Mapping[str, Any]) -> None:

@@ -78,6 +78,7 @@ PRECISIONS = {
     "bfloat16": "bf16",
     "bfloat_16": "bf16",
 }
+READ_FROM_MODEL = "read from the model's files"
 NOT_LORA = "a plain LoRA is trained in its place"
 TEXT_RATES = "text_encoder.learning_rates text_encoder.lora_alpha"
 PICKLES = (".ckpt", ".pt", ".bin", ".pth")
@@ -153,6 +154,28 @@ def model_path(value: Any, around: Around) -> Took:
 
 def is_hub_id(written: str) -> bool:
     return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", written)) and not PureWindowsPath(written).is_absolute()
+
+
+PREDICTED_BY_FOLDER = "a folder's scheduler decides it: set prediction_type in its scheduler_config.json"
+
+
+def prediction(model: str, predicts: str | None = None) -> KeyRule:
+    """What the model predicts: `predicts` where a switch is on, else the key's own word. `model` is the base model's key.
+
+    A checkpoint gets the setting; of a folder or a hub's model the scheduler decides.
+    """
+
+    def read(value: Any, around: Around) -> Took:
+        found = str(value).strip().lower() if predicts is None else predicts
+        if predicts is not None and not truth(value):
+            return Took({}, READ_FROM_MODEL, "ignored")
+        if found not in ("epsilon", "v_prediction"):
+            return Took({}, "the model's own prediction is trained", "changed")
+        if Path(str(around[model] or "")).suffix.lower() in (".safetensors", *PICKLES):
+            return Took({"model.prediction_type": found}, verdict="mapped")
+        return Took({}, PREDICTED_BY_FOLDER)
+
+    return by(read, "model.prediction_type", PREDICTED_BY_FOLDER, changes=True)
 
 
 def autoencoder(value: Any, around: Around) -> Took:

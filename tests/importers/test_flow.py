@@ -79,10 +79,10 @@ def test_keys_of_kohyas_anima_script(tmp_path: Path) -> None:
     [
         *(
             (arch, "ignored", "read from the model's files")
-            for arch in ("flux_kontext", "flux2_klein_9b", "anima", "krea2")
+            for arch in ("flux_kontext", "flux2_klein_9b", "anima", "krea2", "qwen_image_edit_plus")
         ),
         ("flux2", "changed", "FLUX.2 klein is"),
-        ("qwen_image_edit_plus", "changed", "Qwen-Image is"),
+        ("zimage_l2p", "changed", "Z-Image is"),
         ("hidream", "changed", "of model families that are not trained here"),
     ],
 )
@@ -205,6 +205,10 @@ def test_one_weighting_of_kohyas_is_followed_and_none_for_a_flow(tmp_path: Path)
         ("a.json", toolkit_job("zimage"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("qwen_image:2512"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("krea2"), ("logit_normal", 0.0, 1.0, 1.0)),
+        ("a.json", toolkit_job("qwen_image_edit_plus"), ("logit_normal", 0.0, 1.0, 1.0)),
+        ("s.json", tuner("krea2"), ("logit_normal", 0.0, 1.0, 3.0)),
+        ("s.json", tuner("anima"), ("logit_normal", 0.0, 1.0, 3.0)),
+        ("o.json", one_trainer("ANIMA"), ("uniform", 1.0)),
         ("a.json", toolkit_job("flux", linear_timesteps=True), ("uniform", 1.0)),
         ("a.json", toolkit_job("flux2_klein_4b"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("anima"), ("logit_normal", 0.0, 1.0, 1.0)),

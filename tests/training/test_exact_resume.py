@@ -17,9 +17,12 @@ from lora_trainer.config import schema
 from lora_trainer.config.tables import names_for
 from lora_trainer.config.toml import setting_names
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.single import tokenizers
 from lora_trainer.training import control
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from lora_trainer.training.run import Run
+from tests.models.single.originals import unet_checkpoint, write
+from tests.models.single.tiny import tiny_pipeline
 from tests.recipes.recipe import draw_images
 from tests.training.tiny_run import TinyPlace, flush_every, outcome, signal_at_step
 
@@ -410,6 +413,23 @@ def stop_in_forward(run: Run, number: int) -> Run:
         return predict(*arguments)
 
     return replace(run, context=replace(run.context, predict=counted))
+
+
+def test_a_checkpoint_whose_prediction_type_is_set_resumes_exactly(place, tmp_path, monkeypatch):
+    """The header shows noise; the setting makes the run learn velocity, before and after the stop."""
+    monkeypatch.setattr(tokenizers, "CLIP", tmp_path / "words")
+    pipeline = tiny_pipeline(tmp_path / "words", "sd15", "epsilon")
+    here = replace(place, model=write(unet_checkpoint(pipeline, "sd15"), tmp_path / "one.safetensors"))
+    usual = {"data__resolution": 64, "lora__rank": 4}  # a checkpoint does not store its size
+    velocity = {**usual, "model__prediction_type": "v_prediction", "noise__zero_terminal_snr": True}
+    of_noise, straight = here.run("noise", steps=3, **usual), here.run("straight", steps=3, **velocity)
+    for run in (of_noise, straight):
+        here.train(run)
+    state, _ = here.resume(signal_at_step(here.run("broken", steps=3, **velocity), 1))
+    assert state.step == 2
+    broken = here.run("broken", steps=3, **velocity)
+    here.resume(broken)
+    assert outcome(broken) == outcome(straight) != outcome(of_noise)
 
 
 def test_stopped_inside_gradient_accumulation(place, makes):
