@@ -121,10 +121,6 @@ def _rank(value: Any, around: Around) -> Took:
     return rank_of(value, kind_of(str(around["network.type"] or "lora"))[0])
 
 
-def _full_rank(value: Any, around: Around) -> Took:
-    return Took({}, "read together with the rank") if _is_lokr(around) else Took({}, "of a LoKr", "ignored")
-
-
 def _factor(value: Any, around: Around) -> Took:
     if not _is_lokr(around) or whole(value) == -1:
         return Took({}, "off, or of a LoKr", "ignored")
@@ -216,10 +212,6 @@ def _guidance_target(value: Any, around: Around) -> Took:
     return Took({"loss.guidance_target": number(scale)}, OF_THE_BASE, "changed")
 
 
-def _prompts(value: Any, around: Around) -> Took:
-    return Took({"sample.prompts": texts(value)}) if value else Took({}, "not set", "ignored")
-
-
 def _samples(value: Any, around: Around) -> Took:
     listed = value if isinstance(value, list) else []
     found = [each["prompt"] for each in listed if isinstance(each, Mapping) and isinstance(each.get("prompt"), str)]
@@ -275,7 +267,7 @@ RULES: Mapping[str, KeyRule] = {
     "network.linear": by(_linear, RANK),
     "network.alpha": by(_alpha, ALPHA),
     "network.linear_alpha": by(_linear_alpha, ALPHA),
-    "network.lokr_full_rank": by(_full_rank, RANK),
+    "network.lokr_full_rank": part_of("network.type", RANK),
     "network.lokr_factor": by(_factor, "", NO_FACTOR, changes=True),
     "network.conv": by(_convolutions, f"{RANKS} {ALPHAS}"),
     "network.conv_alpha": part_of("network.conv", ALPHAS),
@@ -337,7 +329,7 @@ RULES: Mapping[str, KeyRule] = {
     "train.disable_sampling": switch("sample.every_n_steps", 0),
     **unused_keys("ai-toolkit"),
     "sample.sample_every": same("sample.every_n_steps", whole),
-    "sample.prompts": by(_prompts, "sample.prompts"),
+    "sample.prompts": unless_off("sample.prompts", texts),
     "sample.samples": by(_samples, "sample.prompts", "their own sizes and seeds are left out", changes=True),
     "sample.sample_steps": same("sample.num_inference_steps", whole),
     "sample.guidance_scale": same("sample.guidance_scale", number),

@@ -117,10 +117,6 @@ def _texts(value: Any, around: Around) -> Took:
     return Took(text_rates([rate] * (2 if "sdxl" in script or "sd3" in script else 1), around["lora_alpha"]))
 
 
-def _crop(value: Any, around: Around) -> Took:
-    return Took({"data.crop": "center"}, verdict="mapped") if truth(value) else Took({"data.crop": "random"})
-
-
 ONLY_MISSING = KeyRule(
     "changed", (SOURCES,), "the caption of images that have none of their own", lambda value, around: Took({})
 )
@@ -141,7 +137,14 @@ RULES: Mapping[str, KeyRule] = {
     "dataset_config_name": lacking("datasets of a hub are not read"),
     "max_train_samples": lacking("all images are trained"),
     "resolution": same("data.resolution", side),
-    "center_crop": by(_crop, "data.crop", NEW_EACH_TIME, changes=True),
+    "center_crop": by(
+        lambda value, around: (
+            Took({"data.crop": "center"}, verdict="mapped") if truth(value) else Took({"data.crop": "random"})
+        ),
+        "data.crop",
+        NEW_EACH_TIME,
+        changes=True,
+    ),
     "random_flip": same("data.flip", truth),
     "max_train_steps": same("train.max_steps", whole),
     "num_train_epochs": by(_epochs, "train.max_epochs"),

@@ -20,7 +20,7 @@ from lora_trainer.importers.kohya_dataset import (
 )
 from lora_trainer.importers.kohya_keys import RULES as TRAINING_RULES
 from lora_trainer.importers.reading import SOURCES, Around, KeyRule, Reading, Took, is_empty, located, pairs
-from lora_trainer.importers.rules import by, count, is_on, other_file, part_of, text, truth
+from lora_trainer.importers.rules import by, count, is_on, lacking, other_file, part_of, text, truth
 
 TABLES = ("network_args", "optimizer_args")  # lists of `key=value`
 # What an option of the script is called in a dataset TOML.
@@ -56,10 +56,6 @@ def _batch(value: Any, around: Around) -> Took:
     return Took({"train.effective_batch_size": product}, "" if product == factors[0] else f"{shown} samples in a step")
 
 
-def _alpha(value: Any, around: Around) -> Took:
-    return Took({}) if truth(value) else Took({}, "off", "ignored")
-
-
 def _conditioning(value: Any, around: Around) -> Took:
     if around["dataset_config"] is not None:
         return Took({}, "dataset_config names the data", "ignored")
@@ -81,13 +77,9 @@ def of_all_data(rule: KeyRule) -> KeyRule:
 
     def read(value: Any, around: Around) -> Took:
         took = rule.read(value, around)
-        return replace(took, settings={_of_all(name): item for name, item in took.settings.items()})
+        return replace(took, settings={name.replace("source.", "data."): item for name, item in took.settings.items()})
 
-    return replace(rule, ours=tuple(map(_of_all, rule.ours)), read=read)
-
-
-def _of_all(name: str) -> str:
-    return name.replace("source.", "data.")
+    return replace(rule, ours=tuple(name.replace("source.", "data.") for name in rule.ours), read=read)
 
 
 def _validation_split(value: Any, around: Around) -> Took:
@@ -115,7 +107,7 @@ DATA_RULES: Mapping[str, KeyRule] = {
     "reg_data_dir": by(_regularization, SOURCES),
     "in_json": part_of("train_data_dir", SOURCES),
     "dataset_repeats": part_of("train_data_dir", SOURCES),
-    "alpha_mask": by(_alpha, SOURCES, AREA_OF_MASK, changes=True),
+    "alpha_mask": lacking(AREA_OF_MASK),
     "conditioning_data_dir": by(
         _conditioning, SOURCES, f"its scripts read it only from a dataset TOML; {AREA_OF_MASK}", changes=True
     ),

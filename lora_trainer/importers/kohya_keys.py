@@ -94,10 +94,6 @@ def _rate(value: Any, around: Around) -> Took:
     return Took({"optimizer.learning_rate": number(value)})
 
 
-def _unet_rate(value: Any, around: Around) -> Took:
-    return Took({"optimizer.learning_rate": number(value)}) if is_on(value) else Took({}, "not set", "ignored")
-
-
 def warmup(value: Any, around: Around) -> Took:
     """Steps, or a share of them; kohya's `constant` never has a warm-up."""
     if str(around["lr_scheduler"]).lower() == "constant":
@@ -322,7 +318,7 @@ RULES: Mapping[str, KeyRule] = {
     "optimizer_args.decouple": lacking("weight decay is always decoupled", off=("True", "true")),
     **{f"optimizer_args.{name}": PRODIGY_SWITCH for name in ALWAYS_ON},
     "learning_rate": by(_rate, "optimizer.learning_rate"),
-    "unet_lr": by(_unet_rate, "optimizer.learning_rate"),
+    "unet_lr": unless_off("optimizer.learning_rate", number),
     "text_encoder_lr": by(_text_rate, TEXT_RATES),
     "network_train_unet_only": by(_unet_only, TEXT_RATES),
     "clip_skip": CLIP_SKIP,

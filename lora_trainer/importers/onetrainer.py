@@ -172,10 +172,6 @@ def _huber(value: Any, around: Around) -> Took:
     return Took({"loss.type": "huber", "loss.huber_delta": 1.0 if delta is None else number(delta)})
 
 
-def _kind(value: Any, around: Around) -> Took:
-    return Took({}, "as here", "ignored") if text(value).upper() == "LORA" else Took({})
-
-
 def _kind_of_peft(around: Around) -> str:
     return str(around["peft_type"] or "LORA").upper()
 
@@ -266,10 +262,6 @@ def _every(unit: str, section: str, **units: str) -> KeyRule:
     return by(read, " ".join(f"{section}.{ours}" for ours in units.values()))
 
 
-def _checkpointing(value: Any, around: Around) -> Took:
-    return checkpointing(str(value).upper() not in ("OFF", "FALSE"), around)
-
-
 def _normalized(value: Any, around: Around) -> Took:
     if not is_on(around["masked_training"] or False):
         return Took({}, "means nothing without masked_training", "ignored")
@@ -285,10 +277,6 @@ def _samples(value: Any, around: Around) -> Took:
     return Took({"sample.prompts": found}) if found else Took({}, "not set", "ignored")
 
 
-def _buckets(value: Any, around: Around) -> Took:
-    return Took({"data.max_aspect": 4.0 if truth(value) else 1.0})
-
-
 def only_with(switch: str, ours: str, kind: Any) -> KeyRule:
     """A value that counts only with its switch on."""
 
@@ -300,7 +288,7 @@ def only_with(switch: str, ours: str, kind: Any) -> KeyRule:
 
 
 RULES: Mapping[str, KeyRule] = {
-    "training_method": by(_kind, "", "only a LoRA is trained", changes=True),
+    "training_method": lacking("only a LoRA is trained", off=("LORA",)),
     "model_type": by(_model_type, "", OTHER_FAMILY),
     "base_model_name": MODEL,
     "output_model_destination": by(_destination, "run.output run.name"),
@@ -309,7 +297,9 @@ RULES: Mapping[str, KeyRule] = {
     ),
     "concept_file_name": other_file(SOURCES),
     "resolution": by(_resolution, "data.resolution data.resolutions"),
-    "aspect_ratio_bucketing": by(_buckets, "data.max_aspect"),
+    "aspect_ratio_bucketing": by(
+        lambda value, around: Took({"data.max_aspect": 4.0 if truth(value) else 1.0}), "data.max_aspect"
+    ),
     "epochs": same("train.max_epochs", whole),
     "batch_size": batch_of("gradient_accumulation_steps"),
     "gradient_accumulation_steps": part_of("batch_size", "train.effective_batch_size"),
@@ -330,8 +320,14 @@ RULES: Mapping[str, KeyRule] = {
     "clip_grad_norm": same("optimizer.max_grad_norm", number),
     "train_dtype": by(_dtype, "memory.weight_dtype"),
     "unet.weight_dtype": by(_weights, "memory.weight_dtype"),
-    "gradient_checkpointing": by(_checkpointing, "memory.gradient_checkpointing"),
-    "unet.gradient_checkpointing": by(_checkpointing, "memory.gradient_checkpointing"),
+    "gradient_checkpointing": by(
+        lambda value, around: checkpointing(str(value).upper() not in ("OFF", "FALSE"), around),
+        "memory.gradient_checkpointing",
+    ),
+    "unet.gradient_checkpointing": by(
+        lambda value, around: checkpointing(str(value).upper() not in ("OFF", "FALSE"), around),
+        "memory.gradient_checkpointing",
+    ),
     "ema": average_with("ema_decay", 0.999, lambda value: text(value).upper() != "OFF"),
     "ema_decay": part_of("ema", "train.ema_decay"),
     "ema_update_step_interval": lacking("the average follows each step", off=(1,)),

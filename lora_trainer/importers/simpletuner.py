@@ -125,8 +125,9 @@ def _lycoris(value: Any, around: Around) -> Took:
     return Took({TARGETS: ALL_OF_BLOCKS}, f"there is no such file: {NOT_LORA}", "changed")
 
 
-def _algorithm(value: Any, around: Around) -> Took:
-    return with_kind({TARGETS: ALL_OF_BLOCKS}, kind_of(text(value), decomposed=bool(is_on(around["dora_wd"] or False))))
+def _network(around: Around) -> tuple[str, str]:
+    """The kind of a LyCORIS network."""
+    return kind_of(str(around["algo"] or "lora"), decomposed=bool(is_on(around["dora_wd"] or False)))
 
 
 def _is_whole(around: Around) -> bool:
@@ -135,21 +136,17 @@ def _is_whole(around: Around) -> bool:
 
 
 def _linear_dim(value: Any, around: Around) -> Took:
-    kind = kind_of(str(around["algo"] or "lora"))[0]
+    kind = _network(around)[0]
     if kind == "lokr" and _is_whole(around):
         return Took({RANK: MOST_RANK}, "w2 is whole")
     return rank_of(value, kind)
-
-
-def _linear_alpha(value: Any, around: Around) -> Took:
-    return alpha_of(value, kind_of(str(around["algo"] or "lora"))[0], is_whole=_is_whole(around))
 
 
 def _of_algorithm(name: str, rule: KeyRule) -> KeyRule:
     """A rule that counts only for one kind of network."""
 
     def read(value: Any, around: Around) -> Took:
-        if not is_on(value) or kind_of(str(around["algo"] or "lora"), decomposed=name == "dora")[0] == name:
+        if not is_on(value) or _network(around)[0] == name:
             return rule.read(value, around)
         return Took({}, "means nothing for this kind of network", "ignored")
 
@@ -214,10 +211,6 @@ def _texts(value: Any, around: Around) -> Took:
     return Took(text_rates([number(rate)], around["lora_alpha"]))
 
 
-def _prompt(value: Any, around: Around) -> Took:
-    return Took({"sample.prompts": [text(value)]})
-
-
 def _shape(value: Any, around: Around) -> Took:
     """Cropped to squares, or shapes as they are."""
     aspect = str(around["crop_aspect"] or "square").lower()
@@ -264,17 +257,8 @@ def _strategy(value: Any, around: Around) -> Took:
     return Took({}, "captions are read from text files beside the images", "changed")
 
 
-def _shuffle_count(value: Any, around: Around) -> Took:
-    return Took({"captions.variants": whole(value)})
-
-
 def _split_on(value: Any, around: Around) -> Took:
     return Took({"captions.separator": lookup({"comma": ",", "space": " ", "period": "."}, value, "a separator")})
-
-
-def _mask(value: Any, around: Around) -> Took:
-    found = located(around.folder, text(value))
-    return Took({"source.masks": found}, "masks of these images")
 
 
 RULES: Mapping[str, KeyRule] = {
@@ -333,7 +317,7 @@ RULES: Mapping[str, KeyRule] = {
     "vae_batch_size": unless_off("cache.batch_size", whole),
     "validation_step_interval": same("sample.every_n_steps", whole),
     "validation_steps": same("sample.every_n_steps", whole),
-    "validation_prompt": by(_prompt, "sample.prompts"),
+    "validation_prompt": by(lambda value, around: Took({"sample.prompts": [text(value)]}), "sample.prompts"),
     "validation_guidance": same("sample.guidance_scale", number),
     "validation_num_inference_steps": same("sample.num_inference_steps", whole),
     "num_validation_images": same("sample.count", whole),
@@ -372,9 +356,9 @@ DEFAULTS: Mapping[str, Any] = {
     "checkpoints_total_limit": 5,
 }
 LYCORIS_RULES: Mapping[str, KeyRule] = {
-    "algo": by(_algorithm, f"{TARGETS} {TYPE}"),
+    "algo": by(lambda value, around: with_kind({TARGETS: ALL_OF_BLOCKS}, _network(around)), f"{TARGETS} {TYPE}"),
     "linear_dim": by(_linear_dim, RANK),
-    "linear_alpha": by(_linear_alpha, ALPHA),
+    "linear_alpha": by(lambda value, around: alpha_of(value, _network(around)[0], is_whole=_is_whole(around)), ALPHA),
     "full_matrix": _of_algorithm("lokr", unless_off(RANK, lambda value: MOST_RANK)),
     "dora_wd": _of_algorithm("dora", part_of("algo", TYPE)),
     "factor": _of_algorithm("lokr", lacking(NO_FACTOR, off=(-1,))),
@@ -402,10 +386,13 @@ BACKEND_RULES: Mapping[str, KeyRule] = {
     "caption_strategy": by(_strategy, "captions.extension", "captions come from text files or from one file"),
     "is_regularisation_data": same("source.is_reg", truth),
     "is_regularization_data": same("source.is_reg", truth),
-    "conditioning_data": by(_mask, "source.masks"),
+    "conditioning_data": by(
+        lambda value, around: Took({"source.masks": located(around.folder, text(value))}, "masks of these images"),
+        "source.masks",
+    ),
     "parquet.path": path_to("source.captions_file"),
     "caption_shuffle.enable": same("captions.shuffle", truth),
-    "caption_shuffle.count": by(_shuffle_count, "captions.variants"),
+    "caption_shuffle.count": same("captions.variants", whole),
     "caption_shuffle.position_start": same("captions.keep_tokens", whole),
     "caption_shuffle.split_on": by(_split_on, "captions.separator"),
     **unused_keys("SimpleTuner datasets"),

@@ -422,12 +422,12 @@ def test_a_checkpoint_whose_prediction_type_is_set_resumes_exactly(place, tmp_pa
     here = replace(place, model=write(unet_checkpoint(pipeline, "sd15"), tmp_path / "one.safetensors"))
     usual = {"data__resolution": 64, "lora__rank": 4}  # a checkpoint does not store its size
     velocity = {**usual, "model__prediction_type": "v_prediction", "noise__zero_terminal_snr": True}
-    of_noise, straight = here.run("noise", steps=3, **usual), here.run("straight", steps=3, **velocity)
+    of_noise, straight = here.run("noise", steps=2, **usual), here.run("straight", steps=2, **velocity)
     for run in (of_noise, straight):
         here.train(run)
-    state, _ = here.resume(signal_at_step(here.run("broken", steps=3, **velocity), 1))
-    assert state.step == 2
-    broken = here.run("broken", steps=3, **velocity)
+    state, _ = here.resume(signal_at_step(here.run("broken", steps=2, **velocity), 0))
+    assert state.step == 1
+    broken = here.run("broken", steps=2, **velocity)
     here.resume(broken)
     assert outcome(broken) == outcome(straight) != outcome(of_noise)
 
