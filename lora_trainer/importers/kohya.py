@@ -107,7 +107,7 @@ DATA_RULES: Mapping[str, KeyRule] = {
     "reg_data_dir": by(_regularization, SOURCES),
     "in_json": part_of("train_data_dir", SOURCES),
     "dataset_repeats": part_of("train_data_dir", SOURCES),
-    "alpha_mask": lacking(AREA_OF_MASK),
+    "alpha_mask": replace(lacking(AREA_OF_MASK), ours=(SOURCES,)),
     "conditioning_data_dir": by(
         _conditioning, SOURCES, f"its scripts read it only from a dataset TOML; {AREA_OF_MASK}", changes=True
     ),
