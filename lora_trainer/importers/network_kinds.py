@@ -142,12 +142,6 @@ def _decomposed(value: Any, around: Around) -> Took:
     return Took({}, NO_MAGNITUDES, "changed")
 
 
-def _by_outputs(value: Any, around: Around) -> Took:
-    if is_on(value):
-        return Took({}, "as here", "ignored")
-    return Took({}, BY_INPUTS, "changed" if kohya_kind(around)[0] == "dora" else "ignored")
-
-
 def _of_kind(kind: str, rule: KeyRule) -> KeyRule:
     """A rule that counts only for one kind of network."""
 
@@ -161,7 +155,16 @@ def _of_kind(kind: str, rule: KeyRule) -> KeyRule:
 
 NETWORK_ARGUMENTS: Mapping[str, KeyRule] = {
     "dora_wd": by(_decomposed, TYPE),
-    "wd_on_output": by(_by_outputs, "", BY_INPUTS, changes=True),
+    "wd_on_output": by(
+        lambda value, around: (
+            Took({})
+            if not is_on(value) and kohya_kind(around)[0] == "dora"
+            else Took({}, "as here, or of a DoRA alone", "ignored")
+        ),
+        "",
+        BY_INPUTS,
+        changes=True,
+    ),
     "full_matrix": _of_kind("lokr", unless_off(RANK, lambda value: MOST_RANK)),
     "factor": _of_kind("lokr", lacking(NO_FACTOR, off=(-1,))),
     "decompose_both": _of_kind("lokr", lacking("w1 is always whole")),

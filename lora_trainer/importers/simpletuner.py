@@ -181,13 +181,6 @@ def _offset(value: Any, around: Around) -> Took:
     return Took({"noise.offset": 0.1 if strength is None else number(strength)})
 
 
-def _precision_of_base(value: Any, around: Around) -> Took:
-    word = text(value).lower()
-    if word == "no_change":
-        return Took({}, "as mixed_precision", "ignored")
-    return Took({"memory.weight_dtype": "fp8"})
-
-
 def _family(value: Any, around: Around) -> Took:
     known = text(value).lower() in FAMILIES
     return Took({}, READ_FROM_MODEL if known else OTHER_FAMILY, "ignored" if known else "changed")
@@ -294,7 +287,16 @@ RULES: Mapping[str, KeyRule] = {
     "lr_num_cycles": unless_off("lr_scheduler.cycles", whole),
     "lr_power": same("lr_scheduler.power", number),
     "mixed_precision": PRECISION,
-    "base_model_precision": by(_precision_of_base, "memory.weight_dtype", "kept in fp8 here", changes=True),
+    "base_model_precision": by(
+        lambda value, around: (
+            Took({}, "as mixed_precision", "ignored")
+            if text(value).lower() == "no_change"
+            else Took({"memory.weight_dtype": "fp8"})
+        ),
+        "memory.weight_dtype",
+        "kept in fp8 here",
+        changes=True,
+    ),
     "gradient_checkpointing": CHECKPOINTING,
     "use_ema": average_with("ema_decay", 0.995),
     "ema_decay": part_of("use_ema", "train.ema_decay"),
