@@ -59,6 +59,7 @@ from lora_trainer.evaluation.loading import (
     without_lora,
 )
 from lora_trainer.evaluation.lora_findings import (
+    ALREADY_KNOWN,
     drift_findings,
     health_findings,
     key_findings,
@@ -71,6 +72,7 @@ from lora_trainer.evaluation.lora_findings import (
 from lora_trainer.evaluation.lora_report import BASE_FEATURES, LoraReport
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.prediction import in_batches, in_parts, rows_at_once, watched
+from lora_trainer.evaluation.remedies import with_remedies
 from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, choose_shown
 from lora_trainer.evaluation.texts import EncodedTexts, reads_again, texts_at
 from lora_trainer.evaluation.tracking import gain_by_noise
@@ -99,6 +101,12 @@ from lora_trainer.models.vision_encoder import EncoderFolder
 
 SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
 FEWEST_REAL = 4  # fewer have no distances to compare with
+NO_IMAGES = "no images of the dataset to compare with"
+KNOWN_FIX = (
+    "Add images of the subject, or compare by another image encoder, such as `lora-trainer validate` with"
+    " --set gates.encoder=facebook/dinov2-base. Or look at the LoRA's samples and decide for yourself."
+)
+BROKEN_BASE_FIX = "Copy or download the base model again, or set memory.weight_dtype=bf16 or fp32."
 # In half of the prompts, where the dataset has one caption for all images.
 ADDED_WORDS = ("red background", "blue background", "white background", "black background")
 # A round of samples, the most, the steps of each, and unrelated prompts.
@@ -313,9 +321,10 @@ def measure_lora(
     free_memory(compute.device)
     parts = {name: parts[name] for name in SCALES}
     decided = part_findings(parts, gate.minimum, may_grow=gate.check == "lite")
-    findings = [*decided, *drift_findings(drifted), *leak_findings(leaked), *health_findings(health)]
+    others = [*drift_findings(drifted), *leak_findings(leaked), *health_findings(health)]
+    findings = with_remedies([*decided, *others], parts)
     shown = choose_shown(sampled, prompted, gate.prompts, SHOWN[gate.check])
-    return LoraReport(gate.minimum, parts, tuple(findings), numbers, shown=shown)
+    return LoraReport(gate.minimum, parts, findings, numbers, shown=shown)
 
 
 def measure_samples(
@@ -325,8 +334,13 @@ def measure_samples(
     unrelated = studio.compare_unrelated(0)
     parts = {"keeps_base": kept_part(unrelated)}
     if len(images) < FEWEST_REAL:
-        reason = f"{counted(len(images), 'image')} of the dataset; {FEWEST_REAL} are the least to compare with"
-        return parts | {name: VerdictPart(name, None, reason) for name in BY_SAMPLES}, Sampled(unrelated)
+        reason, fix = NO_IMAGES, f"Name at least {FEWEST_REAL} of its training images (--data)."
+        if images:
+            reason = (
+                f"{counted(len(images), 'image')} of the dataset, and at least {FEWEST_REAL} are needed to compare with"
+            )
+            fix = "Add images of the subject. With so few, look at the LoRA's samples and decide for yourself."
+        return parts | {name: VerdictPart(name, None, reason, fix) for name in BY_SAMPLES}, Sampled(unrelated)
     real = studio.describe_real(images)
     prompted = studio.original.samples
     captions = [plain_caption(each.caption) for each in images]
@@ -392,9 +406,8 @@ def places_of(seeds: Sequence[int], images: int, prompts: int) -> list[int]:
 def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[str, VerdictPart]:
     """The parts that compare samples with the dataset's images."""
     if reason := not_comparable(real, sides):
-        return {name: VerdictPart(name, None, reason) for name in BY_SAMPLES}
+        return {name: VerdictPart(name, None, reason, BROKEN_BASE_FIX) for name in BY_SAMPLES}
     faithful = faithfulness(real, sides.base, sides.lora)
-    known = "the base model's own samples are as near to these images as the images are to each other"
     followed, unheard = None, "all captions are alike"
     if differ([captions[place] for place in sides.prompts if place < len(captions)]):
         followed = following(real, sides.base, sides.other_seeds, sides.lora, sides.prompts)
@@ -404,8 +417,9 @@ def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[
     by_captions = {name: block[own] for name, block in sides.lora.items()}
     near, varied = nearness(real, by_captions), diversity(real, by_captions)
     same = "the images are all the same"
+    why, fix = (ALREADY_KNOWN, KNOWN_FIX) if near else (same, "Add images that differ.")
     return {
-        "faithful": VerdictPart("faithful", faithful, "" if faithful else known if near else same),
+        "faithful": VerdictPart("faithful", faithful, "" if faithful else why, "" if faithful else fix),
         "follows_captions": VerdictPart("follows_captions", followed, "" if followed else unheard),
         "does_not_copy": VerdictPart("does_not_copy", near, "" if near else same),
         "diverse": VerdictPart("diverse", varied, "" if varied else same),
@@ -453,8 +467,8 @@ def paired_losses(studio: Studio, images: RealImages) -> tuple[Tensor, Tensor]:
 def learned_part(learned: Improvement | None, images: RealImages) -> VerdictPart:
     """The gain on images that were not trained on; without any, why there are none."""
     if learned is None:
-        kept = "no image is known not to be trained on"
-        return VerdictPart("learned", None, kept if images.trained else "no images of the dataset")
+        kept = "no image is known that was not trained on"
+        return VerdictPart("learned", None, kept if images.trained else NO_IMAGES)
     return VerdictPart("learned", Estimate(learned.mean, learned.low, learned.high))
 
 
@@ -499,9 +513,8 @@ def base_not_finite(minimum: float) -> LoraReport:
     """The report where the base model itself does not work, which is no fault of the LoRA."""
     reason = "the base model's own predictions are not finite"
     message = "Nothing was measured: the base model's own predictions hold NaN or infinity."
-    fix = "Copy or download the base model again, or set memory.weight_dtype=bf16 or fp32."
     parts = {name: VerdictPart(name, None, reason) for name in SCALES}
-    return LoraReport(minimum, parts, (Finding(NOT_COMPARED, "warning", message, fix),))
+    return LoraReport(minimum, parts, (Finding(NOT_COMPARED, "warning", message, BROKEN_BASE_FIX),))
 
 
 def _measure_drift(studio: Studio) -> float | None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.errors import Problem
-from lora_trainer.core.findings import Finding
+from lora_trainer.core.findings import Finding, Severity, counted
 from lora_trainer.evaluation.health import Health
 from lora_trainer.evaluation.loading import adapted_modules, in_short, judged
 from lora_trainer.evaluation.part_words import MORE_SAMPLES, WORDS, own_value
 from lora_trainer.evaluation.validation_loss import Improvement
-from lora_trainer.evaluation.verdict import BY_SAMPLES, NOT_COMPARED, SCALES, Estimate, VerdictPart, is_compared
+from lora_trainer.evaluation.verdict import BY_SAMPLES, NOT_COMPARED, SCALES, Estimate, VerdictPart
 from lora_trainer.export.weights import AdapterWeights
 from lora_trainer.models.family import Family
 
@@ -21,6 +21,7 @@ from lora_trainer.models.family import Family
 LEAST_CHANGE = 1e-4  # fp16 rounding of the weights alone moves a prediction by about this much
 DRIFT_NOTED = 0.30
 LEAK_NOTED = 0.25  # of the way from the base model's samples of unrelated prompts to the dataset's images
+ALREADY_KNOWN = "the base model's own samples are already as near to these images as the images are to each other"
 NORM_NOTED, NORM_WARNED = 0.5, 1.0  # of a layer's size: a note, a warning
 
 
@@ -60,28 +61,31 @@ def not_finite_finding(names: list[str], total: int) -> Finding:
 
 
 def part_findings(parts: Mapping[str, VerdictPart], minimum: float, *, may_grow: bool) -> list[Finding]:
-    """A finding for each part that is refused or undecided, and a note for each that was not measured.
+    """A finding for each part that is refused, to be completed by `with_remedies`, or undecided; a note for each that was not
+    measured. One warning says why samples could not be compared with images, for all parts that were not measured for this.
 
     `may_grow`: a full check would take more samples.
     """
     found = []
-    if not is_compared(parts):
-        message = "Samples were not compared with images of the dataset, so nothing shows whether it learned them."
-        fix = "Name at least 4 of its training images (--data). Where the base model sees no difference, set gates.encoder."
-        found.append(Finding(NOT_COMPARED, "warning", message, fix))
+    compared = parts.get("faithful", VerdictPart("faithful", None))
+    if compared.measure is None:
+        missing = [WORDS[each.name].title.lower() for each in parts.values() if each.reason == compared.reason]
+        message = f"Nothing shows whether the LoRA learned the dataset's images: {compared.reason}. Not measured: {', '.join(missing)}."
+        more = f"{MORE_SAMPLES} " if may_grow and compared.reason == ALREADY_KNOWN else ""
+        found.append(Finding(NOT_COMPARED, "warning", message, f"{more}{compared.fix}"))
     for part in parts.values():
         outcome = part.outcome(minimum)
         about = WORDS[part.name]
         if part.measure is None:
-            found.append(
-                Finding(f"{part.name}_not_measured", "note", f"{about.title}: not measured ({part.reason}).", "")
-            )
+            if compared.measure is not None or part.reason != compared.reason:
+                message = f"{about.title}: not measured ({part.reason})."
+                found.append(Finding(f"{part.name}_not_measured", "note", message, part.fix))
             continue
         measured = own_value(part.name, part.measure, SCALES[part.name].at(minimum))
         if outcome == "refused":
-            found.append(Finding(part.name, "error", f"{about.refused}: {measured}.", about.fix))
+            found.append(Finding(part.name, "error", f"{about.refused}: {measured}."))
         elif outcome == "unresolved":
-            message = f"{about.title}: not decided, since the minimum is inside of the interval: {measured}."
+            message = f"{about.title}: not decided, since the minimum lies within the interval: {measured}."
             more = may_grow and part.name in (*BY_SAMPLES, "keeps_base")
             found.append(Finding(part.name, "warning", message, MORE_SAMPLES if more else about.resolve))
     return found
@@ -93,14 +97,7 @@ def drift_findings(drifted: float) -> list[Finding]:
     message = (
         f"Predictions of unrelated prompts change by {drifted:.0%} of their size (usual: up to {DRIFT_NOTED:.0%})."
     )
-    return [
-        Finding(
-            "drift",
-            "note",
-            message,
-            "Train with data.num_class_images=32, or fewer steps, or at a lower learning rate or rank.",
-        )
-    ]
+    return [Finding("drift", "note", message)]
 
 
 def leak_findings(leaked: Estimate | None) -> list[Finding]:
@@ -109,9 +106,7 @@ def leak_findings(leaked: Estimate | None) -> list[Finding]:
         return []
     way = WORDS["faithful"].written(leaked.value), WORDS["faithful"].written(leaked.low, leaked.high)
     message = f"Prompts about other things show the dataset too: their samples move {way[0]} ({way[1]}) of the way to its images."
-    return [
-        Finding("leak", "note", message, "Train with data.num_class_images=32, or fewer steps, or at a lower rank.")
-    ]
+    return [Finding("leak", "note", message)]
 
 
 def _named(found: Health) -> str:
@@ -122,17 +117,11 @@ def health_findings(found: Health) -> list[Finding]:
     findings = []
     if found.largest > NORM_NOTED:
         message = f"The layer that changed most, {found.largest_module}, changed by {found.largest:.0%} of its size"
-        usual = f"up to {NORM_NOTED:.0%} is usual"
-        if found.largest > NORM_WARNED:
-            findings.append(Finding("large_update", "warning", f"{message} ({usual}).", "Lower the learning rate."))
-        else:
-            fix = "If the images look distorted, lower the learning rate."
-            findings.append(Finding("large_update", "note", f"{message} ({usual}).", fix))
+        severity: Severity = "warning" if found.largest > NORM_WARNED else "note"
+        findings.append(Finding("large_update", severity, f"{message} (up to {NORM_NOTED:.0%} is usual)."))
     if found.dead:
-        message = f"{found.dead} of {found.modules} modules learned nothing ({_named(found)})."
-        findings.append(
-            Finding("dead_modules", "warning", message, "Train them longer, or remove them from lora.target_modules.")
-        )
+        message = f"{found.dead} of {counted(found.modules, 'module')} learned nothing ({_named(found)})."
+        findings.append(Finding("dead_modules", "warning", message))
     if found.rank_used is not None and found.rank_used < 0.1:
         message = f"The updates use {found.rank_used:.0%} of their rank."
         findings.append(Finding("rank_unused", "note", message, "A smaller lora.rank would do."))

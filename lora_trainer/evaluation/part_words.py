@@ -7,23 +7,22 @@ from dataclasses import dataclass
 
 from lora_trainer.evaluation.verdict import SCALES, Estimate, VerdictPart
 
-MORE_IMAGES = "More images of the subject (--data) narrow the interval."
-MORE_SAMPLES = "gates.lora_check=full takes more samples."
+MORE_IMAGES = "More images of the subject narrow the interval."
+MORE_SAMPLES = "More samples may decide it: `lora-trainer validate` on the LoRA file takes them."
 
 
 @dataclass(frozen=True)
 class Words:
     """A part's title and question, and what is said of it.
 
-    `refused` is what is wrong where it is refused, `fault` the same as the end of a sentence, `fix` what to do, `resolve` what
-    would decide it. `unit` is a sentence around its value: `90 % of the way`, or `1.20 times as far`; empty without a unit.
+    `refused` is what is wrong where it is refused (what to do then is in `remedies.py`), `fault` the same as the end of a
+    sentence, `resolve` what would decide it. `unit` is a sentence around its value: `90 % of the way`, or `1.20 times as far`; empty without a unit.
     """
 
     title: str
     question: str
     refused: str
     fault: str
-    fix: str
     resolve: str
     unit: str
     is_share: bool = False
@@ -40,7 +39,6 @@ WORDS: Mapping[str, Words] = {
         question="Does the file load whole, and does it change images?",
         refused="The LoRA does not work",
         fault="it does not work",
-        fix="Export or train it again.",
         resolve="",
         unit="",
     ),
@@ -49,7 +47,6 @@ WORDS: Mapping[str, Words] = {
         question="Does it also know images of the dataset that were not trained on?",
         refused="Images that were not trained on are predicted no better",
         fault="it has learned too little",
-        fix="Train longer, or at another learning rate.",
         resolve="Keep more images for validation (validation.split=0.2).",
         unit="the loss on these is {} lower than without the LoRA",
         is_share=True,
@@ -59,7 +56,6 @@ WORDS: Mapping[str, Words] = {
         question="Do its images look like those of the dataset?",
         refused="Samples are too unlike the dataset's images",
         fault="samples are too unlike the images",
-        fix="Train longer. If the samples are distorted, lower the learning rate. If all captions are alike, describe the images.",
         resolve=MORE_IMAGES,
         unit="{} of the way from the base model's images to the dataset's",
         is_share=True,
@@ -69,7 +65,6 @@ WORDS: Mapping[str, Words] = {
         question="Do its images show what the prompt says?",
         refused="Samples do not follow their captions",
         fault="samples do not follow their captions",
-        fix="Check that captions describe their images; train fewer steps, or at a lower learning rate.",
         resolve=MORE_IMAGES,
         unit="{} of the differences between prompts are the dataset's",
         is_share=True,
@@ -79,7 +74,6 @@ WORDS: Mapping[str, Words] = {
         question="Are its images new, and no copies of the dataset's?",
         refused="Samples are nearer to the training images than these are to each other: they are copied",
         fault="it copies the images",
-        fix="Train fewer steps, at a lower rank, or with more images.",
         resolve=MORE_IMAGES,
         unit="{} times as far from the dataset's images as these are from each other",
     ),
@@ -88,7 +82,6 @@ WORDS: Mapping[str, Words] = {
         question="Do prompts about other things still give what they gave?",
         refused="Unrelated prompts no longer show what they did",
         fault="unrelated prompts no longer show what they did",
-        fix="Train fewer steps, at a lower learning rate or rank, or with regularization images.",
         resolve="Look at the samples of unrelated prompts; gates.unresolved=accept takes what is not decided.",
         unit="{} times as different from the base model's images as another seed makes them",
     ),
@@ -97,7 +90,6 @@ WORDS: Mapping[str, Words] = {
         question="Do its images differ from each other?",
         refused="Samples are all alike",
         fault="samples are all alike",
-        fix="Train fewer steps, or with more varied images.",
         resolve=MORE_IMAGES,
         unit="{} times as different from each other as the dataset's images",
     ),

@@ -71,11 +71,14 @@ BY_SAMPLES = ("faithful", "follows_captions", "does_not_copy", "diverse")
 
 @dataclass(frozen=True)
 class VerdictPart:
-    """One part of the verdict. `measure` is in the part's own unit; None where it was not measured, for a `reason`."""
+    """One part of the verdict. `measure` is in the part's own unit; None where it was not measured, for a `reason`, with a `fix`
+    where it could be.
+    """
 
     name: str
     measure: Estimate | None
     reason: str = ""
+    fix: str = ""
 
     @property
     def scores(self) -> tuple[float, float, float]:

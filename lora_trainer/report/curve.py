@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lora_trainer.core.findings import Finding
+from lora_trainer.evaluation.remedies import STILL_FALLING
 
 STILL = 0.2  # share of the whole fall that the last third of a finished training may bring
 
@@ -26,9 +27,4 @@ def still_falling(rows: Sequence[Mapping[str, Any]], steps: int) -> Finding | No
     message = (
         f"Validation loss was still falling at the end: {share:.0%} of its fall came in the last third of the steps."
     )
-    return Finding(
-        "still_falling",
-        "note",
-        message,
-        "More steps would teach more: a higher --max-steps, with --resume unless checkpoint.save_state=false.",
-    )
+    return Finding(STILL_FALLING, "note", message)

@@ -31,6 +31,7 @@ from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_check import LoraGate
 from lora_trainer.evaluation.lora_report import LoraReport
+from lora_trainer.evaluation.remedies import with_remedies
 from lora_trainer.evaluation.tracking import Pairs, caption_margins, plan_pairs
 from lora_trainer.evaluation.validation_loss import (
     ValidationLoss,
@@ -541,7 +542,7 @@ def check_lora(
     explained = (cause_shown(each, config, step) for each in report.findings)
     falling = still_falling(read_lines(session.folder / VALIDATION), state.step)
     findings = (unseen, *explained, falling, *map(untrained_word, untrained))
-    report = replace(report, findings=tuple(filter(None, findings)))
+    report = replace(report, findings=with_remedies([each for each in findings if each], report.parts))
     report_verdict(session, report, state.step)
     scores = {**record.scores, "lora": report.score}
     record = replace(record, scores=scores, outcome=report.outcome, lora=report.to_json())

@@ -326,6 +326,8 @@ def kept_folds(lora: Path, data_hash: str) -> dict[str, Any] | None:
 def with_folds(report: LoraReport, kept: Mapping[str, Any]) -> LoraReport:
     """The report with `learned` as both folds have measured it; unchanged for a LoRA that does not work."""
     from lora_trainer.evaluation.lora_findings import part_findings
+    from lora_trainer.evaluation.part_words import MORE_IMAGES
+    from lora_trainer.evaluation.remedies import with_remedies
 
     if "works" not in report.parts or report.parts["works"].outcome() != "passed":
         return report
@@ -334,14 +336,15 @@ def with_folds(report: LoraReport, kept: Mapping[str, Any]) -> LoraReport:
     parts = {**report.parts, part.name: part}
     about = [each for each in part_findings(parts, report.gate, may_grow=False) if each.code == part.name]
     if part.outcome(report.gate) == "unresolved":
-        about = [replace(each, fix="More images of the subject narrow the interval.") for each in about]
+        about = [replace(each, fix=MORE_IMAGES) for each in about]
     counts = " and ".join(str(each["images"]) for each in learning["folds"])
     message = (
         f"`learned` was measured on two other LoRAs, not on this file: each was trained with these settings on one half"
         f" of the images, and measured on the other ({counts} images). It says whether these settings and images generalize."
     )
     earlier = {part.name, f"{part.name}_not_measured", BY_FOLDS}
-    findings = (*(each for each in report.findings if each.code not in earlier), *about)
+    others = (each for each in report.findings if each.code not in earlier)
+    findings = with_remedies([*others, *about], parts)
     numbers = {**report.numbers, "learning": learning}
     return replace(report, parts=parts, findings=(*findings, Finding(BY_FOLDS, "note", message)), numbers=numbers)
 

@@ -14,6 +14,7 @@ from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan, plan_plain
 from lora_trainer.evaluation.lora_report import LoraReport
+from lora_trainer.evaluation.remedies import with_remedies
 from lora_trainer.models.vision_encoder import EncoderFolder
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import describe_model, is_builtin
@@ -73,7 +74,7 @@ def score_lora(path: Path, data: Path | None, config: Config, say: Say) -> LoraR
         kept = kept_folds(path, run.data_hash)
         report = with_folds(report, kept) if kept else suggest_folds(report, path.parent)
     if run is not None and run.unseen is not None:
-        report = replace(report, findings=(*report.findings, run.unseen))
+        report = replace(report, findings=with_remedies([*report.findings, run.unseen], report.parts))
     return report
 
 

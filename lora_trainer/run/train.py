@@ -355,7 +355,7 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
     record = finish(order, record)
     show_end(record, report, folder, outcome.comparison, order.console)
     if refused:
-        fixes = " ".join(finding.fix for finding in report.findings if finding.severity == "error")
+        fixes = " ".join(dict.fromkeys(each.fix for each in report.findings if each.severity == "error" and each.fix))
         message = f"{' '.join(report.reasons)} It is kept in {folder}, marked as {status}."
         raise LoraRefused(Problem(message, fixes or "The findings above say what to change."), report)
     return RunResult(folder, asdict(record), code)

@@ -13,6 +13,7 @@ from lora_trainer.cli.validate import part_lines
 from lora_trainer.core.findings import Finding
 from lora_trainer.evaluation.lora_findings import leak_findings, part_findings
 from lora_trainer.evaluation.lora_report import LoraReport
+from lora_trainer.evaluation.remedies import with_remedies
 from lora_trainer.evaluation.verdict import LINE, SCALES, Estimate, VerdictPart, outcome_of, score_of
 
 VALUES = st.floats(-10.0, 10.0)
@@ -30,7 +31,7 @@ def measured(**scores: tuple[float, float] | float | None) -> Mapping[str, Verdi
     for name in SCALES:
         score = scores.get(name, 0.98)
         found[name] = (
-            VerdictPart(name, None, "no images")
+            VerdictPart(name, None, "no images", "Add images.")
             if score is None
             else part(name, *(score if isinstance(score, tuple) else (score,)))
         )
@@ -70,11 +71,12 @@ def test_a_surely_bad_part_refuses_and_an_undecided_one_leaves_it_open(
     scores: dict[str, tuple[float, float] | float | None], outcome: str
 ) -> None:
     parts = measured(**scores)
-    findings = tuple(part_findings(parts, LINE, may_grow=False))
+    findings = with_remedies(part_findings(parts, LINE, may_grow=False), parts)
     report = LoraReport(LINE, parts, findings)
     assert outcome_of(parts) == report.outcome == outcome
     assert bool(report.reasons) is (outcome != "passed")
-    assert [each.severity for each in findings].count("note") == list(scores.values()).count(None)
+    about_missing = [each.code for each in findings if "not measured" in each.message.lower()]
+    assert len(about_missing) == (1 if scores.get("faithful", 1) is None else list(scores.values()).count(None))
     assert all(finding.fix for finding in findings if finding.severity != "note")
 
 

@@ -15,6 +15,7 @@ from lora_trainer.core.io import write_json
 from lora_trainer.evaluation.lora_findings import part_findings
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.part_words import WORDS, own_value
+from lora_trainer.evaluation.remedies import with_remedies
 from lora_trainer.evaluation.verdict import LINE, SCALES, Cost, Estimate, VerdictPart
 from lora_trainer.report.write import write_comparison, write_report
 
@@ -50,7 +51,9 @@ def page_of(
         name: VerdictPart(name, measure, "" if measure else "no images of the dataset")
         for name, measure in parts.items()
     }
-    report = LoraReport(LINE, found, tuple(part_findings(found, LINE, may_grow=False)), cost=Cost(312, 4.5))
+    report = LoraReport(
+        LINE, found, with_remedies(part_findings(found, LINE, may_grow=False), found), cost=Cost(312, 4.5)
+    )
     record: dict[str, Any] = {
         "name": "cat",
         "status": status,
@@ -123,7 +126,7 @@ def test_another_minimum_is_named_in_the_unit_of_each_part(tmp_path: Path) -> No
 def test_what_is_not_decided_is_named_with_what_would_decide_it(status: str, tmp_path: Path) -> None:
     text = page_of(tmp_path, status, OPEN)
     assert "Not decided yet" in text
-    assert "Diverse: not decided, since the minimum is inside of the interval: 0.50 (0.40 to 0.60) times" in text
+    assert "Diverse: not decided, since the minimum lies within the interval: 0.50 (0.40 to 0.60) times" in text
     assert "More images of the subject" in text
     assert "Yes, " not in text
 
