@@ -8,6 +8,7 @@ A test compares the file with what this writes.
 from __future__ import annotations
 
 import argparse
+from itertools import groupby
 from pathlib import Path
 
 from lora_trainer.cli.arguments import Parser, add_debug_argument
@@ -51,12 +52,11 @@ def section(name: str, command: Command) -> str:
     ]
     lines = [f"## {name}", f"{command.summary[0].upper()}{command.summary[1:]}.", ""]
     lines += ["| argument | meaning |", "|---|---|", *rows, ""]
-    commands = [line.strip() for line in command.examples.splitlines() if line.startswith("  ")]
-    notes = [line for line in command.examples.splitlines() if not line.startswith((" ", "example"))]
-    if commands:
-        lines += ["```", *commands, "```", ""]
-    note = "\n".join(notes).strip()
-    return "\n".join([*lines, *([f"{note}\n"] if note else [])])
+    shown = [line for line in command.examples.strip().splitlines() if not line.startswith("example")]
+    for are_commands, group in groupby(shown, key=lambda line: line.startswith("  ")):
+        text = "\n".join(line.strip() for line in group).strip()
+        lines += ["```", text, "```", ""] if are_commands else [text, ""] if text else []
+    return "\n".join(lines)
 
 
 def row(action: argparse.Action) -> str:

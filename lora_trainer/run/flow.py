@@ -524,7 +524,9 @@ def check_lora(
     """Check the exported file and draw with it, as `gates.lora_check` says; the outcome with the report."""
     config, console = session.config, session.console
     step, can_check = record.released["step"], ADAPTERS[config.lora.type].is_checked
-    effort = config.gates.lora_check or ("full" if session.order.enforce_gates else "lite")
+    effort = config.gates.lora_check
+    if effort == "auto":
+        effort = "full" if session.order.enforce_gates else "lite"
     is_checked = can_check and effort != "off"
     free_step_context(run.context)
     if is_checked:

@@ -108,9 +108,8 @@ def _evaluate(
         raise UsageError(refused.problems) from refused
     trained_on = sum(sample.content not in measured.unseen for sample in measured.samples)
     images = RealImages(encoded[:trained_on], encoded[trained_on:])
-    # The command was requested, so "off" measures too.
     check = config.gates.lora_check
-    effort = check if check is not None and check in LORA_CHECKS else "full"
+    effort = check if check in LORA_CHECKS else "full"  # the command was requested, so "off" measures too
     gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config))
 
     def evaluate(compute: Compute) -> LoraReport:

@@ -138,12 +138,12 @@ class SampleSection(Section):
 class GatesSection(Section):
     """When a dataset or a LoRA is refused."""
 
-    dataset: Share = setting(0.8, "changes nothing", "score below which `produce` refuses a dataset")
+    dataset: Share = setting(0.8, "changes nothing", "score below which `produce` refuses a dataset; 0 refuses none")
     lora: Share = setting(0.9, "changes nothing", "score below which `produce` refuses a LoRA; 0 refuses none")
-    lora_check: LoraCheckName | None = setting(
-        None,
+    lora_check: LoraCheckName = setting(
+        "auto",
         "changes nothing",
-        "how much of the LoRA is measured at the end: `full` samples until each part is decided, `lite` takes 8 samples in 8 steps and one image with and without the LoRA, `off` neither scores it nor generates images; empty, `lite` in `train` and `full` where the gates are enforced",
+        "how much of the LoRA is measured at the end: `full` samples until each part is decided, `lite` takes 8 samples in 8 steps and one image with and without the LoRA, `off` neither scores it nor generates images; `auto` is `lite` in `train` and `full` where the gates are enforced",
     )
     encoder: str | None = setting(
         None,
