@@ -18,6 +18,7 @@ from lora_trainer.batch.worker import SAFE, SHARED, WAIT_MINUTES, work
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, INTERRUPTED, Problem, UsageError, UserError, nearest
+from lora_trainer.core.findings import counted
 from lora_trainer.core.interrupt import listening
 from lora_trainer.models import FAMILIES
 from lora_trainer.report.failures import failure_lines
@@ -68,7 +69,7 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
     show_wrong_settings(order.shared, folders, console)
     if order.jobs == 0:
         write_summary(path)
-        console.print(f"{left} jobs wait for workers: lora-trainer batch work {order.output}")
+        console.print(f"{counted(left, 'job waits', 'jobs wait')} for workers: lora-trainer batch work {order.output}")
         return DONE
     workers = min(order.jobs, max(1, left))
     if workers > 1:

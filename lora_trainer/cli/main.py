@@ -286,7 +286,7 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         dest="page",
         metavar="FILE",
-        help="the page to write (default: report.html in the run's folder; comparison.html here for several)",
+        help="the page to write (default: report.html in the run's folder; comparison.html beside the first of several)",
     )
 
 

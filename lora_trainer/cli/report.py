@@ -15,7 +15,7 @@ COMPARISON = "comparison.html"
 
 
 def report_command(runs: Sequence[str], output: str | None = None) -> int:
-    """Write the page and print its path: `report.html` in the run's folder, `comparison.html` here for several runs.
+    """Write the page and print its path: `report.html` in the run's folder, `comparison.html` beside the first of several runs.
 
     A folder of runs names all of them. Advice and failures go to stderr. Raises UsageError naming all folders that
     contain no run.
@@ -33,7 +33,7 @@ def report_command(runs: Sequence[str], output: str | None = None) -> int:
         print(write_report(folders[0], Path(output) if output else folders[0] / FILE))
         lines = advice_lines(folders[0])
     else:
-        page = Path(output or COMPARISON)
+        page = Path(output) if output else folders[0].absolute().parent / COMPARISON
         lines = failure_lines(write_comparison(folders, page))
         print(page)
     for line in lines:

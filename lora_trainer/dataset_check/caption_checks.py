@@ -10,7 +10,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from lora_trainer.core.findings import Finding
+from lora_trainer.core.findings import Finding, counted
 from lora_trainer.data.captions import TRIGGER, canonical_text, has_trigger, lacks_trigger, rules_of
 from lora_trainer.data.sample import Sample
 from lora_trainer.dataset_check.context import CheckContext
@@ -196,12 +196,12 @@ def _of_all(samples: Sequence[Sample], context: CheckContext) -> list[Finding]:
         fix = "Describe each image; what captions do not name is learned as part of the subject."
         found.append(Finding("repeated_caption", "note", message, fix))
     elif len(captions) < FEW_DIFFERENT * len(samples):
-        message = f"{len(samples)} images have only {len(captions)} different captions."
+        message = f"{len(samples)} images have only {counted(len(captions), 'distinct caption')}."
         found.append(Finding("few_captions", "note", message, "Describe each image."))
     words = [len(sample.caption.split()) for sample in samples if sample.caption]
     short, long = (sum(count <= SHORT for count in words), sum(count >= LONG for count in words))
     if min(short, long) > 0.1 * len(samples):
-        message = f"{short} captions have {SHORT} words at most, and {long} have {LONG} or more."
+        message = f"{counted(short, 'caption has', 'captions have')} {SHORT} words at most, and {long} {'has' if long == 1 else 'have'} {LONG} or more."
         fix = "Describe all images in about the same detail."
         found.append(Finding("uneven_captions", "note", message, fix))
     return found

@@ -112,7 +112,7 @@ def _sizes(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -
         yield finding_of(sample, "too_small", "error", message, fix)
     elif factor > 1.0:
         message = f"is {size}, smaller than {fit.bucket}; enlarged {factor:.2f} times."
-        fix = "Replace it by a larger one, remove it, or set data.resolution lower."
+        fix = "Replace it with a larger one, remove it, or set data.resolution lower."
         severe = factor > UPSCALE_LIMIT and not context.allow_upscale
         if severe:
             fix = "Remove such images, set data.resolution lower, or set data.allow_small_images=true."
@@ -176,7 +176,7 @@ def check_sharpness(context: CheckContext, sample: Sample, fit: ResizeCrop, seen
     edge = seen.edge * min(1.0, fit.scale_from(sample.width, sample.height))
     if edge > BLUR_EDGE:
         message = f"is blurred: its sharpest edges are {edge:.1f} pixels wide at {fit.bucket}."
-        fix = "Replace it by a sharp one, remove it, or train at a lower resolution."
+        fix = "Replace it with a sharp one, remove it, or train at a lower resolution."
         yield finding_of(sample, "blurred", "warning", message, fix)
 
 
@@ -193,7 +193,7 @@ def check_compression(context: CheckContext, sample: Sample, fit: ResizeCrop, se
             f"shows blocks of 8 pixels (steps of {seen.blocks:.1f} levels), as too strong JPEG compression leaves them."
         )
     if message:
-        fix = "Replace it by a better copy; saving it again does not help."
+        fix = "Replace it with a better copy; saving it again does not help."
         yield finding_of(sample, "over_compressed", "warning", message, fix)
 
 

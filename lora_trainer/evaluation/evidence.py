@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from lora_trainer.data.caches.base_half import BaseHalf, digest_of
 from lora_trainer.evaluation.encoder_features import DescribeLatents
 from lora_trainer.evaluation.features import image_features
 from lora_trainer.evaluation.latent_samples import Request, Sampler, sample_latents
+from lora_trainer.evaluation.prediction import Passes, in_batches, rows_at_once
 from lora_trainer.evaluation.texts import EncodedTexts
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.models.family import FeatureBlock
@@ -101,7 +103,7 @@ class Studio:
 
     `original` and `changed` are the text embeddings without the LoRA and with it, of the empty prompt first. `without` takes
     the LoRA off the denoiser inside its block; `shape` [C, h, w] and `sizes` [6] are those of the model's own resolution.
-    `kept` has what was measured of the base earlier.
+    `kept` has what was measured of the base earlier; `passes` counts the forward passes.
     """
 
     sampler: Sampler
@@ -113,6 +115,7 @@ class Studio:
     changed: EncodedTexts
     device: torch.device
     dtype: torch.dtype
+    passes: Passes
     encoder: DescribeLatents | None = None
     kept: BaseHalf | None = None
 
@@ -139,11 +142,15 @@ class Studio:
         """Features of the dataset's images."""
         shown = [(image.latents, image.sizes) for image in images]
         key = digest_of("real images", self.empty, *(tensor for image in shown for tensor in image))
-        return dict(self.read_or_make(key, lambda: self.describe(shown)))
+        return dict(self.read_or_make(key, lambda: self.describe(shown), (self.encoder is None) * len(shown)))
 
-    def read_or_make(self, key: str, make: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """What `make` measures of the base alone, from the cache where it is there. `key` is a digest of what it depends on."""
+    def read_or_make(self, key: str, make: Callable[[], Mapping[str, Tensor]], passes: int) -> Mapping[str, Tensor]:
+        """What `make` measures of the base alone, from the cache where it is there. `key` is a digest of what it depends on,
+        `passes` how many forward passes were planned for it, which the cache saves.
+        """
+        before = self.passes.done
         entry = make() if self.kept is None else self.kept.read_or_make(key, make)
+        self.passes.plan(self.passes.done - before - passes)
         return dict(sorted(entry.items()))  # means over blocks round by their order
 
     def compare(self, prompts: Sequence[int], seeds: Sequence[int], shapes: Sequence[EncodedSample] | None) -> Sides:
@@ -176,12 +183,22 @@ class Studio:
             part for each in (*wanted, *others) for part in (each.cond, str(each.shape), each.sizes, str(each.seed))
         ]
         asked += [each.negative for each in wanted if each.negative is not None]
-        entry = self.read_or_make(digest_of(sampler, self.empty, *asked), make)
+        planned = 2 * self.passes_for([each.shape for each in wanted])
+        entry = self.read_or_make(digest_of(sampler, self.empty, *asked), make, planned)
 
         def named(start: str) -> Blocks:
             return {name.removeprefix(start): value for name, value in entry.items() if name.startswith(start)}
 
         return BaseSide(named(FEATURES), named(OTHER), tuple(entry[f"{LATENTS}{row}"] for row in range(len(wanted))))
+
+    def passes_for(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        """Forward passes that samples of these shapes [C, h, w] and their features take; those of one shape are batched."""
+        batches = sum(
+            in_batches(min(AT_ONCE, count - start), rows_at_once(shape[1:]))
+            for shape, count in Counter(shapes).items()
+            for start in range(0, count, AT_ONCE)
+        )
+        return (1 + self.is_guided) * self.sampler.steps * batches + (self.encoder is None) * len(shapes)
 
     def described(self, wanted: Sequence[Request], latents: Sequence[Tensor]) -> Blocks:
         return self.describe([(image, each.sizes) for each, image in zip(wanted, latents, strict=True)])

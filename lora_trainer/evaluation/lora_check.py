@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -36,7 +35,7 @@ from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, base_visits, drift
 from lora_trainer.evaluation.encode import EncodeTexts, read_each, text_reader, with_seen
 from lora_trainer.evaluation.encoder_features import open_encoder
-from lora_trainer.evaluation.evidence import AT_ONCE, GUIDANCE, Effort, RealImages, Sides, Studio
+from lora_trainer.evaluation.evidence import GUIDANCE, Effort, RealImages, Sides, Studio
 from lora_trainer.evaluation.features import LATENT_GRID, NOISE_LEVEL
 from lora_trainer.evaluation.health import examine
 from lora_trainer.evaluation.latent_samples import Sampler
@@ -71,7 +70,7 @@ from lora_trainer.evaluation.lora_findings import (
 )
 from lora_trainer.evaluation.lora_report import BASE_FEATURES, LoraReport
 from lora_trainer.evaluation.placing import bring_denoiser
-from lora_trainer.evaluation.prediction import in_batches, in_parts, rows_at_once, watched
+from lora_trainer.evaluation.prediction import Passes, in_batches, in_parts, rows_at_once
 from lora_trainer.evaluation.remedies import with_remedies
 from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, choose_shown
 from lora_trainer.evaluation.texts import EncodedTexts, reads_again, texts_at
@@ -233,8 +232,8 @@ def open_lora(
     side = facts.resolution // facts.downscale
     sizes = torch.tensor([facts.resolution] * 2 + [0] * 2 + [facts.resolution] * 2, dtype=torch.float32)
     shape = (facts.latent_channels, side, side)
-    total = count_passes(effort, images, samples, (shape, len(prompts)), guided=is_guided, described=encoder is None)
-    predict = partial(in_parts, watched(partial(family.denoiser.predict, denoiser), total, compute.progress))
+    passes = Passes(compute.progress)
+    predict = partial(in_parts, passes.counted(partial(family.denoiser.predict, denoiser)))
     studio = Studio(
         Sampler(
             predict,
@@ -252,6 +251,7 @@ def open_lora(
         texts[gate.strengths[0]],
         device,
         dtype,
+        passes,
         encoder,
     )
     if gate.cache is not None:
@@ -290,6 +290,7 @@ def measure_lora(
     if isinstance(opened, LoraReport):
         return opened
     studio, images, effort = opened.studio, opened.images, effort_on(gate.check, family, base)
+    studio.passes.plan(count_passes(studio, effort, images))
     if (drifted := _measure_drift(studio)) is None:
         return base_not_finite(gate.minimum)
     if images.unseen:
@@ -332,6 +333,7 @@ def measure_samples(
 ) -> tuple[dict[str, VerdictPart], Sampled]:
     """The parts that are measured by sampling: rounds of the subject's prompts until each part is decided."""
     unrelated = studio.compare_unrelated(0)
+    unrelated_once, is_unrelated_open = unrelated.prompts, False
     parts = {"keeps_base": kept_part(unrelated)}
     if len(images) < FEWEST_REAL:
         reason, fix = NO_IMAGES, f"Name at least {FEWEST_REAL} of its training images (--data)."
@@ -349,7 +351,7 @@ def measure_samples(
         seeds = range(start, start + effort.round)
         more = studio.compare(places_of(seeds, len(images), len(prompted)), seeds, prompted)
         sides = more if sides is None else sides.with_more(more)
-        if start and parts["keeps_base"].outcome(minimum) == "unresolved":
+        if start and is_unrelated_open:
             unrelated = unrelated.with_more(studio.compare_unrelated(start // effort.round))
             parts["keeps_base"] = kept_part(unrelated)
         parts |= sample_parts(real, sides, captions)
@@ -357,10 +359,13 @@ def measure_samples(
         is_open = parts["faithful"].measure is None and parts["does_not_copy"].measure is not None
         if not is_open and not any(part.outcome(minimum) == "unresolved" for part in parts.values()):
             break
-        if start + effort.round < effort.most:
+        if (after := start + effort.round) < effort.most:
             compute.say(
-                f"not decided after {counted(len(sides.prompts), 'sample')}: {counted(effort.round, 'more prompt')}"
+                f"not decided after {counted(after, 'sample')} of at most {effort.most}: {counted(effort.round, 'more prompt')}"
             )
+            is_unrelated_open = parts["keeps_base"].outcome(minimum) == "unresolved"
+            more_unrelated = 3 * studio.passes_for([studio.shape] * len(unrelated_once)) if is_unrelated_open else 0
+            studio.passes.plan(round_passes(studio, range(after, after + effort.round), len(images)) + more_unrelated)
     return parts, Sampled(unrelated, sides, real)
 
 
@@ -461,7 +466,7 @@ def paired_losses(studio: Studio, images: RealImages) -> tuple[Tensor, Tensor]:
 
     of_each = (part for each in samples for part in (each.id, each.latents, {**each.cond, **each.controls}, each.sizes))
     key = digest_of("losses", str((SEED, TIMESTEPS)), *of_each)
-    return studio.read_or_make(key, without)["losses"], losses(studio.changed.samples[unseen])
+    return studio.read_or_make(key, without, loss_passes(images))["losses"], losses(studio.changed.samples[unseen])
 
 
 def learned_part(learned: Improvement | None, images: RealImages) -> VerdictPart:
@@ -531,30 +536,26 @@ def _measure_drift(studio: Studio) -> float | None:
     return drift(studio.sampler.predict, visits, changed, sizes)
 
 
-def count_passes(
-    effort: Effort,
-    images: RealImages,
-    prompted: Sequence[EncodedSample],
-    unrelated: tuple[tuple[int, ...], int],
-    *,
-    guided: bool,
-    described: bool,
-) -> int:
-    """Forward passes of the gate where the first round decides; `prompted` are the images and those with longer captions,
-    `unrelated` the shape [C, h, w] and number of unrelated prompts.
-
-    Samples of one shape are in one batch. `described`: images are compared by the base model's own features.
+def count_passes(studio: Studio, effort: Effort, images: RealImages) -> int:
+    """Forward passes of the gate where the first round decides and nothing is cached: with the LoRA, and twice as many by the
+    base model, which samples with other seeds too.
     """
-    every, (own_shape, prompts) = images.every, unrelated
-    chosen = places_of(range(effort.round), len(every), len(prompted)) if len(every) >= FEWEST_REAL else []
-    shapes = Counter(tuple(prompted[place].latents.shape) for place in chosen)
-    batches = sum(
-        in_batches(min(AT_ONCE, count - start), rows_at_once(shape[1:]))
-        for shape, count in (*shapes.items(), (own_shape, prompts))
-        for start in range(0, count, AT_ONCE)
+    prompts = len(next(iter(studio.original.prompts.values())))
+    unrelated = studio.passes_for([studio.shape] * prompts)
+    of_drift = 2 * VISITS * in_batches(prompts, rows_at_once(studio.shape[1:]))
+    subject = round_passes(studio, range(effort.round), len(images.every)) if len(images.every) >= FEWEST_REAL else 0
+    real = (studio.encoder is None) * len(images.every) if subject else 0
+    return 3 * unrelated + of_drift + subject + real + 2 * loss_passes(images)
+
+
+def round_passes(studio: Studio, seeds: Sequence[int], images: int) -> int:
+    """Forward passes of the subject's samples with these seeds: with the LoRA, and by the base model with two seeds."""
+    prompted = studio.original.samples
+    return 3 * studio.passes_for(
+        [tuple(prompted[place].latents.shape) for place in places_of(seeds, images, len(prompted))]
     )
-    sampled = 3 * (1 + guided) * effort.steps * batches
-    looked_at = described * (3 * (len(chosen) + prompts) + (len(every) if chosen else 0))
-    of_drift = 2 * VISITS * in_batches(prompts, rows_at_once(own_shape[1:]))
-    losses = 2 * sum(in_batches(TIMESTEPS, min(rows_at_once(each.latents.shape[1:]), MICRO)) for each in images.unseen)
-    return sampled + looked_at + of_drift + losses
+
+
+def loss_passes(images: RealImages) -> int:
+    """Forward passes of the losses of the images that were not trained on, on one side."""
+    return sum(in_batches(TIMESTEPS, min(rows_at_once(each.latents.shape[1:]), MICRO)) for each in images.unseen)

@@ -86,8 +86,9 @@ def part_findings(parts: Mapping[str, VerdictPart], minimum: float, *, may_grow:
             found.append(Finding(part.name, "error", f"{about.refused}: {measured}."))
         elif outcome == "unresolved":
             message = f"{about.title}: not decided, since the minimum lies within the interval: {measured}."
-            more = may_grow and part.name in (*BY_SAMPLES, "keeps_base")
-            found.append(Finding(part.name, "warning", message, MORE_SAMPLES if more else about.resolve))
+            is_sampled = part.name in (*BY_SAMPLES, "keeps_base")
+            fix = MORE_SAMPLES if may_grow and is_sampled else about.resolve
+            found.append(Finding(part.name, "warning", message, fix))
     return found
 
 

@@ -31,18 +31,28 @@ def rows_at_once(sides: Sequence[int]) -> int:
     return max(PREDICTED_AT_ONCE, SMALL_CELLS // math.prod(sides))
 
 
-def watched(predict: Predict, total: int, watch: Callable[[int, int], None]) -> Predict:
-    """The same predictions; `watch` is called with their number, of `total`, after each."""
-    done = 0
+class Passes:
+    """Counts forward passes against their planned number, which grows and shrinks as it becomes known; `watch` is called with
+    both after each pass.
+    """
 
-    def predict_watched(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
-        nonlocal done
-        found = predict(noisy, t, cond, sizes)
-        done += 1
-        watch(done, max(done, total))
-        return found
+    def __init__(self, watch: Callable[[int, int], None], planned: int = 0) -> None:
+        self.watch, self.done, self.planned = watch, 0, planned
 
-    return predict_watched
+    def plan(self, more: int) -> None:
+        """So many more are planned, or fewer where negative."""
+        self.planned += more
+
+    def counted(self, predict: Predict) -> Predict:
+        """The same predictions, counted."""
+
+        def predict_counted(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+            found = predict(noisy, t, cond, sizes)
+            self.done += 1
+            self.watch(self.done, max(self.done, self.planned))
+            return found
+
+        return predict_counted
 
 
 def in_batches(count: int, rows: int) -> int:

@@ -87,15 +87,19 @@ class Fitting(ProgressColumn):
 
 @contextmanager
 def log_line(console: Console, total: int, done: int) -> Iterator[Watch]:
-    """A summary every ten steps, for logs that are files."""
+    """A summary every ten steps, for logs that are files; a validation loss is in one line."""
     shown = done
+    validated: int | None = None
 
     def show(progress: Progress) -> None:
-        nonlocal shown
+        nonlocal shown, validated
         step = progress.step
         if progress.phase == "training" and (step // SUMMARY_EVERY > shown // SUMMARY_EVERY or step == total):
             shown = step
             numbers = step_numbers(progress, total)
+            if progress.val_loss_step is not None and progress.val_loss_step == validated:
+                numbers.pop("val_loss", None)
+            validated = progress.val_loss_step
             console.print("  ".join([f"step {step}/{total}", *numbers.values()]), highlight=False)
 
     yield show
@@ -107,14 +111,18 @@ def step_numbers(progress: Progress, total: int) -> dict[str, str]:
     numbers = {"loss": f"loss={progress.loss or 0.0:.4f}"}
     if progress.skipped:
         numbers["skipped"] = f"skipped={progress.skipped}"
-    if progress.val_loss is not None:
-        of_base_model = " (step 0)" if progress.val_loss_step == 0 and progress.step else ""
-        numbers["val_loss"] = f"val_loss={progress.val_loss:.4f}{of_base_model}"
+    if progress.val_loss is not None and progress.val_loss_step != 0:  # at step 0 it is the base model's
+        numbers["val_loss"] = f"val_loss={progress.val_loss:.4f}"
     numbers["lr"] = f"lr={progress.lr:.2e}"
-    numbers["speed"] = f"{seconds:.2f}s/it" if seconds >= 1.0 else f"{1.0 / max(seconds, 1e-9):.1f}it/s"
+    numbers["speed"] = speed(seconds)
     numbers["eta"] = f"ETA {clock_time((total - progress.step) * seconds)}"
     numbers["memory"] = f"{progress.memory_gib:.1f} GiB"
     return numbers
+
+
+def speed(seconds: float) -> str:
+    """`4.5it/s`, or `1.50s/it` where an iteration takes longer than a second, as tqdm writes it."""
+    return f"{seconds:.2f}s/it" if seconds >= 1.0 else f"{1.0 / max(seconds, 1e-9):.1f}it/s"
 
 
 def clock_time(seconds: float) -> str:

@@ -130,7 +130,7 @@ def figures_of(report: DataReport, steps: StepArithmetic, validation: int) -> li
     """The numbers under the verdict."""
     same = sum(len(group) - 1 for group in report.groups)
     return [
-        Figure("Images", str(len(report.samples)), f"of {report.counted} files"),
+        Figure("Images", str(len(report.samples)), f"of {counted(report.counted, 'file')}"),
         Figure("Validation images", str(validation), "not trained on"),
         Figure("Steps", f"{steps.total:,}", counted(steps.epochs, "epoch")),
         Figure("Look the same", str(same), f"as others, in {counted(len(report.groups), 'group')}" if same else ""),

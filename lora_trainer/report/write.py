@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from lora_trainer.core.findings import counted
 from lora_trainer.core.io import write_text
 from lora_trainer.core.version import __version__
 from lora_trainer.monitor.profile_files import PROFILE
@@ -201,7 +202,7 @@ def dataset_line(run: RunReport) -> str:
     samples, validation = whole(data.get("samples")), whole(data.get("validation"))
     if samples is None:
         return "run.json has no entry for the dataset."
-    line = f"{samples} usable images"
+    line = counted(samples, "usable image")
     return f"{line}, {validation} of them for validation." if validation is not None else f"{line}."
 
 

@@ -39,7 +39,7 @@ def measure_agreement(config: Config, samples: Sequence[Sample]) -> CaptionAgree
     every = tuple(map(canonical, settled(tuple(learned.values()), caption_rules(config))))
     different = len({sample.caption for sample in every})
     if different < FEWEST_DIFFERENT:
-        few = f"only {different} different captions; {FEWEST_DIFFERENT} are the fewest"
+        few = f"only {different} distinct captions, and at least {FEWEST_DIFFERENT} are needed"
         return CaptionAgreement(reason=few if different > 1 else "all captions are alike", of_images=len(every))
     config = config.model_copy(update={"run": config.run.model_copy(update={"offline": True})})
     try:
@@ -62,7 +62,7 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
     from lora_trainer.evaluation.likeness import differ
     from lora_trainer.evaluation.loading import free_memory
     from lora_trainer.evaluation.placing import bring_denoiser, with_less
-    from lora_trainer.evaluation.prediction import watched
+    from lora_trainer.evaluation.prediction import Passes
     from lora_trainer.run.choices import evaluated_on, usable_bytes
     from lora_trainer.run.encoding import encode_by_base
 
@@ -90,7 +90,7 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
         total = sum(
             passes([encoded[place] for place in group], len(own)) for group, own in zip(groups, captions, strict=True)
         )
-        predict = watched(partial(family.denoiser.predict, denoiser), total, compute.progress)
+        predict = Passes(compute.progress, total).counted(partial(family.denoiser.predict, denoiser))
         found = []
         for group, own in zip(groups, captions, strict=True):
             inside = [group.index(place) for place in own]

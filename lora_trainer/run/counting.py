@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
 
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.data.images.workers import Progress
-from lora_trainer.monitor.progress import duration
+from lora_trainer.monitor.progress import clock_time, speed
 
 QUIET_SECONDS = 1.5  # shorter work shows no bar
 LINE_SECONDS = 10.0
@@ -41,9 +42,18 @@ def _silent(name: str) -> Progress:
     return lambda done, total: None
 
 
+class SpeedColumn(ProgressColumn):
+    """`4.5it/s  ETA 02:31`, as soon as it is known."""
+
+    def render(self, task: Task) -> Text:
+        if not task.speed or task.remaining is None:
+            return Text()
+        return Text(f"{speed(1 / task.speed)}  ETA {clock_time(task.remaining / task.speed)}")
+
+
 @contextmanager
 def _bar(console: Console) -> Iterator[Counter]:
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), SpeedColumn())
     bar = Bar(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
     begun = time.monotonic()
 
@@ -66,18 +76,17 @@ def _bar(console: Console) -> Iterator[Counter]:
 def _lines(name: str, console: Console) -> Progress:
     begun = printed = time.monotonic()
     first: tuple[float, int] | None = None  # the time before the first call is other work, such as loading
-    is_complete = False  # as first estimated: what comes after it raises the total with each call
 
     def show(done: int, total: int) -> None:
-        nonlocal printed, first, is_complete
+        nonlocal printed, first
         now = time.monotonic()
         since, before = first = first or (now, done)
-        completes = done == total and not is_complete
-        is_complete = is_complete or completes
-        if now - printed >= LINE_SECONDS or (completes and now - begun >= LINE_SECONDS):
-            printed = now
-            known = before < done < total
-            left = f"  ETA {duration((now - since) / (done - before) * (total - done))}" if known else ""
-            console.print(f"{name} {done}/{total}{left}", highlight=False)
+        quiet = now - printed
+        if quiet >= LINE_SECONDS or (done == total and now - begun >= LINE_SECONDS and quiet >= QUIET_SECONDS):
+            printed, numbers = now, [f"{name} {done}/{total}"]
+            if done > before:
+                seconds = (now - since) / (done - before)
+                numbers += [speed(seconds), *([f"ETA {clock_time(seconds * (total - done))}"] if done < total else [])]
+            console.print("  ".join(numbers), highlight=False)
 
     return show

@@ -315,7 +315,9 @@ def suggest_folds(report: LoraReport, folder: Path) -> LoraReport:
 def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path | None, console: Console) -> None:
     """Both scores with the findings, and where everything is. The time is that of the steps, over all sessions."""
     console.print()
-    console.rule(f"{record.name}: {record.steps} steps in {duration(record.training['seconds'])}", style="dim")
+    console.rule(
+        f"{record.name}: {counted(record.steps, 'step')} in {duration(record.training['seconds'])}", style="dim"
+    )
     console.print(f"dataset: score {record.scores['dataset']:.2f}")
     if report.score is None:
         lora = folder / f"{record.name}.safetensors"

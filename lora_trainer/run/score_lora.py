@@ -147,7 +147,7 @@ def _samples_of_folder(config: Config, data: Path, run: RunFolder | None, say: S
     samples = tuple(sample for sample in manifest.samples if not sample.regularization)
     plan = plan_plain(samples, trained_framings(config, facts)[:1])
     unseen = frozenset(sample.content for sample in samples) & _kept_by(run)
-    origin = f"compared with {counted(len(samples), 'image')} of {data}"
+    origin = f"compared with {counted(len(samples), 'image')} from {data}"
     if run is not None:
         origin += (
             f", of which the run of this file trained on {len(samples) - len(unseen)}" if unseen else ", trained on"

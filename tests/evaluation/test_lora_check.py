@@ -19,16 +19,16 @@ from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.io import read_json
-from lora_trainer.evaluation import sample
+from lora_trainer.evaluation import lora_check, sample
 from lora_trainer.evaluation.compute import ON_CPU, Compute
-from lora_trainer.evaluation.evidence import RealImages
+from lora_trainer.evaluation.evidence import Effort, RealImages
 from lora_trainer.evaluation.lora_check import ADDED_WORDS, LoraGate, check_lora, places_of, with_added_words
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.prediction import in_parts
 from lora_trainer.evaluation.recipe import Drawing, Grid, ImageRequest, NamedModel
 from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.evaluation.validation_loss import EncodedSample, validation_losses
-from lora_trainer.evaluation.verdict import BY_SAMPLES, SCALES
+from lora_trainer.evaluation.verdict import BY_SAMPLES, LINE, SCALES, VerdictPart
 from lora_trainer.export.lora_file import read_lora, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights, weights_from_peft
 from lora_trainer.models import FAMILIES
@@ -167,6 +167,30 @@ def test_what_is_not_measured_is_named_and_leaves_the_score(
         assert fix in finding.fix
         assert not {f"{name}_not_measured" for name in BY_SAMPLES} & codes(report)
         assert report.outcome != "passed"
+
+
+def test_the_planned_forward_passes_are_exact_in_every_round_and_without_what_is_cached(
+    trained: Path, base: Path, samples: list[EncodedSample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(lora_check.LORA_CHECKS, "full", Effort(4, 8, 2, 2))
+    # One part that never is decided: every round is measured.
+    monkeypatch.setattr(VerdictPart, "outcome", lambda part, minimum=LINE: part.measure and "unresolved")
+    gate, images = LoraGate(prompts=PROMPTS, cache=tmp_path), RealImages(samples[:4], samples[4:])
+    counts = []
+    for _ in range(2):
+        seen: list[tuple[int, int]] = []
+        said: list[str] = []
+        compute = Compute(progress=lambda *share, to=seen: to.append(share), say=said.append)
+        report = check_lora(trained, base, FAMILY, images, gate, compute)
+        assert [line for line in said if "4 samples of at most 8" in line]
+        assert [done for done, _ in seen] == list(range(1, len(seen) + 1))
+        assert seen[-1] == (len(seen), len(seen)) == (report.cost.forward_passes,) * 2
+        complete = [done for done, total in seen if done == total]
+        assert len(complete) == 2  # at the end of each round
+        if not counts:  # nothing is cached: the total of a round is known at its start
+            assert len({total for done, total in seen if done > complete[0]}) == 1
+        counts.append(len(seen))
+    assert counts[1] < counts[0]
 
 
 def test_untrained(base: Path, samples: list[EncodedSample], tmp_path: Path) -> None:

@@ -37,10 +37,15 @@ def test_the_log_has_all_numbers() -> None:
     out = io.StringIO()
     with step_line(Console(file=out, width=200), 880, 0) as show:
         show(Progress("training", 200, 880, loss=0.088, lr=1.35e-3, seconds=0.222, memory_gib=0.5))
-        show(Progress("training", 880, 880, loss=0.2, skipped=3, val_loss=0.3, val_loss_step=0, seconds=1.5))
-    assert out.getvalue().splitlines() == [
+        for step, validated in ((210, 0), (220, 220), (230, 220), (240, 240)):
+            show(Progress("training", step, 880, loss=0.1, val_loss=0.3, val_loss_step=validated, seconds=0.5))
+        show(Progress("training", 880, 880, loss=0.2, skipped=3, seconds=1.5))
+    lines = out.getvalue().splitlines()
+    # Shown once, and not the base model's at step 0.
+    assert ["val_loss=0.3000" in line for line in lines] == [False, False, True, False, True, False]
+    assert [lines[0], lines[-1]] == [
         "step 200/880  loss=0.0880  lr=1.35e-03  4.5it/s  ETA 02:31  0.5 GiB",
-        "step 880/880  loss=0.2000  skipped=3  val_loss=0.3000 (step 0)  lr=0.00e+00  1.50s/it  ETA 00:00  0.0 GiB",
+        "step 880/880  loss=0.2000  skipped=3  lr=0.00e+00  1.50s/it  ETA 00:00  0.0 GiB",
     ]
 
 

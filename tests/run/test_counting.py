@@ -19,4 +19,8 @@ def test_the_remaining_time_follows_from_the_work_since_the_first_entry(monkeypa
         for now, done in ((100.0, 1), (105.0, 2), (130.0, 4), (400.0, 31)):  # loaded for 100 s
             clock[0] = now
             show(done, 31)
-    assert log.getvalue().splitlines() == ["answers 1/31", "answers 4/31  ETA 4 min 30 s", "answers 31/31"]
+    assert log.getvalue().splitlines() == [
+        "answers 1/31",
+        "answers 4/31  10.00s/it  ETA 04:30",
+        "answers 31/31  10.00s/it",
+    ]
