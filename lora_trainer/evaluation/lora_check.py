@@ -301,7 +301,12 @@ def measure_lora(
     if broken := not_alive(drifted, learned):
         return does_not_work([broken], {"drift": drifted, "health": asdict(health)}, gate.minimum)
     compute.say(f"samples with and without the LoRA: {counted(effort.round, 'prompt')} in {effort.steps} steps each")
-    parts = {part.name: part for part in (VerdictPart("works", Estimate(1.0, 1.0, 1.0)), learned_part(learned, images))}
+    gained = None if learned is None else Estimate(learned.mean, learned.low, learned.high)
+    why = "" if learned else "no image is known that was not trained on" if images.trained else NO_IMAGES
+    parts = {
+        "works": VerdictPart("works", Estimate(1.0, 1.0, 1.0)),
+        "learned": VerdictPart("learned", gained, why),
+    }
     by_samples, sampled = measure_samples(studio, images.every, effort, gate.minimum, compute)
     parts |= by_samples
     # Of unrelated prompts: how far they show the dataset's images.
@@ -467,14 +472,6 @@ def paired_losses(studio: Studio, images: RealImages) -> tuple[Tensor, Tensor]:
     of_each = (part for each in samples for part in (each.id, each.latents, {**each.cond, **each.controls}, each.sizes))
     key = digest_of("losses", str((SEED, TIMESTEPS)), *of_each)
     return studio.read_or_make(key, without, loss_passes(images))["losses"], losses(studio.changed.samples[unseen])
-
-
-def learned_part(learned: Improvement | None, images: RealImages) -> VerdictPart:
-    """The gain on images that were not trained on; without any, why there are none."""
-    if learned is None:
-        kept = "no image is known that was not trained on"
-        return VerdictPart("learned", None, kept if images.trained else NO_IMAGES)
-    return VerdictPart("learned", Estimate(learned.mean, learned.low, learned.high))
 
 
 def refused_unloaded(weights: AdapterWeights, base: Path, family: Family, minimum: float = LINE) -> LoraReport | None:

@@ -110,10 +110,6 @@ def leak_findings(leaked: Estimate | None) -> list[Finding]:
     return [Finding("leak", "note", message)]
 
 
-def _named(found: Health) -> str:
-    return ", ".join((*found.dead_modules, *(["…"] if found.dead > len(found.dead_modules) else [])))
-
-
 def health_findings(found: Health) -> list[Finding]:
     findings = []
     if found.largest > NORM_NOTED:
@@ -121,7 +117,8 @@ def health_findings(found: Health) -> list[Finding]:
         severity: Severity = "warning" if found.largest > NORM_WARNED else "note"
         findings.append(Finding("large_update", severity, f"{message} (up to {NORM_NOTED:.0%} is usual)."))
     if found.dead:
-        message = f"{found.dead} of {counted(found.modules, 'module')} learned nothing ({_named(found)})."
+        named = ", ".join((*found.dead_modules, *(["…"] if found.dead > len(found.dead_modules) else [])))
+        message = f"{found.dead} of {counted(found.modules, 'module')} learned nothing ({named})."
         findings.append(Finding("dead_modules", "warning", message))
     if found.rank_used is not None and found.rank_used < 0.1:
         message = f"The updates use {found.rank_used:.0%} of their rank."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -78,7 +79,13 @@ def finished(run: RunReport) -> Verdict:
     """The verdict on a run that exported its LoRA; `train` enforces no gate, but the answer is the same."""
     parts = tuple(verdict_parts(run.part("lora")))
     answers = (*strength_answers(run), *step_answers(run))
-    notes = (*unmeasured(parts), *ended_early(run))
+    explained = " ".join(
+        message for group in run.lora_findings for _, message in group.about if group.code == NOT_COMPARED
+    )
+    notes = (
+        *unmeasured([part for part in parts if part.value is not None or part.about not in explained]),
+        *ended_early(run),
+    )
     if run.lora.value is None:
         return Verdict(
             "fair", "not measured", "Not known: the LoRA was not measured", not_measured(run), answers, notes
@@ -183,7 +190,7 @@ def step_answers(run: RunReport) -> tuple[Answer, ...]:
     return (Answer("From which step?", f"{released:,}{of}", f"{reason[:1].upper()}{reason[1:]}." if reason else ""),)
 
 
-def unmeasured(parts: tuple[PartInterval, ...]) -> tuple[str, ...]:
+def unmeasured(parts: Sequence[PartInterval]) -> tuple[str, ...]:
     """One sentence for each reason why parts were not measured."""
     reasons: dict[str, list[str]] = {}
     for part in parts:

@@ -29,17 +29,12 @@ def counting(console: Console | None = None) -> Iterator[Counter]:
     """Yield a function that makes a progress callback for each thing counted; the bar is removed at the end."""
     console = console or Console(stderr=True, highlight=False)
     if not is_main_process():
-        yield _silent
+        yield lambda name: lambda done, total: None
     elif console.is_terminal:
         with _bar(console) as counter:
             yield counter
     else:
         yield lambda name: _lines(name, console)
-
-
-def _silent(name: str) -> Progress:
-    del name
-    return lambda done, total: None
 
 
 class SpeedColumn(ProgressColumn):
