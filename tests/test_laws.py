@@ -23,7 +23,7 @@ LEAST_MEDIAN_LINES = 80
 MOST_FRAMES = 8
 # A function used once with a body under 6 lines earns its place by a formula, a name that the field knows, or a test.
 SMALL_BODY = 6
-MOST_SMALL_USED_ONCE = 427  # may only fall; the aim is 150
+MOST_SMALL_USED_ONCE = 426  # may only fall; the aim is 150
 MOST_ARGUMENTS = 6
 # Functions that still have more: may only become fewer.
 WITH_MORE_ARGUMENTS = frozenset(

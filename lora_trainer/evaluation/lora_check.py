@@ -78,7 +78,6 @@ from lora_trainer.evaluation.tracking import gain_by_noise
 from lora_trainer.evaluation.validation_loss import (
     MICRO,
     EncodedSample,
-    Improvement,
     improvement,
     validation_losses,
 )
@@ -102,7 +101,7 @@ SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on t
 FEWEST_REAL = 4  # fewer have no distances to compare with
 NO_IMAGES = "no images of the dataset to compare with"
 KNOWN_FIX = (
-    "Add images of the subject, or compare by another image encoder, such as `lora-trainer validate` with"
+    "Add images of the subject, or compare by another image encoder: `lora-trainer validate` with"
     " --set gates.encoder=facebook/dinov2-base. Or look at the LoRA's samples and decide for yourself."
 )
 BROKEN_BASE_FIX = "Copy or download the base model again, or set memory.weight_dtype=bf16 or fp32."
