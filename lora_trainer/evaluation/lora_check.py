@@ -65,7 +65,6 @@ from lora_trainer.evaluation.lora_findings import (
     leak_findings,
     loading_findings,
     not_alive,
-    not_finite_finding,
     part_findings,
 )
 from lora_trainer.evaluation.lora_report import BASE_FEATURES, LoraReport
@@ -479,7 +478,9 @@ def refused_unloaded(weights: AdapterWeights, base: Path, family: Family, minimu
     None for any other.
     """
     if not_finite := weights.not_finite():
-        return does_not_work([not_finite_finding(not_finite, len(weights.modules))], {}, minimum)
+        message = f"{len(not_finite)} of {counted(len(weights.modules), 'module')} hold NaN or infinity (first: {not_finite[0]})."
+        finding = Finding("not_finite", "error", message, "Train again with a lower learning rate.")
+        return does_not_work([finding], {}, minimum)
     if problems := misfits_by_config(weights, family, base):
         return does_not_work(key_findings(problems), {}, minimum)
     return None

@@ -55,11 +55,6 @@ def key_findings(problems: list[Problem]) -> list[Finding]:
     return [Finding("key_does_not_fit", "error", problem.message, problem.fix) for problem in in_short(problems)]
 
 
-def not_finite_finding(names: list[str], total: int) -> Finding:
-    message = f"{len(names)} of {total} modules hold NaN or infinity (first: {names[0]})."
-    return Finding("not_finite", "error", message, "Train again with a lower learning rate.")
-
-
 def part_findings(parts: Mapping[str, VerdictPart], minimum: float, *, may_grow: bool) -> list[Finding]:
     """A finding for each part that is refused, to be completed by `with_remedies`, or undecided; a note for each that was not
     measured. One warning says why samples could not be compared with images, for all parts that were not measured for this.
@@ -93,6 +88,7 @@ def part_findings(parts: Mapping[str, VerdictPart], minimum: float, *, may_grow:
 
 
 def drift_findings(drifted: float) -> list[Finding]:
+    """A note where predictions of unrelated prompts move far."""
     if drifted <= DRIFT_NOTED:
         return []
     message = (

@@ -122,7 +122,7 @@ def test_both_folds_train_as_the_run_did(folded: Path) -> None:
 def test_the_verdict_says_whose_gain_it_is(folded: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, now = record(whole)["lora"], record(folded)["lora"]
     assert not before["parts"]["learned"]["measured"]
-    assert before["parts"]["learned"]["reason"] == "no image is known not to be trained on"
+    assert before["parts"]["learned"]["reason"] == "no image is known that was not trained on"
     assert now["parts"]["learned"]["measured"]
     rest = [name for name in now["parts"] if name != "learned"]
     assert all(now["parts"][name] == before["parts"][name] for name in rest)
