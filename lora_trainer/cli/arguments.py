@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lora_trainer.config.layers import Layer, Resolved, file_layer
 from lora_trainer.config.presets import AUTO, preset_layers, selectable
@@ -17,6 +18,9 @@ from lora_trainer.core.findings import folded, printable_lines
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.run.reading import model_of_run
 from lora_trainer.run.settings import go_offline, settle
+
+if TYPE_CHECKING:
+    from lora_trainer.importers.reading import KeyRule
 
 # Flag, the setting that it sets, the name of its value, help.
 SETTING_FLAGS = (
@@ -38,6 +42,29 @@ SETTING_FLAGS = (
     ("--max-hours", "train.max_hours", "H", "stop after H hours, with everything saved"),
 )
 _TEXT_SETTINGS = ("model.path", "run.output", "run.name")
+
+# What people call our settings and flags, beside the names that `importers` knows from kohya's and diffusers' scripts.
+COMMON_FLAGS = {
+    **dict.fromkeys(("lr", "unet_lr", "lrate"), "optimizer.learning_rate"),
+    **dict.fromkeys(("steps", "num_steps", "train_steps", "num_train_steps"), "train.max_steps"),
+    **dict.fromkeys(("epoch", "epochs", "num_epochs"), "train.max_epochs"),
+    **dict.fromkeys(("batch_size", "batch", "bs"), "train.effective_batch_size"),
+    **dict.fromkeys(("dim", "lora_dim", "lora_rank", "network_rank", "linear"), "lora.rank"),
+    **dict.fromkeys(("lora_alpha", "linear_alpha"), "lora.alpha"),
+    **dict.fromkeys(("res", "size", "image_size"), "data.resolution"),
+    **dict.fromkeys(("images", "image_dir", "data_dir", "dataset", "dataset_path", "folder_path"), "data.sources"),
+    **dict.fromkeys(("base_model", "model_path", "name_or_path", "checkpoint", "ckpt"), "model.path"),
+    **dict.fromkeys(("out", "out_dir", "output_folder", "save_dir", "training_folder"), "run.output"),
+    **dict.fromkeys(("precision", "dtype"), "memory.weight_dtype"),
+    **dict.fromkeys(("save_every", "save_steps", "checkpointing_steps"), "checkpoint.every_n_steps"),
+    **dict.fromkeys(("optimizer", "optim"), "optimizer.name"),
+    **dict.fromkeys(("trigger", "instance_prompt"), "captions.trigger_word"),
+    "scheduler": "lr_scheduler.name",
+    "resume_from_checkpoint": "--resume",
+    "config_file": "--config",
+}
+
+MANY_FLAGS = 3  # unknown ones are likely those of another trainer
 
 PROFILES: dict[str, dict[str, Any]] = {  # of --profile
     "short": {"enabled": True},
@@ -147,41 +174,85 @@ def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -
     """A problem for each argument that the parser does not know; an unknown flag's value is not another one."""
     flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     problems: list[Problem] = []
-    previous_is_flag = False
+    values = iter([*unknown[1:], ""])
+    has_value = False
     for word in unknown:
-        is_flag = word.startswith("--") or (word.startswith("-") and not word[1:2].isdigit())
-        if is_flag:
-            flag = word.partition("=")[0]
-            problems.append(Problem(f"Unknown flag {flag}.", _suggestion(flag, flags)))
-        elif not previous_is_flag:
-            problems.append(Problem(f"Unexpected argument {word}.", "A path with spaces needs quotes."))
-        previous_is_flag = is_flag and "=" not in word
+        following = next(values)
+        if has_value:
+            has_value = False
+        elif _is_flag(word):
+            flag, joined, value = word.partition("=")
+            has_value = not joined and bool(following) and not _is_flag(following)
+            value = following if has_value else value
+            problems.append(Problem(f"Unknown flag {flag}.", _suggestion(flag, value, flags)))
+        else:
+            problems.append(Problem(f"Unexpected argument {word}.", _flag_of(word, flags)))
+    if len(problems) > MANY_FLAGS and "--max-steps" in flags:
+        hint = f"{problems[-1].fix} `lora-trainer import` converts a whole config or script of another trainer."
+        problems[-1] = Problem(problems[-1].message, hint)
     return problems
 
 
-def _suggestion(flag: str, flags: Sequence[str]) -> str:
-    """The setting that the flag is named after (`--rank` is `--set lora.rank=…`), or the near flags."""
+def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[Problem]:
+    """The same for the unknown flags alone, of a command line that argparse cannot read."""
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    places = [place for place, word in enumerate(words) if _is_flag(word) and word.partition("=")[0] not in known]
+    return [problem for place in places for problem in unknown_arguments(parser, words[place : place + 2])[:1]]
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--") or (word.startswith("-") and not word[1:2].isdigit() and word[1:2] not in ("", "."))
+
+
+def _flag_of(word: str, flags: Sequence[str]) -> str:
+    """The flag that a path or setting without one is likely to miss."""
+    path, quoted = Path(word), shlex.quote(word)
+    if "--set" in flags and parse_assignment(word).__class__ is tuple:
+        return f"Use --set {quoted}."
+    if "--data" not in flags:
+        return "A path with spaces needs quotes."
+    if path.suffix in (".safetensors", ".gguf", ".ckpt") or (path / "model_index.json").is_file():
+        return f"Use --model {quoted}."
+    if path.is_dir() or path.suffix in (".tar", ".parquet", ".json", ".jsonl", ".csv", ".tsv"):
+        return f"Use --data {quoted}."
+    if path.suffix == ".toml":
+        return f"Use --config {quoted}, or --data for a dataset of kohya's scripts."
+    return "Images are named with --data, a model with --model. A path with spaces needs quotes."
+
+
+def _suggestion(flag: str, value: str, flags: Sequence[str]) -> str:
+    """The flag or setting that other trainers, or people, call so (`--rank 8` is `--set lora.rank=8`), or the near flags."""
     word = flag.lstrip("-").replace("-", "_").lower()
-    if "--set" in flags and (ours := _of_other_trainers(word)):
-        return ours
+    if word == "data" and "--data" not in flags:
+        return "Name the images without a flag."
+    named = COMMON_FLAGS.get(word) if "--max-steps" in flags else None
+    if named is None and "--max-steps" in flags and (rule := _rule_of_other_trainers(word)):
+        if not rule.ours:
+            return f"Remove it: {rule.why}."
+        named = rule.ours[0]
     settings = [name for name in setting_names() if "--set" in flags and name.partition(".")[2] == word]
+    settings = settings if named is None else [named]
     if settings and f"--{word.replace('_', '-')}" not in flags:
-        return f"Use {' or '.join(f'--set {name}=VALUE' for name in settings)}."
+        return f"Use {' or '.join(_assigned(name, value, flags) for name in settings)}."
     return nearest(flag, flags)
 
 
-def _of_other_trainers(word: str) -> str:
-    """What kohya's and diffusers' scripts call `--network_dim` and here is `--set lora.rank=…`; empty for other words."""
+def _assigned(setting: str, value: str, flags: Sequence[str]) -> str:
+    """How to set it; with the value where it means the same in every trainer: numbers and paths."""
+    if setting.startswith("--"):
+        return setting
+    own = {name: flag for flag, name, _, _ in SETTING_FLAGS} | {"data.sources": "--data"}
+    if own.get(setting) in flags:
+        return f"{own[setting]} {shlex.quote(value) if value else 'VALUE'}"
+    is_number = bool(value) and isinstance(parse_value(value), int | float)
+    return f"--set {setting}={value if is_number else 'VALUE'}"
+
+
+def _rule_of_other_trainers(word: str) -> KeyRule | None:
+    """How `import` reads what kohya's and diffusers' scripts call so."""
     from lora_trainer.importers import diffusers_flags, kohya
 
-    own = {setting: flag for flag, setting, _, _ in SETTING_FLAGS} | {"data.sources": "--data"}
-    for rules in (kohya.RULES, diffusers_flags.RULES):
-        if word in rules and (ours := rules[word].ours):
-            named = own.get(ours[0], f"--set {ours[0]}=VALUE")
-            if ours[0].endswith(f".{word}"):
-                return f"Use {named}."
-            return f"Here it is {named}. `lora-trainer import` converts a whole config of another trainer."
-    return ""
+    return next((rules[word] for rules in (kohya.RULES, diffusers_flags.RULES) if word in rules), None)
 
 
 def resolved_from(

@@ -8,8 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_trainer.cli.arguments import say
-from lora_trainer.cli.lora_output import MOST_RANK, add_output_arguments, number, print_result, run_write, target_of
+from lora_trainer.cli.lora_output import (
+    MOST_RANK,
+    add_output_arguments,
+    number,
+    percent,
+    print_result,
+    ranks_of,
+    run_write,
+    target_of,
+)
 from lora_trainer.cli.merge_files import read_all, weights_of
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import counted
@@ -73,8 +81,9 @@ def average_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
         return replace(result, notes=(*notes, *result.notes))
 
     result = run_write(target.path, write)
-    print_result(result, arguments.json, table=rank is not None, of=arguments.of or UPDATES, weights=weights)
-    _say(result, arguments.of or UPDATES, counted(sum(map(bool, weights)), "file"))
+    what = arguments.of or UPDATES
+    headline = _headline(result, what, counted(sum(map(bool, weights)), "file"))
+    print_result(arguments, result, headline, shrinks=rank is not None, of=what, weights=weights)
     return DONE
 
 
@@ -132,12 +141,14 @@ def _run(
     entries = {key: each for key, each in found.like.weights.metadata.items() if key not in (EMA_DECAY, SWA_START)}
     header = {**entries, "ss_steps": str(max(found.steps)), **origin_of("average", [], **details)}
     result = run_write(target.path, lambda: write_changes(found.weights, found.layers, found.like, header, target))
-    print_result(result, arguments.json, table=False, of=PARAMETERS, steps=list(found.steps))
-    _say(result, PARAMETERS, f"{counted(len(found.steps), 'checkpoint')} (steps {', '.join(map(str, found.steps))})")
+    states = f"{counted(len(found.steps), 'checkpoint')} (steps {', '.join(map(str, found.steps))})"
+    headline = _headline(result, PARAMETERS, states)
+    print_result(arguments, result, headline, shrinks=False, of=PARAMETERS, steps=list(found.steps))
     return DONE
 
 
-def _say(result: ToolResult, what: str, of: str) -> None:
+def _headline(result: ToolResult, what: str, of: str) -> str:
     kind = "valid for states of one run" if what == PARAMETERS else "exact for any files"
-    rank = max(layer.rank for layer in result.layers)
-    say(f"average of the {what} ({kind}) of {of}: rank {rank}, largest error {result.worst.error:.1e}")
+    rank = ranks_of([layer.rank for layer in result.layers])
+    error = percent(result.worst.error)
+    return f"average of the {what} ({kind}) of {of}: {counted(len(result.layers), 'layer')} of rank {rank}, error {error} at most"

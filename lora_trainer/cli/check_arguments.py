@@ -56,8 +56,9 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     else:
         facts = public_architecture(config.model.family or USUAL_FAMILY).facts
         options = text_options(config, FAMILIES[facts.family])
-        # Without a model nothing says that it edits no images.
-        facts = replace(facts, caption_tokens=options.longest(facts.caption_tokens), most_controls=MOST_CONTROLS)
+        # A family alone does not tell whether its model edits images.
+        controls = MOST_CONTROLS if FAMILIES[facts.family].pipeline.edits_images else 0
+        facts = replace(facts, caption_tokens=options.longest(facts.caption_tokens), most_controls=controls)
     sides = sorted({side for framing in trained_framings(config, facts) for side in framing.resolutions})
     named = f"any {facts.family} model"
     if config.model.path:

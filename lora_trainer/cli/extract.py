@@ -6,8 +6,15 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from lora_trainer.cli.arguments import say
-from lora_trainer.cli.lora_output import MOST_RANK, add_output_arguments, number, print_result, run_write, target_of
+from lora_trainer.cli.lora_output import (
+    MOST_RANK,
+    add_output_arguments,
+    number,
+    print_result,
+    ranks_of,
+    run_write,
+    target_of,
+)
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import counted
 
@@ -23,7 +30,7 @@ EXAMPLES = (
 def add_extract_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("base", metavar="BASE", help="the model before its training: a file, or a diffusers folder")
     parser.add_argument("tuned", metavar="TUNED", help="the model after it")
-    parser.add_argument("--rank", metavar="N", required=True, help="the highest rank of a layer")
+    parser.add_argument("--rank", metavar="N", help="the highest rank of a layer (always needed)")
     parser.add_argument("--type", metavar="KIND", default="lora", help="lora (default), dora or lokr")
     parser.add_argument(
         "--frobenius", metavar="SHARE", help="of a LoRA: lower a layer's rank to keep this share of its change's norm"
@@ -46,6 +53,8 @@ def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
 
     problems, base, tuned = list(unknown), Path(arguments.base), Path(arguments.tuned)
     rank = number(arguments, "rank", int, lambda value: 1 <= value <= MOST_RANK, problems)
+    if arguments.rank is None:
+        problems.append(Problem("--rank is missing.", "For example --rank 32."))
     share = number(arguments, "frobenius", float, lambda value: 0.0 < value <= 1.0, problems)
     clamp = number(arguments, "clamp-quantile", float, lambda value: 0.0 < value <= 1.0, problems)
     kind = arguments.type
@@ -70,8 +79,8 @@ def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
         f"the {ADAPTERS[kind].title} differs from tuned - base by {result.error:.1%} of its size, all layers together"
     )
     result = replace(result, notes=(whole, *found.notes, *below_share(result.layers, how.keep), *result.notes))
-    print_result(result, arguments.json, components=list(found.components), unchanged=found.unchanged)
-    say(
-        f"{counted(len(result.layers), 'layer')} of {', '.join(found.components)}; {found.unchanged} without a difference"
-    )
+    what = f"{counted(len(result.layers), 'layer')} of {', '.join(found.components)}; {found.unchanged} without a difference"
+    ranks = ranks_of([layer.rank for layer in result.layers])
+    components = list(found.components)
+    print_result(arguments, result, f"{what}; rank {ranks}", components=components, unchanged=found.unchanged)
     return DONE

@@ -106,7 +106,9 @@ def lines(found: Inspected) -> Iterator[str]:
     yield f"  family     {found.weights.family or 'not recognized by names, header or shapes'}"
     yield f"  format     {found.style}, {len(found.weights.modules)} modules in {found.tensors} tensors"
     yield f"  rank       {_counted(found.ranks)}"
-    yield f"  scale      {_counted(found.scales)} (alpha / rank)"
+    yield f"  scale      {_counted(found.scales)} (alpha / rank; every program applies it)"
+    if set(found.scales) != {1.0}:
+        yield "             It is no strength: at strength 1 the LoRA acts in full."
     yield f"  stored as  {_counted(found.dtypes)}"
     if found.learned_tokens:
         yield f"  tokens     {', '.join(found.learned_tokens)}"

@@ -1,10 +1,11 @@
-"""What the tools for LoRA files share: their output's arguments and checks, the table of layers, and JSON."""
+"""What the tools for LoRA files share: their output's arguments and checks, the summary of layers, and JSON."""
 
 from __future__ import annotations
 
 import argparse
 import glob
 import json
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
     from lora_trainer.lora_files.lora_inputs import LoraTarget, ToolResult
     from lora_trainer.lora_files.low_rank import LayerRow, RankLimits
 
-FORMS, DTYPES = ("kohya", "diffusers"), ("fp16", "bf16", "fp32")
+FORMS = ("kohya", "diffusers")
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}  # torch's names
 KEEP_FLAGS = ("rank", "energy", "frobenius", "ratio")
 MOST_RANK = 4096
-NAME = 58  # columns of a layer's name in the table
+WORST_SHOWN = 3  # layers named in the summary
 
 T = TypeVar("T")
 
@@ -32,15 +34,17 @@ def add_output_arguments(
     *,
     to: str = "the first file's",
     dtype: str = "the first file's",
+    forms: Sequence[str] = FORMS,
     reads: bool = True,
 ) -> None:
     """The arguments of a command that writes one LoRA file, with its defaults in words; `reads`: it reads LoRA files."""
-    parser.add_argument("--output", metavar="OUT", required=True, help="the file to write, ending in .safetensors")
-    parser.add_argument("--to", metavar="|".join(FORMS), help=f"the format to write (default: {to})")
+    parser.add_argument("--output", metavar="OUT", help="the file to write, ending in .safetensors (always needed)")
+    parser.add_argument("--to", metavar="|".join(forms), help=f"the format to write (default: {to})")
     parser.add_argument("--dtype", metavar="|".join(DTYPES), help=f"type of the weights (default: {dtype})")
     if reads:
         parser.add_argument("--family", metavar="FAMILY", help="model family, if the files do not say it")
     parser.add_argument("--overwrite", action="store_true", help="overwrite OUT")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print a row for each layer")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout, with a row for each layer")
 
 
@@ -89,23 +93,32 @@ def keep_of(arguments: argparse.Namespace, problems: list[Problem]) -> RankLimit
     return None if keep == RankLimits() else keep
 
 
-def target_of(arguments: argparse.Namespace, inputs: Sequence[Path], problems: list[Problem]) -> LoraTarget:
-    """The file to write. Adds problems of the arguments, among them an OUT that exists or is an input."""
+def target_of(
+    arguments: argparse.Namespace, inputs: Sequence[Path], problems: list[Problem], forms: Sequence[str] = FORMS
+) -> LoraTarget:
+    """The file to write. Adds problems of the arguments, among them an OUT that is missing, exists or is an input."""
     import torch
 
     from lora_trainer.lora_files.lora_inputs import LoraTarget
     from lora_trainer.models import FAMILIES
 
-    for flag, known in (("to", FORMS), ("dtype", DTYPES), ("family", tuple(FAMILIES))):
+    for flag, known in (("to", forms), ("dtype", DTYPES), ("family", FAMILIES)):
         value = getattr(arguments, flag, None)
         if value is not None and value not in known:
             problems.append(Problem(f"--{flag} {value} is not known.", f"One of: {', '.join(known)}."))
-    path = Path(arguments.output)
-    problems += output_problems(path, inputs, overwrite=arguments.overwrite)
-    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-    return LoraTarget(
-        path, inputs[0], arguments.to, dtypes.get(arguments.dtype or ""), getattr(arguments, "family", None)
-    )
+    path = output_of(arguments, problems)
+    if arguments.output is not None:
+        problems += output_problems(path, inputs, overwrite=arguments.overwrite)
+    dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype in DTYPES else None
+    to = arguments.to if arguments.to in FORMS else None
+    return LoraTarget(path, inputs[0], to, dtype, getattr(arguments, "family", None))
+
+
+def output_of(arguments: argparse.Namespace, problems: list[Problem]) -> Path:
+    """The path of `--output`. Adds a problem where it is missing."""
+    if arguments.output is None:
+        problems.append(Problem("--output is missing.", "For example --output out.safetensors."))
+    return Path(arguments.output or "")
 
 
 def output_problems(path: Path, inputs: Sequence[Path], *, overwrite: bool) -> list[Problem]:
@@ -149,27 +162,27 @@ def run_write(target: Path, write: Callable[[], T]) -> T:
         raise UsageError(Problem(message, "Nothing was kept.")) from error
 
 
-def print_result(result: ToolResult, as_json: bool, *, table: bool = True, **more: Any) -> None:
-    """Print the table of layers and notes on stderr and the files on stdout, or all as one JSON document."""
-    if as_json:
+def print_result(
+    arguments: argparse.Namespace, result: ToolResult, headline: str, *, shrinks: bool = True, **more: Any
+) -> None:
+    """Print the headline, a summary of the layers and notes on stderr and the files on stdout; or one JSON document.
+
+    `shrinks`: the layers were approximated, so that what they kept is of interest. With `--verbose` each layer has a row.
+    """
+    say(headline)
+    if arguments.json:
         document = {
             "files": [str(path) for path in result.paths],
             **more,
             "layers": [
-                {
-                    "name": each.name,
-                    "rank_before": each.rank_before,
-                    "rank": each.rank,
-                    "kept": each.kept,
-                    "error": each.error,
-                }
+                {key: getattr(each, key) for key in ("name", "rank_before", "rank", "kept", "error")}
                 for each in result.layers
             ],
             "notes": list(result.notes),
         }
         print(json.dumps(finite(document), indent=2, ensure_ascii=False, allow_nan=False))
         return
-    for line in _table(result.layers) if table else ():
+    for line in (_table if arguments.verbose else _summary)(result.layers) if shrinks and result.layers else ():
         print(printable_lines(line), file=sys.stderr)
     for note in result.notes:
         say(f"note: {note}")
@@ -177,10 +190,35 @@ def print_result(result: ToolResult, as_json: bool, *, table: bool = True, **mor
         print(printable_lines(str(path)))
 
 
+def ranks_of(ranks: Sequence[int]) -> str:
+    """`8`, or `2 to 8` where layers differ."""
+    return f"{min(ranks)}" if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
+
+
+def percent(share: float) -> str:
+    """`21.0%`, `0.031%`, and `under 0.001%` for what rounding leaves."""
+    if 0.0 < share < 1e-5:
+        return "under 0.001%"
+    return f"{share:.1%}" if share >= 0.01 or share == 0.0 else f"{share:.3%}"
+
+
+def _summary(layers: Sequence[LayerRow]) -> list[str]:
+    """What the layers kept of their updates' norms, and the worst of them."""
+    worst = sorted(layers, key=lambda each: each.kept)[:WORST_SHOWN]
+    middle = statistics.median(each.kept for each in layers)
+    return [
+        f"kept of a layer's update (its norm): median {middle:.1%}, least {worst[0].kept:.1%} (error {percent(worst[0].error)})",
+        *(f"  {each.kept:>6.1%} at rank {each.rank}: {each.name}" for each in worst),
+        "--verbose prints a row for each layer",
+    ]
+
+
 def _table(layers: Sequence[LayerRow]) -> list[str]:
-    """A row for each layer: ranks, the share of the norm that was kept, and the error."""
-    rows = [f"{'layer':<{NAME}} {'rank':>11} {'kept':>7} {'error':>8}"]
-    for each in layers:
-        ranks = f"{each.rank_before} -> {each.rank}"
-        rows.append(f"{each.name[-NAME:]:<{NAME}} {ranks:>11} {each.kept:>7.2%} {each.error:>8.1e}")
-    return rows
+    """A row for each layer: ranks, the share of the norm that was kept, and the error, a share of the norm as well."""
+    return [
+        f"{'rank':>12} {'kept':>8} {'error':>8}  layer",
+        *(
+            f"{f'{each.rank_before} -> {each.rank}':>12} {each.kept:>8.2%} {each.error:>8.2%}  {each.name}"
+            for each in layers
+        ),
+    ]

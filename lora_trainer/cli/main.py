@@ -26,6 +26,7 @@ from lora_trainer.cli.arguments import (
     resolved_from,
     say,
     unknown_arguments,
+    unknown_flags,
 )
 from lora_trainer.cli.average import EXAMPLES as AVERAGE_EXAMPLES
 from lora_trainer.cli.average import add_average_arguments, average_command
@@ -134,7 +135,10 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
     add_debug_argument(parser)
     if "-h" in rest or "--help" in rest:
         return partial(_parse_to_exit, parser, ["--help"])
-    parsed, unknown = parser.parse_known_intermixed_args(rest)
+    try:
+        parsed, unknown = parser.parse_known_intermixed_args(rest)
+    except UsageError as error:
+        raise UsageError([*unknown_flags(parser, rest), *error.problems]) from None
     return partial(command.run, parsed, unknown_arguments(parser, unknown))
 
 

@@ -8,14 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_trainer.cli.arguments import say
 from lora_trainer.cli.lora_output import (
     add_keep_arguments,
     add_output_arguments,
     inside_problems,
     keep_of,
+    output_of,
     output_problems,
+    percent,
     print_result,
+    ranks_of,
     run_write,
     target_of,
 )
@@ -59,9 +61,11 @@ def merge_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     target = target_of(arguments, paths, problems)
     inputs = read_all(paths, problems, arguments.family)
     result = run_write(target.path, lambda: _merge(inputs, weights, keep, target))
-    largest = f"largest error {result.worst.error:.1e} of an update ({result.worst.name})"
-    say(f"{counted(sum(map(bool, weights)), 'LoRA')} merged, {counted(len(result.layers), 'module')}: {largest}")
-    print_result(result, arguments.json, table=keep is not None, weights=weights)
+    what = f"{counted(sum(map(bool, weights)), 'LoRA')} merged, {counted(len(result.layers), 'layer')}"
+    ranks = ranks_of([layer.rank for layer in result.layers])
+    rounding = f": rounding changes an update by {percent(result.worst.error)} at most ({result.worst.name})"
+    headline = f"{what} of rank {ranks}{rounding if keep is None else ''}"
+    print_result(arguments, result, headline, shrinks=keep is not None, weights=weights)
     return DONE
 
 
@@ -137,7 +141,7 @@ def _into(
 ) -> int:
     from lora_trainer.lora_files.into_base import merge_into
 
-    base, target = Path(arguments.into), Path(arguments.output)
+    base, target = Path(arguments.into), output_of(arguments, problems)
     problems += [
         Problem(f"--{flag} does not apply with --into: OUT is as the base model is.", f"Remove --{flag}.")
         for flag in ("to", "dtype", "family")
@@ -147,7 +151,9 @@ def _into(
         problems.append(
             Problem("Ranks do not apply with --into: a base model has none.", "Remove --rank and the like.")
         )
-    if not base.is_dir():
+    if arguments.output is None:
+        pass
+    elif not base.is_dir():
         problems += output_problems(target, [base, *paths], overwrite=arguments.overwrite)
     elif target.exists():
         problems.append(Problem(f"{target} exists already, and a folder is never overwritten.", "Name another folder."))
@@ -155,11 +161,8 @@ def _into(
         problems += inside_problems(target, [base])
     inputs = read_all(paths, problems, arguments.family, any_kind=True)
     result = run_write(target, lambda: merge_into(base, inputs, weights, target))
-    rounding = (
-        f"rounding to its types changes a layer's update by {result.worst.error:.1e} at most ({result.worst.name})"
-    )
-    say(
-        f"{counted(sum(map(bool, weights)), 'LoRA')} merged into {base.name}, {counted(len(result.layers), 'layer')}: {rounding}"
-    )
-    print_result(result, arguments.json, table=False, weights=weights)
+    what = f"{counted(sum(map(bool, weights)), 'LoRA')} merged into {base.name}, {counted(len(result.layers), 'layer')}"
+    rounding = f"rounding to its types changes an update by {percent(result.worst.error)} at most"
+    headline = f"{what}: {rounding} ({result.worst.name})"
+    print_result(arguments, result, headline, shrinks=False, weights=weights)
     return DONE

@@ -6,17 +6,18 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_trainer.cli.arguments import say
 from lora_trainer.cli.lora_output import (
     add_keep_arguments,
     add_output_arguments,
     keep_of,
     print_result,
+    ranks_of,
     run_write,
     target_of,
 )
 from lora_trainer.cli.merge_files import read_all
 from lora_trainer.core.errors import DONE, Problem
+from lora_trainer.core.findings import counted
 
 if TYPE_CHECKING:
     from lora_trainer.lora_files.lora_inputs import LoraInput, LoraTarget, ToolResult
@@ -47,15 +48,15 @@ def resize_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
     target = target_of(arguments, [path], problems)
     (source,) = read_all([path], problems, arguments.family)
     assert keep is not None
-    highest = max((pair.rank for pair in source.weights.modules.values()), default=0)
     result = run_write(target.path, lambda: _resize(source, keep, target))
+    before = ranks_of([layer.rank_before for layer in result.layers])
+    if all(layer.rank == layer.rank_before for layer in result.layers):
+        headline = f"nothing changes: every layer already is within the limits (rank {before})"
+        print_result(arguments, result, headline, shrinks=False)
+        return DONE
     size = result.paths[0].stat().st_size / path.stat().st_size
-    print_result(result, arguments.json)
-    lowest, most = (pick(layer.rank for layer in result.layers) for pick in (min, max))
-    ranks = f"{most}" if lowest == most else f"{lowest} to {most}"
-    say(
-        f"rank {highest} -> {ranks}, {size:.0%} of the file's size; largest error {result.worst.error:.1%} ({result.worst.name})"
-    )
+    ranks = f"rank {before} -> {ranks_of([layer.rank for layer in result.layers])}"
+    print_result(arguments, result, f"{counted(len(result.layers), 'layer')}, {ranks}, {size:.0%} of the file's size")
     return DONE
 
 

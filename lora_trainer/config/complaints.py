@@ -28,9 +28,19 @@ _WISHES = {
     "less_than_equal": "at most {le}",
     "less_than": "less than {lt}",
     "literal_error": "one of {expected}",
-    "dict_type": 'a table such as {{"*.attn2.*" = 0.5}}',
+    "dict_type": 'a table such as {{"*.attn2.*" = 4}}',
     "model_type": "paths or tables",
     "model_attributes_type": "paths or tables",
+}
+FAMILY_NAMES = {  # what people call a family, without dots and dashes
+    "klein": "flux2",
+    **dict.fromkeys(("flux1", "flux1dev", "fluxdev", "kontext", "schnell"), "flux"),
+    **dict.fromkeys(("sd1", "sd14"), "sd15"),
+    **dict.fromkeys(("xl", "sdxl1", "pony", "illustrious", "noobai"), "sdxl"),
+    **dict.fromkeys(("sd35", "sd3medium"), "sd3"),
+    **dict.fromkeys(("qwen", "qwenimage"), "qwen_image"),
+    "zimage": "z_image",
+    "krea": "krea2",
 }
 _TABLES: Mapping[str, type[Section]] = {"sources": SourceSection, "captions": CaptionsSection}
 
@@ -106,6 +116,8 @@ def _wrong_value(
             wish = "a table, such as {shuffle = true}"
         if detail["type"] == "tuple_type":
             wish = f"a list such as {_list_of(kind.model_fields[key].annotation, value)}"
+        if isinstance(value, dict) and any(isinstance(item, dict) for item in value.values()):
+            wish = 'a number for each pattern, and a pattern with dots in quotes: "mid_block.*" = 4'
         if len(detail["loc"]) > 1 and isinstance(at := detail["loc"][-1], int):
             if not detail["type"].startswith("model_"):
                 items.append(f"{shown(value[at])} must be {wish}")
@@ -117,6 +129,8 @@ def _wrong_value(
     message = f"{name} = {shown(value)} (from {layer}): {'; '.join(reasons)}."
     field = kind.model_fields[key]
     choices = [word for detail in details if detail["type"] == "literal_error" for word in _choices(detail)]
+    if name == "model.family" and (family := FAMILY_NAMES.get(str(value).lower().replace("-", "").replace(".", ""))):
+        return Problem(message, f"Did you mean {family}?")
     if isinstance(value, str) and choices and (near := nearest(value, choices)).startswith("Did"):
         return Problem(message, near)
     meaning = f"{field.description}; " if field.description else ""

@@ -27,6 +27,7 @@ from lora_trainer.export.weights import AdapterWeights, LoraWeights, check_keys,
 from lora_trainer.models.family import Family
 from lora_trainer.models.folder import named_parts, read_config
 from lora_trainer.models.frozen import empty_text_encoder
+from lora_trainer.models.lora_names import families_of
 
 WORST_SHOWN = 5  # modules that do not fit, of many
 COMPLAINTS = ("unexpected keys", "missing keys", "were ignored", "unsuccessful", "not found")
@@ -202,8 +203,11 @@ def misfits(
         family.lora_files.base_names(family.describe(base))[0],
     )
     unnamed = family.lora_files.like if not trained_on else family.name
-    if weights.family not in (None, family.name, unnamed):
-        message = f"The LoRA was trained on another model family: {weights.family}; the base model is {family.name}."
+    found = families_of(weights)
+    if found and not {family.name, unnamed} & {*found}:
+        message = (
+            f"The LoRA was trained on another model family: {' or '.join(found)}; the base model is {family.name}."
+        )
         return [Problem(message, "Set --model to a model of its family.")]
     there = {name.partition(".")[0] for name in shapes}
     others = [

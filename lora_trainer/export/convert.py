@@ -165,7 +165,7 @@ def _of_others(weights: AdapterWeights, names: Names) -> list[Problem]:
     if not others:
         return []
     message = f"{counted(len(others), 'module')} of the LoRA belong to no part of {names.family} ({some(others)})."
-    return [Problem(message, "Is --family right?")]
+    return [Problem(message, "Name the family that it was trained on with --family.")]
 
 
 def _cast(weights: LoraWeights, dtype: torch.dtype | None) -> LoraWeights:
@@ -187,7 +187,11 @@ def _to_kohya(
     try:
         tensors, ranks = kohya_form.kohya_tensors(weights, names, as_they_are=back is not None)
     except ValueError as error:
-        raise UsageError(Problem(f"kohya's form cannot hold this LoRA: {error}.", "Is --family right?")) from None
+        raise UsageError(
+            Problem(
+                f"kohya's form cannot hold this LoRA: {error}.", "Name the family that it was trained on with --family."
+            )
+        ) from None
     notes = []
     alphas = {
         (prefix, float(tensor))
@@ -224,7 +228,7 @@ def _to_diffusers(
     if kept:
         notes.append(
             f"{len(kept)} modules keep their alpha in the header, "
-            f"{'where the file had it before' if back else 'since their scale is no power of two'}: diffusers reads it; "
+            f"{'where the file had it before' if back else 'since multiplied with it the weights would be rounded'}: diffusers reads it; "
             "ComfyUI does not and would use scale 1 for this file. Use the file in kohya's form there."
         )
     adapter = {diffusers_form.ADAPTER_METADATA_KEY: diffusers_form.adapter_metadata(ready)}

@@ -187,6 +187,9 @@ def collect(
     return Collected(weights, forms[0] if forms else "", found, tuple(problems))
 
 
+RUN_STATE = re.compile(r"best-\d+\.safetensors|(adapter|average|optimizer)\.safetensors")  # in a run's checkpoints
+
+
 def _wrong_kind(file: str, tensors: Sequence[str], keys: Mapping[str, Key], forms: Sequence[str]) -> Problem | None:
     if method := other_method(tensors):
         fix = "Its update is not exact in other programs: convert it to a LoRA with the program that made it."
@@ -198,6 +201,8 @@ def _wrong_kind(file: str, tensors: Sequence[str], keys: Mapping[str, Key], form
     if not forms and not any(read.part == "alpha" for read in keys.values()):
         kind = other_file(tensors)
         fix = "Name a LoRA file; a base model is named with --model." if tensors else "The file holds no tensors."
+        if RUN_STATE.fullmatch(file):
+            kind, fix = "a state of a training run", "Name a LoRA file in the run's folder."
         return Problem(
             f"{file} holds no LoRA weights among its {len(tensors)} keys{f': it is {kind}' if kind else ''}.", fix
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.core.findings import counted
 from lora_trainer.core.tensorfile import is_gguf
 from lora_trainer.export.reading import some
@@ -16,7 +16,7 @@ from lora_trainer.models.detection import detect_family
 from lora_trainer.models.folder import check_part, named_parts, places_of_weights
 from lora_trainer.models.places import Place, stored_weights
 from lora_trainer.models.single.lay_out import places_of_parts
-from lora_trainer.models.single.recognize import recognize
+from lora_trainer.models.single.recognize import USE_BASE, recognize
 
 WEIGHT = ".weight"
 # Last parts of modules whose weights have two sides and are no linear layers.
@@ -56,7 +56,8 @@ def read_base(path: Path, flag: str) -> BaseLayers:
             check_part(path / name)
         parts: dict[str, Mapping[str, Place]] = {name: places_of_weights(path / name) for name in names}
     else:
-        checkpoint = recognize(path)
+        with known_as({USE_BASE: f"{flag} is a checkpoint or a folder in diffusers' layout."}):
+            checkpoint = recognize(path)
         family = checkpoint.family
         wanted = (FAMILIES[family].denoiser.component, *_text_encoders(family))
         parts = {name: places for name, places in places_of_parts(checkpoint).items() if name in wanted}

@@ -24,7 +24,7 @@ from lora_trainer.export.updates import DecomposedUpdate, RowsUpdate
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, plain_pairs
 from lora_trainer.lora_files.combining import Combined, cast_for_storage
 from lora_trainer.lora_files.low_rank import LayerRow
-from lora_trainer.models.lora_names import names_for, read_source, write_source, write_weights
+from lora_trainer.models.lora_names import families_of, names_for, read_source, write_source, write_weights
 
 ORIGIN = "lora_trainer.origin"  # header: the command that made a file, and the files that it read
 MERGED_FROM, COMMENT = "modelspec.merged_from", "ss_training_comment"
@@ -115,9 +115,9 @@ def differences(inputs: Sequence[LoraInput]) -> list[Problem]:
     """Why files cannot be combined: they are for two families, or have layers of other sizes, or the same learned token."""
     by_family: dict[str, list[str]] = {}
     for each in inputs:
-        if each.weights.family:
-            by_family.setdefault(each.weights.family, []).append(each.path.name)
-    if len(by_family) > 1:
+        if found := families_of(each.weights):
+            by_family.setdefault(" or ".join(found), []).append(each.path.name)
+    if len(by_family) > 1 and not set.intersection(*({*kin.split(" or ")} for kin in by_family)):
         listed = "; ".join(f"{some(files)}: {family}" for family, files in by_family.items())
         message = f"The files are for {len(by_family)} families of models ({listed})."
         return [Problem(message, "Combine files of one family: a layer of one is none of the other.")]

@@ -350,6 +350,11 @@ class PipelineSpec:
     guidance: str = "guidance_scale"
     refused: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def edits_images(self) -> bool:
+        """Whether any model of the family reads control images."""
+        return self.with_controls is not type(self).with_controls
+
 
 @dataclass(frozen=True)
 class LoraFileSpec:

@@ -71,11 +71,11 @@ def read_adapter_with_tokens(path: Path) -> AdapterWeights:
 
 def with_family(weights: AdapterWeights) -> AdapterWeights:
     """The same weights, with their family if names, header or shapes identify it."""
-    return (
-        weights
-        if weights.family
-        else replace(weights, family=_by_header(weights) or _by_text(weights) or _by_shape(weights))
-    )
+    if weights.family:
+        return weights
+    known = _by_header(weights) or _by_text(weights)
+    fitting = [] if known else _by_shapes(weights)
+    return replace(weights, family=known or (fitting[0] if len(fitting) == 1 else None))
 
 
 def convert_lora(
@@ -148,11 +148,20 @@ def names_for(path: Path, weights: AdapterWeights, family: str | None, numbered:
 
 def wrong_family(path: Path, weights: AdapterWeights, family: str | None) -> list[Problem]:
     """Why a file cannot be of the family that the user names: its names, header or shapes identify another one."""
-    found = weights.family
-    if not family or not found or found in (family, FAMILIES[family].lora_files.like):
+    found = families_of(weights) if family else []
+    if not family or not found or {family, FAMILIES[family].lora_files.like} & {*found}:
         return []
-    message = f"--family is {family}, but {path.name} is for {found}."
+    message = f"--family is {family}, but {path.name} is for {' or '.join(found)}."
     return [Problem(message, f"Remove --family, or use a file for {family}.")]
+
+
+def families_of(weights: AdapterWeights) -> list[str]:
+    """The families that a file may be for: one where names, header or shapes identify it, else all with such a denoiser."""
+    if weights.family:
+        return [weights.family]
+    denoisers = {module.partition(".")[0] for module in weights.modules if not module.startswith("text_encoder")}
+    kin = [name for name, family in FAMILIES.items() if denoisers == {family.denoiser.component}]
+    return _by_shapes(weights) or kin
 
 
 def _with_base(weights: AdapterWeights, family: str) -> AdapterWeights:
@@ -187,8 +196,8 @@ def _by_header(weights: AdapterWeights) -> str | None:
     return None
 
 
-def _by_shape(weights: AdapterWeights) -> str | None:
-    """The transformer's family whose published models have all of the modules in these shapes; None where several do.
+def _by_shapes(weights: AdapterWeights) -> list[str]:
+    """The transformers' families whose published models have all of the modules in these shapes.
 
     Of several, it is the one whose last blocks the file has: LoRAs train all blocks, and families share names and widths.
     """
@@ -199,8 +208,7 @@ def _by_shape(weights: AdapterWeights) -> str | None:
         if rests and family.lora_files.layout and all(rule_of(family.lora_files.layout, rest) for rest in rests)
     }
     best = max(fitting.values(), default=0)
-    found = [name for name, fit in fitting.items() if fit == best > 0]
-    return found[0] if len(found) == 1 else None
+    return [name for name, fit in fitting.items() if fit == best > 0]
 
 
 def _fit(weights: AdapterWeights, family: Family, config: Mapping[str, Any]) -> int:

@@ -67,7 +67,7 @@ def refuse_used(order: Order, record: dict[str, Any] | None) -> None:
                 f"{order.folder} holds a run already (status {record.get('status')}, step {record.get('steps', 0)}).",
                 "It cannot be resumed (checkpoint.save_state=false): choose another --name."
                 if not keeps_state(record) and checkpoints_in(order.folder / "checkpoints")
-                else "It is finished: choose another --name, or add --resume and more steps."
+                else "It is finished: choose another --name, or add --resume and a larger --max-steps."
                 if is_finished(record)
                 else "Add --resume to continue it, or choose another --name.",
             )

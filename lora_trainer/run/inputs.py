@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.builtin import DATA_FOLDER
+from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError, gathering, known_as
 from lora_trainer.core.findings import Finding, counted
@@ -286,11 +286,12 @@ def refuse_controls(facts: ModelFacts, controls: int) -> None:
             if facts.most_controls
             else "takes no control images"
         )
-        message = f"There {'is' if controls == 1 else 'are'} {counted(controls, 'control image')} for each image, and {facts.name} {takes}."
+        model = "the built-in base model" if facts.path == BASE_FOLDER else facts.name
+        message = f"There {'is' if controls == 1 else 'are'} {counted(controls, 'control image')} for each image, and {model} {takes}."
         fix = (
             "Name fewer with control_images and control_columns."
             if facts.most_controls
-            else "Remove the settings control_images and control_columns, or use an edit model such as FLUX.2 klein."
+            else "Name an edit model with --model, such as FLUX.2 klein, or remove control_images and control_columns."
         )
         raise UsageError(Problem(message, fix))
 

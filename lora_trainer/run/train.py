@@ -156,7 +156,8 @@ def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
         )
         return RunResult(order.folder, record, int(record.get("exit_code") or DONE))
     order.console.print(
-        f"{order.folder} is finished (status {status}, step {steps}). Nothing to do. To continue, set more steps."
+        f"{order.folder} is finished (status {status}, step {steps}). Nothing to do."
+        f" To continue, add --max-steps with more than {steps}."
     )
     return RunResult(order.folder, record, int(record.get("exit_code") or DONE))
 

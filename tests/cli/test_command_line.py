@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from PIL import Image
 
 from lora_trainer.cli import main as cli
+from lora_trainer.cli.arguments import COMMON_FLAGS
 from lora_trainer.cli.main import COMMANDS, Command, main
+from lora_trainer.config.toml import setting_names
 from lora_trainer.core.errors import DatasetRefused
 from lora_trainer.core.findings import folded
 from lora_trainer.run.order import Order
@@ -44,20 +49,66 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], monkeypatch:
 @pytest.mark.parametrize(
     ("flag", "ours"),
     [
-        ("--network_dim", "Here it is --set lora.rank=VALUE."),
-        ("--pretrained_model_name_or_path", "Here it is --model."),
-        ("--train_data_dir", "Here it is --data."),
-        ("--max_train_steps", "Here it is --max-steps."),
-        ("--train-batch-size", "Here it is --set train.effective_batch_size=VALUE."),
-        ("--learning_rate", "Use --set optimizer.learning_rate=VALUE."),
+        ("--network_dim 4", "Use --set lora.rank=4."),
+        ("--rank=4", "Use --set lora.rank=4."),
+        ("--lora_rank 4", "Use --set lora.rank=4."),
+        ("--lr 1e-4", "Use --set optimizer.learning_rate=1e-4."),
+        ("--learning_rate 1e-4", "Use --set optimizer.learning_rate=1e-4."),
+        ("--steps 4", "Use --max-steps 4."),
+        ("--max_train_steps 4", "Use --max-steps 4."),
+        ("--epochs 4", "Use --set train.max_epochs=4."),
+        ("--batch_size 4", "Use --set train.effective_batch_size=4."),
+        ("--train-batch-size 4", "Use --set train.effective_batch_size=4."),
+        ("--resolution 512", "Use --set data.resolution=512."),
+        ("--output_dir 'my runs'", "Use --output 'my runs'."),
+        ("--output_name cat", "Use --name cat."),
+        ("--pretrained_model_name_or_path a/b", "Use --model a/b."),
+        ("--train_data_dir images", "Use --data images."),
+        ("--optimizer_type AdamW", "Use --set optimizer.name=VALUE."),
+        ("--resume_from_checkpoint latest", "Use --resume."),
+        ("--xformers", "Remove it: "),
     ],
 )
 def test_flags_of_other_trainers_are_answered_with_ours(
     capsys: pytest.CaptureFixture[str], flag: str, ours: str
 ) -> None:
-    code, _, err = run(capsys, "train", f"{flag}=4")
+    code, _, err = run(capsys, "train", *shlex.split(flag))
     assert code == 2
     assert ours in err
+    assert "Unexpected argument" not in err
+
+
+def test_every_answer_to_another_trainers_flag_can_be_typed() -> None:
+    known = {*setting_names(), "--resume", "--config"}
+    assert known >= set(COMMON_FLAGS.values())
+
+
+def test_a_path_without_its_flag_is_answered_with_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my images").mkdir()
+    for word, fix in (
+        ("my images", "Use --data 'my images'."),
+        ("sd15.safetensors", "Use --model sd15.safetensors."),
+        ("cat.toml", "Use --config cat.toml"),
+        ("lora.rank=4", "Use --set lora.rank=4."),
+        ("cat", "Images are named with --data"),
+    ):
+        code, _, err = run(capsys, "train", word)
+        assert code == 2
+        assert f"error: Unexpected argument {word}.\n       {fix}" in err
+    assert "Name the images without a flag." in run(capsys, "check", "--data", "images")[2]
+
+
+def test_a_misspelt_flag_is_reported_beside_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    err = run(capsys, "extract", "--rnak", "4")[2]
+    assert err.startswith("error: 2 problems\n  1. Unknown flag --rnak.\n     Did you mean --rank")
+    assert "are required: TUNED." in err
+    err = run(capsys, "extract", "base", "tuned", "--rnak=4", "--dtype", "fp4")[2]
+    assert err.startswith("error: 4 problems\n")
+    for expected in ("--rnak.", "--rank is missing.", "--output is missing.", "--dtype fp4 is not known."):
+        assert expected in err
 
 
 def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +184,7 @@ def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str], t
     assert err.startswith("error: 9 problems\n")
     for expected in (
         "Unknown flag --reume.\n     Did you mean --resume",
-        "Unknown flag --rank.\n     Use --set lora.rank=VALUE.",
+        "Unknown flag --rank.\n     Use --set lora.rank=8.",
         "Unexpected argument stray.",
         "There is no preset named 12bg.\n     Did you mean 12gb",
         "There is no model at no-such-model (looked for in ",
@@ -152,7 +203,9 @@ def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str], t
         (["--preset", "12gb"], "Unknown flag --preset."),
         (["train", "--preset"], "Argument --preset: expected one argument."),
         (["train", "--config", "no-such.toml"], "no-such.toml does not exist."),
-        (["train", "--max-epochs", "3"], "--set train.max_epochs=VALUE"),
+        (["plan", "--set", "model.family=klein"], "Did you mean flux2?"),
+        (["train", "--set", "lora.rank_pattern={a={b=4}}"], 'a pattern with dots in quotes: "mid_block.*" = 4'),
+        (["train", "--max-epochs", "3"], "--set train.max_epochs=3"),
         (["train", "--max_steps", "3"], "Did you mean --max-steps"),
         (["check", "--sett", "lora.rank=3"], "Did you mean --set"),
         (["validate"], "The following arguments are required: LORA."),
@@ -170,6 +223,30 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str], argv: list[str], expect
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert expected in err
+
+
+def test_check_refuses_edit_pairs_where_train_does(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for side in ("after", "before"):
+        (tmp_path / side).mkdir()
+        Image.new("RGB", (64, 64)).save(tmp_path / side / "a.png")
+    (tmp_path / "pairs.toml").write_text(
+        '[[data.sources]]\npath = "after"\ncontrol_images = ["before"]\n', encoding="utf-8"
+    )
+    pairs = ("--config", "pairs.toml")
+    for argv, model in (
+        (("train", "--dry-run", *pairs), "the built-in base model"),
+        (("check", *pairs), "sd15"),
+        (("check", *pairs, "--set", "model.family=sdxl"), "sdxl"),
+    ):
+        code, _, err = run(capsys, *argv)
+        assert code == 2
+        assert f"1 control image for each image, and {model} takes no control images." in err
+    code, out, _ = run(capsys, "check", *pairs, "--set", "model.family=flux2", "--quick", "--json")
+    assert code == 3
+    assert json.loads(out)["samples"] == 1
 
 
 def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:

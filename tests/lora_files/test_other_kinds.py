@@ -146,13 +146,15 @@ def test_a_plain_lora_of_any_kind_has_its_change_or_the_printed_error(kind, pipe
         assert {name: pair.delta().shape for name, pair in found.items()} == {
             name: each.shape for name, each in exact.items()
         }
-        printed = re.findall(r"([\d.]+)% (?:of the update|in the worst)", capsys.readouterr().err)
+        printed = re.findall(r"error (?:under )?([\d.]+)%", capsys.readouterr().err)
         whole, worst = (float(each) / 100 for each in printed)
         errors = {name: float((found[name].delta() - each).norm()) for name, each in exact.items()}
         shares = {name: each / float(exact[name].norm()) for name, each in errors.items()}
         # Of the file as it was written, rounded: 0.2 % in bf16, where nothing else is lost.
-        assert whole == pytest.approx(sum(each**2 for each in errors.values()) ** 0.5 / size, abs=6e-5)
-        assert worst == pytest.approx(max(shares.values()), abs=6e-5)
+        assert whole == pytest.approx(
+            sum(each**2 for each in errors.values()) ** 0.5 / size, abs=6e-4 if rank == 2 else 1.1e-5
+        )
+        assert worst == pytest.approx(max(shares.values()), abs=6e-4 if rank == 2 else 1.1e-5)
         if rank == 4096:
             assert max(shares.values()) < (1e-4 if dtype == "fp32" else 4e-3)
             assert dtype == "fp32" or worst > 1e-3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Self
 
@@ -110,9 +111,19 @@ def test_a_resized_file_keeps_its_format_and_header_and_says_what_was_kept(tmp_p
     source, _ = files(tmp_path, "one", unet_lora(rank=8), dtype=torch.float16)
     out = tmp_path / "out.safetensors"
     assert main(["resize", source, "--rank", "3", "--output", str(out)]) == 0
+    names = set(read_lora(Path(source)).modules)
+    summary = capsys.readouterr().err
+    assert re.search(
+        r"kept of a layer's update \(its norm\): median \d+\.\d%, least \d+\.\d% \(error \d+\.\d%\)", summary
+    )
+    assert sum(name in summary for name in names) == 3 < len(names)
+    assert main(["resize", source, "--rank", "3", "--output", str(out), "--overwrite", "--verbose"]) == 0
     table = capsys.readouterr().err
-    assert all(f"{name[-58:]}" in table for name in read_lora(Path(source)).modules)
+    assert all(table.count(f"  {name}\n") == 1 for name in names)
     assert "10 -> 3" in table
+    same = str(tmp_path / "same.safetensors")
+    assert main(["resize", source, "--rank", "128", "--output", same]) == 0
+    assert "nothing changes: every layer already is within the limits (rank 8 to 10)" in capsys.readouterr().err
     before, after = header_of(Path(source)), header_of(out)
     changed = {key for key in {*before, *after} if before.get(key) != after.get(key)}
     assert changed == {
@@ -426,6 +437,25 @@ BAD = {
 }
 
 
+def test_a_file_of_another_denoiser_is_named_where_nothing_tells_its_family(tmp_path, bad_inputs, capsys):
+    """A transformer's layers of no published size: the families with such layers are named, and the file."""
+    save_file(
+        {f"lora_unet_double_blocks_0_img_attn_qkv.{half}.weight": torch.ones(shape)
+         for half, shape in (("lora_down", (2, 24)), ("lora_up", (72, 2)))},
+        tmp_path / "far.safetensors",
+    )  # fmt: skip
+    cat, far, out = (
+        str(bad_inputs / "sd15.safetensors"),
+        str(tmp_path / "far.safetensors"),
+        str(tmp_path / "o.safetensors"),
+    )
+    assert main(["merge", cat, far, "--output", out]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "sd15.safetensors: sd15; far.safetensors: sd3 or flux or" in error
+    assert main(["convert", far, "--to", "diffusers", "--family", "sd15", "--output", out]) == 2
+    assert "--family is sd15, but far.safetensors is for sd3 or flux or" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.fixture(scope="module")
 def bad_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
@@ -552,7 +582,13 @@ def test_a_lora_of_a_lower_rank_by_convert(tmp_path, bad_inputs, capsys):
     source = bad_inputs / "sd15.safetensors"
     assert main(["convert", str(source), str(out), "--to", "lora", "--rank", "2"]) == 0
     error = " ".join(capsys.readouterr().err.split())
-    assert "of the update, " in error
+    assert "of the whole update kept of a layer's update" in error
+    again = ["convert", str(source), "--to", "lora", "--rank", "2", "--output", str(tmp_path / "again.safetensors")]
+    assert main([*again, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["layers"]) == len(read_lora(out).modules)
+    assert load_file(tmp_path / "again.safetensors").keys() == load_file(out).keys()
+    assert main([*again, str(out), "--overwrite"]) == 2
+    assert "OUT is named twice." in capsys.readouterr().err
     assert {each.rank for each in read_lora(out).modules.values()} == {2}
     same = tmp_path / "same.safetensors"
     assert main(["convert", str(source), str(same), "--to", "lora", "--rank", "64"]) == 0

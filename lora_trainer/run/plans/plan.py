@@ -179,9 +179,10 @@ def make_plan(
     counted = arithmetic(config, train, fit.micro, 1) if train else None
     steps = counted.total if counted else config.train.max_steps
     cached = cache_bytes(config, family, architecture, train, validation)
+    facts = architecture.facts
     return Plan(
         family=family.name,
-        model=architecture.facts.name,
+        model=facts.name if facts.named != facts.family else f"published {facts.variant or 'model'}",
         demand=demand,
         fit=fit,
         steps=steps,
