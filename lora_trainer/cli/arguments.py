@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from lora_trainer.config.layers import Layer, Resolved, file_layer
 from lora_trainer.config.presets import AUTO, preset_layers, selectable
@@ -18,9 +18,6 @@ from lora_trainer.core.findings import folded, printable_lines
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.run.reading import model_of_run
 from lora_trainer.run.settings import go_offline, settle
-
-if TYPE_CHECKING:
-    from lora_trainer.importers.reading import KeyRule
 
 # Flag, the setting that it sets, the name of its value, help.
 SETTING_FLAGS = (
@@ -193,13 +190,6 @@ def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -
     return problems
 
 
-def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[Problem]:
-    """The same for the unknown flags alone, of a command line that argparse cannot read."""
-    known = {flag for action in parser._actions for flag in action.option_strings}
-    places = [place for place, word in enumerate(words) if _is_flag(word) and word.partition("=")[0] not in known]
-    return [problem for place in places for problem in unknown_arguments(parser, words[place : place + 2])[:1]]
-
-
 def _is_flag(word: str) -> bool:
     return word.startswith("--") or (word.startswith("-") and not word[1:2].isdigit() and word[1:2] not in ("", "."))
 
@@ -226,10 +216,13 @@ def _suggestion(flag: str, value: str, flags: Sequence[str]) -> str:
     if word == "data" and "--data" not in flags:
         return "Name the images without a flag."
     named = COMMON_FLAGS.get(word) if "--max-steps" in flags else None
-    if named is None and "--max-steps" in flags and (rule := _rule_of_other_trainers(word)):
-        if not rule.ours:
-            return f"Remove it: {rule.why}."
-        named = rule.ours[0]
+    if named is None and "--max-steps" in flags:
+        from lora_trainer.importers import diffusers_flags, kohya
+
+        if rule := kohya.RULES.get(word, diffusers_flags.RULES.get(word)):
+            if not rule.ours:
+                return f"Remove it: {rule.why}."
+            named = rule.ours[0]
     settings = [name for name in setting_names() if "--set" in flags and name.partition(".")[2] == word]
     settings = settings if named is None else [named]
     if settings and f"--{word.replace('_', '-')}" not in flags:
@@ -246,13 +239,6 @@ def _assigned(setting: str, value: str, flags: Sequence[str]) -> str:
         return f"{own[setting]} {shlex.quote(value) if value else 'VALUE'}"
     is_number = bool(value) and isinstance(parse_value(value), int | float)
     return f"--set {setting}={value if is_number else 'VALUE'}"
-
-
-def _rule_of_other_trainers(word: str) -> KeyRule | None:
-    """How `import` reads what kohya's and diffusers' scripts call so."""
-    from lora_trainer.importers import diffusers_flags, kohya
-
-    return next((rules[word] for rules in (kohya.RULES, diffusers_flags.RULES) if word in rules), None)
 
 
 def resolved_from(

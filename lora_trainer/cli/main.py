@@ -26,7 +26,6 @@ from lora_trainer.cli.arguments import (
     resolved_from,
     say,
     unknown_arguments,
-    unknown_flags,
 )
 from lora_trainer.cli.average import EXAMPLES as AVERAGE_EXAMPLES
 from lora_trainer.cli.average import add_average_arguments, average_command
@@ -138,7 +137,10 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
     try:
         parsed, unknown = parser.parse_known_intermixed_args(rest)
     except UsageError as error:
-        raise UsageError([*unknown_flags(parser, rest), *error.problems]) from None
+        known = {flag for action in parser._actions for flag in action.option_strings}
+        strange = [n for n, word in enumerate(rest) if word.startswith("--") and word.partition("=")[0] not in known]
+        misspelt = [problem for n in strange for problem in unknown_arguments(parser, rest[n : n + 2])[:1]]
+        raise UsageError([*misspelt, *error.problems]) from None
     return partial(command.run, parsed, unknown_arguments(parser, unknown))
 
 

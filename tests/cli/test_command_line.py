@@ -231,7 +231,8 @@ def test_check_refuses_edit_pairs_where_train_does(
     monkeypatch.chdir(tmp_path)
     for side in ("after", "before"):
         (tmp_path / side).mkdir()
-        Image.new("RGB", (64, 64)).save(tmp_path / side / "a.png")
+        Image.new("RGB", (64, 64), "red" if side == "after" else "blue").save(tmp_path / side / "a.png")
+    (tmp_path / "after" / "a.txt").write_text("make it red", encoding="utf-8")
     (tmp_path / "pairs.toml").write_text(
         '[[data.sources]]\npath = "after"\ncontrol_images = ["before"]\n', encoding="utf-8"
     )
