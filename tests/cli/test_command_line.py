@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import shlex
 import subprocess
@@ -245,9 +244,8 @@ def test_check_refuses_edit_pairs_where_train_does(
         code, _, err = run(capsys, *argv)
         assert code == 2
         assert f"1 control image for each image, and {model} takes no control images." in err
-    code, out, _ = run(capsys, "check", *pairs, "--set", "model.family=flux2", "--quick", "--json")
-    assert code == 3
-    assert json.loads(out)["samples"] == 1
+    code, out, _ = run(capsys, "check", *pairs, "--set", "model.family=flux2", "--quick")
+    assert (code, "score" in out) == (3, True), "one image is too few, but it is checked"
 
 
 def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
