@@ -23,12 +23,25 @@ if TYPE_CHECKING:
     from lora_trainer.lora_files.lora_inputs import LoraTarget
 
 LORA = "lora"  # of any kind of adapter, in the format of IN
+COMFYUI = "comfyui"  # of a DoRA, which ComfyUI computes differently
+TARGETS = (*FORMS, LORA, COMFYUI)
+NEEDED = {
+    LORA: ("rank", "For example --rank 32."),
+    COMFYUI: ("model", "Name the base model that the DoRA was trained on."),
+}
+TAKEN = {  # options, the targets that they are for, and why not for others
+    "rank": ((LORA,), "other formats are exact"),
+    "model": ((LORA, COMFYUI), "other formats need no base model"),
+    "dtype": ((*FORMS, LORA), "ComfyUI's magnitudes are all that changes"),
+}
 EXAMPLES = (
     "examples:\n  lora-trainer convert downloaded.safetensors --to kohya \\\n    --output cat.safetensors\n"
     "  lora-trainer convert cat.safetensors --to diffusers \\\n    --output cat.diffusers.safetensors\n"
     "  lora-trainer convert lokr.safetensors --to lora --rank 32 \\\n    --output lora.safetensors\n"
     "  lora-trainer convert dora.safetensors --to lora --rank 32 \\\n"
-    "    --model base.safetensors --output lora.safetensors\n\n"
+    "    --model base.safetensors --output lora.safetensors\n"
+    "  lora-trainer convert dora.safetensors --to comfyui \\\n"
+    "    --model base.safetensors --output dora.comfyui.safetensors\n\n"
     "ComfyUI, A1111, Forge and sd-scripts load kohya's format,\n"
     "load_lora_weights loads diffusers' format.\nOUT may also follow IN, without --output.\n"
 )
@@ -36,13 +49,15 @@ EXAMPLES = (
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "lora", metavar="IN", help="a LoRA file of any program; with --to lora also DoRA, LoKr, LoHa and OFT"
+        "lora",
+        metavar="IN",
+        help="a LoRA file of any program; with --to lora also DoRA, LoKr, LoHa and OFT; with --to comfyui DoRA",
     )
     parser.add_argument("target", nargs="?", metavar="OUT", help="the same as --output OUT")
     parser.add_argument("--rank", metavar="N", help="with --to lora: the highest rank of a layer")
-    text = "with --to lora: the base model, which DoRA and OFT need: a .safetensors checkpoint, or a diffusers folder"
+    text = "with --to lora and comfyui: the base model, which DoRA and OFT need: a .safetensors checkpoint, or a diffusers folder"
     parser.add_argument("--model", metavar="BASE", help=text)
-    add_output_arguments(parser, to="none; always needed", dtype="unchanged", forms=(*FORMS, LORA))
+    add_output_arguments(parser, to="none; always needed", dtype="unchanged", forms=TARGETS)
 
 
 def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
@@ -52,20 +67,21 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
         problems.append(Problem("OUT is named twice.", f"Remove {arguments.target}, or --output."))
     arguments.output = arguments.output or arguments.target
     if arguments.to is None:
-        problems.append(Problem("--to is missing.", f"One of: {', '.join((*FORMS, LORA))}."))
+        problems.append(Problem("--to is missing.", f"One of: {', '.join(TARGETS)}."))
     rank = number(arguments, "rank", int, lambda value: 1 <= value <= MOST_RANK, problems)
-    if arguments.to == LORA and arguments.rank is None:
-        problems.append(Problem("--to lora needs --rank.", "For example --rank 32."))
-    if arguments.to != LORA and arguments.rank is not None:
-        problems.append(Problem("--rank is for --to lora: other formats are exact.", "Remove --rank."))
-    if arguments.to != LORA and arguments.model is not None:
-        problems.append(Problem("--model is for --to lora: other formats need no base model.", "Remove --model."))
+    if (needed := NEEDED.get(arguments.to)) and getattr(arguments, needed[0]) is None:
+        problems.append(Problem(f"--to {arguments.to} needs --{needed[0]}.", needed[1]))
+    for name, (targets, why) in TAKEN.items():
+        if getattr(arguments, name) is not None and arguments.to in TARGETS and arguments.to not in targets:
+            problems.append(Problem(f"--{name} is for --to {' and '.join(targets)}: {why}.", f"Remove --{name}."))
     base = None if arguments.model is None else Path(arguments.model)
-    target = target_of(arguments, [source] if base is None else [source, base], problems, (*FORMS, LORA))
+    target = target_of(arguments, [source] if base is None else [source, base], problems, TARGETS)
     if problems:
         raise UsageError(problems)
     if rank is not None:
         return _as_lora(arguments, source, rank, base, target)
+    if base is not None:
+        return _for_comfyui(arguments, source, base, target)
     from lora_trainer.lora_files.lora_inputs import ToolResult
     from lora_trainer.models.lora_names import convert_lora
 
@@ -77,6 +93,28 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     headline = f"{counted(done.modules, 'layer')} in {arguments.to} format, compared with {source.name}: {exact}"
     result = ToolResult(done.paths, (), done.notes)
     print_result(arguments, result, headline, modules=done.modules, difference=done.difference)
+    return DONE
+
+
+def _for_comfyui(arguments: argparse.Namespace, source: Path, base: Path, target: LoraTarget) -> int:
+    """Write a DoRA with the magnitudes that ComfyUI needs, and by how much it would have differed."""
+    from lora_trainer.export.reading import values
+    from lora_trainer.lora_files.lora_inputs import LoraInput, ToolResult, origin_of
+    from lora_trainer.lora_files.to_comfyui import to_comfyui
+    from lora_trainer.models.lora_names import read_source
+
+    file = read_source(source)
+    if problems := values(source.name, file.weights):
+        raise UsageError(problems)
+    header = {**file.weights.metadata, **origin_of("convert", [LoraInput(source, file)], base=base.name)}
+    done = run_write(target.path, lambda: to_comfyui(source, file, target.path, base, header, target.family))
+    headline = (
+        f"{counted(done.layers, 'layer')} with ComfyUI's magnitudes; of {source.name} it would have computed "
+        f"an update that differs by {percent(done.difference_before)} at most"
+    )
+    note = "for ComfyUI alone. LyCORIS and diffusers would compute another update."
+    result = ToolResult((target.path,), (), (note,))
+    print_result(arguments, result, headline, modules=done.layers, difference_before=done.difference_before)
     return DONE
 
 

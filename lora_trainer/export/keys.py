@@ -53,6 +53,7 @@ BASE_FORM = "lora_trainer.base_model_form"
 
 DIFFUSERS_DOWN, DIFFUSERS_UP = ".lora_A.weight", ".lora_B.weight"
 KOHYA_DOWN, KOHYA_UP, KOHYA_ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
+DORA_OVER, OF_BASE = "lora_trainer.dora_over", "base"  # header: a DoRA whose magnitudes are over |W|, for ComfyUI alone
 DORA = "dora_scale"  # a DoRA's magnitude
 EMBEDDING = "bundle_emb."  # a learned token: `bundle_emb.WORD.clip_l`
 

@@ -18,7 +18,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.export import diffusers as diffusers_form
 from lora_trainer.export.fused import divide
-from lora_trainer.export.keys import COMPONENT_OF_PREFIX, EMBEDDING, Found, Key, read_key, resolve
+from lora_trainer.export.keys import COMPONENT_OF_PREFIX, DORA_OVER, EMBEDDING, OF_BASE, Found, Key, read_key, resolve
 from lora_trainer.export.kohya import fused_ranks
 from lora_trainer.export.layout import Names
 from lora_trainer.export.updates import DecomposedUpdate, FactorUpdate, titles, update_of
@@ -180,7 +180,7 @@ def collect(
     pairs = {name: _with_alpha(pair, halves[name], alphas.get(name)) for name, pair in pairs.items()}
     changes: dict[str, LayerUpdate] = {**pairs}
     changes |= {name: each for name, each in updates.items() if name in found and each is not None}
-    changes = _decomposed(file, changes, halves, problems)
+    changes = _decomposed(file, changes, halves, problems, of_base=metadata.get(DORA_OVER) == OF_BASE)
     modules = _modules(file, changes, found, fused_ranks(metadata), problems)
     name = family.family if family else None
     weights = AdapterWeights(modules, metadata, embeddings, name)
@@ -260,6 +260,8 @@ def _decomposed(
     changes: Mapping[str, LayerUpdate],
     halves: Mapping[str, Mapping[str, Tensor]],
     problems: list[Problem],
+    *,
+    of_base: bool,
 ) -> dict[str, LayerUpdate]:
     """Those with a magnitude as DoRA; appends what is wrong with its shape."""
     found = dict(changes)
@@ -274,7 +276,7 @@ def _decomposed(
             message = f"{file} has a DoRA magnitude {list(magnitude.shape)} for {name}, of {rows} rows."
             problems.append(Problem(message, "Export it again."))
             continue
-        found[name] = DecomposedUpdate(change, magnitude)
+        found[name] = DecomposedUpdate(change, magnitude, of_base=of_base and magnitude.shape[0] == rows)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -109,7 +109,8 @@ class KroneckerUpdate(FactorUpdate):
             return (left.shape[1], right.shape[1], *core.shape[2:])
         return (left.shape[0], *right.shape[1:])
 
-    def _factor(self, number: int) -> Tensor:
+    def factor(self, number: int) -> Tensor:
+        """w1 or w2 in fp32, multiplied out."""
         name = f"lokr_w{number}"
         if name in self.tensors:
             return self.tensors[name].float()
@@ -117,13 +118,13 @@ class KroneckerUpdate(FactorUpdate):
         return _product(left, right, self.tensors.get(f"lokr_t{number}")).reshape(self._shape(number))
 
     def delta(self, weight: Tensor | None = None) -> Tensor:
-        one, two = self._factor(1), self._factor(2)
+        one, two = self.factor(1), self.factor(2)
         # torch 2.13 has no Kronecker product of the view that a core's product is.
         return torch.kron(one.reshape(*one.shape, *[1] * (two.ndim - 2)), two.contiguous()) * self.scale
 
     @property
     def norm(self) -> float:
-        return float(self._factor(1).norm() * self._factor(2).norm()) * abs(self.scale)
+        return float(self.factor(1).norm() * self.factor(2).norm()) * abs(self.scale)
 
 
 class HadamardUpdate(FactorUpdate):
@@ -237,11 +238,19 @@ class RotationUpdate(FactorUpdate):
 def rotation(blocks: Tensor, bound: float | None = None) -> Tensor:
     """The blocks `[n, b, b]` of R^T, by the Cayley transform of their skew-symmetric parts; see `RotationUpdate`."""
     skew = blocks - blocks.transpose(1, 2)
-    if bound and (size := float(skew.norm())) > (most := bound * blocks.shape[0] * blocks.shape[1]):
-        skew = skew * (most / size)
+    if bound:
+        skew = skew * bounded(blocks, bound)
     identity = torch.eye(blocks.shape[1], device=blocks.device, dtype=blocks.dtype)
     solved: Tensor = torch.linalg.solve(identity - skew, identity + skew, left=False)
     return solved
+
+
+def bounded(blocks: Tensor, bound: float | None) -> float:
+    """The factor on blocks `[n, b, b]` that keeps the norm of their skew-symmetric parts within `bound` for each output."""
+    if not bound:
+        return 1.0
+    size = float((blocks - blocks.transpose(1, 2)).norm())
+    return min(1.0, bound * blocks.shape[0] * blocks.shape[1] / max(size, TINY))
 
 
 def rotated(x: Tensor, blocks: Tensor) -> Tensor:
@@ -279,6 +288,8 @@ class DecomposedUpdate(ChangeOfAnother):
     """
 
     magnitude: Tensor
+    # Whether it is over |W| and not over |W + D|, as ComfyUI computes one by outputs.
+    of_base: bool = field(default=False, kw_only=True)
     algorithm: ClassVar[str] = "dora"
     title: ClassVar[str] = "DoRA"
     needs_weight: ClassVar[bool] = True
@@ -306,18 +317,29 @@ class DecomposedUpdate(ChangeOfAnother):
         before = weight.float()
         moved = before + self.change.delta(weight).reshape(before.shape)
         kept = 0 if self.is_by_output else 1
-        norms: Tensor = torch.linalg.vector_norm(moved, dim=[a for a in range(moved.ndim) if a != kept], keepdim=True)
+        others = [axis for axis in range(moved.ndim) if axis != kept]
+        norms: Tensor = torch.linalg.vector_norm(before if self.of_base else moved, dim=others, keepdim=True)
         return moved * (self.magnitude.float().reshape(norms.shape) / norms.clamp_min(TINY)) - before
 
     def rounded(self, dtype: torch.dtype) -> DecomposedUpdate:
         """The magnitude stays in fp32: rounded, it would move a weight as much as a LoRA does."""
-        return DecomposedUpdate(self.change.rounded(dtype), self.magnitude.detach().float().cpu().contiguous())
+        magnitude = self.magnitude.detach().float().cpu().contiguous()
+        return replace(self, change=self.change.rounded(dtype), magnitude=magnitude)
 
     def parts(self) -> Mapping[str, Tensor]:
         return {**self.change.parts(), "dora_scale": self.magnitude}
 
     def to(self, device: torch.device) -> DecomposedUpdate:
-        return DecomposedUpdate(self.change.to(device), self.magnitude.to(device))
+        return replace(self, change=self.change.to(device), magnitude=self.magnitude.to(device))
+
+    def for_comfyui(self, weight: Tensor) -> DecomposedUpdate:
+        """The same change where it is computed as m' (W + D) / |W|, with m' = m |W| / |W + D|; one by inputs is as it is."""
+        if not self.is_by_output or self.of_base:
+            return self
+        before = weight.float().flatten(1)
+        moved = before + self.change.delta(weight).reshape(before.shape)
+        ratio = before.norm(dim=1) / moved.norm(dim=1).clamp_min(TINY)
+        return replace(self, magnitude=self.magnitude.float() * ratio.reshape(self.magnitude.shape), of_base=True)
 
     def act(self, output: Tensor, product: Product) -> Tensor:
         raise ValueError("the change of a DoRA depends on the base model's weight")
@@ -344,8 +366,10 @@ def on_base(update: LayerUpdate, weight: Tensor, bias: Tensor | None) -> LayerUp
         return update
     if not update.is_by_output:
         return WholeUpdate({"diff": update.delta(weight)})
-    moved = (weight.float() + update.change.delta(weight).reshape(weight.shape)).flatten(1)
-    factor = update.magnitude.float().flatten() / moved.norm(dim=1).clamp_min(TINY)
+    divided_by = weight.float()
+    if not update.of_base:
+        divided_by = divided_by + update.change.delta(weight).reshape(weight.shape)
+    factor = update.magnitude.float().flatten() / divided_by.flatten(1).norm(dim=1).clamp_min(TINY)
     return RescaledUpdate(update.change, by_output(factor, weight), by_output(bias, weight))
 
 
@@ -422,7 +446,7 @@ def rows_of(update: LayerUpdate, begin: int, end: int, swapped: bool) -> LayerUp
         raise ValueError("a DoRA with a magnitude for each input cannot be divided among the parts of a fused layer")
     magnitude = update.magnitude[begin:end]
     turned = torch.cat([*reversed(magnitude.chunk(2))]) if swapped else magnitude
-    return DecomposedUpdate(RowsUpdate(update.change, begin, end, swapped), turned)
+    return replace(update, change=RowsUpdate(update.change, begin, end, swapped), magnitude=turned)
 
 
 KINDS: Mapping[str, type[FactorUpdate]] = {  # by the beginning of the ends of a file's names

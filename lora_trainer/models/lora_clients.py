@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from lora_trainer.export.keys import NUMBERED
+from lora_trainer.export.keys import DORA_OVER, NUMBERED
 from lora_trainer.models import FAMILIES
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ def clients(file: Inspected) -> list[Client]:
 def _diffusers_of(file: Inspected, family: Family | None, kinds: set[str]) -> Client:
     """diffusers of other kinds than LoRA; in other names than its own it drops a DoRA's magnitudes with a warning."""
     name = PROGRAMS[0]
+    if DORA_OVER in file.weights.metadata:
+        return Client(name, "not", "its magnitudes are for ComfyUI")
     if file.style == "diffusers" and not file.alpha_keys:
         readers = family.lora_files.readers if family else ()
         if kinds == {"dora"} or (kinds == {"lokr"} and "diffusers: LoKr" in readers):
@@ -57,8 +59,14 @@ def _comfyui_of(file: Inspected, family: Family | None, kinds: set[str]) -> Clie
         return Client(name, "in part", "it does not read a DoRA's magnitudes by these names")
     if family is None or f"{name}: {file.style}" not in family.lora_files.readers:
         return Client(name, "unknown")
+    if DORA_OVER in file.weights.metadata:
+        return Client(name, "whole", "and this program; the magnitudes are for ComfyUI's DoRA of 0.3.64 and newer")
     if "dora" in kinds:
-        return Client(name, "in part", "0.3.64 and newer divide by the norm of the base's weight alone")
+        return Client(
+            name,
+            "in part",
+            "convert --to comfyui writes a file for it: 0.3.64 and newer divide by the norm of the base's weight alone",
+        )
     return Client(name, "whole", "exact at strength 1; it counts other strengths twice" if "diag-oft" in kinds else "")
 
 
