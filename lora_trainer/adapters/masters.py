@@ -4,7 +4,8 @@ Small updates vanish when they are added to bf16 weights, and fp32 adapters on a
 input in every layer. So the layers have copies in the base model's precision, and the optimizer has fp32 masters.
 Gradients are added to the masters once a micro-batch, weights copied back once a step.
 
-With `optimizer.stochastic_rounding` there are no masters but the bf16 weights themselves (`optim/random_updates.py`).
+With `optimizer.stochastic_rounding` there are no masters but the bf16 weights themselves (`optim/random_updates.py`), and the
+fp32 magnitudes of a DoRA.
 """
 
 from __future__ import annotations
@@ -111,6 +112,6 @@ def make_adapter(
     if has_masters:
         masters = {name: nn.Parameter(each.detach().to(torch.float32, copy=True)) for name, each in parameters.items()}
     for name, parameter in parameters.items():
-        is_wide = has_masters and ".lora_magnitude_vector." in name  # as large as the weights: bf16 would hide steps
+        is_wide = ".lora_magnitude_vector." in name  # as large as the weights: bf16 would hide steps
         parameter.data = parameter.data.to(torch.float32 if is_wide else dtype)
     return Adapter(parameters, masters, fixed or {})

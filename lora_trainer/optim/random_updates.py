@@ -63,7 +63,7 @@ def round_stochastically(values: Tensor, source: torch.Generator) -> Tensor:
 
 
 def make_bf16_step(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], seed: int) -> TakeStep:
-    """A function that takes the optimizer's step on bf16 weights, and rounds the result stochastically.
+    """A function that takes the optimizer's step on bf16 weights, and rounds the result stochastically. fp32 ones stay exact.
 
     The optimizer sees some parameters at a time, with values and gradients in fp32, so its state is fp32 as well; those
     without a gradient are skipped by every optimizer. It must update each parameter apart from the others
@@ -78,13 +78,16 @@ def make_bf16_step(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter],
         for names in in_parts({name: parameters[name].numel() for name in gradients}):
             stored = {name: parameters[name].data for name in names}
             for name in names:
-                parameters[name].data = stored[name].float()
+                parameters[name].data = stored[name].to(torch.float32, copy=True)
                 parameters[name].grad = gradients.pop(name).float()
             try:
                 optimizer.step()
                 for name in names:
-                    source = position_generator(stored[name].device, seed, "stochastic_rounding", step, name)
-                    stored[name].copy_(round_stochastically(parameters[name].data, source))
+                    values = parameters[name].data
+                    if stored[name].dtype == torch.bfloat16:
+                        source = position_generator(values.device, seed, "stochastic_rounding", step, name)
+                        values = round_stochastically(values, source)
+                    stored[name].copy_(values)
             finally:
                 for name in names:  # the same memory as before, which the model reads
                     parameters[name].grad = None
