@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lora_trainer.adapters.base import LAYER_SETTINGS, AdapterKind, AdapterOptions, AdapterSpec
+from lora_trainer.adapters.base import PLUS, AdapterKind, AdapterOptions, AdapterSpec
 from lora_trainer.core.randomness import position_key
 
 if TYPE_CHECKING:
@@ -25,14 +25,22 @@ def _kind(name: str) -> AdapterKind:
     return kind
 
 
+OF_A_KRONECKER_PRODUCT = {"lokr_factor": "only a Kronecker product has factors"}
+NO_PROJECTIONS = dict.fromkeys((*PLUS, "init_lora_weights"), "it is about the up and down projections of a LoRA")
 ADAPTERS: dict[str, AdapterSpec] = {
-    "lora": AdapterSpec(partial(_kind, "lora"), "LoRA", has_memory_profiles=True, is_checked=True, ignores=frozenset()),
+    "lora": AdapterSpec(
+        partial(_kind, "lora"), "LoRA", has_memory_profiles=True, is_checked=True, ignores=OF_A_KRONECKER_PRODUCT
+    ),
     "dora": AdapterSpec(
         partial(_kind, "dora"),
         "DoRA",
         "exact in LyCORIS; ComfyUI 0.3.64 and newer compute a DoRA differently",
         diffusers_entry="",
         is_checked=True,
+        ignores={
+            "init_lora_weights": "its magnitudes start at the norms of the base model's own weights",
+            **OF_A_KRONECKER_PRODUCT,
+        },
     ),
     "lokr": AdapterSpec(
         partial(_kind, "lokr"),
@@ -40,14 +48,31 @@ ADAPTERS: dict[str, AdapterSpec] = {
         "exact in LyCORIS and ComfyUI",
         diffusers_entry="diffusers: LoKr",
         is_checked=True,
+        ignores={**NO_PROJECTIONS, "timestep_min_rank": "a whole w2 has no rows that could be left out"},
     ),
-    "loha": AdapterSpec(partial(_kind, "loha"), "LoHa", "exact in LyCORIS and ComfyUI", is_checked=True),
+    "loha": AdapterSpec(
+        partial(_kind, "loha"),
+        "LoHa",
+        "exact in LyCORIS and ComfyUI",
+        is_checked=True,
+        ignores={
+            **NO_PROJECTIONS,
+            "timestep_min_rank": "each sample would need a matrix of its own as large as the weight",
+            **OF_A_KRONECKER_PRODUCT,
+        },
+    ),
     "oft": AdapterSpec(
         partial(_kind, "oft"),
         "OFT",
         "exact in LyCORIS, and in ComfyUI at strength 1",
         is_checked=True,
-        ignores=LAYER_SETTINGS | {"alpha", "dropout", "use_rslora"},
+        ignores={
+            **NO_PROJECTIONS,
+            **dict.fromkeys(("alpha", "alpha_pattern", "use_rslora"), "a rotation has no scale"),
+            **dict.fromkeys(("dropout", "dropout_pattern"), "it rotates outputs, and has no input of its own"),
+            "timestep_min_rank": "its rank is the size of a block",
+            **OF_A_KRONECKER_PRODUCT,
+        },
     ),
 }
 
@@ -89,5 +114,6 @@ def _options(config: Config, rank: int, alpha: float | None, prefix: str = "") -
         alphas=lora.alpha_pattern,
         dropouts=lora.dropout_pattern,
         alpha_is_rank=alpha is None,
+        factor=lora.lokr_factor,
         prefix=prefix,
     )

@@ -12,21 +12,22 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lora_trainer.adapters.timestep_rank import TimestepRank
+    from lora_trainer.core.errors import Problem
     from lora_trainer.export.lora_file import FileForms
-    from lora_trainer.export.weights import LayerUpdate, LoraPair
+    from lora_trainer.export.weights import LayerUpdate
 
 T = TypeVar("T")
 AS_USUAL = "default"  # of `initialization`
-LAYER_SETTINGS = frozenset(  # of [lora], which not every kind can follow
-    {
-        "init_lora_weights",
-        "rank_pattern",
-        "alpha_pattern",
-        "dropout_pattern",
-        "loraplus_lr_ratio",
-        "loraplus_text_encoder_lr_ratio",
-        "timestep_min_rank",
-    }
+PLUS = ("loraplus_lr_ratio", "loraplus_text_encoder_lr_ratio")
+# Settings of [lora] that not every kind can follow.
+OWN_SETTINGS = (
+    "init_lora_weights",
+    "rank_pattern",
+    "alpha_pattern",
+    "dropout_pattern",
+    *PLUS,
+    "timestep_min_rank",
+    "lokr_factor",
 )
 
 
@@ -47,12 +48,13 @@ class AdapterOptions:
     alphas: Mapping[str, float] = field(default_factory=dict)
     dropouts: Mapping[str, float] = field(default_factory=dict)
     alpha_is_rank: bool = False  # of each layer, where no pattern matches
+    factor: int = -1  # `lora.lokr_factor`
     prefix: str = ""
 
     @property
     def has_usual_size(self) -> bool:
-        """Whether all layers have one rank, and hold nothing but what is trained."""
-        return not self.ranks and not self.initialization.startswith(("pissa", "olora"))
+        """Whether all layers have one rank, sides as usual, and hold nothing but what is trained."""
+        return not self.ranks and self.factor == -1 and not self.initialization.startswith(("pissa", "olora"))
 
     @property
     def file_alpha(self) -> float:
@@ -94,8 +96,11 @@ class AdapterKind:
     is_up: Callable[[str], bool] | None = None
     # Lets a denoiser's adapter train fewer rows at high noise; None where a kind cannot.
     limit_ranks: Callable[[nn.Module, TimestepRank], None] | None = None
-    # Sets the parameters from `inject` to a file's low-rank updates by module name, exactly; None where a kind cannot.
-    start_from: Callable[[Mapping[str, nn.Parameter], Mapping[str, LoraPair], AdapterOptions], None] | None = None
+    # Sets the parameters from `inject` to the updates of a file of the same kind, by module name, so that the change is the
+    # same, and returns what of them they cannot hold. Shapes suffice for that. None where a kind cannot.
+    start_from: (
+        Callable[[Mapping[str, nn.Parameter], Mapping[str, LayerUpdate], AdapterOptions], list[Problem]] | None
+    ) = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,10 @@ class AdapterSpec:
     diffusers_entry: str | None = None
     has_memory_profiles: bool = False  # published models have stored profiles with it
     is_checked: bool = False  # the LoRA gate reads its files, and images are made with them
-    ignores: frozenset[str] = LAYER_SETTINGS  # of [lora]: what it cannot follow
+    # Settings of [lora] that it cannot follow, and why.
+    ignores: Mapping[str, str] = field(
+        default_factory=lambda: dict.fromkeys(OWN_SETTINGS, "this kind has no such part")
+    )
 
     def read_by(self, family_readers: Sequence[str]) -> str:
         """Which programs read its files of a family with these `lora_files.readers`; empty where all do."""

@@ -13,11 +13,14 @@ import torch
 from peft.tuners.lora.layer import Conv2d, Linear
 from torch import Tensor, nn
 
+from lora_trainer.adapters import lora
 from lora_trainer.adapters.base import AdapterKind, AdapterOptions
-from lora_trainer.adapters.injection import ADAPTER, inject, lora_config, trained
+from lora_trainer.adapters.injection import ADAPTER, put, trained, unlike
+from lora_trainer.adapters.timestep_rank import TimestepRank
+from lora_trainer.core.errors import Problem
 from lora_trainer.export.lora_file import plain_forms
 from lora_trainer.export.updates import TINY, DecomposedUpdate
-from lora_trainer.export.weights import LayerUpdate, module_name, weights_from_peft
+from lora_trainer.export.weights import LayerUpdate, LoraPair, module_name
 from lora_trainer.models.quantization.store import wide_weight
 
 MAGNITUDE = "lora_magnitude_vector"  # peft's name
@@ -34,19 +37,26 @@ class _Decomposed(nn.Module):
     scaling: dict[str, float]
     row_squares: Tensor  # |w|^2 of each row of the base's weight
     disable_adapters: bool
+    limit: TimestepRank | None = None  # in training, the rows of A that each sample has (T-LoRA)
 
     @torch.no_grad()
     def norms(self) -> Tensor:
-        """|W + s B A| of each row, `[out]` in fp32, without forming the sum.
+        """|W + s B A| of each row, `[out]` in fp32, without forming the sum; `[B, out]` where each sample has its own rows of A.
 
-        |w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b^T, of a row w of W and b of B.
+        |w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b^T, of a row w of W and b of B. With the first k rows of A alone, both
+        sums end at k, so cumulative sums have them for every k.
         """
         down, up = (each[ADAPTER].get_parameter("weight").detach().flatten(1) for each in (self.lora_A, self.lora_B))
         scale, up = self.scaling[ADAPTER], up.float()
         weight = wide_weight(self.base_layer, down.dtype).flatten(1)
         crossed = (weight @ down.T).float()
         gram = down.float() @ down.float().T
-        squares = self.row_squares + 2.0 * scale * (up * crossed).sum(1) + scale**2 * (up @ gram * up).sum(1)
+        if self.limit is not None and self.limit.noise is not None:
+            doubled = gram.tril() + gram.tril(-1)  # of row k, its products with those before it count twice
+            sums = (2.0 * scale * up * crossed + scale**2 * up * (up @ doubled.T)).cumsum(1)
+            squares = self.row_squares + sums.T[self.limit.rows(self.limit.noise, len(gram)) - 1]
+        else:
+            squares = self.row_squares + 2.0 * scale * (up * crossed).sum(1) + scale**2 * (up @ gram * up).sum(1)
         return squares.clamp_min(TINY**2).sqrt()
 
     def forward(self, x: Tensor, *arguments: object, **named: object) -> Tensor:
@@ -59,7 +69,9 @@ class _Decomposed(nn.Module):
         factor = self.lora_magnitude_vector[ADAPTER].float() / self.norms()
         bias = self.base_layer.bias
         if output.ndim == 4 and isinstance(self.base_layer, nn.Conv2d):
-            factor, bias = factor.view(-1, 1, 1), None if bias is None else bias.view(-1, 1, 1)
+            factor, bias = factor[..., None, None], None if bias is None else bias.view(-1, 1, 1)
+        elif factor.ndim == 2:
+            factor = factor.view(len(factor), *[1] * (output.ndim - 2), -1)
         bare = output if bias is None else output - bias.to(output)
         moved: Tensor = output + (factor - 1.0).to(output) * bare + factor.to(output) * change.to(output)
         return moved
@@ -77,7 +89,7 @@ def inject_dora(
     model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int
 ) -> dict[str, nn.Parameter]:
     """Put a DoRA on the modules, in place; return its trainable parameters by name. The low-rank part is a LoRA's."""
-    inject(lora_config(modules, options), model, seed)
+    lora.inject_lora(model, modules, options, seed)
     for module in cast("Iterator[Any]", model.modules()):
         for kind, own in ((Linear, DecomposedLinear), (Conv2d, DecomposedConv2d)):
             if type(module) is kind:
@@ -99,8 +111,47 @@ def updates(values: Mapping[str, Tensor], component: str, options: AdapterOption
     }
     return {
         module: DecomposedUpdate(pair, magnitudes[module].view(-1, *[1] * (len(pair.weight_shape) - 1)))
-        for module, pair in weights_from_peft(values, component, options.file_alpha).modules.items()
+        for module, pair in lora.updates(values, component, options).items()
     }
 
 
-DORA = AdapterKind(inject=inject_dora, updates=updates, forms=plain_forms)
+def limit_ranks(denoiser: nn.Module, limit: TimestepRank) -> None:
+    """Train fewer rows of the low-rank part at high noise; each sample's norms are those of its own rows."""
+    lora.limit_ranks(denoiser, limit)
+    for module in denoiser.modules():
+        if isinstance(module, _Decomposed):
+            module.limit = limit
+
+
+def start_from(
+    parameters: Mapping[str, nn.Parameter], updates: Mapping[str, LayerUpdate], options: AdapterOptions
+) -> list[Problem]:
+    """Put the low-rank parts and magnitudes of a file into a DoRA of the same rank or a higher one."""
+    found = {name: update for name, update in updates.items() if isinstance(update, DecomposedUpdate)}
+    others = [
+        name for name, update in found.items() if not (update.is_by_output and isinstance(update.change, LoraPair))
+    ]
+    if problems := [
+        *unlike(others, "have magnitudes of inputs, or of another change than a LoRA's"),
+        *unlike(
+            [name for name, update in found.items() if update.of_base],
+            "are for ComfyUI alone",
+            "Use the file that it was made of.",
+        ),
+    ]:
+        return problems
+    problems = lora.start_from(parameters, {name: update.change for name, update in found.items()}, options)
+    if not problems:
+        for name, update in found.items():
+            put(parameters[f"{name}.{MAGNITUDE}.{ADAPTER}"], update.magnitude)
+    return problems
+
+
+DORA = AdapterKind(
+    inject=inject_dora,
+    updates=updates,
+    forms=plain_forms,
+    is_up=lora.is_up,
+    limit_ranks=limit_ranks,
+    start_from=start_from,
+)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftConfig, inject_adapter_in_model
+from peft import PeftConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lora_trainer.adapters.base import AdapterOptions
+from lora_trainer.core.errors import Problem
+from lora_trainer.core.findings import counted
 from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
+
+if TYPE_CHECKING:
+    from peft import LoHaConfig, LoKrConfig
 
 ADAPTER = "default"  # peft's name of the only adapter
 
@@ -34,14 +40,27 @@ def inject(
     return trained(model)
 
 
-def lora_config(modules: Sequence[str], options: AdapterOptions, **more: Any) -> LoraConfig:
-    """peft's config of the low-rank part that LoRA and DoRA have."""
-    return LoraConfig(
+def patterns(values: Mapping[str, float], usual: float) -> dict[str, float]:
+    """peft's patterns for values by whole module names: one for each value that is not the usual one."""
+    names: dict[float, list[str]] = {}
+    for name, value in values.items():
+        if value != usual:
+            names.setdefault(value, []).append(re.escape(name))
+    return {rf"\A(?:{'|'.join(own)})": value for value, own in names.items()}
+
+
+def lycoris_config(
+    kind: type[LoKrConfig | LoHaConfig], modules: Sequence[str], options: AdapterOptions, **more: Any
+) -> PeftConfig:
+    """peft's config of a kind that scales by alpha / rank alone."""
+    layers = {name: options.of_layer(name) for name in modules}
+    return kind(
         r=options.rank,
-        lora_alpha=options.alpha,
-        lora_dropout=options.dropout,
+        alpha=options.file_alpha,
+        rank_pattern=patterns({name: own.rank for name, own in layers.items()}, options.rank),
+        alpha_pattern=patterns({name: own.file_alpha for name, own in layers.items()}, options.file_alpha),
         target_modules=list(modules),
-        use_rslora=options.rank_stabilized,
+        use_effective_conv2d=False,  # its core fails in ComfyUI with torch 2.13
         **more,
     )
 
@@ -62,6 +81,34 @@ def by_module(names: Iterable[str], beginning: str) -> dict[str, dict[str, str]]
         if mark:
             found.setdefault(module, {})[beginning + end.removesuffix(f".{ADAPTER}")] = name
     return found
+
+
+def too_high(ranks: Mapping[str, int], options: AdapterOptions) -> list[Problem]:
+    """The problem of a file's ranks, by module, that are above those of the adapter that starts from it."""
+    high = {module: rank for module, rank in ranks.items() if rank > options.of_layer(module).rank}
+    if not high:
+        return []
+    worst = max(high, key=high.__getitem__)
+    own = options.of_layer(worst).rank
+    setting = "text_encoder.lora_rank" if options.prefix else "lora.rank"
+    if own != options.rank:
+        setting = f"lora.rank_pattern of {options.prefix}{worst}"
+    message = f"Its rank is {high[worst]}, and {setting}={own} is lower."
+    return [Problem(message, f"Set {setting}={high[worst]}.")]
+
+
+def unlike(layers: Sequence[str], message: str, fix: str = "") -> list[Problem]:
+    """The problem of a file's layers that the adapter cannot hold; `message` is behind their number."""
+    if not layers:
+        return []
+    fix = fix or "Write it as a LoRA, lora-trainer convert IN OUT --to lora --rank N, and set lora.type=lora."
+    return [Problem(f"{counted(len(layers), 'layer')} of it {message} (first: {layers[0]}).", fix)]
+
+
+def put(parameter: nn.Parameter, values: Tensor) -> None:
+    """Set a parameter to a file's values, in fp32: masters are made of it, and bf16 would round them."""
+    parameter.data = parameter.data.float()
+    parameter.data.copy_(values.reshape(parameter.shape))
 
 
 class ChangedLayer(nn.Module):

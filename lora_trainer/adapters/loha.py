@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lora_trainer.adapters.base import AdapterKind, AdapterOptions
-from lora_trainer.adapters.injection import ADAPTER, ChangedLayer, by_module, inject, trained
+from lora_trainer.adapters.injection import (
+    ADAPTER,
+    ChangedLayer,
+    by_module,
+    inject,
+    lycoris_config,
+    put,
+    too_high,
+    trained,
+    unlike,
+)
+from lora_trainer.core.errors import Problem
 from lora_trainer.export.lora_file import plain_forms
 from lora_trainer.export.updates import HadamardUpdate
 from lora_trainer.export.weights import LayerUpdate, module_name
@@ -26,23 +37,19 @@ def inject_loha(
     delta = (w1_a w1_b) * (w2_a w2_b) * alpha / rank, entry by entry, of a rank up to rank^2. w2_b is 0 at first, the others as in
     peft (Kaiming uniform, from `seed`).
     """
-    config = LoHaConfig(
-        r=options.rank, alpha=options.file_alpha, target_modules=list(modules), use_effective_conv2d=False
-    )
-    inject(config, model, seed)
+    inject(lycoris_config(LoHaConfig, modules, options), model, seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for module in cast("Iterator[Any]", model.modules()):
-            for kind, own in ((Linear, HadamardLinear), (Conv2d, HadamardConv2d)):
-                if type(module) is kind:
-                    module.__class__ = own
-                    module.input_dropout = options.dropout
-            if not hasattr(module, "hada_w1_a") or not isinstance(module.base_layer, nn.Linear):
+        for name in modules:
+            module, own = cast("Any", model.get_submodule(name)), options.of_layer(name)
+            module.__class__ = {Linear: HadamardLinear, Conv2d: HadamardConv2d}[type(module)]
+            module.input_dropout = own.dropout
+            if not isinstance(module.base_layer, nn.Linear):
                 continue
             sides = (module.base_layer.out_features, module.base_layer.in_features)
             if (len(module.hada_w1_a[ADAPTER]), module.hada_w1_b[ADAPTER].shape[1]) != sides:
                 # peft made factors for the packed bytes that nf4 stores a weight as.
-                module.create_adapter_parameters(ADAPTER, options.rank, sides)
+                module.create_adapter_parameters(ADAPTER, own.rank, sides)
                 module.reset_adapter_parameters(ADAPTER)
                 module._move_adapter_to_device_of_base_layer(ADAPTER)
     return trained(model)
@@ -65,10 +72,44 @@ def updates(values: Mapping[str, Tensor], component: str, options: AdapterOption
     """The factors of each module."""
     return {
         module_name(component, module): HadamardUpdate(
-            {end: values[name] for end, name in names.items()}, options.file_alpha
+            {end: values[name] for end, name in names.items()}, options.of_layer(module).file_alpha
         )
         for module, names in by_module(values, "hada_").items()
     }
 
 
-LOHA = AdapterKind(inject=inject_loha, updates=updates, forms=plain_forms)
+def start_from(
+    parameters: Mapping[str, nn.Parameter], updates: Mapping[str, LayerUpdate], options: AdapterOptions
+) -> list[Problem]:
+    """Put the factors of a file into a LoHa of the same rank or a higher one.
+
+    The ratio of the two scales goes into w1_a. What a higher rank has besides changes nothing at first: 0 in one factor of each
+    product, so that the other of that product is trained.
+    """
+    found = {name: update for name, update in updates.items() if isinstance(update, HadamardUpdate)}
+    cores = [name for name, update in found.items() if "hada_t1" in update.tensors]
+    if problems := [
+        *unlike(cores, "have a Tucker core"),
+        *too_high({name: update.rank for name, update in found.items() if name not in cores}, options),
+    ]:
+        return problems
+    names = by_module(parameters, "hada_")
+    for module, update in found.items():
+        own = options.of_layer(module)
+        for end, theirs in update.tensors.items():
+            parameter, values = parameters[names[module][end]], theirs.float()
+            if end == "hada_w1_a":
+                values = values * (update.scale / (own.file_alpha / own.rank))
+            started = parameter.detach().float()
+            if end in ("hada_w1_a", "hada_w2_b"):
+                started = torch.zeros_like(started)
+            values = values.to(started.device)
+            if end.endswith("_a"):
+                started = torch.cat([values, started[:, update.rank :]], dim=1)
+            else:
+                started = torch.cat([values.flatten(1), started.flatten(1)[update.rank :]])
+            put(parameter, started)
+    return []
+
+
+LOHA = AdapterKind(inject=inject_loha, updates=updates, forms=plain_forms, start_from=start_from)

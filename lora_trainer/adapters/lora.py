@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from peft.tuners.lora.layer import Conv2d, Linear
 from torch import Tensor, nn
 
 from lora_trainer.adapters.base import AS_USUAL, AdapterKind, AdapterOptions
-from lora_trainer.adapters.injection import ADAPTER, inject, lora_config
+from lora_trainer.adapters.injection import ADAPTER, inject, patterns, put, too_high
 from lora_trainer.adapters.timestep_rank import TimestepRank
+from lora_trainer.core.errors import Problem
 from lora_trainer.export.lora_file import lora_forms
 from lora_trainer.export.weights import LayerUpdate, LoraPair, module_name, weights_from_peft
 from lora_trainer.models.quantization.store import COMPUTED_IN, wide_weight
@@ -32,12 +33,15 @@ def inject_lora(
     excepted but for `gaussian`.
     """
     layers = {name: options.of_layer(name) for name in modules}
-    config = lora_config(
-        modules,
-        options,
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=list(modules),
+        use_rslora=options.rank_stabilized,
         init_lora_weights="gaussian" if options.initialization == "gaussian" else True,
-        rank_pattern=_exactly({name: own.rank for name, own in layers.items()}, options.rank),
-        alpha_pattern=_exactly({name: own.alpha for name, own in layers.items()}, options.alpha),
+        rank_pattern=patterns({name: own.rank for name, own in layers.items()}, options.rank),
+        alpha_pattern=patterns({name: own.alpha for name, own in layers.items()}, options.alpha),
     )
 
     def start() -> None:
@@ -49,15 +53,6 @@ def inject_lora(
                 initialize(layer, options.initialization)
 
     return inject(config, denoiser, seed, start)
-
-
-def _exactly(values: Mapping[str, float], usual: float) -> dict[str, float]:
-    """peft's patterns for values by whole module names: one for each value that is not the usual one."""
-    names: dict[float, list[str]] = {}
-    for name, value in values.items():
-        if value != usual:
-            names.setdefault(value, []).append(re.escape(name))
-    return {rf"\A(?:{'|'.join(own)})": value for value, own in names.items()}
 
 
 @torch.no_grad()
@@ -205,20 +200,30 @@ def updates(trained: Mapping[str, Tensor], component: str, options: AdapterOptio
     return {name: found[name] for name in plain}
 
 
-@torch.no_grad()
-def start_from(parameters: Mapping[str, nn.Parameter], pairs: Mapping[str, LoraPair], options: AdapterOptions) -> None:
+def start_from(
+    parameters: Mapping[str, nn.Parameter], updates: Mapping[str, LayerUpdate], options: AdapterOptions
+) -> list[Problem]:
     """Put low-rank updates into a LoRA of the same rank or a higher one, whose other rows keep their initial values.
 
-    The ratio of the two scales goes into the up projections, so the change of each layer is the same.
+    The ratio of the two scales goes into the up projections, so the change of each layer is the same. Nothing is changed
+    where a rank of the file is above that of its layer.
     """
+    pairs = {module: update for module, update in updates.items() if isinstance(update, LoraPair)}
+    if problems := too_high({module: pair.rank for module, pair in pairs.items()}, options):
+        return problems
     for module, pair in pairs.items():
         own = options.of_layer(module)
         scale = own.alpha / (math.sqrt(own.rank) if own.rank_stabilized else own.rank)
         down, up = (parameters[f"{module}.lora_{half}.{ADAPTER}.weight"] for half in "AB")
-        for each in (down, up):
-            each.data = each.data.float()  # masters are made of them: in bf16 the file's values would be rounded
-        down[: pair.rank].copy_(pair.down)
-        up[:, : pair.rank].copy_(pair.up.float() * (pair.scale / scale))
+        put(down, torch.cat([pair.down.float().to(down.device), down.detach()[pair.rank :].float()]))
+        theirs = pair.up.float() * (pair.scale / scale)
+        put(up, torch.cat([theirs.to(up.device), up.detach()[:, pair.rank :].float()], dim=1))
+    return []
+
+
+def is_up(name: str) -> bool:
+    """Whether a parameter is of an up projection."""
+    return ".lora_B." in name
 
 
 LORA = AdapterKind(
@@ -227,7 +232,7 @@ LORA = AdapterKind(
     forms=lora_forms,
     speed_up=sum_updates,
     fixed=fixed_tensors,
-    is_up=lambda name: ".lora_B." in name,
+    is_up=is_up,
     limit_ranks=limit_ranks,
     start_from=start_from,
 )

@@ -16,10 +16,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from lora_trainer.adapters.base import AdapterKind, AdapterOptions
-from lora_trainer.adapters.injection import ADAPTER, by_module, trained
+from lora_trainer.adapters.injection import ADAPTER, by_module, put, trained, unlike
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.lora_file import plain_forms
-from lora_trainer.export.updates import RotationUpdate, rotated, rotation
+from lora_trainer.export.updates import RotationUpdate, bounded, rotated, rotation
 from lora_trainer.export.weights import LayerUpdate, module_name
 from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
 
@@ -68,7 +68,9 @@ def inject_oft(model: nn.Module, modules: Sequence[str], options: AdapterOptions
     """
     model.requires_grad_(False)
     layers = {name: cast("nn.Linear | nn.Conv2d", model.get_submodule(name)) for name in modules}
-    sizes = {name: size for name, layer in layers.items() if (size := block_size(layer, options.rank)) > 1}
+    sizes = {
+        name: size for name, layer in layers.items() if (size := block_size(layer, options.of_layer(name).rank)) > 1
+    }
     if not sizes:
         message = f"lora.type=oft rotates outputs in blocks of at most lora.rank={options.rank}, which leaves nothing to train."
         raise UsageError(Problem(message, "Set lora.rank to 8 or more, or lora.type=lora."))
@@ -86,4 +88,25 @@ def updates(values: Mapping[str, Tensor], component: str, options: AdapterOption
     }
 
 
-OFT = AdapterKind(inject=inject_oft, updates=updates, forms=plain_forms)
+def start_from(
+    parameters: Mapping[str, nn.Parameter], updates: Mapping[str, LayerUpdate], options: AdapterOptions
+) -> list[Problem]:
+    """Put the blocks of a file into an OFT with blocks of the same sizes. A bound that the file's blocks are at goes into them."""
+    found = {name: update for name, update in updates.items() if isinstance(update, RotationUpdate)}
+    own = {name: parameters.get(f"{name}.oft_blocks.{ADAPTER}") for name in found}
+    others = [
+        name
+        for name, update in found.items()
+        if (blocks := own[name]) is None or blocks.shape != update.tensors["oft_blocks"].shape
+    ]
+    if others:
+        size = found[others[0]].rank
+        message = f"have blocks of other sizes: {size}, by lora.rank={options.of_layer(others[0]).rank} other ones"
+        return unlike(others, message, f"Set lora.rank={size}, or sizes of layers with lora.rank_pattern.")
+    for name, update in found.items():
+        values = update.tensors["oft_blocks"].float()
+        put(parameters[f"{name}.oft_blocks.{ADAPTER}"], values * bounded(values, update.alpha))
+    return []
+
+
+OFT = AdapterKind(inject=inject_oft, updates=updates, forms=plain_forms, start_from=start_from)

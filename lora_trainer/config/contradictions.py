@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lora_trainer.config.tables import traits_of_adapter, traits_of_optimizer
+from lora_trainer.config.tables import names_for, traits_of_adapter, traits_of_optimizer
 from lora_trainer.config.toml import section_types, shown
 from lora_trainer.core.errors import Problem
 
@@ -248,8 +248,9 @@ def adapters(settings: Settings) -> list[Yields]:
         if settings[f"lora.{name}"] != (default := settings.default(f"lora.{name}")):
             found.append(Yields(f"lora.{name}", default, reason, fix))
 
-    for name in sorted(traits_of_adapter(kind).ignores):
-        drop(name, f"lora.type={kind} cannot follow it", f"Set lora.type=lora, or remove lora.{name}.")
+    for name, why in sorted(traits_of_adapter(kind).ignores.items()):
+        able = next(each for each in names_for("lora.type") if name not in traits_of_adapter(each).ignores)
+        drop(name, f"lora.type={kind} cannot follow it: {why}", f"Set lora.type={able}, or remove lora.{name}.")
     if settings["lora.timestep_min_rank"] is None:
         drop(
             "timestep_rank_exponent",

@@ -25,7 +25,7 @@ class OptimizerTraits(Protocol):
 class AdapterTraits(Protocol):
     """What settings depend on of a kind of adapter."""
 
-    ignores: frozenset[str]  # settings of [lora] that it cannot follow
+    ignores: Mapping[str, str]  # settings of [lora] that it cannot follow, and why
 
 
 _tables: dict[str, Mapping[str, Any]] = {}

@@ -90,6 +90,7 @@ class TrainingFacts:
     trigger: str | None = None
     dropout: float = 0.0
     rank_stabilized: bool = False
+    network_args: Mapping[str, object] = field(default_factory=dict)  # LoRA+, T-LoRA, …, as kohya and LyCORIS name them
     ema_decay: float | None = None
     swa_start: int | None = None  # the step from which on weights were averaged
     validation_images: int = 0
@@ -108,7 +109,7 @@ class TrainingFacts:
 def header(facts: TrainingFacts, weights: AdapterWeights) -> dict[str, str]:
     """The header without hashes of a file with these tensors. Rank and alpha are those of most of the denoiser's."""
     width, height = facts.resolution
-    own: dict[str, object] = {"targets": facts.targets}
+    own: dict[str, object] = {"targets": facts.targets, **facts.network_args}
     if facts.rank_stabilized:
         own["rank_stabilized"] = True
     has_texts = any(name.startswith("text_encoder") for name in weights.modules)

@@ -128,7 +128,7 @@ def make_subject(
         # Scale and dropout take no memory that counts.
         sized = AdapterOptions(rank, float(rank))
         if options is not None:
-            sized = replace(sized, initialization=options.initialization, ranks=options.ranks)
+            sized = replace(sized, initialization=options.initialization, ranks=options.ranks, factor=options.factor)
         parameters = ADAPTERS[kind].load().inject(denoiser, names, sized, 0)
         if quantize := make_quantizer(stored, products=products):
             store_layers(denoiser, quantize)

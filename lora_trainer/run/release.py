@@ -173,12 +173,26 @@ def training_facts(session: Session, name: str, trained: int, started: float) ->
         zero_terminal_snr=process.prediction != "flow" and bool(process.alphas_cumprod[-1] == 0),
         dropout=config.lora.dropout,
         rank_stabilized=config.lora.use_rslora,
+        network_args=network_args(config),
         ema_decay=config.train.ema_decay,
         swa_start=first_swa_step(config.train, steps.total),
         flow=flow_facts(process),
         **captions_read(config),
         **images_shown(config, inputs),
     )
+
+
+def network_args(config: Config) -> dict[str, object]:
+    """LoRA+, T-LoRA and a LoKr's factor where they are set, by the names that kohya's scripts and LyCORIS have."""
+    lora = config.lora
+    found: dict[str, object] = {
+        "loraplus_lr_ratio": lora.loraplus_lr_ratio,
+        "loraplus_text_encoder_lr_ratio": lora.loraplus_text_encoder_lr_ratio,
+        "timestep_min_rank": lora.timestep_min_rank,
+        "timestep_rank_exponent": lora.timestep_rank_exponent if lora.timestep_min_rank else None,
+        "factor": lora.lokr_factor if lora.lokr_factor != -1 else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def captions_read(config: Config) -> dict[str, Any]:

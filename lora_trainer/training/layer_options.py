@@ -131,6 +131,8 @@ def option_notes(lora: LoraSection) -> list[str]:
     if lora.timestep_min_rank is not None:
         rows = f"{lora.timestep_min_rank} rows of each layer at the most noise, up to all without noise"
         notes.append(f"T-LoRA: trains {rows} (lora.timestep_min_rank)")
+    if lora.lokr_factor != -1:
+        notes.append(f"LoKr: first factors with sides near {lora.lokr_factor} (lora.lokr_factor)")
     if lora.loraplus_lr_ratio is not None:
         notes.append(f"LoRA+: up projections learn at {lora.loraplus_lr_ratio:g} times the learning rate")
     return notes

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.masters import make_adapter
+from lora_trainer.adapters.timestep_rank import TimestepRank
 from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.evaluation.loading import at_strength, without_lora
@@ -20,6 +21,7 @@ from lora_trainer.export.lora_file import FileLayout, read_adapter, write_lora
 from lora_trainer.export.weights import AdapterWeights, shapes_of
 from lora_trainer.models.quantization.store import make_quantizer, store_layers, wide_weight
 from lora_trainer.optim.optimizers import make_optimizer
+from lora_trainer.optim.random_updates import make_bf16_step
 from tests.export.tiny import facts
 
 LINEAR, KERNEL, STRIDED, POINT = "down_blocks.0.to_q", "mid_block.conv1", "conv_in", "mid_block.proj_in"
@@ -189,6 +191,130 @@ def test_dropout_is_of_the_adapters_input(kind: str):
     x = torch.randn(2, 16, 10, 10, generator=generator)
     assert torch.equal(model.eval()(x), model(x))
     assert not torch.equal(model.train()(x), model(x))
+
+
+MIXED = AdapterOptions(
+    4, 6.0, ranks={"*conv1": 2, "*proj_in": 7}, alphas={"*.to_q": 3.0}, dropouts={"*.to_v": 0.5}, rank_stabilized=True
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_alphas_and_dropout_by_layer(kind: str, tmp_path: Path):
+    """Each layer has those of its pattern, in training, in the change and in both files."""
+    model, parameters, weights, x = adapted(kind, MIXED)
+    plain = small()
+    usual = ADAPTERS[kind].load().inject(plain, NAMES, AdapterOptions(4, 6.0), 1)
+    differ = {name for name in parameters if name not in usual or parameters[name].shape != usual[name].shape}
+    assert any(KERNEL in name for name in differ)
+    assert not any(LINEAR in name for name in differ)
+    output = model.eval()(x)
+    assert gap(merged(weights, model)(x), output) < 1e-5
+    assert torch.equal(model.train()(x), output) == (kind == "oft")  # which has no dropout
+    layout = FileLayout(torch.float32, shapes_of({"unet": small()}), ONE_TEXT_ENCODER, ADAPTERS[kind].load().forms)
+    for path in write_lora(tmp_path, "cat", weights, facts(), layout):
+        assert gap(merged(read_adapter(path), model)(x), output) < 1e-5, path.name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_starts_from_a_file_of_its_kind(kind: str, tmp_path: Path):
+    """Bit for bit where rank and scale are the same, else the same change; both files, alpha unlike rank in the run."""
+    spec = ADAPTERS[kind].load()
+    assert spec.start_from is not None
+    model, _, weights, x = adapted(kind, AdapterOptions(4, 4.0))
+    layout = FileLayout(torch.float32, shapes_of({"unet": small()}), ONE_TEXT_ENCODER, spec.forms)
+    for path in write_lora(tmp_path, "cat", weights, facts(), layout):
+        updates = {name.removeprefix("unet."): update for name, update in read_adapter(path).modules.items()}
+        for options, is_exact in (
+            (AdapterOptions(4, 4.0), True),
+            (AdapterOptions(4 if kind == "oft" else 6, 3.0), False),
+        ):
+            started = small()
+            parameters = spec.inject(started, NAMES, options, 9)
+            assert spec.start_from(parameters, updates, options) == []
+            assert gap(started(x), model(x)) < 1e-5
+            assert not is_exact or torch.equal(started(x), model(x)), path.name
+            started(x).square().mean().backward()
+            assert all(bool(each.grad.any()) for each in parameters.values() if each.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("lora", "Its rank is 4, and lora.rank=2 is lower"),
+        ("dora", "Its rank is 4, and lora.rank=2 is lower"),
+        ("lokr", "have a whole w2, and lora.rank a lower rank"),
+        ("loha", "Its rank is 4, and lora.rank=2 is lower"),
+        ("oft", "have blocks of other sizes: 4, by lora.rank=2 other ones"),
+    ],
+)
+def test_what_an_adapter_cannot_start_from_is_named_and_changes_nothing(kind: str, problem: str):
+    spec = ADAPTERS[kind].load()
+    assert spec.start_from is not None
+    _, _, weights, _ = adapted(kind, AdapterOptions(4, 4.0))
+    updates = {name.removeprefix("unet."): update for name, update in weights.modules.items()}
+    parameters = spec.inject(small(), NAMES, AdapterOptions(2, 2.0), 1)
+    before = {name: each.detach().clone() for name, each in parameters.items()}
+    found = spec.start_from(parameters, updates, AdapterOptions(2, 2.0))
+    assert problem in found[0].message
+    assert all(torch.equal(before[name], each) for name, each in parameters.items())
+
+
+def test_a_lokr_has_the_sides_of_its_factor():
+    """As LyCORIS divides them: 48 = 4 * 12, 32 = 4 * 8; and where 16 is above the square root w2 still has the longer side."""
+    for factor, one, two in ((-1, (4, 6), (8, 8)), (4, (4, 4), (8, 12)), (16, (2, 3), (16, 16))):
+        options = AdapterOptions(64, 64.0, factor=factor)
+        model, parameters, weights, x = adapted("lokr", options)
+        own = {name.rpartition(".lokr_")[2]: each for name, each in parameters.items() if name.startswith(LINEAR)}
+        assert tuple(own["w1.default"].shape) == one
+        assert tuple(own["w2.default"].shape) == two
+        assert gap(merged(weights, model)(x), model(x)) < 1e-5
+    start = ADAPTERS["lokr"].load().start_from
+    assert start is not None
+    updates = {LINEAR: weights.modules[f"unet.{LINEAR}"]}
+    other = AdapterOptions(64, 64.0, factor=4)
+    (problem,) = start(ADAPTERS["lokr"].load().inject(small(), NAMES, other, 1), updates, other)
+    assert "w1 is [2, 3], and [4, 4] by lora.lokr_factor=4" in problem.message
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_fewer_rows_at_high_noise_are_the_change_of_these_rows(kind: str):
+    """Each sample's output is that of an adapter cut to its rows; a DoRA's norms are those of its rows, too."""
+    spec, options = ADAPTERS[kind].load(), AdapterOptions(4, 6.0)
+    assert spec.limit_ranks is not None
+    model, _, _, x = adapted(kind, options)
+    whole = model(x)
+    limit = TimestepRank(1, 1.0, 1000)
+    spec.limit_ranks(model, limit)
+    assert gap(model(x), whole) < 1e-6
+    times = torch.tensor([999.0, 400.0])
+    assert limit.rows(times, 4).tolist() == [1, 2]
+    with limit.limited(times):
+        found = model(x)
+    for place, rows in enumerate((1, 2)):
+        cut, parameters, _, _ = adapted(kind, options)
+        for name, parameter in parameters.items():
+            if ".lora_A." in name:
+                parameter.data[rows:] = 0.0
+        assert gap(found[place], cut(x)[place]) < 1e-5
+        assert gap(found[place], whole[place]) > 1e-3
+
+
+def test_a_dora_in_bf16_with_stochastic_rounding_is_the_base_at_first():
+    """Its magnitudes stay in fp32, and small steps of them are kept."""
+    model = small().to(torch.bfloat16)
+    parameters = ADAPTERS["dora"].load().inject(model, NAMES, OPTIONS["scaled"], 1)
+    adapter = make_adapter(parameters, torch.bfloat16, has_masters=False)
+    x = torch.randn(2, 16, 10, 10, dtype=torch.bfloat16)
+    assert torch.equal(model(x), small().to(torch.bfloat16)(x))
+    magnitudes = {name: each for name, each in adapter.masters.items() if "magnitude" in name}
+    assert {each.dtype for each in magnitudes.values()} == {torch.float32}
+    before = {name: each.detach().clone() for name, each in magnitudes.items()}
+    optimizer = make_optimizer(adapter.masters, OptimizerSection(learning_rate=1e-6))
+    model(x).float().square().mean().backward()
+    make_bf16_step(optimizer, adapter.masters, 0)(0)
+    for name, each in magnitudes.items():
+        moved = (each.detach() - before[name]).abs()
+        assert 0.0 < float(moved.max()) < 1e-5
 
 
 def test_oft_leaves_out_layers_without_a_block_to_rotate():

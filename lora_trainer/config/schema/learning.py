@@ -43,7 +43,7 @@ class LoraSection(Section):
     network_weights: str | None = setting(
         None,
         "fixed in effect",
-        "LoRA file of any program to start from, its alpha included; its rank may be lower than `rank`",
+        "file of any program to start from, of the kind `type`, its alpha included; its rank may be lower than `rank`",
     )
     init_lora_weights: InitialWeightsName = setting(
         "default",
@@ -77,6 +77,11 @@ class LoraSection(Section):
     )
     timestep_rank_exponent: Positive = setting(
         1.0, "changes training", "how fast the rows grow as the noise falls: 1 evenly, above 1 later"
+    )
+    lokr_factor: Annotated[int, Field(ge=-1, le=4096)] = setting(
+        -1,
+        "fixed",
+        "LyCORIS's `factor`: sides of a LoKr's first factor, where they divide the weight's; 4 to 16 make larger files; -1 divides each side near its square root",
     )
     target_modules: str | tuple[str, ...] = setting(
         "attention", "fixed", "`attention`, `attention+ff`, or patterns of module names such as `*.attn2.to_k`"
