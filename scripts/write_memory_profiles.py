@@ -37,9 +37,6 @@ TARGETS = ("attention", "attention+ff")
 STORED: dict[str, Precision] = {"half": "bf16", "fp8": "fp8", "int8": "int8", "nf4": "nf4"}
 STRIDE = 8  # between traced numbers of blocks of the same kind
 RANK, MICRO, SIDES = 29, 19, (13, 17)
-# U-Nets halve the sides of the latents several times, so both are multiples of 8. Some transformers pad their tokens to
-# multiples of 32, so one is a multiple of 16. The area's prime factors are those of SIDES.
-HEIGHT, WIDTH = 16 * SIDES[0], 8 * SIDES[1]
 AREA = SIDES[0] * SIDES[1]
 # Powers of (rank, micro, area) in a size, in the order of `Sizes.terms`.
 KINDS = {(0, 0, 0): 0, (1, 0, 0): 1, (0, 1, 0): 2, (1, 1, 0): 3, (0, 1, 1): 4, (1, 1, 1): 5, (0, 1, 2): 6}
@@ -49,7 +46,8 @@ RANGE = tuple(product((1, 4, 16, 64, 128, 256), (1, 2, 4, 8, 16), (32**2, 64**2,
 def split_of(family: str) -> Split:
     """A function that splits a number of bytes or operations into kinds of `Sizes.terms` and their shares."""
     texts = FAMILIES[family].text.cond_shapes(public_architecture(family).denoiser)["embeds"][0]
-    tokens = HEIGHT * WIDTH // 4  # of a transformer, whose patches are two latents wide
+    height, width = latents_of(family)
+    tokens = height * width // patch_of(family) ** 2
     together, share = largest_prime(tokens + texts), tokens / (tokens + texts)
 
     @cache
@@ -63,6 +61,8 @@ def split_of(family: str) -> Split:
         factor = 1 if micro else MICRO
         if both == 2:
             parts = {(rank, 1, 2): share**2, (rank, 1, 1): 2 * share * (1 - share), (rank, 1, 0): (1 - share) ** 2}
+        elif both and area:  # an image's tokens that attend to all
+            parts = {(rank, 1, 2): share, (rank, 1, 1): 1 - share}
         elif both:
             parts = {(rank, 1, 1): share * factor, (rank, 1, 0): (1 - share) * factor}
         else:
@@ -71,6 +71,25 @@ def split_of(family: str) -> Split:
 
     transformer = FAMILIES[family].denoiser.component == "transformer"
     return split
+
+
+def latents_of(family: str) -> tuple[int, int]:
+    """The height and width that are traced. The area's prime factors are those of SIDES and 2.
+
+    U-Nets halve the sides of the latents several times, so both are multiples of 8. Some transformers pad their tokens, of two
+    by two latents, to multiples of 32, so one is a multiple of 16 then.
+    """
+    is_unet = FAMILIES[family].denoiser.component == "unet"
+    return 8 * (2 if is_unet else patch_of(family)) * SIDES[0], 8 * SIDES[1]
+
+
+@cache
+def patch_of(family: str) -> int:
+    """How many latents wide a token of a transformer is."""
+    spec = FAMILIES[family].denoiser
+    with torch.device("meta"):
+        blocks = spec.features(spec.make(spec.thin(public_architecture(family).denoiser)))
+    return next(iter(blocks.values())).patch
 
 
 def largest_prime(number: int) -> int:
@@ -88,17 +107,18 @@ def step(
     subject: Subject, checkpointed: int, recompute: CheckpointingMode, split: Split
 ) -> tuple[list[list[int]], list[int]]:
     """The moments that can be the peak, and the operations, with `checkpointed` blocks."""
+    height, width = latents_of(subject.family.name)
     traced = trace(
         subject,
         micro=MICRO,
-        height=HEIGHT,
-        width=WIDTH,
+        height=height,
+        width=width,
         checkpointed=checkpointed,
         recompute=recompute,
         split=split,
         kinds=len(KINDS),
     )
-    terms = np.array(Sizes(RANK, MICRO, HEIGHT * WIDTH, 0).terms)
+    terms = np.array(Sizes(RANK, MICRO, height * width, 0).terms)
     moments = np.array(traced.live) / terms
     flops = [round(count / term) for count, term in zip(traced.flops, terms.tolist(), strict=True)]
     return largest_somewhere(moments), flops

@@ -18,7 +18,7 @@ from lora_trainer.core.grid import image_name
 from lora_trainer.core.interrupt import Stopped
 from lora_trainer.core.io import read_json, write_json
 from lora_trainer.data.buckets import Bucket, fit_to
-from lora_trainer.data.images.images import BrokenImageError, cut_out, load_rgb
+from lora_trainer.data.images.images import BrokenImageError, cut_out, load_rgb, to_rgb
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.loading import (
     at_strength,
@@ -200,7 +200,7 @@ def draw(
     for start in range(0, len(rows), at_once):
         chosen = rows[start : start + at_once]
         texts = {key[0]: text for key, text in read.items() if key[1] == chosen[0].controls} if seen else read
-        yield from pipeline(
+        drawn = pipeline(
             **prompted(family, texts, [row.prompt for row in chosen], drawing.negative if guidance > 0 else None),
             **family.pipeline.with_controls(pipeline, drawing.size, encode_controls(pipeline, chosen, drawing.size)),
             generator=[torch.Generator("cpu").manual_seed(row.seed) for row in chosen],
@@ -209,6 +209,7 @@ def draw(
             width=width,
             height=height,
         ).images
+        yield from map(to_rgb, drawn)
 
 
 def encode_controls(pipeline: Any, rows: Sequence[ImageRequest], size: tuple[int, int]) -> list[Tensor]:

@@ -89,6 +89,7 @@ FAMILIES = (
     "qwen_image",
     "qwen_image_edit",
     "qwen_image_edit_plus",
+    "qwen_image_2",
     "krea2",
 )
 

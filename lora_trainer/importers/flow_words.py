@@ -282,6 +282,7 @@ AITOOLKIT_FLOWS = (
     "qwen_image",
     "qwen_image_edit",
     "qwen_image_edit_plus",
+    "qwen_image_2",
     "krea2",
 )
 AITOOLKIT_DEFAULTS: Mapping[str, Any] = {"train.timestep_type": "sigmoid"}

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from lora_trainer.models import anima, chroma, flux, flux2, krea2, qwen_image, sd2, sd3, sd15, sdxl, z_image
+from lora_trainer.models import (
+    anima,
+    chroma,
+    flux,
+    flux2,
+    krea2,
+    qwen_image,
+    qwen_image21,
+    sd2,
+    sd3,
+    sd15,
+    sdxl,
+    z_image,
+)
 from lora_trainer.models.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -15,6 +28,7 @@ FAMILIES: dict[str, Family] = {
     "chroma": chroma.FAMILY,
     "z_image": z_image.FAMILY,
     "qwen_image": qwen_image.FAMILY,
+    "qwen_image21": qwen_image21.FAMILY,
     "krea2": krea2.FAMILY,
     "anima": anima.FAMILY,
 }

@@ -1,7 +1,8 @@
 """The VAE of every family: facts from its config, and images to scaled latents.
 
-They differ in what normalizes the latents (`latent_statistics`); Qwen-Image's is a video VAE, to which an image is one
-frame. Outside of this file latents are [B, C, h, w].
+They differ in what normalizes the latents (`latent_statistics`); Qwen-Image's are video VAEs, to which an image is one
+frame, and that of 2.1 reads and writes a fourth channel, how opaque each pixel is. Outside of this file latents are
+[B, C, h, w], and pixels [B, 3, H, W].
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_LEVELS, MOST_CHANNELS = 8, 1024
-USUAL, VIDEO = "AutoencoderKL", "AutoencoderKLQwenImage"
-CHANNELS = {USUAL: 4, "AutoencoderKLFlux2": 32, VIDEO: 16}  # the classes, and their latents where a config has none
+USUAL, VIDEO, RGBA = "AutoencoderKL", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21"
+# The classes, and their latents where a config has none.
+CHANNELS = {USUAL: 4, "AutoencoderKLFlux2": 32, VIDEO: 16, RGBA: 64}
+VIDEOS = (VIDEO, RGBA)  # those to which an image is one frame
 OF_CHANNELS = {"latents_mean": -math.inf, "latents_std": 0.0}  # statistics in a config, and what they are above
 
 
@@ -35,10 +38,10 @@ def vae_facts(folder: Path, kind: str = USUAL) -> tuple[int, int]:
         message = f"{folder}/vae is a {found[:80]}, not an {kind}."
         raise UsageError(Problem(message, "Name another VAE with model.vae, or another model."))
     path = folder / "vae/config.json"
-    depth, size = ("z_dim", "dim_mult") if kind == VIDEO else ("latent_channels", "block_out_channels")
-    vae = read_config(folder, "vae/config.json", (size, *(OF_CHANNELS if kind == VIDEO else ())))
+    depth, size = ("z_dim", "dim_mult") if kind in VIDEOS else ("latent_channels", "block_out_channels")
+    vae = read_config(folder, "vae/config.json", (size, *(OF_CHANNELS if kind in VIDEOS else ())))
     channels = whole_number(path, {depth: CHANNELS[kind], **vae}, depth, 1, MOST_CHANNELS)
-    if kind == VIDEO:
+    if kind in VIDEOS:
         for key, least in OF_CHANNELS.items():
             values = vae[key] if isinstance(vae[key], list) else []
             right = [each for each in values if isinstance(each, int | float) and least < each < math.inf]
@@ -101,15 +104,18 @@ def drawing_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
 def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Pixels [B, 3, H, W] in [-1, 1] -> mean and spread [B, C, h, w] of the scaled latents' posterior, fp32.
 
-    Scaled latents are (z - shift) * scale. Raises UsageError for numbers that make nothing of every image.
+    Scaled latents are (z - shift) * scale. To a VAE that reads a fourth channel, every pixel is opaque. Raises UsageError for
+    numbers that make nothing of every image.
     """
     import torch
 
-    statistics, frame = latent_statistics(vae), type(vae).__name__ == VIDEO
+    statistics, frame = latent_statistics(vae), type(vae).__name__ in VIDEOS
+    is_opaque = type(vae).__name__ == RGBA
 
     @torch.no_grad()
     def encode_image(pixels: Tensor) -> tuple[Tensor, Tensor]:
         read = pixels.to(device, vae.dtype)
+        read = torch.cat([read, torch.ones_like(read[:, :1])], dim=1) if is_opaque else read
         posterior = vae.encode(read.unsqueeze(2) if frame else read).latent_dist
         found = posterior.mean.float(), posterior.std.float()
         mean, spread = (value.squeeze(2) if frame else value for value in found)
@@ -120,10 +126,13 @@ def image_encoder(vae: Any, device: torch.device) -> Callable[[Tensor], tuple[Te
 
 
 def image_decoder(vae: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Scaled latents [B, C, h, w] -> pixels [B, 3, H, W], fp32, about -1 to 1: the other way of `image_encoder`."""
+    """Scaled latents [B, C, h, w] -> pixels [B, 3, H, W], fp32, about -1 to 1: the other way of `image_encoder`.
+
+    What is not opaque is shown on white.
+    """
     import torch
 
-    statistics, frame = latent_statistics(vae), type(vae).__name__ == VIDEO
+    statistics, frame = latent_statistics(vae), type(vae).__name__ in VIDEOS
 
     @torch.no_grad()
     def decode_image(latents: Tensor) -> Tensor:
@@ -131,7 +140,9 @@ def image_decoder(vae: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
         shift, scale = statistics(scaled)
         whole = scaled / scale + shift
         pixels: Tensor = vae.decode(whole.unsqueeze(2) if frame else whole, return_dict=False)[0].float()
-        return pixels.squeeze(2) if frame else pixels
+        pixels = pixels.squeeze(2) if frame else pixels
+        colors, opaque = pixels[:, :3], (pixels[:, 3:] + 1) / 2
+        return colors * opaque + (1 - opaque) if opaque.shape[1] else colors
 
     return decode_image
 
@@ -144,7 +155,7 @@ def latent_statistics(vae: Any) -> Callable[[Tensor], tuple[float, float] | tupl
     """
     import torch
 
-    if type(vae).__name__ == VIDEO:
+    if type(vae).__name__ in VIDEOS:
         means, deviations = (torch.tensor(vae.config[key])[:, None, None] for key in ("latents_mean", "latents_std"))
         scales = 1.0 / deviations
     elif vae.config.get("batch_norm_eps") is not None:
@@ -171,7 +182,7 @@ def latent_statistics(vae: Any) -> Callable[[Tensor], tuple[float, float] | tupl
 
 def decode_in_tiles(vae: Any, side: int) -> None:
     """Make a VAE decode images in overlapping parts of `side` pixels. That changes them a little."""
-    if type(vae).__name__ == VIDEO:
+    if type(vae).__name__ in VIDEOS:
         stride = side * 3 // 4  # as the class's own 192 of 256
         vae.enable_tiling(side, side, stride, stride)
         return

@@ -16,13 +16,19 @@ TEXT_ENCODER, TOKENIZER = "text_encoder", "tokenizer"
 
 
 def texts_of(pipeline: Any, place: torch.device | None = None) -> TextParts:
-    """The pipeline's text encoders, with a LoRA on them if any, and their tokenizers; those that it lacks are skipped."""
+    """The pipeline's text encoders, with a LoRA on them if any, and their tokenizers; those that it lacks are skipped.
+
+    What reads images and texts has the one text encoder's tokenizer; what reads images alone prepares control images.
+    """
     parts = {name: part for name, part in sorted(pipeline.components.items()) if part is not None}
     encoders = {name: part for name, part in parts.items() if name.startswith(TEXT)}
     tokenizers = {name.replace(TOKENIZER, TEXT_ENCODER): part for name, part in parts.items() if TOKENIZER in name}
+    reader = parts.get("processor")
+    if own := getattr(reader, TOKENIZER, None):
+        tokenizers, reader = {TEXT_ENCODER: own}, None
     denoiser = getattr(pipeline, "transformer", None)
     width = 0 if denoiser is None else int(denoiser.config.get("joint_attention_dim") or 0)
-    return TextParts(encoders, tokenizers, place, width, parts.get("processor"))
+    return TextParts(encoders, tokenizers, place, width, reader)
 
 
 def read_prompts(

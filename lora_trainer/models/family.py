@@ -365,7 +365,8 @@ class LoraFileSpec:
     original code, and is empty where LoRA files of all programs use diffusers' own; `also` are names that are read in
     LoRA files and never written. `like` is a family whose names and shapes these are: a file that nothing identifies is of that
     one, and is read for both. `readers` are the programs that were seen to read such files whole, as `PROGRAM: STYLE`
-    with a style of `export.inspection`, and `passed_over` the beginnings of modules that a program skips then.
+    with a style of `export.inspection`, and `passed_over` the beginnings of modules, as
+    patterns, that a program skips then.
     """
 
     base_names: Callable[[ModelFacts], tuple[str, str]]

@@ -90,14 +90,17 @@ def _problems(config: Mapping[str, Any], path: Path) -> list[Problem]:
     return problems
 
 
-def make_process(folder: Path) -> Process:
-    """The process for training and validation, with the model's own shift. Raises UsageError as `read_flow_schedule`."""
+def make_process(folder: Path, patch: int = 2) -> Process:
+    """The process for training and validation, with the model's own shift, whose tokens are `patch` by `patch` latents.
+
+    Raises UsageError as `read_flow_schedule`.
+    """
     from lora_trainer.diffusion.process import Process, flow_signal
     from lora_trainer.diffusion.timesteps import Shift, Times
 
     flow = read_flow_schedule(folder)
     tokens, mus = (flow.base_tokens, flow.max_tokens), (flow.base_shift, flow.max_shift)
-    return Process(flow_signal(flow.steps), "flow", Times(shift=Shift(flow.shift, flow.dynamic, tokens, mus)))
+    return Process(flow_signal(flow.steps), "flow", Times(shift=Shift(flow.shift, flow.dynamic, tokens, mus, patch)))
 
 
 def make_scheduler(folder: Path) -> FlowMatchEulerDiscreteScheduler:

@@ -112,6 +112,11 @@ def tokenizer_of(text_encoder: str) -> str:
     return text_encoder.replace("text_encoder", "tokenizer")
 
 
+def tokenizer_folder(folder: Path) -> str:
+    """The folder of the one tokenizer of a model: `tokenizer`, or what reads images and texts, which may have it."""
+    return "processor" if not (folder / "tokenizer").is_dir() and (folder / "processor").is_dir() else "tokenizer"
+
+
 def whole_number(path: Path, config: Mapping[str, Any], key: str, least: int, most: int) -> int:
     """A number of a config. Raises UsageError when it is none, or not from `least` to `most`."""
     value = config.get(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
 from lora_trainer.export.keys import DORA_OVER, NUMBERED
@@ -163,9 +164,9 @@ def _sd_scripts(file: Inspected, family: Family | None) -> Client:
 def _of_the_rest(file: Inspected, family: Family, name: str) -> Client:
     """Whole, but for modules that the program skips without a message."""
     left_out = () if "diffusers' names" in file.style else family.lora_files.passed_over.get(name, ())
-    passed = [module for module in file.weights.modules if left_out and module.partition(".")[2].startswith(left_out)]
-    if passed:
-        return Client(name, "in part", f"it passes over {len(passed)} modules outside of the blocks without a word")
+    names = [module.partition(".")[2] for module in file.weights.modules]
+    if count := sum(any(fnmatchcase(each, f"{beginning}*") for beginning in left_out) for each in names):
+        return Client(name, "in part", f"it skips {count} of {len(names)} modules")
     return Client(name, "whole")
 
 

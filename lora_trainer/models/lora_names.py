@@ -184,16 +184,17 @@ def _with_base(weights: AdapterWeights, family: str) -> AdapterWeights:
 
 
 def _by_header(weights: AdapterWeights) -> str | None:
-    """The family whose base model the header names, if the file has such a denoiser."""
+    """The family whose base model the header names, if the file has such a denoiser: of several, by the most letters."""
     version_of_file = weights.metadata.get("ss_base_model_version", "")
     denoisers = {module.partition(".")[0] for module in weights.modules if not module.startswith("text_encoder")}
+    found: dict[str, int] = {}
     for name, family in FAMILIES.items():
         if not version_of_file or not denoisers <= {family.denoiser.component}:
             continue
         version, _ = family.lora_files.base_names(public_architecture(name).facts)
         if version_of_file.startswith(version) or version.startswith(version_of_file):
-            return name
-    return None
+            found[name] = min(len(version), len(version_of_file))
+    return max(found, key=lambda name: found[name], default=None)
 
 
 def _by_shapes(weights: AdapterWeights) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,21 +30,25 @@ def check_qwen3(folder: Path) -> None:
         raise UsageError(Problem(f"{folder / TOKENIZER / 'tokenizer.json'} is missing.", fix))
 
 
+def crop_layers(model: nn.Module, places: dict[str, Place], layers: int | None = None) -> None:
+    """Leave the final norm of a language model out, and all layers after the first so many."""
+    from torch import nn
+
+    model.layers = cast("nn.ModuleList", model.layers)[:layers]
+    model.norm = nn.Identity()
+    for name in set(places) - set(model.state_dict()):
+        del places[name]
+
+
 def load_qwen3(folder: Path, dtype: torch.dtype | None, device: torch.device, layers: int | None = None) -> TextParts:
     """The language model, frozen, on the device, and its tokenizer.
 
     `layers`: the first of them alone, without the final norm, for models that read states from the middle.
     """
-    from torch import nn
     from transformers import Qwen2TokenizerFast, Qwen3Model
 
-    def crop(model: nn.Module, places: dict[str, Place]) -> None:
-        model.layers = cast("nn.ModuleList", model.layers)[:layers]
-        model.norm = nn.Identity()
-        for name in set(places) - set(model.state_dict()):
-            del places[name]
-
-    encoder = load_frozen(Qwen3Model, folder / QWEN, dtype, device, crop=crop if layers else None)
+    crop = partial(crop_layers, layers=layers) if layers else None
+    encoder = load_frozen(Qwen3Model, folder / QWEN, dtype, device, crop=crop)
     return TextParts({QWEN: encoder}, {QWEN: load_tokenizer_folder(Qwen2TokenizerFast, folder / TOKENIZER)})
 
 

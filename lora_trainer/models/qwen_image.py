@@ -333,10 +333,7 @@ FAMILY = Family(
         sampling_defaults=lambda folder: SamplingDefaults(steps=50),
         prompted=prompted,
         guidance="true_cfg_scale",
-        refused={
-            "QwenImageLayeredPipeline": "a Qwen-Image model that makes images in layers",
-            "QwenImage21Pipeline": "Qwen-Image 2.1",
-        },
+        refused={"QwenImageLayeredPipeline": "a Qwen-Image model that makes images in layers"},
     ),
     lora_files=LoraFileSpec(
         base_names=base_names,

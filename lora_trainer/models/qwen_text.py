@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.family import Caption, LoadTexts, TextParts
-from lora_trainer.models.folder import read_config
+from lora_trainer.models.folder import read_config, tokenizer_folder
 from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
+from lora_trainer.models.qwen3 import crop_layers
 from lora_trainer.models.weighting import Tokens, padded_tokens, tokens_of
 
 if TYPE_CHECKING:
@@ -42,10 +43,10 @@ def text_config(folder: Path) -> Mapping[str, Any]:
     return inner if isinstance(inner, dict) else config
 
 
-def language_model(kind: str) -> LoadTexts:
+def language_model(kind: str, *, final_norm: bool = True) -> LoadTexts:
     """`load` of a `TextSpec`: for the language model, transformers' class `kind`, and its tokenizer.
 
-    The half that sees images is not loaded.
+    The half that sees images is not loaded; without `final_norm` the last state is that of the last layer.
     """
 
     def load(
@@ -53,27 +54,36 @@ def language_model(kind: str) -> LoadTexts:
     ) -> TextParts:
         import transformers
 
-        encoder = load_frozen(getattr(transformers, kind), folder / QWEN, dtype, device)
-        tokenizer = load_tokenizer_folder(transformers.Qwen2TokenizerFast, folder / TOKENIZER)
-        return TextParts({QWEN: encoder}, {QWEN: tokenizer})
+        crop = None if final_norm else crop_layers
+        encoder = load_frozen(getattr(transformers, kind), folder / QWEN, dtype, device, crop=crop)
+        reader = load_tokenizer_folder(transformers.Qwen2TokenizerFast, folder / tokenizer_folder(folder))
+        return TextParts({QWEN: encoder}, {QWEN: reader})
 
     return load
 
 
 def read_template(
-    tokenizer: Any, captions: Sequence[Caption], size: int, device: torch.device, *, whole_end: bool = False
+    tokenizer: Any,
+    captions: Sequence[Caption],
+    size: int,
+    device: torch.device,
+    *,
+    begin: tuple[str, int] = (BEFORE, CUT),
+    whole_end: bool = False,
 ) -> tuple[Tokens, Tensor]:
     """The captions in the template, truncated and padded to `size` tokens after the system message; and where there is
-    text [B, CUT + size], bool. Weights are those of the tokens after the system message.
+    text [B, cut + size], bool. Weights are those of the tokens after the system message.
 
-    `whole_end`: the end of the template is tokenized by itself, and never truncated.
+    `begin`: the template up to the caption, and of how many of its tokens, `cut`, the states are not read. `whole_end`: the
+    end of the template is tokenized by itself, and never truncated.
     """
+    before, cut = begin
     end, after = (tokens_of(tokenizer, AFTER), "") if whole_end else ([], AFTER)
-    room, rows = max(0, CUT + size - len(end)), []
+    room, rows = max(0, cut + size - len(end)), []
     for caption in captions:
-        parts = f"{BEFORE}{caption}{after}" if isinstance(caption, str) else ((BEFORE, 1.0), *caption, (after, 1.0))
+        parts = f"{before}{caption}{after}" if isinstance(caption, str) else ((before, 1.0), *caption, (after, 1.0))
         rows.append([*tokens_of(tokenizer, parts)[:room], *end])
-    return padded_tokens(tokenizer, captions, rows, CUT + size, device, CUT)
+    return padded_tokens(tokenizer, captions, rows, cut + size, device, cut)
 
 
 def as_long_as_needed(embeds: Tensor, padding: Tensor) -> tuple[Tensor, Tensor | None]:

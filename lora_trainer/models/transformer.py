@@ -166,19 +166,21 @@ def token_places(latents: Tensor, axes: int, number: int = 0) -> Tensor:
     return places.flatten(0, 1)
 
 
-def block_features(name: str, *, text_first: bool = False) -> Callable[[nn.Module], Mapping[str, FeatureBlock]]:
+def block_features(
+    name: str, *, text_first: bool = False, patch: int = PATCH
+) -> Callable[[nn.Module], Mapping[str, FeatureBlock]]:
     """A function that names the blocks whose outputs tell images apart, of the denoiser's list `name`.
 
     They are the middle one, as one mean, and one of three quarters, on a grid. `text_first`: their outputs hold the
-    text's tokens, too, before the image's.
+    text's tokens, too, before the image's. A token is `patch` by `patch` latents.
     """
 
     def features(denoiser: nn.Module) -> dict[str, FeatureBlock]:
         blocks = cast("nn.ModuleList", getattr(denoiser, name))
         middle, after = blocks[len(blocks) // 2], blocks[3 * len(blocks) // 4]
         return {
-            "middle": FeatureBlock(middle, 1, PATCH, text_first),
-            "after": FeatureBlock(after, FEATURE_GRID, PATCH, text_first),
+            "middle": FeatureBlock(middle, 1, patch, text_first),
+            "after": FeatureBlock(after, FEATURE_GRID, patch, text_first),
         }
 
     return features

@@ -39,6 +39,7 @@ def attention(width: int, blocks: int, *more: str) -> LoraWeights:
         (1536, 24, (), "sd3"),  # 3.0 and 3.5 medium
         (2432, 38, (), "sd3"),  # 3.5 large
         (3072, 60, (), "qwen_image"),
+        (4096, 32, (), "qwen_image21"),
         (64, 2, (), None),
         (1536, 24, ("other_mod.1",), None),
     ],

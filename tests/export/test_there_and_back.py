@@ -39,6 +39,7 @@ HEADERS = {
         "chroma": "chroma",
         "z_image": "z_image",
         "qwen_image": "qwen_image",
+        "qwen_image21": "qwen_image21",
         "krea2": "krea2",
         "anima": "anima",
     }.items()

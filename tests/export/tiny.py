@@ -12,6 +12,7 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    AutoencoderKLQwenImage21,
     ChromaPipeline,
     ChromaTransformer2DModel,
     CosmosTransformer3DModel,
@@ -26,6 +27,8 @@ from diffusers import (
     FluxTransformer2DModel,
     Krea2Pipeline,
     Krea2Transformer2DModel,
+    QwenImage21Pipeline,
+    QwenImage21Transformer2DModel,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
@@ -51,6 +54,7 @@ from transformers import (
     Qwen3Config,
     Qwen3Model,
     Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     Qwen3VLModel,
     T5Config,
     T5EncoderModel,
@@ -92,6 +96,8 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "qwen_image": {},
     "qwen_image-edit": {},
     "qwen_image-edit-plus": {"zero_cond_t": True},
+    "qwen_image21": {},
+    "qwen_image21-turbo": {},
     "krea2": {},
     "krea2-turbo": {},
     "anima": {},
@@ -142,6 +148,8 @@ def tiny_flow_pipeline(tokenizer: CLIPTokenizer, kind: str) -> DiffusionPipeline
     """A tiny pipeline with a transformer, of the flavors in `TRANSFORMERS`."""
     if kind == "anima":
         return tiny_anima()
+    if kind.startswith("qwen_image21"):
+        return tiny_qwen_image21(kind)
     parts: dict[str, Any] = {
         "vae": tiny_vae(16, use_quant_conv=False, use_post_quant_conv=False, scaling_factor=0.5, shift_factor=0.1),
         "transformer": tiny_transformer(kind),
@@ -219,6 +227,42 @@ def tiny_anima() -> Any:
     return pipeline
 
 
+class WholeReader:
+    """transformers' `Qwen3VLProcessor` as far as texts go: the whole one needs torchvision."""
+
+    def __init__(self, tokenizer: Qwen2Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, text: list[str], **how: Any) -> Any:
+        return self.tokenizer(text, **how)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **how: Any) -> Any:
+        texts = [{"role": each["role"], "content": each["content"][0]["text"]} for each in messages]
+        return [self.tokenizer.apply_chat_template(texts, **how)]
+
+
+def tiny_qwen_image21(kind: str) -> DiffusionPipeline:
+    """Qwen-Image 2.1 or its Turbo, with the whole text encoder."""
+    turbo = kind.endswith("turbo")
+    pipeline = QwenImage21Pipeline(
+        vae=tiny_rgba_vae(),
+        text_encoder=tiny_qwen3_vl(whole=True),
+        processor=WholeReader(qwen_tokenizer()),
+        transformer=tiny_transformer(kind),
+        scheduler=FlowMatchEulerDiscreteScheduler(**({} if turbo else QWEN_SCHEDULE)),
+        sample_sigmas=[1.0, 0.6, 0.2] if turbo else None,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    save = pipeline.save_pretrained
+
+    def save_whole(folder: Path, **how: Any) -> None:
+        save(folder, **how)
+        pipeline.processor.tokenizer.save_pretrained(folder / "processor")
+
+    pipeline.save_pretrained = save_whole
+    return pipeline
+
+
 def tiny_conditioner() -> AnimaTextConditioner:
     sizes = {"source_dim": T5_WIDTH, "target_dim": T5_WIDTH, "model_dim": T5_WIDTH, "num_layers": 2}
     return AnimaTextConditioner(**sizes, num_attention_heads=4, target_vocab_size=len(t5_tokenizer()))
@@ -247,6 +291,9 @@ def tiny_transformer(kind: str) -> torch.nn.Module:
         sizes = {"in_channels": 128, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16}
         sizes |= {"num_attention_heads": 2, "joint_attention_dim": 3 * FLUX2_WIDTH, "axes_dims_rope": (4, 4, 4, 4)}
         return Flux2Transformer2DModel(**sizes, timestep_guidance_channels=16, guidance_embeds=False)
+    if kind.startswith("qwen_image21"):
+        heads = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
+        return QwenImage21Transformer2DModel(**heads, num_layers=2, context_in_dim=T5_WIDTH)
     if kind.startswith("qwen_image"):
         heads = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
         own = {"num_layers": 2, "joint_attention_dim": T5_WIDTH, **TRANSFORMERS[kind]}
@@ -297,15 +344,15 @@ def tiny_qwen_vl(tokenizer: Qwen2Tokenizer | None = None) -> Qwen2_5_VLForCondit
     return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
-def tiny_qwen3_vl() -> Qwen3VLModel:
-    """Of whose six layers two are read."""
+def tiny_qwen3_vl(*, whole: bool = False) -> Qwen3VLModel | Qwen3VLForConditionalGeneration:
+    """Of whose six layers Krea 2 reads two; the `whole` one also writes text."""
     sizes = {"hidden_size": T5_WIDTH, "intermediate_size": 64, "num_hidden_layers": 6, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(qwen_tokenizer())}
     places = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 5000000.0}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": T5_WIDTH}
     text = {**sizes, **heads, "rope_parameters": places}
     config = Qwen3VLConfig(text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]})
-    return Qwen3VLModel(config).eval()
+    return (Qwen3VLForConditionalGeneration if whole else Qwen3VLModel)(config).eval()
 
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
@@ -381,6 +428,11 @@ def tiny_flux2_vae() -> AutoencoderKLFlux2:
 def tiny_video_vae() -> AutoencoderKLQwenImage:
     """Of Qwen-Image, with its published mean and deviation of each channel."""
     return AutoencoderKLQwenImage(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+
+
+def tiny_rgba_vae() -> AutoencoderKLQwenImage21:
+    """Of Qwen-Image 2.1, with its published mean and deviation of each of 64 channels."""
+    return AutoencoderKLQwenImage21(base_dim=8, decoder_base_dim=8, dim_mult=[1, 1, 1, 1, 1], num_res_blocks=1)
 
 
 def random_lora(

@@ -209,6 +209,7 @@ def test_one_weighting_of_kohyas_is_followed_and_none_for_a_flow(tmp_path: Path)
         ("s.json", tuner("krea2"), ("logit_normal", 0.0, 1.0, 3.0)),
         ("s.json", tuner("anima"), ("logit_normal", 0.0, 1.0, 3.0)),
         ("o.json", one_trainer("ANIMA"), ("uniform", 1.0)),
+        ("a.json", toolkit_job("qwen_image_2"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("flux", linear_timesteps=True), ("uniform", 1.0)),
         ("a.json", toolkit_job("flux2_klein_4b"), ("logit_normal", 0.0, 1.0, 1.0)),
         ("a.json", toolkit_job("anima"), ("logit_normal", 0.0, 1.0, 1.0)),

@@ -287,6 +287,16 @@ def qwen_image(lengths: tuple[int, int] = (5, 5)) -> tuple[nn.Module, dict[str, 
     return model, inputs
 
 
+def qwen_image21(lengths: tuple[int, int] = (5, 5)) -> tuple[nn.Module, dict[str, object]]:
+    model, longest = FAMILIES["qwen_image21"].denoiser.make(tiny_transformer("qwen_image21").config), max(lengths)
+    inputs: dict[str, object] = {"hidden_states": torch.randn(2, 24, 64), "timestep": torch.tensor([0.1, 0.7])}
+    inputs |= {"encoder_hidden_states": torch.randn(2, longest, 64), "img_shapes": [[(1, 6, 4)]] * 2}
+    if len(set(lengths)) > 1:
+        inputs["encoder_hidden_states_mask"] = torch.arange(longest) < torch.tensor(lengths)[:, None]
+        inputs["img_mask"] = torch.arange(longest + 6).repeat(2, 1) >= longest
+    return model, inputs
+
+
 def krea2(lengths: tuple[int, int] = (5, 5)) -> tuple[nn.Module, dict[str, object]]:
     model, longest = tiny_transformer("krea2"), max(lengths)
     inputs: dict[str, object] = {"hidden_states": torch.randn(2, 12, 64), "timestep": torch.tensor([0.1, 0.7])}
@@ -303,7 +313,7 @@ def anima() -> tuple[nn.Module, dict[str, object]]:
     return tiny_transformer("anima"), inputs
 
 
-@pytest.mark.parametrize("make", [z_image, qwen_image, krea2])
+@pytest.mark.parametrize("make", [z_image, qwen_image, qwen_image21, krea2])
 def test_sequences_of_other_lengths_are_masked_with_every_backend(make):
     model, args = make((5, 40))
     install_attention(model, "sdpa")
@@ -323,7 +333,8 @@ def unet(family: str) -> tuple[nn.Module, dict[str, object]]:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: unet("sd15"), lambda: unet("sdxl"), sd3, flux, flux2, z_image, qwen_image, krea2, anima]
+    "make",
+    [lambda: unet("sd15"), lambda: unet("sdxl"), sd3, flux, flux2, z_image, qwen_image, qwen_image21, krea2, anima],
 )
 def test_every_installed_backend_has_the_same_values_and_gradients(make):
     torch.manual_seed(0)

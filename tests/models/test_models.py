@@ -34,6 +34,7 @@ PARAMETERS = {
     "chroma": 8900,
     "z_image": 6155,
     "qwen_image": 20430,
+    "qwen_image21": 7115,
     "krea2": 12820,
     "anima": 1956,
 }  # millions, as published
@@ -97,6 +98,7 @@ TEXT_KEYS = {
     "chroma": f"{ONE_ENCODER}-torch.float16-masked",
     "z_image": f"{ONE_ENCODER}-torch.float16",
     "qwen_image": f"{ONE_ENCODER}-torch.float16",
+    "qwen_image21": f"{ONE_ENCODER}-torch.float16-before norm",
     "krea2": f"{ONE_ENCODER}-torch.float16",
     "anima": "3e49a293ebac8d821c4f052786b25819-torch.float16",
 }

@@ -312,10 +312,21 @@ def test_without_t5_its_weights_are_skipped() -> None:
 
 
 def test_an_edit_model_needs_the_settings_of_its_image_processor() -> None:
-    index = {"processor": ["transformers", "Qwen2VLProcessor"]}
-    there = ("processor/preprocessor_config.json", "processor/vocab.json")
-    assert choose_files(there, index, weights=True, without_t5=False).small == (there[0], "model_index.json")
-    assert choose_files((), index, weights=True, without_t5=False).lacking == (f"{there[0]} is missing",)
+    index = {"processor": ["transformers", "Qwen2VLProcessor"], "tokenizer": ["transformers", "Qwen2Tokenizer"]}
+    there = ("processor/preprocessor_config.json", "processor/vocab.json", "tokenizer/tokenizer.json")
+    chosen = choose_files(there, index, weights=True, without_t5=False)
+    assert chosen.small == (there[0], there[2], "model_index.json")
+    lacking = choose_files((), index, weights=True, without_t5=False).lacking
+    assert lacking == (f"{there[0]} is missing", "tokenizer/ holds no vocabulary")
+
+
+def test_a_model_without_a_tokenizer_s_folder_has_its_vocabulary_beside_the_settings_for_images() -> None:
+    index = {"processor": ["transformers", "Qwen3VLProcessor"]}
+    there = ("processor/preprocessor_config.json", "processor/tokenizer.json")
+    chosen = choose_files(there, index, weights=True, without_t5=False)
+    assert chosen.small == (*there, "model_index.json")
+    lacking = choose_files(there[:1], index, weights=True, without_t5=False).lacking
+    assert lacking == ("processor/ holds no vocabulary",)
 
 
 @pytest.mark.parametrize("commit", ["../../../elsewhere", "", "main"])

@@ -54,7 +54,7 @@ def test_every_preset_fits_every_family() -> None:
         limit = float(tier.removesuffix("gb"))
         assert plan.demand.limit_gib == limit, (family, tier, goal)
         assert plan.fits, (family, tier, goal)
-        largest = ("sd3", "flux", "chroma", "z_image", "qwen_image", "krea2")
+        largest = ("sd3", "flux", "chroma", "z_image", "qwen_image", "qwen_image21", "krea2")
         assert not plan.fit.swapped or family in largest, "only the largest must visit"
         assert plan.fit.parts.peak <= LARGEST_SHARE * limit
         assert plan.fit.micro * plan.fit.accumulation >= plan.demand.samples

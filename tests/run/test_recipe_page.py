@@ -33,7 +33,7 @@ HEADINGS = {
     "Chroma": "chroma",
     "Z-Image": "z_image",
 }
-HEADINGS |= {"Qwen-Image": "qwen_image", "Krea 2": "krea2", "Anima": "anima"}
+HEADINGS |= {"Qwen-Image": "qwen_image", "Qwen-Image 2.1": "qwen_image21", "Krea 2": "krea2", "Anima": "anima"}
 
 
 def commands() -> list[tuple[str, str]]:

@@ -222,6 +222,12 @@ CASES: dict[str, Case] = {
         "lora__target_modules": "attention+ff",
         "captions__dropout": 0.3,
     },
+    "qwen_image21": {
+        "family": "qwen_image21",
+        "data__resolution": 64,
+        "lora__target_modules": "attention+ff",
+        "captions__dropout": 0.3,
+    },
     "krea2": {
         "family": "krea2",
         "data__resolution": 64,

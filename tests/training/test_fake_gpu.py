@@ -54,6 +54,7 @@ KINDS: dict[str, tuple[str, Precision, tuple[float, ...]]] = {
     "chroma": ("chroma", "bf16", ()),
     "z_image": ("z_image", "fp8", ()),
     "qwen_image": ("qwen_image", "int8", ()),
+    "qwen_image21": ("qwen_image21", "bf16", ()),
     "krea2": ("krea2", "bf16", ()),
     "anima": ("anima", "bf16", ()),
 }
@@ -197,7 +198,7 @@ def test_sampling_and_evaluation_mix_no_devices(kind: Kind) -> None:
             **prompts,
             generator=[torch.Generator("cpu").manual_seed(1)],
             num_inference_steps=2,
-            guidance_scale=4.0,
+            **{family.pipeline.guidance: 4.0},
             width=64,
             height=64,
             output_type="pt",

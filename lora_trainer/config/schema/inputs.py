@@ -48,7 +48,7 @@ class ModelSection(Section):
     flavor: Flavor | None = setting(
         None,
         "fixed in effect",
-        "which of several models with the same architecture a checkpoint is: `base` or `turbo` of Z-Image and Krea 2, `base` or `distilled` of FLUX.2 klein, `dev` or `kontext` of FLUX.1, `base`, `edit`, `edit-2509` or `edit-2511` of Qwen-Image",
+        "which of several models with the same architecture a checkpoint is: `base` or `turbo` of Z-Image, Krea 2 and Qwen-Image 2.1, `base` or `distilled` of FLUX.2 klein, `dev` or `kontext` of FLUX.1, `base`, `edit`, `edit-2509` or `edit-2511` of Qwen-Image",
     )
     prediction_type: PredictionType | None = setting(
         None,

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.attention.kinds import KINDS, Attend
@@ -200,6 +201,29 @@ class TwoStreamProcessor(_Processor):
         return _out(attn, images), attn.to_add_out(words.contiguous())
 
 
+class BlockCausalProcessor(_Processor):
+    """A transformer's where text and image are one sequence: the text attends to itself and to what comes before, the image
+    to all. With further images or kept keys it is diffusers' own."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        rotary_emb: Tensor,
+        segments: list[tuple[int, int, bool]] | None,
+        **named: Any,
+    ) -> Tensor:
+        if segments is None or len(segments) > 1 or named.get("layer_cache") or named.get("key_valid") is not None:
+            usual = self.usual(attn, hidden_states, rotary_emb=rotary_emb, segments=segments, **named)
+            return cast("Tensor", usual)
+        query, key, value = _own(attn, hidden_states, hidden_states)
+        query, key = _turned(query, rotary_emb[None]), _turned(key, rotary_emb[None])
+        length = segments[0][1]
+        asking, seen, read = (part[:, :, :length] for part in (query, key, value))
+        words = scaled_dot_product_attention(asking, seen, read, is_causal=True).transpose(1, 2).flatten(2)
+        return cast("Tensor", _out(attn, torch.cat([words, self.mixed(query[:, :, length:], key, value)], dim=1)))
+
+
 class GatedProcessor(_Processor):
     """A transformer's with fewer keys than queries, rotary positions, and a gate after attention, the text first.
 
@@ -255,6 +279,7 @@ PROCESSORS: dict[str, type[_Processor]] = {
     "Flux2ParallelSelfAttnProcessor": ParallelProcessor,
     "ZSingleStreamAttnProcessor": StreamProcessor,
     "QwenDoubleStreamAttnProcessor2_0": TwoStreamProcessor,
+    "QwenImage21AttnProcessor": BlockCausalProcessor,
     "Krea2AttnProcessor": GatedProcessor,
     "CosmosAttnProcessor2_0": CosmosProcessor,
 }

@@ -53,8 +53,8 @@ def fill_layers(
                 if full not in places or id(own) in put or not own.is_meta:
                     continue
                 found = reader.read(full, kept)
-                if found.ndim == 1 and found.numel() == own.numel():
-                    found = found.view(own.shape)  # a table that an original layout stores as one row
+                if found.numel() == own.numel() and (found.ndim == 1 or _sides(found) == _sides(own)):
+                    found = found.view(own.shape)  # a table stored as one row, or a kernel over one frame
                 if found.shape != own.shape:
                     raise ValueError(f"{full} has shape {[*found.shape]} in place of {[*own.shape]}")
                 if own.is_floating_point() and not found.is_floating_point():
@@ -82,14 +82,14 @@ def place_layers(model: nn.Module, device: torch.device, narrow: Narrow | None) 
 def fill_the_rest(model: nn.Module, make: Callable[[], nn.Module], device: torch.device) -> None:
     """Fill buffers that no file holds with the values that the model's own code computes.
 
-    So are tensors that are plain attributes, as Qwen-Image's tables of positions; they stay on the CPU.
+    So are tensors that are plain attributes, or in lists, as Qwen-Image's tables of positions; they stay on the CPU.
     """
     lacking = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     plain = [
         (owner, name)
         for owner, module in model.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, Tensor) and value.is_meta
+        if any(isinstance(each, Tensor) and each.is_meta for each in (value if isinstance(value, list) else [value]))
     ]
     if not lacking and not plain:
         return
@@ -103,6 +103,11 @@ def fill_the_rest(model: nn.Module, make: Callable[[], nn.Module], device: torch
         setattr(model.get_submodule(owner), last, buffers[name].to(device))
     for owner, name in plain:
         setattr(model.get_submodule(owner), name, getattr(made.get_submodule(owner), name))
+
+
+def _sides(tensor: Tensor) -> list[int]:
+    """Without those of 1."""
+    return [side for side in tensor.shape if side > 1]
 
 
 def _tied(model: nn.Module) -> dict[int, nn.Parameter]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.gguf_file import read_weights_header
-from lora_trainer.models.autoencoder import CHANNELS, USUAL, VIDEO
-from lora_trainer.models.folder import read_config
+from lora_trainer.models.autoencoder import CHANNELS, USUAL, VIDEOS
+from lora_trainer.models.folder import read_config, tokenizer_folder
 from lora_trainer.models.single.stored import Stored, refuse_not_read
 from lora_trainer.models.single.texts import TEXTS, kind_of_file
 
@@ -28,7 +28,7 @@ def check_vae(own: Mapping[str, Any], other: Mapping[str, Any], named: Path) -> 
     ]
     facts += [("a scaling_factor of", "scaling_factor", USUAL_SCALE), ("a shift_factor of", "shift_factor", None)]
     kinds = {config.get("_class_name", USUAL) for config in (own, other)}
-    if VIDEO in kinds:  # whose numbers have other names; those of another class say nothing
+    if kinds & set(VIDEOS):  # whose numbers have other names; those of another class say nothing
         own_facts = [
             ("latent channels", "z_dim", 16),
             ("a mean of", "latents_mean", None),
@@ -83,6 +83,8 @@ def find_text_parts(named: Path, wanted: set[str], family: str) -> dict[str, Pat
         for path in (named.iterdir() if named.is_dir() else ())
         if path.is_dir() and (path.name.startswith("text_encoder") or "tokenizer" in path.name)
     }
+    if "tokenizer" in wanted and named.is_dir() and tokenizer_folder(named) == "processor":
+        there["tokenizer"] = named / "processor"
     files = [named] if named.is_file() else sorted([*named.glob("*.safetensors"), *named.glob("*.gguf")])
     sought = {name: TEXTS[family][name][0] for name in sorted(wanted - set(there)) if name in TEXTS.get(family, {})}
     held = [*sorted(there), *(file.name for file in files)]

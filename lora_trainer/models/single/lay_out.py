@@ -24,6 +24,7 @@ from lora_trainer.models.folder import (
     places_of_weights,
     read_config,
     read_index,
+    tokenizer_folder,
     tokenizer_of,
     weights_are_here,
 )
@@ -48,6 +49,7 @@ NEEDED = (
     *("unet", "transformer", "vae", "scheduler", "text_encoder", "tokenizer", "text_conditioner", "t5_tokenizer"),
     READER,
 )
+WITHIN = ("tokenizer", READER)  # which part may lie in which
 Parts = Mapping[str, Path | None]
 
 
@@ -97,7 +99,7 @@ def lacking_parts(base: Path | SingleFile) -> set[str]:
         return absent | lacking | set(TOKENIZERS_ALONE.get(base.family, {}))
     family = detect_family(base)
     names = (*TEXTS.get(family, {}), *map(tokenizer_of, TEXTS.get(family, {})), *TOKENIZERS_ALONE.get(family, {}))
-    return {part for part in names if not (base / part).is_dir()}
+    return {part for part in names if not (base / part).is_dir() and (part, tokenizer_folder(base)) != WITHIN}
 
 
 def places_of_parts(checkpoint: SingleFile) -> dict[str, Mapping[str, Place]]:

@@ -29,6 +29,7 @@ QWEN_IMAGES = ("base", "edit", "edit-2509", "edit-2511")
 # Models with the same keys, by the family and the variant that is assumed where the user says nothing.
 OF_ONE_FORM = {
     **dict.fromkeys((("z_image", "turbo"), ("krea2", "base"), ("krea2", "turbo")), ("base", "turbo")),
+    **dict.fromkeys((("qwen_image21", "base"), ("qwen_image21", "turbo")), ("base", "turbo")),
     **dict.fromkeys((("flux", "dev"), ("flux", KONTEXT)), ("dev", KONTEXT)),
     **dict.fromkeys((("flux2", "base"), ("flux2", "distilled")), ("base", "distilled")),
     **{("qwen_image", name): QWEN_IMAGES for name in QWEN_IMAGES},
@@ -167,7 +168,8 @@ def _unknown(file: Path, names: list[str]) -> Problem:
             return Problem(f"{file} is {kind}, no base model.", fix)
     seen = ", ".join(sorted(names)[:3])[:200] or "nothing"
     families = (
-        "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1, FLUX.2 klein, Chroma, Z-Image, Qwen-Image, Krea 2 and Anima"
+        "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1, FLUX.2 klein, Chroma, Z-Image, Qwen-Image, Qwen-Image 2.1, "
+        "Krea 2 and Anima"
     )
     return Problem(f"{file} is of no known architecture: it holds {seen}.", f"What can be read: {families}.")
 
@@ -306,7 +308,7 @@ def _qwen_image(found: SingleFile) -> SingleFile:
     stored, name = found.denoiser, found.file.name.lower()
     others = {
         "makes images in layers": "time_text_embed.addition_t_embedding.weight" in stored.shapes,
-        "is Qwen-Image 2.1": "transformer_blocks.0.attn.to_q.weight" not in stored.shapes
+        "lacks layers": "transformer_blocks.0.attn.to_q.weight" not in stored.shapes
         or "transformer_blocks.0.attn.add_q_proj.weight" not in stored.shapes,
     }
     if what := next((what for what, is_so in others.items() if is_so), None):
@@ -322,6 +324,16 @@ def _qwen_image(found: SingleFile) -> SingleFile:
     )
     named = dated if edits else "qwen_image" in name.replace("-", "_")
     return SingleFile(found.file, "qwen_image", stored, found.header, variant=variant, note="" if named else note)
+
+
+def _qwen_image21(found: SingleFile) -> SingleFile:
+    variant, names = "turbo" if "turbo" in found.file.name.lower() else "base", ("turbo", "base", "qwen_image_2.1")
+    note = (
+        f"{found.file.name} is assumed to be Qwen-Image 2.1, not its Turbo (few steps): both have the same keys. "
+        "If it is Turbo, set model.flavor=turbo."
+    )
+    is_named = any(name in found.file.name.lower().replace("-", "_") for name in names)
+    return replace(found, family="qwen_image21", variant=variant, note="" if is_named else note)
 
 
 def _krea2(found: SingleFile) -> SingleFile:
@@ -344,6 +356,7 @@ KNOWN: dict[str, Callable[[SingleFile], SingleFile]] = {
     "double_blocks.0.img_attn.qkv.weight": _flux,
     "cap_pad_token": _z_image,
     "txt_norm.weight": _qwen_image,
+    "txt_in.text_norm.weight": _qwen_image21,
     "txtfusion.projector.weight": _krea2,
     "llm_adapter.out_proj.weight": _anima,
 }

@@ -35,6 +35,7 @@ TEXTS: dict[str, dict[str, tuple[str, str]]] = {
     "flux2": {"text_encoder": ("qwen3", QWEN)},
     "z_image": {"text_encoder": ("qwen3", QWEN)},
     "qwen_image": {"text_encoder": ("qwen2_5_vl", "text_encoders.qwen25_7b.transformer.")},
+    "qwen_image21": {"text_encoder": ("qwen3_vl", "text_encoders.qwen3vl_8b.transformer.")},
     "krea2": {"text_encoder": ("qwen3_vl", "text_encoders.qwen3vl_4b.transformer.")},
     "anima": {"text_encoder": ("qwen3", "text_encoders.qwen3_06b.transformer.")},
 }

@@ -36,7 +36,12 @@ REPOSITORIES = {
         ("circlestone-labs/Anima-Base-v1.0-Diffusers", "t5_tokenizer"),
     ),
     "qwen2_5_vl": tuple((f"Qwen/Qwen-Image{name}", "tokenizer") for name in ("", "-2512", "-Edit-2511", "-Edit-2509")),
-    "qwen3_vl": (("krea/Krea-2-Raw", "tokenizer"), ("krea/Krea-2-Turbo", "tokenizer")),
+    "qwen3_vl": (
+        ("krea/Krea-2-Raw", "tokenizer"),
+        ("krea/Krea-2-Turbo", "tokenizer"),
+        ("Qwen/Qwen-Image-2.1", "processor"),
+        ("Qwen/Qwen-Image-2.1-Turbo", "processor"),
+    ),
     "qwen3": (
         ("Tongyi-MAI/Z-Image-Turbo", "tokenizer"),
         ("Tongyi-MAI/Z-Image", "tokenizer"),
@@ -50,7 +55,7 @@ ORIGINS = {
     "t5": ("T5", "any FLUX.1 or SD3 folder has one"),
     "qwen3": ("Qwen3", "any Z-Image, FLUX.2 klein or Anima folder has one"),
     "qwen2_5_vl": ("Qwen2.5-VL", "any Qwen-Image folder has one"),
-    "qwen3_vl": ("Qwen3-VL", "any Krea 2 folder has one"),
+    "qwen3_vl": ("Qwen3-VL", "any Krea 2 or Qwen-Image 2.1 folder has one"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Transformers of the original layouts: SD3, FLUX.1, FLUX.2, Chroma, Z-Image, Qwen-Image, Krea 2 and Anima, by their families' tables."""
+"""Transformers of the original layouts: SD3, FLUX.1, FLUX.2, Chroma, Z-Image, Qwen-Image, Qwen-Image 2.1, Krea 2 and Anima, by their families' tables."""
 
 from __future__ import annotations
 
@@ -162,6 +162,28 @@ def qwen_image_part(stored: Stored) -> Part:
     return Part(config, by_layout(stored, FAMILIES["qwen_image"].lora_files.layout, (ZERO_FOR_CONTROLS,)))
 
 
+# diffusers' own files have both layers by themselves.
+QWEN_IMAGE21_APART: Layout = tuple(
+    Rule(name, name) for name in (f"transformer_blocks.{{}}.img_mlp.{part}" for part in ("gate_layer", "proj"))
+)
+
+
+def qwen_image21_part(stored: Stored) -> Part:
+    """Config and places of Qwen-Image 2.1's transformer, whose original names are diffusers' but for one fused layer."""
+    head, out = stored.side("transformer_blocks.0.attn.norm_q.weight", 0), "transformer_blocks.0.img_mlp.out.weight"
+    config = dict(public_architecture("qwen_image21").denoiser) | {
+        "_class_name": "QwenImage21Transformer2DModel",
+        "in_channels": stored.side("img_in.weight", 1),
+        "out_channels": stored.side("proj_out.weight", 0),
+        "num_layers": stored.count("transformer_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": stored.side("img_in.weight", 0) // head,
+        "context_in_dim": stored.side("txt_in.text_norm.weight", 0),
+        "mlp_ratio": stored.side(out, 1) // stored.side(out, 0),
+    }
+    return Part(config, by_layout(stored, (*FAMILIES["qwen_image21"].lora_files.layout, *QWEN_IMAGE21_APART)))
+
+
 KREA2_REST: Layout = (
     *(
         Rule(f"{ours}.{{}}.{name}.weight", f"{theirs}.{{}}.{other}.scale")
@@ -266,6 +288,7 @@ TRANSFORMERS: dict[str, Callable[[Stored], Part]] = {
     "chroma": chroma_part,
     "z_image": z_image_part,
     "qwen_image": qwen_image_part,
+    "qwen_image21": qwen_image21_part,
     "krea2": krea2_part,
     "anima": anima_part,
 }

@@ -1,4 +1,4 @@
-"""Qwen-Image's VAE in a file of its own or a checkpoint: by the names of Wan's first code, or by diffusers'."""
+"""The VAEs of Qwen-Image and of 2.1 in a file of their own or a checkpoint: by the names of Wan's first code, or by diffusers'."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lora_trainer.models.autoencoder import VIDEO
+from lora_trainer.models.autoencoder import RGBA, VIDEO
 from lora_trainer.models.single.stored import Part, Stored, renamed
 
-FIRST = ("encoder.conv1.weight", "encoder.conv_in.weight")  # of both namings, with five axes
+NORMS = ("encoder.head.0.gamma", "encoder.norm_out.gamma")  # of both namings; other VAEs have group norms
 PARTS = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
 OUTSIDE = {
     "conv1": "quant_conv",
@@ -27,17 +27,25 @@ IN_BLOCK = {
 }
 MIDDLE = {"0": "resnets.0", "1": "attentions.0", "2": "resnets.1"}
 NUMBERED = re.compile(r"(encoder|decoder)\.(downsamples|upsamples|middle)\.(\d+)\.(.+)\.(weight|bias|gamma)")
+IN_LEVEL = re.compile(
+    r"(encoder\.down|decoder\.up)samples\.(\d+)\.(?:down|up)samples\.(\d+)\.(.+)\.(weight|bias|gamma)"
+)
 RESAMPLE = "resample.1.weight"
 
 
 def is_video_vae(stored: Stored) -> bool:
-    """Whether the file's first convolution is over time, too."""
-    return any(len(stored.shapes.get(name, ())) == len("OITHW") for name in FIRST)
+    """Whether the file has such norms."""
+    return any(name in stored.shapes for name in NORMS)
 
 
 def video_vae_part(stored: Stored, published: Mapping[str, Any]) -> Part:
     """Config and places of the VAE: the `published` mean and deviation of each channel, and its form as the file has it."""
-    ours = FIRST[1] in stored.shapes
+    ours = NORMS[1] in stored.shapes
+    if any(
+        name.startswith(("encoder.downsamples.0.downsamples.", "encoder.down_blocks.0.resnets."))
+        for name in stored.shapes
+    ):
+        return _rgba_part(stored, published, ours=ours)
     first = next((n for n in range(len(stored.shapes)) if f"decoder.upsamples.{n}.{RESAMPLE}" in stored.shapes), 0)
 
     def rename(name: str) -> str | None:
@@ -65,6 +73,44 @@ def video_vae_part(stored: Stored, published: Mapping[str, Any]) -> Part:
         "num_res_blocks": blocks,
         "temperal_downsample": shrinks,
         "attn_scales": [],
+    }
+    return Part(config, places)
+
+
+def _rgba_part(stored: Stored, published: Mapping[str, Any], *, ours: bool) -> Part:
+    """That of 2.1, each of whose levels is a block; ComfyUI's file has kernels over one frame, which loading leaves out."""
+
+    def rename(name: str) -> str | None:
+        if ours:
+            return name if name.startswith(PARTS) else None
+        matched = IN_LEVEL.fullmatch(name)
+        if matched is None:
+            return _renamed(name, 1)
+        side, level, place, inner, leaf = matched.groups()
+        within = (
+            f"resnets.{place}.{IN_BLOCK[inner]}" if inner in IN_BLOCK else f"{side.partition('.')[2]}sampler.{inner}"
+        )
+        return f"{side}_blocks.{level}.{within}.{leaf}"
+
+    places = renamed(stored, rename)
+    parts = Stored(
+        stored.file, "", {new: stored.shapes[each.key.removeprefix(stored.prefix)] for new, each in places.items()}
+    )
+    width, blocks = parts.side("encoder.conv_in.weight", 0), parts.count("encoder.down_blocks.0.resnets.")
+    levels = [f"encoder.down_blocks.{number}" for number in range(parts.count("encoder.down_blocks."))]
+    config = {
+        **published,
+        "_class_name": RGBA,
+        "base_dim": width,
+        "decoder_base_dim": parts.side("decoder.norm_out.gamma", 0),
+        "z_dim": parts.side("decoder.conv_in.weight", 1),
+        "dim_mult": [parts.side(f"{level}.resnets.{blocks - 1}.conv2.weight", 0) // width for level in levels],
+        "num_res_blocks": blocks,
+        "temperal_downsample": [f"{level}.downsampler.time_conv.weight" in parts.shapes for level in levels[:-1]],
+        "in_channels": parts.side("encoder.conv_in.weight", 1),
+        "out_channels": parts.side("decoder.conv_out.weight", 0),
+        "attn_scales": [],
+        "is_residual": True,
     }
     return Part(config, places)
 

@@ -63,7 +63,7 @@ def choose_parts(
         place = "" if part == ENCODER or (part == "vae" and is_autoencoder(names)) else f"{part}/"
         inside = {name.removeprefix(place) for name in names if name.startswith(place)}
         inside = {name for name in inside if _FILE.fullmatch(name)}
-        if "tokenizer" in part:
+        if "tokenizer" in part or (part == "processor" and not any("tokenizer" in each for each in parts)):
             small += [f"{place}{name}" for name in sorted(inside) if name.endswith(WORDS)]
             if part not in left_out and not any(inside.issuperset(files) for files in VOCABULARIES):
                 lacking.append(f"{place} holds no vocabulary")

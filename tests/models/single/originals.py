@@ -360,6 +360,52 @@ def qwen_image_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
     )
 
 
+def rgba_vae_original(vae: Any) -> Tensors:
+    """By the names of Wan 2.2's first code, as ComfyUI's file of 2.1 has them: kernels over one frame."""
+    inner = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6"}
+    inner["conv_shortcut"] = "shortcut"
+    names: dict[str, str] = {"quant_conv": "conv1", "post_quant_conv": "conv2"}
+    for side, way in (("encoder", "down"), ("decoder", "up")):
+        names |= {f"{side}.conv_in": f"{side}.conv1", f"{side}.norm_out": f"{side}.head.0"}
+        names |= {f"{side}.conv_out": f"{side}.head.2", f"{side}.mid_block.attentions.0": f"{side}.middle.1"}
+        names |= {f"{side}.mid_block.resnets.{number}": f"{side}.middle.{2 * number}" for number in (0, 1)}
+        blocks = vae.config.num_res_blocks + (side == "decoder")
+        for level in range(len(vae.config.dim_mult)):
+            ours, theirs = f"{side}.{way}_blocks.{level}", f"{side}.{way}samples.{level}.{way}samples"
+            names |= {f"{ours}.resnets.{number}": f"{theirs}.{number}" for number in range(blocks)}
+            names[f"{ours}.{way}sampler"] = f"{theirs}.{blocks}"
+    causal = {name for name, each in vae.named_modules() if type(each).__name__ == "QwenImage21CausalConv3d"}
+    state = {
+        name: each.unsqueeze(2) if name.endswith("weight") and name.removesuffix(".weight") in causal else each
+        for name, each in vae.state_dict().items()
+    }
+    return _by_prefix(state, names, lambda rest: _swapped(rest, inner))
+
+
+def qwen_image21_original(transformer: Any) -> Tensors:
+    """With two layers of each block as one, the gate first."""
+    found = dict(transformer.state_dict())
+    for name in [name for name in found if name.endswith("gate_layer.weight")]:
+        other = name.replace("gate_layer", "proj")
+        found[name.replace("gate_layer", "gate_up")] = torch.cat([found.pop(name), found.pop(other)])
+    return found
+
+
+def qwen_image21_checkpoint(pipeline: Any, *, bare: bool = False) -> Tensors:
+    """As `qwen_image_checkpoint`."""
+    transformer = qwen_image21_original(pipeline.transformer)
+    if bare:
+        return transformer
+    text = {name: each.clone() for name, each in pipeline.text_encoder.state_dict().items()}
+    return joined(
+        {
+            "model.diffusion_model.": transformer,
+            "vae.": rgba_vae_original(pipeline.vae),
+            "text_encoders.qwen3vl_8b.transformer.": text,
+        }
+    )
+
+
 def krea2_original(transformer: Any) -> Tensors:
     """The transformer by its first code's names, tables of the blocks in one row."""
     norms = {

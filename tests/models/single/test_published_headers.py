@@ -102,6 +102,8 @@ DENOISERS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "qwen_image_edit_2509_bf16": ("qwen_image", "edit-2509", 1933, dict(public_architecture("qwen_image").denoiser)),
     "qwen_image_edit_2511_bf16": ("qwen_image", "edit-2511", 1934, dict(public_architecture("qwen_image").denoiser)),
     "qwen-image": ("qwen_image", "base", 1933, dict(public_architecture("qwen_image").denoiser)),
+    "qwen_image_2.1": ("qwen_image21", "base", 265, dict(public_architecture("qwen_image21").denoiser)),
+    "qwen-image-2.1-turbo": ("qwen_image21", "turbo", 265, {"num_layers": 32}),
     "krea2": ("krea2", "base", 430, dict(public_architecture("krea2").denoiser)),
     "krea2-turbo": ("krea2", "turbo", 430, dict(public_architecture("krea2").denoiser)),
     "anima": ("anima", "", 685, dict(public_architecture("anima").denoiser)),
@@ -113,6 +115,7 @@ DENOISERS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
 }  # fmt: skip
 # Models whose files differ from another's in their values and names alone.
 SAME = {
+    **dict.fromkeys(("qwen_image_2.1", "qwen-image-2.1-turbo"), "qwen-image-2.1"),
     "flux-dev-kontext": "flux-dev",
     "flux2-klein-base-4b": "flux2-klein-4b",
     "krea2-turbo": "krea2",

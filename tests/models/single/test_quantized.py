@@ -36,6 +36,7 @@ from tests.models.single.originals import (
     flow_checkpoint,
     flux2_checkpoint,
     krea2_checkpoint,
+    qwen_image21_checkpoint,
     qwen_image_checkpoint,
     unet_original,
     write,
@@ -58,6 +59,7 @@ from tests.models.single.tiny import (
     tiny_krea2,
     tiny_pipeline,
     tiny_qwen_image,
+    tiny_qwen_image21,
     tiny_z_image,
 )
 
@@ -334,6 +336,7 @@ def test_a_gguf_checkpoint_is_the_model_that_it_stands_for(
 
 # Each with the architecture that ComfyUI-GGUF's converter writes into its files; it has none for Krea 2.
 LATER = {"flux2": "flux", "chroma": "flux", "qwen_image": "qwen_image", "krea2": "krea2", "anima": "cosmos"}
+LATER["qwen_image21"] = "qwen_image"
 
 
 def later_family(family: str, folder: Path) -> tuple[Any, Tensors]:
@@ -346,6 +349,7 @@ def later_family(family: str, folder: Path) -> tuple[Any, Tensors]:
         return pipeline, chroma_checkpoint(pipeline, bare=True)
     make, checkpoint = {
         "qwen_image": (tiny_qwen_image, qwen_image_checkpoint),
+        "qwen_image21": (tiny_qwen_image21, qwen_image21_checkpoint),
         "krea2": (tiny_krea2, krea2_checkpoint),
         "anima": (tiny_anima, anima_checkpoint),
     }[family]

@@ -10,6 +10,7 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    AutoencoderKLQwenImage21,
     ChromaPipeline,
     ChromaTransformer2DModel,
     EulerDiscreteScheduler,
@@ -21,6 +22,7 @@ from diffusers import (
     Krea2Pipeline,
     Krea2Transformer2DModel,
     PNDMScheduler,
+    QwenImage21Transformer2DModel,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
@@ -42,6 +44,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
     Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     Qwen3VLModel,
     T5Config,
     T5EncoderModel,
@@ -261,6 +264,22 @@ def tiny_qwen_image(edit: str = "") -> Any:
     most = {"min_pixels": 3136, "max_pixels": 12845056}  # as published
     kind = QwenImageEditPipeline if edit == "edit" else QwenImageEditPlusPipeline
     return kind(**parts, processor=Qwen2VLImageProcessorPil(**most))
+
+
+def tiny_qwen_image21() -> Any:
+    """As `tiny_qwen_image`, with the whole text encoder."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 1}
+    places = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_theta": 5000000.0}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 128}
+    text = {**sizes, "num_key_value_heads": 1, "vocab_size": len(qwen_tokenizer()), "rope_parameters": places}
+    config = Qwen3VLConfig(text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]})
+    pipeline = tiny.tiny_qwen_image21("qwen_image21")
+    pipeline.text_encoder = Qwen3VLForConditionalGeneration(config).eval()
+    pipeline.vae = AutoencoderKLQwenImage21(base_dim=4, decoder_base_dim=6)
+    pipeline.transformer = QwenImage21Transformer2DModel(num_attention_heads=1, num_layers=2, context_in_dim=128)
+    torch.nn.init.normal_(pipeline.transformer.txt_in.text_norm.weight)  # zeros at the start
+    return pipeline
 
 
 def tiny_krea2(*, turbo: bool = False) -> Any:
