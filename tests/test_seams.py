@@ -25,7 +25,7 @@ from lora_trainer.run.release import RELEASED_STEP
         (schema.SchedulerName, SHAPES),
         (schema.Precision, DTYPES),
         (schema.ExportWeightsName, RELEASED_STEP),
-        (schema.LoraCheckName, {**LORA_CHECKS, "off": None}),
+        (schema.LoraCheckName, {**LORA_CHECKS, "auto": None, "off": None}),
     ],
 )
 def test_each_literal_equals_its_dict(names, functions):

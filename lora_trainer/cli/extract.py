@@ -20,9 +20,9 @@ from lora_trainer.core.findings import counted
 
 EXAMPLES = (
     "examples:\n  lora-trainer extract base.safetensors tuned.safetensors --rank 64 \\\n    --output tuned-lora.safetensors\n"
-    "  lora-trainer extract ./base ./tuned --rank 32 --frobenius 0.9 \\\n    --output tuned-lora.safetensors\n\n"
-    "  lora-trainer extract base.safetensors tuned.safetensors --type lokr --rank 16 \\\n"
-    "    --output tuned-lokr.safetensors\n\n"
+    "  lora-trainer extract ./base ./tuned --rank 32 --frobenius 0.9 \\\n    --output tuned-lora.safetensors\n"
+    "  lora-trainer extract base.safetensors tuned.safetensors \\\n"
+    "    --type lokr --rank 16 --output tuned-lokr.safetensors\n\n"
     "Both are single checkpoints or diffusers folders of one family, in any type.\n"
 )
 

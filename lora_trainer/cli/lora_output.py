@@ -204,10 +204,10 @@ def percent(share: float) -> str:
 
 def _summary(layers: Sequence[LayerRow]) -> list[str]:
     """What the layers kept of their updates' norms, and the worst of them."""
-    worst = sorted(layers, key=lambda each: each.kept)[:WORST_SHOWN]
+    worst = sorted(layers, key=lambda each: -each.error)[:WORST_SHOWN]
     middle = statistics.median(each.kept for each in layers)
     return [
-        f"kept of a layer's update (its norm): median {middle:.1%}, least {worst[0].kept:.1%} (error {percent(worst[0].error)})",
+        f"kept of a layer's update (its norm): median {middle:.1%}, worst {worst[0].kept:.1%} (error {percent(worst[0].error)})",
         *(f"  {each.kept:>6.1%} at rank {each.rank}: {each.name}" for each in worst),
         "--verbose prints a row for each layer",
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -32,16 +34,7 @@ _WISHES = {
     "model_type": "paths or tables",
     "model_attributes_type": "paths or tables",
 }
-FAMILY_NAMES = {  # what people call a family, without dots and dashes
-    "klein": "flux2",
-    **dict.fromkeys(("flux1", "flux1dev", "fluxdev", "kontext", "schnell"), "flux"),
-    **dict.fromkeys(("sd1", "sd14"), "sd15"),
-    **dict.fromkeys(("xl", "sdxl1", "pony", "illustrious", "noobai"), "sdxl"),
-    **dict.fromkeys(("sd35", "sd3medium"), "sd3"),
-    **dict.fromkeys(("qwen", "qwenimage"), "qwen_image"),
-    "zimage": "z_image",
-    "krea": "krea2",
-}
+FAMILY_NAMES = Path(__file__).with_name("family_names.toml")
 _TABLES: Mapping[str, type[Section]] = {"sources": SourceSection, "captions": CaptionsSection}
 
 
@@ -129,8 +122,11 @@ def _wrong_value(
     message = f"{name} = {shown(value)} (from {layer}): {'; '.join(reasons)}."
     field = kind.model_fields[key]
     choices = [word for detail in details if detail["type"] == "literal_error" for word in _choices(detail)]
-    if name == "model.family" and (family := FAMILY_NAMES.get(str(value).lower().replace("-", "").replace(".", ""))):
-        return Problem(message, f"Did you mean {family}?")
+    if name == "model.family":
+        called = str(value).lower().replace("-", "").replace(".", "")
+        for family, names in tomllib.loads(FAMILY_NAMES.read_text(encoding="utf-8")).items():
+            if called in names:
+                return Problem(message, f"Did you mean {family}?")
     if isinstance(value, str) and choices and (near := nearest(value, choices)).startswith("Did"):
         return Problem(message, near)
     meaning = f"{field.description}; " if field.description else ""

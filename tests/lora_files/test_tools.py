@@ -114,7 +114,7 @@ def test_a_resized_file_keeps_its_format_and_header_and_says_what_was_kept(tmp_p
     names = set(read_lora(Path(source)).modules)
     summary = capsys.readouterr().err
     assert re.search(
-        r"kept of a layer's update \(its norm\): median \d+\.\d%, least \d+\.\d% \(error \d+\.\d%\)", summary
+        r"kept of a layer's update \(its norm\): median \d+\.\d%, worst \d+\.\d% \(error \d+\.\d%\)", summary
     )
     assert sum(name in summary for name in names) == 3 < len(names)
     assert main(["resize", source, "--rank", "3", "--output", str(out), "--overwrite", "--verbose"]) == 0
