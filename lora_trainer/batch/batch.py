@@ -11,6 +11,7 @@ from rich.console import Console
 from lora_trainer.batch import queue
 from lora_trainer.batch.executors import executor, kept_families, visible_gpus
 from lora_trainer.batch.folders import Shared, job_settings, read_root
+from lora_trainer.batch.joint_jobs import TOGETHER, settings_against
 from lora_trainer.batch.live_table import counts, watching
 from lora_trainer.batch.summary import FILE as SUMMARY
 from lora_trainer.batch.summary import ROOT, job_failures, largest_code, write_summary
@@ -40,6 +41,7 @@ class BatchOrder:
     resolved: Resolved
     jobs: int = 1
     executor: str = "local"
+    together: int = 1  # jobs of one process that train on one base
 
     @property
     def output(self) -> Path:
@@ -66,7 +68,7 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
     left = sum(job.status == "waiting" for job in queue.read_jobs(path))
     console.print(f"batch of {len(folders)} datasets in {order.root}, {left} to run; output in {order.output}")
     show_commands(order.resolved, console)
-    show_wrong_settings(order.shared, folders, console)
+    show_settings(order, folders, console)
     if order.jobs == 0:
         write_summary(path)
         console.print(f"{counted(left, 'job waits', 'jobs wait')} for workers: lora-trainer batch work {order.output}")
@@ -202,6 +204,8 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
     config = order.resolved.config
     if order.jobs < 0:
         problems.append(Problem(f"--jobs is {order.jobs}, must be at least 0.", "0 only fills the queue for workers."))
+    if order.together < 1:
+        problems.append(Problem(f"--together is {order.together}, must be at least 1.", "1 trains one LoRA at a time."))
     if not config.checkpoint.save_state:
         message = "checkpoint.save_state is false, and a batch continues interrupted jobs from their checkpoints."
         problems.append(Problem(message, "Remove the setting; checkpoint.keep_last=1 takes the least space."))
@@ -249,6 +253,7 @@ def enlist(order: BatchOrder, folders: Mapping[str, Path], path: Path) -> None:
     queue.open_queue(path)
     queue.write_note(path, ROOT, str(order.root.resolve()))
     queue.write_note(path, SHARED, order.shared.to_json())
+    queue.write_note(path, TOGETHER, order.together)
     queue.write_note(path, WAIT_MINUTES, order.resolved.config.checkpoint.wait_minutes)
     queue.enlist(path, folders)
     queue.give_back_lost(path)
@@ -265,14 +270,17 @@ def is_open(job: queue.QueuedJob, path: Path, again: Sequence[str]) -> bool:
     return job.status in again
 
 
-def show_wrong_settings(shared: Shared, folders: Mapping[str, Path], console: Console) -> None:
-    """Warn at the start of folders whose own settings are wrong: their jobs will fail."""
+def show_settings(order: BatchOrder, folders: Mapping[str, Path], console: Console) -> None:
+    """Warn at the start of folders whose own settings are wrong, so that their jobs will fail, and name those that train alone."""
     for name, folder in folders.items():
         try:
-            job_settings(shared, name, folder)
+            resolved = job_settings(order.shared, name, folder)
         except UsageError as error:
             for problem in error.problems:
                 console.print(f"warning: {name} will fail: {problem}")
+            continue
+        if order.together > 1 and (settings := settings_against(resolved.config)):
+            console.print(f"{name} trains alone, not with --together: {settings}")
 
 
 def describe_workers(workers: int) -> str:

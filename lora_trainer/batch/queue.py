@@ -210,13 +210,17 @@ def put_back(path: Path, names: Iterable[str]) -> None:
 
 
 @patiently
-def claim(path: Path, holder: str | None = None) -> QueuedJob | None:
-    """Take the first waiting job for this process, or None when none waits. Claims of dead processes are given back."""
+def claim(path: Path, holder: str | None = None, name: str | None = None) -> QueuedJob | None:
+    """Take the first waiting job for this process, or that of this name; None when it does not wait.
+
+    Claims of dead processes are given back.
+    """
     holder = holder or this_process()
     with _writing(path) as connection:
         _give_back_lost(connection)
         found = connection.execute(
-            "SELECT name FROM jobs WHERE status = 'waiting' ORDER BY position LIMIT 1"
+            "SELECT name FROM jobs WHERE status = 'waiting' AND name = coalesce(?, name) ORDER BY position LIMIT 1",
+            (name,),
         ).fetchone()
         if found is None:
             return None

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import io
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from lora_trainer.batch import queue
 from lora_trainer.batch.background import repeating
 from lora_trainer.batch.folders import Shared, job_settings, shared_from_json
+from lora_trainer.batch.joint_jobs import TOGETHER, claim_others
 from lora_trainer.batch.summary import write_summary
 from lora_trainer.core.errors import DatasetRefused, UserError
-from lora_trainer.core.interrupt import signalled, stop_if_signalled, stoppable, stopping_on_signal
+from lora_trainer.core.interrupt import remembering, signalled, stop_if_signalled, stoppable, stopping_on_signal
 from lora_trainer.core.io import append_text
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.console import Console
@@ -26,6 +29,9 @@ from lora_trainer.report.record import Record, read_record
 from lora_trainer.run.folder import leave_as_found
 from lora_trainer.run.order import make_order
 from lora_trainer.run.train import ended_by, train
+
+if TYPE_CHECKING:  # it loads torch
+    from lora_trainer.training.run_group import Member
 
 SHARED = "shared"  # the queue's note with what all jobs have in common
 WAIT_MINUTES = "wait_minutes"  # and with how long it waits for room
@@ -37,28 +43,52 @@ LOOK_SECONDS = 2.0  # between two looks at the claim of the job that runs
 
 
 def work(path: Path, families: Mapping[str, Family], *, hand_back: bool = False) -> int | None:
-    """Run waiting jobs one after the other until none is left; the exit code of a signal that stopped this.
+    """Run waiting jobs until none is left, one after the other or several on one base; the exit code of a signal that stopped this.
 
     With `hand_back` a job that a signal stopped waits again: another worker resumes it.
     """
-    shared = shared_from_json(queue.read_note(path, SHARED))
+    shared, together = shared_from_json(queue.read_note(path, SHARED)), queue.read_note(path, TOGETHER) or 1
     while (job := queue.claim(path)) is not None:
-        write_summary(path)  # an autoscaler that reads it must not start a worker for this job, too
-        # Encoding and drawing are silent for long.
-        with stoppable() as stop, keeping(path, job, stop) as claim:
-            ending = attempt(path, shared, job, families)
-        status = queue.finish(path, job, ending)
-        if hand_back and status == "stopped":
-            queue.put_back(path, [job.name])
-        write_summary(path)
-        if ending.status == "stopped" and not claim.is_over:
-            return ending.exit_code
+        jobs = [job, *claim_others(path, shared, job, together - 1)]
+        write_summary(path)  # an autoscaler that reads it must not start a worker for these jobs, too
+        stopped = list[int]()
+
+        def run(job: queue.QueuedJob, stop: Callable[[], None], member: Member | None, stopped: list[int]) -> None:
+            with keeping(path, job, stop) as claim:  # encoding and drawing are silent for long
+                ending = attempt(path, shared, job, families, member)
+            status = queue.finish(path, job, ending)
+            if hand_back and status == "stopped":
+                queue.put_back(path, [job.name])
+            write_summary(path)
+            if ending.status == "stopped" and not claim.is_over:
+                stopped.append(ending.exit_code)
+
+        if len(jobs) == 1:
+            with stoppable() as stop:
+                run(job, stop, None, stopped)
+        else:
+            run_together({each.name: partial(run, each, stopped=stopped) for each in jobs})
+        if stopped:
+            return stopped[0]
         stop_if_signalled()  # a signal that came when a job was as good as done
     return None
 
 
-def attempt(path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[str, Family]) -> queue.Ending:
-    """Train one folder with both gates. No error leaves this function."""
+def run_together(runs: Mapping[str, Callable[[Callable[[], None], Member], None]]) -> None:
+    """Do these runs on one base; each is called with what stops it and with what it is in their group."""
+    from lora_trainer.training.run_group import RunGroup
+
+    def work(run: Callable[[Callable[[], None], Member], None], member: Member) -> None:
+        run(partial(member.interrupt.remember, signal.SIGTERM), member)
+
+    with remembering():
+        RunGroup(len(runs)).run({name: partial(work, run) for name, run in runs.items()})
+
+
+def attempt(
+    path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[str, Family], member: Member | None = None
+) -> queue.Ending:
+    """Train one folder with both gates, alone or as a member of a group. No error leaves this function."""
     folder = path.parent / job.name
     with RunLog(folder) as log:
         console = Console(file=cast("IO[str]", log), highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -72,7 +102,7 @@ def attempt(path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[
                     console=console,
                     watch=telling(path, job),
                 )
-                result = train(replace(order, families=families))
+                result = train(replace(order, families=families, member=member))
             found = result.record
             return queue.Ending(result.exit_code, found.get("reason"), scores_of(found), found.get("outcome"))
         except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the other jobs must continue

@@ -11,6 +11,7 @@ from lora_trainer.core.errors import DONE, Problem, UsageError, nearest
 
 EXAMPLES = """examples:
   lora-trainer batch ./customers --preset 12gb --model ./my-sd15 --output night
+  lora-trainer batch ./customers --preset 12gb --output night --together 4
   lora-trainer batch ./customers --preset 12gb --output night --resume
   lora-trainer batch status night --json
   lora-trainer batch cancel night ash birch
@@ -55,6 +56,13 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="jobs at once, each with its own copy of the base model (1); 0 only fills the queue for `work`",
     )
+    group.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        metavar="K",
+        help="LoRAs that each of these trains at once on one base model, whose layers run once for all of them (1)",
+    )
     group.add_argument("--json", action="store_true", help="status: one JSON document on stdout")
     group.add_argument("--executor", default="local", metavar="local", help="where the jobs run (local)")
     add_run_arguments(parser, hidden=("--data", "--name"))  # they are refused below
@@ -80,7 +88,8 @@ def batch_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     from lora_trainer.run.order import plain_console
 
     shared = Shared(tuple(presets), tuple(user), arguments.resume)
-    order = BatchOrder(Path(arguments.root), shared, resolved, arguments.jobs, arguments.executor)
+    root, jobs, executor, together = Path(arguments.root), arguments.jobs, arguments.executor, arguments.together
+    order = BatchOrder(root, shared, resolved, jobs, executor, together)
     return (show_batch if arguments.dry_run else run_batch)(order, plain_console())
 
 

@@ -9,6 +9,9 @@ what the command is doing:
 
 A second signal ends the process at once: files are whole or absent at every moment. SIGHUP never counts as the
 second: a closing terminal sends it several times, and a shutdown sends it after SIGTERM.
+
+One of several runs in threads that take turns has an `Interrupt` of its own (`listening_alone`): it can be stopped by
+itself, and a signal to the process stops all of them. Nothing is raised there from outside; the run checks.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from types import FrameType
 from typing import Literal
 
@@ -60,6 +64,8 @@ class Interrupt:
         self.ends = math.inf  # when an abortable block should end by itself
         self.silent = silent
         self.heard: tuple[int, ...] = ()  # the signals that it catches
+        self.thread = threading.get_ident()  # the one whose work it stops
+        self.parts: list[Interrupt] = []  # of runs in other threads, which a signal stops too
         self.on_its_way = False  # a SIGTERM that this process sent to itself in `stoppable`
         self.on_purpose = False  # and that it has caught
         # Found now: a terminal that is closed is not recognized later.
@@ -92,6 +98,9 @@ class Interrupt:
         After one that this process sent to itself the next one is the first.
         """
         self.signal, self.at = number, time.monotonic()
+        for part in self.parts:
+            if not part:
+                part.signal, part.at = number, self.at
         if not self.on_purpose and not launched() and threading.current_thread() is threading.main_thread():
             for each in SIGNALS:
                 if each == signal.SIGTERM and self.on_its_way:
@@ -157,6 +166,13 @@ class Interrupt:
 
 
 _now: Interrupt | None = None
+_alone: ContextVar[Interrupt | None] = ContextVar("interrupt of one run", default=None)
+
+
+def _here() -> Interrupt | None:
+    """That of the run whose thread this is, or of the process."""
+    alone = _alone.get()
+    return _now if alone is None else alone
 
 
 @contextmanager
@@ -168,7 +184,8 @@ def listening(*, silent: bool = False, to_the_end: bool = False) -> Iterator[Int
     """
     global _now
     if threading.current_thread() is not threading.main_thread():
-        yield Interrupt()
+        alone = _alone.get()
+        yield Interrupt() if alone is None else alone
         return
     if _now is not None:
         yield _now
@@ -185,19 +202,36 @@ def listening(*, silent: bool = False, to_the_end: bool = False) -> Iterator[Int
         _now = None
 
 
+@contextmanager
+def listening_alone(interrupt: Interrupt) -> Iterator[None]:
+    """In a thread: inside the block `interrupt` is what stops the work, and signals to the process are noted in it."""
+    interrupt.thread, token = threading.get_ident(), _alone.set(interrupt)
+    parts = _now.parts if _now is not None else []
+    parts.append(interrupt)
+    if _now and not interrupt:
+        interrupt.signal, interrupt.at = _now.signal, _now.at
+    try:
+        yield
+    finally:
+        parts.remove(interrupt)
+        _alone.reset(token)
+
+
 def signalled() -> bool:
     """Whether a signal came."""
-    return bool(_now)
+    return bool(_here())
 
 
 def code_of_signal() -> int | None:
     """The exit code of the signal that came, if one did."""
-    return _now.exit_code if _now else None
+    here = _here()
+    return here.exit_code if here else None
 
 
 def signal_that_came() -> int | None:
     """Its number, if one did."""
-    return _now.signal if _now else None
+    here = _here()
+    return here.signal if here else None
 
 
 def note_signal(number: int) -> None:
@@ -244,16 +278,22 @@ def stoppable() -> Iterator[Callable[[], None]]:
 
 def stop_if_signalled() -> None:
     """Raise Stopped if a signal came."""
-    if _now:
-        raise Stopped(_now.exit_code)
+    if here := _here():
+        raise Stopped(here.exit_code)
+
+
+def leave_if_signalled() -> None:
+    """The same, where the work can be left at any time: for loops of a thread, in which no signal raises anything."""
+    if (here := _alone.get()) and here.on_signal == "leave":
+        raise Stopped(here.exit_code)
 
 
 @contextmanager
 def remembering(grace: float | None = None) -> Iterator[None]:
     """Inside the block a signal is only remembered; the process then has `grace` seconds left."""
     with _on_signal("remember"):
-        if _now is not None and grace is not None:
-            _now.grace = grace
+        if (here := _here()) is not None and grace is not None:
+            here.grace = grace
         yield
 
 
@@ -272,16 +312,17 @@ def abortable(seconds: float = math.inf) -> Iterator[None]:
     A signal that came before raises it too. Without `listening` nothing is raised.
     """
     with _on_signal("abort"):
-        if _now is not None:
-            _now.ends = time.monotonic() + seconds
-            if not _now.in_time(_now.ends):
+        if (here := _here()) is not None:
+            here.ends = time.monotonic() + seconds
+            if not here.in_time(here.ends):
                 raise StepAborted
         yield
 
 
 def abort_if_late() -> None:
     """Raise StepAborted if a signal came and only the time for saving is left."""
-    if _now is not None and _now.on_signal == "abort" and not _now.in_time(time.monotonic()):
+    here = _here()
+    if here is not None and here.on_signal == "abort" and not here.in_time(time.monotonic()):
         raise StepAborted
 
 
@@ -292,10 +333,11 @@ def end_quickly() -> None:
 
 @contextmanager
 def _on_signal(on_signal: OnSignal) -> Iterator[None]:
-    if _now is None or threading.current_thread() is not threading.main_thread():
+    interrupt = _here()
+    if interrupt is None or threading.get_ident() != interrupt.thread:
         yield
         return
-    interrupt, before = _now, _now.on_signal
+    before = interrupt.on_signal
     interrupt.on_signal = on_signal
     try:
         yield
@@ -305,5 +347,5 @@ def _on_signal(on_signal: OnSignal) -> Iterator[None]:
 
 def no_more_aborting() -> None:
     """From here on the `abortable` block must finish: it would be half done otherwise."""
-    if _now is not None and _now.on_signal == "abort":
-        _now.on_signal = "remember"
+    if (here := _here()) is not None and here.on_signal == "abort":
+        here.on_signal = "remember"

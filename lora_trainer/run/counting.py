@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, T
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from lora_trainer.core.interrupt import leave_if_signalled
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.data.images.workers import Progress
 from lora_trainer.monitor.progress import clock_time, speed
@@ -26,15 +27,18 @@ Counter = Callable[[str], Progress]  # names what is counted
 
 @contextmanager
 def counting(console: Console | None = None) -> Iterator[Counter]:
-    """Yield a function that makes a progress callback for each thing counted; the bar is removed at the end."""
+    """Yield a function that makes a progress callback for each thing counted; the bar is removed at the end.
+
+    The callbacks raise Stopped where a run in a thread of its own is to stop.
+    """
     console = console or Console(stderr=True, highlight=False)
     if not is_main_process():
         yield lambda name: lambda done, total: None
     elif console.is_terminal:
         with _bar(console) as counter:
-            yield counter
+            yield lambda name: _leaving(counter(name))
     else:
-        yield lambda name: _lines(name, console)
+        yield lambda name: _leaving(_lines(name, console))
 
 
 class SpeedColumn(ProgressColumn):
@@ -44,6 +48,14 @@ class SpeedColumn(ProgressColumn):
         if not task.speed or task.remaining is None:
             return Text()
         return Text(f"{speed(1 / task.speed)}  ETA {clock_time(task.remaining / task.speed)}")
+
+
+def _leaving(show: Progress) -> Progress:
+    def progress(done: int, total: int) -> None:
+        leave_if_signalled()
+        show(done, total)
+
+    return progress
 
 
 @contextmanager

@@ -225,11 +225,11 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
 def build(session: Session) -> StepContext:
     """The step context: the denoiser as chosen for the hardware, compiled where the run is long enough."""
     inputs, steps, choices = session.inputs, session.steps, session.choices
-    facts = inputs.facts
+    facts, member = inputs.facts, session.order.member
     bucket = max(inputs.train_plan.counts, key=lambda bucket: bucket.width * bucket.height)
     layout = replace(
         choices.layout,
-        compiled=compiling_pays(session.config, choices.device, steps.total),
+        compiled=member is None and compiling_pays(session.config, choices.device, steps.total),
         shapes=micro_shapes(steps, len(inputs.train_plan.counts)),
         latents=(
             choices.micro,
@@ -239,9 +239,14 @@ def build(session: Session) -> StepContext:
         ),
     )
     config, is_requested = with_earlier_attention(session)
-    return build_step_context(
-        config, inputs.family, facts, layout, session.processes, is_attention_requested=is_requested
+    family, stored = (
+        inputs.family,
+        (str(facts.path), str(layout.dtype), layout.stored, f"{layout.swapped} blocks swapped"),
     )
+    if member is not None:
+        family = member.sharing(family, stored)
+    context = build_step_context(config, family, facts, layout, session.processes, is_attention_requested=is_requested)
+    return context if member is None else member.join(context, stored, session.console.print)
 
 
 def with_earlier_attention(session: Session) -> tuple[Config, bool]:
@@ -250,23 +255,14 @@ def with_earlier_attention(session: Session) -> tuple[Config, bool]:
     A new timing could choose another backend, which rounds otherwise.
     """
     config, order = session.config, session.order
-    if (
-        config.hardware.attention_backend != "fastest"
-        or not order.resume
-        or (name := earlier_attention(order.folder)) is None
-    ):
+    hardware = (read_record(order.folder) or {}).get("hardware") if order.resume else None
+    name = hardware.get(TIMED_ATTENTION) if isinstance(hardware, dict) else None
+    if config.hardware.attention_backend != "fastest" or name not in get_args(AttentionName):
         return config, asked_by_user(order.resolved, "hardware.attention_backend")
     session.console.print(
         f"attention backend: {name} (the fastest at the start of the run; hardware.attention_backend=fastest)"
     )
     return config.model_copy(update={"hardware": config.hardware.model_copy(update={"attention_backend": name})}), False
-
-
-def earlier_attention(folder: Path) -> str | None:
-    """The fastest attention backend from the run's record; None where it has none that is known here."""
-    hardware = (read_record(folder) or {}).get("hardware")
-    name = hardware.get(TIMED_ATTENTION) if isinstance(hardware, dict) else None
-    return name if name in get_args(AttentionName) else None
 
 
 def make_run(session: Session, context: StepContext, feed: Feed, images: RealImages, settings: dict[str, Any]) -> Run:
@@ -528,6 +524,9 @@ def check_lora(
     if effort == "auto":
         effort = "full" if session.order.enforce_gates else "lite"
     is_checked = can_check and effort != "off"
+    if session.order.member is not None:
+        session.order.member.finish_training()
+        stop_if_signalled()
     free_step_context(run.context)
     if is_checked:
         console.print("validating the LoRA from its file")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -22,6 +23,9 @@ from lora_trainer.monitor.console import Console as PlainConsole
 from lora_trainer.monitor.progress import Watch, unwatched
 from lora_trainer.run.inputs import data_sources
 from lora_trainer.training.steering import Steering
+
+if TYPE_CHECKING:  # it loads torch
+    from lora_trainer.training.run_group import Member
 
 LONGEST_NAME = 200  # bytes; file systems allow 255, and endings and temporary names need their share
 WINDOWS = re.compile(r'[<>:"|?*]|[. ]$')
@@ -45,6 +49,7 @@ class Order:
     verbose: bool = False
     differences: tuple[str, ...] = ()  # from the run that is resumed or repeated
     steering: Steering = field(default_factory=Steering)
+    member: Member | None = None  # of a group of runs that train on one base
 
     @property
     def config(self) -> Config:

@@ -40,14 +40,21 @@ def make_feed(
 ) -> Feed:
     """The feed of one process over `total` steps; `micro` is the largest micro-batch.
 
-    A step's micro-batches depend only on the step, so steps may be read in any order.
+    A step's micro-batches depend only on the step, so steps may be read in any order. Those of a run whose passes are joined
+    with others' are sorted by shape, so that each shape of a step is one pass.
     """
     seed = config.train.seed
     plan = plan_steps(data.samples, config.train.effective_batch_size, seed)
     copied = make_copier(context.device, context.dtype)
 
     def groups_of(refs: tuple[Ref, ...]) -> tuple[tuple[Ref, ...], ...]:
-        return split_micros(refs, lambda ref: data.shape(ref, seed), micro)
+        groups = split_micros(refs, lambda ref: data.shape(ref, seed), micro)
+        if context.joined is None:
+            return groups
+        shapes = {group: data.shape(group[0], seed) for group in groups}
+        return tuple(
+            sorted(groups, key=lambda group: (shapes[group][0].height, shapes[group][0].width, shapes[group][1]))
+        )
 
     def own_groups(step: int) -> tuple[tuple[Ref, ...], ...]:
         return groups_of(share(plan.refs(step), processes.rank, processes.world))

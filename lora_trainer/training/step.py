@@ -67,6 +67,14 @@ class StepSettings:
 
 
 @dataclass(frozen=True)
+class JoinedStep:
+    """What a run calls whose passes are joined with those of other runs on its base (`run_group.py`)."""
+
+    begin_step: Callable[[int], None]
+    backward: Callable[[], None]  # computes the gradients, once the prediction has its own
+
+
+@dataclass(frozen=True)
 class StepContext:
     """What a step works on. `reduce` sums a tensor over all processes; None in a run of one.
 
@@ -101,6 +109,7 @@ class StepContext:
     timestep_rank: TimestepRank | None = None  # `lora.timestep_min_rank`
     add_noise: AddNoise | None = None  # to the gradients, after clipping
     bf16_step: TakeStep | None = None  # in place of the optimizer's own, where weights are bf16 alone
+    joined: JoinedStep | None = None
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -214,6 +223,8 @@ def backward(context: StepContext, micro: MicroBatch, samples: int) -> tuple[Ten
         loss = losses.sum() / samples
     with context.phase("backward"):
         (loss if context.scaler is None else context.scaler.scale(loss)).backward()
+        if context.joined is not None:
+            context.joined.backward()
         context.adapter.collect_gradients()
     return loss.detach(), losses.detach()
 

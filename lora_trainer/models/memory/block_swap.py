@@ -229,25 +229,24 @@ class BlockSwap:
     stream: torch.cuda.Stream | None = None
 
     def change(self, blocks: list[nn.Module], swappable: list[nn.Module]) -> None:
-        """Swap these of the `swappable` blocks, and no others."""
-        known = {id(swapped_block.block): swapped_block for swapped_block in self.swapped}
-        if [id(block) for block in blocks] == list(known):
+        """Swap these of the `swappable` blocks, and no others. Blocks are known by their weights, which copies share."""
+        known = {id(swapped_block.tensors[0]): swapped_block for swapped_block in self.swapped}
+        wanted = {id(_frozen(block)[0]): block for block in blocks}
+        if list(wanted) == list(known):
             return
         if self.device.type == "cuda" and self.stream is None:
             self.stream = torch.cuda.Stream(self.device)
         self.send_away()
         try:
-            for swapped_block in [
-                swapped_block for key, swapped_block in known.items() if key not in {id(block) for block in blocks}
-            ]:
-                swapped_block.settle()
-                del known[id(swapped_block.block)]
-            for block in blocks:
-                if id(block) not in known:
-                    known[id(block)] = SwappedBlock(block, self.device)
+            for key in [key for key in known if key not in wanted]:
+                known[key].settle()
+                del known[key]
+            for key, block in wanted.items():
+                if key not in known:
+                    known[key] = SwappedBlock(block, self.device)
         finally:  # where memory ran out, the blocks handled so far are swapped
-            places = {id(block): place for place, block in enumerate(swappable)}
-            self._take(sorted(known.values(), key=lambda swapped_block: places[id(swapped_block.block)]))
+            places = {id(_frozen(block)[0]): place for place, block in enumerate(swappable)}
+            self._take([known[key] for key in sorted(known, key=places.__getitem__)])
 
     def _take(self, swapped: list[SwappedBlock]) -> None:
         """Load these blocks, in the order in which they run, when they are called."""
