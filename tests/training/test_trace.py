@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.benchmarks.trials.memory import own_tensors
 from lora_trainer.benchmarks.trials.steps import Counted
 from lora_trainer.memory_plan.trace import Subject, Watched, _micro_batch, make_subject, trace
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 MICRO, SIDE = 2, 32
 
 
-def subject_of(place: TinyPlace, *, products: bool = False) -> Subject:
+def subject_of(place: TinyPlace, *, products: bool = False, kind: str = "lora") -> Subject:
     family = FAMILIES["sd15"]
     architecture = Architecture(family.describe(place.model), read_config(place.model, "unet/config.json"))
     return make_subject(
@@ -34,6 +35,7 @@ def subject_of(place: TinyPlace, *, products: bool = False) -> Subject:
         dtype=torch.float32,
         stored="int8" if products else "fp32",
         products=products,
+        kind=kind,
     )
 
 
@@ -82,3 +84,12 @@ def test_a_trace_counts_the_memory_of_int8_matmuls(place: TinyPlace, checkpointe
     checkpoint_blocks(context.denoiser, checkpointed, chosen)
     found = trace(subject, micro=MICRO, height=SIDE, width=SIDE, checkpointed=checkpointed, recompute=chosen).peak
     assert found == pytest.approx(really_held(context, subject, offloaded=False), rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_trace_counts_the_memory_of_each_adapter_kind(place: TinyPlace, kind):
+    """What the plan of a run with `lora.type` expects."""
+    subject, context = subject_of(place, kind=kind), place.run(kind, lora__type=kind).context
+    found = trace(subject, micro=MICRO, height=SIDE, width=SIDE, checkpointed=0).peak
+    assert found == pytest.approx(really_held(context, subject, offloaded=False), rel=0.05)
+    assert subject.adapter.size == context.adapter.size
