@@ -52,7 +52,8 @@ of their checkout. A value that is out of range here is skipped and reported; so
 here (a schedule with a schedule-free optimizer). Values of keys that hold passwords are not shown.
 
 Only plain values are read: YAML tags that create objects are refused, and so are files above 4 MB and aliases that expand
-beyond 100,000 values. One thing cannot be imported: all layers of a model part have the same LoRA rank here.
+beyond 100,000 values. Ranks and alphas of blocks and of convolutions become patterns (`lora.rank_pattern`) with every `lora.type` that
+follows them ([adapters.md](adapters.md)), and the factor of a LoKr is `lora.lokr_factor`.
 
 Timestep sampling of flow matching (docs/flow.md) is imported where it is the same here. Programs that take the n-th of
 their scheduler's timesteps count from noise, so the mean of their logits changes its sign. SD3 scripts that compute the

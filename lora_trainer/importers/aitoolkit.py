@@ -20,8 +20,8 @@ from lora_trainer.importers.kohya_keys import (
 from lora_trainer.importers.merge import RESOLUTIONS, add_together, flattened, no_validation, read_tables
 from lora_trainer.importers.network_kinds import (
     ALPHA,
+    FACTOR,
     MOST_RANK,
-    NO_FACTOR,
     RANK,
     TYPE,
     alpha_of,
@@ -123,9 +123,8 @@ def _rank(value: Any, around: Around) -> Took:
 
 
 def _factor(value: Any, around: Around) -> Took:
-    if not _is_lokr(around) or whole(value) == -1:
-        return Took({}, "off, or of a LoKr", "ignored")
-    return Took({})
+    factor = whole(value)
+    return Took({FACTOR: factor}) if _is_lokr(around) else Took({}, "of a LoKr", "ignored")
 
 
 def _linear(value: Any, around: Around) -> Took:
@@ -269,7 +268,7 @@ RULES: Mapping[str, KeyRule] = {
     "network.alpha": by(_alpha, ALPHA),
     "network.linear_alpha": by(_linear_alpha, ALPHA),
     "network.lokr_full_rank": part_of("network.type", RANK),
-    "network.lokr_factor": by(_factor, "", NO_FACTOR, changes=True),
+    "network.lokr_factor": by(_factor, FACTOR),
     "network.conv": by(_convolutions, f"{RANKS} {ALPHAS}"),
     "network.conv_alpha": part_of("network.conv", ALPHAS),
     "network.dropout": unless_off("lora.dropout", number),

@@ -9,17 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_trainer.importers.reading import Around, KeyRule, Took
-from lora_trainer.importers.rules import by, is_on, lacking, nothing, number, unless_off, whole
+from lora_trainer.importers.rules import by, is_on, lacking, nothing, number, same, unless_off, whole
 from lora_trainer.importers.words import NOT_LORA
 
-TYPE, RANK, ALPHA = "lora.type", "lora.rank", "lora.alpha"
+TYPE, RANK, ALPHA, FACTOR = "lora.type", "lora.rank", "lora.alpha", "lora.lokr_factor"
 MOST_RANK = 4096  # of `lora.rank`; both factors of a LoKr are whole with it
 BLOCKS = "the number of blocks there, the largest size of a block here: lora.rank stays as it is"
 BOUND = "a bound on the rotation there; here it has none"
 NO_ALPHA = "an OFT has no alpha"
 UNCOUNTED = "a LoKr with two whole factors has none"
 PARTLY_COUNTED = "there layers whose two factors are whole count no alpha, here every layer does"
-NO_FACTOR = "a LoKr divides the sides of a weight nearly at their square roots here"
 NO_MAGNITUDES = "only a LoRA learns magnitudes here"
 BY_INPUTS = "DoRA's norm is of each output here, of each input there"
 ROTATES_INPUTS = "inputs are rotated there, outputs here"
@@ -166,9 +165,9 @@ NETWORK_ARGUMENTS: Mapping[str, KeyRule] = {
         changes=True,
     ),
     "full_matrix": _of_kind("lokr", unless_off(RANK, lambda value: MOST_RANK)),
-    "factor": _of_kind("lokr", lacking(NO_FACTOR, off=(-1,))),
+    "factor": _of_kind("lokr", same(FACTOR, whole)),
     "decompose_both": _of_kind("lokr", lacking("w1 is always whole")),
-    "unbalanced_factorization": _of_kind("lokr", lacking(NO_FACTOR)),
+    "unbalanced_factorization": _of_kind("lokr", lacking("w2 always has the longer part of a side")),
     **dict.fromkeys(("use_tucker", "use_cp", "use_conv_cp"), lacking("convolutions have no core")),
     "disable_conv_cp": lacking("convolutions have no core", off=("True", True)),
     "use_scalar": lacking("there is no learned scale of a whole network"),

@@ -23,8 +23,8 @@ from lora_trainer.importers.merge import RESOLUTIONS, add_together, flattened, n
 from lora_trainer.importers.network_kinds import (
     ALPHA,
     BOUND,
+    FACTOR,
     MOST_RANK,
-    NO_FACTOR,
     RANK,
     TYPE,
     alpha_of,
@@ -363,7 +363,7 @@ LYCORIS_RULES: Mapping[str, KeyRule] = {
     "linear_alpha": by(lambda value, around: alpha_of(value, _network(around)[0], is_whole=_is_whole(around)), ALPHA),
     "full_matrix": _of_algorithm("lokr", unless_off(RANK, lambda value: MOST_RANK)),
     "dora_wd": _of_algorithm("dora", part_of("algo", TYPE)),
-    "factor": _of_algorithm("lokr", lacking(NO_FACTOR, off=(-1,))),
+    "factor": _of_algorithm("lokr", same(FACTOR, whole)),
     "decompose_both": _of_algorithm("lokr", lacking("w1 is always whole")),
     "use_tucker": lacking("convolutions have no core"),
     "use_scalar": lacking("there is no learned scale of a whole network"),

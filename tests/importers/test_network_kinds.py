@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.config.schema import Config
 from lora_trainer.importers.imported import Imported
 from tests.importers.test_meanings import imported_text, kohya_with, one_trainer, verdict_of
@@ -49,8 +50,8 @@ def test_kinds_of_kohya(
         (("algo=ia3",), "network_module", "changed", "a plain LoRA is trained in its place"),
         (("algo=boft",), "network_module", "changed", "several rotations"),
         (("algo=loha",), "network_module", "mapped", ""),
-        (("algo=lokr", "factor=8"), "network_args.factor", "changed", "square roots"),
-        (("algo=lokr", "factor=-1"), "network_args.factor", "ignored", "off"),
+        (("algo=lokr", "unbalanced_factorization=True"), "network_args.unbalanced_factorization", "changed", "longer"),
+        (("algo=lokr", "factor=9000"), "network_args.factor", "changed", "skipped"),
         (("algo=loha", "factor=8"), "network_args.factor", "ignored", "this kind"),
         (("algo=lokr", "decompose_both=True"), "network_args.decompose_both", "changed", "w1 is always whole"),
         (("algo=lokr", "dora_wd=True"), "network_args.dora_wd", "changed", "only a LoRA learns magnitudes"),
@@ -106,8 +107,7 @@ def test_kinds_of_the_gui(
     form = {"LoRA_type": kind, "max_resolution": "512,512", "network_dim": 8, "network_alpha": 4, **more}
     imported = imported_text(tmp_path, "g.json", json.dumps({"pretrained_model_name_or_path": "m", **form}))
     assert lora_of(imported.config) == expected
-    if "factor" in more:
-        assert verdict_of(imported, "factor")[0] == "changed"
+    assert imported.config.lora.lokr_factor == more.get("factor", -1)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,34 @@ def test_kinds_of_the_gui(
 )
 def test_kinds_of_onetrainer(keys: dict[str, object], expected: tuple[str, int, float | None], tmp_path: Path) -> None:
     assert lora_of(one_trainer(tmp_path, lora_rank=8, lora_alpha=4.0, **keys).config) == expected
+
+
+@pytest.mark.parametrize("factor", [-1, 8])
+def test_the_factor_of_a_lokr_is_lycoris_factor_and_only_a_lokr_has_one(factor: int, tmp_path: Path) -> None:
+    arguments = ("algo=lokr", f"factor={factor}")
+    of_kohya = kohya_network(tmp_path, "lycoris.kohya", *arguments)
+    assert verdict_of(of_kohya, "network_args.factor") == ("mapped", "")
+    of_onetrainer = one_trainer(tmp_path, peft_type="LOKR", lokr_dim=6, lokr_decompose_factor=factor)
+    assert of_kohya.config.lora.lokr_factor == of_onetrainer.config.lora.lokr_factor == factor
+    others = (
+        kohya_network(tmp_path, "lycoris.kohya", "algo=loha", f"factor={factor}"),
+        one_trainer(tmp_path, peft_type="LOHA", lokr_decompose_factor=factor),
+    )
+    for imported, key in zip(others, ("network_args.factor", "lokr_decompose_factor"), strict=True):
+        assert verdict_of(imported, key)[0] == "ignored"
+        assert "lora.lokr_factor" not in imported.settings
+
+
+@pytest.mark.parametrize("kind", sorted(ADAPTERS))
+def test_patterns_and_lora_plus_are_imported_for_the_kinds_that_follow_them(kind: str, tmp_path: Path) -> None:
+    algorithm = {"lora": ("algo=locon",), "dora": ("algo=locon", "dora_wd=True"), "oft": ("algo=diag-oft",)}
+    sizes = ("conv_dim=2", "conv_alpha=1", "loraplus_lr_ratio=4")
+    lora = kohya_network(tmp_path, "lycoris.kohya", *algorithm.get(kind, (f"algo={kind}",)), *sizes).config.lora
+    assert lora.type == kind
+    ignored = ADAPTERS[kind].ignores
+    assert set(lora.rank_pattern.values()) == {2}
+    assert set(lora.alpha_pattern.values()) == (set() if "alpha_pattern" in ignored else {1.0})
+    assert lora.loraplus_lr_ratio == (None if "loraplus_lr_ratio" in ignored else 4.0)
 
 
 def test_the_axis_of_onetrainers_dora_is_reported(tmp_path: Path) -> None:
@@ -151,8 +179,7 @@ def test_kinds_of_ai_toolkit(
     job = {"job": "extension", "config": {"name": "a", "process": [process]}}
     imported = imported_text(tmp_path, "a.json", json.dumps(job))
     assert lora_of(imported.config) == expected
-    if "lokr_factor" in network:
-        assert verdict_of(imported, "lokr_factor")[0] == "changed"
+    assert imported.config.lora.lokr_factor == network.get("lokr_factor", -1)
 
 
 def tuner(folder: Path, **keys: object) -> Imported:
@@ -169,7 +196,7 @@ def test_kinds_of_simpletuner(tmp_path: Path) -> None:
     assert lora_of(imported.config) == ("lokr", 4096, None)
     assert imported.config.lora.target_modules == "attention+ff"
     assert verdict_of(imported, "lora_rank") == ("ignored", "lycoris_config rules")
-    assert verdict_of(imported, "lycoris_config.factor")[0] == "changed"
+    assert imported.config.lora.lokr_factor == 10
     of_low_rank = {**network, "linear_dim": 16, "linear_alpha": 8, "algo": "loha"}
     assert lora_of(tuner(tmp_path, lora_type="lycoris", lycoris_config=of_low_rank).config) == ("loha", 16, 8.0)
     missing = tuner(tmp_path, lora_type="lycoris", lycoris_config="nowhere.json")
