@@ -22,6 +22,7 @@ from lora_trainer.importers import (
     kohya,
     kohya_dataset,
     kohya_gui,
+    musubi,
     onetrainer,
     simpletuner,
 )
@@ -113,6 +114,7 @@ class Format:
 # In the order of recognition: the surest marks first.
 FORMATS = (
     Format("kohya dataset TOML", kohya_dataset.is_kohya_dataset, kohya_dataset.dataset_reading),
+    Format("musubi-tuner", musubi.is_musubi_job, musubi.read),
     Format("ai-toolkit", aitoolkit.is_aitoolkit, aitoolkit.read),
     Format("SimpleTuner", simpletuner.is_simpletuner, simpletuner.read),
     Format("SimpleTuner data", simpletuner.is_backends, simpletuner.read_backends),

@@ -209,5 +209,5 @@ def add_dataset(reading: Reading, keys: Mapping[str, Any]) -> None:
     if "validation.split" in data.settings:
         reading.settings["checkpoint.export_weights"], reading.origin["checkpoint.export_weights"] = (
             "last",
-            "kohya exports the last",
+            f"{reading.tool} exports the last",
         )

@@ -66,7 +66,7 @@ TARGETS = "lora.target_modules"
 OTHER_FAMILY = "of model families that are not trained here"
 OF_TRANSFORMERS = ("networks.lora_flux", "networks.lora_sd3", "networks.lora_anima")
 IN_BUCKETS = (
-    "kohya fills a batch from one bucket, so with batches above 1 an epoch has more steps there: of 20 images of 20 shapes"
+    "a batch is filled from one bucket there, so with batches above 1 an epoch has more steps: of 20 images of 20 shapes"
     " in batches of 4 it has 20, and 5 here. train.max_steps sets their number"
 )
 STAY = "text encoders stay as they are, as here"

@@ -422,3 +422,37 @@ config:
     config = imported_text(tmp_path, "edit.yaml", text).config
     names = [Path(place).name for place in config.data.sources[0].control_images]
     assert names == ["before", "mask", "depth"]
+
+
+# Each family's names in ai-toolkit, SimpleTuner and OneTrainer; none where that program lacks it.
+NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "sd15": (("sd1",), ("sd1x",), ("STABLE_DIFFUSION_15",)),
+    "sd2": (("sd2",), ("sd2x",), ("STABLE_DIFFUSION_20", "STABLE_DIFFUSION_21_BASE")),
+    "sdxl": (("sdxl",), ("sdxl",), ("STABLE_DIFFUSION_XL_10_BASE",)),
+    "sd3": (("sd3",), ("sd3",), ("STABLE_DIFFUSION_3", "STABLE_DIFFUSION_35")),
+    "flux": (("flux", "flux_kontext"), ("flux",), ("FLUX_DEV_1",)),
+    "flux2": (("flux2_klein_4b", "flux2_klein_9b"), ("flux2",), ("FLUX_2",)),
+    "chroma": (("chroma",), ("chroma",), ("CHROMA_1",)),
+    "z_image": (("zimage", "zimage:turbo"), ("z_image",), ("Z_IMAGE",)),
+    "qwen_image": (("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), ("qwen_image",), ("QWEN",)),
+    "qwen_image21": (("qwen_image_2",), (), ()),
+    "krea2": (("krea2",), ("krea2",), ("KREA_2",)),
+    "anima": (("anima",), ("anima",), ("ANIMA",)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_imported_by_the_names_of_other_programs(family: str, tmp_path: Path) -> None:
+    of_aitoolkit, of_simpletuner, of_onetrainer = NAMES[family]
+    jobs = [
+        *(("arch", {"config": {"process": [{"model": {"arch": name}}]}}) for name in of_aitoolkit),
+        *(("model_family", {"model_family": name, "model_type": "lora"}) for name in of_simpletuner),
+        *(
+            ("model_type", {"model_type": name, "training_method": "LORA", "concepts": [], "base_model_name": "m"})
+            for name in of_onetrainer
+        ),
+    ]
+    for key, document in jobs:
+        imported = imported_text(tmp_path, "job.json", json.dumps(document))
+        (line,) = [line for line in imported.lines if line.key.rpartition(".")[2] == key and line.value != "lora"]
+        assert (line.verdict, line.why) == ("ignored", "read from the model's files"), document

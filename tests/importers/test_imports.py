@@ -23,6 +23,7 @@ from lora_trainer.importers import (
     kohya,
     kohya_dataset,
     kohya_gui,
+    musubi,
     onetrainer,
     onetrainer_concepts,
     simpletuner,
@@ -36,6 +37,8 @@ KINDS = {
     "kohya_config.toml": "kohya config",
     "kohya_dataset.toml": "kohya dataset TOML",
     "kohya_gui.json": "kohya GUI",
+    "musubi.sh": "musubi-tuner",
+    "musubi_config.toml": "musubi-tuner",
     "aitoolkit.yaml": "ai-toolkit",
     "simpletuner.json": "SimpleTuner",
     "multidatabackend.json": "SimpleTuner data",
@@ -354,6 +357,7 @@ def test_any_file_is_read_or_refused_with_a_message(data: st.DataObject) -> None
     documents: dict[Callable[[Path, Any], Reading], Any] = {
         kohya.read: data.draw(some(kohya.RULES)),
         kohya_gui.read: data.draw(some(kohya_gui.MORE_RULES)),
+        musubi.read: data.draw(some(musubi.RULES)),
         kohya_dataset.dataset_reading: {"datasets": [{**data.draw(some(kohya_dataset.RULES)), "subsets": [subset]}]},
         aitoolkit.read: {
             "config": {"process": [{**deep(process), "datasets": [folder, source]}]},
