@@ -122,11 +122,6 @@ def _rank(value: Any, around: Around) -> Took:
     return rank_of(value, kind_of(str(around["network.type"] or "lora"))[0])
 
 
-def _factor(value: Any, around: Around) -> Took:
-    factor = whole(value)
-    return Took({FACTOR: factor}) if _is_lokr(around) else Took({}, "of a LoKr", "ignored")
-
-
 def _linear(value: Any, around: Around) -> Took:
     if around["network.rank"] is not None:
         return Took({}, "network.rank rules", "ignored")
@@ -268,7 +263,10 @@ RULES: Mapping[str, KeyRule] = {
     "network.alpha": by(_alpha, ALPHA),
     "network.linear_alpha": by(_linear_alpha, ALPHA),
     "network.lokr_full_rank": part_of("network.type", RANK),
-    "network.lokr_factor": by(_factor, FACTOR),
+    "network.lokr_factor": by(
+        lambda value, around: Took({FACTOR: whole(value)}) if _is_lokr(around) else Took({}, "of a LoKr", "ignored"),
+        FACTOR,
+    ),
     "network.conv": by(_convolutions, f"{RANKS} {ALPHAS}"),
     "network.conv_alpha": part_of("network.conv", ALPHAS),
     "network.dropout": unless_off("lora.dropout", number),
