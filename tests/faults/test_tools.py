@@ -24,7 +24,6 @@ from tests.models.single.tiny import tiny_pipeline
 from tests.recipes.recipe import contents
 
 MODES = (Mode.FAIL, Mode.FULL, Mode.LOCKED, Mode.SHORT, Mode.KILL, Mode.TORN, Mode.CUT)
-QUICK = (Mode.FULL, Mode.KILL, Mode.TORN, Mode.CUT)
 STRIDE = int(os.environ.get("FAULT_STRIDE", "1"))
 # Words beginning with `in/` and `out/` are files of the place; `out/old.safetensors` exists before.
 TOOLS = {
@@ -40,9 +39,18 @@ TOOLS = {
 }
 
 
+# A tool for each way in which outputs are written, with a fault for the quick suite.
+QUICK = {
+    "merge into a file": Mode.FULL,
+    "merge into a folder": Mode.KILL,
+    "extract": Mode.TORN,
+    "resize with a learned token": Mode.CUT,
+}
+
+
 @dataclass
 class Tools(Forks):
-    """A process that has run each tool, its inputs, and the files and operations of each undisturbed."""
+    """A process that has run some tools, its inputs, and the files and operations of each tool undisturbed."""
 
     tries: int = 0
     wanted: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -52,15 +60,19 @@ class Tools(Forks):
         self.inputs = make_inputs(self.folder / "made")
         self.unchanged = contents(self.inputs)
         warm = self.new_place()
-        self.start([self.words(tool, self.new_place()) for tool in TOOLS])
+        self.start([self.words(tool, self.new_place()) for tool in QUICK])
         self.before = contents(warm / "out")
-        for tool in TOOLS:
-            place = self.new_place()
-            ended = self.run_command(place, self.words(tool, place))
-            assert ended.exit == 0, ended.output
-            self.wanted[tool] = contents(place / "out")
-            self.operations[tool] = ended.operations
-            assert self.wanted[tool] != self.before
+
+    def run_undisturbed(self, tool: str) -> None:
+        """Once for each tool: its files and operations."""
+        if tool in self.wanted:
+            return
+        place = self.new_place()
+        ended = self.run_command(place, self.words(tool, place))
+        assert ended.exit == 0, ended.output
+        self.wanted[tool] = contents(place / "out")
+        self.operations[tool] = ended.operations
+        assert self.wanted[tool] != self.before
 
     def new_place(self) -> Path:
         """A folder with the inputs, and an older output."""
@@ -152,6 +164,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
 
 def places(tools: Tools, tool: str, mode: Mode) -> list[int]:
     """The operations at which this fault can happen, and one after the last."""
+    tools.run_undisturbed(tool)
     kinds = KINDS.get(mode)
     names = tools.operations[tool]
     return [*(at for at, name in enumerate(names) if kinds is None or name.split(" ")[0] in kinds), len(names)]
@@ -167,16 +180,14 @@ def test_every_operation_of_each_tool(mode: Mode, tools: Tools, tell: Callable[[
     tell(row)
 
 
-def test_some_operations_of_each_tool(tools: Tools, tell: Callable[[Row], None]) -> None:
-    """A sample of the above: each tool with one fault at two operations, among them its last rename."""
+def test_some_operations_of_some_tools(tools: Tools, tell: Callable[[Row], None]) -> None:
+    """A sample of the above: four tools with one fault at two operations, among them the last rename."""
     row = Row("a fault in a tool for LoRA files", "a sample")
-    for number, tool in enumerate(TOOLS):
-        mode = QUICK[number % len(QUICK)]
+    for tool, mode in QUICK.items():
         chosen = places(tools, tool, mode)[:-1]
         names = tools.operations[tool]
         last = max(at for at in chosen if mode in KINDS or names[at].startswith("rename"))
         for at in {chosen[len(chosen) // SAMPLE], last}:
             row.add(tools.try_at(tool, at, mode))
-    assert row.tries >= len(TOOLS)
-    assert set(QUICK) & set(KILLS)
+    assert row.tries > len(QUICK)
     tell(row)
