@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import check_regressions
 from check_regressions import (
     BASELINE,
     GOLDEN,
@@ -47,6 +48,17 @@ def baseline(tmp_path: Path) -> Path:
     easy = {name: [100 * each for each in ratios] for name, ratios in CACHE.items()}
     path.write_text(json.dumps(stored() | {"measured": {"speed": describe_machine()}, "speed": easy}), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, dict[str, list[float] | None]]:
+    """What every plan says, which takes half a second to find out."""
+    return check_regressions.memory()
+
+
+@pytest.fixture
+def known_plans(plans: dict[str, dict[str, list[float] | None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_regressions, "memory", lambda: plans)
 
 
 @pytest.fixture
@@ -146,6 +158,7 @@ def scaled(error: Any, factor: float) -> Any:
     return lambda *arguments: factor * error(*arguments)
 
 
+@pytest.mark.usefixtures("known_plans")
 def test_what_is_missing_is_inconclusive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "old.json"
     document = stored()
@@ -157,6 +170,7 @@ def test_what_is_missing_is_inconclusive(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["--only", "memory", "--baseline", str(tmp_path / "none.json")]) == 2
 
 
+@pytest.mark.usefixtures("known_plans")
 def test_an_update_keeps_the_parts_that_are_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "base.json"
     elsewhere = {"speed": {"cpu": "another"}, "memory": {"cpu": "another"}}
