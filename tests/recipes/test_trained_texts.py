@@ -25,7 +25,7 @@ FAMILY_CASES = [pytest.param(name, marks=() if name == "sdxl" else pytest.mark.s
 
 @pytest.fixture(scope="module", params=FAMILY_CASES)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """A family's tiny model and a finished twelve-step run named `cat` that also trains its text encoders."""
+    """A family's tiny model and a finished eight-step run named `cat` that also trains its text encoders."""
     folder = tmp_path_factory.mktemp(request.param)
     data = draw_images(folder / "data")
     bench = Bench(save_tiny_model(folder, request.param), data, folder / "runs", folder / "cache")
@@ -38,12 +38,12 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "lora__alpha": 8,
         "data__resolution": 64,
         "validation__every_n_steps": 4,
-        "sample__every_n_steps": 6,
+        "sample__every_n_steps": 4,
         "checkpoint__export_weights": "last",
         "captions__dropout": 0.2,
         "gates__lora_check": "lite",
     }
-    assert bench.run("cat", steps=12, **settings, **more) == 0
+    assert bench.run("cat", steps=8, **settings, **more) == 0
     return bench
 
 
@@ -55,7 +55,7 @@ def test_loss_falls_and_the_gate_uses_the_trained_text_encoders(trained):
     assert document["lora"]["numbers"]["learning"]["mean"] > 0.0
     assert document["lora"]["numbers"]["drift"] > 0.0
     assert any(line.startswith("text_encoder: LoRA rank 2") for line in document["choices"])
-    assert (trained.folder("cat") / "samples" / "step-000006.png").exists()
+    assert (trained.folder("cat") / "samples" / "step-000004.png").exists()
 
 
 def deltas_trained(bench: Bench) -> dict[str, torch.Tensor]:
