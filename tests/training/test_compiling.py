@@ -182,6 +182,7 @@ def test_too_many_sizes_to_compile_each_are_reported(shapes: int, dynamic: objec
     assert any(line.startswith(f"{shapes} sizes of micro-batch are more") for line in lines) is messages_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "beginnings"), [("bf16", 4), ("fp32", 1)])
 def test_graphs_start_anew_per_micro_batch_when_gradients_are_copied_out(
     one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, beginnings: int
