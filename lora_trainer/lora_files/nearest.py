@@ -16,6 +16,7 @@ from lora_trainer.lora_files.low_rank import principal
 
 TURNS = 12
 GAIN = 1e-3  # what a turn must gain, as a share, for another one
+LEAST_FACTOR = 1e-3  # of a DoRA's outputs: B has numbers as large as its inverse, and fp16 holds them up to 65504
 
 
 def nearest_kronecker(before: Tensor, change: Tensor, rank: int) -> KroneckerUpdate:
@@ -73,7 +74,7 @@ def nearest_decomposed(before: Tensor, change: Tensor, rank: int) -> DecomposedU
         up, down = left * values.sqrt() / factor, values.sqrt()[:, None] * right
         moved = weight + up @ down
         factor = (tuned * moved).sum(1, keepdim=True) / moved.square().sum(1, keepdim=True).clamp_min(TINY)
-        factor = factor.clamp_min(TINY)
+        factor = factor.clamp_min(LEAST_FACTOR)
         error = float((tuned - factor * moved).norm())
         if error >= least:
             break

@@ -86,6 +86,19 @@ def test_a_dora_is_nearer_than_the_lora_of_its_rank(shape: tuple[int, ...]):
         assert found.rank == 2
 
 
+@pytest.mark.parametrize("rows", ["gone", "empty", "opposite"])
+def test_a_dora_of_rows_that_vanish_or_turn_around_fits_into_fp16(rows: str):
+    """The magnitude that is best for such a row is 0 or below, where a factor of it would divide B by nothing."""
+    weight = random(0, 48, 64)
+    weight[:20] *= rows != "empty"
+    tuned = weight + 0.05 * random(1, 48, 64)
+    tuned[:20] = -weight[:20] if rows == "opposite" else 0.0
+    change = tuned - weight
+    stored = nearest_decomposed(weight, change, 4).rounded(torch.float16)
+    assert stored.finite
+    assert gap(stored, weight, change) < factor(change, RankLimits(4), 4)[2] + 1e-3
+
+
 def test_each_kind_is_extracted_or_refused_with_its_reason():
     assert {LORA, *NEAREST} | NOT_EXTRACTED.keys() == ADAPTERS.keys()
     assert not {LORA, *NEAREST} & NOT_EXTRACTED.keys()
