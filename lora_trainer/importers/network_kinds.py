@@ -49,12 +49,18 @@ def with_kind(settings: Mapping[str, Any], kind: tuple[str, str], why: str = "")
     return Took({**settings, **named}, reasons, "changed" if reasons else "mapped")
 
 
+def is_whole_rank(value: Any) -> bool:
+    """Whether a LoKr of this rank has whole factors in all layers. The rank may be missing, or text."""
+    try:
+        return whole(value) >= MOST_RANK
+    except ValueError:  # the rule of the rank reports it
+        return False
+
+
 def rank_of(value: Any, kind: str) -> Took:
     """A rank; LyCORIS' users choose whole factors of a LoKr by one that is larger than any layer."""
     rank = whole(value)
-    if kind == "lokr" and rank >= MOST_RANK:
-        return Took({RANK: MOST_RANK}, "w2 is whole")
-    return Took({RANK: rank})
+    return Took({RANK: MOST_RANK}, "w2 is whole") if kind == "lokr" and is_whole_rank(rank) else Took({RANK: rank})
 
 
 def alpha_of(value: Any, kind: str, *, is_whole: bool) -> Took:
@@ -96,9 +102,7 @@ def _is_decomposed(around: Around) -> bool:
 
 def is_whole(around: Around) -> bool:
     """Whether both factors of a LoKr of kohya's are whole in all layers."""
-    dim = around["network_dim"]
-    is_large = isinstance(dim, int) and dim >= MOST_RANK
-    return is_large or bool(is_on(argument(around, "full_matrix") or False))
+    return is_whole_rank(around["network_dim"]) or bool(is_on(argument(around, "full_matrix") or False))
 
 
 def has_blocks_for_rank(around: Around) -> bool:

@@ -28,6 +28,7 @@ from lora_trainer.importers.network_kinds import (
     RANK,
     TYPE,
     alpha_of,
+    is_whole_rank,
     kind_of,
     rank_of,
     with_kind,
@@ -131,8 +132,7 @@ def _network(around: Around) -> tuple[str, str]:
 
 
 def _is_whole(around: Around) -> bool:
-    dim = around["linear_dim"]
-    return bool(is_on(around["full_matrix"] or False)) or (isinstance(dim, int) and dim >= MOST_RANK)
+    return bool(is_on(around["full_matrix"] or False)) or is_whole_rank(around["linear_dim"])
 
 
 def _linear_dim(value: Any, around: Around) -> Took:

@@ -70,6 +70,15 @@ def test_what_a_network_of_lycoris_has_that_is_not_here(
     assert why in reason
 
 
+def test_a_rank_in_quotes_makes_a_lokr_whole_as_a_number_does(tmp_path: Path) -> None:
+    """LyCORIS counts no alpha then: here 1 / 4096 of the change would be trained."""
+    network = (
+        'network_module = "lycoris.kohya"\nnetwork_dim = "100000"\nnetwork_alpha = "1"\nnetwork_args = ["algo=lokr"]'
+    )
+    imported = imported_text(tmp_path, "k.toml", f'pretrained_model_name_or_path = "m"\n{network}\n')
+    assert lora_of(imported.config) == ("lokr", 4096, None)
+
+
 def test_the_whole_lokr_of_a_text_encoder_has_no_alpha_either(tmp_path: Path) -> None:
     """Here alpha over 4096 would scale it to nothing."""
     text = (
