@@ -73,7 +73,8 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
         problems.append(Problem(f"--to {arguments.to} needs --{needed[0]}.", needed[1]))
     for name, (targets, why) in TAKEN.items():
         if getattr(arguments, name) is not None and arguments.to in TARGETS and arguments.to not in targets:
-            problems.append(Problem(f"--{name} is for --to {' and '.join(targets)}: {why}.", f"Remove --{name}."))
+            listed = " and ".join(filter(None, [", ".join(targets[:-1]), targets[-1]]))
+            problems.append(Problem(f"--{name} is for --to {listed}: {why}.", f"Remove --{name}."))
     base = None if arguments.model is None else Path(arguments.model)
     target = target_of(arguments, [source] if base is None else [source, base], problems, TARGETS)
     if problems:

@@ -18,6 +18,7 @@ from lora_trainer.core.findings import counted
 from lora_trainer.core.io import sha256_file
 from lora_trainer.export.convert import Form, SourceFile
 from lora_trainer.export.earlier import EARLIER
+from lora_trainer.export.keys import DORA_OVER
 from lora_trainer.export.metadata import network_entries
 from lora_trainer.export.reading import only_lora, some, values
 from lora_trainer.export.updates import DecomposedUpdate, RowsUpdate
@@ -175,7 +176,7 @@ def write_result(combined: Combined, like: SourceFile, header: Mapping[str, str]
     writes nothing, for what the format cannot hold.
     """
     to = target.to or like.form
-    header = {key: value for key, value in header.items() if key != EARLIER}
+    header = {key: value for key, value in header.items() if key not in (EARLIER, DORA_OVER)}
     weights = combined.weights
     names = names_for(target.named, weights, target.family, like.numbered)
     ready = cast_for_storage(
@@ -192,22 +193,39 @@ def write_result(combined: Combined, like: SourceFile, header: Mapping[str, str]
 def write_changes(
     weights: AdapterWeights, layers: Sequence[LayerRow], like: SourceFile, header: Mapping[str, str], target: LoraTarget
 ) -> ToolResult:
-    """Write changes of any kind as `write_result` writes a LoRA. Of other kinds the rows keep their errors."""
+    """Write changes of any kind as `write_result` writes a LoRA.
+
+    Of other kinds the rows keep their errors; those without one get that of rounding, a DoRA's that of what its magnitudes scale.
+    """
     if (pairs := plain_pairs(weights)) is not None:
         return write_result(Combined(pairs, tuple(layers), {}), like, header, target)
-    entries = {key: str(each) for key, each in network_entries(weights, {}).items()}
+    dtype = target.dtype or usual_dtype(like.weights)
+    rounded = replace(weights, modules={name: each.rounded(dtype) for name, each in weights.modules.items()})
+    entries = {key: str(each) for key, each in network_entries(rounded, {}).items()}
     names = {"ss_output_name": target.path.stem, "modelspec.title": target.path.stem}
     arguments = json.loads(header.get(ARGUMENTS, "{}")) | json.loads(entries[ARGUMENTS])
     entries[ARGUMENTS] = json.dumps(arguments, sort_keys=True)
     paths = write_weights(
-        replace(weights, metadata={**header, **entries, **names}),
+        replace(rounded, metadata={**header, **entries, **names}),
         target.path,
         target.to or like.form,
         family=target.family,
         numbered=like.numbered,
-        dtype=target.dtype or usual_dtype(like.weights),
+        dtype=dtype,
     )
-    return ToolResult(paths, tuple(layers))
+    rows = tuple(
+        each if each.error else replace(each, error=rounding_error(weights.modules[each.name], dtype))
+        for each in layers
+    )
+    return ToolResult(paths, rows)
+
+
+def rounding_error(update: LayerUpdate, dtype: torch.dtype) -> float:
+    """How far a change moves where it is stored in a type, as a share of it. 0 of an OFT, which is stored in fp32."""
+    while isinstance(update, DecomposedUpdate):
+        update = update.change
+    size = 0.0 if update.needs_weight else update.norm
+    return float((update.rounded(dtype).delta() - update.delta().cpu()).norm()) / size if size else 0.0
 
 
 def _described(header: Mapping[str, str], combined: Combined, path: Path) -> dict[str, str]:

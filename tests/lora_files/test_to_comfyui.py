@@ -78,6 +78,13 @@ def test_comfyui_computes_the_trained_change(family: str, tmp_path: Path, capsys
     clients = {each["name"]: each["reads"] for each in json.loads(capsys.readouterr().out)["clients"]}
     shown = "unknown" if family == "sd3" else "whole"  # the header of these files does not name SD3
     assert (clients["ComfyUI"], clients["diffusers"]) == (shown, "not")
+    plain = tmp_path / "plain.safetensors"
+    names = [str(target), str(plain), "--model", str(model), "--family", family]
+    assert main(["convert", *names, "--to", "lora", "--rank", "64", "--dtype", "fp32"]) == 0
+    for name, pair in read_adapter(plain).modules.items():
+        assert gap(pair.delta(), weights.modules[name].delta(bare[name.removeprefix(f"{component}.")])) < 1e-3
+    assert "lora_trainer.dora_over" not in read_adapter(plain).metadata
+    capsys.readouterr()
     again = ["convert", str(target), str(tmp_path / "again.safetensors"), "--to", "comfyui", "--model", str(model)]
     assert main(again) == 2
     assert "without magnitudes of outputs" in " ".join(capsys.readouterr().err.split())
@@ -92,6 +99,6 @@ def test_what_it_cannot_convert_is_refused(tmp_path: Path, capsys: pytest.Captur
     error = " ".join(capsys.readouterr().err.split())
     assert "--to comfyui needs --model" in error
     assert "--rank is for --to lora" in error
-    assert "--dtype is for --to kohya and diffusers and lora" in error
+    assert "--dtype is for --to kohya, diffusers and lora" in error
     assert main([*arguments, "--model", str(tmp_path / "base")]) == 2
     assert "is LoRA, without magnitudes of outputs" in " ".join(capsys.readouterr().err.split())

@@ -96,6 +96,7 @@ def test_the_average_of_a_run_of_another_kind_is_the_one_that_training_exports(
     """By the parameters, as SWA does. It is nearer to the mean of the changes than the two states are."""
     settings = {
         "lora__type": kind,
+        **({} if kind == "oft" else {"lora__alpha": 2.5}),
         "lora__target_modules": '["*.attn1.to_q","*.conv1"]',
         "checkpoint__every_n_steps": 1,
         "checkpoint__keep_last": 10,
@@ -120,8 +121,12 @@ def test_the_average_of_a_run_of_another_kind_is_the_one_that_training_exports(
     before = read_adapter(folder / "run.safetensors").metadata
     assert "lora_trainer.swa_start" in before
     assert "lora_trainer.swa_start" not in header
-    for key in ("ss_network_module", "ss_network_args", "ss_network_dim", "ss_base_model_version"):
+    for key in ("ss_network_module", "ss_network_args", "ss_network_dim", "ss_network_alpha", "ss_base_model_version"):
         assert header[key] == before[key]
+    rounded = bench.output / "bf16.safetensors"
+    assert main(["average", str(folder), "--output", str(rounded), "--dtype", "bf16", "--json"]) == 0
+    errors = [layer["error"] for layer in json.loads(capsys.readouterr().out)["layers"]]
+    assert all(each == 0.0 if kind == "oft" else 1e-4 < each < 0.02 for each in errors)  # an OFT is stored in fp32
     config = Config.model_validate(record(folder)["config"])
     states = [
         lora_weights(config, FAMILIES["sd15"], read_checkpoint(folder / "checkpoints" / f"step-{step:06d}").adapter)
