@@ -1,7 +1,8 @@
 """Qwen-Image 2.1's transformer where its sequence is a text and one image: laid out from their sizes alone.
 
 diffusers' own forward pass reads from a tensor which tokens are the image's, so it waits for a GPU five times, and cannot be
-traced without data. Its answers are the same (`tests/models/test_qwen_image21.py`).
+traced without data. Its answers are the same (`tests/models/test_qwen_image21.py`), but that it rounds times to the model's type,
+in bf16 0.999 to 1: here they stay exact, as for the other families.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ class TextThenImageTransformer(QwenImage21Transformer2DModel):  # type: ignore[m
         length, device = encoder_hidden_states.shape[1], hidden_states.device
         image = self.img_in(hidden_states)
         states = torch.cat([self.txt_in(encoder_hidden_states), image], dim=1)
-        turns = self.turns(length, img_shapes[0][-1], device)
+        rotary = self.rotary_positions(length, img_shapes[0][-1], device)
         is_image = torch.arange(states.shape[1], device=device) >= length if self.config.causal_condition else None
         if is_image is not None:  # the text is modulated as at time 0
             timestep = torch.cat([timestep, timestep.new_zeros(1)])
         embedded = self.time_text_embed(timestep, states)
         modulation = self.modulation(embedded)
         if mode == "cached":  # the text's keys and values are those of the first step
-            states, turns = image, turns[length:]
+            states, rotary = image, rotary[length:]
             is_image = None if is_image is None else is_image[length:]
         segments = None if mode == "cached" else [(0, length, True)]
         kept = slice(0, length) if mode == "extract" else None
         for number, block in enumerate(self.transformer_blocks):
             cache = None if caches is None else caches.get_layer(number)
-            arguments = (states, modulation, turns, None, is_image, cache, mode, kept, segments, None)
+            arguments = (states, modulation, rotary, None, is_image, cache, mode, kept, segments, None)
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 states = self._gradient_checkpointing_func(block, *arguments)
             else:
@@ -61,7 +62,7 @@ class TextThenImageTransformer(QwenImage21Transformer2DModel):  # type: ignore[m
         output = self.proj_out(self.norm_out(states, embedded, is_image))
         return Transformer2DModelOutput(sample=output) if named.get("return_dict", True) else (output,)
 
-    def turns(self, length: int, shape: tuple[int, int, int], device: torch.device) -> Tensor:
+    def rotary_positions(self, length: int, shape: tuple[int, int, int], device: torch.device) -> Tensor:
         """The rotary positions [L + h * w, d / 2], complex: of the text one after another on all three axes, of the image
         the text's end, and its rows and columns from the middle."""
         self.pos_embed.freqs = [table.to(device) for table in self.pos_embed.freqs]

@@ -165,6 +165,20 @@ def test_the_forward_pass_and_its_gradients_are_diffusers_own(causal):
         assert all(torch.allclose(one, two, rtol=1e-5, atol=1e-8) for one, two in zip(found[0], other, strict=True))
 
 
+def test_in_bf16_times_are_exact_where_diffusers_rounds_them():
+    torch.manual_seed(0)
+    usual = QwenImage21Transformer2DModel.from_config(tiny_transformer("qwen_image21").config).bfloat16()
+    ours = FAMILY.denoiser.make(usual.config).bfloat16()
+    ours.load_state_dict(usual.state_dict())
+    image, text = torch.randn(1, 24, 64).bfloat16(), torch.randn(1, 7, 64).bfloat16()
+    inputs = {"hidden_states": image, "encoder_hidden_states": text, "img_shapes": [[(1, 6, 4)]], "return_dict": False}
+    inputs["img_mask"] = torch.arange(7 + 6)[None] >= 7
+    with torch.no_grad():
+        rounded = usual(**inputs, timestep=torch.tensor([0.999]))[0]
+        assert torch.equal(ours(**inputs, timestep=torch.tensor([1.0]))[0], rounded)
+        assert not torch.equal(ours(**inputs, timestep=torch.tensor([0.999]))[0], rounded)
+
+
 def test_captions_of_different_lengths_do_not_affect_each_other(model):
     transformer = FAMILY.denoiser.load(model, torch.float32, CPU)
     cond = FAMILY.load_encoders(model, torch.float32, CPU).encode_text([*CAPTIONS, CAPTIONS[0]])

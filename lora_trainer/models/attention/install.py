@@ -219,8 +219,8 @@ class BlockCausalProcessor(_Processor):
         query, key, value = _own(attn, hidden_states, hidden_states)
         query, key = _turned(query, rotary_emb[None]), _turned(key, rotary_emb[None])
         length = segments[0][1]
-        asking, seen, read = (part[:, :, :length] for part in (query, key, value))
-        words = scaled_dot_product_attention(asking, seen, read, is_causal=True).transpose(1, 2).flatten(2)
+        text = [part[:, :, :length] for part in (query, key, value)]
+        words = scaled_dot_product_attention(text[0], text[1], text[2], is_causal=True).transpose(1, 2).flatten(2)
         return cast("Tensor", _out(attn, torch.cat([words, self.mixed(query[:, :, length:], key, value)], dim=1)))
 
 
