@@ -36,16 +36,22 @@ def add_output_arguments(
     dtype: str = "the first file's",
     forms: Sequence[str] = FORMS,
     reads: bool = True,
+    rows: str = "",
 ) -> None:
-    """The arguments of a command that writes one LoRA file, with its defaults in words; `reads`: it reads LoRA files."""
+    """The arguments of a command that writes one LoRA file, with its defaults in words.
+
+    `reads`: it reads LoRA files. `rows`: when it has a row for each layer, if not always.
+    """
     parser.add_argument("--output", metavar="OUT", help="the file to write, ending in .safetensors (always needed)")
     parser.add_argument("--to", metavar="|".join(forms), help=f"the format to write (default: {to})")
     parser.add_argument("--dtype", metavar="|".join(DTYPES), help=f"type of the weights (default: {dtype})")
     if reads:
         parser.add_argument("--family", metavar="FAMILY", help="model family, if the files do not say it")
     parser.add_argument("--overwrite", action="store_true", help="overwrite OUT")
-    parser.add_argument("-v", "--verbose", action="store_true", help="print a row for each layer")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout, with a row for each layer")
+    parser.add_argument("-v", "--verbose", action="store_true", help=f"{rows}print a row for each layer")
+    parser.add_argument(
+        "--json", action="store_true", help=f"one JSON document on stdout; {rows}with a row for each layer"
+    )
 
 
 def add_keep_arguments(parser: argparse.ArgumentParser) -> None:

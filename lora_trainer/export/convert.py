@@ -222,12 +222,12 @@ def _to_diffusers(
     notes = []
     if t5 := [name for name in modules if ".encoder.block." in name]:
         notes.append(
-            f"{len(t5)} modules are on T5: diffusers' load_lora_weights skips them without a message "
+            f"{counted(len(t5), 'layer')} of T5: diffusers' load_lora_weights skips them without a message "
             "(docs/text.md says how to load them there). ComfyUI and sd-scripts read kohya's form whole."
         )
     if kept:
         notes.append(
-            f"{len(kept)} modules keep their alpha in the header, "
+            f"{counted(len(kept), 'layer')} with alpha in the header, "
             f"{'where the file had it before' if back else 'since multiplied with it the weights would be rounded'}: diffusers reads it; "
             "ComfyUI does not and would use scale 1 for this file. Use the file in kohya's form there."
         )

@@ -31,7 +31,7 @@ KINDS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("oft", "diag_oft"), ("oft", "")),
     "boft": ("oft", "BOFT multiplies several rotations of a layer; one is trained here"),
     "oft_2": ("oft", ROTATES_INPUTS),
-    "tlora": ("lora", "set lora.timestep_min_rank for T-LoRA"),
+    "tlora": ("lora", "T-LoRA is on with lora.timestep_min_rank"),
     **dict.fromkeys(("full", "native fine_tuning"), ("lora", f"whole changes of weights are not trained: {NOT_LORA}")),
 }
 

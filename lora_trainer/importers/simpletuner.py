@@ -146,7 +146,7 @@ def _of_algorithm(name: str, rule: KeyRule) -> KeyRule:
     """A rule that counts only for one kind of network."""
 
     def read(value: Any, around: Around) -> Took:
-        if not is_on(value) or _network(around)[0] == name:
+        if not is_on(value) or name in (_network(around)[0], around["algo"]):
             return rule.read(value, around)
         return Took({}, "means nothing for this kind of network", "ignored")
 
@@ -372,8 +372,8 @@ LYCORIS_RULES: Mapping[str, KeyRule] = {
     "rescaled": _of_algorithm("oft", lacking("an OFT has no learned scale")),
     "multiplier": lacking("the network's strength is 1 in training", off=(1, 1.0)),
     "apply_preset": lacking("lora.target_modules and lora.rank_pattern say which layers learn, and how"),
-    "tlora_min_rank": same("lora.timestep_min_rank", whole),
-    "tlora_alpha": same("lora.timestep_rank_exponent", number),
+    "tlora_min_rank": _of_algorithm("tlora", same("lora.timestep_min_rank", whole)),
+    "tlora_alpha": _of_algorithm("tlora", same("lora.timestep_rank_exponent", number)),
     "bypass_mode": nothing("a way to compute the same"),
 }
 BACKEND_RULES: Mapping[str, KeyRule] = {
