@@ -44,9 +44,9 @@ def list_presets() -> int:
         console.print(Text(title, style="bold"))
         for preset in presets().values():
             if preset.kind == kind:
-                show(console, Text(f"  {preset.name:<12}{preset.description}"))
+                show(console, Text(f"  {preset.name:<13}{preset.description}"))
         if kind == TIERS:
-            show(console, Text(f"  {AUTO:<12}The VRAM preset for this GPU."))
+            show(console, Text(f"  {AUTO:<13}The VRAM preset for this GPU."))
     console.print("Use: lora-trainer train --preset 12gb --preset quality", soft_wrap=True)
     return 0
 

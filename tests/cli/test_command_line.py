@@ -251,7 +251,7 @@ def test_check_refuses_edit_pairs_where_train_does(
 def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "presets")
     assert code == 0
-    assert all(f"  {name} " in out for name in ("6gb", "24gb", "auto", "quality", "sd15"))
+    assert all(f"  {name} " in out for name in ("6gb", "24gb", "auto", "quality", "sd15", "qwen_image21"))
     code, out, _ = run(capsys, "presets", "show", "12gb", "quality")
     assert code == 0
     assert row(out, "lora.max_rank")[2] == "preset 12gb"
