@@ -162,7 +162,7 @@ def _style(keys: Sequence[str], found: Collected) -> str:
     for beginning, style in (("lora_transformer_", "OneTrainer"), ("lycoris_", "LyCORIS")):
         if any(key.startswith(beginning) for key in keys):
             return style
-    if found.form != "kohya" or not all(key.startswith(("lora_", EMBEDDING)) for key in keys):
+    if found.form not in ("kohya", "lycoris") or not all(key.startswith(("lora_", EMBEDDING)) for key in keys):
         return "original, no prefix" if theirs else "no prefix"
     if any("_input_blocks_" in key or "_output_blocks_" in key or "_middle_block_" in key for key in keys):
         return "kohya, first code"

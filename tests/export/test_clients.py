@@ -158,6 +158,14 @@ def test_every_family_lists_the_programs_that_read_its_files(family: str) -> Non
     assert names_of(FAMILIES[family]).prefixes
 
 
+def test_a_lokr_in_kohyas_names_is_read_whole_by_comfyui(tmp_path: Path) -> None:
+    name = f"lora_unet_{SELF_ATTENTION.replace('.', '_')}"
+    tensors = {f"{name}.lokr_w1": torch.randn(16, 16), f"{name}.lokr_w2": torch.randn(20, 20)}
+    path = saved(tmp_path / "a.safetensors", tensors, HEADER)
+    assert inspect_lora(path).style == "kohya"
+    assert client(path, "ComfyUI").reads == "whole"
+
+
 DOUBLE, ORIGINAL = "transformer_blocks.0.attn.to_out.0", "double_blocks.0.img_attn.proj"
 
 
