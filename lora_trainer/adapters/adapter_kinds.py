@@ -34,7 +34,7 @@ ADAPTERS: dict[str, AdapterSpec] = {
     "dora": AdapterSpec(
         partial(_kind, "dora"),
         "DoRA",
-        "exact in LyCORIS; ComfyUI 0.3.64 and newer compute a DoRA differently",
+        "exact in LyCORIS; ComfyUI 0.3.64 and newer compute a DoRA differently (lora-trainer convert --to comfyui)",
         diffusers_entry="",
         is_checked=True,
         ignores={
@@ -46,6 +46,7 @@ ADAPTERS: dict[str, AdapterSpec] = {
         partial(_kind, "lokr"),
         "LoKr",
         "exact in LyCORIS and ComfyUI",
+        learning_rate="its best learning rate was 10 times a LoRA's in our measurements (docs/benchmarks.md)",
         diffusers_entry="diffusers: LoKr",
         is_checked=True,
         ignores={**NO_PROJECTIONS, "timestep_min_rank": "a whole w2 has no rows that could be left out"},
@@ -54,6 +55,7 @@ ADAPTERS: dict[str, AdapterSpec] = {
         partial(_kind, "loha"),
         "LoHa",
         "exact in LyCORIS and ComfyUI",
+        learning_rate="its best learning rate was 10 times a LoRA's in our measurements (docs/benchmarks.md)",
         is_checked=True,
         ignores={
             **NO_PROJECTIONS,

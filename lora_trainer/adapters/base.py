@@ -110,6 +110,7 @@ class AdapterSpec:
     load: Callable[[], AdapterKind]
     title: str = "adapter"  # as people name it
     readers: str = ""  # how LyCORIS and ComfyUI read its files, where other programs do not read all of them
+    learning_rate: str = ""  # how its learning rate compares with a LoRA's, where they differ much
     # The entry in a family's `lora_files.readers` without which diffusers cannot load them; "" where it always can.
     diffusers_entry: str | None = None
     has_memory_profiles: bool = False  # published models have stored profiles with it

@@ -27,7 +27,7 @@ COMFYUI = "comfyui"  # of a DoRA, which ComfyUI computes differently
 TARGETS = (*FORMS, LORA, COMFYUI)
 NEEDED = {
     LORA: ("rank", "For example --rank 32."),
-    COMFYUI: ("model", "Name the base model that the DoRA was trained on."),
+    COMFYUI: ("model", "Name the base model that the DoRA was trained on. Other kinds need no conversion for ComfyUI."),
 }
 TAKEN = {  # options, the targets that they are for, and why not for others
     "rank": ((LORA,), "other formats are exact"),

@@ -346,12 +346,9 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
     }
     for what, path in where.items():
         if path is not None:
-            ignored = (
-                next((each.why for each in _clients(path) if each.name == "diffusers"), "")
-                if what == "for diffusers"
-                else ""
-            )
-            console.print(f"{what:<26}{path}{ignored and f' ({ignored})'}", soft_wrap=True, markup=False)
+            program = "ComfyUI" if path == kohya else "diffusers" if what == "for diffusers" else None
+            why = next((each.why for each in _clients(path) if each.name == program), "") if program else ""
+            console.print(f"{what:<26}{path}{why and f' ({why})'}", soft_wrap=True, markup=False)
     for name in (file for kind, file in record.files.items() if file and kind.startswith("embedding-")):
         console.print(f"{'learned token':<26}{folder / name} (ComfyUI: models/embeddings)", soft_wrap=True)
 

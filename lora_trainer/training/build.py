@@ -77,7 +77,8 @@ def build_step_context(
     spec = ADAPTERS[config.lora.type]
     line = f"{spec.title}: rank {config.lora.rank}, {size}{', text encoders included' if texts else ''}{stored}"
     read = (f"{spec.title} files: {readers}",) if (readers := spec.read_by(family.lora_files.readers)) else ()
-    lines = (line, *read, *option_notes(config.lora), *layer_notes(adapter.masters, config.optimizer))
+    rates = (f"{spec.title}: {spec.learning_rate}",) if spec.learning_rate else ()
+    lines = (line, *read, *rates, *option_notes(config.lora), *layer_notes(adapter.masters, config.optimizer))
     if texts:
         built = replace(built, shapes={**built.shapes, **texts.shapes}, notes=(*texts.notes, *built.notes))
     return StepContext(

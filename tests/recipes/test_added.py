@@ -318,6 +318,6 @@ def test_a_family_is_planned_without_a_model(mixer_bench: Bench, capsys: pytest.
     assert main(mixer_bench.arguments("planned", command="plan")) == 0
     assert "mixer (model)" in capsys.readouterr().out
     assert main(["plan", "--preset", "12gb", "--set", "model.family=mixer"]) == 0
-    assert "mixer (mixer)" in capsys.readouterr().out
+    assert "mixer (published model)" in capsys.readouterr().out
     assert main(["plan", "--set", "model.family=mixxer"]) == 2
     assert "Did you mean mixer?" in capsys.readouterr().err

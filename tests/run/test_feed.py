@@ -27,7 +27,10 @@ CPU = torch.device("cpu")
 LEARNER = cast(
     "Any",
     SimpleNamespace(
-        device=CPU, dtype=torch.float32, process=Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon")
+        device=CPU,
+        dtype=torch.float32,
+        process=Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon"),
+        joined=None,
     ),
 )
 

@@ -79,6 +79,7 @@ class Plan:
     disk_gib: float
     phases: Mapping[str, PhasePlan]
     advice: tuple[str, ...]
+    adapter: str = "LoRA"  # the title of its kind
     computed: str = "bf16"  # what products are computed in
     attention: str = "auto"
     tracing: Callable[[], MemoryModel] | None = None  # for `--what-if`: traces what no memory profile has
@@ -193,6 +194,7 @@ def make_plan(
             *uncounted(config),
             *advice(demand, fit, architecture),
         ),
+        adapter=ADAPTERS[config.lora.type].title,
         computed=computed_in(config, fit.precision),
         attention=config.hardware.attention_backend,
         tracing=partial(tracing_gauge, family, architecture, config) if every_setting else None,

@@ -15,14 +15,16 @@ LEAST_HOST_GIB = 0.5
 WIDTH = 40  # characters of a bar that fills the GPU
 COLORS = {"weights": "blue", "adapter": "cyan", "optimizer": "magenta", "activations": "green", "overhead": "yellow"}
 NO_DATA = "not known without images: name them with --data"
-PUBLISHED = "cache, validate, draw: this model's weights, with what published models of its family hold beside them"
+PUBLISHED = "cache, validate, draw: computed from the size of this model's weights; the rest as in published models of its family"
 FULL, EIGHTHS = "█", ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 
 def show_plan(plan: Plan, console: Console) -> None:
     """All of it."""
     demand = plan.demand
-    title = f"{plan.family} ({plan.model}), {demand.resolution} px, LoRA rank {demand.rank}, {demand.optimizer}"
+    title = (
+        f"{plan.family} ({plan.model}), {demand.resolution} px, {plan.adapter} rank {demand.rank}, {demand.optimizer}"
+    )
     show(console, Text(title, style="bold"))
     show(console, bars(plan))
     for line in lines(plan):
