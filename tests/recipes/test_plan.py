@@ -49,7 +49,7 @@ def test_images_that_training_refuses_are_noted(bench: Bench, capsys):
         assert main(bench.arguments("planned", command="plan", **settings)) == 0
         output = capsys.readouterr().out
         assert ("10 of 10 images would be enlarged" in output) == is_traced
-        assert "with what published models of its family hold" in output
+        assert "as in published models of its family" in output
 
 
 def test_settings_are_traced_only_when_requested(bench: Bench, capsys, monkeypatch):
