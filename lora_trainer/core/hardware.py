@@ -9,6 +9,8 @@ import os
 import platform
 import re
 import sys
+import uuid
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -34,6 +36,19 @@ def cuda_memory_gib() -> float | None:
     if not torch.cuda.is_available():
         return None
     return float(torch.cuda.get_device_properties(0).total_memory) / 2**30
+
+
+@cache
+def this_machine() -> str:
+    """A name under which process numbers can be compared: of this machine until it restarts, and of one container.
+
+    Host names would not do: containers may share the host's, and several machines may have the same.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # not Linux
+        return f"{uuid.getnode():x}"
 
 
 def trim_heap() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.findings import counted
-from lora_trainer.data.caches.claims import POLL, Claims
+from lora_trainer.data.caches.claims import Claims, wait_for
 from lora_trainer.data.caches.filling import refused
 from lora_trainer.data.caches.image_sets import (
     SETS,
@@ -122,8 +121,7 @@ def _digests_of(wanted: ClassImageSet, compute: Compute) -> list[str]:
     with claims:
         if not claims.take(wanted.key):
             compute.say("class images: waiting for another process that generates them")
-            while not claims.take(wanted.key):
-                time.sleep(POLL)
+            wait_for(claims, wanted.key)
         if (digests := read_set(folder, count)) is not None:
             compute.say(f"class images: {counted(count, 'image')} of another process, in {folder}")
             return digests

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from lora_trainer.cli.main import main
 from lora_trainer.core.errors import UsageError
+from lora_trainer.data.caches.claims import in_use
 from lora_trainer.data.caches.store import write_entries
 from lora_trainer.data.caches.upkeep import cache_clean, cache_status, keep_limit
 
@@ -67,10 +68,10 @@ def test_a_cache_without_the_marker_file_is_recognized(tmp_path: Path) -> None:
 
 
 def test_status_removes_nothing(tmp_path: Path) -> None:
-    dead = tmp_path / "users" / ("ab" * 16)
-    dead.parent.mkdir(parents=True)
-    dead.touch()
-    os.utime(dead, (1000, 1000))
+    with in_use(tmp_path):
+        (living,) = (tmp_path / "users").iterdir()
+        dead = living.with_name("ab" * 16)
+        dead.write_text(living.read_text().replace('"process": ', '"process": 99999'))
     assert not cache_status(tmp_path).in_use
     assert dead.exists()
     keep_limit(tmp_path, 0)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import TrainingFailed
-from lora_trainer.data.caches import filling, packing
+from lora_trainer.data.caches import claims, filling, packing
 from lora_trainer.data.caches.claims import Claims, in_use, oldest_user
 from lora_trainer.data.caches.filling import Work, build_missing
 from lora_trainer.data.caches.packing import pack
@@ -172,8 +172,8 @@ def test_claims_of_a_killed_process_are_built_by_another(tmp_path: Path) -> None
 @forked
 def test_a_claim_belongs_to_one_process(tmp_path: Path) -> None:
     def try_it(answers: Sequence[str]) -> None:
-        with Claims(tmp_path) as claims:
-            os._exit(sum(claims.take(key) for key in answers))
+        with Claims(tmp_path) as own:
+            os._exit(sum(own.take(key) for key in answers))
 
     with Claims(tmp_path) as mine:
         assert mine.take(key_of(1))
@@ -184,6 +184,68 @@ def test_a_claim_belongs_to_one_process(tmp_path: Path) -> None:
     child = fork(try_it, [key_of(1), key_of(2)])
     child.join(300)
     assert child.exitcode == 2
+
+
+def on_another_machine(monkeypatch: pytest.MonkeyPatch, name: str, hours: float) -> None:
+    """This process seems to be one of another machine, with a clock of its own."""
+    true = time.time
+    monkeypatch.setattr(claims, "this_machine", lambda: name)
+    monkeypatch.setattr(time, "time", lambda: true() + 3600 * hours)
+
+
+@pytest.fixture
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "SILENT_SECONDS", 0.5)
+
+
+@forked
+@pytest.mark.usefixtures("packs_early", "short_silence")
+def test_machines_with_different_clocks_build_each_entry_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one lock: they know of each other by files only."""
+
+    def fill_elsewhere(name: str, hours: float) -> None:
+        on_another_machine(monkeypatch, name, hours)
+        fill(tmp_path / "cache", 100, tmp_path / "log", 0.01, 0.0)
+
+    started = [fork(fill_elsewhere, f"machine {number}", 5.0 * number) for number in range(3)]
+    for process in started:
+        process.join(300)
+        assert process.exitcode == 0
+    assert max(Counter(encoded(tmp_path / "log")).values()) == 1
+    assert_whole(tmp_path / "cache", 100)
+    assert not list((tmp_path / "cache" / "building").iterdir())
+    assert not list((tmp_path / "cache" / "users").iterdir())
+
+
+@forked
+@pytest.mark.usefixtures("short_silence")
+def test_a_claim_of_another_machine_is_over_when_it_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hold() -> None:
+        on_another_machine(monkeypatch, "another", -7.0)
+        with in_use(tmp_path), Claims(tmp_path) as theirs:
+            assert theirs.take(key_of(1))
+            (tmp_path / "ready").touch()
+            time.sleep(100)
+
+    other = fork(hold)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    time.sleep(1.0)  # for longer than it may be silent
+    shard = aged(tmp_path, 1, time.time() + 60)
+    with Claims(tmp_path) as mine:
+        assert not mine.take(key_of(1)), "it renews its time"
+        assert keep_limit(tmp_path, 0).removed == 0
+        os.kill(other.pid or 0, signal.SIGKILL)
+        other.join(300)
+        assert not mine.take(key_of(1)), "nobody knows yet that it was killed"
+        while not mine.take(key_of(1)):
+            time.sleep(0.05)
+        with Claims(tmp_path) as third:
+            assert not third.take(key_of(1)), "it was taken over once"
+    assert keep_limit(tmp_path, 0).removed == 1
+    assert not shard.exists()
+    assert not [path for name in ("building", "users") for path in (tmp_path / name).iterdir()]
 
 
 @contextmanager
@@ -286,9 +348,9 @@ def test_a_killed_run_holds_no_entries(tmp_path: Path) -> None:
     while not (tmp_path / "ready").exists():
         time.sleep(0.01)
     (note,) = (tmp_path / "users").iterdir()
-    os.utime(note, (1000, 1000))
-    assert oldest_user(tmp_path) == 1000
-    shard = aged(tmp_path, 1, 1001)
+    began = oldest_user(tmp_path)
+    assert began is not None
+    shard = aged(tmp_path, 1, began + 1)
     assert keep_limit(tmp_path, 0).removed == 0
     os.kill(user.pid or 0, signal.SIGKILL)
     user.join(300)

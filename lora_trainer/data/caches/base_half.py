@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lora_trainer.data.caches.claims import Claims
+from lora_trainer.data.caches.claims import Claims, wait_for
 from lora_trainer.data.caches.store import Shelf, write_entries
 
 KIND = "features"
-WAIT = 0.1  # seconds between looking whether another process has made an entry
 
 Entry = Mapping[str, Tensor]
 Part = str | Tensor | Mapping[str, Tensor]
@@ -65,8 +63,7 @@ class BaseHalf:
                 claims = held.enter_context(Claims(self.folder))
             except OSError:  # a cache that may not be written to
                 return make()
-            while not claims.take(name):
-                time.sleep(WAIT)
+            wait_for(claims, name)
             if (found := self._read(name)) is not None:  # another process was faster
                 return found
             made = make()

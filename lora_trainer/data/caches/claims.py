@@ -1,146 +1,107 @@
-"""Who builds what, and who is at work: locks that the system frees when a process dies, however it dies.
+"""Who builds what in a cache, and who is at work there: files, which need no locks of a network disk.
 
-    FOLDER/claims        one byte-range lock for each key that somebody builds, and one for upkeep
-    FOLDER/users/NAME    locked for as long as a run uses the cache; its time is when the run began
+    FOLDER/users/NAME         a process at work: who it is and since when; it renews its time while it lives
+    FOLDER/building/KEY.0     the NAME of the process that builds an entry
 
-Locks belong to processes, so threads of one process are separated here. Where a file
-system has no locks, every claim is granted: work may be done twice, and nothing breaks.
+Of all processes that create a file only one succeeds, on every disk: that is all that claims rely on. A claim is over
+when its process has ended. On the same machine that is known at once; a process of another machine is taken for
+ended when it has not renewed its time for a minute. Times are those of the disk, which all machines share. The
+claim of an ended process stays, and who takes its place creates KEY.1, so that two of them never replace one claim.
+
+Where no claim can be written, every claim is granted: work may be done twice, and nothing breaks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import itertools
+import json
 import os
-import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from lora_trainer.data.caches.ours import NOTE, named
+import psutil
 
-UPKEEP = 0  # the byte that is locked while shards are packed or removed
-FIRST_KEY = 16
-POLL = 0.02  # seconds
+from lora_trainer.core.hardware import this_machine
+from lora_trainer.core.io import write_json
+from lora_trainer.data.caches.ours import CLAIM, NOTE, named
+
+UPKEEP = "upkeep"  # the claim of who packs, marks or removes shards
+POLL = 0.02  # seconds between two looks at what another process builds
+SLOWEST_POLL = 1.0  # after some time: each look asks a network disk
 CLOCK_STEP = 2.0  # seconds by which times on a disk may be coarse
-NEWBORN = 10.0  # seconds in which a file of a run that is not locked yet may still become so
+RENEW_SECONDS = 10.0
+SILENT_SECONDS = 60.0  # after which a process of another machine counts as ended
 
-_registry: dict[tuple[int, str], _LockFile] = {}
+_users: dict[tuple[int, str], _User] = {}
 _registered = threading.Lock()
-_own_users: set[str] = set()
 
 
-def try_lock(descriptor: int, offset: int) -> bool:
-    """Lock one byte, which need not exist; False when another process holds it. Raises OSError where there are no locks."""
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            os.lseek(descriptor, offset, os.SEEK_SET)
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-            raise
-        return False
-    return True
-
-
-def granted(descriptor: int, offset: int) -> bool:
-    """The same, but true where there are no locks."""
-    try:
-        return try_lock(descriptor, offset)
-    except OSError:
-        return True
-
-
-def unlock(descriptor: int, offset: int) -> None:
-    with contextlib.suppress(OSError):
-        if sys.platform == "win32":
-            import msvcrt
-
-            os.lseek(descriptor, offset, os.SEEK_SET)
-            msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, offset)
-
-
-class _LockFile:
-    """The file of claims, open once in a process: closing any handle on it would free all of its locks."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        self.held: set[int] = set()
-        self.mutex = threading.Lock()
-
-    @property
-    def gone(self) -> bool:
-        """Whether somebody removed the file: those who come now lock another one."""
-        return os.fstat(self.descriptor).st_nlink == 0
-
-
-def _lock_file(folder: Path) -> _LockFile:
-    name = (os.getpid(), os.path.realpath(folder))
-    with _registered:
-        found = _registry.get(name)
-        if found is None or found.gone:
-            found = _registry[name] = _LockFile(folder / "claims")
-        return found
-
-
-class Claims:
-    """The keys that this caller builds. Freed one by one, or all at the end of the `with` block."""
+class _User:
+    """This process at work on one cache: its file in `users`, and a thread that renews it."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = _lock_file(folder)
-        self._mine: set[int] = set()
+        self.folder = folder
+        self.path = folder / "users" / uuid.uuid4().hex
+        self.callers = self.readers = 0  # who make or keep entries, and those of them whose entries stay on the disk
+        self.began: float | None = None  # the disk's time when the first of the readers began
+        self.over = threading.Event()
 
-    def __enter__(self) -> Self:
-        return self
+    def write(self) -> None:
+        """Raises OSError."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        started = psutil.Process().create_time()
+        note = {"machine": this_machine(), "process": os.getpid(), "started": started, "began": self.began}
+        write_json(self.path, note)
 
-    def __exit__(self, *ended: object) -> None:
-        for offset in tuple(self._mine):
-            self._free(offset)
+    def renew(self) -> float:
+        """The disk's time; that of this machine where the disk refuses."""
+        with contextlib.suppress(OSError):
+            if not self.path.exists():  # the cache was removed, or this process was taken for ended
+                self.write()
+            os.utime(self.path)
+            return self.path.stat().st_mtime
+        return time.time()
 
-    def take(self, key: str) -> bool:
-        """Claim a key of hex digits; False when somebody builds it already. Does not wait."""
-        return self._take(FIRST_KEY + int(key[:15], 16))
-
-    def free(self, key: str) -> None:
-        self._free(FIRST_KEY + int(key[:15], 16))
-
-    def _take(self, offset: int) -> bool:
-        with self._file.mutex:
-            if offset in self._file.held or not granted(self._file.descriptor, offset):
-                return False
-            self._file.held.add(offset)
-            self._mine.add(offset)
-            return True
-
-    def _free(self, offset: int) -> None:
-        with self._file.mutex:
-            if offset in self._mine:
-                self._mine.discard(offset)
-                self._file.held.discard(offset)
-                unlock(self._file.descriptor, offset)
+    def renew_often(self) -> None:
+        while not self.over.wait(RENEW_SECONDS):
+            self.renew()
 
 
 @contextlib.contextmanager
-def upkeep(folder: Path) -> Iterator[None]:
-    """Nobody else packs, removes or marks shards meanwhile. Waits for its turn."""
-    with Claims(folder) as claims:
-        while not claims._take(UPKEEP):
-            time.sleep(POLL)
-        yield
+def _at_work(folder: Path, *, reads: bool = False) -> Iterator[_User]:
+    """This process is one of those at work on a cache, once for all of its threads. Raises OSError."""
+    name = (os.getpid(), os.path.realpath(folder))
+    with _registered:
+        user = _users.get(name) or _User(folder)
+        if reads and user.began is None:
+            user.began = user.renew()
+        if user.callers == 0 or (reads and user.readers == 0):
+            user.write()
+        if user.callers == 0:
+            _users[name] = user
+            threading.Thread(target=user.renew_often, daemon=True).start()
+        user.callers += 1
+        user.readers += reads
+    try:
+        yield user
+    finally:
+        with _registered, contextlib.suppress(OSError):
+            user.callers -= 1
+            user.readers -= reads
+            if reads and user.readers == 0:
+                user.began = None
+            if user.callers == 0:
+                del _users[name]
+                user.over.set()
+                user.path.unlink()
+            elif user.began is None and reads:
+                user.write()
 
 
 @contextlib.contextmanager
@@ -149,52 +110,164 @@ def in_use(folder: Path) -> Iterator[None]:
 
     A cache that may not be written to is used without a note of it.
     """
-    path = folder / "users" / uuid.uuid4().hex
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:
-        yield
-        return
-    name = os.path.realpath(path)
-    _own_users.add(name)
-    granted(descriptor, 0)
-    try:
-        yield
-    finally:
-        _own_users.discard(name)
-        os.close(descriptor)
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            path.unlink()
+            stack.enter_context(_at_work(folder, reads=True))
+        yield
+
+
+class Claims:
+    """The keys that this caller builds. Freed one by one, or all at the end of the `with` block.
+
+    Raises OSError where the cache cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "building"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._stack = contextlib.ExitStack()
+        self._user = self._stack.enter_context(_at_work(folder))
+        self._mine: dict[str, Path] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        for key in tuple(self._mine):
+            self.free(key)
+        self._stack.close()
+
+    def take(self, key: str) -> bool:
+        """Claim a key; False when somebody builds it already. Does not wait."""
+        for attempt in itertools.count():
+            path = self._folder / f"{key}.{attempt}"
+            try:
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            except FileExistsError:
+                if self._is_held(path):
+                    return False
+                continue
+            except OSError:
+                return True
+            self._mine[key] = path
+            with contextlib.suppress(OSError):
+                os.write(descriptor, self._user.path.name.encode())
+            os.close(descriptor)
+            return True
+        raise AssertionError
+
+    def free(self, key: str) -> None:
+        if (path := self._mine.pop(key, None)) is None:
+            return
+        first, attempt = self._folder / f"{key}.0", int(path.suffix[1:])
+        with contextlib.suppress(OSError):
+            for between in range(1, attempt):
+                (self._folder / f"{key}.{between}").unlink()
+            if attempt:  # this claim takes the place of the first one, which is over: none of them stays
+                path.replace(first)
+            first.unlink()
+
+    def _is_held(self, path: Path) -> bool:
+        """Whether the process of a claim lives. One that is being written, or was freed just now, counts as held."""
+        try:
+            name = path.read_text("ascii")
+            if not NOTE.fullmatch(name):
+                return self._user.renew() - path.stat().st_mtime <= SILENT_SECONDS
+        except FileNotFoundError:
+            return True
+        except (OSError, ValueError):
+            return False
+        other = _read_note(self._user.folder / "users" / name)
+        return other is not None and other.is_alive(self._user.renew)
+
+
+@contextlib.contextmanager
+def upkeep(folder: Path) -> Iterator[None]:
+    """Nobody else packs, removes or marks shards meanwhile. Waits for its turn. Raises OSError."""
+    with Claims(folder) as claims:
+        wait_for(claims, UPKEEP)
+        yield
+
+
+def wait_for(claims: Claims, key: str) -> None:
+    """Claim a key, when its turn has come."""
+    for pause in pauses():
+        if claims.take(key):
+            return
+        time.sleep(pause)
+
+
+def pauses() -> Iterator[float]:
+    """Seconds between looks at what others do, longer and longer."""
+    pause = POLL
+    while True:
+        yield pause
+        pause = min(1.1 * pause, SLOWEST_POLL)
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What a file in `users` says. Times in seconds of the disk's clock, but `started` of the machine's."""
+
+    machine: str
+    process: int
+    started: float
+    began: float | None
+    renewed: float
+
+    def is_alive(self, now: Callable[[], float]) -> bool:
+        """Whether its process lives. `now` gives the disk's time, and is asked for processes of other machines only."""
+        if self.machine != this_machine():
+            return now() - self.renewed <= SILENT_SECONDS
+        try:
+            process = psutil.Process(self.process)
+            is_same = abs(process.create_time() - self.started) <= 1.0
+            return is_same and bool(process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+
+def _read_note(path: Path) -> _Note | None:
+    """None where there is none of ours, or not any more."""
+    try:
+        found = json.loads(path.read_text("ascii"))
+        machine, process, started, began = (found[name] for name in ("machine", "process", "started", "began"))
+        began = None if began is None else float(began)
+        return _Note(str(machine), int(process), float(started), began, path.stat().st_mtime)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _notes(folder: Path) -> dict[Path, _Note]:
+    found = {path: _read_note(path) for path in named(folder / "users", NOTE)}
+    return {path: note for path, note in found.items() if note is not None}
 
 
 def oldest_user(folder: Path) -> float | None:
-    """When the oldest run that still lives began to use a cache, as a file's time; None when none does."""
-    began = [_alive_since(path) for path in named(folder / "users", NOTE)]
-    return min((time_ for time_ in began if time_ is not None), default=None)
+    """When the oldest process that uses a cache's entries began, as a file's time; None when none does.
+
+    Only a process that is at work itself knows the disk's time, and so who was silent for a minute: another one counts all.
+    """
+    user = _users.get((os.getpid(), os.path.realpath(folder)))
+    notes = _notes(folder).values()
+    newest = max((note.renewed for note in notes), default=0.0)
+    now = (lambda: newest) if user is None else user.renew
+    return min((note.began for note in notes if note.began is not None and note.is_alive(now)), default=None)
 
 
 def forget_dead(folder: Path) -> None:
-    """Remove the notes of runs that live no more."""
-    for path in named(folder / "users", NOTE):
+    """Remove what ended processes left: their files in `users`, and their claims when no other process is at work.
+
+    Call it during `upkeep`.
+    """
+    user = _users[os.getpid(), os.path.realpath(folder)]
+    notes = _notes(folder)
+    dead = [path for path, note in notes.items() if not note.is_alive(user.renew)]
+    if len(notes) - len(dead) <= 1:
+        for path in named(folder / "building", CLAIM):
+            with contextlib.suppress(OSError, ValueError):
+                if path.read_text("ascii") != user.path.name:
+                    dead.append(path)
+    for path in dead:
         with contextlib.suppress(OSError):
-            if path.stat().st_size == 0 and _alive_since(path) is None:
-                path.unlink()
-
-
-def _alive_since(path: Path) -> float | None:
-    try:
-        since = path.stat().st_mtime
-        if os.path.realpath(path) in _own_users:
-            return since
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            if not try_lock(descriptor, 0) or time.time() - since < NEWBORN:
-                return since
-        finally:
-            os.close(descriptor)
-    except FileNotFoundError:
-        return None
-    except OSError:  # not ours to open, or no locks: it may well be alive
-        return since
-    return None
+            path.unlink()

@@ -25,12 +25,11 @@ from torch import Tensor
 from lora_trainer.core.disk import write_with_retry
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.hardware import available_cpus
-from lora_trainer.data.caches.claims import Claims, in_use, upkeep
+from lora_trainer.data.caches.claims import Claims, in_use, pauses, upkeep
 from lora_trainer.data.caches.packing import SMALL, pack
 from lora_trainer.data.caches.shards import Layout, layout_of
 from lora_trainer.data.caches.store import Shelf, write_entries
 
-POLL = 0.05  # seconds between looking whether others are done
 MOST_WORKERS = 8
 
 Prepared = TypeVar("Prepared")
@@ -128,15 +127,16 @@ class _Filling(Generic[Prepared]):
     def run(self, progress: Progress | None) -> None:
         depth = 1 + -(-self.work.workers // self.work.batch)
         ahead: deque[tuple[list[int], list[Future[Prepared]]]] = deque()
-        reported = -1
+        reported, waits = -1, pauses()
         while True:
             while len(ahead) < depth and (places := self.next_places()):
                 ahead.append((places, [self.pool.submit(self.work.prepare, place) for place in places]))
             if ahead:
                 places, futures = ahead.popleft()
                 self.publish(places, self.work.encode(places, [future.result() for future in futures]))
+                waits = pauses()
             elif self.later:
-                time.sleep(POLL)
+                time.sleep(next(waits))
                 self.shelf.refresh()
                 self.pending, self.later = _grouped(self.later, self.work.group), []
             if progress is not None and self.done != reported:

@@ -14,7 +14,8 @@ KEY_BYTES = 32
 ROW_HEAD = KEY_BYTES + 8  # what an entry takes beside its tensors: its key and a checksum
 OLDER = ("index.sqlite", "claims", "images.sqlite")  # what caches from before the mark hold
 
-NOTE = re.compile(r"[0-9a-f]{32}")  # of a run at work
+NOTE = re.compile(r"[0-9a-f]{32}")  # of a process at work
+CLAIM = re.compile(r"[0-9a-f]{16,64}\.[0-9]+")  # of an entry
 SHARD = re.compile(r"[0-9a-f]{32}\.safetensors")
 DAMAGE = re.compile(r"[0-9a-f]{32}\.damaged-[0-9]+")
 FORMER_FOLDER = re.compile(r"[0-9a-f]{2}")

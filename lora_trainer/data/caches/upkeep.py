@@ -171,9 +171,10 @@ def cache_clean(folder: Path, limit: int = DEFAULT_LIMIT, *, verify: bool = Fals
         raise UsageError(Problem(f"{folder} is no cache of lora-trainer.", fix))
     removed, damaged = 0, 0
     before = _bytes_in(folder)
-    leavings = [*_abandoned(folder), *_former(folder)]
     with upkeep(folder):
+        forget_dead(folder)
         since = oldest_user(folder)
+        leavings = [*_abandoned(folder), *_former(folder)]
         for blob, _, last in list(_unpacked(folder)):
             if since is None or last < since - CLOCK_STEP:
                 removed += remove_unpacked(blob) > 0
