@@ -139,7 +139,7 @@ def fill_caches(
     even one image or caption fits in memory.
     """
     refuse_full_disk(inputs, choices, plans)
-    device, say, progress = choices.device, console.print, filling_lines(console)
+    device, say, progress = choices.encodes_on, console.print, filling_lines(console)
     loaded: list[Encoders] = []
     visiting: list[EncodeText] = []
 
@@ -231,7 +231,7 @@ def images_together(config: Config, inputs: Inputs, choices: Choices, *, missing
     """
     buckets = (*inputs.train_plan.counts, *inputs.validation_plan.counts)
     pixels = max(bucket.width * bucket.height for bucket in buckets)
-    usable, itemsize = usable_bytes(config, choices.device), choices.encoder_dtype.itemsize
+    usable, itemsize = usable_bytes(config, choices.encodes_on), choices.encoder_dtype.itemsize
     costs = costs_of(inputs.facts)  # the model's own VAE, as the plan counts it
     encoder, each = encoding_bytes(costs, itemsize)
     if missing and usable is not None and encoder + each * pixels > usable:
@@ -247,7 +247,7 @@ def captions_together(config: Config, inputs: Inputs, choices: Choices) -> tuple
     controls = max(len(sample.controls) for sample in inputs.train)
     costs = costs_of(inputs.facts, inputs.family.text.options.without, controls)
     itemsize = choices.encoder_dtype.itemsize
-    usable = usable_bytes(config, choices.device)
+    usable = usable_bytes(config, choices.encodes_on)
     return captions_on_a_cpu(itemsize, costs) if usable is None else captions_at_once(itemsize, costs, usable)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -12,6 +13,7 @@ import torch
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Blocks, Config, Precision
+from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.hardware import cuda_memory_gib
 from lora_trainer.core.launch import cpu_requested, processes_here
 from lora_trainer.memory_plan.estimate import (
@@ -70,6 +72,12 @@ class Choices:
     swapped: int = 0  # blocks swapped between CPU and GPU
     samples: int = 1
     largest_micro: int | None = None  # that fits the GPU, if the plan knows it
+    encoder_device: Choice | None = None  # where images and captions are encoded, if not on `device`
+
+    @property
+    def encodes_on(self) -> torch.device:
+        """Where the VAE and frozen text encoders are."""
+        return self.device if self.encoder_device is None else torch.device(self.encoder_device.value)
 
     @property
     def layout(self) -> Layout:
@@ -83,17 +91,67 @@ class Choices:
         return (
             *([self.predicted] if self.predicted else []),
             f"precision: {self.precision.value} ({self.precision.reason})",
+            *(
+                [f"images and captions are encoded on {where.value} ({where.reason})"]
+                if (where := self.encoder_device)
+                else []
+            ),
             f"micro-batch size: {self.micro} (gradient accumulation steps: {accumulation}){why}",
         )
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that this process sees."""
+
+    index: int
+    name: str
+    gib: float
+
+
+def visible_gpus() -> list[Gpu]:
+    """The GPUs that this process sees."""
+    found = [(index, torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
+    return [Gpu(index, properties.name, properties.total_memory / GIB) for index, properties in found]
+
+
+def choose_encoder_device(wanted: str | None, device: torch.device, gpus: Sequence[Gpu], world: int) -> Choice | None:
+    """Where images and captions are encoded, by `hardware.text_encoder_device`; None where the run trains, on `device`.
+
+    Raises UsageError for a GPU that is not there, and for one GPU that several processes would share.
+    """
+    if wanted in (None, "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}"):
+        return None
+    others = [gpu for gpu in gpus if device.type != "cuda" or gpu.index != (device.index or 0)]
+    if wanted == "auto":
+        if world > 1 or not others or device.type != "cuda":  # a CPU was asked for, or there is nothing else
+            return None
+        chosen = min(others, key=lambda gpu: gpu.gib)
+        return Choice(
+            f"cuda:{chosen.index}", f"{chosen.name}, {chosen.gib:.0f} GiB: the smallest GPU that does not train"
+        )
+    if wanted == "cpu":
+        return Choice("cpu", AS_SET)
+    message = f"hardware.text_encoder_device={wanted}"
+    if world > 1:
+        fix = "Remove the setting: each process encodes its share on its own GPU."
+        raise UsageError(Problem(f"{message}, and {world} processes would share that GPU.", fix))
+    for gpu in others:
+        if wanted == f"cuda:{gpu.index}":
+            return Choice(wanted, f"{gpu.name}, {gpu.gib:.0f} GiB: {AS_SET}")
+    known = ", ".join(f"cuda:{gpu.index}" for gpu in gpus)
+    seen = f"this machine shows only {known}" if known else "this machine shows no GPU"
+    raise UsageError(Problem(f"{message}, and {seen}.", "Set it to auto, or remove it."))
 
 
 def choose(resolved: Resolved, family: Family, architecture: Architecture, device: torch.device, world: int) -> Choices:
     """Decide for a device: on a GPU by the memory plan, on a CPU by the settings.
 
-    Raises UsageError, with settings that would fit, when no choice left to the plan makes the run fit the GPU, and
-    for nf4 without bitsandbytes.
+    Raises UsageError, with settings that would fit, when no choice left to the plan makes the run fit the GPU, for nf4
+    without bitsandbytes, and as `choose_encoder_device` does.
     """
     config = resolved.config
+    encodes_on = choose_encoder_device(config.hardware.text_encoder_device, device, visible_gpus(), world)
     is_set = asked_by_user(resolved, "memory.weight_dtype")
     precision = choose_precision(config.memory.weight_dtype, device, is_set=is_set)
     origin = Path(resolved.origin["memory.weight_dtype"].removeprefix("--config "))
@@ -120,16 +178,13 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
             base_note(held_bytes, processes_here(world), *system_memory()),
             swapped=config.memory.blocks_to_swap if isinstance(config.memory.blocks_to_swap, int) else 0,
             samples=math.ceil(config.train.effective_batch_size / world),
+            encoder_device=encodes_on,
         )
     demand = make_demand(resolved, family, architecture, gpu_gib(config), world=world, precision=precision.value)
     # All processes of a run must choose the same, and free memory differs between GPUs.
-    return planned_choices(
-        storable_here(demand),
-        precision,
-        device,
-        left_gib(device) if world == 1 else None,
-        processes_here(world),
-    )
+    left = left_gib(device) if world == 1 else None
+    planned = planned_choices(storable_here(demand), precision, device, left, processes_here(world))
+    return replace(planned, encoder_device=encodes_on)
 
 
 def planned_choices(
@@ -266,8 +321,10 @@ def gpu_gib(config: Config) -> float | None:
 
 
 def usable_bytes(config: Config, device: torch.device) -> int | None:
-    """Bytes of GPU memory left for the next phase; None where nothing limits it."""
+    """Bytes of a GPU's memory left for the next phase; None where nothing limits it."""
     limit = gpu_gib(config)
     if device.type != "cuda" or limit is None:
         return None
+    if device.index:  # not the one that trains
+        limit = min(limit, torch.cuda.get_device_properties(device).total_memory / GIB)
     return max(0, int(usable_gib(limit) * GIB) - torch.cuda.memory_allocated(device))

@@ -29,7 +29,7 @@ def fresh_latents(config: Config, inputs: Inputs, choices: Choices, world: int) 
     On a GPU the encoder runs in its own stream, so that no step waits for it. It stays in memory until the
     fresh latents are closed.
     """
-    seed, plan, device = config.train.seed, inputs.train_plan, choices.device
+    seed, plan, device = config.train.seed, inputs.train_plan, choices.encodes_on
 
     def shown(ref: Ref) -> tuple[Sample, View]:
         views = plan.views[ref.index]

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.config.presets import preset_layers
 from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import UsageError
 from lora_trainer.memory_plan.estimate import CONTEXT_GIB, GIB, LARGEST_SHARE, usable_gib
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run import choices
-from lora_trainer.run.choices import Choices, choose
+from lora_trainer.run.choices import Choices, Gpu, choose, choose_encoder_device
 from lora_trainer.run.plans.plan import make_plan
 
 
@@ -116,3 +117,40 @@ def test_a_run_is_planned_for_the_free_memory_of_its_gpu(monkeypatch):
     assert hardly.micro == 1
     peak = float(str(crowded.predicted).split()[2])
     assert peak - CONTEXT_GIB <= 4.0 - choices.LEFT_GIB
+
+
+GPUS = [Gpu(0, "RTX 4090", 24.0), Gpu(1, "RTX 3060", 12.0), Gpu(2, "RTX 3090", 24.0)]
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "gpus", "world", "expected"),
+    [
+        (None, CUDA, GPUS, 1, None),
+        ("auto", CUDA, GPUS, 1, "cuda:1"),
+        ("auto", torch.device("cuda", 1), GPUS, 1, "cuda:0"),
+        ("auto", CUDA, GPUS[:1], 1, None),
+        ("auto", CUDA, GPUS, 2, None),  # each process encodes its share on its own GPU
+        ("auto", torch.device("cpu"), GPUS, 1, None),
+        ("cuda:2", CUDA, GPUS, 1, "cuda:2"),
+        ("cuda:0", CUDA, GPUS, 2, None),
+        ("cpu", CUDA, GPUS, 2, "cpu"),
+        ("cpu", torch.device("cpu"), [], 1, None),
+    ],
+)
+def test_where_images_and_captions_are_encoded(wanted, device, gpus, world, expected):
+    found = choose_encoder_device(wanted, device, gpus, world)
+    assert (found and found.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world", "message"),
+    [
+        ([], 1, "cuda:3, and this machine shows no GPU"),
+        (GPUS, 1, "cuda:3, and this machine shows only cuda:0, cuda:1, cuda:2"),
+        (GPUS, 4, "4 processes would share that GPU"),
+    ],
+)
+def test_an_encoder_device_that_is_not_there_is_refused(gpus, world, message):
+    with pytest.raises(UsageError, match=message):
+        choose_encoder_device("cuda:3", CUDA, gpus, world)

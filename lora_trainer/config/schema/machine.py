@@ -11,6 +11,7 @@ from lora_trainer.config.schema.types import (
     CompileMode,
     Count,
     CountOrZero,
+    DeviceName,
     Positive,
     Precision,
     Section,
@@ -92,6 +93,11 @@ class HardwareSection(Section):
         True,
         "changes rounding",
         "let oneDNN compute a CPU's convolutions and matmuls; without it PyTorch's own code does",
+    )
+    text_encoder_device: DeviceName | None = setting(
+        None,
+        "changes rounding",
+        "where the VAE and frozen text encoders encode images and captions: `cpu`, `cuda:1`, or `auto`, the smallest of the GPUs that do not train; empty: where the run trains",
     )
     threads: Count | None = setting(
         None,
