@@ -51,6 +51,7 @@ class _User:
         self.callers = self.readers = 0  # who make or keep entries, and those of them whose entries stay on the disk
         self.began: float | None = None  # the disk's time when the first of the readers began
         self.over = threading.Event()
+        self.renewing = threading.Thread(target=self.renew_often, daemon=True)
 
     def write(self) -> None:
         """Raises OSError."""
@@ -85,7 +86,7 @@ def _at_work(folder: Path, *, reads: bool = False) -> Iterator[_User]:
             user.write()
         if user.callers == 0:
             _users[name] = user
-            threading.Thread(target=user.renew_often, daemon=True).start()
+            user.renewing.start()
         user.callers += 1
         user.readers += reads
     try:
@@ -99,6 +100,7 @@ def _at_work(folder: Path, *, reads: bool = False) -> Iterator[_User]:
             if user.callers == 0:
                 del _users[name]
                 user.over.set()
+                user.renewing.join()
                 user.path.unlink()
             elif user.began is None and reads:
                 user.write()
