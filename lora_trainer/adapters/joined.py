@@ -1,8 +1,8 @@
 """One pass of a frozen base for several adapters: each sample of the joined batch has its own run's adapter.
 
 The base's layers run once on all samples. What a run's adapter adds is computed from its own rows alone, by its own layers,
-so kinds, ranks, scales and targets may differ; LoRAs of one rank with equally many samples are two batched products
-(arXiv:2310.18547, section 4, has the same grouping for inference). No operation mixes samples, so what is not finite in one
+so kinds, ranks, scales and targets may differ; on a GPU, LoRAs of one rank with equally many samples are two batched
+products (arXiv:2310.18547, section 4, has the same grouping for inference). No operation mixes samples, so what is not finite in one
 run's rows reaches no other's.
 """
 
@@ -87,8 +87,8 @@ class JoinedLayer(nn.Module):
         output: Tensor = self.base_layer(x, *arguments, **named)
         counts = self.batch.rows(len(x), self.name)
         layers = [layers.get(self.name) for layers, _ in self.batch.runs]
-        if (stack := stackable(layers, counts)) and not (arguments or named):
-            return stacked(stack, x, output)
+        if (loras := plain_loras(layers)) and not (arguments or named):
+            return with_loras(loras, counts, x, output)
         parts = []
         # Not by slices: the gradient of each would be as large as the whole.
         for layer, own, base in zip(layers, x.split(counts), output.split(counts), strict=True):
@@ -113,8 +113,8 @@ def answering(base_layer: nn.Module, output: Tensor) -> Iterator[None]:
             base_layer.__dict__["forward"] = before
 
 
-def stackable(layers: Sequence[nn.Module | None], counts: Sequence[int]) -> list[SummedLinear]:
-    """The layers, if they are several LoRAs of one rank, without dropout, for equally many rows each; else none."""
+def plain_loras(layers: Sequence[nn.Module | None]) -> list[SummedLinear]:
+    """The layers, if they are several LoRAs of linear layers without dropout; else none."""
     plain = [
         layer
         for layer in layers
@@ -122,25 +122,66 @@ def stackable(layers: Sequence[nn.Module | None], counts: Sequence[int]) -> list
         and isinstance(layer.lora_dropout[ADAPTER], nn.Identity)
         and not layer.disable_adapters
     ]
-    ranks = {layer.lora_A[ADAPTER].weight.shape[0] for layer in plain}
-    return plain if len(plain) == len(layers) > 1 and len(set(counts)) == len(ranks) == 1 else []
+    return plain if len(plain) == len(layers) > 1 else []
 
 
-def stacked(layers: Sequence[SummedLinear], x: Tensor, output: Tensor) -> Tensor:
-    """output [B, …, out] with the LoRA of each of the K layers added in its B / K rows.
+def with_loras(layers: Sequence[SummedLinear], counts: Sequence[int], x: Tensor, output: Tensor) -> Tensor:
+    """output [B, …, out] with the LoRA of each layer added in its rows, of which `counts` says how many: as `SummedLinear`.
 
-    With x as [K, M, in]: small = x down^T [K, M, rank], and output + scale * small up^T, as `SummedLinear` has it for one.
+    LoRAs of one rank with equally many rows are two batched products on a GPU, which spares launches. A CPU does not gain
+    by them: stacking K LoRAs copies all of their weights and gradients.
     """
-    count = len(layers)
-    down = torch.stack([layer.lora_A[ADAPTER].weight for layer in layers])
-    up = torch.stack([layer.lora_B[ADAPTER].weight for layer in layers]).to(output.dtype)
-    scales = [layer.scaling[ADAPTER] for layer in layers]
+    downs, ups = [each.lora_A[ADAPTER].weight for each in layers], [each.lora_B[ADAPTER].weight for each in layers]
+    scales = [each.scaling[ADAPTER] for each in layers]
+    if not x.is_cuda or len({len(down) for down in downs}) > 1 or len(set(counts)) > 1:
+        rows = [count * (output[0].numel() // output.shape[-1]) for count in counts]
+        flat = x.reshape(-1, x.shape[-1]), output.reshape(-1, output.shape[-1])
+        summed: Tensor = LorasOfRows.apply(*flat, rows, scales, *downs, *ups)  # type: ignore[no-untyped-call]
+        return summed.view(output.shape)
+    # With x as [K, M, in]: small = x down^T [K, M, rank], and output + scale * small up^T.
+    count, down, up = len(layers), torch.stack(downs), torch.stack(ups).to(output.dtype)
     small = torch.bmm(x.to(down.dtype).reshape(count, -1, x.shape[-1]), down.mT).to(output.dtype)
     if len(set(scales)) > 1:
         small = small * torch.tensor(scales, dtype=small.dtype, device=small.device)[:, None, None]
-    base = output.reshape(count, -1, output.shape[-1])
     alpha = scales[0] if len(set(scales)) == 1 else 1.0
-    return torch.baddbmm(base, small, up.mT, alpha=alpha).view(output.shape)
+    return torch.baddbmm(output.reshape(count, -1, output.shape[-1]), small, up.mT, alpha=alpha).view(output.shape)
+
+
+class LorasOfRows(torch.autograd.Function):
+    """output + scale * (x down^T) up^T in the rows of each of K LoRAs, without a copy of rows, weights or gradients.
+
+    Autograd's own would have a copy of all rows wherever they are split and joined again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, output: Tensor, rows: list[int], scales: list[float], *weights: Tensor) -> Tensor:
+        """x [M, in], output [M, out]; `weights` are K down projections [rank, in], then K up projections [out, rank]."""
+        downs, ups = weights[: len(rows)], weights[len(rows) :]
+        summed, smalls = torch.empty_like(output), list[Tensor]()
+        parts = zip(x.split(rows), output.split(rows), summed.split(rows), scales, downs, ups, strict=True)
+        for own, base, into, scale, down, up in parts:
+            smalls.append(torch.mm(own.to(down.dtype), down.t()).to(base.dtype))
+            torch.addmm(base, smalls[-1], up.to(base.dtype).t(), alpha=scale, out=into)
+        ctx.rows, ctx.scales = rows, scales
+        ctx.save_for_backward(x, *smalls, *weights)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Of x, output and the weights, given that of the result [M, out]."""
+        x, *saved = ctx.saved_tensors
+        rows, count = ctx.rows, len(ctx.rows)
+        smalls, downs, ups = saved[:count], saved[count : 2 * count], saved[2 * count :]
+        of_x = torch.empty_like(x, dtype=downs[0].dtype)
+        of_downs, of_ups = list[Tensor](), list[Tensor]()
+        parts = zip(x.split(rows), gradient.split(rows), of_x.split(rows), ctx.scales, smalls, downs, ups, strict=True)
+        for own, part, into, scale, small, down, up in parts:  # beta=0: the first of addmm counts for nothing
+            of_small = torch.addmm(small, part, up.to(part.dtype), beta=0, alpha=scale).to(down.dtype)
+            of_ups.append(torch.addmm(up.to(part.dtype), part.t(), small, beta=0, alpha=scale).to(up.dtype))
+            of_downs.append(torch.mm(of_small.t(), own.to(down.dtype)))
+            if ctx.needs_input_grad[0]:
+                torch.mm(of_small, down, out=into)
+        return of_x.to(x.dtype) if ctx.needs_input_grad[0] else None, gradient, None, None, *of_downs, *of_ups
 
 
 def join_layers(bare: nn.Module, names: Sequence[str], batch: JoinedBatch) -> None:
