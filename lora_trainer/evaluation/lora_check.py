@@ -32,7 +32,7 @@ from torch import Tensor
 from lora_trainer.core.findings import Finding, counted
 from lora_trainer.data.caches.base_half import BaseHalf, digest_of
 from lora_trainer.evaluation.compute import ON_CPU, Compute
-from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, base_visits, drift
+from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, Visit, base_visits, drift
 from lora_trainer.evaluation.encode import EncodeTexts, read_each, text_reader, with_seen
 from lora_trainer.evaluation.encoder_features import open_encoder
 from lora_trainer.evaluation.evidence import GUIDANCE, Effort, RealImages, Sides, Studio
@@ -526,10 +526,22 @@ def _measure_drift(studio: Studio) -> float | None:
         for each in (studio.original, studio.changed)
     )
     sizes = studio.sizes.to(studio.device).expand(len(next(iter(cond.values()))), -1)
-    with studio.without():
-        visits = base_visits(studio.sampler.predict, studio.sampler.process, cond, sizes, studio.shape)
-    if not all(bool(visit.prediction.isfinite().all()) for visit in visits):
+
+    def without() -> dict[str, Tensor]:
+        with studio.without():
+            visits = base_visits(studio.sampler.predict, studio.sampler.process, cond, sizes, studio.shape)
+        return {
+            "t": torch.tensor([visit.t for visit in visits]),
+            "latents": torch.stack([visit.latents for visit in visits]),
+            "predictions": torch.stack([visit.prediction for visit in visits]),
+        }
+
+    key = digest_of("drift", str((VISITS, studio.shape)), studio.original.prompts, studio.sizes)
+    found = studio.read_or_make(key, without, VISITS * in_batches(len(sizes), rows_at_once(studio.shape[1:])))
+    found = {name: value.to(studio.device) for name, value in found.items()}
+    if not bool(found["predictions"].isfinite().all()):
         return None
+    visits = list(map(Visit, found["t"].tolist(), found["latents"], found["predictions"]))
     return drift(studio.sampler.predict, visits, changed, sizes)
 
 
