@@ -2,7 +2,7 @@
 
 Each run has its own data, adapter, optimizer, hooks and files, in a thread that takes turns with the others
 (`core/taking_turns.py`). Where it needs the base it asks. When all of them ask, those whose samples have the same shapes are
-computed in one pass (`adapters/joined.py`), forward and backward. A run's loss depends on its own parameters alone, so its
+computed in one pass (`adapters/joined.py`), forward and backward, one shape after the other. A run's loss depends on its own parameters alone, so its
 gradients are those of the run alone, but for the rounding of the batched products.
 
 A run that fails, stops or is refused ends its thread, and the others continue without it.
@@ -37,7 +37,8 @@ class Pass:
 
     inputs: Inputs
     trains: bool
-    place: tuple[int, bool, Shapes]  # the run's step in this session, evaluation after training, shapes
+    step: int  # the run's in this session
+    kind: tuple[bool, Shapes]  # what passes must have in common to be joined: without gradients, shapes
 
     @property
     def samples(self) -> int:
@@ -105,7 +106,7 @@ class Member:
         """As a family's `predict`, of the run's own denoiser. With gradients, the result's is what `backward` takes."""
         del denoiser
         inputs, trains = (noisy, t, cond, sizes), torch.is_grad_enabled()
-        predicted: Tensor = self._ask(Pass(inputs, trains, (self.began, not trains, shapes_of(inputs))))
+        predicted: Tensor = self._ask(Pass(inputs, trains, self.began, (not trains, shapes_of(inputs))))
         self._predicted = predicted
         return predicted
 
@@ -142,6 +143,7 @@ class RunGroup:
     passes: int = 0
     bare: nn.Module | None = None  # the base without adapters, from the first run that built it
     layout: Layout = ()  # of `bare`
+    _kind: tuple[bool, Shapes] | None = None  # of the newest pass
     _host: nn.Module | None = None
     _batch: JoinedBatch = field(default_factory=JoinedBatch)
     _members: list[Member] = field(default_factory=list)
@@ -163,11 +165,7 @@ class RunGroup:
                     free_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
                 self._resume(member)
             if asking:
-                place = min(turns_of(member).request.place for member in asking)
-                joined = [member for member in asking if turns_of(member).request.place == place]
-                while joined:
-                    now, joined = joined[: self.most], joined[self.most :]
-                    self._compute(now)
+                self._compute(self._next_pass(asking))
         for member in self._members:
             if (error := turns_of(member).error) is not None:
                 raise error
@@ -180,6 +178,17 @@ class RunGroup:
         turns_of(member).resume(answer)
         if turns_of(member).has_ended:  # in whatever way
             member.context, member.layers = None, {}
+
+    def _next_pass(self, asking: Sequence[Member]) -> Sequence[Member]:
+        """Whose passes are computed next, in one: those of the next kind, round and round, of the fewest steps first.
+
+        Runs do not keep step: datasets with several buckets have other shapes in a step of each run, and one run waits for
+        its shape's turn until others need it. The shapes of one step come in this order, so a turn takes a step whole.
+        """
+        kinds = sorted({turns_of(member).request.kind for member in asking})
+        self._kind = next((kind for kind in kinds if self._kind is not None and kind > self._kind), kinds[0])
+        of_kind = [member for member in asking if turns_of(member).request.kind == self._kind]
+        return sorted(of_kind, key=lambda member: turns_of(member).request.step)[: self.most]
 
     def _compute(self, members: Sequence[Member]) -> None:
         """Answer the passes of these runs, in one; in several where memory runs out."""

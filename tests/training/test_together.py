@@ -20,7 +20,7 @@ from lora_trainer.config.schema import LossSection, OptimizerSection
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import usual_process
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.memory.block_swap import swap_blocks
+from lora_trainer.models.memory.block_swap import SwappedBlock, swap_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.quantization import four_bits
 from lora_trainer.models.quantization.store import make_quantizer, store_layers
@@ -183,7 +183,21 @@ def test_a_kind_is_joined_with_a_lora_on_other_layers(kind: str, options: dict[s
         assert_equal_to_rounding(train_alone(base, build, own), together)
 
 
-def test_shapes_of_a_step_are_passes_of_their_own_and_runs_keep_step() -> None:
+def test_runs_whose_shapes_come_in_another_order_share_passes_of_other_steps() -> None:
+    """One waits once for its second shape: five passes for two times four steps. Step by step they would be eight."""
+    base = base_of("sd15")
+    builds = [builder("sd15", seed) for seed in range(2)]
+    data = [
+        [[samples("sd15", base, 1, 10 * run + step, side=(8, 16)[(run + step) % 2])] for step in range(4)]
+        for run in (0, 1)
+    ]
+    found, group = train_together(base, builds, data)
+    assert group.passes == 5
+    for build, own, together in zip(builds, data, found, strict=True):
+        assert_equal_to_rounding(train_alone(base, build, own), together)
+
+
+def test_shapes_of_a_step_are_passes_of_their_own() -> None:
     """Two shapes in the steps of one run, one in those of the others: each step has two passes, whoever asks first."""
     base = base_of("sd15")
     builds = [builder("sd15", seed) for seed in range(3)]
@@ -299,3 +313,31 @@ def test_the_base_may_be_checkpointed_swapped_and_quantized(layout: str, monkeyp
     assert group.passes == STEPS
     for own, together in zip(alone, found, strict=True):
         assert_equal_to_rounding(own, together)
+
+
+@pytest.mark.parametrize("layout", ["swapped", "nf4"])
+def test_weights_are_dequantized_and_copied_once_for_all_runs(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, count = base_of("sd15"), 0
+    widened, load = four_bits.widened, SwappedBlock.load
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*of: Any) -> Any:
+            nonlocal count
+            count += 1
+            return real(*of)
+
+        return call
+
+    if layout == "nf4":  # bitsandbytes has no float64
+        monkeypatch.setattr(four_bits, "widened", counted(lambda *of: widened(*of[:3], torch.float32).to(of[3])))
+        store_layers(base, make_quantizer("nf4"))
+    else:
+        monkeypatch.setattr(SwappedBlock, "load", counted(load))
+        swap_blocks(base, 3, CPU)
+    data = [[[samples("sd15", base, 1, 10 * run + step)] for step in range(STEPS)] for run in range(3)]
+    counts = []
+    for runs in (1, 3):
+        count = 0
+        train_together(base, [builder("sd15", seed) for seed in range(runs)], data[:runs])
+        counts.append(count)
+    assert 0 < counts[1] <= counts[0]
