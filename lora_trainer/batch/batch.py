@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
-from lora_trainer.batch import queue
-from lora_trainer.batch.executors import executor, kept_families, visible_gpus
+from lora_trainer.batch.executors import ExecutorOptions, executor
+from lora_trainer.batch.executors.local import kept_families, visible_gpus
 from lora_trainer.batch.folders import Shared, job_settings, read_root
-from lora_trainer.batch.joint_jobs import TOGETHER, settings_against
+from lora_trainer.batch.job_document import make_job, read_settings
+from lora_trainer.batch.job_store import (
+    RETRIES,
+    ROOT,
+    SHARED,
+    TOGETHER,
+    WAIT_MINUTES,
+    JobStore,
+    NewJob,
+    QueuedJob,
+    unless_refused,
+)
+from lora_trainer.batch.joint_jobs import settings_against
 from lora_trainer.batch.live_table import counts, watching
+from lora_trainer.batch.stores import holds_batch, make_store, store_of
 from lora_trainer.batch.summary import FILE as SUMMARY
-from lora_trainer.batch.summary import ROOT, job_failures, largest_code, write_summary
-from lora_trainer.batch.worker import SAFE, SHARED, WAIT_MINUTES, work
+from lora_trainer.batch.summary import job_failures, largest_code, write_summary
+from lora_trainer.batch.worker import SAFE, work
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, INTERRUPTED, Problem, UsageError, UserError, nearest
@@ -39,9 +52,10 @@ class BatchOrder:
     root: Path
     shared: Shared
     resolved: Resolved
-    jobs: int = 1
+    options: ExecutorOptions = field(default_factory=ExecutorOptions)
     executor: str = "local"
     together: int = 1  # jobs of one process that train on one base
+    retries: int = 0  # attempts at a job whose training failed, after the first
 
     @property
     def output(self) -> Path:
@@ -55,77 +69,85 @@ def run_batch(order: BatchOrder, console: Console) -> int:
 
     Raises UsageError, before anything is written, for what is wrong with the batch as a whole.
     """
-    folders = check_order(order, weights=order.jobs > 0)
+    folders = check_order(order, weights=order.options.jobs > 0)
     minutes = order.resolved.config.checkpoint.wait_minutes
     with patient(Patience(minutes, console.print, lambda: SAFE)):
         return run_folders(order, folders, console)
 
 
 def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console) -> int:
-    """The same, where the queue and the summary wait for a disk that refuses. Raises TrainingFailed when it does so."""
-    path = order.output / queue.FILE
-    enlist(order, folders, path)
-    left = sum(job.status == "waiting" for job in queue.read_jobs(path))
+    """The same, where the jobs and the summary wait for a disk that refuses. Raises TrainingFailed when it does so."""
+    jobs = [make_job(order.shared, name, folder) for name, folder in folders.items()]
+    store = enlist(order, jobs)
+    left = sum(job.status == "waiting" for job in store.read_jobs())
     console.print(f"batch of {len(folders)} datasets in {order.root}, {left} to run; output in {order.output}")
     show_commands(order.resolved, console)
-    show_settings(order, folders, console)
-    if order.jobs == 0:
-        write_summary(path)
+    show_settings(order, jobs, console)
+    if order.options.jobs == 0:
+        write_summary(store)
         console.print(f"{counted(left, 'job waits', 'jobs wait')} for workers: lora-trainer batch work {order.output}")
         return DONE
-    workers = min(order.jobs, max(1, left))
-    if workers > 1:
+    workers = min(order.options.jobs, max(1, left))
+    if workers > 1 and order.executor == "local":
         console.print(describe_workers(workers))
-    write_summary(path)
+    write_summary(store)
     stopped: int | None = None
     try:
         with listening():
             try:
-                with watching(path, console):
-                    stopped = executor(order.executor)(path, workers) if left else None
+                with watching(store, console):
+                    stopped = executor(order.executor).submit(store, order.options) if left else None
             finally:
-                with queue.unless_refused():  # it has been waited for
-                    write_summary(path)
+                with unless_refused():  # it has been waited for
+                    write_summary(store)
     except KeyboardInterrupt:
         stopped = INTERRUPTED
     except SystemExit as leaving:
         stopped = leaving.code if isinstance(leaving.code, int) else INTERRUPTED
+    found = list[QueuedJob]()
     if stopped is not None:
-        jobs = list[queue.QueuedJob]()
-        with queue.unless_refused():
-            jobs = queue.read_jobs(path)
+        with unless_refused():
+            found = store.read_jobs()
         console.print(
-            f"stopped, everything is saved: {counts(jobs) or 'the queue cannot be read now'}. To continue, add --resume."
+            f"stopped, everything is saved: {counts(found) or 'the queue cannot be read now'}. To continue, add --resume."
         )
         return stopped
-    jobs = queue.read_jobs(path)
-    console.print(f"{counts(jobs)}; details: {order.output / SUMMARY}")
-    if (failures := job_failures(jobs)).failed:
+    found = store.read_jobs()
+    console.print(f"{counts(found)}; details: {order.output / SUMMARY}")
+    if (failures := job_failures(found)).failed:
         for line in failure_lines(failures):
             console.print(line)
-    return largest_code(jobs)
+    return largest_code(found)
 
 
-def run_worker(output: Path, console: Console) -> int:
-    """Take jobs from the queue of a batch in `output` until none waits; 0, or the code of the signal that stopped it.
+def run_worker(output: Path, console: Console, name: str | None = None) -> int:
+    """Take jobs of the batch in `output` until none waits; 0, or the code of the signal that stopped it.
 
-    A job that a signal stops waits again, for the next worker. How jobs end is in the batch's summary. Raises UsageError
-    where there is no queue.
+    With `name` only that job, once; the result is the job's exit code. A job that a signal stops waits again, for the next
+    worker. How jobs end is in the batch's summary. Raises UsageError where there is no batch, or no such job.
     """
-    path = queue.find_queue(output)
-    patience = Patience(queue.read_note(path, WAIT_MINUTES), console.print, lambda: SAFE)
-    with patient(patience), listening(), watching(path, console):
-        return work(path, kept_families(FAMILIES), hand_back=True) or DONE
+    store = store_of(output)
+    if name is not None:
+        named_jobs(store, [name], "Work on")
+    with patient(Patience(store.read_note(WAIT_MINUTES), console.print, lambda: SAFE)), listening():
+        with watching(store, console, name):
+            stopped = work(store, kept_families(FAMILIES), hand_back=True, name=name)
+        if stopped is not None or name is None:
+            return stopped or DONE
+        (job,) = named_jobs(store, [name], "Work on")
+        if job.status == "running":
+            console.print(f"{name}: another process trains it")
+        return job.exit_code or DONE
 
 
 def cancel_jobs(output: Path, names: Sequence[str], console: Console) -> int:
     """`batch cancel`: these jobs are not trained; one that trains now saves and stops. Raises UsageError, as `named_jobs`."""
-    path = queue.find_queue(output)
-    queue.give_back_lost(path)
-    before = named_jobs(path, names, "Cancel")
-    queue.cancel(path, [job.name for job in before])
-    write_summary(path)
-    after = {job.name: job for job in queue.read_jobs(path)}
+    store = store_of(output)
+    store.give_back_lost()
+    before = named_jobs(store, names, "Cancel")
+    store.cancel([job.name for job in before])
+    write_summary(store)
+    after = {job.name: job for job in store.read_jobs()}
     for job in before:
         status = after[job.name].status
         if status == "running":
@@ -140,10 +162,10 @@ def retry_jobs(output: Path, names: Sequence[str], console: Console) -> int:
 
     A job whose LoRA was refused is finished: its run would do nothing more.
     """
-    path = queue.find_queue(output)
-    queue.give_back_lost(path)
-    jobs = named_jobs(path, names, "Retry") if names else queue.read_jobs(path)
-    again = [job for job in jobs if is_open(job, path, ("failed", "stopped", "refused", "cancelled"))]
+    store = store_of(output)
+    store.give_back_lost()
+    jobs = named_jobs(store, names, "Retry") if names else store.read_jobs()
+    again = [job for job in jobs if is_open(job, store, ("failed", "stopped", "refused", "cancelled"))]
     finished = [job for job in jobs if job not in again and job.status in ("refused", "unresolved")]
     if names and finished:
         fix = "Rename or delete the folder of its run, and retry it then."
@@ -153,29 +175,29 @@ def retry_jobs(output: Path, names: Sequence[str], console: Console) -> int:
     if stopping := [job for job in jobs if names and job.cancelled]:
         fix = "Retry it when batch status shows that it is cancelled."
         raise UsageError([Problem(f"{job.name} was cancelled and still runs.", fix) for job in stopping])
-    queue.put_back(path, [job.name for job in again])
-    write_summary(path)
+    store.put_back([job.name for job in again])
+    write_summary(store)
     for job in jobs if names else [*again, *finished]:
         if job in finished:
-            console.print(f"{job.name}: its LoRA was {job.status}; delete {path.parent / job.name} to train it again")
+            console.print(f"{job.name}: its LoRA was {job.status}; delete {store.output / job.name} to train it again")
         else:
             console.print(f"{job.name}: {'waiting again' if job in again else f'{job.status} already'}")
-    waiting = sum(job.status == "waiting" for job in queue.read_jobs(path))
+    waiting = sum(job.status == "waiting" for job in store.read_jobs())
     if waiting:
         console.print(f"{waiting} to run, by workers that run now, or by: lora-trainer batch work {output}")
     return DONE
 
 
-def named_jobs(path: Path, names: Sequence[str], verb: str) -> list[queue.QueuedJob]:
+def named_jobs(store: JobStore, names: Sequence[str], verb: str) -> list[QueuedJob]:
     """The jobs of these names. Raises UsageError for names that the batch does not have, and where none is named."""
-    jobs = {job.name: job for job in queue.read_jobs(path)}
+    jobs = {job.name: job for job in store.read_jobs()}
     if not names:
         known = ", ".join(job.name for job in jobs.values() if job.status in ("running", "waiting"))
         raise UsageError(
             Problem("No job is named.", f"{verb} one or several of these: {known or 'none is left to run'}.")
         )
     if unknown := [name for name in names if name not in jobs]:
-        raise UsageError([Problem(f"{path.parent} has no job {name}.", nearest(name, jobs)) for name in unknown])
+        raise UsageError([Problem(f"{store.output} has no job {name}.", nearest(name, jobs)) for name in unknown])
     return [jobs[name] for name in dict.fromkeys(names)]
 
 
@@ -202,15 +224,18 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
     problems: list[Problem] = []
     folders: dict[str, Path] = {}
     config = order.resolved.config
-    if order.jobs < 0:
-        problems.append(Problem(f"--jobs is {order.jobs}, must be at least 0.", "0 only fills the queue for workers."))
+    jobs = order.options.jobs
+    if jobs < 0:
+        problems.append(Problem(f"--jobs is {jobs}, must be at least 0.", "0 only fills the queue for workers."))
+    if order.retries < 0:
+        problems.append(Problem(f"--retries is {order.retries}, must be at least 0.", "0 repeats no failure."))
     if order.together < 1:
         problems.append(Problem(f"--together is {order.together}, must be at least 1.", "1 trains one LoRA at a time."))
     if not config.checkpoint.save_state:
         message = "checkpoint.save_state is false, and a batch continues interrupted jobs from their checkpoints."
         problems.append(Problem(message, "Remove the setting; checkpoint.keep_last=1 takes the least space."))
     for check in (
-        lambda: executor(order.executor),
+        lambda: executor(order.executor).check(order.options),
         lambda: folders.update(read_root(order.root)),
         lambda: read_model(config, weights=weights),
         lambda: find_encoder(config, weights=weights),
@@ -231,11 +256,10 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
 
 def refuse_used_output(order: BatchOrder) -> None:
     """Raise UsageError for an output folder that holds a batch already, unless this one resumes it."""
-    path = order.output / queue.FILE
-    if not path.exists():
+    if not holds_batch(order.output):
         return
-    queue.open_queue(path)
-    root, jobs = queue.read_note(path, ROOT), queue.read_jobs(path)
+    store = make_store(order.output, shared=executor(order.executor).IS_SHARED)
+    root, jobs = store.read_note(ROOT), store.read_jobs()
     if jobs and not order.shared.resume:
         raise UsageError(
             Problem(
@@ -248,39 +272,41 @@ def refuse_used_output(order: BatchOrder) -> None:
         raise UsageError(Problem(f"{order.output} holds a batch of {root}.", "Choose another --output."))
 
 
-def enlist(order: BatchOrder, folders: Mapping[str, Path], path: Path) -> None:
-    """Write the queue; jobs that are to run again wait again."""
-    queue.open_queue(path)
-    queue.write_note(path, ROOT, str(order.root.resolve()))
-    queue.write_note(path, SHARED, order.shared.to_json())
-    queue.write_note(path, TOGETHER, order.together)
-    queue.write_note(path, WAIT_MINUTES, order.resolved.config.checkpoint.wait_minutes)
-    queue.enlist(path, folders)
-    queue.give_back_lost(path)
+def enlist(order: BatchOrder, jobs: Sequence[NewJob]) -> JobStore:
+    """Write the jobs, and let those that are to run again wait again."""
+    store = make_store(order.output, shared=executor(order.executor).IS_SHARED)
+    store.write_note(ROOT, str(order.root.resolve()))
+    store.write_note(SHARED, order.shared.to_json())
+    store.write_note(TOGETHER, order.together)
+    store.write_note(RETRIES, order.retries)
+    store.write_note(WAIT_MINUTES, order.resolved.config.checkpoint.wait_minutes)
+    store.enlist(jobs)
+    store.give_back_lost()
     # Who fills the queue again and again, such as a CronJob, must not repeat the same failure each time.
-    again = ("failed", "stopped", "refused") if order.jobs else ("stopped",)
-    jobs = [job for job in queue.read_jobs(path) if job.name in folders and is_open(job, path, again)]
-    queue.put_back(path, [job.name for job in jobs])
+    again = ("failed", "stopped", "refused") if order.options.jobs else ("stopped",)
+    names = {job.name for job in jobs}
+    store.put_back([job.name for job in store.read_jobs() if job.name in names and is_open(job, store, again)])
+    return store
 
 
-def is_open(job: queue.QueuedJob, path: Path, again: Sequence[str]) -> bool:
+def is_open(job: QueuedJob, store: JobStore, again: Sequence[str]) -> bool:
     """Whether a finished job must run again: it has no LoRA, or its run was deleted. `again`: statuses to repeat."""
     if job.status in ("done", "refused", "unresolved") and job.exit_code != DATASET_REFUSED:
-        return read_record(path.parent / job.name) is None
+        return read_record(store.output / job.name) is None
     return job.status in again
 
 
-def show_settings(order: BatchOrder, folders: Mapping[str, Path], console: Console) -> None:
+def show_settings(order: BatchOrder, jobs: Sequence[NewJob], console: Console) -> None:
     """Warn at the start of folders whose own settings are wrong, so that their jobs will fail, and name those that train alone."""
-    for name, folder in folders.items():
+    for job in jobs:
         try:
-            resolved = job_settings(order.shared, name, folder)
+            resolved = read_settings(job.document)
         except UsageError as error:
             for problem in error.problems:
-                console.print(f"warning: {name} will fail: {problem}")
+                console.print(f"warning: {job.name} will fail: {problem}")
             continue
         if order.together > 1 and (settings := settings_against(resolved.config)):
-            console.print(f"{name} trains alone, not with --together: {settings}")
+            console.print(f"{job.name} trains alone, not with --together: {settings}")
 
 
 def describe_workers(workers: int) -> str:

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console, OverflowMethod
 from rich.live import Live
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.batch.background import repeating
-from lora_trainer.batch.queue import COUNTED, QueuedJob, read_jobs, unless_refused
+from lora_trainer.batch.job_store import COUNTED, JobStore, QueuedJob, unless_refused
 from lora_trainer.core.findings import printable
 from lora_trainer.monitor.progress import duration
 
@@ -35,9 +34,9 @@ COLUMNS = ("dataset", "status", "step", "loss", "val_loss", "data", "LoRA", "out
 
 
 @contextmanager
-def watching(queue: Path, console: Console) -> Iterator[None]:
-    """Show the jobs while the block runs, from a thread that reads the queue."""
-    with live_table() if console.is_terminal else new_lines(queue, console) as show, _looking(queue, show):
+def watching(store: JobStore, console: Console, name: str | None = None) -> Iterator[None]:
+    """Show the jobs, or that of this name, while the block runs, from a thread that reads the store."""
+    with live_table() if console.is_terminal else new_lines(store, console) as show, _looking(store, show, name):
         yield
 
 
@@ -63,9 +62,9 @@ def fitting(jobs: Sequence[QueuedJob], rows: int) -> list[QueuedJob]:
 
 
 @contextmanager
-def new_lines(queue: Path, console: Console) -> Iterator[Show]:
+def new_lines(store: JobStore, console: Console) -> Iterator[Show]:
     """A line for each job whose state changed since its last line."""
-    printed = {job.name: line(job) for job in read_jobs(queue)}
+    printed = {job.name: line(job) for job in store.read_jobs()}
 
     def show(jobs: Sequence[QueuedJob]) -> None:
         for job in jobs:
@@ -78,10 +77,10 @@ def new_lines(queue: Path, console: Console) -> Iterator[Show]:
 
 
 @contextmanager
-def _looking(queue: Path, show: Show) -> Iterator[None]:
+def _looking(store: JobStore, show: Show, name: str | None) -> Iterator[None]:
     def look() -> None:
         with unless_refused():  # the batch says it
-            show(read_jobs(queue))
+            show([job for job in store.read_jobs() if name in (None, job.name)])
 
     try:
         with repeating(look, LOOK_EVERY_SECONDS):

@@ -7,18 +7,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.batch.queue import COUNTED, QueuedJob, read_note, while_locked
+from lora_trainer.batch.job_store import COUNTED, ROOT, JobStore, QueuedJob
 from lora_trainer.core.io import write_json
 from lora_trainer.report.failures import Failures, failures_of
 
 FILE = "batch.json"
-ROOT = "root"  # the queue's note with the folder of the dataset folders
 
 
-def write_summary(queue: Path) -> None:
-    """Bring `batch.json` beside the queue up to date. Two processes never write an older state over a newer one."""
-    root = read_note(queue, ROOT)
-    while_locked(queue, lambda jobs: write_json(queue.parent / FILE, summary(jobs, queue.parent, root)))
+def write_summary(store: JobStore) -> None:
+    """Bring `batch.json` of the batch up to date.
+
+    Another process may replace it with an older state, so each reads the jobs again after it wrote.
+    """
+    root, output, written = store.read_note(ROOT), store.output, None
+    while (now := summary(store.read_jobs(), output, root)) != written:
+        write_json(output / FILE, now)
+        written = now
 
 
 def summary(jobs: list[QueuedJob], output: Path, root: str | None) -> dict[str, Any]:

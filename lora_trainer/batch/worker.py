@@ -1,4 +1,4 @@
-"""One process at work on a batch's queue: claim a job, run it as `produce` does, record its end."""
+"""One process at work on a batch: claim a job, run it as `produce` does, record its end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from lora_trainer.batch import queue
 from lora_trainer.batch.background import repeating
-from lora_trainer.batch.folders import Shared, job_settings, shared_from_json
-from lora_trainer.batch.joint_jobs import TOGETHER, claim_others
+from lora_trainer.batch.folders import shared_from_json
+from lora_trainer.batch.job_document import settings_of
+from lora_trainer.batch.job_store import SHARED, TOGETHER, Ending, JobStore, QueuedJob
+from lora_trainer.batch.joint_jobs import claim_others
 from lora_trainer.batch.summary import write_summary
 from lora_trainer.core.errors import DatasetRefused, UserError
 from lora_trainer.core.interrupt import remembering, signalled, stop_if_signalled, stoppable, stopping_on_signal
@@ -33,8 +34,6 @@ from lora_trainer.run.train import ended_by, train
 if TYPE_CHECKING:  # it loads torch
     from lora_trainer.training.run_group import Member
 
-SHARED = "shared"  # the queue's note with what all jobs have in common
-WAIT_MINUTES = "wait_minutes"  # and with how long it waits for room
 SAFE = "What each run saved is safe."
 LOG = Path("logs") / "console.txt"
 SAY_EVERY_SECONDS = 1.0
@@ -42,24 +41,27 @@ BEAT_SECONDS = 20.0
 LOOK_SECONDS = 2.0  # between two looks at the claim of the job that runs
 
 
-def work(path: Path, families: Mapping[str, Family], *, hand_back: bool = False) -> int | None:
+def work(
+    store: JobStore, families: Mapping[str, Family], *, hand_back: bool = False, name: str | None = None
+) -> int | None:
     """Run waiting jobs until none is left, one after the other or several on one base; the exit code of a signal that stopped this.
 
-    With `hand_back` a job that a signal stopped waits again: another worker resumes it.
+    With `hand_back` a job that a signal stopped waits again: another worker resumes it. With `name` only that job is run,
+    once, alone. A failed job that is repeated later is waited for.
     """
-    shared, together = shared_from_json(queue.read_note(path, SHARED)), queue.read_note(path, TOGETHER) or 1
-    while (job := queue.claim(path)) is not None:
-        jobs = [job, *claim_others(path, shared, job, together - 1)]
-        write_summary(path)  # an autoscaler that reads it must not start a worker for these jobs, too
+    together = 1 if name is not None else store.read_note(TOGETHER) or 1
+    while (job := claim_next(store, name)) is not None:
+        jobs = [job, *claim_others(store, job, together - 1)]
+        write_summary(store)  # an autoscaler that reads it must not start a worker for these jobs, too
         stopped = list[int]()
 
-        def run(job: queue.QueuedJob, stop: Callable[[], None], member: Member | None, stopped: list[int]) -> None:
-            with keeping(path, job, stop) as claim:  # encoding and drawing are silent for long
-                ending = attempt(path, shared, job, families, member)
-            status = queue.finish(path, job, ending)
+        def run(job: QueuedJob, stop: Callable[[], None], member: Member | None, stopped: list[int]) -> None:
+            with keeping(store, job, stop) as claim:  # encoding and drawing are silent for long
+                ending = attempt(store, job, families, member)
+            status = store.finish(job, ending)
             if hand_back and status == "stopped":
-                queue.put_back(path, [job.name])
-            write_summary(path)
+                store.put_back([job.name])
+            write_summary(store)
             if ending.status == "stopped" and not claim.is_over:
                 stopped.append(ending.exit_code)
 
@@ -71,7 +73,19 @@ def work(path: Path, families: Mapping[str, Family], *, hand_back: bool = False)
         if stopped:
             return stopped[0]
         stop_if_signalled()  # a signal that came when a job was as good as done
+        if name is not None:
+            return None
     return None
+
+
+def claim_next(store: JobStore, name: str | None) -> QueuedJob | None:
+    """Claim a job, or that of this name; where all that wait failed before, when the first may be repeated."""
+    while (job := store.claim(name)) is None:
+        pauses = [each.retry_in for each in store.read_jobs() if name in (None, each.name)]
+        if (pause := min((each for each in pauses if each is not None), default=None)) is None:
+            return None
+        time.sleep(min(pause, LOOK_SECONDS))
+    return job
 
 
 def run_together(runs: Mapping[str, Callable[[Callable[[], None], Member], None]]) -> None:
@@ -85,33 +99,31 @@ def run_together(runs: Mapping[str, Callable[[Callable[[], None], Member], None]
         RunGroup(len(runs)).run({name: partial(work, run) for name, run in runs.items()})
 
 
-def attempt(
-    path: Path, shared: Shared, job: queue.QueuedJob, families: Mapping[str, Family], member: Member | None = None
-) -> queue.Ending:
+def attempt(store: JobStore, job: QueuedJob, families: Mapping[str, Family], member: Member | None = None) -> Ending:
     """Train one folder with both gates, alone or as a member of a group. No error leaves this function."""
-    folder = path.parent / job.name
+    folder = store.output / job.name
     with RunLog(folder) as log:
         console = Console(file=cast("IO[str]", log), highlight=False, markup=False, emoji=False, soft_wrap=True)
         try:
             with stopping_on_signal():
-                resolved = job_settings(shared, job.name, job.data)
+                resumes = shared_from_json(store.read_note(SHARED)).resume or job.attempts > 1
                 order = make_order(
-                    resolved,
-                    resume=shared.resume or job.attempts > 1,
+                    settings_of(store, job),
+                    resume=resumes,
                     enforce_gates=True,
                     console=console,
-                    watch=telling(path, job),
+                    watch=telling(store, job),
                 )
                 result = train(replace(order, families=families, member=member))
             found = result.record
-            return queue.Ending(result.exit_code, found.get("reason"), scores_of(found), found.get("outcome"))
+            return Ending(result.exit_code, found.get("reason"), scores_of(found), found.get("outcome"))
         except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the other jobs must continue
             ended = ended_by(error, Record(job.name))
             log.write(last_words(error))
             found = read_record(folder) or {}
             if isinstance(error, DatasetRefused) and error.report is not None:
                 found = {"scores": {"dataset": round(error.report.score, 4), "lora": None}}
-            return queue.Ending(ended.exit_code or 0, ended.reason, scores_of(found), found.get("outcome"))
+            return Ending(ended.exit_code or 0, ended.reason, scores_of(found), found.get("outcome"))
 
 
 @dataclass
@@ -122,18 +134,18 @@ class KeptClaim:
 
 
 @contextlib.contextmanager
-def keeping(path: Path, job: queue.QueuedJob, stop: Callable[[], None]) -> Iterator[KeptClaim]:
+def keeping(store: JobStore, job: QueuedJob, stop: Callable[[], None]) -> Iterator[KeptClaim]:
     """Give signs of life for a job while the block runs, and stop it where it is not this process's any more."""
     kept, beat = KeptClaim(), time.monotonic()
 
     def look() -> None:
         nonlocal beat
-        if not kept.is_over and queue.read_claim(path, job) != "held" and not signalled():
+        if not kept.is_over and store.read_claim(job) != "held" and not signalled():
             kept.is_over = True
             stop()
         if time.monotonic() - beat >= BEAT_SECONDS:
             beat = time.monotonic()
-            queue.sign_of_life(path, job)
+            store.sign_of_life(job)
 
     with repeating(look, LOOK_SECONDS):
         yield kept
@@ -152,8 +164,8 @@ def last_words(error: BaseException) -> str:
     return traceback.format_exc()
 
 
-def telling(path: Path, job: queue.QueuedJob) -> Watch:
-    """A watcher that tells the queue how far the job is: at each new phase, and about once a second."""
+def telling(store: JobStore, job: QueuedJob) -> Watch:
+    """A watcher that writes how far the job is: at each new phase, and about once a second."""
     last: tuple[str, float] = ("", 0.0)
 
     def watch(progress: Progress) -> None:
@@ -161,7 +173,7 @@ def telling(path: Path, job: queue.QueuedJob) -> Watch:
         now = time.monotonic()
         if progress.phase != last[0] or now - last[1] >= SAY_EVERY_SECONDS or progress.step == progress.total:
             last = (progress.phase, now)
-            queue.report_progress(path, job, progress)
+            store.report_progress(job, progress)
 
     return watch
 

@@ -65,6 +65,21 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--json", action="store_true", help="status: one JSON document on stdout")
     group.add_argument("--executor", default="local", metavar="local", help="where the jobs run (local)")
+    group.add_argument(
+        "--executor-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the executor, several times if needed (docs/batch.md)",
+    )
+    group.add_argument(
+        "--retries",
+        type=int,
+        default=0,
+        metavar="N",
+        help="attempts at a job whose training failed, after the first: 1, 2, 4, … minutes later (0)",
+    )
+    group.add_argument("--job", metavar="NAME", help="work: this job alone, once; exits with its code")
     add_run_arguments(parser, hidden=("--data", "--name"))  # they are refused below
 
 
@@ -79,17 +94,25 @@ def batch_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     problems.extend(problem for name, problem in NOT_HERE.items() if values[name])
     if arguments.root is None:
         problems.append(Problem("batch needs ROOT.", "For example: lora-trainer batch ./customers --preset 12gb"))
+    chosen = [tuple(option.split("=", 1)) for option in arguments.executor_option]
+    if wrong := [option for option, pair in zip(arguments.executor_option, chosen, strict=True) if len(pair) < 2]:
+        problems.append(Problem(f"--executor-option {wrong[0]} is not KEY=VALUE.", "For example: partition=gpu"))
+    if arguments.job is not None:
+        problems.append(Problem("--job is for batch work.", "For example: lora-trainer batch work night --job ash"))
     presets, user = layers_from(arguments, problems)
     resolved = settled(presets, user, problems)
     if explained(arguments, resolved):
         return DONE
     from lora_trainer.batch.batch import BatchOrder, run_batch, show_batch
+    from lora_trainer.batch.executors import ExecutorOptions
     from lora_trainer.batch.folders import Shared
     from lora_trainer.run.order import plain_console
 
     shared = Shared(tuple(presets), tuple(user), arguments.resume)
-    root, jobs, executor, together = Path(arguments.root), arguments.jobs, arguments.executor, arguments.together
-    order = BatchOrder(root, shared, resolved, jobs, executor, together)
+    options = ExecutorOptions(arguments.jobs, dict(chosen))
+    order = BatchOrder(
+        Path(arguments.root), shared, resolved, options, arguments.executor, arguments.together, arguments.retries
+    )
     return (show_batch if arguments.dry_run else run_batch)(order, plain_console())
 
 
@@ -104,6 +127,8 @@ def queue_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if arguments.names and arguments.root not in NAMES:
         message = f"batch {arguments.root} takes no names of jobs: {' '.join(arguments.names)}."
         problems.append(Problem(message, f"They are for batch {' and batch '.join(NAMES)}."))
+    if arguments.job is not None and arguments.root != "work":
+        problems.append(Problem("--job is for batch work.", "cancel and retry take names: batch cancel night ash"))
     if problems:
         raise UsageError(problems)
     if arguments.root == "status":
@@ -112,7 +137,7 @@ def queue_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     from lora_trainer.run.order import plain_console
 
     if arguments.root == "work":
-        return run_worker(arguments.folder, plain_console())
+        return run_worker(arguments.folder, plain_console(), arguments.job)
     return (cancel_jobs if arguments.root == "cancel" else retry_jobs)(
         arguments.folder, arguments.names, plain_console()
     )
@@ -122,14 +147,15 @@ def show_status(output: Path, *, as_json: bool) -> int:
     """Print the jobs of the batch in this folder, as they are now. Raises UsageError where there is none."""
     from rich.console import Console
 
-    from lora_trainer.batch import queue
+    from lora_trainer.batch.job_store import ROOT
     from lora_trainer.batch.live_table import table
-    from lora_trainer.batch.summary import ROOT, summary
+    from lora_trainer.batch.stores import store_of
+    from lora_trainer.batch.summary import summary
 
-    path = queue.find_queue(output)
-    jobs = queue.read_jobs(path)
+    store = store_of(output)
+    jobs = store.read_jobs()
     if as_json:
-        print(json.dumps(summary(jobs, output, queue.read_note(path, ROOT)), indent=2, ensure_ascii=False))
+        print(json.dumps(summary(jobs, output, store.read_note(ROOT)), indent=2, ensure_ascii=False))
     else:
         Console(highlight=False).print(table(jobs, jobs))
     return DONE

@@ -40,6 +40,32 @@ def atomic_path(target: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def create_exclusively(target: Path, text: str) -> bool:
+    """Write UTF-8 text to a new file; False where the file exists. Of several processes, on any machines, one makes it.
+
+    It is a hard link of a finished file, which needs no lock: network disks make a name once. A lost answer does not count,
+    since the number of links shows whether it was made. Raises OSError.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name[:SHOWN_OF_NAME]}.", suffix=".part", dir=target.parent)
+    temporary = Path(name)
+    try:
+        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        try:
+            os.link(temporary, target)
+        except FileExistsError:
+            if temporary.stat().st_nlink != 2:
+                return False
+        with contextlib.suppress(OSError):  # the file is there
+            flush_folder(target.parent)
+        return True
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def rename_over(source: Path, target: Path) -> None:
     """Rename a file or folder over `target`. Raises OSError.
 

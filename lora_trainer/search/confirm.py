@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lora_trainer.batch.executors import kept_families
+from lora_trainer.batch.executors.local import kept_families
 from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from lora_trainer.batch.executors import be_worker, kept_families, run_processes
+from lora_trainer.batch.executors.local import be_worker, kept_families, run_processes
 from lora_trainer.batch.folders import Shared
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved, flattened

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from filelock import FileLock
 
 from lora_trainer.batch.folders import Shared, shared_from_json
-from lora_trainer.batch.queue import MOST_DEATHS, is_dead, this_process
+from lora_trainer.batch.job_store import MOST_DEATHS, is_dead, this_process
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.randomness import position_key, position_uniform
@@ -187,7 +187,7 @@ def claim_trial(folder: Path, study: Study, plan: SearchPlan) -> Trial | None:
     with FileLock(folder / CLAIM_LOCK):
         for lost in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             holder, deaths = lost.user_attrs.get(HOLDER), lost.user_attrs.get(DEATHS, 0)
-            if holder and not is_dead(holder, 0.0):
+            if holder and not is_dead(holder, math.inf):
                 continue
             if holder and deaths + 1 >= MOST_DEATHS:
                 fail_trial(Trial(study, lost._trial_id), f"Its process died {deaths + 1} times without a word.")

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.batch import queue, worker
+from lora_trainer.batch import job_store, queue, worker
+from lora_trainer.batch.job_store import Ending, NewJob
+from lora_trainer.batch.queue import JobQueue
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
 from lora_trainer.core.interrupt import signalled
@@ -205,7 +207,7 @@ def test_a_second_batch_does_nothing_until_a_folder_is_fixed(over, tmp_path, cap
     assert "holds a batch already" in capsys.readouterr().err
     assert night.run("--resume") == 2, "a batch of another ROOT, which is still there"
     assert "holds a batch of" in capsys.readouterr().err
-    queue.write_note(night.output / queue.FILE, "root", str(night.root))
+    JobQueue(night.output).write_note("root", str(night.root))
     (night.root / "fir" / "lora.toml").unlink()
     before = contents(night.output / "ash")
     assert night.run("--resume") == 3
@@ -244,7 +246,7 @@ def test_a_killed_batch_trains_nothing_twice(night, steps_trained, monkeypatch):
     def die() -> None:
         raise PowerCut
 
-    host, number, started = json.loads(queue.this_process())
+    host, number, started = json.loads(job_store.this_process())
     dead = json.dumps([host, number, started - 1000])
     cut, unheld = patched(Trackers, "steps", in_run("birch", 3, die)), patched(queue, "this_process", lambda: dead)
     with cut, unheld, pytest.raises(PowerCut):
@@ -331,13 +333,12 @@ def test_jobs_are_cancelled_and_retried(night, monkeypatch, capsys):
 
 
 def test_cancel_and_retry_name_what_they_cannot_do(night, capsys):
-    path = night.output / queue.FILE
-    queue.open_queue(path)
-    queue.write_note(path, "root", str(night.root))
-    queue.enlist(path, {name: night.root / name for name in ("ash", "birch")})
-    refused, output = queue.claim(path), str(night.output)
+    store = JobQueue(night.output)
+    store.write_note("root", str(night.root))
+    store.enlist([NewJob(name, night.root / name) for name in ("ash", "birch")])
+    refused, output = store.claim(), str(night.output)
     assert refused is not None
-    queue.finish(path, refused, queue.Ending(4, "0.84 is below 0.90", {"dataset": 1.0, "lora": 0.84}, "refused"))
+    store.finish(refused, Ending(4, "0.84 is below 0.90", {"dataset": 1.0, "lora": 0.84}, "refused"))
     (night.output / "ash").mkdir()
     (night.output / "ash" / "run.json").write_text("{}", encoding="utf-8")
     for arguments, expected in (
@@ -370,7 +371,7 @@ def test_filling_a_queue_again_adds_new_folders_and_repeats_no_failure(night):
     ("arguments", "expected"),
     [
         (["work"], "batch work needs the --output of a batch."),
-        (["status", "absent"], "absent contains no batch (batch.sqlite is missing)."),
+        (["status", "absent"], "absent contains no batch (neither batch.sqlite nor jobs)."),
         (["work", "absent", "--preset", "12gb"], "batch work takes no settings."),
         (["wrok", "absent"], "Unknown action wrok. Did you mean work?"),
     ],

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.batch import live_table, queue, worker
+from lora_trainer.batch import job_store, live_table, queue, worker
 from lora_trainer.core import disk
 from lora_trainer.core.io import write_json
 from lora_trainer.monitor.progress import Progress
@@ -74,7 +74,7 @@ def test_a_batch_waits_for_disk_space(night, capsys, monkeypatch, died):
 
 
 def test_a_batch_without_disk_space_ends_with_5_and_resumes(night, capsys, monkeypatch, died):
-    host, number, started = json.loads(queue.this_process())
+    host, number, started = json.loads(job_store.this_process())
     gone = json.dumps([host, number, started - 1000])
     with small_disk(night.output, "3m") as place:
         monkeypatch.setattr(worker, "train", quick_job(lambda name: fill_up(place)))

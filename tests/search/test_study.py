@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("optuna")
 
 from lora_trainer.batch.folders import Shared
-from lora_trainer.batch.queue import this_process
+from lora_trainer.batch.job_store import this_process
 from lora_trainer.search import study as studies
 from lora_trainer.search.space import Parameter
 from lora_trainer.search.study import (

@@ -186,6 +186,7 @@ class RunSection(Section):
     name: Annotated[str, Field(min_length=1)] | None = setting(
         None, "changes nothing", "name of the run and its files; derived from the dataset when empty"
     )
+    priority: int = setting(0, "changes nothing", "in a batch, jobs with a higher number begin first")
     offline: bool = setting(False, "changes nothing", "make no network request")
     system_every_seconds: NotNegative = setting(
         10.0, "changes nothing", "interval of the measurements of GPU, CPU, memory and disks; 0 measures nothing"

@@ -1,4 +1,4 @@
-"""Where the jobs of a batch run. `local` is this machine, in this process or in several."""
+"""Run the jobs of a batch on this machine, in this process or in several."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import NoReturn
 
-from lora_trainer.batch import queue
-from lora_trainer.batch.worker import SAFE, WAIT_MINUTES, work
+from lora_trainer.batch.executors import ExecutorOptions
+from lora_trainer.batch.job_store import WAIT_MINUTES, JobStore
+from lora_trainer.batch.stores import store_of
+from lora_trainer.batch.worker import SAFE, work
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import SIGNALED, TRAINING_FAILED, Problem, TrainingFailed, UsageError
 from lora_trainer.core.hardware import available_cpus
@@ -23,33 +25,40 @@ from lora_trainer.run.order import plain_console
 
 LOOK_EVERY_SECONDS = 2.0
 BETWEEN_LOOKS_SECONDS = 0.2
-Executor = Callable[[Path, int], int | None]
+IS_SHARED = False
 
 
-def run_local(path: Path, workers: int) -> int | None:
-    """Work on the queue until no job waits; the exit code of a signal that stopped it.
+def check(options: ExecutorOptions) -> None:
+    """Raise UsageError for options that this executor does not have."""
+    if options.values:
+        raise UsageError(Problem("--executor local takes no --executor-option.", "Remove it."))
+
+
+def submit(store: JobStore, options: ExecutorOptions) -> int | None:
+    """Work until no job waits; the exit code of a signal that stopped it.
 
     Each of several workers is a process with a copy of the base of its own.
     """
-    if workers == 1:
-        return work(path, kept_families(FAMILIES))
-    while any(job.status == "waiting" for job in queue.read_jobs(path)):
-        before = _attempts(path)
-        codes = run_processes(_work_alone, path, workers)
+    workers = min(options.jobs, sum(job.status == "waiting" for job in store.read_jobs()))
+    if workers <= 1:
+        return work(store, kept_families(FAMILIES))
+    while any(job.status == "waiting" for job in store.read_jobs()):
+        before = _attempts(store)
+        codes = run_processes(_work_alone, store.output, workers)
         if TRAINING_FAILED in codes:
-            message = f"The queue could not be written to {path.parent} for too long."
+            message = f"The queue could not be written to {store.output} for too long."
             raise TrainingFailed(Problem(message, f"{SAFE} Make room there, then continue with --resume."))
         # Somebody stopped one worker by itself: that was not asked of the others, which are over.
         if stopped := [code for code in codes if code >= SIGNALED]:
             return stopped[0]
-        if _attempts(path) == before:
+        if _attempts(store) == before:
             raise TrainingFailed(Problem("No worker process could be started.", "Run the batch with --jobs 1."))
-        queue.give_back_lost(path)  # of workers that died; a job that kills each of them fails in the end
+        store.give_back_lost()  # of workers that died; a job that kills each of them fails in the end
     return None
 
 
-def _attempts(path: Path) -> int:
-    return sum(job.attempts for job in queue.read_jobs(path))
+def _attempts(store: JobStore) -> int:
+    return sum(job.attempts for job in store.read_jobs())
 
 
 def kept_families(families: Mapping[str, Family]) -> Mapping[str, Family]:
@@ -110,14 +119,14 @@ def visible_gpus() -> list[str]:
     return named[:count] if named else [str(index) for index in range(count)]
 
 
-def _work_alone(path: str, environment: dict[str, str]) -> None:
+def _work_alone(output: str, environment: dict[str, str]) -> None:
     """A worker process of a batch."""
 
     def work_on_queue() -> int | None:
-        patience = Patience(queue.read_note(Path(path), WAIT_MINUTES), plain_console().print, lambda: SAFE)
-        with patient(patience):
+        store = store_of(Path(output))
+        with patient(Patience(store.read_note(WAIT_MINUTES), plain_console().print, lambda: SAFE)):
             try:
-                return work(Path(path), kept_families(FAMILIES))
+                return work(store, kept_families(FAMILIES))
             except TrainingFailed as error:
                 return error.exit_code
 
@@ -148,13 +157,3 @@ def _follow_parent() -> None:
     while parent is not None and parent.is_alive():
         time.sleep(LOOK_EVERY_SECONDS)
     signal_itself()
-
-
-EXECUTORS: dict[str, Executor] = {"local": run_local}
-
-
-def executor(name: str) -> Executor:
-    """The executor of that name. Raises UsageError where there is none."""
-    if name in EXECUTORS:
-        return EXECUTORS[name]
-    raise UsageError(Problem(f"There is no executor {name}.", f"Known: {', '.join(EXECUTORS)}."))
